@@ -1,1 +1,1 @@
-"""Memory that other processes read and write. The public names are in monarch_backend.rdma."""
+"""Registered memory that other processes read and write. monarch_backend.rdma exports the public names."""

@@ -1,4 +1,4 @@
-"""RDMAAction: several transfers with one end. Each of them is RDMABuffer's."""
+"""RDMAAction: a batch of one-sided transfers and atomics with one completion."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from monarch_backend._rdma.transfer_engine import AtomicOp, Engine, ReadWriteOp,
 
 
 class _Step(NamedTuple):
-    """What is to be done, and with which local object: it is checked when it is added, and again at each submit."""
+    """One transfer or atomic of an action and its local object.
+
+    The local object is checked when it is added, and again at each submit.
+    """
 
     buffer: RDMABuffer
     local: Any
-    look: Callable[[], LocalMemory]  # where the local object is now; raises if it does not do
-    fills: bool  # the local memory is written to
+    # returns the local memory as it is now; raises ValueError or TypeError if it can't be used
+    look: Callable[[], LocalMemory]
+    fills: bool  # the transfer writes to the local memory
     make: Callable[[LocalMemory], ReadWriteOp | AtomicOp]
 
 
 class _Ready:
-    """What a submit found out, for the next one. ``again``: see Engine.again."""
+    """Plan of an unchanged action, made by one submit and replayed by the next ones. ``again``: see Engine.again."""
 
     __slots__ = ("_again", "_count", "_mover", "_watches")
 
@@ -34,7 +38,7 @@ class _Ready:
         self._mover, self._watches, self._count, self._again = mover, watches, len(watches), again
 
     def start(self, mover: Engine, steps: list[_Step], timeout: float | None) -> Future[None] | None:
-        """It is the same again, and has begun; None: it is for `RDMAAction.submit`, which says why."""
+        """Start the transfers again if nothing has changed. Return None if `RDMAAction.submit` has to check them."""
         if self._mover is not mover or self._count != len(steps):
             return None
         for is_as_it_was in self._watches:
@@ -44,9 +48,10 @@ class _Ready:
 
 
 class RDMAAction:
-    """A batch of transfers that is done when all of them are. It may be submitted again and again.
+    """Batch of transfers with one completion. It may be submitted any number of times.
 
-    The methods that add to it return it, and raise as RDMABuffer's do. Nothing is promised of the order within a batch.
+    The methods that add a transfer return the action, and raise as RDMABuffer's methods do. The order of transfers
+    within a batch is undefined.
 
     >>> import torch
     >>> from monarch_backend.rdma import RDMAAction, RDMABuffer
@@ -82,24 +87,27 @@ class RDMAAction:
         return self._add(_Step(dst, src, lambda: dst._to_write(src), False, make))
 
     def fetch_add(self, dst: Any, src: RDMABuffer, add: int, offset: int = 0) -> RDMAAction:
-        """Add to the 64-bit integer at byte ``offset`` of ``src``; ``dst``, of 8 bytes, gets what was there before."""
+        """Add to the 64-bit integer at byte ``offset`` of ``src``. ``dst``, of 8 bytes, receives the old value."""
         return self._atomic(dst, src, FETCH_ADD, offset, add, 0)
 
     def compare_and_swap(self, dst: Any, src: RDMABuffer, compare: int, swap: int, offset: int = 0) -> RDMAAction:
-        """Put ``swap`` there if it is ``compare``; ``dst``, of 8 bytes, gets what was there before."""
+        """Store ``swap`` at byte ``offset`` if the value there equals ``compare``.
+
+        ``dst``, of 8 bytes, receives the old value.
+        """
         return self._atomic(dst, src, COMPARE_AND_SWAP, offset, swap, compare)
 
     def submit(self, *, timeout: float | None = None) -> Future[None]:
-        """Do all of it; a Future of None, which fails with the first error, as RDMABuffer.read_into's does.
+        """Start all transfers. Return a Future of None that fails with the first error, as RDMABuffer.read_into does.
 
-        Raises ValueError if two steps write to the same local bytes, or one reads what another one writes: which of
-        them came first would be a matter of luck.
+        Raises ValueError if two steps write to the same local bytes, or if one reads what another writes: their order
+        would be undefined.
         """
         timeout = check_timeout(timeout)
         mover, ready = engine(), self._ready
         if ready is not None and (again := ready.start(mover, self._steps, timeout)) is not None:
             return again
-        steps = list(self._steps)  # another thread may add some
+        steps = list(self._steps)  # another thread may add steps meanwhile
         if not steps:
             raise ValueError("there is nothing to submit: add transfers first")
         memories = [step.look() for step in steps]
@@ -162,8 +170,8 @@ def _refuse_overlaps(steps: list[_Step], memories: list[LocalMemory]) -> None:
     for number, (step, memory) in enumerate(zip(steps, memories, strict=True)):
         size = min(memory.nbytes, step.buffer.size())
         ranges.append((memory.address, memory.address + size, step.fills, number))
-    furthest: tuple[int, int] | None = None  # where the ranges so far end, and which of them does
-    filled: tuple[int, int] | None = None  # the same of those that are written to
+    furthest: tuple[int, int] | None = None  # end of the ranges so far, and the step that ends there
+    filled: tuple[int, int] | None = None  # the same for the ranges that are written to
     for start, stop, fills, number in sorted(ranges):
         before = furthest if fills else filled
         if before is not None and start < before[0]:

@@ -1,6 +1,7 @@
-"""What this process would take to memory on other hosts, as far as can be told by looking.
+"""Queries for the RDMA devices and the route that this process would use for memory on other hosts.
 
-No device is opened, no process asked and no program started: which route leads to one buffer is RDMABuffer.backend's.
+They read /sys and settings only. They open no device, ask no process and start no program. `RDMABuffer.backend` tells
+the route to one buffer.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from monarch_backend._verbs import available
 
 
 def is_rdma_available() -> bool:
-    """Whether this process can use an RDMA NIC: a port that is up and permitted, its device file, a package for verbs.
+    """Return whether this process can use an RDMA NIC: an active and permitted port, its device file, and a package for
+    verbs.
 
-    That is found by looking, and no device is opened. `RDMABuffer` works in either case, by TCP where there is no NIC;
+    The check reads /sys and opens no device. `RDMABuffer` works in either case: without a NIC it uses TCP.
     `monarch-backend doctor` says what is missing. MONARCH_RDMA_TRANSPORT makes no difference here.
 
     >>> from monarch_backend.rdma import is_rdma_available
@@ -23,11 +25,11 @@ def is_rdma_available() -> bool:
 
 
 def get_rdma_backend() -> str:
-    """The best route from this process to memory on other hosts: "verbs" or "tcp".
+    """Return the best route from this process to memory on other hosts: "verbs" or "tcp".
 
-    The other side has a part in it, too: `RDMABuffer.backend` is the route to one buffer, which is also "tcp" where its
-    owner has no NIC, and "same host" or "this process" where no network is in between. Raises ValueError for a
-    MONARCH_RDMA_TRANSPORT that means nothing.
+    The route to one buffer also depends on its owner: see `RDMABuffer.backend`. It is "tcp" if the owner has no NIC,
+    and "same host" or "this process" if no network is in between. Raises ValueError for an invalid
+    MONARCH_RDMA_TRANSPORT.
 
     >>> from monarch_backend.rdma import get_rdma_backend, is_rdma_available
     >>> get_rdma_backend() == "tcp" or is_rdma_available()

@@ -1,4 +1,4 @@
-"""RDMABuffer: memory that others read and write without its owner's help. How is transfer_engine.py's."""
+"""RDMABuffer: handle to registered memory. transfer_engine.py runs its transfers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _64_BITS = (1 << 64) - 1
 
 
 class RDMABuffer:
-    """Registered memory of a process: a handle to send to others, who read and write it one-sided.
+    """Handle to registered memory of a process. Other processes that receive it read and write the memory one-sided.
 
-    ``data`` is a contiguous tensor of any dtype, of the CPU or of a GPU, a NumPy array, a memoryview or anything else
-    with the buffer protocol or ``__cuda_array_interface__``; what may not be written to is registered
-    read-only. The memory stays registered and alive until `drop` is called, in whichever process, or until its owner
-    ends; the handle itself may be dropped, pickled and copied.
+    ``data`` is a contiguous tensor of any dtype, on a CPU or a GPU, a NumPy array, or a memoryview. Any other object
+    with the buffer protocol or ``__cuda_array_interface__`` works as well. Read-only memory is registered as read-only.
+    The memory stays registered and alive until a process calls `drop`, or until its owner ends. The handle itself may
+    be pickled, copied and deleted.
 
-    Nobody is asked when the memory is read or written, so who reads while its owner writes gets some of both: order
-    them by messages, of actors for example. Raises TypeError or ValueError for what has no memory, or none in one
-    piece.
+    Transfers do not synchronize with the owner: a read during a write of the owner returns bytes of both states. Order
+    them by messages, for example of actors. Raises TypeError or ValueError for an object without memory, or with memory
+    that is not contiguous.
 
     >>> import torch
     >>> from monarch_backend.rdma import RDMABuffer
@@ -51,7 +51,7 @@ class RDMABuffer:
 
     def __init__(self, data: Any) -> None:
         self._handle: Handle = registry().add(frozen(memory_of(data, "the memory to register")))
-        self._last: list[TransferPlanCache | None] = [None, None]  # read, written
+        self._last: list[TransferPlanCache | None] = [None, None]  # of the last read, of the last write
 
     @classmethod
     def _of(cls, handle: Handle) -> RDMABuffer:
@@ -60,10 +60,10 @@ class RDMABuffer:
         made._last = [None, None]
         return made
 
-    # ---- what it is
+    # ---- properties
 
     def size(self) -> int:
-        """In bytes."""
+        """Return the size in bytes."""
         return self._handle.nbytes
 
     def __len__(self) -> int:
@@ -71,21 +71,21 @@ class RDMABuffer:
 
     @property
     def owner(self) -> str:
-        """The process whose memory it is, for people."""
+        """The process that owns the memory, as text for messages."""
         return f"process {self._handle.pid} on host {self._handle.host}"
 
     @property
     def backend(self) -> str:
-        """The route that this process takes to it: "this process", "same host", "verbs" or "tcp"."""
+        """The route from this process to the memory: "this process", "same host", "verbs" or "tcp"."""
         return engine().routes.to(self._handle).name
 
     @property
     def device(self) -> str:
-        """Where it is, in its owner's words: "cpu" or "cuda:0"."""
+        """The device of the memory as its owner names it: "cpu" or "cuda:0"."""
         return self._handle.device
 
     def __getitem__(self, part: slice) -> RDMABuffer:
-        """Some of its bytes, ``buffer[start:stop]``, as a handle of its own. Raises IndexError beyond its end."""
+        """Return a handle to a range of bytes, ``buffer[start:stop]``. Raises IndexError beyond the end."""
         if not isinstance(part, slice) or part.step not in (None, 1):
             raise TypeError("a part of an RDMABuffer is buffer[start:stop], in bytes")
         start = 0 if part.start is None else _whole(part.start, "start")
@@ -103,40 +103,46 @@ class RDMABuffer:
     # ---- transfers
 
     def read_into(self, dst: Any, *, timeout: float | None = None) -> Future[None]:
-        """Copy all of it to the beginning of ``dst``, which has as many bytes or more. A Future of None.
+        """Copy the whole buffer to the beginning of ``dst``, which has at least as many bytes. Return a Future of None.
 
-        The bytes of ``dst`` after the first ``size()`` keep their values.
-        ``timeout`` in seconds, after which the transfer ends with TimeoutError. Other errors, of the future:
-        DroppedError for memory that is not registered any more, OwnerLostError (a SupervisionError) when its process is
-        gone, RDMAError for the rest; a part may have been copied by then. Cancelling the future ends the transfer.
-        ``dst`` must not be used until the future is done. Raises ValueError for a ``dst`` that does not do.
+        The bytes of ``dst`` after the first ``size()`` keep their values. ``dst`` must not be used until the future is
+        done. Cancelling the future ends the transfer. Raises ValueError for an unsuitable ``dst``.
+
+        After ``timeout`` seconds the future fails with TimeoutError. It fails with DroppedError if the memory is not
+        registered any more. It fails with OwnerLostError (a SupervisionError) if the owner's process has ended, and
+        with RDMAError for other errors. A part may have been copied by then.
         """
         return self._move(False, dst, timeout)
 
     def write_from(self, src: Any, *, timeout: float | None = None) -> Future[None]:
-        """Copy all of ``src`` to its beginning. A Future of None. As `read_into`."""
+        """Copy all of ``src`` to the beginning of the buffer. Return a Future of None, as `read_into` does."""
         return self._move(True, src, timeout)
 
     def fetch_add(self, add: int, offset: int = 0, *, timeout: float | None = None) -> Future[int]:
-        """Add to the 64-bit integer at byte ``offset``, modulo 2**64, in one step; a Future of what was there before.
+        """Add to the 64-bit integer at byte ``offset``, modulo 2**64, atomically. Return a Future of the old value.
 
-        For all who take the same route to it that is one step; NICs and processors do not know of each other.
+        The operation is atomic only among processes that use the same route: NICs and CPUs do not exclude each other.
         """
         return self._change(FETCH_ADD, offset, add, 0, timeout)
 
     def compare_and_swap(
         self, compare: int, swap: int, offset: int = 0, *, timeout: float | None = None
     ) -> Future[int]:
-        """Put ``swap`` at byte ``offset`` if the 64-bit integer there is ``compare``; a Future of what was there."""
+        """Store ``swap`` at byte ``offset`` if the 64-bit integer there equals ``compare``.
+
+        Return a Future of the old value.
+        """
         return self._change(COMPARE_AND_SWAP, offset, swap, compare, timeout)
 
     def drop(self) -> None:
-        """Give the memory back to its owner. When it returns nobody reads or writes it any more; in another process,
-        nobody does soon. Who uses it afterwards gets DroppedError. Dropping it twice does nothing.
+        """End the registration, so that the owner may free the memory. Dropping it twice does nothing.
+
+        On the owner, transfers with the memory have ended when this returns. From another process they end soon after.
+        Later transfers fail with DroppedError.
         """
         engine().drop(self._handle)
 
-    # ----
+    # ---- implementation
 
     def _to_read(self, dst: Any) -> LocalMemory:
         memory = writable(memory_of(dst, "dst"), "dst")
@@ -195,7 +201,7 @@ class RDMABuffer:
 
 
 def _whole(number: Any, what: str) -> int:
-    """Python's own: NumPy's integers neither travel in a handle nor have all of 64 bits' values."""
+    """Convert to Python's int: NumPy's integers do not fit into a handle, nor do they hold all 64-bit values."""
     try:
         return operator.index(number)
     except TypeError:

@@ -1,7 +1,8 @@
-"""Questions between processes about memory: where a server listens, how to connect; what was dropped. By messages.
+"""Requests about memory between processes: the address of a server, connection parameters, drops. They travel as
+messages.
 
-They are few, and come before the first transfer between two processes: nothing is asked for a transfer. Whoever asks
-waits, so not on the thread that reads messages. What is asked, and what is answered, stands in TOPICS.
+Requests are rare: they precede the first transfer between two processes, and no transfer sends any. The caller blocks,
+so it must not be the thread that reads messages. TOPICS lists the requests and their handlers.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from monarch_backend._transport.local.frames import Setting
 from monarch_backend._transport.local.peer import Peer
 
 ASK, ANSWER, DROP = "rdma.ask", "rdma.answer", "rdma.drop"
-"""Names of Settings: the program brings those that begin with the name of this room here."""
+"""Names of Settings. The actor runtime passes Settings whose names begin with "rdma." to `heard`."""
 
 REPLY_TIMEOUT_S = 20.0
-"""Seconds for an answer: whoever is asked may be in the middle of a long call into C code."""
+"""Seconds until a request fails. It is long because the peer may be in a long call into C code."""
 
 CHECK_INTERVAL_S = 0.02
-"""Seconds after which whoever waits looks whether he still wants to."""
+"""Seconds between two checks of a waiting thread whether its transfer was cancelled."""
 
 TOPICS: dict[str, Callable[[Runtime, Peer, bytes], bytes]] = {}
-"""What can be asked: by the module whose business it is. Called on a thread that may wait."""
+"""Handlers of requests by topic. Each module adds its own. They run on a thread that may block."""
 
 
 class _Question:
-    """As a pending call."""
+    """A request without an answer yet. It is one of the runtime's pending calls."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -39,16 +40,16 @@ class _Question:
         self.error = ""
 
     def on_gone(self, peer: Peer, failure: Any) -> None:
-        """Whoever was asked answers no more."""
+        """Fail the request: the peer that was asked has ended."""
         if peer is self.peer:
             self.error = str(failure)
             self.ended.set()
 
     def on_reply(self, frame: Any) -> None:
-        """Nobody replies to it in this way."""
+        """Do nothing: answers arrive as Settings."""
 
     def wait(self, patience: float, over: Callable[[], object]) -> bool:
-        """For the answer, or until somebody else is."""
+        """Wait for the answer. Return False after ``patience`` seconds or once ``over()`` is true."""
         end = time.monotonic() + patience
         while not self.ended.wait(CHECK_INTERVAL_S):
             if over() or time.monotonic() > end:
@@ -63,7 +64,10 @@ def ask(
     body: bytes = b"",
     over: Callable[[], object] = lambda: False,
 ) -> bytes:
-    """The answer of another process. Raises RDMAError if there is none, also once ``over()``, or if it is no."""
+    """Send a request to another process and return its answer.
+
+    Raises RDMAError if the answer is an error, if none arrives in time, or once ``over()`` is true.
+    """
     if owner.pump.reading:
         raise RDMAError(
             f"{peer} has to be asked for {topic} first, which the thread of a callback can't do, since it reads the "
@@ -73,7 +77,7 @@ def ask(
     number = next(owner.ids)
     owner.pending[number] = question
     try:
-        if peer.gone is not None:  # nobody will tell us again
+        if peer.gone is not None:  # its end was reported before and is not reported again
             raise RDMAError(f"{peer} is gone: {peer.gone}")
         owner.router.tell(peer, Setting(ASK, (number, topic, body)))
         if not question.wait(REPLY_TIMEOUT_S, over):
@@ -86,7 +90,7 @@ def ask(
 
 
 def heard(owner: Runtime, peer: Peer, name: str, value: Any) -> None:
-    """A Setting for this room. On a thread that may wait."""
+    """Handle a Setting of this package. Runs on a thread that may block."""
     if name == DROP:
         if owner.memory is not None:
             owner.memory.told_to_drop(tuple(value))

@@ -1,9 +1,10 @@
-"""torch's own way to share the memory of a GPU with a process of this host, for what the driver alone does not export.
+"""GPU memory shared through torch.multiprocessing with processes of this host, where the driver alone can't export it.
 
-That is memory of torch's expandable segments. The owner is asked once for each registration, beside the first
-transfer, which does not wait for it. What torch maps is lent to the core (csrc/memory/ipc_mapping_cache.h), which
-copies as ever. The one module of this package that leans on torch.multiprocessing: tests/rdma/test_torch_ipc.py fails
-when that changes.
+This is memory of torch's expandable segments. The owner is asked once for each registration. The first transfer does
+not wait for that: it takes another way. torch maps the memory and lends it to the core (csrc/memory/imports.h), which
+copies.
+
+Only this module of the package depends on torch.multiprocessing. tests/rdma/test_torch_ipc.py fails when that changes.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle, Ticket
 from monarch_backend._rdma.registrations import Registry
 
-reductions: Any = _reductions  # it has no types
+reductions: Any = _reductions  # it has no type hints
 
 TOPIC = "torch_ipc"
 
 SWEEP_INTERVAL_S = 1.0
-"""Seconds after which somebody looks whether what is kept was dropped, since nobody is told of it."""
+"""Seconds between two checks for dropped registrations: no message reports a drop to readers."""
 
 MAX_CACHED_REFUSALS = 1024
-"""That are remembered. Of older ones the owner is asked again."""
+"""Refusals that are remembered. For older ones the owner is asked again."""
 
 
 def share(keep: Any, address: int) -> bytes:
-    """What another process needs to `adopt` it. Raises RDMAError for what is not torch's, RuntimeError of torch."""
+    """Return what another process needs to `adopt` the memory.
+
+    Raises RDMAError for memory that torch did not allocate, and RuntimeError from torch.
+    """
     if not isinstance(keep, torch.UntypedStorage) or keep.device.type != "cuda":
         raise RDMAError("it is no tensor's memory")
     whole = torch.empty(0, dtype=torch.uint8, device=keep.device).set_(keep)
@@ -46,7 +50,7 @@ def share(keep: Any, address: int) -> bytes:
 
 
 def adopt(shared: bytes) -> tuple[Any, int]:
-    """An object that keeps it mapped, and where it is. Raises RuntimeError if torch can't."""
+    """Map shared memory. Return an object that keeps it mapped, and its address. Raises RuntimeError if torch can't."""
     words, offset = pickle.loads(shared)
     tensor = reductions.rebuild_cuda_tensor(*words)
     gpu_memory.settle(tensor.device)
@@ -54,7 +58,7 @@ def adopt(shared: bytes) -> tuple[Any, int]:
 
 
 def answer(registry: Registry, question: bytes) -> bytes:
-    """Of the owner, to a reader of its host. Raises RDMAError, and what `share` does."""
+    """Answer a reader on the owner's host with `share`. Raises RDMAError, and what `share` raises."""
     memory = registry.memory(msgspec.msgpack.decode(question, type=Ticket))
     if memory is None:
         raise RDMAError("it is not registered any more")
@@ -62,22 +66,22 @@ def answer(registry: Registry, question: bytes) -> bytes:
 
 
 Name = tuple[str, int, int]
-"""Of a registration: its owner's token, slot and epoch."""
+"""Name of a registration: its owner's token, slot and epoch."""
 
 
 class Lent:
-    """What torch has mapped of others' memory, until the core returns it."""
+    """Cache of other processes' memory that torch has mapped, kept until the core returns it."""
 
     def __init__(self, owner: Runtime, registry: Registry) -> None:
         self._program, self._native = owner, registry.native
         self._lock = threading.Lock()
-        self._asked: set[Name] = set()  # is under way, or has led to something
-        self._refused: dict[Name, str] = {}  # why there is none
+        self._asked: set[Name] = set()  # registrations whose request is under way or has succeeded
+        self._refused: dict[Name, str] = {}  # error texts
         self._kept: dict[Name, Any] = {}
         self._looks = False
 
     def want(self, handle: Handle) -> None:
-        """Of memory that the driver does not map. Asks its owner, once; nobody waits for it."""
+        """Ask the owner for memory that the driver does not map, once, without waiting for the answer."""
         name = handle.token, handle.ticket[0], handle.ticket[1]
         with self._lock:
             if name in self._asked or name in self._refused:
@@ -86,11 +90,11 @@ class Lent:
         self._program.aside(lambda: self._ask(handle, name))
 
     def why_not(self, handle: Handle) -> str:
-        """What torch, or the owner, has said; empty if nothing yet."""
+        """Return the error of torch or of the owner; empty if there is none yet."""
         return self._refused.get((handle.token, handle.ticket[0], handle.ticket[1]), "")
 
     def tidy(self) -> None:
-        """Let go of what is not registered any more, and nobody is in the middle of."""
+        """Unmap memory that is not registered any more and that no transfer uses."""
         for name in self._native.returned() if self._kept else ():
             self._let_go(name)
 
@@ -98,10 +102,10 @@ class Lent:
         with self._lock:
             kept = self._kept.pop(name, None)
             self._asked.discard(name)
-        del kept  # its end may wait for the driver: not with the lock
+        del kept  # its destructor may wait for the driver, so not under the lock
 
     def forget(self, token: str) -> None:
-        """That process is gone."""
+        """Forget a process that has ended."""
         self.tidy()
         with self._lock:
             self._refused = {name: why for name, why in self._refused.items() if name[0] != token}
@@ -110,12 +114,12 @@ class Lent:
         peer = self._program.router.peer(handle.token)
         try:
             kept, address = adopt(ask(self._program, peer, TOPIC, msgspec.msgpack.encode(handle.ticket)))
-        except Exception as error:  # whatever torch raises: bytes go another way
+        except Exception as error:  # torch may raise anything: the bytes take another way
             self._note_refusal(name, f"{type(error).__name__}: {error}")
             return
         with self._lock:
             self._kept[name] = kept
-        if not self._native.lend(handle.token, handle.ticket, address):  # its owner has gone meanwhile
+        if not self._native.lend(handle.token, handle.ticket, address):  # its owner has ended meanwhile
             self._let_go(name)
             return
         del kept
@@ -132,7 +136,7 @@ class Lent:
                 del self._refused[next(iter(self._refused))]
 
     def _look_later(self) -> None:
-        # Not on the pump's own thread: drivers take their time to unmap.
+        # Not on the pump's own thread, because drivers are slow to unmap.
         self._program.pump.later(SWEEP_INTERVAL_S, lambda: self._program.aside(self._look))
 
     def _look(self) -> None:

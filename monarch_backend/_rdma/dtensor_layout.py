@@ -1,7 +1,8 @@
-"""How torch has cut a DTensor, in `ShardSpec`s. The one module of this room that leans on private parts of torch.
+"""Layout of a DTensor's shards as `ShardSpec`s. Only this module of the package reads private parts of torch.
 
-They are the attribute `split_factor` of `_StridedShard` (what FSDP2 makes of parameters that are tensor-parallel
-already), and `DTensorSpec.shard_order` (from torch 2.13 on). tests/rdma/test_placements.py fails when they change.
+These are the attribute `split_factor` of `_StridedShard`, and `DTensorSpec.shard_order` (from torch 2.13 on). FSDP2
+makes `_StridedShard` for parameters that are already tensor-parallel. tests/rdma/test_placements.py fails when they
+change.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
-    """Without an import, which takes a second: who has made one has imported them."""
+    """Return whether a tensor is a DTensor, without importing DTensor, which takes a second.
+
+    A process that has a DTensor has imported it already.
+    """
     dtensors = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return dtensors is not None and isinstance(tensor, dtensors)
 
 
 def splits(tensor: DTensor) -> tuple[ShardSpec, ...] | None:
-    """The splits that led to this rank's part, in the order in which they are made; None if it is not in the mesh.
+    """Return the splits that lead to this rank's part, in the order in which they apply. None if the rank is not in the
+    mesh.
 
     Raises ValueError for placements that are neither sharded nor replicated.
     """
@@ -49,7 +54,7 @@ def _refuse_what_is_no_part(placement: Placement) -> None:
 
 
 def _order(tensor: DTensor, dims: int) -> list[int]:
-    """Dimensions of the mesh in the order in which they cut: from left to right, unless the tensor says otherwise."""
+    """Return the mesh dimensions in the order in which they shard: left to right, or the tensor's shard order."""
     order = getattr(tensor._spec, "shard_order", None) or ()
     cutting = [mesh_dim for entry in order for mesh_dim in entry.mesh_dims]
     return [*cutting, *(dim for dim in range(dims) if dim not in cutting)]

@@ -1,4 +1,4 @@
-"""What can go wrong with registered memory, as exceptions. Nothing is decided here."""
+"""Exceptions of registered memory and its transfers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from monarch_backend._actor.errors import MeshFailure, SupervisionError
 from monarch_backend._core.errors import MonarchError, public
 
 
-@public("monarch_backend.rdma")
-class RDMAError(MonarchError, RuntimeError):
-    """A transfer failed; the text says why, whose memory it was, and what to do."""
+class RDMAError(RuntimeError):
+    """A transfer failed. The text says why, which process owns the memory, and what to do."""
 
 
 @public("monarch_backend.rdma")
 class DroppedError(RDMAError):
-    """The memory is not registered any more: somebody has called ``drop()``, or its owner has been started anew."""
+    """The memory is not registered any more: a process has called ``drop()``, or the owner was restarted."""
 
 
 @public("monarch_backend.rdma")
 class OwnerLostError(RDMAError, SupervisionError):
-    """The process that owns the memory is gone. ``failure``, ``rank``, ``host``, ``pid``: as SupervisionError's."""
+    """The process that owns the memory has ended. ``failure``, ``rank``, ``host``, ``pid``: see SupervisionError."""
 
     def __init__(self, text: str, failure: MeshFailure | None = None) -> None:
         SupervisionError.__init__(self, text, "RDMABuffer", failure, "unknown")

@@ -1,7 +1,8 @@
-"""Memory of GPUs as this process has it: whose it is, that what fills it is done, and what the driver is. CUDA and HIP.
+"""GPU memory of this process: address, device and driver of CUDA and HIP objects, and waiting for work that writes to
+it.
 
-Tensors, and what else has ``__cuda_array_interface__`` (CuPy, Numba). csrc/memory/gpu.h does the work; how memory gets
-to other processes is the routes' part.
+The objects are tensors and others with ``__cuda_array_interface__`` (CuPy, Numba). csrc/memory/gpu.h has the
+implementation. The routes bring the bytes to other processes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from monarch_backend._rdma.errors import RDMAError
 
 
 class DeviceMemory(NamedTuple):
-    """Of one GPU; nothing that was asked of the GPU before still writes to it."""
+    """Address and size of memory of one GPU. Earlier GPU work has finished writing to it."""
 
     address: int
     nbytes: int
@@ -25,7 +26,7 @@ class DeviceMemory(NamedTuple):
 
 
 def of_tensor(tensor: torch.Tensor, what: str) -> DeviceMemory:
-    """Of a contiguous CUDA or HIP tensor, once its device's current stream is done."""
+    """Return the memory of a contiguous CUDA or HIP tensor, after its device's current stream has finished."""
     address = tensor.data_ptr()
     number = _number_of(address, what)
     settle(tensor.device)
@@ -33,15 +34,15 @@ def of_tensor(tensor: torch.Tensor, what: str) -> DeviceMemory:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for what this thread has asked of it, if it is a GPU, in its current stream."""
+    """Wait for the current stream of this thread, if the device is a GPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def of_array(value: Any, what: str) -> DeviceMemory:
-    """Of an object with ``__cuda_array_interface__``, once the stream that it names is done.
+    """Return the memory of an object with ``__cuda_array_interface__``, after the stream that it names has finished.
 
-    Raises ValueError for what is not contiguous, or no memory of a GPU; RDMAError for a driver that fails.
+    Raises ValueError if it is not contiguous or not in a GPU's memory, and RDMAError for a driver that fails.
     """
     described = value.__cuda_array_interface__
     address, readonly = described["data"]
@@ -65,16 +66,16 @@ def of_array(value: Any, what: str) -> DeviceMemory:
 
 
 def api() -> str:
-    """ "CUDA" or "HIP", as this process's driver is."""
+    """Return "CUDA" or "HIP", after this process's driver."""
     return "HIP" if "hip" in _native.gpu_library() else "CUDA"
 
 
 def _name(number: int) -> str:
-    return f"cuda:{number}"  # as torch calls AMD's, too
+    return f"cuda:{number}"  # torch uses this name for AMD's GPUs, too
 
 
 def use(what: str) -> None:
-    """Open the driver, if that was not done yet. Raises RDMAError; ``what`` needs it."""
+    """Load the driver, if that was not done yet. ``what`` names the object in errors. Raises RDMAError."""
     try:
         _native.gpu_open()
     except _native.GpuFailure as error:
@@ -100,7 +101,7 @@ def _itemsize(typestr: str, what: str) -> int:
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Each value follows the one before it. The stride of a dimension of one value says nothing."""
+    """Return whether each value follows the one before it. The stride of a dimension of size 1 is ignored."""
     step = itemsize
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != step:

@@ -1,6 +1,6 @@
-"""A part that NICs do by themselves, until it is over: helped along by who waits, given up by who does not want it.
+"""A transfer in flight on a NIC. The waiting thread polls it with `help`; `end` abandons it.
 
-verbs/ does the work; what is asked of it is routes/verbs.py's.
+_verbs runs the transfer. routes/verbs.py starts it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from monarch_backend._rdma.routes.base import DONE, FAILED, LOST, UNREACHABLE, R
 from monarch_backend._verbs import Engine, NoConnectionError, UnreachableMemoryError, VerbsError
 
 CANCEL_GRACE_S = 0.5
-"""Seconds that a transfer which is not wanted any more has to end by itself; then its connection is closed."""
+"""Seconds that an abandoned transfer has to end by itself. After that its connection is closed."""
 
 MAX_POLL_S = 5e-3
-"""Seconds for which whoever waits for several looks himself before he sleeps."""
+"""Seconds for which a thread that waits for several transfers polls before it sleeps."""
 
 _WHY = "another transfer with it was given up"
 
 
 class VerbsInFlight:
-    """See _route.Flight. ``done`` is called with what becomes of it."""
+    """See InFlightTransfer. ``done`` is called with the result."""
 
     __slots__ = ("_done", "_engine", "_late", "_over", "_program", "_request", "_token")
 
@@ -30,31 +30,31 @@ class VerbsInFlight:
         self._program, self._engine, self._token = program, engine, token
         self._done: Any = done
         self._late: Any = None  # a timer
-        self._over = 0  # the outcome of one that is not wanted any more
+        self._over = 0  # the outcome of an abandoned transfer, else 0
         self._request: Any = None
 
     def took_off(self, request: Any) -> VerbsInFlight | None:
-        """The engine does this; None if it is None, and nothing is under way."""
+        """Store the engine's request and return this transfer. Return None if there is no request."""
         self._request = request
         return self if request is not None else None
 
     def landed(self, what: Any) -> None:
-        """It is over, says the engine."""
-        done, self._done = self._done, None  # or a timer of this would keep alive what is called, and what that knows
+        """Report the result. The engine calls this when the transfer has ended."""
+        done, self._done = self._done, None  # else the timer would keep the callback and its objects alive
         done(result_of(what, self._over))
         if self._late is not None:
             self._late.cancel()
 
     def help(self, spins: float, waits: float) -> None:
-        """See _route.Flight."""
+        """See InFlightTransfer."""
         self._engine.help(self._request, spins)
 
     def listen(self) -> None:
-        """See _route.Flight."""
+        """See InFlightTransfer."""
         self._engine.listen(self._request)
 
     def end(self, outcome: int) -> None:
-        """See _route.Flight."""
+        """See InFlightTransfer."""
         if self._over or self._request.finished:
             return
         self._over = outcome
@@ -62,7 +62,7 @@ class VerbsInFlight:
         self._engine.listen(self._request)
         if not self._request.finished:
             self._late = self._program.pump.later(CANCEL_GRACE_S, self._end_all)
-            if self._request.finished:  # meanwhile, and who heard of it may not have seen the timer
+            if self._request.finished:  # finished meanwhile, and `landed` may not have seen the timer
                 self._late.cancel()
 
     def _end_all(self) -> None:
@@ -70,7 +70,7 @@ class VerbsInFlight:
             self._engine.give_up_soon(self._token, _WHY)
 
     def end_now(self) -> None:
-        """See _route.Flight."""
+        """See InFlightTransfer."""
         if not self._request.finished:
             self._engine.give_up(self._token, _WHY)
 
@@ -79,7 +79,7 @@ _DONE = Result(DONE, 0, 0, 0)
 
 
 def result_of(what: Any, over: int) -> Result:
-    """Of what the engine has called back with. ``over``: the outcome of one that nobody has wanted any more."""
+    """Convert the engine's outcome to a Result. ``over``: the outcome of an abandoned transfer, else 0."""
     if what is None:
         return _DONE
     if not isinstance(what, BaseException):

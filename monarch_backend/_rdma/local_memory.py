@@ -1,7 +1,7 @@
-"""What a user's object is as memory: where it lies, how long it is, whether it may be written to.
+"""Memory behind a user's object: its address, its size, and whether it is writable.
 
-Tensors, NumPy arrays, and whatever else lends its memory; of GPUs, with gpu_memory.py. What can't be transferred is
-refused here, at the caller. Nothing is registered or moved.
+Objects are tensors, NumPy arrays and others with the buffer protocol; gpu_memory.py handles those on GPUs. Objects that
+can't be transferred are refused here, in the caller's thread. This module registers and copies nothing.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from monarch_backend._rdma.dtensor_layout import is_dtensor
 CPU = "cpu"
 
 _NO_NUMPY = ("Numpy is not available", "PyTorch was compiled without NumPy support")
-"""What torch says that can't have NumPy's arrays."""
+"""Errors of a torch that can't use NumPy."""
 
 
 class LocalMemory(NamedTuple):
-    """Memory of this process; it stays where it is while ``keep`` and ``hold`` live."""
+    """A range of memory of this process. Its address stays valid while ``keep`` and ``hold`` live."""
 
     address: int
     nbytes: int
     writable: bool
     device: str
     keep: Any  # the storage of a tensor, an array, or another object with the buffer protocol
-    hold: Any = None  # what keeps it from moving
+    hold: Any = None  # prevents a resize
 
 
 def memory_of(value: Any, what: str) -> LocalMemory:
-    """The memory of a contiguous tensor, array or buffer; ``what`` names it in errors.
+    """Return the memory of a contiguous tensor, array or buffer. ``what`` names it in errors.
 
-    Raises TypeError for what has no memory of its own, or Python's objects in it, ValueError for memory that is not
-    contiguous or has no bytes, RDMAError for memory of a GPU whose driver can't be used.
+    Raises TypeError for an object without memory of its own, or with Python objects in it. Raises ValueError for memory
+    that is not contiguous or is empty, and RDMAError for GPU memory whose driver can't be used.
     """
     if isinstance(value, torch.Tensor):
         found = _of_tensor(value, what)
@@ -55,11 +55,14 @@ def memory_of(value: Any, what: str) -> LocalMemory:
 
 
 def frozen(memory: LocalMemory) -> LocalMemory:
-    """The same, that can't be resized from now on, since torch would free what others read. NumPy freezes it."""
+    """Return the same memory, protected against a resize, because torch would free what other processes read.
+
+    A NumPy array on the storage prevents the resize.
+    """
     if not isinstance(memory.keep, torch.UntypedStorage) or memory.device != CPU:
-        return memory  # nothing that torch has freezes memory of a GPU
+        return memory  # torch has no way to prevent a resize of GPU memory
     try:
-        # The device is named, since the program may have another default.
+        # Name the device, because the program may have another default.
         held = torch.empty(0, dtype=torch.uint8, device=CPU).set_(memory.keep).numpy()
     except RuntimeError as error:
         if not str(error).startswith(_NO_NUMPY):
@@ -69,9 +72,10 @@ def frozen(memory: LocalMemory) -> LocalMemory:
 
 
 def watch(value: Any, memory: LocalMemory) -> Callable[[], bool] | None:
-    """Says whether a tensor is the memory that it was, and all of it. None where only `memory_of` could tell.
+    """Return a function that tells whether a tensor still has all of this memory. None where only `memory_of` could
+    tell.
 
-    It is called before each copy of some microseconds, so all that can be looked up is looked up here.
+    The function runs before each small copy, which takes microseconds, so attributes are looked up here.
     """
     keep, address, nbytes = memory.keep, memory.address, memory.nbytes
     if not isinstance(keep, torch.UntypedStorage):
@@ -88,7 +92,7 @@ def watch(value: Any, memory: LocalMemory) -> Callable[[], bool] | None:
 
 
 def writable(memory: LocalMemory, what: str) -> LocalMemory:
-    """The same. Raises ValueError where it can only be read."""
+    """Return the same memory. Raises ValueError if it is read-only."""
     if not memory.writable:
         raise ValueError(f"{what} is read-only: give memory that may be written to")
     return memory
@@ -127,7 +131,7 @@ def _of_tensor(tensor: torch.Tensor, what: str) -> LocalMemory:
 
 
 def refuse_subclass(tensor: torch.Tensor, what: str) -> None:
-    """Subclasses that are plain memory are welcome; those that stand for something else are not: TypeError."""
+    """Raise TypeError for a tensor subclass that may have no memory of its own. Others are accepted."""
     if is_dtensor(tensor):
         raise TypeError(
             f"{what} is a DTensor, whose values are in many processes: each registers its own, tensor.to_local(), or "
@@ -155,7 +159,7 @@ def _of_buffer(value: Any, what: str) -> LocalMemory:
 
 
 def _of_array(value: Any, what: str, error: Exception) -> LocalMemory:
-    """NumPy's arrays of types that the buffer protocol has no letter for."""
+    """Return the memory of a NumPy array whose dtype has no format in the buffer protocol."""
     described = getattr(value, "__array_interface__", None)
     if not isinstance(described, dict):
         raise TypeError(
@@ -179,7 +183,7 @@ def _has_objects(described: dict[str, Any]) -> bool:
 
 
 def _refuse_objects(value: Any, what: str, letters: Any) -> NoReturn:
-    """Pointers of one process are none of another's, and a copy of one is a reference that nobody has counted."""
+    """Raise TypeError: pointers of one process are invalid in another, and a copy would be an uncounted reference."""
     kind = getattr(value, "dtype", None) or f"format {letters!r}"
     raise TypeError(
         f"{what} is a {type(value).__name__} of {kind}, which holds pointers to Python's objects or strings, and not "

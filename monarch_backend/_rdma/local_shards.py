@@ -1,6 +1,6 @@
-"""What a rank holds of the tensors of a state dict: flat names, and where the bytes of each lie.
+"""A rank's shards of a state dict: their flat names, and the position of their bytes in memory.
 
-No buffer and no message here: sharded_state.py has those.
+sharded_state.py registers and sends them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from monarch_backend._rdma import dtensor_layout
 from monarch_backend._rdma.local_memory import refuse_subclass
 from monarch_backend._rdma.shard_geometry import Overlap, Region, local_shape, overlaps_itself, pieces
 
-MAX_VALUE_BYTES = 1 << 16  # bytes of a pickled value that is no tensor; it is sent with every description
+MAX_VALUE_BYTES = 1 << 16  # bytes of a pickled value that is not a tensor; it is sent with every description
 
 
 class StateEntry(NamedTuple):
-    """One value of a state dict, and where it stands there."""
+    """One value of a state dict, with the mapping and key that hold it."""
 
     name: str
     value: Any
@@ -32,15 +32,15 @@ class LocalShard(NamedTuple):
     """A rank's part of a tensor, in this process."""
 
     tensor: Tensor  # plain, with the memory of the part
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     pieces: tuple[Overlap, ...]
     strides: tuple[int, ...]  # bytes
 
 
 def leaves(state_dict: Mapping[str, Any]) -> dict[str, StateEntry]:
-    """What a state dict holds, nested ones too, by names such as ``"optimizer/state/0/exp_avg"``.
+    """Return the values of a nested state dict by flat names such as ``"optimizer/state/0/exp_avg"``.
 
-    Raises TypeError for what is no mapping and for tensors in lists, ValueError where two get the same name.
+    Raises TypeError for an object that is not a mapping and for tensors in lists, ValueError for two equal names.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"a state dict is a mapping of names to tensors, not {type(state_dict).__name__}")
@@ -71,7 +71,10 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def check_value(name: str, value: Any) -> bytes:
-    """Of a value that is no tensor: its pickle. Raises ValueError if it is too large, TypeError if it is none."""
+    """Return the pickle of a value that is not a tensor.
+
+    Raises ValueError if it is too large, TypeError if it can't be pickled.
+    """
     try:
         pickled = pickle.dumps(value)
     except Exception as error:
@@ -87,9 +90,9 @@ def check_value(name: str, value: Any) -> bytes:
 
 
 def local(name: str, tensor: Tensor) -> LocalShard:
-    """Where the bytes of this rank's part of a tensor lie.
+    """Return the position of this rank's part of a tensor in memory.
 
-    Raises ValueError, with the tensor's name, for what is no part of a tensor in memory.
+    Raises ValueError, with the tensor's name, if the part has no memory that can be shared.
     """
     try:
         return _local(tensor)
@@ -99,7 +102,7 @@ def local(name: str, tensor: Tensor) -> LocalShard:
 
 def _local(tensor: Tensor) -> LocalShard:
     shape = tuple(tensor.shape)
-    with torch.no_grad():  # no view of a parameter's: its own memory
+    with torch.no_grad():  # else a view would record autograd history
         mine = tensor.to_local() if dtensor_layout.is_dtensor(tensor) else tensor
     _refuse_what_is_no_memory(mine)
     mine = mine.detach()
@@ -142,7 +145,7 @@ def _refuse_what_is_no_memory(mine: Tensor) -> None:
 
 
 def offset_in(box: Region, piece: Overlap, strides: tuple[int, ...]) -> int:
-    """Bytes from a local tensor's first element to the first of a box that lies in this piece."""
+    """Return the bytes from a local tensor's first element to the first element of a box in this piece."""
     return sum(
         (start - first + at) * stride
         for start, first, at, stride in zip(box.offset, piece.box.offset, piece.at, strides, strict=True)

@@ -1,9 +1,8 @@
-"""Staging memory: pinned memory of a host, registered with its NICs, through which a GPU's memory goes that they do not
-reach.
+"""Staging memory: pinned host memory, registered with NICs, for transfers of GPU memory that the NICs do not reach.
 
-An owner lends each process that wants some of its own, which nobody else ever gets: the borrower's NIC may write to it
-until the connection of the two is closed. It is cut into slots; which of them is in use is the borrower's business.
-What is copied, and when, is routes/gpu_staged.py's and csrc/memory/pinned_staging.h's.
+An owner lends each borrowing process memory of its own. That memory is never lent to another process, because the
+borrower's NIC may write to it until their connection is closed. It is divided into slots, and the borrower decides
+which slots are in use. routes/gpu_staged.py and csrc/memory/staging.h do the copying.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from monarch_backend._rdma.routes.verbs import Verbs
 from monarch_backend._verbs import Region, VerbsError
 
 SLOTS, SLOT_BYTES = 4, 2 << 20
-"""Of one process's staging memory: two slots may be on the wire while the GPUs copy the others."""
+"""Slots of one process's staging memory, and their size. Two may be on the wire while the GPUs copy the others."""
 
 MAX_BORROWERS = 64
-"""Processes to which staging memory is lent at a time: it is locked into RAM."""
+"""Processes to which staging memory is lent at a time. The limit exists because the memory is locked into RAM."""
 
 MAX_IDLE_BUFFERS = 8
-"""Of one's own, that are kept for the next transfers."""
+"""Buffers of this process that are kept for its next transfers."""
 
 
 class _Loan(msgspec.Struct, frozen=True, array_like=True):
-    """As it travels."""
+    """A loan as it is sent to the borrower."""
 
     region: bytes
     key: int
     slot_bytes: int
     slots: int
-    why: str  # it is needed
+    why: str  # the reason for staging, as text
 
 
 class _Lent:
-    """What stands behind a loan."""
+    """The owner's side of a loan."""
 
     def __init__(self, memory: Any, region: Region, server: Any) -> None:
         self.memory, self.region, self.server = memory, region, server
@@ -51,7 +50,7 @@ class _Lent:
 
 
 class PinnedPool:
-    """For the processes that want this one's memory."""
+    """Staging memory that this process lends to processes that access its GPU memory."""
 
     def __init__(self, verbs: Verbs, tcp: Tcp) -> None:
         self._verbs, self._tcp = verbs, tcp
@@ -59,7 +58,7 @@ class PinnedPool:
         self._lent: dict[str, _Lent] = {}  # by the borrower's token
 
     def lend(self, token: str, device: int) -> bytes:
-        """What that process needs to know of its staging memory; ``device``: the GPU for which it wants it first.
+        """Return the description of the process's staging memory. ``device``: the GPU of its first transfer.
 
         Raises RDMAError, VerbsError and GpuFailure.
         """
@@ -79,24 +78,24 @@ class PinnedPool:
         return lent
 
     def forget(self, token: str) -> None:
-        """That process is gone, its connection closed, or it wants it no more."""
+        """Take back the memory of a process that has ended, has lost its connection, or does not need it any more."""
         with self._lock:
             lent = self._lent.pop(token, None)
         if lent is not None:
             lent.server.remove_staging(lent.key)
-            self._verbs.take_back(lent.region)  # before the memory is somebody else's
+            self._verbs.take_back(lent.region)  # before the memory is freed and allocated again
 
     def close(self) -> None:
-        """All of it."""
+        """Take back all memory."""
         for token in list(self._lent):
             self.forget(token)
 
 
 class PinnedLease:
-    """Another process's staging memory, of which transfers take slots."""
+    """Lease of another process's staging memory. Transfers take slots from it."""
 
     def __init__(self, loan: bytes) -> None:
-        """Raises VerbsError for what is no loan."""
+        """Decode the owner's description. Raises VerbsError for an invalid one."""
         try:
             said = msgspec.msgpack.decode(loan, type=_Loan)
         except msgspec.DecodeError as error:
@@ -109,7 +108,7 @@ class PinnedLease:
         self._waiting = 0
 
     def take(self, most: int, patient: Any) -> list[int]:
-        """Slots, one at least, when there are some; none once nobody waits any more."""
+        """Wait for free slots and take up to ``most`` of them. Return none once ``patient`` is over."""
         with self._changed:
             self._waiting += 1
             while not self._free and not patient.over():
@@ -121,37 +120,37 @@ class PinnedLease:
 
     @property
     def is_short(self) -> bool:
-        """Somebody waits for a slot: who has several may spare one."""
+        """Whether a transfer waits for a slot. Transfers with several slots then give one back."""
         return self._waiting > 0
 
     def give(self, slot: int) -> None:
-        """It is free again."""
+        """Return a slot that is free again."""
         with self._changed:
             self._free.append(slot)
             self._changed.notify()
 
     def is_unsure(self, slot: int) -> bool:
-        """Its owner may still be about to copy to or from it, for a transfer that was given up."""
+        """Return whether the owner may still copy to or from the slot, for an abandoned transfer."""
         return slot in self._unsure
 
     def doubt(self, slot: int) -> None:
-        """From now on it `is_unsure`."""
+        """Mark a slot as unsure: see `is_unsure`."""
         self._unsure.add(slot)
 
     def trust(self, slot: int) -> None:
-        """Its owner has said that nothing from before will touch it."""
+        """Clear the mark: the owner has confirmed that no earlier request touches the slot."""
         self._unsure.discard(slot)
 
 
 class PinnedPoolClient:
-    """Pinned memory of this process for its own transfers, each of which takes a piece, and returns it."""
+    """Pool of pinned memory for this process's own transfers. Each takes a buffer and returns it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[Any] = []
 
     def take(self, device: int, nbytes: int) -> Any:
-        """Raises GpuFailure."""
+        """Take a buffer of at least ``nbytes``. Raises GpuFailure."""
         with self._lock:
             for place, memory in enumerate(self._idle):
                 if memory.nbytes >= nbytes:
@@ -159,12 +158,12 @@ class PinnedPoolClient:
         return _native.PinnedMemory(device, nbytes)
 
     def give(self, memory: Any) -> None:
-        """Nobody copies to or from it any more, and no NIC either."""
+        """Return a buffer that no copy and no NIC uses any more."""
         with self._lock:
             if len(self._idle) < MAX_IDLE_BUFFERS:
                 self._idle.append(memory)
 
     def close(self) -> None:
-        """Those that nobody has."""
+        """Free the idle buffers."""
         with self._lock:
             self._idle.clear()

@@ -1,4 +1,4 @@
-"""What this process has registered: kept alive, and named by tickets. Others' memory is not this module's."""
+"""Registry of this process's registered memory. It keeps the memory alive and names it by tickets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from monarch_backend._rdma.handle import Handle, Ticket
 from monarch_backend._rdma.local_memory import LocalMemory
 
 DROP_TIMEOUT_S = 5.0
-"""Seconds that `drop` waits for those who are in the middle of reading or writing it."""
+"""Seconds that `drop` waits for transfers in progress."""
 
 log = logging.getLogger("monarch_backend")
 
@@ -36,11 +36,12 @@ class Registry:
         self.native = _native.Memory(host, self.asks_kernel, self.maps_gpus, _copying_threads())
         self.host = host
         self._program = weakref.ref(owner)
-        self.on_drop: list[Callable[[Ticket], None]] = []  # when nobody can use it any more, and it is still there
+        # called when no transfer can start any more, while the memory still exists
+        self.on_drop: list[Callable[[Ticket], None]] = []
         self._held: dict[Ticket, LocalMemory] = {}
 
     def add(self, memory: LocalMemory) -> Handle:
-        """Register it: it stays alive until it is dropped. Raises RDMAError when there are too many."""
+        """Register memory and keep it alive until it is dropped. Raises RDMAError if too many are registered."""
         owner = self._program()
         assert owner is not None
         try:
@@ -54,40 +55,40 @@ class Registry:
         )
 
     def drop(self, ticket: Ticket) -> bool:
-        """From now on nobody can use it, and nobody does any more; False if it was not registered any more.
+        """End a registration and wait for its transfers in progress. Return False if it had ended before.
 
-        Raises RDMAError if somebody is in the middle of it and stays there: then its memory is kept, call it again.
+        Raises RDMAError if a transfer does not end in time. The memory is kept then; call `drop` again later.
         """
         found = self.native.drop(ticket, DROP_TIMEOUT_S)
-        for let_go in self.on_drop:  # from now on nobody begins anything with it
+        for let_go in self.on_drop:  # no transfer starts with it from now on
             let_go(ticket)
         if found == _STILL_USED:
             user = self.native.user_of(ticket) or os.getpid()
             raise RDMAError(
                 f"process {user} is in the middle of a transfer with this memory and has not moved "
-                f"for {DROP_TIMEOUT_S:g} s (is it stopped?): nobody else can use it any more, and it stays "
+                f"for {DROP_TIMEOUT_S:g} s (is it stopped?): no process can start another one, and it stays "
                 "allocated; call drop() again later"
             )
         return self._held.pop(ticket, None) is not None and found != _WAS_NOT_THERE
 
     def memory(self, ticket: Ticket) -> LocalMemory | None:
-        """What was registered; None if it is not any more."""
+        """Return the registered memory, or None if it is not registered any more."""
         return self._held.get(ticket)
 
     def told_to_drop(self, ticket: Ticket) -> None:
-        """By another process. On a thread that may wait."""
+        """Drop memory on another process's request. Runs on a thread that may block."""
         try:
             self.drop(ticket)
         except RDMAError as error:
             log.warning("another process has dropped registered memory: %s", error)
 
     def count(self) -> int:
-        """Of registrations."""
+        """Return the number of registrations."""
         return int(self.native.count())
 
 
 def _copying_threads() -> int:
-    """Of this process, for one large copy between another process of this host and this one."""
+    """Return the number of this process's threads for one large copy between it and another process of its host."""
     return min(int(env.get("MONARCH_CMA_THREADS")), len(os.sched_getaffinity(0)))
 
 
@@ -95,7 +96,7 @@ _making = threading.Lock()
 
 
 def registry() -> Registry:
-    """Of this process; made when it is first asked for, with the program that it belongs to."""
+    """Return this process's registry. The first call makes it, together with the program that owns it."""
     owner = program()
     made: Any = owner.memory
     if made is None:

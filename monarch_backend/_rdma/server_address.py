@@ -1,7 +1,7 @@
-"""Where a process's memory can be had from other hosts: the addresses of its own host, and the program's secret for it.
+"""Address of a process's memory server: the addresses of its host, and the program's secret.
 
-The main program knows both and tells its processes when they first need it. The server that listens there, and those
-who call it, are routes/tcp.py's.
+The main program knows both, and sends them to its processes at their first request. routes/tcp.py has the server and
+its clients.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class ServerInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What a process is told of itself."""
+    """Addresses and secret of a process, as the main program sends them."""
 
-    secret: bytes  # the program's, for memory only; it never leaves the processes of the program
-    addresses: tuple[str, ...]  # at which others reach its host
+    secret: bytes  # of the program, for memory only; it never leaves the program's processes
+    addresses: tuple[str, ...]  # at which other hosts reach this one
     encrypted: bool
 
 
@@ -35,7 +35,7 @@ _secrets: weakref.WeakKeyDictionary[Runtime, bytes] = weakref.WeakKeyDictionary(
 
 
 def place(owner: Runtime) -> ServerInfo:
-    """This process's. Raises RDMAError if the main program does not answer."""
+    """Return this process's addresses and secret. Raises RDMAError if the main program does not answer."""
     if owner.root is None:
         found = _place_of(owner, owner.router.token)
     else:
@@ -56,7 +56,7 @@ def _place_of(root: Runtime, token: str) -> ServerInfo:
 
 
 def _own_addresses(root: Runtime) -> Iterator[str]:
-    """Of the main program's host, as others see it: those from which it would talk to them."""
+    """Return the addresses of the main program's host from which it connects to other hosts."""
     for host in [] if root.hosts is None else list(root.hosts.hosts.values()):
         if host.lost is not None or host.through is not None:
             continue

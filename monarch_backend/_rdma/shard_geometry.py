@@ -1,10 +1,10 @@
-"""Where the shards of a tensor lie in the whole, what two of them share, and the runs of bytes that this makes.
+"""Geometry of shards: their boxes in the whole tensor, the overlap of two shards, and the runs of bytes to copy.
 
-Arithmetic only: integers in, integers out. No torch, no memory and no message here.
+This module is integer arithmetic only. It uses neither torch nor memory nor messages.
 
-A tensor is cut by `ShardSpec`s, one after the other. What one rank holds is then a list of `Overlap`s: boxes of the
-whole tensor, and where each begins in the rank's own. With torch's `Shard` it is a single box; only `_StridedShard` can
-make more of them.
+A sequence of `ShardSpec`s shards a tensor. The part of one rank is a list of `Overlap`s: boxes of the whole tensor,
+with the index in the local tensor at which each begins. torch's `Shard` makes one box; only `_StridedShard` can make
+more.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 Span = tuple[int, int]  # start and stop along one dimension
-Segment = tuple[int, int, int]  # where it is read, where it goes, how many bytes
-Level = tuple[int, int, int]  # of a nest of loops: stride where it is read, stride where it goes, how often
+Segment = tuple[int, int, int]  # source position, destination position, bytes
+Level = tuple[int, int, int]  # of nested loops: source stride, destination stride, iterations
 
 
 class Region(NamedTuple):
-    """A rectangular part of a tensor, one number of each per dimension."""
+    """A box of a tensor: offset and size in each dimension."""
 
     offset: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -39,11 +39,10 @@ class Overlap(NamedTuple):
 
 
 class ShardSpec(NamedTuple):
-    """One dimension is cut like `torch.chunk` does, into `ways` parts, of which this rank has the one at
-    `place`.
+    """One dimension is split into `ways` parts, as `torch.chunk` does. This rank has the part at `place`.
 
-    With a factor f it is cut into f parts first, and each of them into `ways`: the rank has its part of each, one after
-    the other. That is torch's `_StridedShard(dim, split_factor=f)`.
+    With a factor f, the dimension is split into f parts first, and each of them into `ways`. The rank then has its part
+    of each, in order. That is torch's `_StridedShard(dim, split_factor=f)`.
     """
 
     dim: int
@@ -53,15 +52,15 @@ class ShardSpec(NamedTuple):
 
 
 class UnevenError(ValueError):
-    """A dimension that `ShardSpec`s with a factor cut unevenly, which has no one meaning."""
+    """`ShardSpec`s with a factor split a dimension unevenly, which is ambiguous."""
 
 
 # ---- shards
 
 
-@functools.lru_cache(maxsize=65536)  # a model has few kinds of tensors and many of each
+@functools.lru_cache(maxsize=65536)  # cached because a model has many tensors of few shapes
 def pieces(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> tuple[Overlap, ...]:
-    """What a rank holds of a tensor of this shape; nothing where its part is empty.
+    """Return the boxes of a tensor of this shape that a rank has. Empty if its part is empty.
 
     Raises UnevenError.
 
@@ -81,7 +80,7 @@ def pieces(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> tuple[Overl
 
 @functools.lru_cache(maxsize=65536)
 def local_shape(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> tuple[int, ...]:
-    """The shape of what a rank holds. Raises UnevenError."""
+    """Return the shape of a rank's local tensor. Raises UnevenError."""
     return tuple(sum(stop - start for start, stop in spans) for spans in _spans_by_dim(shape, splits))
 
 
@@ -90,19 +89,20 @@ def _spans_by_dim(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> list
 
 
 def _placed(spans: list[Span]) -> Iterable[tuple[Span, int]]:
-    """Each with where it begins when they lie one after the other."""
+    """Pair each span with its start in the concatenation of all."""
     starts = itertools.accumulate((stop - start for start, stop in spans), initial=0)
     return zip(spans, starts, strict=False)
 
 
 def _spans(size: int, splits: list[ShardSpec]) -> list[Span]:
-    """The parts of 0:size that are left after these splits, in the order in which a rank has them."""
+    """Return the spans of 0:size that are left after these splits, in the rank's order."""
     found = _cut(size, splits)
     if all(split.factor == 1 for split in splits):
         return found
-    # Two readings: by torch's own words each split is applied to what the one before has left; FSDP2, which makes these
-    # placements after tensor parallelism, cuts in the order that the factors stand for. On even sizes both are the
-    # same. Elsewhere torch's releases disagree with each other and with FSDP2, so bytes would land in wrong rows.
+    # Two readings exist. By torch's documentation each split applies to the result of the split before it. FSDP2 makes
+    # these placements after tensor parallelism, and splits in the order that the factors imply. Both agree on even
+    # sizes. On uneven sizes torch's releases disagree with each other and with FSDP2, so bytes would arrive in wrong
+    # rows.
     order = _order(splits)
     if order is not None and _cut(size, order) == found:
         return found
@@ -125,14 +125,17 @@ def _cut(size: int, splits: Iterable[ShardSpec]) -> list[Span]:
     spans: list[Span] = [(0, size)]
     for split in splits:
         total = sum(stop - start for start, stop in spans)
-        # Of each of the `factor` parts, the one at `place`.
+        # The part at `place` of each of the `factor` parts.
         chosen = [_chunk(part, split.ways, split.place) for part in _chunks((0, total), split.factor)]
         spans = _joined(span for start, stop in chosen for span in _slice(spans, start, stop))
     return spans
 
 
 def _order(splits: list[ShardSpec]) -> list[ShardSpec] | None:
-    """The same cuts as a sequence without factors, if there is one: a factor counts the parts that are made before."""
+    """Return the same splits as a sequence without factors, or None.
+
+    A factor counts the parts that earlier splits make.
+    """
     order: list[ShardSpec] = []
     for split in reversed(splits):
         made = list(itertools.accumulate((other.ways for other in order), lambda a, b: a * b, initial=1))
@@ -147,14 +150,16 @@ def _chunks(span: Span, ways: int) -> list[Span]:
 
 
 def _chunk(span: Span, ways: int, index: int) -> Span:
-    """As torch.chunk: all have the same size but the last ones, which are smaller or empty."""
+    """Return one chunk as torch.chunk does: all have the same size, except the last ones, which are smaller or
+    empty.
+    """
     start, stop = span
     size = -(-(stop - start) // ways)
     return min(start + size * index, stop), min(start + size * (index + 1), stop)
 
 
 def _slice(spans: list[Span], start: int, stop: int) -> Iterable[Span]:
-    """Elements start:stop of these, counted from the beginning of the first."""
+    """Return elements start:stop of the concatenated spans."""
     for (first, last), at in _placed(spans):
         low, high = max(first, first + start - at), min(last, first + stop - at)
         if low < high:
@@ -175,7 +180,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def shared(one: Region, other: Region) -> Region | None:
-    """What both have, or None."""
+    """Return the intersection of two boxes, or None."""
     offset = tuple(map(max, one.offset, other.offset))
     sizes = tuple(
         min(a + m, b + n) - start
@@ -185,7 +190,7 @@ def shared(one: Region, other: Region) -> Region | None:
 
 
 def without(box: Region, other: Region) -> list[Region]:
-    """What of a box is not in the other, in boxes that do not overlap."""
+    """Return one box minus the other, as boxes that do not overlap."""
     common = shared(box, other)
     if common is None:
         return [box]
@@ -199,13 +204,13 @@ def without(box: Region, other: Region) -> list[Region]:
             rest.append(
                 Region((*offset[:dim], start + size, *offset[dim + 1 :]), (*sizes[:dim], after, *sizes[dim + 1 :]))
             )
-        offset[dim], sizes[dim] = start, size  # what is left to look at is inside the other in this dimension
+        offset[dim], sizes[dim] = start, size  # the rest is inside the other box in this dimension
     return rest
 
 
 @functools.lru_cache(maxsize=4096)
 def uncovered(whole: Region, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
-    """What of a whole is in none of these boxes.
+    """Return the parts of a whole that are in none of these boxes.
 
     >>> uncovered(Region((0,), (6,)), (Region((0,), (2,)), Region((3,), (3,))))
     (Box(offset=(2,), sizes=(1,)),)
@@ -220,11 +225,11 @@ def uncovered(whole: Region, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
 
 
 class LayoutError(ValueError):
-    """Two layouts in memory between which there are no runs of bytes."""
+    """Two memory layouts differ so that no run of bytes is contiguous in both."""
 
 
 def overlaps_itself(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of a tensor may lie in the same place, as those of an expanded one do.
+    """Return whether two elements of a tensor may share memory, as those of an expanded tensor do.
 
     >>> overlaps_itself((4, 3), (8, 1)), overlaps_itself((4, 3), (1, 4)), overlaps_itself((4, 3), (0, 1))
     (False, False, True)
@@ -247,10 +252,10 @@ def segments(
     here: int,
     strides_here: Sequence[int],
 ) -> list[Segment]:
-    """The runs of bytes of a box of `sizes` elements that begins at `there` and goes to `here`; strides in bytes.
+    """Return the runs of bytes of a box of `sizes` elements, from `there` to `here`. Strides are in bytes.
 
-    As few runs as there can be. Raises LayoutError where the dimensions lie in another order on the other side, so
-    that there would be a run for each element.
+    The number of runs is minimal. Raises LayoutError if the dimensions have another order on the other side: each
+    element would be a run.
 
     >>> segments((2, 3), 4, 100, (40, 4), 0, (12, 4))
     [(100, 0, 12), (140, 12, 12)]
@@ -272,7 +277,7 @@ def segments(
 
 
 def merged(parts: Iterable[Segment]) -> list[Segment]:
-    """In order of where they are read; those that follow each other on both sides are one.
+    """Return segments in the order of their source, with those joined that are adjacent on both sides.
 
     >>> merged([(8, 108, 8), (0, 100, 8), (16, 0, 4)])
     [(0, 100, 16), (16, 0, 4)]

@@ -1,8 +1,7 @@
-"""State dicts whose tensors lie in pieces on one mesh, read into a mesh of another shape.
+"""ShardedState: a state dict sharded over one mesh that readers on a mesh of any shape can fetch.
 
-Each owner registers what it has; the descriptions are merged; each reader fetches the bytes that it needs from where
-they are. The geometry stands in shard_geometry.py, what a rank holds in local_shards.py, the moving of bytes in
-transfer_engine.py.
+Owners register their parts, and the descriptions are merged. Each reader fetches the bytes that it needs from their
+owners. shard_geometry.py computes boxes, local_shards.py describes a rank's part, and transfer_engine.py moves bytes.
 """
 
 from __future__ import annotations
@@ -40,26 +39,26 @@ from monarch_backend._rdma.shard_geometry import (
 from monarch_backend._rdma.transfer_engine import ReadWriteOp, engine
 from monarch_backend._transport.network.envelope import host_of
 
-_SHOWN = 8  # names, ranks or boxes in a message
+_SHOWN = 8  # names, ranks or boxes that a message lists
 
 
 class TensorPart(NamedTuple):
     """One rank's part of one tensor."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     pieces: tuple[Overlap, ...]
     strides: tuple[int, ...]  # bytes
-    address: int  # of the first element, in its owner
+    address: int  # of the first element, in the owner's process
     buffer: int  # index into the buffers
     start: int  # bytes from the beginning of the buffer to the first element
 
 
 class StatePart:
-    """What one rank has registered of a state dict. Picklable, and small: names, boxes and handles.
+    """Description of the part of a state dict that one rank has registered. It is picklable and small: names, boxes and
+    handles.
 
-    Made by `ShardedState.register`. Holds at most as many buffers as there are tensors: those that share memory share
-    a buffer.
+    `ShardedState.register` makes it. It has at most one buffer per tensor: tensors that share memory share a buffer.
     """
 
     def __init__(self, tensors: dict[str, TensorPart], values: dict[str, Any], buffers: list[RDMABuffer]) -> None:
@@ -69,20 +68,20 @@ class StatePart:
 
     @property
     def names(self) -> list[str]:
-        """Of everything registered, in order."""
+        """The names of all registered values, in order."""
         return sorted([*self._tensors, *self._values])
 
     def size(self) -> int:
-        """Bytes of the registered memory."""
+        """Return the bytes of registered memory."""
         return sum(buffer.size() for buffer in self._buffers)
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises ValueError if a tensor of this rank is not where it was when it was registered.
+        """Raise ValueError if a tensor of this rank has moved in memory since it was registered.
 
-        In-place updates, such as those of torch's optimizers, keep a tensor where it is. ``model.to(...)``,
-        ``parameter.data = ...`` and the like don't, nor does, under torch 2.9, the first step with FSDP2 for parameters
-        of uneven shards; readers would go on reading what is left behind. It takes microseconds for each tensor, so
-        call it after every step.
+        In-place updates, such as those of torch's optimizers, do not move a tensor. ``model.to(...)``,
+        ``parameter.data = ...`` and the like do. With torch 2.9, FSDP2's first step also moves parameters with uneven
+        shards. Readers would then read the old memory. The check takes microseconds per tensor, so call it after every
+        step.
         """
         now = {name: leaf.value for name, leaf in leaves(state_dict).items()}
         moved = [name for name, part in self._tensors.items() if name not in now or part != _moved(part, name, now)]
@@ -93,7 +92,7 @@ class StatePart:
             )
 
     def drop(self) -> None:
-        """On the owner: let go of the memory. Readers that come later get an error."""
+        """End the registrations of this rank's memory. Call it on the owner. Later readers get an error."""
         for buffer in self._buffers:
             buffer.drop()
 
@@ -102,9 +101,9 @@ class StatePart:
 
 
 class Plan:
-    """Which bytes one reader fetches from where, for one state dict. Made by `ShardedState.plan`, used every step.
+    """Plan of the bytes that one reader fetches for one state dict. `ShardedState.plan` makes it; use it in every step.
 
-    It writes to the memory that the state dict's tensors had when it was made: make another one after ``model.to(...)``
+    `read` writes to the memory that the tensors had when the plan was made. Make another plan after ``model.to(...)``
     and the like.
     """
 
@@ -117,27 +116,27 @@ class Plan:
         missing: list[str],
         unexpected: list[str],
     ) -> None:
-        self.bytes_by_rank = bytes_by_rank  # of owners, by their rank among the descriptions
-        self.missing_keys = missing  # names that no owner has; with strict=True there are none
-        self.unexpected_keys = unexpected  # names that only owners have; likewise
+        self.bytes_by_rank = bytes_by_rank  # by the owner's rank among the descriptions
+        self.missing_keys = missing  # names that no owner has; empty with strict=True
+        self.unexpected_keys = unexpected  # names that only owners have; empty with strict=True
         self._parts = parts
         self._keep = keep
         self._values = values
 
     @property
     def nbytes(self) -> int:
-        """All bytes that a `read` fetches."""
+        """The bytes that one `read` fetches."""
         return sum(self.bytes_by_rank.values())
 
     def read(self, *, timeout: float | None = None) -> Future[None]:
-        """Fetch everything, in one batch with one completion; the future fails if any of it does.
+        """Fetch everything in one batch. Return a future that fails with the first error.
 
-        Tensors must not be used before the future is done. After an error their contents are undefined. What the
-        owners hold for keys that are no tensors is put into the state dict at once.
+        The tensors must not be used before the future is done. After an error their contents are undefined. Values that
+        are not tensors are stored in the state dict at once.
         """
         timeout = check_timeout(timeout)
         for leaf, value in self._values:
-            leaf.holder[leaf.key] = copy.deepcopy(value)  # the reader may change what it gets
+            leaf.holder[leaf.key] = copy.deepcopy(value)  # because the reader may change its value
         for device in {storage.device for storage in self._keep}:
             gpu_memory.settle(device)
         return engine().start(self._parts, self._keep, timeout)
@@ -148,12 +147,12 @@ class Plan:
 
 
 class ShardedState:
-    """A state dict whose tensors lie in pieces on the ranks of one mesh, for readers of any other mesh. Picklable.
+    """A state dict sharded over the ranks of one mesh, for readers on any other mesh. Picklable.
 
-    Three steps, of which only the last is taken again in every round. Owners `register` their state dicts and return
-    the descriptions; someone has them merged and sends the result to the readers; each reader calls `read_into` (or
-    keeps a `plan` and calls its `read`). A reader fetches exactly the bytes of its own part, each once, from the ranks
-    that have them, whatever the two meshes look like.
+    Owners `register` their state dicts and return the descriptions. Their caller merges these, and sends the result to
+    the readers. Each reader calls `read_into`, or keeps a `plan` and calls its `read`. Only this last step is repeated
+    in every round. A reader fetches exactly the bytes of its own part, each once, whatever the shapes of the two
+    meshes.
 
     >>> import torch
     >>> from monarch_backend.rdma import ShardedState
@@ -166,10 +165,10 @@ class ShardedState:
     ([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], 7)
     >>> part.drop()
 
-    The registration stays valid while tensors are updated in place, as optimizers do: no new handles after a step.
-    **Order is up to the user.** A read that overlaps with an update gets some bytes from before it and some from
-    after it, and nobody notices. So ask for the read when the step's call has returned, and for the next step when the
-    readers' calls have. With actors: ``trainers.step.call().get()``, ``generators.load.call().get()``.
+    The registration stays valid while optimizers update the tensors in place: a step needs no new handles. **The caller
+    orders reads and updates.** A read during an update returns bytes from before and after it, and nothing detects
+    that. So start the read after the step's call has returned, and the next step after the readers' calls have
+    returned. With actors: ``trainers.step.call().get()``, ``generators.load.call().get()``.
     """
 
     def __init__(self, parts: Sequence[StatePart]) -> None:
@@ -188,15 +187,17 @@ class ShardedState:
 
     @staticmethod
     def register(state_dict: Mapping[str, Any]) -> StatePart:
-        """Offer this rank's part of a state dict to readers, and return the description of it.
+        """Register this rank's part of a state dict for readers, and return its description.
 
-        Values may be DTensors (any mesh and dtype; sharded in any dimensions, evenly or not, and replicated), plain
-        tensors (each is the whole; ranks that have the same name are replicas), numbers and other picklable values of
-        up to 64 KiB, which travel in the description as they are now, and mappings of all that, whose names are joined
-        by ``/``.
+        Values are one of:
 
-        Raises ValueError, with the name, for tensors without memory that can be shared, expanded, a `Partial` sum, or
-        cut as no placement says.
+        - DTensors of any mesh and dtype, sharded in any dimensions, evenly or not, or replicated.
+        - Plain tensors. Each is a whole tensor; ranks with the same name are replicas.
+        - Numbers and other picklable values of up to 64 KiB. They are sent in the description as they are now.
+        - Mappings of these, whose names are joined by ``/``.
+
+        Raises ValueError, with the name, for a tensor without memory that can be shared, an expanded tensor, and a
+        `Partial` placement. It raises it also for a local tensor whose shape does not match its placements.
         """
         tensors: dict[str, tuple[torch.dtype, LocalShard]] = {}
         values = {}
@@ -219,37 +220,37 @@ class ShardedState:
 
     @staticmethod
     def merge(parts: ValueMesh[StatePart] | Iterable[StatePart]) -> ShardedState:
-        """One description of what all these ranks have registered.
+        """Merge the descriptions of all ranks.
 
-        The ranks in messages, and in `Plan.bytes_by_rank`, are the places in `parts`.
+        Ranks in messages and in `Plan.bytes_by_rank` are indices of `parts`.
 
-        Raises ValueError, with names and ranks, where ranks disagree about a dtype, a shape or a value, and where a
-        part of a tensor is with nobody.
+        Raises ValueError, with names and ranks, if ranks disagree about a dtype, a shape or a value, or if a part of a
+        tensor has no owner.
         """
         return ShardedState([*parts.values()] if isinstance(parts, ValueMesh) else [*parts])
 
     @property
     def names(self) -> list[str]:
-        """Of everything that there is, in order."""
+        """The names of all values, in order."""
         return sorted([*self._tensors, *self._values])
 
     def read_into(
         self, state_dict: Mapping[str, Any], *, strict: bool = True, timeout: float | None = None
     ) -> Future[None]:
-        """Fill this rank's state dict: `plan` and `Plan.read` in one."""
-        timeout = check_timeout(timeout)  # before anything is planned, and told to the owners
+        """Fill this rank's state dict: `plan` and `Plan.read` in one call."""
+        timeout = check_timeout(timeout)  # before owners are asked
         return self.plan(state_dict, strict=strict).read(timeout=timeout)
 
     def plan(self, state_dict: Mapping[str, Any], *, strict: bool = True, reader: int | None = None) -> Plan:
-        """Find out which bytes this rank's state dict needs and where they are.
+        """Compute the bytes that this rank's state dict needs, and their owners.
 
-        Local tensors are filled in place. They may be views; each run of bytes that is whole on both sides costs as
-        much as a small copy. `reader` is this reader's number among all readers: of several owners that have the same
-        bytes, those on its own host are taken first, and different readers take different ones. By default it is the
-        rank in torch's process group, or in the mesh of actors where there is none.
+        Local tensors are filled in place and may be views. Each run of bytes that is contiguous on both sides costs as
+        much as a small copy. `reader` is the index of this reader among all. If several owners have the same bytes,
+        owners on the reader's host are preferred, and different readers choose different ones. The default is the rank
+        in torch's process group, or in the actor mesh if there is no process group.
 
-        Raises ValueError, with names, where shape, dtype or kind of a value differ from the owners', where a local
-        tensor cannot be filled in place, and with strict=True where the names are not the same on both sides.
+        Raises ValueError, with names, if the shape, dtype or kind of a value differs from the owners', or if a local
+        tensor can't be filled in place. With strict=True it also raises it if the names differ.
         """
         wanted = leaves(state_dict)
         known = self._tensors.keys() | self._values.keys()
@@ -275,7 +276,7 @@ class ShardedState:
 def _restored(
     parts: list[StatePart], tensors: dict[str, dict[int, TensorPart]], values: dict[str, Any]
 ) -> ShardedState:
-    """One that was checked before it was sent."""
+    """Rebuild an unpickled state. It was checked before it was sent."""
     state = ShardedState([])
     state._parts, state._values = parts, values
     state._tensors.update(tensors)
@@ -291,13 +292,13 @@ def _tensor_part(dtype: torch.dtype, held: LocalShard) -> TensorPart:
 
 
 def _moved(part: TensorPart, name: str, now: Mapping[str, Any]) -> TensorPart:
-    """The same part as it is now."""
+    """Return the description of the same part as it is now."""
     tensor = now[name]
     return _tensor_part(tensor.dtype, local(name, tensor))._replace(buffer=part.buffer, start=part.start)
 
 
 def _memory(held: Iterable[LocalShard]) -> dict[int, tuple[Tensor, int]]:
-    """For each storage that they lie in: the bytes from the first of them to the last, and their address."""
+    """Return, for each storage, its bytes from the first shard's start to the last shard's end, and their address."""
     spans: dict[int, tuple[int, int]] = {}
     storages: dict[int, torch.UntypedStorage] = {}
     for one in held:
@@ -306,7 +307,7 @@ def _memory(held: Iterable[LocalShard]) -> dict[int, tuple[Tensor, int]]:
             storage = one.tensor.untyped_storage()
             low, high = spans.get(storage.data_ptr(), (first, last))
             known = storages.get(storage.data_ptr())
-            if known is None or known.nbytes() < storage.nbytes():  # several may stand on the same memory
+            if known is None or known.nbytes() < storage.nbytes():  # several storages may have the same address
                 storages[storage.data_ptr()] = storage
             spans[storage.data_ptr()] = min(low, first), max(high, last)
     memory = {}
@@ -317,7 +318,7 @@ def _memory(held: Iterable[LocalShard]) -> dict[int, tuple[Tensor, int]]:
 
 
 def _buffers(memory: Iterable[Tensor]) -> list[RDMABuffer]:
-    """All of them or none."""
+    """Register all tensors, or none if one fails."""
     buffers: list[RDMABuffer] = []
     try:
         for one in memory:
@@ -330,7 +331,7 @@ def _buffers(memory: Iterable[Tensor]) -> list[RDMABuffer]:
 
 
 def _extent(held: LocalShard) -> tuple[int, int]:
-    """The addresses of its first byte, and of the one after its last."""
+    """Return the address of the first byte, and of the byte after the last."""
     first, itemsize = held.tensor.data_ptr(), held.tensor.element_size()
     length = sum((size - 1) * stride for size, stride in zip(held.tensor.shape, held.strides, strict=True))
     return first, first + length + itemsize
@@ -383,7 +384,7 @@ def _check_coverage(name: str, by_rank: Mapping[int, TensorPart]) -> None:
 
 
 class _Reading:
-    """What a reader fetches, tensor by tensor."""
+    """Builder of a reader's plan. Tensors are added one by one."""
 
     def __init__(self, state: ShardedState, reader: int) -> None:
         self._state = state
@@ -392,9 +393,9 @@ class _Reading:
         self._near = {rank for rank, part in enumerate(state._parts) if _is_on(host, part)}
         self._runs: dict[tuple[int, int], list[Segment]] = defaultdict(list)  # by rank and buffer
         self._values: list[tuple[StateEntry, Any]] = []
-        self._filled: dict[tuple[object, ...], str] = {}  # destinations, and the names they have
+        self._filled: dict[tuple[object, ...], str] = {}  # names by destination
         self._extents: list[tuple[int, int, str]] = []
-        self._keep: list[Any] = []  # storages: a parameter may get another one
+        self._keep: list[Any] = []  # storages, because a parameter may get another one
 
     def add(self, leaf: StateEntry) -> None:
         if leaf.name in self._state._values:
@@ -415,7 +416,7 @@ class _Reading:
             self._add_tensor(leaf.name, here, owned)
 
     def _is_filled(self, name: str, here: LocalShard, owned: dict[int, TensorPart]) -> bool:
-        """Whether another name has the same memory here and, as with tied weights, at the owners."""
+        """Return whether another name has the same memory here and at the owners, as tied weights have."""
         place = here.tensor.data_ptr(), here.shape, here.pieces, here.strides, here.tensor.dtype
         first = self._filled.setdefault(place, name)
         if first == name:
@@ -438,7 +439,7 @@ class _Reading:
                     break
 
     def _sources(self, owned: dict[int, TensorPart], turn: int) -> Iterator[tuple[int, TensorPart, Overlap]]:
-        """One owner of each box: on this host if there is one, and another one for other readers and tensors."""
+        """Choose one owner of each box, on this host if possible. Other readers and tensors choose other owners."""
         replicas: dict[Region, list[tuple[int, TensorPart, Overlap]]] = defaultdict(list)
         for rank, part in owned.items():
             for piece in part.pieces:
@@ -483,14 +484,14 @@ class _Reading:
         return Plan(parts, dict(by_rank), self._keep, self._values, missing, unexpected)
 
     def _refuse_overlaps(self) -> None:
-        """Two names that share some memory here would be written over each other, in no order."""
+        """Raise ValueError if two names share memory here, because their writes would have no defined order."""
         extents = sorted(self._extents)
         end, suspects = 0, []
         for (first, last, name), before in zip(extents, [None, *extents], strict=False):
             if before is not None and first < end:
                 suspects.append(f"{before[2]} and {name}")
             end = max(end, last)
-        if suspects:  # rarely: columns of one tensor under several names are no overlap
+        if suspects:  # rare, and no error for interleaved columns of one tensor
             writes = sorted((here, size) for runs in self._runs.values() for _, here, size in runs)
             if any(a + size > b for (a, size), (b, _) in itertools.pairwise(writes)):
                 raise ValueError(f"{_some(suspects)} share some of their memory here; read into tensors of their own")
@@ -514,7 +515,7 @@ def _reader() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else current_rank().rank
 
 
-# ---- words
+# ---- texts for messages
 
 
 def _some(things: Iterable[object]) -> str:

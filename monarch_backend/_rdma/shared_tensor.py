@@ -1,4 +1,4 @@
-"""Tensors in memory that all processes of this host have mapped: others read them with a plain copy of their own."""
+"""Tensors in shared memory of a host. Its other processes read and write them with a plain copy."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from monarch_backend._rdma.registrations import registry
 
 
 def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised tensor of the CPU whose memory this host's other processes have mapped.
+    """Return an uninitialised CPU tensor in memory that the host's other processes have mapped.
 
-    As ``torch.empty``. Registered, it is read and written by processes of the same host at the full speed of a copy:
-    the kernel, which moves other memory, is two or three times slower for large ones. Its memory comes out of the 4 GiB
-    that large messages of this process use as well, and is given back with the tensor. Raises RDMAError if there is no
-    room.
+    The arguments are those of ``torch.empty``. Once it is registered, processes of the same host read and write it at
+    the full speed of a copy. For large tensors in other memory the kernel copies, which is two or three times slower.
+    The memory is taken from the 4 GiB that large messages of this process also use, and is freed with the tensor.
+    Raises RDMAError if it is exhausted.
 
     >>> from monarch_backend import rdma
     >>> weights = rdma.empty(2, 3).fill_(1.0)
@@ -27,7 +27,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     (torch.Size([2, 3]), 6.0)
     """
     shape: Any = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    made = torch.empty(shape, dtype=dtype, device="meta")  # torch's own checks of the arguments
+    made = torch.empty(shape, dtype=dtype, device="meta")  # so that torch checks the arguments
     if made.numel() == 0:
         return torch.empty(made.shape, dtype=made.dtype, device="cpu")
     try:

@@ -1,7 +1,7 @@
-"""Small transfers over TCP, asked for on the caller's thread; whoever waits for one reads its answer himself.
+"""Small transfers over TCP. The caller's thread sends the request, and the waiting thread reads the reply.
 
-That spares two changes of threads. Where nobody waits in the socket, a thread that may wait does: when somebody sleeps
-for longer, or is to be called. What nobody has looked for within a SWEEP gets such a thread, too.
+This saves two thread switches per transfer. A pool thread reads the reply instead if a waiter sleeps or a callback is
+set. A pool thread also takes requests that were not polled within SWEEP_INTERVAL_S.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.routes.base import CANCELLED, LATE, Result
 
 SOCKET_WAIT_S = 0.002
-"""Seconds that one who waits stays in the socket, where only signals reach him."""
+"""Seconds that a waiting thread blocks in the socket, where only signals interrupt it."""
 
 SWEEP_INTERVAL_S = 0.02
 
 
 class SmallRequest:
-    """See _route.Flight."""
+    """A small request in flight: see InFlightTransfer."""
 
     __slots__ = ("_done", "_handed_over", "_native", "_office", "_patient", "token")
 
@@ -43,11 +43,11 @@ class SmallRequest:
             self._done(Result(*told))
 
     def help(self, spins: float, waits: float) -> None:
-        """See _route.Flight."""
+        """See InFlightTransfer."""
         self._fetch(0.0 if self._handed_over else min(SOCKET_WAIT_S, waits))
 
     def listen(self) -> None:
-        """See _route.Flight."""
+        """See InFlightTransfer."""
         if not self._handed_over and not self._native.over:
             self._handed_over = True
             self._office.submit(self._see_to_it)
@@ -57,28 +57,28 @@ class SmallRequest:
             self._fetch(None)
 
     def end(self, outcome: int) -> None:
-        """See _route.Flight."""
-        if outcome != LATE:  # which it notices by itself, and says so
+        """See InFlightTransfer."""
+        if outcome != LATE:  # the native part detects a timeout by itself
             self._patient.cancel()
         self._fetch(0.0)
-        self.listen()  # another thread is at it, and sees that it is cancelled
+        self.listen()  # for the case that another thread reads the reply: it sees the cancellation
 
     def end_now(self) -> None:
-        """See _route.Flight. Whoever is at it has a socket that he can close: it has ended, or does so now."""
+        """See InFlightTransfer. Nothing to do: `end` lets the thread that reads the reply close its socket."""
 
 
 class SmallRequestClient:
-    """The errands of this process that are not over. ``submit``: have it done by a thread that may wait."""
+    """The unfinished small requests of this process. ``submit`` runs a job on a thread that may block."""
 
     def __init__(self, owner: Runtime, submit: Callable[[Callable[[], None]], None]) -> None:
         self.submit, self._pump = submit, owner.pump
         self._lock = threading.Lock()
         self._out: set[SmallRequest] = set()
-        self._old: set[SmallRequest] = set()  # those that were there at the last sweep
+        self._old: set[SmallRequest] = set()  # requests of the last sweep
         self._sweeps = False
 
     def add(self, errand: SmallRequest) -> None:
-        """It may be over already."""
+        """Add a request. It may have finished already."""
         with self._lock:
             self._out.add(errand)
             begin, self._sweeps = not self._sweeps, True
@@ -86,7 +86,7 @@ class SmallRequestClient:
             self._pump.later(SWEEP_INTERVAL_S, self._sweep)
 
     def forget(self, errand: SmallRequest) -> None:
-        """It is over."""
+        """Remove a finished request."""
         with self._lock:
             self._out.discard(errand)
             self._old.discard(errand)
@@ -101,7 +101,7 @@ class SmallRequestClient:
             self._pump.later(SWEEP_INTERVAL_S, self._sweep)
 
     def end(self, token: str | None = None) -> None:
-        """Those to this process, or all."""
+        """Cancel the requests to one process, or all."""
         with self._lock:
             ended = [errand for errand in self._out if token in (None, errand.token)]
         for errand in ended:

@@ -1,7 +1,4 @@
-"""Threads that may wait, for jobs that come in a queue: at most so many, made when they are needed.
-
-Nothing here knows what the jobs are.
-"""
+"""Thread pool for jobs that may block. Threads start on demand, up to a limit."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ Job = Callable[[], None]
 
 
 class Workers:
-    """``most`` threads. They stay, and sleep while there is nothing to do."""
+    """Pool of up to ``most`` threads. Threads never end; idle ones sleep."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -25,8 +22,9 @@ class Workers:
         self._threads = self._idle = 0
 
     def submit(self, job: Job) -> None:
-        """By the next thread that has time: others may hold up all of them for long. Raises RDMAError where none runs
-        any more, since Python ends.
+        """Queue a job for the next free thread. Long jobs may delay it.
+
+        Raises RDMAError during interpreter shutdown, when threads do not run any more.
         """
         _refuse_at_the_end()
         with self._lock:
@@ -35,8 +33,9 @@ class Workers:
             self._more()
 
     def submit_at_once(self, job: Job) -> None:
-        """By a thread that begins now, one for this job alone if need be: somebody waits for it who has no part in
-        what holds up the others. Raises as `submit`.
+        """Run a job without a delay by other jobs, if necessary on an extra thread. Raises as `submit`.
+
+        Connections use this, because a waiting caller does not depend on the jobs that occupy the pool.
         """
         _refuse_at_the_end()
         with self._lock:
@@ -48,7 +47,7 @@ class Workers:
             threading.Thread(target=job, name="monarch-memory-extra", daemon=True).start()
 
     def _begin(self, job: Job) -> bool:
-        """Under the lock. True if it takes one more thread."""
+        """Queue a job under the lock. Return whether it needs one more thread."""
         more = self._idle <= self._jobs.qsize() and self._threads < self._most
         self._threads += more
         self._jobs.put(job)
@@ -69,7 +68,7 @@ class Workers:
 
 
 def _refuse_at_the_end() -> None:
-    # Threads stop where they are then, perhaps with our lock, and whoever waits for a new one to begin waits for ever.
+    # During shutdown threads stop anywhere, perhaps with our lock, and starting a thread would block without end.
     if sys.is_finalizing():
         raise RDMAError(
             "Python is ending, and runs no threads any more: nothing can be transferred now. Do it before, in an "

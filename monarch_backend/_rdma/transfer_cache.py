@@ -1,8 +1,8 @@
-"""A buffer and the tensor that it was read into, or written from, the last time: the next time may be the same again.
+"""Cache of transfer plans: one for a buffer and the tensor of its last read or write.
 
-What such a transfer has to find out (where the tensor's memory lies, whether it does, the work requests) serves those
-that follow, on routes of NICs, where it takes longer than many of them do. Nothing here keeps the tensor or its memory
-alive, and nothing here is a transfer: those are transfer_engine.py's.
+A plan holds the address of the tensor's memory, the result of its checks, and the work requests. It serves later
+transfers on NIC routes, where planning takes longer than many transfers. The cache keeps neither the tensor nor its
+memory alive. transfer_engine.py runs the transfers.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from monarch_backend._rdma.transfer_engine import Engine, nothing
 def after(
     last: TransferPlanCache | None, mover: Engine, part: ReadWriteOp, local: Any, memory: LocalMemory
 ) -> TransferPlanCache | None:
-    """What to keep when NICs have begun a part that ``last`` did not begin."""
+    """Return the cache to keep after NICs have started a transfer that ``last`` did not start."""
     if last is not None and last.is_of(local):
         last.learn(mover, part, memory)
         return last
-    # Memory of a GPU has more to be asked each time.
+    # GPU memory needs more checks in each transfer.
     return TransferPlanCache(local) if isinstance(local, torch.Tensor) and memory.device == CPU else None
 
 
 class TransferPlanCache:
-    """Of one tensor. When its transfer comes for the second time it learns how that is done, and begins the third."""
+    """Plan of the transfers of one tensor. The second transfer stores it, and the third one uses it."""
 
     __slots__ = ("_known", "_local")
 
     def __init__(self, local: torch.Tensor) -> None:
         self._local = weakref.ref(local)
-        self._known: tuple[Any, ...] | None = None  # one object: several threads may read into one tensor
+        self._known: tuple[Any, ...] | None = None  # one object, because several threads may read into one tensor
 
     def is_of(self, local: Any) -> bool:
-        """This is the tensor."""
+        """Return whether this is the plan's tensor."""
         return self._local() is local
 
     def learn(self, mover: Engine, part: ReadWriteOp, memory: LocalMemory) -> None:
-        """How it is done; nothing, if it is not done like this."""
+        """Store the plan, if the transfer has one."""
         route = of_nics(mover.routes.to(part.handle))
         plan = None if route is None else route.planned(part, (memory,))
         if route is not None and plan is not None:
@@ -51,7 +51,7 @@ class TransferPlanCache:
             self._known = mover, route, part, route.rebind_request(plan, ()), storage, memory.address, memory.nbytes
 
     def start(self, mover: Engine, local: Any) -> Future[None] | None:
-        """Begin it. None: others have to, who also know what is wrong with it."""
+        """Start the transfer. Return None if a full check is necessary, which also reports errors."""
         known = self._known
         if known is None or not self.is_of(local):
             return None
@@ -59,7 +59,7 @@ class TransferPlanCache:
         storage = storage_of()
         if storage is None or learnt_from is not mover:
             return None
-        # It may have other memory since then (`data`, `set_`), less (`resize_`), or become what has to be resolved.
+        # The tensor may have other memory since then (`data`, `set_`), less (`resize_`), or be a lazy view now.
         if local.untyped_storage() is not storage or local.data_ptr() != address or local.nbytes != nbytes:
             return None
         start, size = storage.data_ptr(), storage.nbytes()

@@ -1,8 +1,8 @@
-"""Transfers under way: who does them, how they end, what their futures say.
+"""Engine of transfers: which thread runs them, how they end, and the results of their futures.
 
-Small ones on fast routes are done at once, on the caller's thread; some routes do theirs by themselves once they are
-begun, and whoever waits lends them a hand; all else is done by threads that may wait. A future is done when nobody
-touches its memory any more, whatever ended it: then its buffers may be used again.
+The caller's thread runs small transfers on fast routes at once. Some routes advance a transfer without a thread, and
+the waiting thread polls it. A thread pool runs all others. A future is done when its transfer does not touch memory any
+more, whether it succeeded or not. The caller may then use the buffers again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ from monarch_backend._transport.local.frames import Setting
 from monarch_backend._transport.local.peer import Peer
 
 MAX_THREADS = 64
-"""That move bytes at the same time, or wait for processes that do not answer; and as many for what went wrong."""
+"""Threads for transfers and for peers that do not answer. A second pool of the same size repeats or explains failed
+parts.
+"""
 
 _REFUSALS = (
     "",
@@ -73,22 +75,22 @@ _REFUSALS = (
     "its owner does not know the staging memory any more that it has lent to this process: try again",
 )
 PEER_LOSS_TIMEOUT_S = 1.0
-"""Seconds for the word that a process is gone with which a connection has broken."""
+"""Seconds to wait, after a connection has broken, for the report that its process has ended."""
 
 T = TypeVar("T")
 
 
 def nothing() -> None:
-    """What a transfer gives."""
+    """Return None, the result of a read or write."""
 
 
 class Engine:
-    """Moves bytes for one program."""
+    """The transfers of one program."""
 
     def __init__(self, owner: Runtime, registered: Registry) -> None:
         self.program, self.registry = owner, registered
         self.movers, self.menders = Workers(MAX_THREADS), Workers(MAX_THREADS)
-        # A connection has one errand at a time, so these are not many.
+        # A connection has one request at a time, so there are few of these jobs.
         self.routes = Routes(owner, registered, self.movers.submit_at_once)
 
     def start(
@@ -98,9 +100,9 @@ class Engine:
         timeout: float | None,
         result: Callable[[], Any] = nothing,
     ) -> Future[Any]:
-        """Do all of it; a Future of ``result()``. ``keep`` is what the local addresses are of.
+        """Start all parts. Return a Future of ``result()``. ``keep`` holds the memory of the local addresses.
 
-        Raises RDMAError if there is no route.
+        Raises RDMAError if no route exists.
         """
         routed = [(part, self.routes.to(part.handle)) for part in parts]
         if len(routed) == 1:
@@ -129,7 +131,10 @@ class Engine:
     def single(
         self, part: ReadWriteOp | AtomicOp, route: NicRoute, keep: Any, result: Callable[[], T], plan: Any = None
     ) -> Future[T] | None:
-        """By NICs, begun on the caller's thread; None if it takes another one. ``plan``: the route's, if it has one."""
+        """Start one part by NICs on the caller's thread.
+
+        Return None if it needs another thread. ``plan``: from the route, if it has one.
+        """
         self.guard()
         future = SingleFuture(self, part, route, keep, result)
         if plan is None:
@@ -139,7 +144,7 @@ class Engine:
         return None if flight is None else future.flies(flight)
 
     def is_gone(self, token: str) -> bool:
-        """Since before we were told: nobody will tell us again."""
+        """Return whether the process has ended earlier: its end is not reported again."""
         peer = self.program.router.peers.get(token)
         return peer is not None and peer.gone is not None
 
@@ -151,22 +156,22 @@ class Engine:
         keep: Any,
         result: Any,
     ) -> _Transfer:
-        """A transfer in the place of a SingleFuture."""
+        """Return a transfer that takes over a SingleFuture."""
         made = _Transfer(self, 1, keep, None, result, future)
         made.watch()
         made.adopt(part, flight)
         return made
 
     def guard(self) -> None:
-        """Ctrl-C comes after what is begun here, not in the middle of it, also if nobody has waited yet."""
+        """Defer Ctrl-C until after the start of a transfer, also before the first wait."""
         interrupts = self.program.interrupts
         if threading.get_ident() == interrupts.main:
             interrupts.guard()
 
     def at_once(self, handle: Handle, write: bool, memory: LocalMemory, nbytes: int) -> bool:
-        """Do it now, if it is a small copy on this host: what is made for other transfers costs more than it does.
+        """Run a small copy on this host now, because a future would cost more than the copy.
 
-        False: it is for `start`, which also says why it fails.
+        Return False if `start` has to run it. `start` also reports errors.
         """
         return (
             nbytes <= INLINE_MAX_BYTES
@@ -177,10 +182,10 @@ class Engine:
     def again(
         self, parts: Sequence[ReadWriteOp | AtomicOp], memories: Sequence[LocalMemory]
     ) -> Callable[[float | None], Future[None] | None] | None:
-        """What does all of it as `start` would, given a timeout, again and again as long as the memory is where it is.
-        It gives None where it can't any more; None in its place where nothing is spared by it.
+        """Return a function that repeats these parts, as `start` would, while the memory stays where it is.
 
-        ``memories``: for each part its local memory, all of which one segment is of.
+        The function takes a timeout. It returns None if it can't repeat them any more. `again` itself returns None if
+        repeating saves nothing. ``memories``: the local memory of each part, which has one segment.
         """
         copies = self._copies(parts, memories)
         if copies is not None:
@@ -196,12 +201,13 @@ class Engine:
         return lambda timeout: self.single(part, route, keep, nothing, plan) if timeout is None else None
 
     def _copies(self, parts: Sequence[ReadWriteOp | AtomicOp], memories: Sequence[LocalMemory]) -> Any:
-        """As `at_once`, of many, and again and again: a native Copies. None if it is not for all of them."""
+        """Return a native Copies that repeats many `at_once` copies. None if one of them is unsuitable."""
         copies = []
         for part, memory in zip(parts, memories, strict=True):
             if not isinstance(part, ReadWriteOp) or part.handle.token not in self.routes.near:
                 return None
-            if memory.device != CPU or memory.hold is not None:  # what is held can't be resized between two submits
+            # memory that is held can't be resized between two submits
+            if memory.device != CPU or memory.hold is not None:
                 return None
             (segment,) = part.segments
             copies.append((part.handle.token, part.handle.ticket, part.write, *segment))
@@ -212,7 +218,7 @@ class Engine:
     def _at_once(
         self, part: ReadWriteOp | AtomicOp, route: Route, keep: Any, timeout: float | None, result: Callable[[], Any]
     ) -> Future[Any]:
-        """As `at_once`, on every route where it is quick. Nobody waits for it, so nothing is made to wait with."""
+        """Run a part on a route that is quick. Nothing waits for it, so it needs no locks or events."""
         ended = _moved(part, route, patient(timeout), keep)
         if ended.outcome == DONE:
             return Future.of(result())
@@ -221,29 +227,29 @@ class Engine:
         return transfer.future
 
     def change(self, change: AtomicOp, timeout: float | None) -> Future[int]:
-        """An atomic operation; a Future of what was found."""
+        """Start an atomic operation. Return a Future of the old value."""
         found: list[int] = []
         return self.start((change._replace(take=found.append),), None, timeout, lambda: found[0])
 
     def gone(self, peer: Peer) -> None:
-        """A process has ended: nothing is kept for it. Transfers under way hear of it themselves."""
+        """Forget a process that has ended. Transfers in progress detect the end themselves."""
         if self.routes.knows(peer.token):
             self.program.aside(lambda: self.routes.forget(peer.token))
 
     def close(self) -> None:
-        """When the program ends."""
+        """Close all routes. Called when the program ends."""
         self.routes.close()
 
     def abandon(self) -> None:
-        """In a fork of this process."""
+        """Close inherited connections silently. Called in a fork of this process."""
         self.routes.abandon()
 
     def outgoing(self, handle: Handle) -> Handle:
-        """As it is sent to others: with the ways that lead here."""
+        """Return the handle as it is sent to other processes: with the routes to this process."""
         return self.routes.outgoing(handle)
 
     def drop(self, handle: Handle) -> None:
-        """End a registration, or have its owner end it."""
+        """End a registration of this process, or ask its owner to end it."""
         if handle.token == self.program.router.token:
             self.registry.drop(handle.ticket)
         else:
@@ -267,7 +273,7 @@ def _moved(part: ReadWriteOp | AtomicOp, route: Route, until: Any, keep: Any) ->
 
 
 class _Transfer:
-    """Some parts, and the future of all of them."""
+    """Some parts and their common future."""
 
     def __init__(
         self,
@@ -278,40 +284,41 @@ class _Transfer:
         result: Callable[[], Any],
         future: TransferFuture[Any] | None = None,
     ) -> None:
-        """``future``: one that this transfer is to take over; else it makes its own."""
+        """``future``: one to take over; the default is a new one."""
         self._result = result
         self._engine, self._left, self._keep, self._timeout = engine, count, keep, timeout
         self._patient = patient(timeout)
         self._lock = threading.Lock()
-        self._unfinished, self._untold = _held(), _held()  # until it has ended; until a process is known to be gone
+        # locks, held until the transfer has ended, and until a process is known to have ended
+        self._unfinished, self._untold = _held(), _held()
         self._queued: set[int] = set()  # parts that wait for a thread
-        self._closed: BaseException | None = None  # why no part waits for a thread any more
-        self._flights: dict[int, InFlightTransfer | None] = {}  # of parts that no thread does; None: it has landed
-        self._unwanted = 0  # the outcome of those that have not landed yet
-        self._given_up: CancelledError | None = None  # by its user
+        self._closed: BaseException | None = None  # the reason why no part waits for a thread any more
+        self._flights: dict[int, InFlightTransfer | None] = {}  # of parts without a thread; None: the part has finished
+        self._unwanted = 0  # the outcome for parts that are abandoned, else 0
+        self._given_up: CancelledError | None = None  # the caller has cancelled the transfer
         self._error: BaseException | None = None
         self._number = 0
         self._late: Any = None  # a timer
         self._tokens: set[str] = set()
         self._gone: dict[str, MeshFailure] = {}
-        self._awaited = False  # somebody sleeps, or has slept, until it ends
+        self._awaited = False  # a thread sleeps, or has slept, until the end
         self.future: TransferFuture[Any] = TransferFuture(self) if future is None else future
         if count == 0:
             self._finish()
 
     def watch(self) -> None:
-        """From now on the program tells us of processes that go, and when its time is over."""
+        """Subscribe to reports of ended processes, and start the timer."""
         self._number = next(self._engine.program.ids)
         self._engine.program.pending[self._number] = self
         if self._timeout is not None:
             self._late = self._engine.program.pump.later(self._timeout, self._time_is_over)
 
     def unwatch(self) -> None:
-        """It has ended, or has not begun and never will."""
+        """Unsubscribe: the transfer has ended, or will never start."""
         self._engine.program.pending.pop(self._number, None)
 
     def adopt(self, part: ReadWriteOp | AtomicOp, flight: InFlightTransfer | None) -> None:
-        """Its only part, which was begun by another one, for whose end somebody may sleep already."""
+        """Add the only part, which a SingleFuture has started. A thread may sleep for its end already."""
         self._tokens.add(part.handle.token)
         self._flights[0], self._awaited = flight, True
 
@@ -326,7 +333,7 @@ class _Transfer:
         self._end_flights(LATE)
 
     def on_gone(self, peer: Any, failure: MeshFailure) -> None:
-        """As any pending call."""
+        """Abandon the parts of a process that has ended."""
         if peer.token in self._tokens:
             self._gone[peer.token] = failure
             self._patient.cancel()
@@ -334,12 +341,12 @@ class _Transfer:
             _release(self._untold)
 
     def on_reply(self, frame: Any) -> None:
-        """Nobody replies to it."""
+        """Do nothing: transfers get no reply messages."""
 
-    # ---- parts that a route does by itself
+    # ---- parts that a route advances without a thread
 
     def fly(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute | None) -> bool:
-        """Set this part going; False if it takes a thread."""
+        """Start a part on such a route. Return False if the part needs a thread."""
         if route is None or self._unwanted or self._engine.is_gone(part.handle.token):
             return False
         self._tokens.add(part.handle.token)
@@ -352,12 +359,12 @@ class _Transfer:
         return True
 
     def _end_if_unwanted(self, flight: InFlightTransfer) -> None:
-        """Since a moment ago: nobody may have seen it then."""
+        """End a part if the transfer was abandoned meanwhile: `_end_flights` may have missed it."""
         if self._unwanted:
             flight.end(self._unwanted)
 
     def landed(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute, result: Result) -> None:
-        """Perhaps before it was noted that it flies. Must not wait."""
+        """Handle the end of a part. It may come before `fly` has stored the part. Must not block."""
         with self._lock:
             self._flights[number] = None
         if result.outcome == DONE:
@@ -368,7 +375,7 @@ class _Transfer:
             self._part_over(self._given_up)
         elif result.outcome == LATE and part.handle.token not in self._gone:
             self._part_over(self._failure(part.handle, result))
-        elif self.queue(number):  # to find out why, or to try again, takes its time
+        elif self.queue(number):  # on a thread, because finding the reason or trying again takes time
             self._engine.menders.submit(lambda: self._mend(number, part, route, result))
 
     def _mend(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute, result: Result) -> None:
@@ -392,15 +399,15 @@ class _Transfer:
             flight.end(outcome)
 
     def _under_way(self) -> list[InFlightTransfer]:
-        """Those that have not landed; none in a fork of this process, which must not touch them."""
+        """Return the unfinished parts. In a fork there are none, because a fork must not touch them."""
         if self._engine.program.disowned:
             return []
         return [flight for flight in list(self._flights.values()) if flight is not None]
 
-    # ---- who waits
+    # ---- waiting
 
     def wait(self, what: Any, seconds: float | None) -> bool:
-        """Of the future."""
+        """Wait for the future."""
         look, program = functools.partial(self._look, MAX_POLL_S), self._engine.program
         return look_and_sleep(program, what, seconds, look, self._listen_awaited)
 
@@ -409,12 +416,12 @@ class _Transfer:
         self.listen()
 
     def _look(self, spins: float, waits: float) -> None:
-        """At all that are under way: seconds for all of them together, see InFlightTransfer.help."""
+        """Poll all parts. The seconds are a limit for all together: see InFlightTransfer.help."""
         self._engine.guard()
         flights = self._under_way()
         began = (
             time.perf_counter() if len(flights) > 1 else 0.0
-        )  # which takes as long as a small transfer, in some guests
+        )  # reading the clock takes as long as a small transfer on some virtual machines
         for number, flight in enumerate(flights):
             gone = time.perf_counter() - began if number else 0.0
             flight.help(max(0.0, min(spins, waits) - gone), max(0.0, waits - gone))
@@ -422,18 +429,18 @@ class _Transfer:
                 return
 
     def glance(self) -> None:
-        """Somebody wants to know whether it is over."""
+        """Poll once, without waiting."""
         self._look(0.0, 0.0)
 
     def listen(self) -> None:
-        """Somebody is called when it is over."""
+        """Have a thread of the routes watch all parts, because a callback or a sleeping thread depends on them."""
         for flight in self._under_way():
             flight.listen()
 
-    # ---- parts that a thread does
+    # ---- parts that a thread runs
 
     def queue(self, number: int) -> bool:
-        """This part waits for a thread from now on. False: the transfer has ended meanwhile, and this part with it."""
+        """Add a part that waits for a thread. Return False if the transfer, and the part with it, has ended."""
         with self._lock:
             closed = self._closed
             if closed is None:
@@ -443,19 +450,19 @@ class _Transfer:
         return False
 
     def _begins(self, number: int) -> bool:
-        """A thread has come to it; False if it does not wait any more."""
+        """Remove a part that gets a thread. Return False if the part does not wait any more."""
         with self._lock:
             waits = number in self._queued
             self._queued.discard(number)
         return waits
 
     def run_queued(self, number: int, part: ReadWriteOp | AtomicOp, route: Route) -> None:
-        """As `run`, unless somebody has given it up meanwhile."""
+        """Run a queued part, unless the transfer was abandoned meanwhile."""
         if self._begins(number):
             self.run(part, route)
 
     def _end_queued(self, error: BaseException) -> None:
-        """What no thread has begun with is not begun any more."""
+        """Drop the parts that no thread has started."""
         with self._lock:
             self._closed = self._closed or error
             if not self._queued:
@@ -469,7 +476,7 @@ class _Transfer:
         self._finish()
 
     def run(self, part: ReadWriteOp | AtomicOp, route: Route) -> None:
-        """Do one part. Never raises."""
+        """Run one part. Never raises."""
         self._tokens.add(part.handle.token)
         error: BaseException | None = None
         try:
@@ -484,7 +491,7 @@ class _Transfer:
         with self._lock:
             if error is not None and self._error is None:
                 self._error = error
-                self._patient.cancel()  # the others need not go on
+                self._patient.cancel()  # the other parts need not continue
                 failed = True
             self._left -= 1
             left = self._left
@@ -496,7 +503,7 @@ class _Transfer:
             self._end_flights(CANCELLED)
 
     def end_with(self, handle: Handle, result: Result) -> None:
-        """It was tried, without success."""
+        """Fail the transfer with the result of an attempt."""
         self._error = self._failure(handle, result)
         self._finish()
 
@@ -513,7 +520,8 @@ class _Transfer:
             return self._given_up
         if broken and known is None and self._is_gone_soon(handle.token):
             known = self._gone.get(handle.token)
-        if known is not None or (result.outcome == LOST and not result.text):  # the route knows that it has ended
+        # an empty text: the route knows that the process has ended
+        if known is not None or (result.outcome == LOST and not result.text):
             self._engine.routes.forget(handle.token)
             return lost(self._engine.program, handle, known)
         if result.outcome == REFUSED:
@@ -537,13 +545,16 @@ class _Transfer:
         return RDMAError(f"a transfer with {handle} failed: {result.text or os.strerror(result.error)}")
 
     def _is_gone_soon(self, token: str) -> bool:
-        """A connection may break before it is told that its other side is gone."""
+        """Return whether the process has ended.
+
+        Wait a moment, because its connection may break before the report arrives.
+        """
         owner = self._engine.program
         peer = owner.router.peers.get(token)
         if peer is not None and peer.gone is not None:
             self._gone.setdefault(token, owner.references.exit_of(peer))
         if token not in self._gone and self._number and self._untold.acquire(timeout=PEER_LOSS_TIMEOUT_S):
-            _release(self._untold)  # for others who wait for the same
+            _release(self._untold)  # for other threads in the same wait
         return token in self._gone
 
     def _finish(self) -> None:
@@ -561,8 +572,9 @@ class _Transfer:
             pump.wake()
 
     def cancel(self, reason: str) -> None:
-        """By its user, who may use the buffers again when this returns. Raises RuntimeError, before anything is given
-        up, where it could not wait for that.
+        """Cancel the transfer. The caller may use the buffers again when this returns.
+
+        Raises RuntimeError, before anything is abandoned, on a thread that must not wait.
         """
         refuse_to_wait(self._engine.program)
         self._given_up = CancelledError(reason)
@@ -570,10 +582,11 @@ class _Transfer:
         self._end_queued(self._given_up)
         self._end_flights(CANCELLED)
         if not self._unfinished.acquire(timeout=CANCEL_GRACE_S):
-            for flight in self._under_way():  # here, and not by a timer: nothing else may run any more
+            # in this thread and not in a timer, because no other thread may run any more
+            for flight in self._under_way():
                 flight.end_now()
             self._unfinished.acquire()
-        _release(self._unfinished)  # others may wait for the same
+        _release(self._unfinished)  # for other threads in the same wait
 
 
 def _held() -> threading.Lock:
@@ -585,12 +598,12 @@ def _held() -> threading.Lock:
 def _release(lock: threading.Lock) -> None:
     try:
         lock.release()
-    except RuntimeError:  # somebody was faster
+    except RuntimeError:  # another thread has released it
         return
 
 
 def lost(owner: Runtime, handle: Handle, failure: MeshFailure | None) -> OwnerLostError:
-    """What is said of a transfer whose other side is gone."""
+    """Return the error of a transfer whose owner has ended."""
     peer = owner.router.peers.get(handle.token)
     if failure is None and peer is not None and peer.gone is not None:
         failure = owner.references.exit_of(peer)
@@ -626,7 +639,7 @@ TOPICS.update({cuda_ipc.TOPIC: _torch_shares, gpu_staged.TOPIC: _stage})
 
 
 def engine() -> Engine:
-    """That of this process."""
+    """Return this process's engine."""
     owner = program()
     made = owner.mover
     if made is None:

@@ -1,8 +1,7 @@
-"""What a transfer gives its user: a future that is done when nobody touches the transfer's memory any more.
+"""Futures of transfers. A future is done when its transfer does not touch memory any more.
 
-Most transfers are of one part that a NIC does by itself. Of such a one the future is all there is, as long as it goes
-well; what is made for those of many parts, or that fail, or are given up, is made when it does not
-(transfer_engine.py).
+Most transfers have one part, which a NIC runs. Such a transfer consists of its future alone while it succeeds. The
+state for many parts, failures and cancellation is made on demand (transfer_engine.py).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 
 class TransferFuture(Future[T]):
-    """One that is done when its transfer is, also where that is given up: then nobody touches its memory any more."""
+    """Future that is done when its transfer has ended, also if it was cancelled. After that no memory is touched."""
 
     __slots__ = ("_transfer",)
 
@@ -34,33 +33,35 @@ class TransferFuture(Future[T]):
         self._transfer: _Transfer | None = transfer
 
     def taken_over(self, transfer: _Transfer) -> None:
-        """What becomes of it is this transfer's business, from now on."""
+        """Delegate waiting and cancelling to this transfer."""
         self._wait, self._cancel, self._transfer = transfer.wait, transfer.cancel, transfer
-        if self.ready:  # since a moment ago, and let go before this was written
+        if self.ready:  # it may have become ready, and been let go, before the assignment above
             self.let_go()
 
     def let_go(self) -> None:
-        """It is done, and has to keep nothing else alive."""
+        """Release the transfer, because a finished future must not keep it alive."""
         self._wait, self._cancel, self._transfer = no_wait, None, None
 
     def done(self) -> bool:
-        """As Future's; whoever asks looks."""
+        """Return whether the transfer has ended, after one poll."""
         if not self.ready and (transfer := self._transfer) is not None:
             transfer.glance()
         return self.ready
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
-        """As Future's. It may also be called on the thread that hears of NICs' completions. It may begin transfers;
-        `get` and `cancel` of one that is not done may raise RuntimeError there, and do nothing.
+        """Add a callback, as Future does. It may also run on the thread that handles NICs' completions.
+
+        The callback may start transfers. In it, `get` and `cancel` of an unfinished future may raise RuntimeError and
+        do nothing.
         """
         super().add_done_callback(call)
         if not self.ready and (transfer := self._transfer) is not None:
             transfer.listen()
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
-        """End the transfer, and wait for that: a moment. False if it has ended already.
+        """End the transfer and wait a moment for its end. Return False if it had ended before.
 
-        Raises RuntimeError in a callback on a thread that must not wait, and has given up nothing then.
+        Raises RuntimeError in a callback on a thread that must not wait. Nothing is cancelled then.
         """
         end = self._cancel
         if self.ready or end is None:
@@ -70,11 +71,11 @@ class TransferFuture(Future[T]):
 
 
 _OVER: dict[str, Any] = {"by": None}
-"""Of all whose end somebody has seen to."""
+"""Shared by all futures whose end has been handled."""
 
 
 class SingleFuture(TransferFuture[T]):
-    """Of one part on a route of NICs. A _Transfer takes it over when it fails, or when somebody gives it up."""
+    """Future of one part on a NIC route. A _Transfer takes it over when it fails or is cancelled."""
 
     __slots__ = ("_awaited", "_ends", "_flight", "_keep", "_mover", "_part", "_result", "_route")
 
@@ -84,24 +85,25 @@ class SingleFuture(TransferFuture[T]):
         self.ready = False
         self.gate = self._value = self._error = self._raw = self._cancel = self._callbacks = self._lock = None
         self._transfer, self._wait = None, _wait
-        self._mover: Any = mover  # this, and what follows, is None when it is done
+        self._mover: Any = mover  # this attribute and those below are None once the future is done
         self._part: Any = part
         self._route: Any = route
         self._keep: Any = keep
         self._result: Any = result
         self._flight: InFlightTransfer | None = None
-        self._ends: dict[str, _Transfer | None] = {}  # "by" whom: None is itself, and the first to say it is right
-        self._awaited = False  # somebody sleeps, or has slept, until it is done
+        # "by": the transfer that handles the end, or None for the future itself; the first entry is valid
+        self._ends: dict[str, _Transfer | None] = {}
+        self._awaited = False  # a thread sleeps, or has slept, until the end
 
     def flies(self, flight: InFlightTransfer) -> SingleFuture[T]:
-        """Itself, which may be done already."""
+        """Store the transfer in flight. Return this future, which may be done already."""
         self._flight = flight
         if self.ready:
             self._flight = None
         return self
 
     def landed(self, result: Result) -> None:
-        """Of its flight, on any thread. Must not wait."""
+        """Handle the result, on any thread. Must not block."""
         seen_to_by = self._ends.setdefault("by", None) if result.outcome == DONE else self._taken_over()
         if seen_to_by is not None:
             seen_to_by.landed(0, self._part, self._route, result)
@@ -115,13 +117,13 @@ class SingleFuture(TransferFuture[T]):
             mover.program.pump.wake()
 
     def _drop(self) -> None:
-        """What it needs no more, once it is ready: part and result may know the user's memory."""
+        """Release what a finished future does not need: part and result may refer to the user's memory."""
         self._flight = self._keep = self._part = self._route = self._result = self._mover = None
 
     def _taken_over(self) -> _Transfer | None:
-        """The transfer that sees to its end; None if the future itself has begun to do that."""
+        """Return the transfer that handles the end. None if the future itself has started to do so."""
         mover, part, flight, keep, result = self._mover, self._part, self._flight, self._keep, self._result
-        if self.ready:  # and what was read may be None by then
+        if self.ready:  # the attributes read above may be None by then
             return None
         made: _Transfer = mover.taking_over(self, part, flight, keep, result)
         seen_to_by = self._ends.setdefault("by", made)
@@ -132,13 +134,13 @@ class SingleFuture(TransferFuture[T]):
         return seen_to_by
 
     def let_go(self) -> None:
-        """As TransferFuture's."""
+        """See TransferFuture."""
         super().let_go()
         self._ends = _OVER
         self._drop()
 
     def done(self) -> bool:
-        """As TransferFuture's."""
+        """See TransferFuture."""
         self._look(0.0)
         return self.ready
 
@@ -154,13 +156,13 @@ class SingleFuture(TransferFuture[T]):
             flight.listen()
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
-        """As TransferFuture's."""
+        """See TransferFuture."""
         Future.add_done_callback(self, call)
         if not self.ready and (flight := self._flight) is not None:
             flight.listen()
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
-        """As TransferFuture's."""
+        """See TransferFuture."""
         mover = self._mover
         if self.ready:
             return False
@@ -168,14 +170,14 @@ class SingleFuture(TransferFuture[T]):
         seen_to_by = self._taken_over()
         if seen_to_by is not None:
             seen_to_by.cancel(reason)
-        else:  # a thread is about to say that it is done, and may still have to put down what an atomic has found
+        else:  # another thread is finishing it, and may still have to store the old value of an atomic
             self._awaited = True
             mover.program.pump.wait(self)
         return isinstance(self._error, CancelledError)
 
 
 def _wait(what: Any, seconds: float | None) -> bool:
-    """Of a SingleFuture that no transfer has taken over."""
+    """Wait for a SingleFuture that no transfer has taken over."""
     mover = what._mover
     return True if what.ready else look_and_sleep(mover.program, what, seconds, what._look, what._listen)
 
@@ -183,8 +185,10 @@ def _wait(what: Any, seconds: float | None) -> bool:
 def look_and_sleep(
     program: Runtime, what: Any, seconds: float | None, look: Callable[[float], object], listen: Callable[[], object]
 ) -> bool:
-    """Until it is ready, and for so long at most in all. Whoever waits looks himself, ``look(most)``, before he sleeps;
-    ``listen`` has him woken. Who may not wait is told so also where it would be a short time.
+    """Wait until ``what`` is ready, or for ``seconds`` in all. The thread polls with ``look(most)`` before it sleeps.
+
+    ``listen`` makes sure that the sleeping thread is woken. Raises RuntimeError on a thread that must not wait, also if
+    the wait would be short.
     """
     refuse_to_wait(program)
     until = None if seconds is None else time.monotonic() + seconds
@@ -196,9 +200,12 @@ def look_and_sleep(
 
 
 def refuse_to_wait(program: Runtime) -> None:
-    """On a thread that has to notice what would be waited for, or in a fork, where nobody does: that is for ever."""
+    """Raise on a thread that must not wait: one that has to detect the end itself, or one in a fork.
+
+    Such a wait would never end.
+    """
     if program.disowned:
-        program.wait(None)  # raises, and says whose it is
+        program.wait(None)  # raises, and names the program
     reads = program.pump.reading
     if reads or hears():
         raise RuntimeError(

@@ -1,1 +1,1 @@
-"""The ways that the bytes of a transfer can take, and the choice between them."""
+"""The routes of transfers, and the choice between them."""

@@ -1,4 +1,4 @@
-"""What a route is: how it is asked for a transfer, and what it answers. The routes are other modules'."""
+"""Interfaces of routes, and the operations and results that they exchange with the transfer engine."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._rdma.handle import Handle
 
 Segment = tuple[int, int, int]
-"""Offset in what was registered, address in this process, bytes."""
+"""Offset in the registration, address in this process, bytes."""
 
 READ, WRITE, FETCH_ADD, COMPARE_AND_SWAP = range(4)
-"""As enum Access (csrc/memory/registration_table.h)."""
+"""Values of enum Access (csrc/memory/table.h)."""
 
 
 DROPPED, WRONG_KEY, OUT_OF_RANGE, READ_ONLY, MISALIGNED, DEVICE, NO_ATOMICS, NO_STAGING = range(1, 9)
-"""As enum Refusal (csrc/memory/registration_table.h)."""
+"""Values of enum Refusal (csrc/memory/table.h)."""
 
 
 class ReadWriteOp(NamedTuple):
-    """A piece of a transfer: with one registration. Offsets count from its beginning."""
+    """Part of a transfer: reads or writes of one registration. Offsets count from its beginning."""
 
     handle: Handle
     write: bool
@@ -29,7 +29,7 @@ class ReadWriteOp(NamedTuple):
 
 
 class AtomicOp(NamedTuple):
-    """An atomic operation; ``take`` gets what was found."""
+    """An atomic operation. ``take`` receives the old value."""
 
     handle: Handle
     access: int
@@ -40,128 +40,145 @@ class AtomicOp(NamedTuple):
 
 
 class Result(NamedTuple):
-    """How a transfer ended: an Outcome (csrc/memory/status.h), a Refusal (table.h), an errno, what an atomic found."""
+    """Result of a transfer: an Outcome (csrc/memory/outcome.h), a Refusal (table.h), an errno, an atomic's old
+    value.
+    """
 
     outcome: int
     refusal: int
     error: int
     found: int
-    text: str = ""  # of a route that knows more
+    text: str = ""  # details, if the route has any
 
 
 DONE, REFUSED, LOST, LATE, CANCELLED, FAILED, UNREACHABLE = range(7)
-"""As enum Outcome (csrc/memory/status.h)."""
+"""Values of enum Outcome (csrc/memory/outcome.h)."""
 
 
 class Route(Protocol):
-    """A way to another process's memory."""
+    """A route to another process's memory."""
 
-    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """It takes so short a time, and nobody else, that the caller's own thread does it."""
+    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """Return whether the transfer is so short that the caller's own thread runs it.
+
+        It must not depend on other threads.
+        """
         ...
 
     @property
     def name(self) -> str:
-        """As RDMABuffer.backend says it."""
+        """The value of RDMABuffer.backend."""
         ...
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
-        """Read or write; offsets count from the beginning of the registration.
+        """Read or write. Offsets count from the beginning of the registration.
 
-        ``keep``: what the local addresses are in, as LocalMemory, or as objects that have memory.
+        ``keep`` holds the memory of the local addresses, as LocalMemory or as objects with memory.
         """
         ...
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
-        """FETCH_ADD or COMPARE_AND_SWAP of 8 bytes."""
+        """Run FETCH_ADD or COMPARE_AND_SWAP on 8 bytes."""
         ...
 
 
 class InFlightTransfer(Protocol):
-    """A part under way that no thread of ours waits for. All of it may be called from any thread, and never waits."""
+    """A transfer in flight that occupies no thread of this process.
+
+    All methods may be called from any thread and never block.
+    """
 
     def help(self, spins: float, waits: float) -> None:
-        """Of one who waits for it, and would sleep otherwise: look whether it is over, as long as that is worth more
-        than the sleep. Seconds: for how long at most if that takes a processor, and for how long if it takes none.
+        """Poll for completion from a thread that would sleep otherwise, while polling is cheaper than the sleep.
+
+        ``spins``: limit in seconds if polling uses a CPU. ``waits``: limit in seconds if it uses none.
         """
         ...
 
     def listen(self) -> None:
-        """Somebody is to be called when it is over, or sleeps until then: nobody may be late to notice."""
+        """Make sure that completion is noticed without delay, because a callback or a sleeping thread depends on it."""
         ...
 
     def end(self, outcome: int) -> None:
-        """It is not wanted any more: it ends soon, with this outcome if it has not been done."""
+        """Abandon the transfer. It ends soon, with this outcome unless it has completed."""
         ...
 
     def end_now(self) -> None:
-        """It was ended, and had its time for it: others may have to suffer. It may take a moment."""
+        """Force the end of an abandoned transfer after its grace period.
+
+        Other transfers may fail, and it may block for a moment.
+        """
         ...
 
 
 class AsyncRoute(Route, Protocol):
-    """A route that can do parts by itself."""
+    """A route that can advance transfers without a thread."""
 
     def begin(
         self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
     ) -> InFlightTransfer | None:
-        """Set it going on the caller's thread, without waiting for anybody. ``done`` is called once, on any thread,
-        when nobody touches the local memory any more; perhaps before this returns, and it must not wait.
+        """Start a part on the caller's thread, without blocking. Return None if it needs a thread, and `move` or
+        `change`.
 
-        None: nothing was asked for, and a thread that may wait has to do it, by `move` or `change`.
+        ``done`` is called once, on any thread, when the local memory is not touched any more. That may be before this
+        returns. It must not block.
         """
         ...
 
     def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
-        """What becomes of one that was begun and not DONE. On a thread that may wait: it may be tried again."""
+        """Return the final result of a part that has started and is not DONE.
+
+        It may try again. Runs on a thread that may block.
+        """
         ...
 
 
 class NicRoute(AsyncRoute, Protocol):
-    """One whose flights NICs do: they need no ``patient``, and end when their owner does."""
+    """An AsyncRoute by NICs. Its transfers need no ``patient``, and end when their owner ends."""
 
     def is_ready(self, handle: Handle) -> bool:
-        """What a transfer with this memory needs is there, as far as anybody knows: it would ask the owner nothing."""
+        """Return whether a transfer with this memory could start without a request to the owner, as far as is known."""
         ...
 
     def prepare(self, handle: Handle) -> None:
-        """Try to have that. On a thread that may wait; nothing is moved. Never raises for an owner that says no."""
+        """Prepare that, on a thread that may block. Moves no data, and never raises if the owner refuses."""
         ...
 
     def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
-        """What `begin` finds out, for `begin_planned` as long as the local memory is where it is. None: it can't."""
+        """Return a plan for `begin_planned`, valid while the local memory stays where it is. None if planning fails."""
         ...
 
-    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
-        """The same, where the local memory is in this: its address, its bytes, its owner. With () it is to be kept, and
-        keeps no memory alive.
+    def planned_for(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+        """Return the plan for local memory in this allocation: address, bytes, owner.
+
+        With () the plan is for keeping: it keeps no memory alive.
         """
         ...
 
     def begin_planned(
         self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
     ) -> InFlightTransfer | None:
-        """As `begin`."""
+        """Start a planned part, as `begin` does."""
         ...
 
 
 def flying(route: Route) -> AsyncRoute | None:
-    """The same, if it is one of those."""
+    """Return the route if it is an AsyncRoute."""
     return route if hasattr(route, "begin") else None  # type: ignore[return-value]
 
 
 def of_nics(route: Route) -> NicRoute | None:
-    """The same, if it is one of those."""
+    """Return the route if it is a NicRoute."""
     return route if hasattr(route, "begin_planned") else None  # type: ignore[return-value]
 
 
 def moved(part: ReadWriteOp | AtomicOp, route: Route, patient: Any, keep: Any) -> Result:
-    """What becomes of it on this route; an atomic's value is not taken yet."""
+    """Run a part on this route and return its result. An atomic's value is not taken yet."""
     if isinstance(part, ReadWriteOp):
         return route.move(part.handle, part.write, part.segments, patient, keep)
     return route.change(part.handle, part.access, part.offset, part.operand, part.expected, patient)
 
 
 def patient(timeout: float | None) -> Any:
-    """What ends a transfer before its time. Raises as check_timeout does."""
+    """Return the native timeout and cancel flag of a transfer. Raises as check_timeout does."""
     return _native.Patient(check_timeout(timeout))

@@ -1,9 +1,8 @@
-"""Memory of GPUs over NICs that do not reach it: through pinned memory of both hosts, in a pipeline.
+"""Route for GPU memory that NICs do not reach: a pipeline through pinned memory of both hosts.
 
-To read, the owner's server copies a piece from its GPU into a slot of staging memory, the NIC of this process reads
-that, and this process copies it to its own GPU; to write, the other way round. Each of the three does its part of
-one piece while the others are at others. What is asked of the owner goes over a data connection, as words; the bytes
-go by NICs.
+A read has three steps. The owner's server copies a piece from its GPU into a slot of staging memory. The NIC of this
+process reads the slot, and this process copies the piece to its own GPU. A write does the reverse. The steps of
+different pieces overlap. Requests to the owner travel over a data connection, bytes by NICs.
 """
 
 from __future__ import annotations
@@ -40,29 +39,29 @@ from monarch_backend._rdma.routes.verbs import Awaited, Verbs
 from monarch_backend._verbs import VerbsError
 
 TOPIC = "staging"
-"""What its owner is asked for, once: to lend some, or to take it back."""
+"""Topic of the request to an owner to lend staging memory, or to take it back. It is sent once."""
 
 LEAST_PIECE, MOST_RANGES = 512 << 10, 256
-"""Bytes of a piece that is worth a round of its own, and ranges that a request may have (csrc/memory/wire.h)."""
+"""Bytes of the smallest piece that is worth a request, and ranges of one request (csrc/memory/wire.h)."""
 
 ON_THE_WIRE = 2
-"""Pieces at a time: the NIC has the next one when it is done with the first."""
+"""Pieces on the wire at a time: the NIC has the next one when the first is done."""
 
 LANES: int = _native.GpuCopies.lanes
 
 _turns = itertools.count(1)
-"""Of all requests of this process: a slot's owner takes those in this order only."""
+"""Sequence numbers of all requests of this process. The owner of a slot handles its requests in this order only."""
 
 
 class Piece(NamedTuple):
-    """So many bytes as a slot takes, of one or several segments."""
+    """At most one slot's bytes, from one or several segments."""
 
     segments: Sequence[Segment]
     nbytes: int
 
 
 def cut(segments: Sequence[Segment], most: int) -> Iterator[Piece]:
-    """Into pieces of so many bytes, and MOST_RANGES segments, at most.
+    """Split segments into pieces of at most ``most`` bytes and MOST_RANGES segments.
 
     >>> [piece.nbytes for piece in cut([(0, 0, 5), (8, 8, 4)], 4)]
     [4, 4, 1]
@@ -82,7 +81,7 @@ def cut(segments: Sequence[Segment], most: int) -> Iterator[Piece]:
 
 
 def piece_size(total: int, slots: int, slot_bytes: int) -> int:
-    """Bytes of a piece, so that all slots have something to do."""
+    """Return the bytes of a piece, so that all slots are used."""
     return min(slot_bytes, max(LEAST_PIECE, -(-total // slots)))
 
 
@@ -90,7 +89,7 @@ _FENCE = Piece(((0, 0, 0),), 0)
 
 
 class _Ended(Exception):
-    """A transfer does not go on. ``again``: it may be tried once more."""
+    """The transfer stops. ``again``: it may be tried once more."""
 
     def __init__(self, result: Result, *, again: bool = False) -> None:
         super().__init__(result.text)
@@ -98,24 +97,24 @@ class _Ended(Exception):
 
 
 class _Slot(NamedTuple):
-    """Of the owner's staging memory, and the place in ours that it is paired with."""
+    """A slot of the owner's staging memory, and its place in this process's pinned memory."""
 
     number: int
     place: int
 
 
 class _Pipeline:
-    """One transfer, by one thread, through slots which it gives back when it is over."""
+    """One transfer, run by one thread through slots that it returns at its end."""
 
     def __init__(
         self, part: ReadWriteOp, verbs: Verbs, borrowed: PinnedLease, line: Any, memory: Any, patient: Any
     ) -> None:
-        """``memory``: of this process, pinned, with a place for each slot."""
+        """``memory``: pinned memory of this process with a place for each slot."""
         self._part, self._verbs, self._borrowed, self._patient = part, verbs, borrowed, patient
         self._line, self._memory = line, memory
-        self._broken = False  # the line
+        self._broken = False  # the data connection has failed
         self.spoilt = False
-        """A NIC may still write to our memory, as one that is stuck: it is not for another transfer."""
+        """A stuck NIC may still write to the pinned memory, so that no other transfer may use it."""
         self._copies: Any = _native.GpuCopies(_native.gpu_device_of(part.segments[0][1]))
         self._mine: set[int] = set()
         self._free: deque[_Slot] = deque()
@@ -123,7 +122,10 @@ class _Pipeline:
         self._flying: deque[tuple[_Slot, Piece, Awaited]] = deque()
 
     def run(self, numbers: Sequence[int]) -> None:
-        """Raises _Ended, GpuFailure and VerbsError. Nobody touches the transfer's memory any more when it returns."""
+        """Run the transfer. The transfer's memory is not touched any more when this returns.
+
+        Raises _Ended, GpuFailure and VerbsError.
+        """
         part, borrowed = self._part, self._borrowed
         total = sum(segment[2] for segment in part.segments)
         pieces = cut(part.segments, piece_size(total, borrowed.slots, borrowed.slot_bytes))
@@ -169,7 +171,7 @@ class _Pipeline:
             else:
                 return
 
-    # ---- the steps of both
+    # ---- steps of reads and writes
 
     def _lane(self, slot: _Slot) -> int:
         return slot.place % LANES
@@ -178,10 +180,10 @@ class _Pipeline:
         return int(self._memory.address) + slot.place * self._borrowed.slot_bytes
 
     def _ask(self, slot: _Slot, piece: Piece) -> None:
-        """The owner, to copy it into the slot, or out of it."""
+        """Ask the owner to copy a piece into the slot, or out of it."""
         self._go_on()
         self._asked.append((slot, piece))
-        write = self._part.write and piece is not _FENCE  # which copies nothing, and needs no leave to write
+        write = self._part.write and piece is not _FENCE  # a fence copies nothing and needs no write permission
         ticket, key, turn = self._part.handle.ticket, self._borrowed.key, next(_turns)
         self._sent(self._line.ask(write, ticket, piece.segments, key, slot.number, turn))
 
@@ -189,12 +191,12 @@ class _Pipeline:
         result = Result(*said)
         if result.outcome != DONE:
             self._broken = True
-            # What it was asked to write may be done later, so whoever writes decides himself, as over TCP.
+            # A write request may still take effect later, so the caller decides about a retry, as over TCP.
             again = result.outcome in (LOST, UNREACHABLE) and not self._part.write
             raise _Ended(result, again=again)
 
     def _hear(self) -> tuple[_Slot, Piece, Result]:
-        """The next answer, whatever it is."""
+        """Receive the next reply, whether positive or not."""
         said = Result(*self._line.hear())
         if said.outcome != REFUSED:
             self._sent(said)
@@ -208,7 +210,7 @@ class _Pipeline:
         return slot, piece
 
     def _fly(self, slot: _Slot, piece: Piece) -> None:
-        """By the NIC, once the GPU is done with this place of ours."""
+        """Have the NIC move a piece, after the GPU has finished with its place."""
         self._go_on()
         self._copies.finish(self._lane(slot))
         segment = slot.number * self._borrowed.slot_bytes, self._at(slot), piece.nbytes
@@ -229,7 +231,7 @@ class _Pipeline:
         return result
 
     def _done_with(self, slot: _Slot) -> None:
-        """One who waits for a slot gets it, if this transfer has others."""
+        """Free the slot, or return it if another transfer waits for one and this one has more."""
         if self._borrowed.is_short and len(self._mine) > 1:
             self._mine.remove(slot.number)
             self._borrowed.give(slot.number)
@@ -240,10 +242,10 @@ class _Pipeline:
         if over := self._patient.over():
             raise _Ended(Result(over, 0, 0, 0))
 
-    # ---- its beginning and its end
+    # ---- begin and end
 
     def _fence(self) -> None:
-        """A transfer that was given up may have asked for a slot, and its request be late: not any more after ours."""
+        """Wait for a reply about each unsure slot. A late request of an abandoned transfer has no effect after that."""
         unsure = [slot for slot in self._free if self._borrowed.is_unsure(slot.number)]
         for slot in unsure:
             self._free.remove(slot)
@@ -252,7 +254,7 @@ class _Pipeline:
             slot, _piece, said = self._hear()
             if said.refusal == NO_STAGING:
                 raise _Ended(said, again=True)
-            self._borrowed.trust(slot.number)  # also if it is refused, as what was dropped is
+            self._borrowed.trust(slot.number)  # also after a refusal, as for dropped memory
             self._free.append(slot)
 
     def _leave(self) -> None:
@@ -272,7 +274,7 @@ class _Pipeline:
 
 
 class Staged:
-    """To memory of GPUs of processes whose NICs ours reach."""
+    """Route to GPU memory of processes whose NICs this process's NICs reach."""
 
     name = "verbs"
 
@@ -282,14 +284,14 @@ class Staged:
         self._borrowed: dict[str, PinnedLease] = {}  # by the owner's token
         self._pins = PinnedPoolClient()
         self.why_here = ""
-        """Why our NICs did not reach our own memory, where they did not."""
+        """The reason why this process's NICs do not reach its own GPU memory, if they do not."""
 
     def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         return False
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
-        """See Route. Once more where a connection has broken, but not to write where it is that of the words."""
+        """See Route. Retries once after a broken connection, but not a write whose data connection broke."""
         part = ReadWriteOp(handle, write, segments)
         try:
             return self._move(part, patient)
@@ -304,14 +306,14 @@ class Staged:
             return ended.result
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
-        """See Route. Its owner says why not: no NIC reaches that memory, and no processor does."""
+        """See Route. The owner refuses with a reason: neither a NIC nor a CPU can do it."""
         return self._tcp.change(handle, access, offset, operand, expected, patient)
 
     def _move(self, part: ReadWriteOp, patient: Any) -> Result:
-        """Raises _Ended."""
+        """Move the bytes once. Raises _Ended."""
         borrowed = self._borrow(part.handle, patient)
         line, result = self._tcp.line(part.handle, patient)
-        if line is None:  # nor would TCP be any better
+        if line is None:  # TCP would fail as well
             raise _Ended(result._replace(outcome=LOST) if result.outcome == UNREACHABLE else result)
         memory = pipeline = None
         try:
@@ -323,7 +325,8 @@ class Staged:
             pipeline.run(numbers)
         except _native.GpuFailure as failure:
             raise _Ended(Result(FAILED, 0, 0, 0, str(failure))) from None
-        except (VerbsError, ValueError, TypeError) as error:  # ours can't be registered, for example
+        # for example, the pinned memory of this process can't be registered
+        except (VerbsError, ValueError, TypeError) as error:
             raise _Ended(Result(UNREACHABLE, 0, 0, 0, str(error))) from None
         finally:
             line.close()
@@ -331,7 +334,7 @@ class Staged:
                 self._pins.give(memory)
         return Result(DONE, 0, 0, 0)
 
-    # ---- what owners lend
+    # ---- leases
 
     def _borrow(self, handle: Handle, patient: Any) -> PinnedLease:
         with self._lock:
@@ -351,7 +354,7 @@ class Staged:
         return made
 
     def has_borrowed(self, token: str) -> bool:
-        """That process has lent something."""
+        """Return whether that process has lent staging memory."""
         with self._lock:
             return token in self._borrowed
 
@@ -361,24 +364,24 @@ class Staged:
             self._borrow(handle, patient(None))
 
     def give_back(self, handle: Handle, patient: Any) -> None:
-        """No NIC of ours reaches it, as was seen."""
+        """Return the lease, because no NIC of this process reaches the memory."""
         if self.forget(handle.token):
             with contextlib.suppress(RDMAError):
                 peer = self._program.router.peer(handle.token)
                 ask(self._program, peer, TOPIC, _question(handle, wanted=False), patient.over)
 
     def forget(self, token: str) -> bool:
-        """That process is gone, or has lent nothing (any more). False if that was so."""
+        """Forget the lease of a process. Return False if there is none."""
         with self._lock:
             return self._borrowed.pop(token, None) is not None
 
     def close(self) -> None:
-        """When the program ends."""
+        """Free the pinned memory. Called when the program ends."""
         self._pins.close()
 
 
 def _number(part: ReadWriteOp) -> int:
-    """Of the GPU that has this process's side."""
+    """Return the number of the GPU with the local side of the transfer."""
     return _native.gpu_device_of(part.segments[0][1])
 
 
@@ -387,7 +390,7 @@ def _question(handle: Handle, *, wanted: bool) -> bytes:
 
 
 def answer(lender: PinnedPool, token: str, question: bytes) -> bytes:
-    """For another process, that wants staging memory, or wants it no more. Raises as PinnedPool.lend."""
+    """Handle another process's request to borrow or return staging memory. Raises as PinnedPool.lend."""
     device, wanted = msgspec.msgpack.decode(question, type=tuple[int, bool])
     if wanted:
         return lender.lend(token, device)

@@ -1,4 +1,4 @@
-"""The route of NICs to memory of GPUs: straight where they reach it on both sides, else staged."""
+"""NIC route to GPU memory: direct if the NICs of both sides reach it, staged otherwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from monarch_backend._rdma.routes.verbs import Verbs
 
 
 class GpuNics:
-    """To memory of GPUs of processes that a NIC of ours reaches."""
+    """Route to GPU memory of processes that a NIC of this process reaches."""
 
     name = "verbs"
 
@@ -28,7 +28,7 @@ class GpuNics:
     def begin(
         self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
     ) -> VerbsInFlight | None:
-        """See FlyingRoute. What is staged a thread does."""
+        """See AsyncRoute. Staged transfers need a thread."""
         return self._verbs.begin(part, patient, keep, done) if part.handle.verbs else None
 
     def is_ready(self, handle: Handle) -> bool:
@@ -56,7 +56,7 @@ class GpuNics:
         return self._verbs.begin_planned(part, plan, done)
 
     def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
-        """See FlyingRoute."""
+        """See AsyncRoute."""
         return self._verbs.mend(part, result, patient, keep)
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
@@ -66,7 +66,7 @@ class GpuNics:
             result = moved(part, self._verbs, patient, keep)
             if result.outcome != UNREACHABLE or self._verbs.has_no_way(handle.token):
                 return result
-            self._staged.why_here = result.text  # it is our own memory that they do not reach
+            self._staged.why_here = result.text  # this process's own memory is the unreachable one
         result = moved(part, self._staged, patient, keep)
         if result.outcome == UNREACHABLE:
             self._staged.give_back(handle, patient)
@@ -79,8 +79,9 @@ class GpuNics:
 
 
 def gathered(routed: Sequence[tuple[ReadWriteOp | AtomicOp, Route]]) -> list[tuple[ReadWriteOp | AtomicOp, Route]]:
-    """The same, with one part for all that are staged, of one registration and one GPU here: each part of a transfer
-    costs a round to its owner, and many small ones fit into a slot.
+    """Join the staged parts of the same registration and local GPU into one part each.
+
+    Each part costs a request to its owner, and many small ones fit into a slot.
     """
     made: list[tuple[ReadWriteOp | AtomicOp, Route]] = []
     segments: dict[tuple[Any, ...], list[Segment]] = {}

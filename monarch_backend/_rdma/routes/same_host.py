@@ -1,4 +1,4 @@
-"""Routes to memory of this process and of others of this host: csrc/memory/same_host.h does the work."""
+"""Routes to memory of this process and of other processes of its host, on top of csrc/memory/near.h."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from monarch_backend._rdma.registrations import Registry
 from monarch_backend._rdma.routes.base import DONE, LOST, Result, Segment
 
 INLINE_MAX_BYTES = 1 << 20
-"""Bytes that are copied at once, on the caller's thread."""
+"""Bytes up to which a copy runs on the caller's thread at once."""
 
 MAPPED, KERNEL, THREAD, GPU, LENT, UNSEEN = range(6)
-"""As enum Way (csrc/memory/same_host.h)."""
+"""Values of enum Way (csrc/memory/near.h)."""
 
 
 class LocalRoute:
-    """To memory of this very process."""
+    """Route to memory of this process."""
 
     name = "this process"
 
@@ -55,7 +55,10 @@ class LocalRoute:
 
 
 class SameHost:
-    """To memory of a process of this host: mapped, by the kernel or a GPU, or by a thread of that process."""
+    """Route to memory of a process of this host.
+
+    The copy uses a mapping, the kernel (process_vm_readv), a GPU, or a thread of that process.
+    """
 
     name = "same host"
 
@@ -64,9 +67,9 @@ class SameHost:
         self._lent = Lent(owner, registry) if registry.maps_gpus else None
         self._asks_kernel = registry.asks_kernel
         self.met: set[str] = set()
-        """Processes whose memory of the CPU was reached, and of which it was said how."""
+        """Processes whose CPU memory was reached, and whose way was logged."""
         self._saying = threading.Lock()
-        self._said: set[tuple[str, str]] = set()  # of which process, and what: of memory of GPUs
+        self._said: set[tuple[str, str]] = set()  # process and logged text, for GPU memory
 
     def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
@@ -92,7 +95,7 @@ class SameHost:
         return result
 
     def forget(self, token: str) -> None:
-        """That process is gone, and so is its memory that is mapped here."""
+        """Forget a process that has ended, and unmap its memory."""
         self._native.sweep()
         if self._lent is not None:
             self._lent.forget(token)
@@ -100,7 +103,7 @@ class SameHost:
         self._said = {said for said in self._said if said[0] != token}
 
     def _say_way(self, handle: Handle, result: Result) -> None:
-        """Of memory of the CPU, once: with the first transfer, since two processes that have not met do not know it."""
+        """Log the way to CPU memory once, with the first transfer: before it the way is unknown."""
         with self._saying:
             if handle.token in self.met or result.outcome == LOST:
                 return
@@ -110,7 +113,7 @@ class SameHost:
         self._say(handle, f"{self.name}, {self.way(handle)}")
 
     def _look_after(self, handle: Handle, result: Result) -> None:
-        """Of a GPU: whether the driver maps it is seen when it has to, and torch may know another way."""
+        """Log the way to GPU memory. If the driver could not map it, ask torch for another way."""
         if self._lent is not None:
             self._lent.tidy()
             if result.outcome == DONE and self._native.way(handle.token, handle.ticket) == THREAD:
@@ -121,7 +124,7 @@ class SameHost:
             self._say(handle, f"{self.name}, {said[1]}")
 
     def way(self, handle: Handle) -> str:
-        """For people."""
+        """Return the way as text for messages."""
         found = self._native.way(handle.token, handle.ticket)
         why = "the kernel forbids process_vm_readv" if self._asks_kernel else "MONARCH_CMA=0"
         if handle.device != CPU:

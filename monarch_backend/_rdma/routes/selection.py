@@ -1,6 +1,6 @@
-"""Which way leads from this process to the memory of another one, and why. Chosen once per process.
+"""Choice of the route from this process to each other process's memory. It is made once per process.
 
-What was chosen is printed with MONARCH_DEBUG=1.
+MONARCH_DEBUG=1 prints the choice and its reason.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ from monarch_backend._verbs import VerbsError
 log = logging.getLogger("monarch_backend")
 
 MAX_WARNED_PEERS = 4096
-"""Processes that are remembered of those that a warning was about."""
+"""Processes for which the TCP warning is remembered."""
 
 RETRY_INTERVAL_S = 60.0
-"""After which NICs are tried again to a process that TCP leads to, though both sides have some."""
+"""Seconds between attempts to use NICs to a process that TCP reaches, if both sides have NICs."""
 
 _KINDS = tuple(itertools.product((False, True), (False, True)))
-"""Of memory: whether a NIC can reach it, and whether it is a GPU's."""
+"""Kinds of memory: whether a NIC can reach it, and whether it is on a GPU."""
 
 
 def forced() -> str:
-    """What MONARCH_RDMA_TRANSPORT says. Raises ValueError for what means nothing."""
+    """Return MONARCH_RDMA_TRANSPORT. Raises ValueError if it is invalid."""
     return str(env.get("MONARCH_RDMA_TRANSPORT"))
 
 
 def refuse_the_parents(handle: Handle) -> None:
-    """Raises RDMAError in a fork, for memory of the program that it was forked from."""
+    """Raise RDMAError in a fork, for memory of the program that was forked."""
     if is_of_parent(handle.token):
         raise RDMAError(
             f"{handle} belongs to the program that this process, {os.getpid()}, was forked from: a fork is a program "
-            "of its own, of which that one knows nothing. Use it in the parent, or spawn processes "
+            "of its own, and the parent knows nothing of it. Use it in the parent, or spawn processes "
             "(this_host().spawn_procs()) and send it to an actor of theirs"
         )
 
 
 class Routes:
-    """Those of one process."""
+    """The routes of one process."""
 
     def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
-        """``submit``: have it done by a thread that may wait."""
+        """``submit`` runs a job on a thread that may block."""
         self._program, self._registry = owner, registry
         self._here, self._near = LocalRoute(registry), SameHost(owner, registry, _say)
         self._tcp = Tcp(owner, registry, submit)
@@ -79,28 +79,28 @@ class Routes:
         self._staged = Staged(owner, self.verbs, self._tcp, _say)
         self._gpu_nics = GpuNics(self.verbs, self._staged)
         registry.on_drop.append(self.verbs.dropped)
-        self._warned: dict[str, None] = {}  # of which processes, also lost ones, it was said that TCP leads there
+        self._warned: dict[str, None] = {}  # processes with a logged TCP warning, including ended ones
         self._warning = threading.Lock()
-        # By process and the kind of the memory.
+        # By process and kind of memory.
         self._chosen: dict[tuple[str, bool, bool], Route] = {}
-        self._choosing = threading.RLock()  # a program's log handler may come back
+        self._choosing = threading.RLock()  # reentrant, because the program's log handler may call back
         self._forced = forced()
         self.near = self._near.met
-        """Processes to whose memory the way is that of one host, as the first transfer has shown."""
+        """Processes of this host that a first transfer has reached."""
 
     def to(self, handle: Handle) -> Route:
-        """The route to this memory. Raises RDMAError if there is none."""
+        """Return the route to this memory. Raises RDMAError if none exists."""
         which = handle.token, _for_nics(handle), handle.device != CPU
         route = self._chosen.get(which)
         if route is None:
-            with self._choosing:  # by one thread: what it says is said once, and what it finds is found once
+            with self._choosing:  # one thread at a time, so that devices are looked up and messages logged once
                 route = self._chosen.get(which)
                 if route is None:
                     route = self._chosen[which] = self._choose(handle)
         return route
 
     def outgoing(self, handle: Handle) -> Handle:
-        """As this process sends a handle to others: with the ways that lead here, if it is its own."""
+        """Return the handle as this process sends it: with the routes to this process, if it is the owner."""
         if handle.token != self._program.router.token or not (self._program.gateway or self._forced):
             return handle
         ways, encrypted = self.ways()
@@ -118,39 +118,39 @@ class Routes:
             return b""
 
     def ways(self) -> tuple[Endpoints, bool]:
-        """Where this process's memory is served, from now on, and whether that is encrypted."""
+        """Serve this process's memory. Return the server's addresses, and whether connections are encrypted."""
         return self._tcp.ways()
 
     def knows(self, token: str) -> bool:
-        """Something is kept for that process."""
+        """Return whether state is kept for that process."""
         return any((token, *kind) in self._chosen for kind in _KINDS) or self.verbs.started
 
     def forget(self, token: str) -> None:
-        """That process is gone."""
+        """Forget a process that has ended."""
         for kind in _KINDS:
             self._chosen.pop((token, *kind), None)
         self._near.forget(token)
         self._tcp.forget(token)
         self.verbs.forget(token, "its process is gone")
         self._staged.forget(token)
-        self.lender.forget(token)  # whose NIC reaches nothing here any more
+        self.lender.forget(token)  # its NIC reaches nothing of this process any more
 
     def close(self) -> None:
-        """Nobody reaches this process's memory any more, nor it others'."""
+        """Close all routes, in both directions."""
         self._tcp.close()
         self._staged.close()
         self.lender.close()
         self.verbs.close()
 
     def abandon(self) -> None:
-        """In a fork of this process: what belongs to it is closed without a word."""
+        """Close inherited connections silently. Called in a fork."""
         self._tcp.abandon()
 
     def _choose(self, handle: Handle) -> Route:
         if handle.token == self._program.router.token:
             return self._here
         if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
-            return self._near  # which says how when the first transfer has shown it
+            return self._near  # it logs its way with the first transfer
         refuse_the_parents(handle)
         return self._far(handle)
 
@@ -158,7 +158,7 @@ class Routes:
         why = "MONARCH_RDMA_TRANSPORT says so" if self._forced == "tcp" else self.verbs.unusable(up=False)
         if why is None and _for_nics(handle):
             if handle.verbs:
-                _say(handle, "verbs")  # else the first transfer says how
+                _say(handle, "verbs")  # otherwise the first transfer logs the way
             nics: NicRoute = self.verbs if handle.device == CPU else self._gpu_nics
             return (
                 nics
@@ -175,7 +175,10 @@ class Routes:
         return self._tcp
 
     def _warn_of_tcp(self, handle: Handle, why: str) -> None:
-        """Once: its memory may be of two kinds, and a handle of a process that is gone may be used again and again."""
+        """Warn once per process.
+
+        Its memory may be of two kinds, and handles of ended processes may be used repeatedly.
+        """
         with self._warning:
             if handle.token in self._warned:
                 return
@@ -186,10 +189,10 @@ class Routes:
 
 
 class VerbsWithTcpFallback:
-    """Verbs, or TCP where the two NICs do not reach each other: then they are tried again later, beside transfers.
+    """Verbs, or TCP if the two NICs do not reach each other. NICs are tried again later, outside of transfers.
 
-    A transfer takes one of the two. Only one that has not begun over verbs, and never will there, goes to the other: an
-    atomic is done at most once.
+    A transfer uses one of the two. It changes to the other only if it has not started over verbs and never will, so
+    that an atomic runs at most once.
     """
 
     def __init__(
@@ -199,20 +202,20 @@ class VerbsWithTcpFallback:
         warn: Callable[[Handle, str], None],
         aside: Callable[[Callable[[], None]], object],
     ) -> None:
-        """``warn``: of a process to which TCP leads, and why. ``aside``: have it done by a thread that may wait."""
+        """``warn`` logs that TCP reaches a process, and why. ``aside`` runs a job on a thread that may block."""
         self._verbs, self._tcp, self._warn, self._aside = verbs, tcp, warn, aside
         self._lock = threading.Lock()
-        self._why = ""  # TCP is taken; empty: verbs
-        self._next = 0.0  # when NICs are tried again
-        self._tries = False  # and that was begun
+        self._why = ""  # the reason for TCP; empty: verbs
+        self._next = 0.0  # time of the next attempt with NICs
+        self._tries = False  # whether that attempt has started
 
     @property
     def name(self) -> str:
-        """Of the route that is taken."""
+        """The name of the route that is in use."""
         return self._tcp.name if self._why else self._verbs.name
 
     def _takes_tcp(self, handle: Handle) -> bool:
-        """Asked when a transfer begins. It waits for nobody: whoever tries the NICs again does that for later ones."""
+        """Return whether a new transfer takes TCP. It does not block: an attempt with NICs serves later transfers."""
         if not self._why:
             return False
         with self._lock:
@@ -228,7 +231,7 @@ class VerbsWithTcpFallback:
         return True
 
     def _falls_back(self, handle: Handle, result: Result) -> bool:
-        """This one has not begun over verbs. What has become of others says nothing about it."""
+        """Return whether this transfer has not started over verbs. The results of other transfers do not matter."""
         if result.outcome != UNREACHABLE or not handle.ways:
             return False
         with self._lock:
@@ -243,7 +246,7 @@ class VerbsWithTcpFallback:
     def begin(
         self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
     ) -> InFlightTransfer | None:
-        """See FlyingRoute. Over TCP a thread does it: which of the two has begun it `mend` would not know."""
+        """See AsyncRoute. TCP needs a thread, because `mend` would not know which of the two has started the part."""
         return None if self._takes_tcp(part.handle) else self._verbs.begin(part, patient, keep, done)
 
     def is_ready(self, handle: Handle) -> bool:
@@ -269,7 +272,7 @@ class VerbsWithTcpFallback:
         return None if self._takes_tcp(part.handle) else self._verbs.begin_planned(part, plan, done)
 
     def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
-        """See FlyingRoute."""
+        """See AsyncRoute."""
         return self._or_tcp(part, self._verbs.mend(part, result, patient, keep), patient, keep)
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
@@ -287,14 +290,14 @@ class VerbsWithTcpFallback:
         return self._or_tcp(part, tried, patient, keep)
 
     def _or_tcp(self, part: ReadWriteOp | AtomicOp, result: Result | None, patient: Any, keep: Any) -> Result:
-        """``result``: over verbs, if that was tried."""
+        """Return ``result``, that of verbs, or run the part over TCP if verbs was not tried or can't start."""
         if result is not None and not self._falls_back(part.handle, result):
             return result
         return moved(part, self._tcp, patient, keep)
 
 
 def _for_nics(handle: Handle) -> bool:
-    """Its owner has one that reaches it, or staging memory."""
+    """Return whether the owner has a NIC that reaches the memory, or staging memory."""
     return bool(handle.verbs) or handle.staged
 
 

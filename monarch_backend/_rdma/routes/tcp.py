@@ -1,7 +1,7 @@
-"""The route that is always there: data connections of their own, served by threads that know no Python.
+"""TCP route, which always exists: data connections that native threads serve without Python.
 
-A process listens for those who want its memory once it tells others of it (in handles that are sent), and calls others
-when it first reads or writes theirs. What is said there is csrc/memory/wire.h's; who may is proof.h's.
+A process listens for others once it sends handles to them. It connects to other processes at the first transfer with
+their memory. csrc/memory/wire.h defines the protocol, proof.h the authentication.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ STREAMS_PER_PEER = 4
 
 
 class Tcp:
-    """To memory of a process of any host."""
+    """Route to memory of a process on any host."""
 
     name = "tcp"
 
     def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
-        """``submit``: have it done by a thread that may wait."""
+        """``submit`` runs a job on a thread that may block."""
         self._program, self._registry = owner, registry
         self._errands = SmallRequestClient(owner, submit)
-        self._lock = threading.Lock()  # what is kept; nobody waits for others with it
-        self._serving = threading.RLock()  # the server, and what it needs: whoever has it may wait for the main program
+        self._lock = threading.Lock()  # guards the dictionaries; never held while blocking
+        self._serving = threading.RLock()  # guards the server; its holder may block in a request to the main program
         self._place: ServerInfo | None = None
-        self._gateway = ""  # of the program, when the place was asked for: there were no other hosts before
+        self._gateway = ""  # of the program when the addresses were requested; empty: there were no other hosts yet
         self._server: Any = None
-        self._ports: dict[str, int] = {}  # by the address where it listens
+        self._ports: dict[str, int] = {}  # by listening address
         self._identities: dict[bool, Any] = {}
-        self._clients: dict[str, list[Any]] = {}  # by token: one for each of its addresses, the best one first
+        self._clients: dict[str, list[Any]] = {}  # by token: one for each address, the best one first
 
-    # ---- for others
+    # ---- serving
 
     def ways(self) -> tuple[Endpoints, bool]:
-        """Where others reach this process's memory, and whether that is encrypted. It is served from now on."""
+        """Serve this process's memory. Return the server's addresses, and whether connections are encrypted."""
         with self._serving:
             where = self._where()
             if self._server is None:
@@ -75,12 +75,12 @@ class Tcp:
             return tuple((address, self._ports[address]) for address in where.addresses), where.encrypted
 
     def server(self) -> Any:
-        """That which serves it."""
+        """Return the running server."""
         self.ways()
         return self._server
 
     def _listen(self, address: str) -> int:
-        """There, or, where its host is known by an address that is not its own, everywhere."""
+        """Listen at the address, or on all interfaces if the address is not one of this host's own."""
         family, _, _, _, numeric = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         try:
             return int(self._server.listen(numeric[0]))
@@ -88,14 +88,14 @@ class Tcp:
             return int(self._server.listen("::" if family == socket.AF_INET6 else "0.0.0.0"))
 
     def _where(self) -> ServerInfo:
-        """With the lock for serving."""
+        """Return the addresses and the secret. The caller holds the serving lock."""
         if self._place is None or self._gateway != self._program.gateway:
             self._gateway = self._program.gateway
             self._place = place(self._program)
         return self._place
 
     def _identity(self, encrypted: bool) -> Any:
-        """With or without TLS, as the server of the other side has it: its handles, which came by messages, say so."""
+        """Return the identity with or without TLS, to match the other side's server. Handles say which it uses."""
         with self._serving:
             made = self._identities.get(encrypted)
             if made is None:
@@ -109,15 +109,16 @@ class Tcp:
                 made = self._identities[encrypted] = _native.MemoryIdentity(token, secret, *ders)
             return made
 
-    # ---- to others
+    # ---- connecting
 
     def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         return False
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
-        """See Route. A connection that breaks is made once more to read; what was written before the break may still
-        arrive, also after what was written later, so whoever writes decides himself whether to do it again.
+        """See Route. A read is retried once after a broken connection.
+
+        A write is not: it may still take effect after a later write, so the caller decides about a retry.
         """
         result = self._move(handle, write, segments, patient)
         return self._move(handle, write, segments, patient) if result.outcome == LOST and not write else result
@@ -128,7 +129,7 @@ class Tcp:
     def begin(
         self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
     ) -> SmallRequest | None:
-        """See FlyingRoute: what is small, where a connection is idle."""
+        """See AsyncRoute. Takes small transfers if a connection is idle."""
         clients = self._clients.get(part.handle.token)
         if not clients:
             return None
@@ -138,9 +139,7 @@ class Tcp:
             access, segments, numbers = WRITE if part.write else READ, part.segments, (0, 0)  # type: ignore[assignment]
         try:
             sent = clients[0].begin(part.handle.ticket, access, segments, *numbers, patient)
-        except (
-            RuntimeError
-        ):  # no descriptor is left, for example: who does it by `move` will hear that again, and say it
+        except RuntimeError:  # for example, descriptors are exhausted: `move` gets the same error and reports it
             return None
         if sent is None:
             return None
@@ -149,19 +148,22 @@ class Tcp:
         return errand
 
     def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
-        """See FlyingRoute and `move`."""
+        """See AsyncRoute and `move`."""
         if result.outcome == LOST and isinstance(part, ReadWriteOp) and not part.write:
             return self._move(part.handle, False, part.segments, patient)
         return result
 
     def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
-        """See Route. Not tried again when a connection breaks: it may have been done."""
+        """See Route. Never retried after a broken connection, because the atomic may have taken effect."""
         return self._try(
             handle, patient, lambda client: client.change(handle.ticket, access, offset, operand, expected, patient)
         )
 
     def line(self, handle: Handle, patient: Any) -> tuple[Any, Result]:
-        """A connection that the caller has for himself until he closes it; None, and why."""
+        """Return a connection for the caller alone, until the caller closes it.
+
+        On failure return None and the reason.
+        """
         lines: list[Any] = []
 
         def take(client: Any) -> Any:
@@ -173,7 +175,7 @@ class Tcp:
         return (lines[-1] if result.outcome == DONE else None), result
 
     def _try(self, handle: Handle, patient: Any, act: Any) -> Result:
-        """At the addresses of its host, until one can be reached."""
+        """Try the addresses of the host until one is reachable."""
         try:
             clients = self._clients_of(handle, patient)
         except (RDMAError, RuntimeError) as error:
@@ -182,7 +184,7 @@ class Tcp:
         for client in list(clients):
             try:
                 result = Result(*act(client))
-            except RuntimeError as error:  # of this process: no descriptors, no memory
+            except RuntimeError as error:  # an error of this process: no descriptors, no memory
                 return Result(FAILED, 0, 0, 0, str(error))
             if result.outcome != UNREACHABLE:
                 if clients[0] is not client:
@@ -195,11 +197,11 @@ class Tcp:
             made = self._clients.get(handle.token)
         if made is not None:
             return made
-        # Who has met it is told of its end, also while nothing is said here.
+        # A connected peer gets a report of this process's end, even if this transfer sends it no message.
         peer = self._program.router.peer(handle.token)
         self._program.router.tell(peer, Setting(KNOCK, None))
         ways, encrypted = handle.ways, handle.encrypted
-        if not ways:  # it was sent when there were no other hosts yet
+        if not ways:  # the handle was sent when there were no other hosts yet
             answer = ask(self._program, peer, "ways", over=patient.over)
             ways, encrypted = msgspec.msgpack.decode(answer, type=tuple[Endpoints, bool])
         identity = self._identity(encrypted)
@@ -212,7 +214,7 @@ class Tcp:
             return self._clients.setdefault(handle.token, fresh)
 
     def close(self) -> None:
-        """All connections, and the server."""
+        """Close all connections and the server."""
         self._errands.end()
         with self._lock:
             gone, self._clients = [client for clients in self._clients.values() for client in clients], {}
@@ -224,13 +226,13 @@ class Tcp:
                 each.close()
 
     def abandon(self) -> None:
-        """In a fork: peers are to hear of the end of the process that it all belongs to."""
+        """Drop inherited connections in a fork. The peers must get the report of the end from the owning process."""
         for each in [*(client for clients in self._clients.values() for client in clients), self._server]:
             if each is not None:
                 each.abandon()
 
     def forget(self, token: str) -> None:
-        """That process is gone."""
+        """Forget a process that has ended."""
         with self._lock:
             gone = self._clients.pop(token, ())
         self._errands.end(token)
@@ -239,12 +241,12 @@ class Tcp:
 
 
 def _streams(encrypted: bool) -> int:
-    """Where OpenSSL takes the processors, more streams than those take turns."""
+    """Return the number of connections. With TLS, more streams than half the CPUs would only take turns."""
     return max(1, min(STREAMS_PER_PEER, len(os.sched_getaffinity(0)) // 2)) if encrypted else STREAMS_PER_PEER
 
 
 def _numeric(name: str) -> list[str]:
-    """Addresses that this name has, each once."""
+    """Return the distinct numeric addresses of a name."""
     try:
         return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The route over RDMA NICs: verbs/ does the work, and here it gets its offers and answers to other processes.
+"""Route over RDMA NICs: connects _verbs to the messages that carry its connection requests and replies.
 
-A handle that is sent carries its memory's keys for the NICs (`Verbs.exposed`). The two processes are connected by
-messages when the first transfer wants it; after that the NIC of the owner does all of its part.
+A handle that is sent holds the memory's keys for NICs (`Verbs.exposed`). Messages connect the two processes at the
+first transfer. After that the owner's NIC serves transfers without its CPU.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ from monarch_backend._verbs import (
 
 _NO_ACCESS = "remote access error"
 PORT_CHECK_INTERVAL_S = 60.0
-"""After which it is asked again whether a port is up, where none was."""
+"""Seconds between two checks for an active port, if there was none."""
 
 
 class Awaited:
-    """What a NIC does, and a thread waits for."""
+    """A transfer in flight on a NIC, with a thread that waits for it."""
 
     def __init__(self, engine: Engine, token: str, plan: Plan) -> None:
-        """It begins. Raises VerbsError."""
+        """Start the transfer. Raises VerbsError."""
         self._engine, self._token = engine, token
         self._ended = threading.Event()
         self._outcome: Any = None
@@ -75,7 +75,7 @@ class Awaited:
         self._ended.set()
 
     def wait(self, patient: Any) -> Result:
-        """Until the NIC has done it, or nobody wants it any more and it touches no memory."""
+        """Wait until the NIC has finished. An abandoned transfer has also ended when this returns."""
         over = 0
         while not self._ended.wait(CHECK_INTERVAL_S):
             over = patient.over()
@@ -88,7 +88,7 @@ class Awaited:
 
 
 class Verbs:
-    """To memory of processes that a NIC of ours reaches."""
+    """Route to memory of processes that a NIC of this process reaches."""
 
     name = "verbs"
 
@@ -97,16 +97,19 @@ class Verbs:
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._regions: dict[Ticket, Region] = {}
-        self._unusable: dict[bool, str | None] = {}  # by whether a port has to be up
-        self._look_again = math.inf  # when a port may be up that was not
+        self._unusable: dict[bool, str | None] = {}  # reason by ``up``: whether a port has to be active
+        self._look_again = math.inf  # time of the next check for an active port
         self.why_staged = ""
-        """Why the NICs did not reach the memory of a GPU here that was exposed last."""
-        self._unreachable: set[Ticket] = set()  # that they did not reach
-        self._no_way: set[str] = set()  # processes with which none could be had, the last time
-        self._met: set[str] = set()  # processes with which there is, or was, a connection
+        """The reason why NICs did not reach the GPU memory that was exposed last."""
+        self._unreachable: set[Ticket] = set()  # registrations that no NIC reaches
+        self._no_way: set[str] = set()  # processes whose last connection attempt failed
+        self._met: set[str] = set()  # processes with a present or past connection
 
     def unusable(self, up: bool = True) -> str | None:
-        """Why verbs can't be used in this process; None if they can. Not ``up``: perhaps later, when a port is up."""
+        """Return the reason why this process can't use verbs, or None.
+
+        Without ``up``, an inactive port is no reason.
+        """
         with self._lock:
             if up not in self._unusable or (up and time.monotonic() >= self._look_again):
                 why = self._unusable[up] = available(up=up)
@@ -117,7 +120,7 @@ class Verbs:
 
     @property
     def started(self) -> bool:
-        """A NIC is, or was, in use."""
+        """Whether a NIC is, or was, in use."""
         return self._engine is not None
 
     def _started(self) -> Engine:
@@ -126,14 +129,14 @@ class Verbs:
                 self._engine = shared_engine.borrow(str, self._dial)
             return self._engine
 
-    # ---- for others
+    # ---- serving
 
     def is_staged(self, handle: Handle) -> bool:
-        """No NIC reaches it, as `exposed` has found out."""
+        """Return whether no NIC reaches the memory, as `exposed` has found."""
         return handle.ticket in self._unreachable
 
     def exposed(self, handle: Handle) -> bytes:
-        """What others need to reach this memory, which their NICs can from now on; nothing where it `is_staged`.
+        """Expose memory to other processes' NICs, and return its packed Region. Empty if it `is_staged` or was dropped.
 
         Raises VerbsError.
         """
@@ -162,15 +165,15 @@ class Verbs:
         return region.to_bytes()
 
     def lend(self, memory: Any) -> Region:
-        """Staging memory, which others' NICs can reach from now on. Raises VerbsError."""
+        """Expose staging memory to other processes' NICs. Raises VerbsError."""
         return self._started().expose(memory.address, memory.nbytes, memory)
 
     def take_back(self, region: Region) -> None:
-        """No NIC reaches that staging memory any more when this returns."""
+        """Release staging memory. No NIC reaches it any more when this returns."""
         self._started().release(region)
 
     def dropped(self, ticket: Ticket) -> None:
-        """No NIC reaches it any more when this returns."""
+        """Release dropped memory. No NIC reaches it any more when this returns."""
         self._unreachable.discard(ticket)
         with self._lock:
             region = self._regions.pop(ticket, None)
@@ -178,11 +181,11 @@ class Verbs:
             self._started().release(region)
 
     def accept(self, peer: Peer, offer: bytes) -> bytes:
-        """Of a process that wants to reach our memory. Raises VerbsError."""
+        """Accept the connection request of a process. Raises VerbsError."""
         self._met.add(peer.token)
         return self._started().accept(peer.token, offer)
 
-    # ---- to others
+    # ---- connecting
 
     def _dial(self, token: Any) -> None:
         self._program.aside(lambda: self._meet(token))
@@ -193,7 +196,7 @@ class Verbs:
         try:
             offer = engine.offer(token)
             answer = ask(self._program, self._program.router.peer(token), "verbs", offer)
-            self._no_way.add(token)  # before those who wait are told
+            self._no_way.add(token)  # before waiting transfers are woken
             engine.connect(token, answer)
         except (VerbsError, RDMAError) as error:
             self._no_way.add(token)
@@ -202,7 +205,7 @@ class Verbs:
         self._no_way.discard(token)
 
     def carry(self, token: str, write: bool, region: Region, segment: Segment, memory: Any) -> Awaited:
-        """One piece between staging memory there and here. Raises VerbsError."""
+        """Move one piece between the staging memory there and here. Raises VerbsError."""
         kind: Literal["write", "read"] = "write" if write else "read"
         return Awaited(self._started(), token, plan_transfer(kind, region, [segment], memory))
 
@@ -213,11 +216,11 @@ class Verbs:
     def prepare(self, handle: Handle) -> None:
         """See NicRoute."""
         if not self.is_ready(handle):
-            with contextlib.suppress(VerbsError):  # no port is up here
+            with contextlib.suppress(VerbsError):  # no port is active here
                 self._meet(handle.token)
 
     def has_no_way(self, token: str) -> bool:
-        """The NICs of that process and ours did not reach each other when that was last tried."""
+        """Return whether the last attempt to connect the NICs of both processes failed."""
         return token in self._no_way
 
     def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
@@ -227,7 +230,7 @@ class Verbs:
     def begin(
         self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
     ) -> VerbsInFlight | None:
-        """See FlyingRoute."""
+        """See AsyncRoute."""
         plan = self.planned(part, keep)
         return None if plan is None else self.begin_planned(part, plan, done)
 
@@ -236,7 +239,7 @@ class Verbs:
         try:
             region = _region(part.handle.verbs)
             return None if _refusal(part, region) else _plan(part, region, keep)
-        except (VerbsError, ValueError, TypeError):  # who does it by `move` will hear that again, and say it
+        except (VerbsError, ValueError, TypeError):  # `move` gets the same error and reports it
             return None
 
     def rebind_request(self, plan: Plan, memory: tuple[int, int, Any] | tuple[()]) -> Plan:
@@ -257,8 +260,8 @@ class Verbs:
             return None
 
     def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
-        """See FlyingRoute."""
-        if result.outcome == LOST and isinstance(part, ReadWriteOp):  # the same bytes may be read and written twice
+        """See AsyncRoute."""
+        if result.outcome == LOST and isinstance(part, ReadWriteOp):  # repeating a read or write is safe
             result = self._wait(part, keep, patient)
         return self._explained(part, result, patient)
 
@@ -273,7 +276,7 @@ class Verbs:
         return self.mend(part, self._wait(part, None, patient), patient, None)
 
     def _wait(self, part: ReadWriteOp | AtomicOp, keep: Any, patient: Any) -> Result:
-        """Until the NIC has done it, or nobody wants it any more and it touches no memory."""
+        """Run the part and wait for it, as Awaited.wait does."""
         engine = self._started()
         try:
             region = _region(part.handle.verbs)
@@ -284,12 +287,12 @@ class Verbs:
             return Result(FAILED, 0, 0, 0, str(error))
         try:
             awaited = Awaited(engine, part.handle.token, plan)
-        except VerbsError as error:  # no port is up here, or no memory can be locked: it has not begun
+        except VerbsError as error:  # no port is active here, or no memory can be locked: it has not started
             return Result(UNREACHABLE, 0, 0, 0, str(error))
         return awaited.wait(patient)
 
     def _explained(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any) -> Result:
-        """A NIC says that it may not, and not why: its owner knows."""
+        """Replace the NIC's access error by the owner's reason, because the NIC reports none."""
         if result.text is None or _NO_ACCESS not in result.text:
             return result
         if isinstance(part, ReadWriteOp):
@@ -305,29 +308,29 @@ class Verbs:
         return Result(REFUSED, refusal, 0, 0) if refusal else result
 
     def forget(self, token: str, why: str) -> None:
-        """That process is gone."""
+        """Forget a process that has ended."""
         self._met.discard(token)
         self._no_way.discard(token)
         if self._engine is not None:
             self._engine.peer_gone(token, VerbsError(why, "", "", token))
 
     def close(self) -> None:
-        """Nobody reaches this process's memory any more."""
+        """Stop exposing this process's memory, and close its connections."""
         if self._engine is None or shared_engine.give_back(str):
             return
-        for ticket in list(self._regions):  # messages of process groups still need the engine
+        for ticket in list(self._regions):  # process groups may still use the engine for messages
             self.dropped(ticket)
         for token in list(self._met):
             self._engine.peer_gone(token, VerbsError("the program has ended", "", "", token))
 
 
 class Kept(list[Any]):
-    """What the local addresses of a transfer of many parts are in: looked up once, and not by each part."""
+    """The memory of a transfer of many parts, sorted once for all parts."""
 
     _places: tuple[list[int], list[tuple[Allocation, Any]]] | None = None
 
     def places(self) -> tuple[list[int], list[tuple[Allocation, Any]]]:
-        """Addresses in order, and what lies there."""
+        """Return the sorted addresses, and the allocation and object at each."""
         if self._places is None:
             each_one = [memory.keep if isinstance(memory, LocalMemory) else memory for memory in self]
             found = sorted(((allocation_of(each), each) for each in each_one), key=lambda pair: pair[0][:2])
@@ -337,12 +340,12 @@ class Kept(list[Any]):
 
 @functools.lru_cache(4096)
 def _region(packed: bytes) -> Region:
-    """Of a handle. Raises VerbsError."""
+    """Return the Region of a handle. Raises VerbsError."""
     return Region.from_bytes(packed)
 
 
 def _refusal(part: ReadWriteOp | AtomicOp, region: Region) -> int:
-    """What the NIC would refuse without a good word, as a Refusal; 0 if nothing is wrong that can be seen here."""
+    """Return the Refusal that the NIC would answer without a reason, or 0 if none is visible here."""
     if isinstance(part, ReadWriteOp):
         for offset, _, size in part.segments:
             if not 0 <= offset <= region.nbytes or size > region.nbytes - offset:
@@ -356,7 +359,7 @@ def _refusal(part: ReadWriteOp | AtomicOp, region: Region) -> int:
 
 
 def _plan(part: ReadWriteOp | AtomicOp, region: Region, keep: Any) -> Plan:
-    """See verbs. Raises ValueError and TypeError."""
+    """Return _verbs's plan of a part. Raises ValueError and TypeError."""
     if isinstance(part, ReadWriteOp):
         return plan_transfer("write" if part.write else "read", region, part.segments, _owners(part.segments, keep))
     kind: Literal["fetch_add", "compare_swap"] = "fetch_add" if part.access == FETCH_ADD else "compare_swap"
@@ -364,14 +367,14 @@ def _plan(part: ReadWriteOp | AtomicOp, region: Region, keep: Any) -> Plan:
 
 
 def _owners(segments: Sequence[Segment], keep: Any) -> Any:
-    """The object of each local address, among those that are kept for the transfer."""
+    """Return, for each local address, the object among ``keep`` that has its memory."""
     if len(keep) == 1:
         (memory,) = keep
         return memory.keep if isinstance(memory, LocalMemory) else memory
     starts, found = keep.places() if isinstance(keep, Kept) else Kept(keep).places()
 
     def owner(address: int, nbytes: int) -> Any:
-        """One may be a part of another: the nearest that has all of it."""
+        """Return the nearest object that contains the range, because objects may contain each other."""
         last = bisect_right(starts, address)
         for allocation, each in reversed(found[:last]):
             if address + nbytes <= allocation.address + allocation.nbytes:
@@ -382,7 +385,7 @@ def _owners(segments: Sequence[Segment], keep: Any) -> Any:
 
 
 def refusal_of(registry: Registry, question: bytes) -> bytes:
-    """For one whose NIC was refused: a Refusal."""
+    """Answer a process whose NIC was refused, with the Refusal."""
     ticket, ranges, access = msgspec.msgpack.decode(
         question, type=tuple[tuple[int, int, int], list[tuple[int, int]], int]
     )
