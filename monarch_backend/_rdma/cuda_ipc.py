@@ -1,8 +1,8 @@
 """GPU memory shared through torch.multiprocessing with processes of this host, where the driver alone can't export it.
 
 This is memory of torch's expandable segments. The owner is asked once for each registration. The first transfer does
-not wait for that: it takes another way. torch maps the memory and lends it to the core (csrc/memory/imports.h), which
-copies.
+not wait for that: it takes another way. torch maps the memory and lends it to the core, which copies
+(csrc/memory/ipc_mapping_cache.h).
 
 Only this module of the package depends on torch.multiprocessing. tests/rdma/test_torch_ipc.py fails when that changes.
 """

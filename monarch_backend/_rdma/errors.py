@@ -8,7 +8,8 @@ from monarch_backend._actor.errors import MeshFailure, SupervisionError
 from monarch_backend._core.errors import MonarchError, public
 
 
-class RDMAError(RuntimeError):
+@public("monarch_backend.rdma")
+class RDMAError(MonarchError, RuntimeError):
     """A transfer failed. The text says why, which process owns the memory, and what to do."""
 
 

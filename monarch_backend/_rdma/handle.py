@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 Ticket = tuple[int, int, int]
-"""Slot, epoch and key of a registration (csrc/memory/table.h). A process that has the ticket may access the memory."""
+"""Slot, epoch and key of a registration (csrc/memory/registration_table.h).
+
+A process that has the ticket may access the memory.
+"""
 
 
 class Handle(NamedTuple):

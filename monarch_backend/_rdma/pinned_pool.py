@@ -2,7 +2,7 @@
 
 An owner lends each borrowing process memory of its own. That memory is never lent to another process, because the
 borrower's NIC may write to it until their connection is closed. It is divided into slots, and the borrower decides
-which slots are in use. routes/gpu_staged.py and csrc/memory/staging.h do the copying.
+which slots are in use. routes/gpu_staged.py and csrc/memory/pinned_staging.h do the copying.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ Segment = tuple[int, int, int]
 """Offset in the registration, address in this process, bytes."""
 
 READ, WRITE, FETCH_ADD, COMPARE_AND_SWAP = range(4)
-"""Values of enum Access (csrc/memory/table.h)."""
+"""Values of enum Access (csrc/memory/registration_table.h)."""
 
 
 DROPPED, WRONG_KEY, OUT_OF_RANGE, READ_ONLY, MISALIGNED, DEVICE, NO_ATOMICS, NO_STAGING = range(1, 9)
-"""Values of enum Refusal (csrc/memory/table.h)."""
+"""Values of enum Refusal (csrc/memory/registration_table.h)."""
 
 
 class ReadWriteOp(NamedTuple):
@@ -40,7 +40,7 @@ class AtomicOp(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Result of a transfer: an Outcome (csrc/memory/outcome.h), a Refusal (table.h), an errno, an atomic's old
+    """Result of a transfer: an Outcome (csrc/memory/status.h), a Refusal (table.h), an errno, an atomic's old
     value.
     """
 
@@ -52,13 +52,13 @@ class Result(NamedTuple):
 
 
 DONE, REFUSED, LOST, LATE, CANCELLED, FAILED, UNREACHABLE = range(7)
-"""Values of enum Outcome (csrc/memory/outcome.h)."""
+"""Values of enum Outcome (csrc/memory/status.h)."""
 
 
 class Route(Protocol):
     """A route to another process's memory."""
 
-    def is_quick(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """Return whether the transfer is so short that the caller's own thread runs it.
 
         It must not depend on other threads.
@@ -148,7 +148,7 @@ class NicRoute(AsyncRoute, Protocol):
         """Return a plan for `begin_planned`, valid while the local memory stays where it is. None if planning fails."""
         ...
 
-    def planned_for(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
         """Return the plan for local memory in this allocation: address, bytes, owner.
 
         With () the plan is for keeping: it keeps no memory alive.

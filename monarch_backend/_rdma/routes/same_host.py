@@ -1,4 +1,4 @@
-"""Routes to memory of this process and of other processes of its host, on top of csrc/memory/near.h."""
+"""Routes to memory of this process and of other processes of its host, on top of csrc/memory/same_host.h."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INLINE_MAX_BYTES = 1 << 20
 """Bytes up to which a copy runs on the caller's thread at once."""
 
 MAPPED, KERNEL, THREAD, GPU, LENT, UNSEEN = range(6)
-"""Values of enum Way (csrc/memory/near.h)."""
+"""Values of enum Way (csrc/memory/same_host.h)."""
 
 
 class LocalRoute:
