@@ -65,7 +65,7 @@ def pieces(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> tuple[Overl
     Raises UnevenError.
 
     >>> pieces((5, 4), (ShardSpec(0, 2, 1), ShardSpec(1, 4, 3)))
-    (Piece(box=Box(offset=(3, 3), sizes=(2, 1)), at=(0, 0)),)
+    (Overlap(box=Region(offset=(3, 3), sizes=(2, 1)), at=(0, 0)),)
     """
     if 0 in shape:
         return ()
@@ -213,7 +213,7 @@ def uncovered(whole: Region, boxes: tuple[Region, ...]) -> tuple[Region, ...]:
     """Return the parts of a whole that are in none of these boxes.
 
     >>> uncovered(Region((0,), (6,)), (Region((0,), (2,)), Region((3,), (3,))))
-    (Box(offset=(2,), sizes=(1,)),)
+    (Region(offset=(2,), sizes=(1,)),)
     """
     left = [whole] if all(whole.sizes) else []
     for box in boxes:

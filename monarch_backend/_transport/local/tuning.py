@@ -19,7 +19,7 @@ TREE_FANOUT = 8
 
 MAX_DIRECT_RECEIVERS = 64
 """Receivers up to which a message goes directly to each. Waking 64 processes takes one process a third of a
-millisecond, while a tree doubles the work of all of them together (docs/design.md has the measurement)."""
+millisecond, while a tree doubles the work of all of them together (docs/adr/0040 has the measurement)."""
 
 MAX_REFUSALS = 7
 """Lookups of a process that refuses connections. The delay doubles each time, 2.5 s altogether."""
