@@ -11,7 +11,7 @@ from typing import Any
 DOCS = Path(__file__).parent
 FACADES = tuple(
     "monarch_backend" + name
-    for name in ("", ".process_group", ".actor", ".mesh", ".hosts", ".job", ".rdma", ".dtensor", ".testing")
+    for name in ("", ".process_group", ".actor", ".mesh", ".hosts", ".job", ".rdma", ".dtensor", ".testing", ".errors")
 )
 
 

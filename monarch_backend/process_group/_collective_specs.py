@@ -1,7 +1,7 @@
 """Table of collectives: one row for each operation of torch's ProcessGroup.
 
 Other modules of process_group read their columns when they are imported or when a group is made, never in a call.
-docs/contributing-collective.md shows how a row is added. tests/process_group/test_collective_specs.py checks that each
+docs/guides/new-collective.md shows how a row is added. tests/process_group/test_collective_specs.py checks that each
 row has a method, a route for each device and a reference result.
 """
 

@@ -210,4 +210,4 @@ def test_row_of_another_release_is_not_applied() -> None:
 
 
 def test_page_is_generated_from_the_manifests() -> None:
-    assert (ROOT / "docs" / "torch-patches.md").read_text() == manifest.table()
+    assert (ROOT / "docs" / "reference" / "torch-patches.md").read_text() == manifest.table()

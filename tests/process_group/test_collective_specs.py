@@ -390,7 +390,7 @@ def test_other_expressions_are_no_lists(source: str) -> None:
 
 # The guide ------------------------------------------------------------------------------------------------------------
 
-GUIDE = FOLDER.parents[1] / "docs" / "contributing-collective.md"
+GUIDE = FOLDER.parents[1] / "docs" / "guides" / "new-collective.md"
 
 
 def test_code_of_the_guide_is_in_the_files_that_it_names() -> None:

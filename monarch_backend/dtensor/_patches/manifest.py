@@ -2,7 +2,7 @@
 
 ``MESH`` is applied with the first mesh of a process, ``COMPILE`` with the first trace by torch.compile. A replacement
 calls torch's own object for meshes that are not a controller's. ``WORKER_XLA`` is of workers with XLA devices.
-docs/torch-patches.md is generated from these rows: ``python -m monarch_backend.dtensor._patches.manifest``.
+docs/reference/torch-patches.md is generated from these rows: ``python -m monarch_backend.dtensor._patches.manifest``.
 """
 
 from __future__ import annotations
@@ -596,7 +596,7 @@ WORKER_XLA = tuple(
 
 
 def table() -> str:
-    """Return docs/torch-patches.md."""
+    """Return docs/reference/torch-patches.md."""
     from monarch_backend._core.patches import documented
     from monarch_backend.process_group._c10d_manifest import C10D
 
