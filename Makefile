@@ -89,10 +89,11 @@ $(FUZZ)/.installed:
 	$(FUZZ)/bin/pip install -q "atheris>=3.0" "msgspec>=0.19"
 	touch $@
 
-lint: $(STAMP)  ## ruff (format and lint), the layers of packages, mypy --strict
+lint: $(STAMP)  ## ruff (format and lint), the layers of packages, prose, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/mypy
 
 format: $(STAMP)  ## let ruff rewrite
