@@ -75,6 +75,7 @@ def package_of(path: Path) -> str:
 
 
 def main() -> int:
+    """Return the exit status: 1 if a package has another number of findings than ALLOWED says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", metavar="PACKAGE", help="print the findings of this package")
     wanted = parser.parse_args().list
