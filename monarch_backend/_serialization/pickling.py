@@ -15,6 +15,7 @@ Objects are pickled as Python does it, with these exceptions.
 from __future__ import annotations
 
 import copyreg
+import importlib
 import os
 import pickle
 import socket
@@ -167,6 +168,10 @@ def _without_export(view: memoryview) -> memoryview:
         return view
 
 
+_OWN_MODULES = "monarch_backend."
+"""Exceptions have the path of the facade that exports them, which a worker need not have imported."""
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no types
     """Pickle's compiled pickler that asks `reducer_override` about every object that is no built-in value.
 
@@ -191,6 +196,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # cloudpickle has no 
     def _definition(self, obj: Any) -> Any:
         """Reduce a function or class: by name if the receiver can import it, else by value."""
         home = sys.modules.get(obj.__module__)
+        if home is None and obj.__module__.startswith(_OWN_MODULES):
+            home = importlib.import_module(obj.__module__)  # an exception of a facade that nothing has imported yet
         is_main = home is not None and home is sys.modules["__main__"]  # also as __mp_main__ or under an alias
         by_name = not is_main and getattr(home, obj.__qualname__, None) is obj
         if by_name and not cloudpickle.list_registry_pickle_by_value():
