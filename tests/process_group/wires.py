@@ -11,8 +11,7 @@ import os
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend._rdma import availability
-from monarch_backend._verbs import eligibility, engine, open_device
+from monarch_backend._verbs import discovery, eligibility, engine
 from monarch_backend._verbs.discovery import PortFacts
 from monarch_backend._verbs.provider import READ, Path, Work
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
@@ -67,8 +66,8 @@ def install() -> Wires:
     wires: Any = Wires()
     gid = Gid(1, ROCE_V2, _NETWORK + os.getpid().to_bytes(3, "big"))
     facts = [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
-    open_device.discovery.usable = lambda settings, root=None: facts  # type: ignore[assignment]
-    engine.available = availability.available = lambda *_: None  # type: ignore[assignment]
+    discovery.usable = lambda settings, root=None: facts  # type: ignore[assignment]
+    engine.available = discovery.available = lambda *_: None  # type: ignore[assignment]
     engine.load = lambda wanted: wires  # type: ignore[assignment]
     eligibility.DEVICES, eligibility.PACKAGES = "/proc/self", ("os",)  # there is something in it
     eligibility.usable.cache_clear()

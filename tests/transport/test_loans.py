@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._rdma import availability
 from monarch_backend._transport.network import rdma_frame_header, rdma_reader, rdma_send
 from monarch_backend._transport.network.auth import new_secret
 from monarch_backend._transport.network.connection import PeerConnection, Timeouts
@@ -26,7 +25,7 @@ from monarch_backend._transport.network.connection_manager import Tcp
 from monarch_backend._transport.network.rdma_frame_header import Part
 from monarch_backend._transport.network.session import HEAD_BYTES, LENT, SessionError, read_head
 from monarch_backend._transport.network.tls import Tls
-from monarch_backend._verbs import eligibility, engine, open_device, shared_engine
+from monarch_backend._verbs import discovery, eligibility, engine, shared_engine
 from monarch_backend._verbs.discovery import PortFacts
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
@@ -45,9 +44,9 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
     made = Fabric()
     gid = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
     facts = [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
-    monkeypatch.setattr(open_device.discovery, "usable", lambda *_: facts)
+    monkeypatch.setattr(discovery, "usable", lambda *_: facts)
     monkeypatch.setattr(engine, "available", lambda *_: None)
-    monkeypatch.setattr(availability, "available", lambda *_: None)
+    monkeypatch.setattr(discovery, "available", lambda *_: None)
     monkeypatch.setattr(engine, "load", lambda wanted: made)
     monkeypatch.setattr(eligibility, "DEVICES", "/proc/self")
     monkeypatch.setattr(eligibility, "PACKAGES", ("os",))
@@ -435,7 +434,7 @@ def test_one_without_nics_or_of_an_older_release(fabric: Fabric, sides: Callable
 
 
 def test_one_whose_nics_are_of_no_use(fabric: Fabric, sides: Callable[..., Side], monkeypatch: Any) -> None:
-    monkeypatch.setattr(availability, "available", lambda *_: "no port is active")
+    monkeypatch.setattr(discovery, "available", lambda *_: "no port is active")
     here, there, out, _ = together(sides, bounds=PATIENT, lends=True)
     with warnings() as said:
         for number in range(3):
