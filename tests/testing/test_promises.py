@@ -13,6 +13,7 @@ from monarch_backend._actor.runner import ActorRunner
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._actor.supervision import Supervision
 from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
+from monarch_backend._transport.local.flow_control import FlowControl
 from monarch_backend._transport.local.memory_pressure import RetryQueue
 from monarch_backend._transport.local.peer_lookup import PeerLookup
 from monarch_backend._transport.local.router import Router
@@ -44,7 +45,9 @@ def test_256_processes() -> None:
 
 
 def test_a_failure_names_its_seed_and_tells_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Router, "_refill", lambda *_: None)  # credit that was given back is lost: senders wait for ever
+    monkeypatch.setattr(
+        FlowControl, "refill", lambda *_: None
+    )  # credit that was given back is lost: senders wait for ever
     _, error = _first_failure(range(20), size=20)
     (told,) = error.__notes__
     seed, *steps = told.splitlines()
