@@ -113,6 +113,8 @@ class Watch:
         except SupervisionError as error:
             self._failed(message, error, list(homes))
             return message
+        if isinstance(message.result, Future):
+            message.result.ignore()  # a call that fails late is garbage of another simulation, which expects no log line
         self._remember(message)
         return message
 
