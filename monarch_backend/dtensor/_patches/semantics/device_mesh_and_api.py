@@ -1028,7 +1028,8 @@ def _total_norm(own: Any) -> Replacement:
         if not groups:
             return own(tensors, norm_type, error_if_nonfinite, foreach)
         norms = [_on_each_rank(own(each, norm_type, False, foreach)) for each in groups]
-        if len({each._meta.outside for each in norms if isinstance(each, RemoteTensor)}) > 1:
+        remote = {each._meta.outside for each in norms if isinstance(each, RemoteTensor)}
+        if len(remote) > 1 or len({each.device for each in norms}) > 1:  # no one device has them all
             norms = [fetch.as_host(each) if isinstance(each, RemoteTensor) else each for each in norms]
         return own(norms, norm_type, error_if_nonfinite, foreach)
 
@@ -1044,7 +1045,7 @@ def _clip_by_norm(own: Any) -> Replacement:
             own(parameters, max_norm, total_norm, foreach)
             return
         for each in groups:
-            own(each, max_norm, _on_each_rank(total_norm), foreach)
+            own(each, max_norm, _on_device_of(each[0].grad, _on_each_rank(total_norm)), foreach)
 
     return _clip_grads_with_norm_
 
@@ -1060,6 +1061,16 @@ def _by_mesh(values: list[Any], tensors: list[Any]) -> list[list[Any]]:
     for value, mesh in zip(values, meshes, strict=False):
         groups.setdefault(mesh, []).append(value)
     return list(groups.values())
+
+
+def _on_device_of(grad: Any, norm: Any) -> Any:
+    """Copy a norm of the program to the processes of a gradient, if their device is another one.
+
+    ``norm.to(grad.device)`` would not say which of several meshes with such devices is meant.
+    """
+    if isinstance(norm, RemoteTensor) or not isinstance(grad, DTensor) or norm.device == grad.device:
+        return norm
+    return grad.to_local().new_empty((), dtype=norm.dtype).copy_(norm)
 
 
 def _on_each_rank(tensor: Any) -> Any:
