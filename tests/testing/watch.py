@@ -114,7 +114,7 @@ class Watch:
             self._failed(message, error, list(homes))
             return message
         if isinstance(message.result, Future):
-            message.result.ignore()  # a call that fails late is garbage of another simulation, which expects no log line
+            message.result.ignore()  # it may fail after the end, when the next simulation expects no log line
         self._remember(message)
         return message
 
@@ -338,8 +338,8 @@ class Watch:
         for process in self.simulation.processes:
             if process.alive and process.program is not None:
                 program, router = process.program, process.program.router
-                kept = {"calls": program.pending, "casts": router.tree.casts, "combiners": router.tree.combiners}
-                kept["pieces"] = router._fragments.assemblies
+                kept = {"calls": program.pending, "casts": router._casts, "combiners": router.combiners}
+                kept["pieces"] = router._whole
                 kept["held back"] = {peer.token: peer.held for peer in router.peers.values() if peer.held}
                 for what, left in kept.items():
                     if left:
