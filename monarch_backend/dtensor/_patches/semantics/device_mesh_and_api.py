@@ -1028,9 +1028,11 @@ def _total_norm(own: Any) -> Replacement:
         if not groups:
             return own(tensors, norm_type, error_if_nonfinite, foreach)
         norms = [_on_each_rank(own(each, norm_type, False, foreach)) for each in groups]
-        remote = {each._meta.outside for each in norms if isinstance(each, RemoteTensor)}
-        if len(remote) > 1 or len({each.device for each in norms}) > 1:  # no one device has them all
+        remote = [each for each in norms if isinstance(each, RemoteTensor)]
+        if len({each._meta.outside for each in remote}) > 1:
             norms = [fetch.as_host(each) if isinstance(each, RemoteTensor) else each for each in norms]
+        elif remote:
+            norms = [_beside(remote[0], each) for each in norms]
         return own(norms, norm_type, error_if_nonfinite, foreach)
 
     return _get_total_norm
@@ -1045,7 +1047,7 @@ def _clip_by_norm(own: Any) -> Replacement:
             own(parameters, max_norm, total_norm, foreach)
             return
         for each in groups:
-            own(each, max_norm, _on_device_of(each[0].grad, _on_each_rank(total_norm)), foreach)
+            own(each, max_norm, _beside(each[0].grad, _on_each_rank(total_norm)), foreach)
 
     return _clip_grads_with_norm_
 
@@ -1063,14 +1065,15 @@ def _by_mesh(values: list[Any], tensors: list[Any]) -> list[list[Any]]:
     return list(groups.values())
 
 
-def _on_device_of(grad: Any, norm: Any) -> Any:
-    """Copy a norm of the program to the processes of a gradient, if their device is another one.
+def _beside(tensor: Any, norm: Any) -> Any:
+    """Copy a norm of the program to the processes of a tensor, if their device is another one.
 
-    ``norm.to(grad.device)`` would not say which of several meshes with such devices is meant.
+    ``norm.to(tensor.device)`` would not say which of several meshes with such devices is meant.
     """
-    if isinstance(norm, RemoteTensor) or not isinstance(grad, DTensor) or norm.device == grad.device:
+    if isinstance(norm, RemoteTensor) or norm.device == tensor.device:
         return norm
-    return grad.to_local().new_empty((), dtype=norm.dtype).copy_(norm)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.new_empty((), dtype=norm.dtype).copy_(norm)
 
 
 def _on_each_rank(tensor: Any) -> Any:
