@@ -79,7 +79,7 @@ class ActorMeshOwner:
         owned = core.owned
         owned.left.add(rank)
         owned.constructing.add(rank)
-        peer = core.peer(rank)
+        peer = owned.homes[rank] = core.peer(rank)
         if peer.gone is not None:
             self._runtime.soon(
                 lambda: self.lost_rank(core, rank, self._runtime.death_of(core.procs, core.bases[rank], peer))

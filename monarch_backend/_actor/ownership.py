@@ -106,6 +106,7 @@ class OwnedActors:
         self.left = set(range(len(core.bases)))  # that have not ended
         self._unbuilt = set(range(len(core.bases)))
         self.constructing: set[int] = set()
+        self.homes: dict[int, Peer] = {}  # the process that was told to build each rank, while another may replace it
         self.ended: Future[None] = Future(built._wait)
 
     def is_built(self, rank: int) -> None:

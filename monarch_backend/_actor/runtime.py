@@ -380,10 +380,9 @@ class Runtime:
                 cell.end("abort", f"its owner, {peer}, is gone")
         for core in alive(self.actors):
             if core.owned is not None and core.procs.owned is None:
-                lost = core.procs.rank_of(peer.token)
-                for rank, base in enumerate(core.bases):
-                    if base == lost:
-                        self.actor_owner.lost_rank(core, rank, failure)
+                for rank in [rank for rank, home in core.owned.homes.items() if home is peer]:
+                    core.owned.is_gone(rank)
+                    self.actor_owner.lost_rank(core, rank, failure)
 
     def _say_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
         cell = context.cell.get()

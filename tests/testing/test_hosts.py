@@ -49,6 +49,11 @@ class Counter(Actor):
             Channel.open()[1].recv().get(timeout=seconds)
 
     @endpoint
+    def spawn_on(self, mesh: Any) -> None:
+        """Have an actor of its own in each process of ``mesh``."""
+        self.crew = mesh.spawn("crew", Counter)
+
+    @endpoint
     def failed_when_lost(self, mesh: Any, other: Any) -> Any:
         assert isinstance(other.wait.call_one(60.0).exception(), SupervisionError)
         return mesh.failed_ranks
@@ -318,6 +323,26 @@ def test_ranks_go_on_on_another_host() -> None:
         assert len(counters.add.call().get()) == 6
         assert {process.token[:8] for process in simulation.processes_of(counters)} < set(machines.hosts)
         assert simulation.faults == []
+
+
+def test_actors_end_whose_process_was_replaced_before_its_end_was_known() -> None:
+    """Their owner hears of the successor first, stops the actors, and then hears that the process has ended."""
+    with Simulation(1, QUIET) as simulation:
+        machines, _, counters = _mesh(simulation, 2)
+        homes = machines.spawn_procs({"gpus": 2}, name="homes", restart=Restart(backoff=0.001))
+        [owner] = simulation.processes_of(counters.slice(hosts=0))
+        program: Any = owner.program
+        hears = program.on_process_lost
+        program.on_process_lost = lambda *end: simulation.later(0.1, lambda: owner.run(lambda: hears(*end)))
+        counters.slice(hosts=0).spawn_on.broadcast(homes)
+        simulation.later(0.001, lambda: simulation.kill(homes.slice(hosts=1, gpus=1)))
+        assert simulation.run(5.0, until=lambda: any(core.former for core in program.procs.values()))
+        [crew] = [core for core in program.actors.values() if core.name == "crew"]
+        assert not crew.dead, "the end is known already"
+        stopped: list[Any] = []
+        owner.run(lambda: stopped.append(program.stop_actors(crew, "abort", "the test ends it")))
+        simulation.run(60.0)
+        assert stopped[0].ready
 
 
 def test_a_host_is_lost_while_all_ranks_are_started_anew() -> None:
