@@ -18,6 +18,9 @@ from tests.support.ranks import RankPool
 # large operations would wait for threads that they do not have.
 torch.set_num_threads(1)
 
+# A process that has asked the CUDA runtime for GPUs can't be forked. The driver's management library may be asked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 # torch's TCPStore asks the name server about every client, on its only thread: each answer that is lost would hold up a
 # test for five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")

@@ -9,6 +9,8 @@ Only this module of the package depends on torch.multiprocessing. tests/rdma/tes
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import threading
 from typing import Any
@@ -28,6 +30,11 @@ reductions: Any = _reductions  # it has no type hints
 
 TOPIC = "torch_ipc"
 
+_COUNTER_FILE = 11
+"""Index in the arguments of `rebuild_cuda_tensor`: the name of a shared-memory file with torch's reference counters."""
+
+_counter_files: set[str] = set()
+
 SWEEP_INTERVAL_S = 1.0
 """Seconds between two checks for dropped registrations: no message reports a drop to readers."""
 
@@ -46,6 +53,8 @@ def share(keep: Any, address: int) -> bytes:
     rebuild, words = reductions.reduce_tensor(whole)
     if rebuild is not reductions.rebuild_cuda_tensor:
         raise RDMAError("this torch shares it in a way that is not known here")
+    if words[_COUNTER_FILE]:
+        _counter_files.add(os.fsdecode(words[_COUNTER_FILE]))
     return pickle.dumps((words, address - keep.data_ptr()))
 
 
@@ -57,8 +66,17 @@ def adopt(shared: bytes) -> tuple[Any, int]:
     return tensor, tensor.data_ptr() + offset
 
 
-def answer(registry: Registry, question: bytes) -> bytes:
+def remove_counter_files() -> None:
+    """Delete torch's files of reference counters when this process ends. torch leaves them behind in `os._exit`."""
+    while _counter_files:
+        with contextlib.suppress(OSError):
+            os.unlink("/dev/shm/" + _counter_files.pop().lstrip("/"))
+
+
+def answer(runtime: Runtime, registry: Registry, question: bytes) -> bytes:
     """Answer a reader on the owner's host with `share`. Raises RDMAError, and what `share` raises."""
+    if remove_counter_files not in runtime.last:
+        runtime.last.append(remove_counter_files)
     memory = registry.memory(msgspec.msgpack.decode(question, type=Ticket))
     if memory is None:
         raise RDMAError("it is not registered any more")

@@ -239,6 +239,7 @@ class Engine:
     def close(self) -> None:
         """Close all routes. Called when the program ends."""
         self.routes.close()
+        cuda_ipc.remove_counter_files()
 
     def abandon(self) -> None:
         """Close inherited connections silently. Called in a fork of this process."""
@@ -630,8 +631,8 @@ def _refusal(_: Runtime, __: Peer, question: bytes) -> bytes:
     return refusal_of(registry(), question)
 
 
-def _torch_shares(_: Runtime, __: Peer, question: bytes) -> bytes:
-    return cuda_ipc.answer(registry(), question)
+def _torch_shares(runtime: Runtime, _: Peer, question: bytes) -> bytes:
+    return cuda_ipc.answer(runtime, registry(), question)
 
 
 TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +29,18 @@ def test_what_torch_shares() -> None:
     assert "_new_shared_cuda(" in inspect.getsource(reductions.rebuild_cuda_tensor)
     for name in ("_share_cuda_", "_new_shared_cuda", "_release_ipc_counter_cuda"):
         assert hasattr(torch.UntypedStorage, name)
+
+
+def test_counter_files_are_removed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert parameters.index("ref_counter_handle") == cuda_ipc._COUNTER_FILE
+    name = f"/torch_{os.getpid()}_test"
+    file = Path("/dev/shm" + name)
+    file.touch()
+    monkeypatch.setattr(cuda_ipc, "_counter_files", {name, "/torch_0_gone"})
+    cuda_ipc.remove_counter_files()
+    assert not file.exists()
+    assert not cuda_ipc._counter_files
 
 
 @pytest.mark.parametrize("keep", [bytearray(8), torch.zeros(2).untyped_storage()], ids=["array", "cpu"])

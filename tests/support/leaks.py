@@ -9,6 +9,8 @@ from pathlib import Path
 
 from tests.support.ranks import KEPT_FDS, KEPT_PIDS
 
+_DRIVER = "cuda.shm."  # names of the CUDA driver's own files, which it keeps as it likes
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -64,7 +66,7 @@ def take() -> Picture:
                 descriptors.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
             except OSError:
                 continue  # the directory's own descriptor
-    shm = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    shm = {n for n in os.listdir("/dev/shm") if not n.startswith(_DRIVER)} if os.path.isdir("/dev/shm") else set()
     processes = frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
     return Picture(processes, frozenset(descriptors), frozenset(shm))
 

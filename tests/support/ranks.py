@@ -143,7 +143,8 @@ def run_ranks(
                     if backend is None:
                         return fn(rank, address, *args)
                     init(rank, world_size, address, backend, group_timeout)
-                    dist.barrier()  # a rank that leaves at once must not leave while others still connect
+                    # A rank that leaves at once must not leave while others still connect.
+                    dist.barrier(device_ids=[rank] if backend == "nccl" else None)
                     # Held till the process ends: a Gloo group whose last holder is a callback on one of its own
                     # threads (PowerSGD's, say) joins that thread, and torch aborts the process.
                     groups.append(dist.group.WORLD)
