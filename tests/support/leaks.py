@@ -63,9 +63,11 @@ def take() -> Picture:
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in KEPT_FDS:
             try:
-                descriptors.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+                target = os.readlink(f"/proc/self/fd/{name}")
             except OSError:
                 continue  # the directory's own descriptor
+            if not target.startswith("/dev/nvidia"):  # the driver keeps its own from the first use of a GPU
+                descriptors.add(f"{name} {target}")
     shm = {n for n in os.listdir("/dev/shm") if not n.startswith(_DRIVER)} if os.path.isdir("/dev/shm") else set()
     processes = frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
     return Picture(processes, frozenset(descriptors), frozenset(shm))

@@ -6,6 +6,7 @@ step. Who sends what, and what goes wrong, is in world.py.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 from collections import defaultdict
@@ -117,6 +118,13 @@ class Watch:
             message.result.ignore()  # it may fail after the end, when the next simulation expects no log line
         self._remember(message)
         return message
+
+    def close_streams(self) -> None:
+        """Drop what nothing has read yet: the next simulation expects no report of it."""
+        for message in self.messages.values():
+            if message.result is not None and not isinstance(message.result, Future):
+                with contextlib.suppress(Exception):  # the simulation may be broken: it was to be
+                    message.result.close()
 
     def _remember(self, message: Message) -> None:
         result = message.result

@@ -135,14 +135,17 @@ class World:
 
     def play(self) -> None:
         """From beginning to end."""
-        self.spawn()
-        for _ in range(self.plan.actions):
-            self.act()
-            self.advance()
-        self.simulation.run()
-        self.watch.settled()
-        self.epilogue()
-        self.end()
+        try:
+            self.spawn()
+            for _ in range(self.plan.actions):
+                self.act()
+                self.advance()
+            self.simulation.run()
+            self.watch.settled()
+            self.epilogue()
+            self.end()
+        finally:
+            self.watch.close_streams()
 
     def advance(self) -> None:
         """A little, or until much has happened, or not at all."""
