@@ -130,10 +130,10 @@ def build_tensor(
         if tensor.data_ptr() % kind.itemsize:
             tensor = torch.frombuffer(bytearray(buffer), dtype=kind)  # torch's kernels crash on elements out of line
         tensor = tensor.as_strided_(size, stride)  # in place: a view would have a base, and autograd treats it so
-    if conjugate:
-        tensor = tensor.conj()
     if device is not None:
         tensor = tensor.to(device)
+    if conjugate:  # on its own device: a copy to another one resolves it
+        tensor = tensor.conj()
     return tensor.requires_grad_() if requires_grad else tensor
 
 
