@@ -748,7 +748,14 @@ def test_random_views() -> None:
         same_array(route(array_), array_)
 
 
+@pytest.fixture(scope="module")
+def _cuda_context() -> None:
+    """The first use of a GPU opens descriptors that the driver keeps: before the picture of what a test leaves."""
+    torch.zeros(1, device="cuda")
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("_cuda_context")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA or HIP device")
 @every_route
 def test_tensors_on_a_device(route: Callable[[object], Any]) -> None:
