@@ -130,7 +130,7 @@ def test_cancelled_in_the_middle() -> None:
         native, here = _native.Memory(_native.Host(64 * MIB), True, True, 4), Memory(4 * SIZE)
         for turn in range(200):
             patient = _native.Patient()
-            cancelling = threading.Timer(turn % 20 * 1e-3, patient.cancel)
+            cancelling = threading.Timer(turn % 20 * (1 + turn // 20) * 1e-3, patient.cancel)
             cancelling.start()
             found.add(native.move(*owner.there, turn % 2 == 1, here.all(), patient)[0])
             cancelling.join()
