@@ -22,7 +22,7 @@ class Placement:
         if hosts is None:
             return [host_of(self._runtime.router.token)] * count
         for each in hosts:
-            known = None if self._runtime.hosts is None else self._runtime.hosts.hosts.get(each)
+            known = self._runtime.find_host(each)
             if known is None:
                 raise RuntimeError(
                     f"host {each} was attached by another process: only that one can start processes there"

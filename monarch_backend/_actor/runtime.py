@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from monarch_backend import _native
 from monarch_backend._actor import context, named_actors, program_exit
@@ -32,6 +32,7 @@ from monarch_backend._actor.ownership import ProcessOwner
 from monarch_backend._actor.placement import Placement
 from monarch_backend._actor.port import PortReceiver
 from monarch_backend._actor.runner import ActorRunner
+from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._actor.supervision import Restart, Supervision
 from monarch_backend._core import debug_log, env, fork
@@ -63,6 +64,8 @@ from monarch_backend._transport.local.router import Router
 from monarch_backend._transport.network.envelope import host_of
 
 log = logging.getLogger("monarch_backend")
+
+E = TypeVar("E", bound=RuntimeExtension)
 
 SHUTDOWN_NOTICE_S, SHUTDOWN_KILL_S = 1.0, 5.0
 """Seconds that processes get to stop when the program ends."""
@@ -100,10 +103,9 @@ class Runtime:
         self.interrupts = Interrupts(self)
         self.server_address = ""  # of the fork server, in a worker
         self.gateway = ""  # token of this host's, once there are other hosts
-        self.hosts: Any = None  # a HostRegistry, in a controller that has attached some
         self.known_hosts: dict[str, str] = {}  # names of others, by number, that have come with meshes
-        self.memory: Any = None  # what is registered here, and what moves it: rdma/ puts them there
-        self.mover: Any = None
+        self.extensions: dict[type[RuntimeExtension], RuntimeExtension] = {}
+        self._extending = threading.RLock()
         self.run_cell: Callable[[ActorRunner], None] = self._run_in_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
@@ -218,11 +220,37 @@ class Runtime:
         program_exit.prepare()
         return self.owner.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
 
-    # ---- hosts
+    # ---- extensions, hosts among them
+
+    def extend(self, kind: type[E], make: Callable[[], E]) -> E:
+        """Return the extension of this class. The first call makes it."""
+        found = self.extensions.get(kind)
+        if found is None:
+            with self._extending:
+                found = self.extensions.get(kind)
+                if found is None:
+                    found = make()  # may itself add extensions
+                    self.extensions = {**self.extensions, kind: found}  # other threads may iterate over the old one
+        return cast("E", found)
+
+    def attached_hosts(self) -> list[Any]:
+        """Return the Hosts that this program has attached, lost ones among them."""
+        return [host for part in self.extensions.values() for host in list(part.hosts.values())]
+
+    def get_extension(self, kind: type[E]) -> E | None:
+        """Return the extension of this class, if it was made."""
+        return cast("E | None", self.extensions.get(kind))
 
     def host(self, token: str) -> Any:
         """The Host of a process elsewhere; None if it is here, or was attached by somebody else."""
-        return None if self.hosts is None else self.hosts.hosts.get(host_of(token))
+        return self.find_host(host_of(token))
+
+    def find_host(self, host_id: str) -> Any:
+        """Return the Host with this id; None if this program has not attached it."""
+        for part in self.extensions.values():
+            if (found := part.hosts.get(host_id)) is not None:
+                return found
+        return None
 
     def host_name(self, token: str) -> str:
         """For people: where the process with this token runs."""
@@ -356,8 +384,8 @@ class Runtime:
                     core.peer(rank)
 
     def _gone(self, peer: Peer) -> None:
-        if self.hosts is not None:
-            self.hosts.gone(peer)
+        for part in self.extensions.values():
+            part.on_disconnected(peer)
         owned = self.owner.member(peer)
         if owned is not None:
             self.owner.ended(peer)  # it tells us when it knows how it ended
@@ -372,8 +400,8 @@ class Runtime:
             failure = self.references.exit_of(peer)
         for call in list(self.pending.values()):
             call.on_gone(peer, failure)
-        if self.mover is not None:
-            self.mover.gone(peer)
+        for part in self.extensions.values():
+            part.on_process_lost(peer)
         for cell in list(self.cells.values()):
             cell.reader_gone(peer)
             if cell.owner is peer and cell.failure is None:
@@ -402,8 +430,8 @@ class Runtime:
         """Every process that this one has started is gone when it returns."""
         self.closing = True
         self.owner.close()
-        if self.hosts is not None:
-            self.hosts.close()
+        for part in self.extensions.values():
+            part.kill()
 
     def detach_after_fork(self) -> None:
         """In a fork of this process: nothing of this program can be used there."""
@@ -429,7 +457,7 @@ class Runtime:
         if self.closing and not program_exit.is_ending():
             return
         try:
-            if self.closing or (not self.owner.any() and self.hosts is None):
+            if self.closing or not (self.owner.any() or any(part.has_work for part in self.extensions.values())):
                 return
             stopping = self.stop_procs(None, "stop", "the program ends")
             if not self.wait(stopping, SHUTDOWN_NOTICE_S):
@@ -448,8 +476,8 @@ class Runtime:
             sys.stderr.write("monarch_backend: interrupted again: the processes are killed\n")
         finally:
             self.kill_all()
-            if self.mover is not None:
-                self.mover.close()
+            for part in self.extensions.values():
+                part.close()
             self.links.host.leave()  # type: ignore[attr-defined]
             self.pump.close()
             # What still refers to classes of the main module would keep its globals from being finalised.
@@ -505,8 +533,8 @@ def _in_forked_child() -> None:
         _forked_from |= {_program.router.token, *_program.router.peers}
         atexit.unregister(_program.shutdown)
         _program.links.host.abandon()  # type: ignore[attr-defined]
-        if _program.mover is not None:
-            _program.mover.abandon()
+        for part in _program.extensions.values():
+            part.abandon()
         _program.detach_after_fork()
         _native.keep_for_ever(_program)
         _program = None

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts import agent as agent_module
 from monarch_backend._hosts import protocol
@@ -55,8 +56,10 @@ class Host:
         self.lost: str | None = None  # the reason, once it is lost
 
 
-class HostRegistry:
+class HostRegistry(RuntimeExtension):
     """The hosts of one controller, and its gateway to them."""
+
+    has_work = True
 
     def __init__(self, owner: Any, bounds: Timeouts) -> None:
         self._program = owner
@@ -227,7 +230,7 @@ class HostRegistry:
         elif host is not None:
             host.spawner.heard(message)
 
-    def gone(self, peer: Peer) -> None:
+    def on_disconnected(self, peer: Peer) -> None:
         """Handle the end of a process that may be an agent."""
         host = self.hosts.get(host_of(peer.token))
         if host is not None and host.agent is peer:
@@ -250,7 +253,7 @@ class HostRegistry:
         for agent in (self.gateway, *(other.agent for other in self._alive())):
             self._say(agent, Lost(host.id, host.lost or ""))
 
-    def close(self) -> None:
+    def kill(self) -> None:
         """End the gateway of this host, which tells the agents to end."""
         self._say(self.gateway, Finish())
         self._ended.wait(CLOSE_TIMEOUT_S)
@@ -347,12 +350,10 @@ def _registry(heartbeat: float, silence: float) -> HostRegistry:
     """Return the registry of the program; the first call makes it."""
     if not 0 < heartbeat <= silence / 3:  # one heartbeat may be late, and one may be lost
         raise ValueError(f"heartbeat={heartbeat:g} and silence={silence:g}: silence is at least three heartbeats")
-    owner: Any = program()
-    if owner.hosts is None:
-        if owner.root is not None:
-            raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
-        owner.hosts = HostRegistry(owner, Timeouts(heartbeat, silence))
-    registry: HostRegistry = owner.hosts
+    runtime: Any = program()
+    if runtime.root is not None:
+        raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
+    registry: HostRegistry = runtime.extend(HostRegistry, lambda: HostRegistry(runtime, Timeouts(heartbeat, silence)))
     return registry
 
 

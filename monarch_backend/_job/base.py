@@ -388,10 +388,10 @@ def _refuse(addresses: Sequence[str]) -> list[bool]:
 
 
 def _lost(mesh: HostMesh) -> bool:
-    registry = program().hosts  # type: ignore[attr-defined]
-    if registry is None:  # this is a fork of the program that has attached them
-        return True
-    return any(registry.hosts[each].lost is not None for each in mesh.hosts or ())
+    runtime: Any = program()
+    hosts = [runtime.find_host(each) for each in mesh.hosts or ()]
+    # None: this is a fork of the program that has attached them.
+    return any(host is None or host.lost is not None for host in hosts)
 
 
 def _stop_using(file: JobFile) -> None:

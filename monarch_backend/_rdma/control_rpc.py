@@ -14,6 +14,7 @@ from typing import Any
 
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.errors import RDMAError
+from monarch_backend._rdma.registrations import Registry
 from monarch_backend._transport.local.frames import Setting
 from monarch_backend._transport.local.peer import Peer
 
@@ -92,8 +93,8 @@ def ask(
 def heard(owner: Runtime, peer: Peer, name: str, value: Any) -> None:
     """Handle a Setting of this package. Runs on a thread that may block."""
     if name == DROP:
-        if owner.memory is not None:
-            owner.memory.told_to_drop(tuple(value))
+        if (registry := owner.get_extension(Registry)) is not None:
+            registry.told_to_drop(tuple(value))
     elif name == ANSWER:
         number, is_answer, said = value
         question = owner.pending.get(number)

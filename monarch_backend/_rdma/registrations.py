@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from monarch_backend import _native
 from monarch_backend._actor.runtime import Runtime, program
+from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._core import env
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle, Ticket
@@ -24,7 +24,7 @@ log = logging.getLogger("monarch_backend")
 _WAS_NOT_THERE, _STILL_USED = 1, 2
 
 
-class Registry:
+class Registry(RuntimeExtension):
     """The registrations of one process."""
 
     def __init__(self, owner: Runtime) -> None:
@@ -92,16 +92,8 @@ def _copying_threads() -> int:
     return min(int(env.get("MONARCH_CMA_THREADS")), len(os.sched_getaffinity(0)))
 
 
-_making = threading.Lock()
-
-
 def registry() -> Registry:
     """Return this process's registry. The first call makes it, together with the program that owns it."""
-    owner = program()
-    made: Any = owner.memory
-    if made is None:
-        with _making:
-            made = owner.memory
-            if made is None:
-                made = owner.memory = Registry(owner)
-    return made  # type: ignore[no-any-return]
+    runtime: Any = program()
+    found: Registry = runtime.extend(Registry, lambda: Registry(runtime))
+    return found

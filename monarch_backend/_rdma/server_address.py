@@ -57,7 +57,7 @@ def _place_of(root: Runtime, token: str) -> ServerInfo:
 
 def _own_addresses(root: Runtime) -> Iterator[str]:
     """Return the addresses of the main program's host from which it connects to other hosts."""
-    for host in [] if root.hosts is None else list(root.hosts.hosts.values()):
+    for host in root.attached_hosts():
         if host.lost is not None or host.through is not None:
             continue
         yield from local_addresses(host.address[0])

@@ -21,6 +21,7 @@ from monarch_backend import _native
 from monarch_backend._actor.errors import CancelledError, MeshFailure
 from monarch_backend._actor.future import DoneFuture, Future
 from monarch_backend._actor.runtime import Runtime, program
+from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._rdma import cuda_ipc
 from monarch_backend._rdma.control_rpc import DROP, TOPICS
 from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
@@ -84,7 +85,7 @@ def nothing() -> None:
     """Return None, the result of a read or write."""
 
 
-class Engine:
+class Engine(RuntimeExtension):
     """The transfers of one program."""
 
     def __init__(self, owner: Runtime, registered: Registry) -> None:
@@ -231,7 +232,7 @@ class Engine:
         found: list[int] = []
         return self.start((change._replace(take=found.append),), None, timeout, lambda: found[0])
 
-    def gone(self, peer: Peer) -> None:
+    def on_process_lost(self, peer: Peer) -> None:
         """Forget a process that has ended. Transfers in progress detect the end themselves."""
         if self.routes.knows(peer.token):
             self.program.aside(lambda: self.routes.forget(peer.token))
@@ -239,6 +240,10 @@ class Engine:
     def close(self) -> None:
         """Close all routes. Called when the program ends."""
         self.routes.close()
+        cuda_ipc.remove_counter_files()
+
+    def on_actors_ended(self) -> None:
+        """Delete files that torch leaves behind when a process ends with `os._exit`."""
         cuda_ipc.remove_counter_files()
 
     def abandon(self) -> None:
@@ -612,9 +617,6 @@ def lost(owner: Runtime, handle: Handle, failure: MeshFailure | None) -> OwnerLo
     return OwnerLostError(f"the owner of {handle} is gone: {how}", failure)
 
 
-_making = threading.Lock()
-
-
 def _ways(_: Runtime, __: Any, ___: bytes) -> bytes:
     return msgspec.msgpack.encode(engine().routes.ways())
 
@@ -631,8 +633,9 @@ def _refusal(_: Runtime, __: Peer, question: bytes) -> bytes:
     return refusal_of(registry(), question)
 
 
-def _torch_shares(runtime: Runtime, _: Peer, question: bytes) -> bytes:
-    return cuda_ipc.answer(runtime, registry(), question)
+def _torch_shares(_: Runtime, __: Peer, question: bytes) -> bytes:
+    engine()  # it deletes torch's files at the end
+    return cuda_ipc.answer(registry(), question)
 
 
 TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal})
@@ -641,15 +644,9 @@ TOPICS.update({cuda_ipc.TOPIC: _torch_shares, gpu_staged.TOPIC: _stage})
 
 def engine() -> Engine:
     """Return this process's engine."""
-    owner = program()
-    made = owner.mover
-    if made is None:
-        registered = registry()
-        with _making:
-            made = owner.mover
-            if made is None:
-                made = owner.mover = Engine(owner, registered)
-    return made  # type: ignore[no-any-return]
+    runtime: Any = program()
+    found: Engine = runtime.extend(Engine, lambda: Engine(runtime, registry()))
+    return found
 
 
 __all__ = ["AtomicOp", "Engine", "ReadWriteOp", "TransferFuture", "engine", "lost"]

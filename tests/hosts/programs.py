@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import monarch_backend.actor as ma
 from monarch_backend._actor.runtime import program
+from monarch_backend._hosts.attach import HostRegistry
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend.actor import (
     Actor,
@@ -393,9 +394,16 @@ def up_refused(cases: list[tuple[str, dict[str, str], str]]) -> None:
 # ---- failures
 
 
+def host_registry() -> HostRegistry:
+    """What this program has attached."""
+    found = program().get_extension(HostRegistry)
+    assert found is not None
+    return found
+
+
 def agents() -> dict[str, int]:
     """The processes of this program's agents, by the name of their host."""
-    return {host.name: host.agent.pid for host in program().hosts.hosts.values() if host.lost is None}
+    return {host.name: host.agent.pid for host in host_registry().hosts.values() if host.lost is None}
 
 
 def failed(future: Any) -> SupervisionError:
@@ -542,7 +550,7 @@ def gateway_killed(*addresses: str) -> None:
     waiting = waiters.wait.call()
     until(lambda: list(waiters.waits.call().get(PATIENCE).values()) == [1] * len(pids), "all wait")
     began = time.monotonic()
-    os.kill(program().hosts.gateway.pid, signal.SIGKILL)
+    os.kill(host_registry().gateway.pid, signal.SIGKILL)
     assert "gateway" in str(failed(waiting))
     measured("kill -9 of the controller's gateway, to its error", began, 1.0)
     lost: set[int] = set()
@@ -625,7 +633,7 @@ def through_another(gateway: str, workers: list[str], cables: list[int]) -> None
         again = attach(gateway, workers[1:], **BOUNDS).spawn_procs({"gpus": 1}).spawn("again", Worker)  # type: ignore[arg-type]
         assert again.place.call_one().get(PATIENCE)[0] == "delta"
         pids.append(again.pid.call_one().get(PATIENCE))
-        for agent in [host.agent.pid for host in program().hosts.hosts.values() if host.name == "beta"]:
+        for agent in [host.agent.pid for host in host_registry().hosts.values() if host.name == "beta"]:
             os.kill(agent, signal.SIGKILL)
         lost: set[int] = set()
         while not lost >= {0, 1}:
@@ -731,7 +739,7 @@ def controller(*addresses: str) -> None:
     hosts = attach_to_workers(addresses, **BOUNDS)
     procs = hosts.spawn_procs({"gpus": 2})
     workers = procs.spawn("workers", Worker)
-    pids = [*workers.pid.call().get(PATIENCE).values(), *agents().values(), program().hosts.gateway.pid]
+    pids = [*workers.pid.call().get(PATIENCE).values(), *agents().values(), host_registry().gateway.pid]
     print("pids", *pids, flush=True)
     procs.spawn("waiters", Waiter).wait.call().get()
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import monarch_backend.actor as ma
-from monarch_backend._actor.runtime import program
 from monarch_backend.actor import ActorMesh, MeshFailure, SupervisionError
 from monarch_backend.hosts import attach_to_workers
 from tests.actor.actors import until
@@ -39,7 +38,7 @@ from tests.hosts.ledgers import (
     read_ledgers,
     read_told,
 )
-from tests.hosts.programs import BOUNDS, Worker, agents
+from tests.hosts.programs import BOUNDS, Worker, agents, host_registry
 from tests.hosts.support import NAMES, PATIENCE, Daemon, World, descendants, until_gone
 from tests.support.hosts import Cables, address6, hosts, refusal
 
@@ -208,7 +207,7 @@ def schedule(seed: int, addresses: list[str], cables: list[int], folder: str) ->
     workers = list(talkers.pid.call().get(PATIENCE).values())
     ledgers.note.call("first", 1).get(PATIENCE)
     by_name = agents()
-    harm = Harm(Cables(cables), workers, [program().hosts.gateway.pid, *(by_name[NAMES[host]] for host in HOSTS)])
+    harm = Harm(Cables(cables), workers, [host_registry().gateway.pid, *(by_name[NAMES[host]] for host in HOSTS)])
     caller = Caller(seed, ledgers)
     ranks = range(len(workers))
     talks = {rank: one(talkers, rank).talk.call_one(seed, ledgers, caller.port) for rank in ranks}
