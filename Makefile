@@ -107,9 +107,9 @@ docs: $(STAMP)  ## the documentation site, warnings as errors, in build/docs
 bench: $(VENV)/.bench  ## every benchmark, its figures on the terminal, tables and plots in build/benchmarks
 	$(BIN)/python benchmarks/import_hook.py
 	$(BIN)/python benchmarks/c10d_overhead.py
-	$(BIN)/python benchmarks/deaths.py
+	$(BIN)/python benchmarks/failure_detection.py
 	$(BIN)/python benchmarks/launch.py
-	$(BIN)/python benchmarks/header_check.py
+	$(BIN)/python benchmarks/call_comparison.py
 	$(BIN)/python benchmarks/collectives.py --ddp
 	-$(BIN)/python tools/peer_env.py torchmonarch ray nixl
 	$(BIN)/python benchmarks/actors.py

@@ -1,4 +1,4 @@
-"""The step of controller.py's model: examples/train_lm.py's transformer with tensor parallelism, built three ways."""
+"""Model of controller.py: the transformer of examples/train_lm.py with tensor parallelism, built in three ways."""
 
 from __future__ import annotations
 

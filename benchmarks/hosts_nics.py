@@ -1,4 +1,4 @@
-"""A tensor from a controller to an actor on another "host" of this machine, with NICs and without.
+"""Benchmark of a tensor sent to an actor on another host of this machine, with NICs and without.
 
     tools/rxe_guest.sh python benchmarks/hosts_nics.py [--rounds N] [--sizes MIB,MIB]
 

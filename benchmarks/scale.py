@@ -1,4 +1,4 @@
-"""A controller and thousands of hosts, in the simulator: what one call, or one broadcast, to all of them takes.
+"""Benchmark of a controller with thousands of simulated hosts: one call or broadcast to all of them.
 
     python benchmarks/scale.py [--hosts N ...] [--out DIR]
 
@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _scale_station import Station, Times
+from _scale_actor import Runner, Times
 
 from monarch_backend._hosts import attach
 from monarch_backend._testing.hosts import Service, SimulatedAgent
@@ -98,15 +98,15 @@ def measure(hosts: int) -> Point:
     with OneMemory(), Simulation(1, conditions, steps=0) as simulation:
         Times.now = simulation.agenda.now
         mesh = simulation.attach(hosts)
-        stations = mesh.spawn_procs(name="procs").spawn("stations", Station)
-        stations.work.call().get()
+        runners = mesh.spawn_procs(name="procs").spawn("runners", Runner)
+        runners.work.call().get()
         simulation.run()
         before, start = counts(simulation), simulation.now
-        stations.work.call().get()
+        runners.work.call().get()
         call = simulation.now - start
         simulation.run()
         between, start = counts(simulation), simulation.now
-        stations.work.broadcast()
+        runners.work.broadcast()
         simulation.run()
         after = counts(simulation)
         assert Times.reached == 3 * hosts

@@ -1,4 +1,4 @@
-"""The actor of scale.py, in a module of its own: a program's main file travels, with all that it refers to."""
+"""Actor of scale.py. A module of its own, because a program's main file is sent by value with all its references."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Times:
     reached = 0
 
 
-class Station(Actor):
+class Runner(Actor):
     """Answers at once."""
 
     @endpoint

@@ -1,8 +1,8 @@
-"""What a station of benchmarks/rdma.py is: a process that holds one contender and times its transfers when told to.
+"""Base of the runners of rdma.py: a process that holds one contender and times its transfers on order.
 
 An order is a line of JSON on stdin, [case, how many, bytes]; the answer on stdout is a list of seconds, or {"error":
 "why not"}. All contenders are timed by the loop of _timing.py, and what they have read is compared with what it must be
-the first time a case is asked for. Only the standard library and torch may be imported here: stations run in the
+the first time a case is asked for. Only the standard library and torch may be imported here: runners run in the
 contenders' own environments.
 """
 
@@ -34,7 +34,7 @@ def serve(about: str, times: Callable[[str, int, int], list[float]]) -> None:
 
 
 class Calls:
-    """What most stations time: calls, made ready once, that put bytes at the beginning of ``into``."""
+    """What most runners time: calls, made ready once, that put bytes at the beginning of ``into``."""
 
     def __init__(self, into: torch.Tensor, ready: Callable[[str, int], Call], *, one_by_one: bool = True) -> None:
         self._into, self._ready, self._timed = into, ready, timed if one_by_one else together

@@ -1,9 +1,9 @@
-"""What a station is: a process that holds one peer, takes orders from benchmarks/actors.py and times the peer's calls.
+"""Base of the runners of actors.py: a process that holds one peer and times its calls on order.
 
 Every peer is measured by the loops of this file, through the few methods of `Peer` and `Mesh`. Orders and answers are
 lines of JSON on stdin and stdout: {"do": "round_trip", "n": 300} is answered {"value": [seconds, ...]}, or {"error":
-"why not"}. Between orders a station sleeps in read. It ends, with all its workers, when stdin does. Only the standard
-library and torch may be imported here: stations run in the peers' own environments.
+"why not"}. Between orders a runner sleeps in read. It ends, with all its workers, when stdin does. Only the standard
+library and torch may be imported here: runners run in the peers' own environments.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Cannot(Exception):
     """What this peer has no way to do; the text is the reason."""
 
 
-class Station:
-    """What a station can be told. A pair (one worker) stays for good, a mesh until the next one or ``drop``."""
+class Runner:
+    """What a runner can be told. A pair (one worker) stays for good, a mesh until the next one or ``drop``."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -109,7 +109,7 @@ class Station:
         return _times(self._mesh.cast, n)
 
     def start(self, procs: int) -> list[float]:
-        """Seconds until this many new processes have answered; in a new station, with what the library starts once."""
+        """Seconds until this many new processes have answered; in a new runner, with what the library starts once."""
         self.drop()
         start = time.perf_counter()
         self._mesh = self._peer.start(procs)
@@ -195,7 +195,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve(station: Any, about: str) -> None:
+def serve(runner: Any, about: str) -> None:
     """Do the orders that come on stdin; what libraries print goes to stderr."""
     orders = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -208,14 +208,14 @@ def serve(station: Any, about: str) -> None:
         for line in orders:
             order = json.loads(line)
             try:
-                value = getattr(station, order.pop("do"))(**order)
+                value = getattr(runner, order.pop("do"))(**order)
             except Exception as error:
                 text = str(error) if isinstance(error, Cannot) else f"{type(error).__name__}: {error}"
                 _answer(answers, {"error": text[:2000]})
             else:
                 _answer(answers, {"value": value})
     finally:
-        station.close()
+        runner.close()
         sys.stderr.flush()
 
 

@@ -1,4 +1,4 @@
-"""How each library does a collective: the calls that _ranks.py times, and the values they must give.
+"""Collectives of each library that _rank_main.py times, with the values that they must give.
 
 Buffers are NumPy arrays for everybody, aligned as torch aligns; torch's calls see them as tensors.
 """

@@ -1,4 +1,4 @@
-"""PyTorch Monarch: `torchmonarch_peer.py serve|call ADDRESS [ITS OWN]`; when a call that is pending raises, on stdout.
+"""Calls with PyTorch Monarch: `torchmonarch_peer.py serve|call ADDRESS [ITS OWN]`; prints when a call raises.
 
 Runs in .envs/peer-torchmonarch, with its defaults, and imports nothing of ours.
 """

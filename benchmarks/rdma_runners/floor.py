@@ -1,4 +1,4 @@
-"""What one host can do at most: memcpy in one process, and a bare process_vm_readv. `floor.py BYTES`."""
+"""Floor of one host: memcpy in one process, and a bare process_vm_readv. `floor.py BYTES`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 
 import torch
-from _station import Calls, serve
+from _runner import Calls, serve
 from _timing import Call, fill, pattern
 
 PR_SET_PDEATHSIG = 1

@@ -1,6 +1,6 @@
-"""One contender of controller.py in a process of its own: it does a case when it is told, and sleeps otherwise.
+"""Runner process of controller.py: holds one contender, and runs a case on each order.
 
-    python benchmarks/_controller_station.py ours|plain|monarch|simulated:N|lm:HOW:N (see _controller_model.py)
+    python benchmarks/_controller_runner.py ours|plain|monarch|simulated:N|lm:HOW:N (see _controller_model.py)
 
 Reads a line of JSON ``{"case": ..., "count": n}`` from standard input, answers one: seconds for each operation or step.
 """

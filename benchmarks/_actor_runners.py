@@ -1,6 +1,6 @@
-"""Who is compared in actors.py, and the stations as the driver sees them: started, given orders, ended for certain.
+"""Runner processes of actors.py: how each peer's is started, given orders and stopped.
 
-What a station does is in actor_peers/_station.py. A station runs in a session of its own, so that Ctrl-C meets the
+What a runner does is in actor_peers/_runner.py. A runner runs in a session of its own, so that Ctrl-C meets the
 driver only, which then ends everybody: it is the reaper of whatever loses its parent, and what is below it at the end
 is killed.
 """
@@ -27,24 +27,24 @@ FOLDER = Path(__file__).with_name("actor_peers")
 ANSWER_SECONDS = 180.0
 START_SECONDS = 900.0  # of 64 processes that import torch on two cores
 END_SECONDS = 30.0
-GRACE_SECONDS = 2.0  # in which a station's processes may follow it
+GRACE_SECONDS = 2.0  # in which a runner's processes may follow it
 PR_SET_CHILD_SUBREAPER = 36
 
 # For every process of every peer alike: a worker computes nothing here.
 COMMON = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-class StationFailed(Exception):
-    """A station that ended or does not answer."""
+class RunnerFailed(Exception):
+    """A runner that ended or does not answer."""
 
 
 class Refused(Exception):
-    """The station's own word that this peer can't do it, or the error that it met."""
+    """The runner's own word that this peer can't do it, or the error that it met."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library or a floor: ``settings`` is for the reader, the rest starts its station."""
+    """A library or a floor: ``settings`` is for the reader, the rest starts its runner."""
 
     key: str
     name: str
@@ -57,7 +57,7 @@ class Peer:
 
     @property
     def python(self) -> Path:
-        """The interpreter of its station."""
+        """The interpreter of its runner."""
         return ROOT / ".envs" / f"peer-{self.own}" / "bin" / "python" if self.own else Path(sys.executable)
 
     def missing(self) -> str | None:
@@ -114,7 +114,7 @@ PEERS = (
 )
 
 
-class Station:
+class Runner:
     """The process of one peer, ready for orders."""
 
     def __init__(self, peer: Peer, folder: Path) -> None:
@@ -138,26 +138,26 @@ class Station:
             raise
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """Give an order and wait for its answer. Refused, or StationFailed and then the station is gone."""
+        """Give an order and wait for its answer. Refused, or RunnerFailed and then the runner is gone."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
             self._process.stdin.flush()
             return self._answer(START_SECONDS if do in ("start", "cast", "drop") else ANSWER_SECONDS)
-        except (StationFailed, OSError) as error:
+        except (RunnerFailed, OSError) as error:
             self.end(patient=False)
-            raise StationFailed(str(error)) from None
+            raise RunnerFailed(str(error)) from None
 
     def _answer(self, seconds: float) -> Any:
         assert self._process.stdout is not None
         deadline, file = time.monotonic() + seconds, self._process.stdout.fileno()
         while b"\n" not in self._buffer:
             if not select.select([file], [], [], max(deadline - time.monotonic(), 0))[0]:
-                raise StationFailed(f"no answer in {seconds:g} s; it wrote last:\n{self._tail()}")
+                raise RunnerFailed(f"no answer in {seconds:g} s; it wrote last:\n{self._tail()}")
             data = os.read(file, 1 << 16)
             if not data:
                 last = self._tail().strip().splitlines() or ["no word"]
-                raise StationFailed(f"the station ended: {last[-1].strip()}\n{self._tail()}")
+                raise RunnerFailed(f"the runner ended: {last[-1].strip()}\n{self._tail()}")
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer = json.loads(line)

@@ -1,4 +1,4 @@
-"""A rank under torchrun or `monarch-backend run`: all_reduces of `rank.py BACKEND`, and when one raises, on stdout."""
+"""Rank under torchrun or `monarch-backend run`: loops all_reduce of `rank.py BACKEND`, prints when one raises."""
 
 import json
 import os

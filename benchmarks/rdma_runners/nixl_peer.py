@@ -1,4 +1,4 @@
-"""NIXL over UCX, CPU memory of two processes, in .envs/peer-nixl. `nixl_peer.py BYTES`.
+"""Runner of NIXL over UCX, CPU memory of two processes, in .envs/peer-nixl. `nixl_peer.py BYTES`.
 
 A transfer's handle is made once and posted again and again, as NIXL means it; what is timed is the posting, and looking
 whether it is done until it is.
@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from _station import Calls, answer, serve
+from _runner import Calls, answer, serve
 from _timing import Call, pattern
 from nixl_cu12._api import nixl_agent, nixl_agent_config
 

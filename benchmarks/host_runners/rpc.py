@@ -1,4 +1,4 @@
-"""The same with torch.distributed.rpc: `rpc.py RANK ADDRESS PORT`; rank 0 calls rank 1."""
+"""Calls with torch.distributed.rpc: `rpc.py RANK ADDRESS PORT`; rank 0 calls rank 1."""
 
 import json
 import os

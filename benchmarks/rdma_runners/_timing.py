@@ -1,4 +1,4 @@
-"""The loop that times all contenders of benchmarks/rdma.py, and the bytes by which it is known that they were right.
+"""Loop that times all contenders of rdma.py, and the bytes that prove a transfer.
 
 Workers in the contenders' own environments import it: only the standard library and torch may be imported here.
 """

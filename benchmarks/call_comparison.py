@@ -1,6 +1,6 @@
-"""What it costs that all ranks compare what they called, in every operation: the core with and without the comparison.
+"""Benchmark of the comparison of calls between ranks: the core with and without it.
 
-    python benchmarks/header_check.py [--rounds 8]
+    python benchmarks/call_comparison.py [--rounds 8]
 
 Compiles csrc/shm/ twice, once with the comparison left out, and lets two processes make all_reduces of 8 bytes with
 each in turn. No Python takes part. Prints medians over all batches of a batch's mean.
@@ -25,7 +25,15 @@ def _build(folder: str, name: str, *flags: str) -> str:
     sources = sorted((ROOT / "csrc" / "shm").glob("*.cpp"))
     compiler = os.environ.get("CXX", "g++")
     subprocess.run(
-        [compiler, *FLAGS, *flags, *map(str, sources), str(ROOT / "benchmarks" / "_header_check.cpp"), "-o", program],
+        [
+            compiler,
+            *FLAGS,
+            *flags,
+            *map(str, sources),
+            str(ROOT / "benchmarks" / "_call_comparison.cpp"),
+            "-o",
+            program,
+        ],
         check=True,
     )
     return program

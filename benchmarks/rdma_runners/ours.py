@@ -1,4 +1,4 @@
-"""Reads and writes of another process's RDMABuffer. `ours.py ordinary|mapped BYTES [ADDRESS]`.
+"""Runner of RDMABuffer reads and writes. `ours.py ordinary|mapped BYTES [ADDRESS]`.
 
 The owner is a process of this host, or of the daemon at ADDRESS. Which route that is the environment decides, and
 OWNER_DEVICES which NICs the owner has.
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _below import below, sleeps
-from _station import Calls, serve
+from _runner import Calls, serve
 from _timing import Call, check, fill
+from _verbs_floor import below, sleeps
 
 from monarch_backend import rdma
 from monarch_backend._rdma.registrations import registry
@@ -157,7 +157,7 @@ class Ours:
 
 
 def times_of(ours: Ours, calls: Calls) -> Callable[[str, int, int], list[float]]:
-    """For `serve`: also of "below CASE" and "sleeps CASE" (_below.py)."""
+    """For `serve`: also of "below CASE" and "sleeps CASE" (_verbs_floor.py)."""
 
     def times(case: str, count: int, size: int) -> list[float]:
         kind, _, of = case.partition(" ")

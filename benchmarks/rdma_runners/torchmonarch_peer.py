@@ -1,4 +1,4 @@
-"""torchmonarch's RDMABuffer where no NIC is, over its TCP fallback, in .envs/peer-torchmonarch. `... BYTES`."""
+"""Runner of torchmonarch's RDMABuffer over its TCP fallback, in .envs/peer-torchmonarch. `... BYTES`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from _station import serve
+from _runner import serve
 from _timing import check, fill, timed
 from monarch.actor import Actor, endpoint, this_host
 from monarch.config import configure

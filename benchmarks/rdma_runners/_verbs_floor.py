@@ -1,4 +1,4 @@
-"""How long calls are below Python: in posting work requests and in polling, with libibverbs, the kernel and the NIC.
+"""Time of calls below Python, to post work requests and to poll: libibverbs, the kernel and the NIC.
 
 What is left of a call is Python's, where it was measured: after system calls its code is not in the caches any more.
 """

@@ -1,4 +1,4 @@
-"""The ranks of one peer, seen from the orchestrator: start them, give orders, collect answers, end them for certain."""
+"""The ranks of one peer, as the driver controls them: start, send orders, collect answers, stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _peers import COMMON, Peer
+from _collective_peers import COMMON, Peer
 
 START_SECONDS = 300.0  # DeepSpeed compiles its operator the first time
 ANSWER_SECONDS = 120.0
@@ -22,7 +22,7 @@ class PeerFailed(Exception):
     """A peer that does not do what it should; the run goes on without it."""
 
 
-class Crew:
+class RankSet:
     """All ranks of a peer. ``with`` ends them; nothing of them is left then."""
 
     def __init__(self, peer: Peer, ranks: int, run: Path) -> None:
@@ -45,7 +45,7 @@ class Crew:
             start_new_session=True,  # Ctrl-C is for the orchestrator, which then ends everybody
         )
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> RankSet:
         return self
 
     @property
@@ -128,6 +128,6 @@ class Crew:
 def _alive(pid: int) -> bool:
     """Whether this is still a rank of ours and not a process that got its number."""
     try:
-        return b"_ranks.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"_rank_main.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False

@@ -1,7 +1,7 @@
-"""A rank of a peer: it takes the orchestrator's orders from a socket and does them; between orders it sleeps in recv.
+"""Rank of a peer: runs the driver's orders from a socket, and blocks in recv between them.
 
-Started by _crew.py as `_ranks.py PEER RANKS FOLDER`, by MPI's launcher once per rank, else once for all: then it
-imports torch once and forks the ranks. Orders and answers are lines of JSON. A rank ends when its socket does.
+Started by _rank_set.py as `_rank_main.py PEER RANKS FOLDER`: by the MPI launcher once per rank, else once for all.
+Then it imports torch once and forks the ranks. Orders and answers are lines of JSON. A rank ends when its socket does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _calls import C10d, Call, DeepSpeed, Library, Mpi, case
+from _peer_collectives import C10d, Call, DeepSpeed, Library, Mpi, case
 
 MPI_PEERS = ("OpenMPI", "Intel MPI")
 

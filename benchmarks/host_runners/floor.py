@@ -1,4 +1,4 @@
-"""What the sockets themselves take: so many bytes there, one byte back. `floor.py listen|call ADDRESS PORT [tls]`.
+"""Floor of sockets: N bytes one way, one byte back. `floor.py listen|call ADDRESS PORT [tls]`.
 
 With tls through Python's ssl, with the certificates that the secret makes, as between our hosts.
 """

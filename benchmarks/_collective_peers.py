@@ -1,8 +1,8 @@
-"""Who is compared in collectives.py: what each peer needs, how its ranks are started, with which settings.
+"""Peers of collectives.py: requirements, how their ranks are started, and their settings.
 
 The floors are one more peer here, with one rank; _floors.py has what they are.
 
-How a peer's library is called is in _calls.py; what all ranks do is in _ranks.py.
+How a peer's library is called is in _peer_collectives.py; what all ranks do is in _rank_main.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Peer:
 
     def command(self, ranks: int, folder: Path) -> list[str]:
         """The command line that starts all ranks."""
-        worker = [sys.executable, str(Path(__file__).with_name("_ranks.py")), self.name, str(ranks), str(folder)]
+        worker = [sys.executable, str(Path(__file__).with_name("_rank_main.py")), self.name, str(ranks), str(folder)]
         return (self.launcher(ranks) if self.launcher else []) + worker
 
 

@@ -1,4 +1,4 @@
-"""Calls from a controller to one actor on another host: times, on stdout, of the cases that come in by stdin."""
+"""Calls from a controller to one actor on another host. Reads cases from stdin, prints times."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a report says of the machine: what it is, and how busy others kept it meanwhile. No contender is known here."""
+"""Description of the machine in a report, and the load of other processes during the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 import time
 from pathlib import Path
 
-from _actor_stations import machine_cpu_seconds, tree_cpu_seconds
+from _actor_runners import machine_cpu_seconds, tree_cpu_seconds
 
 
 class Others:

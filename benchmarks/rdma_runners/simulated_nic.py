@@ -1,7 +1,7 @@
-"""Reads and writes of an RDMABuffer by verbs, over a NIC that there is not: what is left is our Python, and the NIC's.
+"""Runner of RDMABuffer by verbs over a simulated NIC: the time of our Python alone.
 
-`pretended.py BYTES`. The NIC is that of the tests (tests/rdma/verbs/fabric.py): it does a work request while that is
-posted, so nobody ever waits. "bare" is a work request and a look for its completion, by the same NIC's methods.
+`simulated_nic.py BYTES`. The NIC is that of the tests (tests/rdma/verbs/fabric.py): it does a work request while the
+request is posted, so nothing ever waits. "bare" is a work request and a poll for its completion by the same NIC.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from _station import Calls, serve
+from _runner import Calls, serve
 from _timing import Call, fill, look
 from ours import Ours
 

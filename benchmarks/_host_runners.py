@@ -1,6 +1,6 @@
-"""The processes that benchmarks run in hosts, as the driver sees them: started, told, heard, ended for certain.
+"""Processes that benchmarks start in hosts: start, send orders, read answers, stop.
 
-What they do is in host_stations. torchrun and others start children in sessions of their own, so what ends is all that
+What they do is in host_runners. torchrun and others start children in sessions of their own, so what ends is all that
 runs in a host's network namespace, and nothing else. No figures are made here.
 """
 
@@ -21,9 +21,9 @@ from typing import IO, Any
 
 from tests.support.hosts import Hosts
 
-STATIONS = Path(__file__).with_name("host_stations")
+RUNNERS = Path(__file__).with_name("host_runners")
 PATIENCE = 120.0  # of a start on two shared cores
-LAST = 40  # lines of what stations wrote, when one fails
+LAST = 40  # lines of what runners wrote, when one fails
 
 
 class Silent(Exception):
@@ -31,10 +31,10 @@ class Silent(Exception):
 
 
 class Ended(Exception):
-    """A station that is no more, and said nothing."""
+    """A runner that is no more, and said nothing."""
 
 
-class Station:
+class Runner:
     """A process in a host that does what it is told."""
 
     def __init__(self, where: Hosts, host: int, log: IO[str], *command: Any, **env: str) -> None:
@@ -96,13 +96,13 @@ def _clear(where: Hosts) -> None:
 
 
 @contextlib.contextmanager
-def stations(where: Hosts, **env: str) -> Iterator[Callable[..., Station]]:
-    """What makes stations, which are gone afterwards."""
-    made: list[Station] = []
+def runners(where: Hosts, **env: str) -> Iterator[Callable[..., Runner]]:
+    """What makes runners, which are gone afterwards."""
+    made: list[Runner] = []
     with tempfile.TemporaryFile("w+", errors="replace") as log:
 
-        def make(host: int, *command: Any, **more: str) -> Station:
-            made.append(Station(where, host, log, *command, MONARCH_HOST_NAME=f"host{host}", **env, **more))
+        def make(host: int, *command: Any, **more: str) -> Runner:
+            made.append(Runner(where, host, log, *command, MONARCH_HOST_NAME=f"host{host}", **env, **more))
             return made[-1]
 
         try:
@@ -114,15 +114,15 @@ def stations(where: Hosts, **env: str) -> Iterator[Callable[..., Station]]:
         finally:
             # A second Ctrl-C would leave processes behind.
             before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-            for station in made:
-                station.process.kill()  # one that has not entered its host yet
+            for runner in made:
+                runner.process.kill()  # one that has not entered its host yet
             _clear(where)
-            for station in made:
-                station.process.communicate()
+            for runner in made:
+                runner.process.communicate()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
-def daemon(make: Callable[..., Station], address: str, tls: str) -> None:
+def daemon(make: Callable[..., Runner], address: str, tls: str) -> None:
     """Ours on host 1, ready for controllers."""
     make(1, sys.executable, "-m", "monarch_backend", "up", "--address", address, MONARCH_TLS=tls).hear()

@@ -1,6 +1,6 @@
-"""How soon the survivors of a collective hear that a rank was killed, and what they hear: monarch and Gloo.
+"""Benchmark of failure detection: time until the survivors of a collective raise, with monarch and Gloo.
 
-    python benchmarks/deaths.py [--ranks 3] [--rounds 20]
+    python benchmarks/failure_detection.py [--ranks 3] [--rounds 20]
 
 Every round makes fresh ranks for each backend in turn. They meet in some all_reduces; then the last rank writes down
 the time and kills itself with SIGKILL while the others wait for it in the next one. What counts is the time from there

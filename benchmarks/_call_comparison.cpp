@@ -1,4 +1,4 @@
-// Two processes and many all_reduces of 8 bytes, for header_check.py: prints nanoseconds of each batch's mean.
+// Two processes and many all_reduces of 8 bytes, for call_comparison.py: prints nanoseconds of each batch's mean.
 #include <algorithm>
 #include <array>
 #include <atomic>
