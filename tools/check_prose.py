@@ -30,7 +30,7 @@ ALLOWED = {
     "_actor": 38,
     "_rdma": 1,
     "_testing": 26,
-    "_transport": 72,
+    "_transport": 48,
     "_verbs": 40,
     "dtensor": 21,
     "process_group": 45,

@@ -1,1 +1,1 @@
-"""Channels between processes: frames, rings in shared memory, serialization. Knows nothing of actors or meshes."""
+"""Transport between processes: `local` within a host, `network` between hosts. Independent of actors and meshes."""

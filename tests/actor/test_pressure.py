@@ -171,7 +171,7 @@ def test_a_stopped_process_leaves_shared_memory_to_the_others(recorders: ActorMe
     assert sender.error is None
     assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(6))}
     name = f"gpus 1 of {recorders.proc_mesh.name} (pid {pid})"
-    assert said.count(f"{FULL} for a message to {name}: what {name} did not read fills it: waiting") == 1
+    assert said.count(f"{FULL} for a message to {name}: messages that {name} did not read fill it: waiting") == 1
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""One message to many, down a tree of processes: who is below whom, and the replies on their way up.
+"""Tree of processes for multicast: its shape, and the aggregation of replies on their way up.
 
-Sending, and who there is, is the router's.
+tree_multicast.py sends along the tree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Multicast:
-    """A cast that its root has not heard the end of."""
+    """A multicast that this process has sent, until all receivers have it."""
 
     number: int
     kind: int
@@ -35,25 +35,25 @@ class Multicast:
 
 
 class ReplyAggregator:
-    """Replies of the processes below this one, on their way up."""
+    """Aggregates the replies of this process and of those below it, and sends them up the tree."""
 
     def __init__(self, router: Router, parent: int, root: Peer, route: Route, children: dict[str, int]) -> None:
         self._router, self._parent, self._root = router, parent, root
         self._route = route
-        self._children = children  # token -> how many replies are still to come from below it
+        self._children = children  # token -> replies that its subtree still has to send
         self._mine = 1
-        self._missing = 0  # replies that were to come from below a lost child
+        self._missing = 0  # replies that do not come this way
         self._parts: list[Part] = []
         self._chunks: list[Any] = []
         self._buffers: list[Any] = []
 
     def own(self, rank: int, status: bytes, body: Any, buffers: Sequence[Any] | None) -> None:
-        """This process's reply; may come from any thread. A large one goes straight to the root."""
+        """Add this process's reply, from any thread. A large reply is sent directly to the root."""
         if self._router.goes_straight(body, buffers):
             self._router.reply(self._root, self._route.ref, rank, status, body, buffers)
             self.straight()
             return
-        if any(count > 0 for count in self._children.values()):  # it waits here, and the actor goes on with its memory
+        if any(count > 0 for count in self._children.values()):  # the reply waits, and the actor may change its memory
             body, buffers = own_body(body), own_all(buffers)
         chunks = [body] if isinstance(body, (bytes, memoryview)) else list(body)
         with self._router.lock:
@@ -62,14 +62,14 @@ class ReplyAggregator:
             self._maybe_send(_urgent(status))
 
     def straight(self) -> None:
-        """This process's reply does not come this way."""
+        """Record that this process sends its reply directly to the root."""
         self._router.tell(self._root, CastArrived(self._route.cast, [self._router.token]))
         with self._router.lock:
             self._mine, self._missing = 0, self._missing + 1
             self._maybe_send(False)
 
     def below(self, token: str, replies: Replies, body: Any, buffers: Sequence[Any]) -> None:
-        """Replies of a child and those below it."""
+        """Add the replies of a child's subtree."""
         parts = replies.parts
         with self._router.lock:
             self._children[token] = self._children.get(token, 0) - len(parts) - replies.missing
@@ -80,7 +80,7 @@ class ReplyAggregator:
             self._maybe_send(any(_urgent(part.status) for part in parts))
 
     def lost(self, token: str) -> None:
-        """A child is gone; the root asks those below it itself."""
+        """Expect nothing from a child that is gone. The root sends directly to the processes below it."""
         with self._router.lock:
             left = self._children.pop(token, None)
             if left is not None:
@@ -106,12 +106,14 @@ class ReplyAggregator:
 
 
 def _urgent(status: bytes) -> bool:
-    """An error ends the call, and does not wait for the others."""
+    """Whether a reply is sent up at once: an error ends the call."""
     return status not in (Status.VALUE, Status.NOTHING)
 
 
 def children(index: int, count: int, fanout: int) -> range:
-    """Places below this one in a tree of ``count`` places whose first ``fanout`` places are below the root.
+    """Return the children of a place in a tree of ``count`` places.
+
+    The first ``fanout`` places are the children of the root, which has no place of its own.
 
     >>> list(children(0, 20, 8)), list(children(1, 20, 8)), list(children(2, 20, 8))
     ([8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19], [])
@@ -121,7 +123,7 @@ def children(index: int, count: int, fanout: int) -> range:
 
 
 def descendants(index: int, count: int, fanout: int) -> list[int]:
-    """Places below this one, and below those."""
+    """Return all places of the subtree below this place."""
     found: list[int] = []
     todo = [index]
     while todo:
@@ -132,5 +134,5 @@ def descendants(index: int, count: int, fanout: int) -> list[int]:
 
 
 def count_below(index: int, count: int, fanout: int) -> int:
-    """This place and those below it."""
+    """Return the size of the subtree, this place included."""
     return 1 + len(descendants(index, count, fanout))

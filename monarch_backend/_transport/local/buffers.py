@@ -1,7 +1,4 @@
-"""The bytes of a message in the forms in which they come: a body, buffers beside it, pieces of both.
-
-What they mean is no concern of this module, nor where they go.
-"""
+"""Bytes of a message: its body, the buffers beside the body, and pieces of both."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ _decoder = msgspec.msgpack.Decoder(_Head)
 
 
 def size_of(body: Any, buffers: Any) -> int:
-    """Bytes of a body (bytes, a view, or a list of them) and of its buffers."""
+    """Return the bytes of a body (bytes, a view, or a list of them) and of its buffers."""
     size = len(body) if isinstance(body, (bytes, bytearray, memoryview)) else sum(len(chunk) for chunk in body)
     return size + sum(memoryview(buffer).nbytes for buffer in buffers) if buffers else size
 
 
 def own(body: Any) -> Any:
-    """Bytes that nobody else can change."""
+    """Return the body as bytes; copies memory that the caller can still change."""
     return (
         body
         if isinstance(body, bytes)
@@ -38,13 +35,15 @@ def own(body: Any) -> Any:
 
 
 def own_all(buffers: Any) -> list[bytearray] | None:
-    """Buffers that nobody else can change."""
+    """Return copies of the buffers; None if there are none."""
     return [bytearray(buffer) for buffer in buffers] if buffers else None
 
 
 def cut(body: Any, buffers: Sequence[Any] | None, most: int) -> tuple[list[int], deque[tuple[bool, memoryview]]]:
-    """Bytes of the body and of each buffer, and pieces of at most so many bytes of them all, one after the other; with
-    each whether it is of a buffer, which may travel by other ways than a body.
+    """Cut a body and its buffers into pieces of at most ``most`` bytes.
+
+    Return the bytes of the body and of each buffer, and the pieces in order. With each piece comes whether it belongs
+    to a buffer: buffers may be sent in another way than a body.
 
     >>> sizes, pieces = cut([b"abc", b"d"], [bytearray(b"xyz")], 2)
     >>> sizes, [bytes(piece) for _, piece in pieces], [of_buffer for of_buffer, _ in pieces].index(True)
@@ -61,7 +60,7 @@ def cut(body: Any, buffers: Sequence[Any] | None, most: int) -> tuple[list[int],
 
 
 class _Discarded:
-    """Stands in for a bytearray that was not allocated: has its length, and takes bytes without storing them."""
+    """Replaces a bytearray that could not be allocated: has its length, and drops the bytes written to it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -76,14 +75,14 @@ class _Discarded:
 class _Refused(bytes):
     """A body that raises MemoryError when it is unpickled.
 
-    Its length is that of the message which it stands for: the receiver gives back as many places as the sender took.
+    Its length is that of the message that it replaces, so the receiver returns the credit that the sender took.
     """
 
     _size: int
 
     @classmethod
     def of(cls, size: int) -> _Refused:
-        """For a message of ``size`` bytes."""
+        """Make the replacement of a message of ``size`` bytes."""
         made = cls(pickle.dumps(_NoRoom(size)))
         made._size = size
         return made
@@ -105,7 +104,7 @@ def _raise_no_room(size: int, pid: int) -> None:
 
 
 class Assembly:
-    """A frame that comes in pieces."""
+    """Frame that arrives in pieces."""
 
     def __init__(self, head: bytes) -> None:
         self._head: _Head = decode(_decoder, head, "the head of a frame in pieces")
@@ -116,14 +115,14 @@ class Assembly:
         try:
             self._parts = [bytearray(size) for size in sizes]
             self._has_room = True
-        except MemoryError:  # the sender is not to blame: its other messages, and this one's reply, must still come
+        except MemoryError:  # the link stays up: other messages, and this one's error reply, must still be delivered
             self._parts = [_Discarded(size) for size in sizes]
             self._has_room = False
         self._which = self._at = self._next = 0
         self._missing = sum(self._head[6])
 
     def add(self, number: int, piece: Any) -> bool:
-        """Room for this piece, in its place; False if there is none."""
+        """Store the next piece. Return False if it is out of order or too long."""
         if number != self._next:
             return False
         self._next += 1
@@ -138,13 +137,13 @@ class Assembly:
 
     @property
     def complete(self) -> bool:
-        """All pieces are there."""
+        """Whether all pieces have arrived."""
         return self._next == self._head[7]
 
     def frame(self, link: int, epoch: int) -> tuple[Any, ...]:
-        """The frame, as links bring it. Raises FrameError if there are fewer bytes than were announced.
+        """Return the frame as a link's event. Raises FrameError if there are fewer bytes than announced.
 
-        Where this process had no memory for the frame, its body raises MemoryError when it is unpickled.
+        If this process had no memory for the frame, its body raises MemoryError when it is unpickled.
         """
         if self._missing:
             raise FrameError(f"a frame in pieces that lacks {self._missing} bytes")

@@ -1,7 +1,7 @@
-"""Who of this process's threads reads what comes, and waiting.
+"""Progress loop of a process: reads frames, runs timers, and lets threads wait.
 
-A thread that waits for something reads for all threads meanwhile (csrc/channel/mailbox.h says why). The standby thread
-reads while no other one waits. The reading thread serves timers. Frames are passed to one given function.
+There is one reading thread at a time. A thread that waits becomes the reading thread, so a reply needs no switch of
+threads (csrc/channel/mailbox.h). A standby thread reads while no other thread waits.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ log = logging.getLogger("monarch_backend")
 
 
 class Waitable(Protocol):
-    """Something that a thread waits for."""
+    """Condition that threads wait for."""
 
     ready: bool
-    gate: threading.Lock | None  # held by a thread that waits while another reads; released when ready
+    gate: threading.Lock | None  # acquired while a thread waits and another one reads; released when ready
 
 
 class Timer:
-    """A call to come; `cancel` takes it back."""
+    """Scheduled call."""
 
     __slots__ = ("_call", "_timers")
 
@@ -36,7 +36,7 @@ class Timer:
         self._timers = timers
 
     def cancel(self) -> None:
-        """It will not be called, unless it is being called now."""
+        """Cancel the call; a call that has begun is not stopped."""
         if self._call is not None and self._timers is not None:
             self._timers.cancelled += 1
         self._call = None
@@ -48,29 +48,29 @@ class Timer:
 
 
 class Timers:
-    """Calls at given times, in the order of their times; knows no threads."""
+    """Queue of scheduled calls, in the order of their times. Without threads of its own."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._heap: list[tuple[float, int, Timer]] = []
         self._count = itertools.count()
-        self.cancelled = 0  # of those in the heap, about
+        self.cancelled = 0  # approximately, of the entries in the heap
 
     def add(self, seconds: float, call: Callable[[], None]) -> Timer:
-        """Call it in so many seconds, from whoever fires."""
+        """Schedule a call in ``seconds``, on the thread that calls `fire`."""
         timer = Timer(call, self)
         heapq.heappush(self._heap, (self._clock.now() + seconds, next(self._count), timer))
         return timer
 
     def next(self) -> float | None:
-        """Seconds until the next one is due, 0.0 if it is; None if there is none."""
+        """Return the seconds until the next call, 0.0 if it is due; None if there is none."""
         heap = self._heap
         while heap and heap[0][2]._call is None:
             heapq.heappop(heap)
         return max(0.0, heap[0][0] - self._clock.now()) if heap else None
 
     def fire(self) -> None:
-        """Call what is due."""
+        """Run the calls that are due."""
         if self.cancelled > 1000 and self.cancelled > len(self._heap) // 2:
             self._tidy()
         now = self._clock.now()
@@ -78,10 +78,10 @@ class Timers:
             try:
                 heapq.heappop(self._heap)[2]._fire()
             except Exception:
-                log.exception("a call at its time failed; the program goes on without it")
+                log.exception("a scheduled call failed; the program continues without it")
 
     def _tidy(self) -> None:
-        """Only here are entries taken out, by one thread at a time; others may add meanwhile."""
+        """Remove cancelled entries. One thread at a time removes entries, while others may add some."""
         self.cancelled, kept = 0, []
         while self._heap:
             entry = heapq.heappop(self._heap)
@@ -92,10 +92,10 @@ class Timers:
 
 
 class ProgressLoop:
-    """Reads a post office's events, on whichever thread has time.
+    """Reads the events of a mailbox on a thread that waits, or on the standby thread.
 
-    ``handle(events)`` is called with a list of events, by one thread at a time, in the order in which they came. It
-    must not wait for anything.
+    ``handle(events)`` is called with a list of events, by one thread at a time, in the order of arrival. It must not
+    block.
     """
 
     def __init__(self, post: Any, handle: Callable[[list[Any]], None], clock: Clock | None = None) -> None:
@@ -108,36 +108,36 @@ class ProgressLoop:
         self._thread = threading.Thread(target=self._stand_by, name="monarch-standby", daemon=True)
 
     def start(self) -> None:
-        """From now on somebody reads."""
+        """Start the standby thread."""
         start_thread(self._thread)
 
     def close(self) -> None:
-        """The standby goes; nobody waits any more."""
+        """Stop the standby thread. No thread may wait any more."""
         self._closed = True
         self._post.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
 
     def later(self, seconds: float, call: Callable[[], None]) -> Timer:
-        """Call it in so many seconds, from the thread that reads; it must not wait."""
+        """Schedule a call in ``seconds`` on the reading thread; it must not block."""
         timer = self._timers.add(seconds, call)
         if self._reader != threading.get_ident():
-            self._post.wake()  # the reader may sleep longer than that
+            self._post.wake()  # the reading thread may sleep longer than that
         return timer
 
     def wake(self) -> None:
-        """Whoever reads looks again whether it still has to."""
+        """Wake the reading thread, which then checks its condition again."""
         self._post.wake()
 
     @property
     def reading(self) -> bool:
-        """True on the thread that reads, which must not wait."""
+        """Whether this is the reading thread, which must not wait."""
         return self._reader == threading.get_ident()
 
     def wait(self, what: Waitable, seconds: float | None = None, given_up: Callable[[], bool] | None = None) -> bool:
-        """Wait until ``what.ready``; False if that took longer than so many seconds, or once ``given_up()``.
+        """Wait until ``what.ready``. Return False after ``seconds``, or when ``given_up()`` returns True.
 
-        Whoever makes ``given_up`` true wakes the waiting thread: `release` what it waits for, and `wake`.
+        Code that makes ``given_up`` true must then wake the waiting thread: call `release(what)` and `wake`.
         """
         if self._reader == threading.get_ident():
             raise RuntimeError(
@@ -192,7 +192,7 @@ class ProgressLoop:
         if deadline is not None and left <= 0:
             return False
         if gate.acquire(timeout=left):
-            _open(gate)  # for others who wait for the same
+            _open(gate)  # other threads may wait for the same
             return True
         return False
 
@@ -209,7 +209,7 @@ class ProgressLoop:
                     if post.wanted():
                         break
             except BaseException:
-                log.exception("a handler of messages failed; the program goes on without that message")
+                log.exception("a message handler failed; the program continues without that message")
             finally:
                 self._reader = None
                 post.pass_on()
@@ -219,7 +219,7 @@ _gates = threading.Lock()
 
 
 def release(what: Waitable) -> None:
-    """Tell those who wait for it that it is ready: set ``ready`` first."""
+    """Wake the threads that wait for it. Set ``ready`` first."""
     gate = what.gate
     if gate is not None and gate.locked():
         _open(gate)
@@ -228,5 +228,5 @@ def release(what: Waitable) -> None:
 def _open(gate: threading.Lock) -> None:
     try:
         gate.release()
-    except RuntimeError:  # somebody was faster: who has waited, or who says that it is ready once more
+    except RuntimeError:  # another thread has released it meanwhile
         return

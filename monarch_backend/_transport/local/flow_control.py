@@ -38,11 +38,11 @@ class FlowControl:
 
     @staticmethod
     def has_room(peer: Peer) -> bool:
-        """Whether a message to it would leave at once, even if other threads send some before."""
+        """Whether a message could be sent at once, even if other threads send some first."""
         return peer.credit > tuning.CREDIT_RESERVE or peer.gone is not None
 
     def wait_for_credit(self, peer: Peer, kind: int, target: int) -> None:
-        """Wait until one more message may be sent to it. Raises PeerGoneError if it is gone."""
+        """Wait until one more message may be sent to this peer. Raises PeerGoneError if it is gone."""
         if peer.gone is not None:
             raise PeerGoneError.of(peer)
         if peer.credit > 0:
@@ -51,7 +51,7 @@ class FlowControl:
         limit = f"{tuning.CREDIT_WINDOW} messages to {peer}, or {mib} MiB"
         why = f"{limit}, are not processed yet: waiting"
         self._router.on_wait(peer, kind, target, why)
-        report: Any = self.report(why, "the receiver is busy, or nobody reads")
+        report: Any = self.report(why, "the receiver is busy, or does not read its messages")
         try:
             while True:
                 room = self._waiter_of(peer)  # first: a change after the checks below wakes this waiter
@@ -64,13 +64,13 @@ class FlowControl:
             report.cancel()
 
     def wait_for_all(self, to: Sequence[tuple[Peer, int]], kind: int, target: int) -> None:
-        """Wait as `wait_for_credit` for each; skip peers that are gone."""
+        """Wait for credit of each peer; skip peers that are gone."""
         for peer, _ in to:
             if peer.credit <= 0:
                 try:
                     self.wait_for_credit(peer, kind, target)
                 except PeerGoneError:
-                    continue  # the caller learns of it in another way
+                    continue  # supervision reports it
 
     def lacks_credit(self, to: Sequence[tuple[Peer, int]]) -> bool:
         """Whether another thread has taken the credit meanwhile. Call under the lock."""
@@ -80,7 +80,7 @@ class FlowControl:
         """Return the one object on which all threads wait for this peer: of several, only the last would be woken."""
         new = CreditWaiter()
         with self._router.lock:
-            room = peer.room = peer.room or new  # no call here: a signal's handler may send to it, too
+            room = peer.room = peer.room or new  # no call in between: a signal handler may send to this peer, too
         return room
 
     def report(self, why: str, guess: str) -> Any:

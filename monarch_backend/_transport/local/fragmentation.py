@@ -26,7 +26,10 @@ class Fragmenter:
         self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any,
         buffers: Any, keep: bool = False,
     ) -> None:  # fmt: skip
-        """In pieces, each when there is room: waits for it, without the lock, or with ``keep`` owns the payload."""
+        """Send a frame in pieces. Waits for space without the lock; with ``keep`` it queues the rest instead.
+
+        With ``keep`` the payload must be a copy that the caller no longer changes.
+        """
         sizes, pieces = cut(body, buffers, tuning.MOST_IN_ONE // 4)
         count, whole = len(pieces), next(self._router.ids)
         head = frames.encode([kind, target, ref, seq, rank, prefix, sizes, count])
@@ -58,7 +61,7 @@ class Fragmenter:
             assembly = self.assemblies[key] = Assembly(frame.prefix)
         piece = frame.buffers[0] if frame.buffers else frame.body
         if assembly is None or not assembly.add(frame.target, piece):
-            raise FrameError("a piece of no frame")
+            raise FrameError("a piece that belongs to no known frame")
         if not assembly.complete:
             return None
         del self.assemblies[key]

@@ -1,6 +1,6 @@
-"""What a frame says: its kinds, and the typed control messages, which are small and bounded.
+"""Frame formats: kinds of frames, and the typed control messages, which are small and bounded.
 
-The layout of a frame is csrc/channel/frame.h; what its prefix and body mean is said here and nowhere else. No sending.
+csrc/channel/frame.h defines the layout of a frame. This module defines the meaning of its prefix and body.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Kind(IntEnum):
     CALL = 1  # to an actor; the prefix names the endpoint, the body has the arguments
     REPLY = 2  # to a caller; the prefix is a Status
     PORT = 3  # to a port; the prefix is a Status
-    CAST = 4  # a frame for many, on its way down the tree; the prefix is a Route
-    REPLIES = 5  # many replies in one, on their way up; the prefix is Replies
-    CONTROL = 6  # the prefix is one of the structs below, the body what a user gave, if anything
-    CREDIT = 7  # target: messages that the receiver is done with
-    PART = 8  # a piece of a frame that is larger than shared memory has room for
+    CAST = 4  # a multicast frame on its way down the tree; the prefix is a Route
+    REPLIES = 5  # aggregated replies on their way up the tree; the prefix is Replies
+    CONTROL = 6  # the prefix is one of the structs below; the body has the user's data, if any
+    CREDIT = 7  # target: the returned credits
+    PART = 8  # a piece of a frame that is larger than the space in shared memory
     MET = -1
     GONE = -2
     REFUSED = -3
@@ -29,19 +29,19 @@ class Kind(IntEnum):
 
 
 class Status:
-    """The prefix of a reply. Short, since it is compared for every reply."""
+    """Prefix of a reply. It is short because it is compared for every reply."""
 
     VALUE = b""
     ERROR = b"E"  # the endpoint raised; the body is a packed exception
-    DEAD = b"D"  # the actor was dead before the message was looked at; the body is a packed exception
-    LOST = b"L"  # the actor died while it had the message; the body is a packed exception
+    DEAD = b"D"  # the actor died before it read the message; the body is a packed exception
+    LOST = b"L"  # the actor died while it handled the message; the body is a packed exception
     ITEM = b"I"  # a value of a generator; more follow
-    END = b"."  # of a generator
-    NOTHING = b"-"  # among combined replies: this one goes another way
+    END = b"."  # the end of a generator
+    NOTHING = b"-"  # in aggregated replies: this reply is sent separately
 
 
 class Frame(NamedTuple):
-    """A frame as the links give it; for MET and GONE only a tuple of four (see Links.receive)."""
+    """Frame as links deliver it. Events of a negative kind are shorter tuples."""
 
     link: int
     kind: int
@@ -56,11 +56,11 @@ class Frame(NamedTuple):
 
 
 MAX_CONTROL_BYTES = 1 << 20
-"""Bytes of a control message, what the user gave left out."""
+"""Bytes of a control message without its body, which is the user's data."""
 
 
 class RelayHop(NamedTuple):
-    """One receiver of a cast: its process, its place in the order of the sender's messages, its rank in the mesh."""
+    """Receiver of a multicast: the process, the message's sequence number for it, and its rank in the mesh."""
 
     token: str
     seq: int
@@ -72,9 +72,9 @@ TOKEN_LENGTH = 32
 
 
 class Route(msgspec.Struct, array_like=True, gc=False):
-    """Who gets a cast: the receivers in the order of the tree. Each finds its own place in the frame's rank.
+    """Receivers of a multicast, in the order of the tree. The frame's rank is the receiver's place in it.
 
-    One string and two lists, because every receiver reads all of it and needs a few of them.
+    The tokens are one string: every receiver decodes the whole route and needs only a few entries.
     """
 
     cast: int
@@ -92,14 +92,14 @@ class Route(msgspec.Struct, array_like=True, gc=False):
         return len(self.seqs)
 
     def hop(self, index: int) -> RelayHop:
-        """The receiver at this place."""
+        """Return the receiver at this place."""
         return RelayHop(
             self.tokens[TOKEN_LENGTH * index : TOKEN_LENGTH * (index + 1)], self.seqs[index], self.ranks[index]
         )
 
 
 class Part(msgspec.Struct, array_like=True, gc=False):
-    """One reply among many: whose, of which status, and how many bytes of the body and how many buffers are its own."""
+    """One of the aggregated replies: its rank and status, and its bytes of the common body and number of buffers."""
 
     rank: int
     status: bytes
@@ -108,42 +108,42 @@ class Part(msgspec.Struct, array_like=True, gc=False):
 
 
 class Replies(msgspec.Struct, array_like=True, gc=False):
-    """The prefix of combined replies: numbers of casts are their root's own."""
+    """Prefix of aggregated replies. Each root numbers its own multicasts."""
 
     root: str
     parts: list[Part]
-    missing: int = 0  # how many more will not come this way: of processes below a lost one
+    missing: int = 0  # further replies that do not come this way
 
 
 class CastArrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
-    """To the root of a cast: these processes have it."""
+    """To the root of a multicast: these processes have received it."""
 
     cast: int
     tokens: list[str]
 
 
 class CastLost(msgspec.Struct, tag="lost", array_like=True, gc=False):
-    """To the root of a cast: what was below this process may not have it."""
+    """To the root of a multicast: the processes below these ones may not have received it."""
 
     cast: int
     tokens: list[str]
 
 
 class LookupRequest(msgspec.Struct, tag="where", array_like=True, gc=False):
-    """To an owner: can the process with this token be reached by now?"""
+    """To an owner: asks whether the process with this token is up."""
 
     token: str
 
 
 class LookupReply(msgspec.Struct, tag="there", array_like=True, gc=False):
-    """The answer to Where: it is up, or how it ended."""
+    """The reply to `LookupRequest`: the process is up, or ``gone`` says how it ended."""
 
     token: str
     gone: str | None
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, gc=False):
-    """To an actor: its caller no longer wants this call."""
+    """To an actor: its caller has cancelled this call."""
 
     actor: int
     ref: int
@@ -151,7 +151,7 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True, gc=False):
 
 
 class MoreCredit(msgspec.Struct, tag="more", array_like=True, gc=False):
-    """To an actor: its caller has taken this many values of the generator."""
+    """To an actor: its caller has consumed this many values of the generator."""
 
     actor: int
     ref: int
@@ -167,9 +167,9 @@ class Construct(msgspec.Struct, tag="construct", array_like=True, gc=False):
     labels: tuple[str, ...]
     sizes: tuple[int, ...]
     owner: int  # the actor that spawns it, 0 for a program
-    creator: str  # its name
+    creator: str  # the owner's name
     generation: int = 0
-    restarts: bool = False  # after a death another Construct may come
+    restarts: bool = False  # whether another Construct may follow after a failure
     is_async: bool = False
 
 
@@ -182,7 +182,7 @@ class Constructed(msgspec.Struct, tag="constructed", array_like=True, gc=False):
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True, gc=False):
-    """To a process: stop an actor, or with actor 0 itself; `how` is stop, abort, restart or kill."""
+    """To a process: stop an actor, or the process itself if actor is 0; `how` is stop, abort, restart or kill."""
 
     actor: int
     how: str
@@ -190,7 +190,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, gc=False):
 
 
 class Stopped(msgspec.Struct, tag="stopped", array_like=True, gc=False):
-    """To the owner: this rank of an actor mesh has ended and cleaned up, whether it was told to or has failed."""
+    """To the owner: this rank of an actor mesh has ended and cleaned up, after a stop or a failure."""
 
     actor: int
     rank: int
@@ -198,7 +198,7 @@ class Stopped(msgspec.Struct, tag="stopped", array_like=True, gc=False):
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, gc=False):
-    """To the owner: this rank of an actor mesh is dead; the body is a packed exception."""
+    """To the owner: this rank of an actor mesh has failed; the body is a packed exception."""
 
     actor: int
     rank: int
@@ -206,11 +206,11 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, gc=False):
 
 
 MAX_REPLACED_RANKS = 8192
-"""Ranks that one Replaced tells of, well within MOST_CONTROL."""
+"""Ranks in one Replaced message, which stays well below MAX_CONTROL_BYTES."""
 
 
 class Replaced(msgspec.Struct, tag="replaced", array_like=True, gc=False):
-    """To everybody: these ranks of a mesh of processes have successors, which have these tokens."""
+    """To all processes that use the mesh: these ranks have been restarted, with these tokens."""
 
     mesh: str
     ranks: list[int]
@@ -218,21 +218,21 @@ class Replaced(msgspec.Struct, tag="replaced", array_like=True, gc=False):
 
 
 KNOCK = "knock"
-"""The name of a Setting that sets nothing: who has not read it stands still."""
+"""Name of a Setting without effect. A process that has not read it does not make progress."""
 
 REPORT_BUSY = "report_busy"
-"""The name of a Setting that has actors which are to end log where they are busy."""
+"""Name of a Setting that makes actors which should stop log where they are busy."""
 
 
 class Setting(msgspec.Struct, tag="setting", array_like=True, gc=False):
-    """To a process: something about itself, such as its level of logging. KNOCK is only to be read."""
+    """To a process: a new value of one of its settings, such as the log level, or one of the names above."""
 
     name: str
     value: Any
 
 
 class Agent(msgspec.Struct, tag="agent", array_like=True, gc=False):
-    """Between a controller and its agents on hosts: the body is one of _hosts/protocol.py."""
+    """Between a controller and its agents on hosts: the body is a message of _hosts/protocol.py."""
 
 
 Control = (
@@ -259,11 +259,11 @@ _replies = msgspec.msgpack.Decoder(Replies)
 
 
 class FrameError(ValueError):
-    """Bytes of another process that are not what they should be."""
+    """Bytes from another process are not a valid frame or message."""
 
 
 def encode(message: Any) -> bytes:
-    """The bytes of a struct of this module. Raises FrameError for one that is larger than MOST_CONTROL."""
+    """Encode a struct of this module. Raises FrameError if it is larger than MAX_CONTROL_BYTES."""
     data = _encoder.encode(message)
     if len(data) > MAX_CONTROL_BYTES:
         raise FrameError(
@@ -273,30 +273,30 @@ def encode(message: Any) -> bytes:
 
 
 def decode(decoder: Any, data: bytes, what: str = "a control message") -> Any:
-    """What stands in bytes of another process; FrameError for anything else, and for more than MOST_CONTROL."""
+    """Decode bytes from another process. Raises FrameError if they are invalid or more than MAX_CONTROL_BYTES."""
     if len(data) > MAX_CONTROL_BYTES:
         raise FrameError(f"{what} of {len(data)} bytes: the limit is {MAX_CONTROL_BYTES}")
     try:
         return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last two are no DecodeErrors
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last two are not DecodeErrors
         raise FrameError(f"not {what}: {error}") from error
 
 
 def decode_control(data: bytes) -> Control:
-    """The control message; FrameError for anything else."""
+    """Decode a control message. Raises FrameError."""
     message: Control = decode(_control, data)
     return message
 
 
 def decode_route(data: bytes) -> Route:
-    """The route of a cast; FrameError for anything else, and for one without receivers."""
+    """Decode the route of a multicast. Raises FrameError, also for a route without receivers."""
     route: Route = decode(_route, data)
     if not route.seqs or len(route.tokens) != TOKEN_LENGTH * len(route.seqs) or len(route.ranks) != len(route.seqs):
-        raise FrameError("a cast whose receivers do not add up")
+        raise FrameError("a multicast whose receivers do not add up")
     return route
 
 
 def decode_replies(data: bytes) -> Replies:
-    """The table of combined replies; FrameError for anything else."""
+    """Decode the prefix of aggregated replies. Raises FrameError."""
     replies: Replies = decode(_replies, data)
     return replies

@@ -1,6 +1,6 @@
-"""The seams: how frames travel, what time it is. The real ones stand here, the simulator has its own.
+"""Interfaces of links and of the clock, with their implementations on one host. The simulator replaces both.
 
-`Links` carry frames between processes, each pair in order; they know no meaning. No protocol lives here.
+`Links` carry frames between processes. The frames between two processes stay in order.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from monarch_backend._core import env
 from monarch_backend._core.limits import explained
 
 ARENA_BYTES = 4 << 30
-"""Of address space for what one process has on its way to others; pages that were never used cost nothing."""
+"""Bytes of address space for the unread messages of one process. Pages are committed at their first use."""
 
 MOST_IN_ONE = 256 << 20
-"""Bytes of a payload that travel in one piece; a larger one goes in parts."""
+"""Bytes of a payload that is sent in one piece; a larger one is sent in several."""
 
 MAX_UNREAD_BYTES = 256 << 20
-"""Of those, how much one receiver may leave unread: the rest is for the others. One message goes in any case."""
+"""Bytes of the arena that one receiver may leave unread: the rest is for other receivers. One message of any size may
+always be sent."""
 
 FIRST_REMOTE_LINK = 1 << 20
 """The number of the first link to another host."""
 
 LINK_PENDING = -2
-"""What `connect` returns for a process that does not answer yet."""
+"""Result of `connect` for a process that does not answer yet."""
 
 
 class Clock(Protocol):
-    """What time it is, in seconds from some point."""
+    """Monotonic clock."""
 
     def now(self) -> float:
-        """Never goes back."""
+        """Return seconds since an arbitrary point."""
         ...
 
 
 class RealClock:
-    """The machine's monotonic clock."""
+    """Monotonic clock of the machine."""
 
     def now(self) -> float:
-        """Seconds."""
         return time.monotonic()
 
 
@@ -51,7 +51,9 @@ Receiver = tuple[int, int, int, int]
 
 
 def epoch_of(token: str) -> int:
-    """How often the process with this token has been started anew; its frames carry it. Programs have any number.
+    """Return the epoch in a token: how often the process has been restarted. Frames carry the epoch.
+
+    The epoch of a program has no meaning.
 
     >>> epoch_of("0123456789abcdef0123456789ab" + "0002")
     2
@@ -63,14 +65,14 @@ def epoch_of(token: str) -> int:
 
 
 class Links(Protocol):
-    """Frames to and from other processes; each pair of processes keeps their order."""
+    """Sends frames to other processes, in order for each pair of processes."""
 
     token: str
 
     def connect(self, token: str) -> int:
-        """A link to the process with this token; -1 if it can't be reached.
+        """Return the link to the process with this token; -1 if it can't be reached.
 
-        SILENT if it is there and does not answer, as one that is stopped: MET or REFUSED follows when that has ended.
+        Return LINK_PENDING if the process exists and does not answer yet. MET or REFUSED follows later.
         """
         ...
 
@@ -87,7 +89,7 @@ class Links(Protocol):
         body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:
-        """False if there is no room for the payload now; then nothing was sent. Never waits."""
+        """Send a frame without waiting. Return False, and send nothing, if there is no space for the payload."""
         ...
 
     def cast(
@@ -100,20 +102,20 @@ class Links(Protocol):
         body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:
-        """The same frame to many; the payload is copied once."""
+        """Send one frame to several receivers; the payload is copied once."""
         ...
 
     def drop(self, link: int) -> None:
-        """Nothing more will be sent to this one."""
+        """Close this link."""
         ...
 
     def unread(self, link: int) -> int:
-        """Bytes on this link that its receiver has not read yet."""
+        """Return the bytes on this link that its receiver has not read yet."""
         ...
 
 
 def few_processors() -> bool:
-    """Too few for a process and its gateway, each with a thread beside, to wait by spinning."""
+    """Whether there are too few processors for a process and its gateway, two threads each, to wait by spinning."""
     return len(os.sched_getaffinity(0)) < 4
 
 
@@ -136,7 +138,7 @@ class LocalLinks:
         self.translate: Callable[[Sequence[Any]], Sequence[Any]] = lambda events: events
 
     def go_through(self, far: Any) -> None:
-        """From now on other hosts can be reached, too: ``far`` is a FarLinks that stands before these links."""
+        """Send through ``far``, a FarLinks around these links, so that other hosts can be reached, too."""
         if not env.get("MONARCH_BUSY_POLL"):
             self.post.crowd(self._crowded or few_processors())
         self.connect, self.send, self.cast = far.connect, far.send, far.cast

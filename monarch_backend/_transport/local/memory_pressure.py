@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SharedMemoryWait:
-    """A sender that waits until receivers release shared memory, which they do without a notification.
+    """Wait of a sender until receivers release shared memory. They release it without a notification: `wait` polls.
 
     ``whole``: the sender is in the middle of a message and can't be interrupted.
     """
@@ -23,20 +23,22 @@ class SharedMemoryWait:
         self._report: Any = None
 
     def wait(self) -> None:
-        """Wait for a moment. Reports the first wait, and one that takes long."""
+        """Wait for a millisecond. Report the first wait, and log a warning if the waiting takes long."""
         if self._report is None:
             why = self._why()
             self._router.on_full(why)
-            self._report = self._router.flow.report(why, "who does not read holds up others")
+            self._report = self._router.flow.report(why, "a receiver that does not read delays other receivers")
         self._router.wait(CreditWaiter(), 0.001, self._whole)
 
     def _why(self) -> str:
         router = self._router
         unread = [str(peer) for link, peer in list(router.by_link.items()) if router.links.unread(link) > 0]
         more = f" and {len(unread) - 3} others" if len(unread) > 3 else ""
-        behind = f"what {', '.join(unread[:3])}{more} did not read" if unread else "what others keep"
+        behind = (
+            f"messages that {', '.join(unread[:3])}{more} did not read" if unread else "messages that receivers keep"
+        )
         to = str(self._to[0]) if len(self._to) == 1 else f"{len(self._to)} processes"
-        return f"no room in shared memory for a message to {to}: {behind} fills it: waiting"
+        return f"no room in shared memory for a message to {to}: {behind} fill it: waiting"
 
     def close(self) -> None:
         """Cancel the report of a long wait."""
@@ -52,7 +54,7 @@ class RetryQueue:
         self._waiting: deque[tuple[int, Callable[[], bool]]] = deque()  # link, send
 
     def add(self, send: Callable[[], bool], link: int = -1) -> None:
-        """Call ``send`` again and again until it returns True.
+        """Retry ``send`` until it returns True.
 
         Sends on one link keep their order. A link without space does not delay other links.
         """
@@ -68,7 +70,7 @@ class RetryQueue:
                 self._router.later(0.001, self._retry)
 
     def run(self) -> None:
-        """Try each of them once."""
+        """Try each send once."""
         with self._router.lock:
             full: set[int] = set()
             for _ in range(len(self._waiting)):

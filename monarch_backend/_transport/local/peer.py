@@ -1,4 +1,4 @@
-"""Another process, as this one knows it: no more than what is remembered of it. What to do about it is the router's."""
+"""State that the router keeps for each other process."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 def short(token: str) -> str:
-    """For people, who know nothing else of it: its host's digits are those of many."""
+    """Return the digits of a token for messages. The first eight are the host's and do not identify the process."""
     return token[8:16]
 
 
 @public("monarch_backend.actor")
 class PeerGoneError(MonarchError, ConnectionError):
-    """The process is not there any more; the text says which one, and how it ended."""
+    """The process is gone; the text says which one, and how it ended."""
 
     @classmethod
     def of(cls, peer: Peer) -> PeerGoneError:
-        """For this process."""
+        """Return the error for this process."""
         return cls(f"process {peer.pid or short(peer.token)} is gone: {peer.gone}")
 
 
 class CreditWaiter:
-    """What a sender waits for."""
+    """Condition on which senders wait for credit."""
 
     __slots__ = ("gate", "ready")
 
@@ -41,7 +41,7 @@ class CreditWaiter:
 
 
 class Peer:
-    """Another process, as this one knows it."""
+    """State of another process."""
 
     __slots__ = (
         "asked_by",
@@ -71,22 +71,22 @@ class Peer:
         self.epoch = epoch_of(token)
         self.link = -1
         self.pid = 0
-        self.label: str | Callable[[], str] = ""  # for people: "gpus 3 of trainers", made when somebody reads it
+        self.label: str | Callable[[], str] = ""  # for messages: "gpus 3 of trainers"
         self.sent = 0  # the last sequence number
-        self.credit = credit  # places left in the window
+        self.credit = credit  # left in the window
         self.received = 0  # the last sequence number that was delivered
-        self.done = 0  # processed messages of which the sender does not know yet
+        self.done = 0  # credit of processed messages, not returned yet
         self.held: dict[int, tuple[Frame, ReplyAggregator | None]] = {}
         self.backlog: deque[Callable[[], None]] = deque()
-        self.asked_by: list[Peer] = []  # who wants to know when it is there
-        self.asking = False  # its owner has been asked for it, and has not answered
+        self.asked_by: list[Peer] = []  # waiting for a LookupReply about it
+        self.asking = False  # a LookupRequest to its owner is under way
         self.room: CreditWaiter | None = None
-        self.expected = False  # it will come to us
-        self.believed = False  # its owner says that it is there, and it is being called
-        self.refusals = 0  # how often it could not be reached though its owner thought so
-        self.owner: Peer | None = None  # who knows whether it is there yet
-        self.gone: str | None = None
-        self.peace = False  # it went as it was told to
+        self.expected = False  # it will connect to this process
+        self.believed = False  # its owner says that it is up, and a connection to it is pending
+        self.refusals = 0  # failed connections, although its owner says that it is up
+        self.owner: Peer | None = None  # knows whether it is up
+        self.gone: str | None = None  # how it ended
+        self.peace = False  # it ended in an orderly way
 
     def __str__(self) -> str:
         who = (self.label() if callable(self.label) else self.label) or short(self.token)

@@ -28,20 +28,20 @@ class PeerLookup:
                 peer.asking = True
                 try:
                     self._router.tell(peer.owner, LookupRequest(peer.token))
-                except (RuntimeError, OSError):  # no descriptors, no shared memory: later perhaps
+                except (RuntimeError, OSError):  # no descriptors or shared memory at the moment
                     peer.asking = False
                     self._request_again(peer)
                     return
             if peer.owner.gone is None:
                 return
-        peer.gone = "it can't be reached, and who started it is gone too" if peer.owner else "it can't be reached"
+        peer.gone = "it can't be reached, and its owner is gone too" if peer.owner else "it can't be reached"
         self._router.bury(peer)
 
     def ask_owner(self, peer: Peer) -> None:
         """Ask the owner for the successor of a dead process. The owner reports later successors on its own."""
         owner = peer.owner
         if owner is not None and owner is not self._router.me and owner.gone is None:
-            with contextlib.suppress(RuntimeError, OSError):  # no space for a link: as if never asked
+            with contextlib.suppress(RuntimeError, OSError):  # no space for a link: the owner's report will come
                 self._router.tell(owner, LookupRequest(peer.token))
 
     def on_refused(self, event: Any) -> None:
@@ -52,7 +52,7 @@ class PeerLookup:
                 return
             if len(event) > 3:
                 self._router.never_came(peer, event[3])
-            elif peer.believed:  # its owner has just said that it is there
+            elif peer.believed:  # its owner has just said that it is up
                 peer.believed = False
                 self._request_again(peer)
             else:

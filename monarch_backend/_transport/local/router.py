@@ -60,10 +60,10 @@ Handler = Callable[[Peer, Frame, ReplyAggregator | None], None]
 
 
 class Router:
-    """This process among the others. ``handlers`` take frames by kind; ``control`` takes control messages by type.
+    """Sends and receives the messages of one process.
 
-    Handlers run on whichever thread reads, one at a time for what comes from outside, and on the sender's thread for
-    what a process sends to itself. They must not wait.
+    ``handlers`` take frames by kind; ``control`` takes control messages by type. Handlers run one at a time on the
+    reading thread. For messages of a process to itself they run on the sender's thread. They must not block.
     """
 
     def __init__(self, links: Links, wait: Callable[[CreditWaiter, float | None, bool], bool]) -> None:
@@ -104,10 +104,10 @@ class Router:
             Kind.HOST_GONE: self._host_gone,
         }
 
-    # ---- who there is
+    # ---- peers
 
     def peer(self, token: str, owner: Peer | None = None) -> Peer:
-        """The process with this token; ``owner`` is asked where it is if it can't be reached."""
+        """Return the process with this token. Lookups of a process that can't be reached are sent to ``owner``."""
         peer = self.peers.get(token)
         if peer is None:
             with self.lock:
@@ -117,25 +117,25 @@ class Router:
         return peer
 
     def expect(self, token: str, label: str | Callable[[], str]) -> Peer:
-        """A process that this one has started: it will connect; until then its messages are kept here."""
+        """Return a process that this one has started. Messages to it are queued here until it connects."""
         peer = self.peer(token)
         peer.expected, peer.label = True, label
         return peer
 
     def never_came(self, peer: Peer, how: str) -> None:
-        """An expected process has ended, with or without having connected."""
+        """Mark an expected process as gone, whether or not it has connected."""
         if peer.gone is None:
             peer.gone = how
             self.bury(peer)
 
     def forget(self, token: str) -> None:
-        """Nobody will ask for this process any more, which is gone."""
+        """Delete the state of a process that is gone. Call it when no further message can name the process."""
         peer = self.peers.get(token)
         if peer is not None and peer.gone is not None:
             self.peers.pop(token, None)
 
     def open(self, link: int) -> bool:
-        """True if frames can still be sent on this link."""
+        """Whether frames can still be sent on this link."""
         peer = self.by_link.get(link)
         return peer is not None and peer.gone is None
 
@@ -144,16 +144,16 @@ class Router:
     def send(
         self, peer: Peer, kind: int, target: int, ref: int, rank: int, prefix: bytes, body: Any, buffers: Any = None
     ) -> None:
-        """A message in its place after the earlier ones to this process. Waits while the window is full.
+        """Send a message, in order after the earlier ones to this process. Waits for credit.
 
-        Raises PeerGoneError if the process is known to be gone: then nothing was sent.
+        Raises PeerGoneError, and sends nothing, if the process is known to be gone.
         """
         size = len(body) if buffers is None and type(body) is bytes else size_of(body, buffers)
         places = places_of(size)
         with self.lock:
             fits = size <= tuning.MOST_IN_ONE
             if peer.credit > 0 and peer.link >= 0 and not peer.backlog and peer.gone is None and fits:
-                peer.sent = seq = peer.sent + 1  # first: a signal's handler may send to it, too
+                peer.sent = seq = peer.sent + 1  # first: a signal handler may send to this peer, too
                 try:
                     sent = self.links.send(peer.link, kind, target, ref, seq, rank, peer.epoch, prefix, body, buffers)
                 except BaseException:
@@ -197,36 +197,39 @@ class Router:
         if here:
             frame = Frame(-1, kind, target, ref, 0, rank, self.epoch, prefix, own(body), own_all(buffers))
             self._deliver_here(kind, frame)
-        elif reached and large:  # it has its place: what others send meanwhile comes after it
+        elif reached and large:  # outside the lock: the sequence number keeps the order
             self._fragments.send(peer, kind, target, ref, seq, rank, prefix, body, buffers)
 
     def _release_seq(self, peer: Peer, seq: int) -> None:
-        """Nothing was sent with this number; under the lock."""
+        """Take back a sequence number with which nothing was sent. Call under the lock."""
         if peer.sent == seq:
             peer.sent = seq - 1
-        else:  # whoever has interrupted this has the next one
+        else:  # a signal handler has taken the next number
             self._fill(peer, seq)
 
     def _fill(self, peer: Peer, seq: int) -> None:
-        """Perhaps nothing was sent with this number, and what follows would wait for it for ever. Under the lock."""
+        """Send an empty message with this number, as the receiver would hold back later ones. Call under the lock."""
         self.emit(peer, Kind.CONTROL, 0, 0, seq, 0, _NOTHING, b"", None)
 
     def _deliver_here(self, kind: int, frame: Frame) -> None:
-        """To this very process: on the sender's thread, so whoever reads may have to look up."""
+        """Deliver to this process on the sender's thread, then wake the reading thread to check its condition."""
         self.handlers[kind](self.me, frame, None)
         self.wake()
 
     def _enqueue_backlog(
         self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
-        """Until its receiver is there; under the lock. The caller's memory is its own again when this returns."""
+        """Queue a copy of a message until its receiver is connected. Call under the lock."""
         if peer.gone is not None:
             return
         body, buffers = own(body), own_all(buffers)
         peer.backlog.append(lambda: self.emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
 
     def tell(self, peer: Peer, message: Any, body: Any = b"", buffers: Any = None) -> None:
-        """A control message, in order with the messages to this process. Never waits; nothing if it is gone."""
+        """Send a control message, in order with the messages to this process. Never waits.
+
+        Nothing is sent to a process that is gone.
+        """
         prefix = frames.encode(message)
         if peer is self.me:
             frame = Frame(-1, Kind.CONTROL, 0, 0, 0, 0, self.epoch, prefix, own(body), own_all(buffers))
@@ -241,7 +244,10 @@ class Router:
     def push(
         self, peer: Peer, kind: int, target: int, rank: int, prefix: bytes, body: Any, buffers: Any = None
     ) -> None:
-        """As `send`, beyond the window if need be. Never waits; nothing if it is gone."""
+        """Send a message without waiting for credit, which may become negative.
+
+        Nothing is sent to a process that is gone.
+        """
         with self.lock:
             if peer.gone is not None:
                 return
@@ -249,14 +255,14 @@ class Router:
             peer.credit -= places_of(size_of(body, buffers))
 
     def _queue(self, peer: Peer, kind: int, target: int, rank: int, prefix: bytes, body: Any, buffers: Any) -> None:
-        """The next of the messages to it, at once; under the lock."""
-        reached = self.reach(peer)  # which may raise: no number is lost with that
+        """Send or queue a message without waiting. Call under the lock."""
+        reached = self.reach(peer)  # before a number is taken, as it may raise
         peer.sent = seq = peer.sent + 1
         put = self.emit if reached else self._enqueue_backlog
         put(peer, kind, target, 0, seq, rank, prefix, body, buffers)
 
     def reply(self, peer: Peer, ref: int, rank: int, status: bytes, body: Any, buffers: Any = None) -> None:
-        """An answer to a call: not numbered, since the call's number says which. Waits only for shared memory."""
+        """Send a reply, without a sequence number: ``ref`` names the call. Waits only for shared memory."""
         if peer is self.me:
             frame = Frame(-1, Kind.REPLY, 0, ref, 0, rank, self.epoch, status, own(body), own_all(buffers))
             self._deliver_here(Kind.REPLY, frame)
@@ -293,7 +299,7 @@ class Router:
         buffers: Sequence[Any] | None,
         rank: int = 0,
     ) -> None:
-        """An unnumbered frame that must not wait: it goes when there is room."""
+        """Send a frame without a sequence number, now or when there is space. Never waits."""
         peer = self.by_link.get(link)
         if peer is None or peer.gone is not None:
             return
@@ -307,7 +313,7 @@ class Router:
 
             self.keep(send, link)
 
-    # ---- sending to many
+    # ---- multicast
 
     def cast(
         self,
@@ -320,9 +326,9 @@ class Router:
         buffers: Any = None,
         combine: bool = False,
     ) -> None:
-        """A message to each (process, rank). Waits as `send`; processes that are gone are left out.
+        """Send a message to each (process, rank); waits for credit of all. Processes that are gone are left out.
 
-        With ``combine`` the replies come up the tree together, as REPLIES.
+        With ``combine`` the replies are aggregated on their way up the tree.
         """
         alive = [(peer, rank) for peer, rank in to if peer.gone is None]
         if not alive:
@@ -334,7 +340,7 @@ class Router:
             or len(alive) <= tuning.MAX_DIRECT_RECEIVERS
             or any(
                 not 0 <= peer.link < FIRST_REMOTE_LINK for peer, _ in alive
-            )  # gateways send one copy to each host as it is
+            )  # gateways send one copy to each host anyway
         ):
             self._cast_straight(alive, kind, target, ref, prefix, body, buffers)
         else:
@@ -342,7 +348,7 @@ class Router:
 
     @staticmethod
     def goes_straight(body: Any, buffers: Any) -> bool:
-        """It is too large for the tree."""
+        """Whether a message is too large for the tree."""
         return size_of(body, buffers) > tuning.SHARED_COPY_MIN_BYTES
 
     def _cast_straight(
@@ -372,7 +378,7 @@ class Router:
         self, to: Sequence[tuple[Peer, int]], size: int, kind: int, target: int, ref: int, prefix: bytes, body: Any,
         buffers: Any,
     ) -> bool:  # fmt: skip
-        """To those that can be reached now; False if there is no room. Under the lock."""
+        """Send to connected peers. Return False if there is no space. Call under the lock."""
         receivers = []
         for peer, rank in to:
             peer.sent = seq = peer.sent + 1
@@ -393,20 +399,20 @@ class Router:
     # ---- receiving
 
     def handle(self, events: Sequence[Any]) -> None:
-        """What the links have brought, in its order."""
-        interrupt: BaseException | None = None  # a signal handler's of the user's: the rest is not lost for that
+        """Handle events of the links in order."""
+        interrupt: BaseException | None = None  # raised by a user's signal handler: raised again after the last event
         for event in events:
             try:
                 self._handle(event)
             except FrameError as error:
                 log.error(
-                    "process %s: %s; it is not listened to any more",
+                    "process %s: %s; its link is closed",
                     self.by_link.get(event[0]),
                     error,
                 )
                 self.links.drop(event[0])
             except Exception:
-                log.exception("a message could not be handled; the program goes on without it")
+                log.exception("a message could not be handled; the program continues without it")
             except BaseException as error:
                 interrupt = error
         if self._retries:
@@ -430,10 +436,13 @@ class Router:
             self.in_order(peer, frame, None)
 
     def in_order(self, peer: Peer, frame: Frame, combiner: ReplyAggregator | None) -> bool:
-        """Take it when its turn has come. False if that is over: it came before, or it will never come."""
+        """Handle a frame, or hold it until the frames before it have arrived.
+
+        Return False for a duplicate, and for a frame that waits for earlier ones of a dead sender.
+        """
         if frame.seq != peer.received + 1:
             if frame.seq <= peer.received or frame.seq in peer.held or peer.gone is not None:
-                return False  # what is missing of a dead sender's will not come any more
+                return False
             peer.held[frame.seq] = (frame, combiner)
             return True
         peer.received = frame.seq
@@ -460,7 +469,7 @@ class Router:
             if whole is not None:
                 self._handle(whole)
         else:
-            raise FrameError(f"a frame of kind {kind}, which this version does not know")
+            raise FrameError(f"a frame of unknown kind {kind}; install the same monarch_backend everywhere")
 
     def _controlled(self, peer: Peer, frame: Frame, _: ReplyAggregator | None) -> None:
         message = frames.decode_control(frame.prefix)
@@ -475,16 +484,16 @@ class Router:
         return bool(self._retries)
 
     def wake(self) -> None:
-        """Somebody who waits may go on; the pump's wake, where there is one."""
+        """Wake the reading thread. Replaced by the wake of the progress loop, if there is one."""
 
     def later(self, seconds: float, call: Callable[[], None]) -> object:
-        """Call it on the thread that reads; the pump's later, where there is one."""
+        """Schedule a call on the reading thread. Replaced by the progress loop's method, if there is one."""
         raise NotImplementedError
 
-    # ---- processes that come and go
+    # ---- start and end of processes
 
     def reach(self, peer: Peer) -> bool:
-        """True if frames can be sent to it now; under the lock."""
+        """Whether frames can be sent to this peer now; connects to it if necessary. Call under the lock."""
         if peer.backlog or peer.gone is not None:
             return False
         if peer.link >= 0:
@@ -500,7 +509,7 @@ class Router:
         return False
 
     def link_to(self, peer: Peer) -> int:
-        """The link to this process, or -1."""
+        """Return the link to this process, or -1."""
         with self.lock:
             return peer.link if self.reach(peer) else -1
 
@@ -547,16 +556,16 @@ class Router:
             self.flow.release(peer)
             for other in list(self.peers.values()):
                 if other.owner is peer and other.link < 0 and other.gone is None and other.backlog:
-                    self.never_came(other, f"who started it is gone: {peer.gone}")
+                    self.never_came(other, f"its owner is gone: {peer.gone}")
             self.tree.on_peer_exit(peer)
         self.on_gone(peer)
 
-    # ---- frames that come late or in pieces
+    # ---- frames that are sent later
 
     def emit(
         self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
-        """A frame whose number is given already; under the lock, and without waiting."""
+        """Send a frame that has its sequence number, now or when there is space. Call under the lock."""
         if peer.gone is not None:
             return
         if peer.link < 0 and not self.reach(peer):

@@ -1,4 +1,4 @@
-"""Multicast down a tree of processes: the root's record of what has arrived, relaying, and the way of replies.
+"""Multicast down a tree of processes: relaying, the root's record of receivers that have it, and replies.
 
 The tree's shape and the aggregation of replies are in broadcast_tree.py.
 """
@@ -37,7 +37,7 @@ class TreeMulticast:
     def send(
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, combine: bool
     ) -> None:
-        """Send to (process, rank) pairs; waits until all have credit. With ``combine`` replies come up the tree."""
+        """Send to (process, rank) pairs; waits until all have credit. With ``combine`` replies are aggregated."""
         while True:
             self._router.flow.wait_for_all(to, kind, target)
             with self._router.lock:
@@ -73,12 +73,12 @@ class TreeMulticast:
         """Relay a multicast to the processes below this one, then deliver it here."""
         route = frames.decode_route(frame.prefix)
         if frame.rank >= len(route) or route.hop(frame.rank).token != self._router.token:
-            raise FrameError("a cast for somebody else")
+            raise FrameError("a multicast for another process")
         root = self._router.peer(route.root)
         below = children(frame.rank, len(route), tuning.TREE_FANOUT)
         combiner = None
         with self._router.lock:
-            if route.combine and root.gone is None:  # else the replies are not awaited
+            if route.combine and root.gone is None:
                 counts = {route.hop(i).token: count_below(i, len(route), tuning.TREE_FANOUT) for i in below}
                 combiner = self.combiners[route.root, route.cast] = ReplyAggregator(
                     self._router, frame.link, root, route, counts
@@ -100,7 +100,7 @@ class TreeMulticast:
             frame.buffers,
         )
         if not self._router.in_order(root, mine, combiner) and combiner is not None:
-            combiner.own(hop.rank, Status.NOTHING, b"", None)  # it came straight before, and is answered straight
+            combiner.own(hop.rank, Status.NOTHING, b"", None)  # a copy came directly, and so does its reply
 
     def _pass_on(self, route: Route, root: Peer, frame: Frame, below: Sequence[int]) -> None:
         to = []
@@ -118,7 +118,7 @@ class TreeMulticast:
             self._send_each(to, frame.prefix, frame.body, frame.buffers)
 
     def _send_each(self, to: list[Receiver], route: bytes, body: Any, buffers: Any) -> None:
-        """Send to these places of the tree: together, or each on its own if one has no space."""
+        """Send to these places of the tree: with one copy, or separately if there is no space."""
         if not self._router.links.cast(to, Kind.CAST, 0, 0, route, body, buffers):
             for link, _, index, _ in to:
                 self._router.send_or_keep(link, Kind.CAST, 0, 0, route, body, buffers, rank=index)
@@ -131,7 +131,7 @@ class TreeMulticast:
 
     def _emit_hop(self, cast: Multicast, index: int) -> None:
         hop, peer = cast.hops[index], cast.peers[index]
-        cast.missing.discard(index)  # nothing is lost on the straight way
+        cast.missing.discard(index)  # a direct link loses nothing
         if not cast.missing:
             self.casts.pop(cast.number, None)
         self._router.emit(peer, cast.kind, cast.target, cast.ref, hop.seq, hop.rank, cast.prefix, cast.body, None)
@@ -170,7 +170,7 @@ class TreeMulticast:
         replies = frames.decode_replies(frame.prefix)
         parts, buffers = replies.parts, frame.buffers or []
         if sum(part.body for part in parts) != len(frame.body) or sum(part.buffers for part in parts) != len(buffers):
-            raise FrameError("combined replies whose lengths do not add up")
+            raise FrameError("aggregated replies whose lengths do not add up")
         if replies.root != self._router.token:
             combiner = self.combiners.get((replies.root, frame.target))
             if combiner is not None:
@@ -206,7 +206,7 @@ class TreeMulticast:
             self._mark(frame.target, [ranks[part.rank] for part in parts if part.rank in ranks])
 
     def on_peer_exit(self, peer: Peer) -> None:
-        """Send around a process that is gone, and expect no reply from it. Call under the lock."""
+        """Send directly to the subtree of a process that is gone; expect no reply from it. Call under the lock."""
         for cast in list(self.casts.values()):
             for index, other in enumerate(cast.peers):
                 if other is peer:
