@@ -29,8 +29,7 @@ CODE_BLOCK = re.compile(r"^(\s*(>>>|\.\.\.|\|).*|\s{4,}\S.*)$", re.M)
 ALLOWED = {
     "_actor": 38,
     "_rdma": 1,
-    "_testing": 26,
-    "_transport": 48,
+    "_testing": 25,
     "_verbs": 40,
     "dtensor": 21,
     "process_group": 45,

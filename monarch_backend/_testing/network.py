@@ -136,7 +136,7 @@ class SimulatedTcp:
 
     def _hang_up(self, remote: PeerConnection) -> None:
         if self._forget(remote):
-            remote.lost = "we have said goodbye"
+            remote.lost = "this side has ended the session"
             line = self._network.lines.get(remote.id)
             if line is not None:
                 line.put(self, [remote.session.bye()])
@@ -162,7 +162,7 @@ class SimulatedTcp:
         other = network.find(host, remote.wanted)
         if host.daemon is None or not host.daemon.alive:
             if remote.up:
-                self._lose(remote, "its process has closed the connection, and nobody listens there any more")
+                self._lose(remote, "its process has closed the connection and does not listen any more")
             else:
                 remote.trouble = "connection refused"
                 self.later(CONNECT_INTERVAL_S, lambda: self.connect(remote))
@@ -282,7 +282,7 @@ class SimulatedTcp:
             session.hear(head)
             self._send_waiting(line, remote)
             if head.kind == BYE:
-                self._lose(remote, "it has said goodbye")
+                self._lose(remote, "it has ended the session")
             return
         taken = session.take(head)
         self._send_waiting(line, remote)
@@ -345,7 +345,7 @@ class Network:
         if other is line.caller:
             other.call_again(line, pause)
         else:
-            why = "its process has closed the connection and does not come back"
+            why = "its process has closed the connection and does not connect again"
             other.lose_later(line, self.travel() + RECONNECT_AFTER_CLOSE_S, why)
 
     def cut(self, one: SimulatedHost, other: SimulatedHost) -> None:

@@ -12,5 +12,5 @@ def test_a_thousand_strangers(world: World, daemons: list[Daemon]) -> None:
     world.run("strangers", daemons[0].address, daemons[0].pid)
     assert daemons[0].process.poll() is None
     assert "Traceback" not in daemons[0].output, daemons[0].output
-    assert "a connection of 198.18.0.10 was refused" in daemons[0].output
+    assert "a connection from 198.18.0.10 was refused" in daemons[0].output
     assert len(daemons[0].output.splitlines()) < 100, daemons[0].output

@@ -376,17 +376,17 @@ def test_bad_files_are_told_by_name_before_anybody_is_called(tmp_path: Path) -> 
     stranger, locked = others.issue("stranger"), authority.issue("locked", passphrase=b"open sesame")
     old, early = authority.issue("old", age=3 * DAY), authority.issue("early", age=-DAY)
     for files, told in [
-        ((missing, *good), f"{missing}, the file of those who sign hosts, can't be read .*check the path"),
+        ((missing, *good), f"{missing}, the file of the CAs that sign hosts, can't be read .*check the path"),
         ((authority.path, missing, good[1]), f"{missing}, this host's certificate, can't be read"),
         ((authority.path, good[0], missing), f"{missing}, the key of this host's certificate, can't be read"),
         ((tmp_path, *good), f"{tmp_path}, .*can't be read .Is a directory"),
         ((junk, *good), f"{junk} has no certificates of a CA.*give a PEM file"),
         ((torn, *good), f"{torn} has no certificates of a CA.*give a PEM file"),
         ((authority.path, junk, good[1]), f"{junk} has no certificate: give a PEM file"),
-        ((authority.path, torn, good[1]), f"{torn} or .* is damaged .*make them anew"),
+        ((authority.path, torn, good[1]), f"{torn} or .* is damaged .*create them again"),
         ((authority.path, good[0], junk), f"{junk} has no private key: give a PEM file"),
-        ((authority.path, good[0], stranger[1]), f"{stranger[1]} is not the key of {good[0]}: give the two"),
-        ((authority.path, *locked), f"{locked[1]} asks for a passphrase.*give a key without one"),
+        ((authority.path, good[0], stranger[1]), f"{stranger[1]} is not the key of {good[0]}: give two files"),
+        ((authority.path, *locked), f"{locked[1]} needs a passphrase.*give a key without one"),
         ((authority.path, *stranger), f"{stranger[0]} would be refused by hosts that trust {authority.path}: unable"),
         ((authority.path, *old), f"{old[0]} would be refused .*expired.* valid now"),
         ((authority.path, *early), f"{early[0]} would be refused .*not yet valid.* valid now"),

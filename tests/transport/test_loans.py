@@ -275,7 +275,7 @@ def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.
         for number in range(3):
             assert receive(there) == (b"%d" % number, numbers(2 * MIB, number))
         assert until(lambda: len(said) == 2)
-    assert "could not be read from there" in said[0] and "go by TCP" in said[0]
+    assert "could not be read from there" in said[0] and "use TCP" in said[0]
     assert "could not read a frame from here" in said[1] and "remote access error" in said[1]
     assert out.nics.lent == 0
     monkeypatch.undo()
@@ -331,7 +331,7 @@ def test_a_read_that_never_ends(make: Make, fabric: Fabric, monkeypatch: pytest.
     with warnings() as said:
         here.tcp.send(out, b"late", [numbers(2 * MIB, 1)], 1)
         assert receive(there) == (b"late", numbers(2 * MIB, 1))
-    assert "has not said for too long how a read ended" in said[0]
+    assert "a read of the NIC did not complete in time" in said[0]
 
 
 def test_words_of_life_go_on_while_it_is_read(make: Make, fabric: Fabric) -> None:
@@ -363,7 +363,7 @@ def test_goodbye_while_it_is_read(make: Make, fabric: Fabric) -> None:
     here.tcp.hang_up(out)
     assert receive(there) == (b"lent", numbers(2 * MIB, 1))
     assert receive(there) == (b"behind", b"")
-    assert there.lost.get(timeout=10) is back and back.lost == "it has said goodbye"
+    assert there.lost.get(timeout=10) is back and back.lost == "it has ended the session"
     assert not any(reading.body)  # to which a NIC could still write
     fabric.run()
     assert there.frames.empty()

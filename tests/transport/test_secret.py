@@ -223,9 +223,9 @@ def test_a_refusal_that_nobody_knows_is_no_welcome() -> None:
 
 def test_a_stranger_is_told_apart() -> None:
     caller, called = _pair()
-    with pytest.raises(HandshakeError, match="bytes of a stranger"):
+    with pytest.raises(HandshakeError, match="its first bytes are not those of a host of monarch_backend"):
         called.hear(b"GET / HTTP/1.1".ljust(HELLO_BYTES))
-    with pytest.raises(HandshakeError, match="no host of monarch_backend: is the address right"):
+    with pytest.raises(HandshakeError, match="does not belong to a host of monarch_backend: is it right"):
         caller.hear(b"HTTP/1.1 400 Bad Request".ljust(ANSWER_BYTES))
 
 
@@ -242,7 +242,7 @@ def test_whoever_only_knows_the_name_of_the_secret_proves_nothing() -> None:
         called.check(bytes(PROOF_BYTES))
     imposter = HandshakeServer({name_of(SECRET): new_secret()})  # and the other way round
     imposter.hear(caller.hello())
-    with pytest.raises(HandshakeError, match="somebody stands in between"):
+    with pytest.raises(HandshakeError, match="is another machine in between"):
         caller.hear(imposter.answer(_mine()))
 
 

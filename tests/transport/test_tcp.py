@@ -81,7 +81,7 @@ def test_goodbye(sides: Callable[..., Side]) -> None:
     here, there, out, back = together(sides)
     here.tcp.hang_up(out)
     assert there.lost.get(timeout=10) is back
-    assert back.lost == "it has said goodbye"
+    assert back.lost == "it has ended the session"
 
 
 def test_one_that_closes_and_does_not_come_back(sides: Callable[..., Side]) -> None:

@@ -1,7 +1,7 @@
-"""The secret of a job: where it comes from, and how two hosts prove it to each other before anything else is said.
+"""Secret of a job, and the messages with which two hosts prove that they know it.
 
-Everything here has a fixed size and is compared, not parsed: a stranger reaches no decoder. No sockets: bytes in, bytes
-out. What is said afterwards is session.py's.
+All messages have a fixed size and are compared, not parsed: an unauthenticated peer reaches no decoder. The module
+uses no sockets: bytes in, bytes out. session.py defines the frames that follow.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ from monarch_backend._core.state import make_private, state_directory
 
 SECRET_BYTES = 32
 MAGIC = b"mona"
-_MAX_TEXT_BYTES = 1 << 13  # characters of a file that could still hold a secret, or a hundred, and some space around
+_MAX_TEXT_BYTES = 1 << 13  # enough for a hundred secrets and some space around them
 PROTOCOL = 1
-"""Of the bytes between hosts. Hosts of different protocols tell each other so, and part."""
+"""Version of the protocol between hosts. Hosts of different versions refuse each other."""
 
-# What is zero where one before has left a gap: those who do not know it do not look at it.
-_HELLO = struct.Struct("!4sHBB8s32s16s16sQ")  # magic, protocol, resumes, lends, secret, nonce, who, session, received
-_ANSWER = struct.Struct("!4sHHB7x32s16s16sQ")  # magic, protocol, refusal, lends, nonce, who, which session, received
+# A field that an earlier version left as padding is zero there. A version that does not have the field ignores it.
+_HELLO = struct.Struct("!4sHBB8s32s16s16sQ")  # magic, protocol, resumes, lends, secret, nonce, token, session, received
+_ANSWER = struct.Struct("!4sHHB7x32s16s16sQ")  # magic, protocol, refusal, lends, nonce, token, session, received
 PROOF_BYTES = 32
 HELLO_BYTES, ANSWER_BYTES = _HELLO.size, _ANSWER.size + PROOF_BYTES
 
 
 @public("monarch_backend.errors")
 class HandshakeError(MonarchError, ConnectionError):
-    """The other side is no host of this job, or speaks another version; the text says which, and what to do."""
+    """The peer is not a host of this job, or has another version; the text says which, and what to do."""
 
 
 class Refusal:
-    """Why a host does not talk to another one, in its answer."""
+    """Reason for which a host refuses a connection, in its answer."""
 
     NONE, PROTOCOL, SECRET, SESSION, FULL = range(5)
 
 
 def new_secret() -> bytes:
-    """256 random bits."""
+    """Return SECRET_BYTES random bytes."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 def name_of(secret: bytes) -> bytes:
-    """Tells secrets apart, and nothing about them: a host that serves two jobs looks up which one is meant."""
+    """Return the public name of a secret. A host that serves several jobs looks up the secret by its name."""
     return blake2b(secret, digest_size=8, person=b"monarch name").digest()
 
 
 def user_secret(folder: Path | None = None) -> bytes:
-    """The secret of this user on this machine, in a file that nobody else can read; made on first use.
+    """Return the secret of this user on this machine, from a private file that is created on first use.
 
-    ``folder`` is ``$XDG_STATE_HOME/monarch_backend``, or the like in the home directory. Raises PermissionError if the
-    file belongs to somebody else or can be read by others.
+    ``folder`` defaults to ``$XDG_STATE_HOME/monarch_backend``, or its equivalent in the home directory. Raises
+    PermissionError if the file belongs to another user or can be read by others.
     """
     folder = make_private(folder or state_directory())
     path = folder / "secret"
@@ -68,7 +68,7 @@ def user_secret(folder: Path | None = None) -> bytes:
 
 
 def _create(path: Path, text: str) -> None:
-    """At once with its content, for whoever comes first: others may be reading already, and power may fail."""
+    """Create a file together with its content: another process may read it already, and power may fail."""
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(text)
@@ -81,12 +81,15 @@ def _create(path: Path, text: str) -> None:
 
 
 def read_secret(path: Path) -> bytes:
-    """From a file of 64 hexadecimal digits that only we can read. Raises PermissionError or ValueError."""
+    """Return the first secret of a file. Raises PermissionError or ValueError, as `read_secrets`."""
     return read_secrets(path)[0]
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """One or more of them, a line each."""
+    """Return the secrets of a file: 64 hexadecimal digits on each line.
+
+    Raises PermissionError if the file does not belong to this user alone, ValueError for other content.
+    """
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -96,7 +99,7 @@ def read_secrets(path: Path) -> list[bytes]:
 
 
 def parse_secret(text: str, source: str) -> bytes:
-    """Of 64 hexadecimal digits; ``source`` is for people. The text itself is never repeated."""
+    """Parse 64 hexadecimal digits. An error names ``source``, and never the text."""
     try:
         secret = bytes.fromhex(text.strip())
     except ValueError:
@@ -108,11 +111,11 @@ def parse_secret(text: str, source: str) -> bytes:
 
 @dataclass(frozen=True)
 class Hello:
-    """What each side says of itself. ``who``: the token of its gateway. ``received``: of this session, so far.
+    """Introduction of one side of a handshake.
 
-    ``resumes``: this session has been agreed upon before; who does not know it any more refuses.
-
-    ``lends``: it may have NICs, and knows what is said of them.
+    ``who``: the token of its gateway. ``received``: the number of the last frame of this session that it has received.
+    ``resumes``: the session exists already, and a peer that has forgotten it refuses. ``lends``: the host may have
+    NICs, and understands messages about them.
     """
 
     who: bytes
@@ -134,7 +137,7 @@ def _proof(secret: bytes, role: bytes, *said: bytes) -> bytes:
 
 
 class HandshakeClient:
-    """The side that connects. ``binding``: what both sides know of the encrypted channel below, b"" without one.
+    """Handshake of the side that connects. ``binding``: the channel binding of TLS, b"" without TLS.
 
     >>> secret = new_secret()
     >>> caller = HandshakeClient(secret, Hello(b"a" * 16, b"s" * 16))
@@ -151,18 +154,18 @@ class HandshakeClient:
         self.other: Hello
 
     def hello(self) -> bytes:
-        """The first HELLO_BYTES."""
+        """Return the first message, of HELLO_BYTES."""
         mine = self._mine
         which = name_of(self._secret)
         said = (mine.resumes, mine.lends, which, mine.nonce, mine.who, mine.session, mine.received)
         return _HELLO.pack(MAGIC, PROTOCOL, *said)
 
     def hear(self, answer: bytes) -> bytes:
-        """The proof, for the ANSWER_BYTES of the other side. Raises HandshakeError."""
+        """Check the answer, of ANSWER_BYTES, and return the proof. Raises HandshakeError."""
         head, proof = answer[: _ANSWER.size], answer[_ANSWER.size :]
         magic, protocol, refusal, lends, nonce, who, session, received = _unpack(_ANSWER, head)
         if magic != MAGIC:
-            raise HandshakeError("who answered is no host of monarch_backend: is the address right?")
+            raise HandshakeError("the address does not belong to a host of monarch_backend: is it right?")
         if refusal == Refusal.PROTOCOL or protocol != PROTOCOL:
             raise HandshakeError(
                 f"it speaks protocol {protocol} between hosts, and this side {PROTOCOL}: install the same "
@@ -180,15 +183,15 @@ class HandshakeClient:
             )
         said = (self.hello(), head, self._binding)
         if refusal or not hmac.compare_digest(proof, _proof(self._secret, b"called", *said)):
-            raise HandshakeError("it could not prove that it knows this job's secret: somebody stands in between?")
+            raise HandshakeError("it could not prove that it knows this job's secret: is another machine in between?")
         self.other = Hello(who, session, received, lends=bool(lends), nonce=nonce)
         return _proof(self._secret, b"caller", *said)
 
 
 class HandshakeServer:
-    """The side that listens, and knows the secrets of one or more jobs.
+    """Handshake of the side that listens, and knows the secrets of one or more jobs.
 
-    ``other`` is what a caller says of itself: nothing may follow from it before :meth:`check` has returned.
+    ``other`` is the introduction of the caller. It is unproven, and must not be used, before :meth:`check` returns.
     """
 
     def __init__(self, known: dict[bytes, bytes], binding: bytes = b"") -> None:
@@ -198,10 +201,13 @@ class HandshakeServer:
         self.other: Hello
 
     def hear(self, hello: bytes) -> int:
-        """Of HELLO_BYTES; the reason to refuse it, or Refusal.NONE. Raises HandshakeError for bytes of a stranger."""
+        """Read the first message; return the reason to refuse it, or Refusal.NONE.
+
+        Raises HandshakeError if it does not come from monarch_backend.
+        """
         magic, protocol, resumes, lends, which, nonce, who, session, received = _unpack(_HELLO, hello)
         if magic != MAGIC:
-            raise HandshakeError("bytes of a stranger")
+            raise HandshakeError("its first bytes are not those of a host of monarch_backend")
         if protocol != PROTOCOL:
             return Refusal.PROTOCOL
         secret = self._known.get(which)
@@ -212,18 +218,18 @@ class HandshakeServer:
         return Refusal.NONE
 
     def answer(self, mine: Hello) -> bytes:
-        """For one that is not refused."""
+        """Return the answer to a caller that is not refused."""
         said = (MAGIC, PROTOCOL, Refusal.NONE, mine.lends, mine.nonce, mine.who, mine.session, mine.received)
         self._head = _ANSWER.pack(*said)
         return self._head + _proof(self.secret, b"called", self._hello, self._head, self._binding)
 
     @staticmethod
     def refuse(why: int) -> bytes:
-        """ANSWER_BYTES that say no more than why."""
+        """Return an answer, of ANSWER_BYTES, that has only the reason of the refusal."""
         return _ANSWER.pack(MAGIC, PROTOCOL, why, 0, b"", b"", b"", 0) + bytes(PROOF_BYTES)
 
     def check(self, proof: bytes) -> None:
-        """The last PROOF_BYTES of the caller. Raises HandshakeError if it does not know the secret after all."""
+        """Check the caller's last message, of PROOF_BYTES. Raises HandshakeError if it does not know the secret."""
         said = (self._hello, self._head, self._binding)
         if not self._head or not hmac.compare_digest(proof, _proof(self.secret, b"caller", *said)):
-            raise HandshakeError("it named this job's secret and could not prove that it knows it")
+            raise HandshakeError("it named this job's secret, and could not prove that it knows it")

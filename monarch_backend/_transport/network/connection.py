@@ -15,7 +15,7 @@ from monarch_backend._transport.network.rdma_send import PeerState
 from monarch_backend._transport.network.session import Session, SessionError
 
 MAX_RECEIVE_BUFFER_BYTES = 80 << 20
-"""Bytes of a frame up to which the memory that it is read into is used again: fresh pages cost more than a network."""
+"""Bytes of a frame up to which its receive buffer is reused: faults of new pages cost more than the network."""
 
 MIN_RECEIVE_BUFFER_BYTES = 64 << 10
 """Bytes of the first mapping: many small frames share it."""
@@ -23,46 +23,46 @@ MIN_RECEIVE_BUFFER_BYTES = 64 << 10
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 ANY_RECEIVER = bytes(16)
-"""For whom a connection is that has no process to talk to yet: whoever listens."""
+"""Token in a preamble that addresses any process that listens there."""
 
 Address = tuple[str, int]
 Reader = Generator[int | memoryview, Any, None]
-"""What is being read of a connection: it asks for so many bytes, or for memory to be filled."""
+"""Parser of a connection's bytes. It yields the number of bytes that it needs, or memory to be filled."""
 
 
 @dataclass
 class Timeouts:
-    """Seconds."""
+    """Timeouts and intervals between hosts, in seconds."""
 
     heartbeat: float = 1.0
-    silence: float = 3.0  # after which a host is lost, and also how long a broken connection may take to come back
-    patience: float = 10.0  # for the first answer of a host that is called
-    pause: float = 0.05  # before a broken connection is tried again; twice as long each time, up to ten times
+    silence: float = 3.0  # until a silent host is lost; a broken connection must be restored within it
+    patience: float = 10.0  # for the first answer of a host
+    pause: float = 0.05  # before the first retry of a connection; doubles with each retry, up to ten times
 
 
 class PeerConnection:
-    """A process on another host, and the session with it."""
+    """Process on another host, and the session with it."""
 
     def __init__(self, session: bytes, address: Address | None, secret: bytes, until: float) -> None:
         self.id, self.address, self.secret = session, address, secret
-        self.who = ANY_RECEIVER  # its token, once it has proved that it knows the secret
-        self.wanted = ANY_RECEIVER  # whom we have called
+        self.who = ANY_RECEIVER  # its token, after the handshake
+        self.wanted = ANY_RECEIVER  # the token to which this process connects
         self.session = Session()
         self.lock = threading.RLock()  # session, waiting, connection, nics
         self.nics = PeerState()
-        self.waiting: deque[tuple[bytes, Sequence[Any], int]] = deque()  # while the session is full, or a frame is lent
+        self.waiting: deque[tuple[bytes, Sequence[Any], int]] = deque()  # frames, while the session or a NIC is busy
         self.connection: Connection | None = None
-        self.attempt: Connection | None = None  # to become that: nobody has proved anything on it yet
-        self.heard = until  # when something last came from it
-        self.silence = 0.0  # how long it may be silent
-        self.pause = 0.0
-        self.up = False
-        self.knows = False  # of this session, for sure: it has said something in it
+        self.attempt: Connection | None = None  # connecting, and not authenticated yet
+        self.heard = until  # when bytes last came from it
+        self.silence = 0.0  # seconds for which it may be silent
+        self.pause = 0.0  # before the last retry
+        self.up = False  # whether it has ever been connected
+        self.knows = False  # whether it has certainly begun this session: a frame of it has come
         self.attempts = 0  # to connect
-        self.times = 0  # that there was a connection
+        self.times = 0  # connections so far
         self.trouble = ""  # why there is no connection
-        self.closed = False  # by the other side, without a goodbye
-        self.lost: str | None = None  # why, once it is
+        self.closed = False  # by the peer, without BYE
+        self.lost: str | None = None  # why it is lost
 
     def __str__(self) -> str:
         return f"{self.address[0]}:{self.address[1]}" if self.address else f"host {self.who.hex()[:8]}"
@@ -70,29 +70,29 @@ class PeerConnection:
 
 @dataclass(eq=False)
 class Connection:
-    """A socket, and what it is in the middle of."""
+    """Socket, and the progress of its reads and writes."""
 
     socket: socket.socket
     reader: Reader
-    name: str | None = None  # whom we have called; None where we were
+    name: str | None = None  # of the peer to which this process connects; None on the accepting side
     remote: PeerConnection | None = None
     since: float = field(default_factory=time.monotonic)
     out: deque[memoryview] = field(default_factory=deque)
     into: memoryview = field(default_factory=lambda: memoryview(b""))
-    owned: bytearray | None = None  # `into`, where bytes were asked for by number
-    filled: int = 0
+    owned: bytearray | None = None  # the memory of `into`, if the reader has asked for a number of bytes
+    filled: int = 0  # bytes of `into`
     connecting: bool = False
-    shaking: bool = False  # hands, below TLS
-    writing: bool = False  # the selector looks for room
-    broken: bool = False  # as was found when something was written
+    shaking: bool = False  # in the handshake of TLS
+    writing: bool = False  # whether the selector waits until the socket is writable
+    broken: bool = False  # whether a write has failed
     gone: bool = False
 
 
 class ReceiveBuffer:
-    """Memory that the bodies of one connection are read into, again and again."""
+    """Reused memory into which the bodies of one connection are read."""
 
     def __init__(self) -> None:
-        self.whole = memoryview(bytearray())  # this very object: NICs know memory by the object that it belongs to
+        self.whole = memoryview(bytearray())  # the object by which the registration cache knows the memory
 
     def grow(self, size: int) -> None:
         """Reserve ``size`` bytes. Raises SessionError if the address space has no room.
@@ -110,14 +110,14 @@ class ReceiveBuffer:
             ) from None
 
     def renew(self) -> None:
-        """Somebody may still write to this one."""
+        """Replace the memory, because a NIC may still write to it."""
         self.whole = memoryview(bytearray())
 
     def tidy(self) -> None:
-        """A frame was taken."""
+        """Release the memory after a large frame."""
         if len(self.whole) > MAX_RECEIVE_BUFFER_BYTES:
             self.renew()
 
 
 class HandedOverError(Exception):
-    """Not ours: this socket is for another process of this host."""
+    """The socket is for another process of this host, which has received it."""

@@ -1,6 +1,6 @@
 """Connections to other hosts: one thread that accepts, connects and reads, and detects broken and silent peers.
 
-Real sockets and real time between hosts are used here and in its parts only:
+The module and its parts are the only users of sockets and real time between hosts:
 
 - connection.py: the state of a connection and of its peer
 - dialer.py: connecting, and the retry of a broken connection
@@ -8,7 +8,7 @@ Real sockets and real time between hosts are used here and in its parts only:
 - socket_io.py: bytes, with or without TLS
 - frame_reader.py: frames, in the order of the session (session.py)
 
-gateway.py gives frames their meaning. rdma_send.py carries large frames over NICs.
+gateway.py handles the frames. rdma_send.py sends large frames over NICs.
 """
 
 from __future__ import annotations
@@ -56,33 +56,34 @@ if TYPE_CHECKING:
 log = logging.getLogger("monarch_backend")
 
 MAX_UNAUTHENTICATED = 256
-"""Connections that have not proved anything yet; the oldest goes when there is one more."""
+"""Unauthenticated connections at one time. The oldest is closed when there is one more."""
 
 MAX_ENDED_SESSIONS = 1024
-"""Sessions that are over and remembered as such: many times as many as can still be asked for."""
+"""Ended sessions that are remembered, so that none of them begins again."""
 
 AUTHENTICATION_TIMEOUT_S = 5.0
-"""Time to prove it."""
+"""Time for the handshake of an accepted connection."""
 
 RECONNECT_AFTER_CLOSE_S = 1.0
-"""For a host to call again whose connection was closed, not broken: a process that dies closes what it has."""
+"""Time for a peer to reconnect after it has closed its connection. A dying process closes its connections, too."""
 
 _PROMPT = ((16, 1), (44, 1000))
-"""TCP_THIN_LINEAR_TIMEOUTS, TCP_RTO_MAX_MS: what was lost is sent again each second at least, not after 0.2, 0.4, 0.8,
-1.6 and 3.2: a network that comes back within the bound for silence is not to be found silent all the same."""
+"""TCP_THIN_LINEAR_TIMEOUTS, TCP_RTO_MAX_MS: retransmit lost packets at least each second. With the default back-off of
+0.2, 0.4, 0.8, 1.6, 3.2 s a network that recovers in time would still look silent."""
 
 
 class Tcp:
-    """The connections of one process. Callbacks run on its thread, and must not wait.
+    """Connections of one process to other hosts. Callbacks run on its thread, and must not block.
 
-    ``on_frame(remote, prefix, body)`` is given a view that shows the body until it returns.
-    ``secrets``: those that are accepted, by `name_of`; the mapping may change. ``hand_over(for_whom, socket, read)``:
-    for a connection to another process of this host, with what was read of it; it returns False if there is none.
-    ``lends``: where both sides do, and have NICs, these carry large frames.
-    ``max_frame_bytes``: the session of a peer that announces a larger frame loses its connection, before memory is
-    reserved. ``max_sessions``: sessions that peers have opened at one time; a further one is refused.
-    ``on_up`` and ``on_lost`` come once for each Remote; a connection that breaks and comes back within the bound is
-    neither.
+    - ``on_frame(remote, prefix, body)``: ``body`` is a view that is valid until the callback returns.
+    - ``on_up(remote)``, ``on_lost(remote)``: called at most once for each peer. A connection that breaks and is
+      restored within ``bounds.silence`` calls neither.
+    - ``secrets``: accepted secrets by `name_of`; the mapping may change.
+    - ``hand_over(token, socket, read)``: passes on a connection to another process of this host, with the bytes that
+      were read from it. It returns False if there is no such process.
+    - ``lends``: NICs carry large frames if both hosts have NICs and set this.
+    - ``max_frame_bytes``: a peer that announces a larger frame loses its connection before memory is reserved.
+    - ``max_sessions``: sessions that peers may open at one time; a further one is refused.
     """
 
     def __init__(
@@ -107,10 +108,10 @@ class Tcp:
         self.max_frame_bytes, self.max_sessions = max_frame_bytes, max_sessions
         self.loans: RdmaSender | None = loans(self) if lends else None
         self.remotes: dict[bytes, PeerConnection] = {}  # by session
-        self.ended_sessions: dict[bytes, None] = {}  # sessions that were lost, the oldest first
+        self.ended_sessions: dict[bytes, None] = {}  # the oldest first
         self.io, self.dialer = SocketIO(self), Dialer(self)
         self.handshakes, self.frames = Handshakes(self), FrameReader(self)
-        self.strangers: dict[Connection, None] = {}  # the oldest first
+        self.strangers: dict[Connection, None] = {}  # unauthenticated, the oldest first
         self.selector = selectors.DefaultSelector()
         self._soon: deque[Callable[[], None]] = deque()
         self.timers: list[tuple[float, Callable[[], None]]] = []
@@ -118,17 +119,17 @@ class Tcp:
         self.selector.register(self._nudge, selectors.EVENT_READ, None)
         self._listeners: list[socket.socket] = []
         self.is_closed = False
-        self._beats = 0.0  # when to tell everybody that we are alive
+        self._beats = 0.0  # time of the next heartbeat
         self._thread = threading.Thread(target=self._run, name="monarch-hosts", daemon=True)
 
     # ---- from any thread
 
     def start(self) -> None:
-        """From now on there is a thread."""
+        """Start the thread."""
         start_thread(self._thread)
 
     def listen(self, host: str, port: int = 0) -> Address:
-        """Accept calls there; the address, with the port that it got. Raises OSError."""
+        """Accept connections. Return the address with the port that was assigned. Raises OSError."""
         [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         listener = socket.socket(family, kind, protocol)
         try:
@@ -147,7 +148,7 @@ class Tcp:
     def call(
         self, address: Address, secret: bytes, whom: bytes = ANY_RECEIVER, *, patience: float | None = None
     ) -> PeerConnection:
-        """Connect to a host, and try again until ``patience`` is over; then ``on_up`` or ``on_lost`` is called."""
+        """Connect to a host, and retry for ``patience`` seconds. Then ``on_up`` or ``on_lost`` is called."""
         remote = PeerConnection(os.urandom(16), address, secret, time.monotonic())
         remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
         self.remotes[remote.id] = remote
@@ -156,13 +157,13 @@ class Tcp:
         return remote
 
     def take_over(self, accepted: socket.socket, knock: bytes) -> None:
-        """A connection that somebody else has accepted, and read a part of."""
+        """Take over a connection that another process has accepted; ``knock`` is the preamble that it has read."""
         self.soon(lambda: self.adopt(accepted, None, knock))
 
     def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
-        """A frame, in its order, when there is room. What ``body`` shows must not change until it has arrived.
+        """Send a frame in order, now or when the session has room. The body must not change until it has arrived.
 
-        ``lendable``: how many of its last parts may be seen in the network, and so be carried by NICs.
+        ``lendable``: the number of parts at the end of the body that NICs may read, without encryption.
         """
         with remote.lock:
             if remote.lost is not None:
@@ -180,20 +181,20 @@ class Tcp:
             self.io.write(remote.connection, parts)
 
     def hang_up(self, remote: PeerConnection) -> None:
-        """Say goodbye to this one; nothing is told of it any more."""
+        """End the session with this peer. No callback is called for it any more."""
         self.soon(lambda: self._hang_up(remote))
 
     def soon(self, call: Callable[[], None]) -> None:
-        """On the thread."""
+        """Schedule a call on the thread."""
         self._soon.append(call)
         self._wake()
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """On the thread, in so many seconds."""
+        """Schedule a call on the thread in ``seconds``."""
         self.soon(lambda: self.timers.append((time.monotonic() + seconds, call)))
 
     def close(self) -> None:
-        """Say goodbye to all, and end the thread."""
+        """End all sessions and the thread."""
 
         def end() -> None:
             for remote in list(self.remotes.values()):
@@ -229,9 +230,9 @@ class Tcp:
             self._end()
 
     def _turn(self, last: float) -> float:
-        """Once around; when it began."""
+        """Run one turn of the loop. Return the time at which it began."""
         now = time.monotonic()
-        if now - last > self.bounds.silence / 2:  # we were stopped, not they: what they said may lie there
+        if now - last > self.bounds.silence / 2:  # this process was stopped: the peers' bytes may wait in the sockets
             for remote in list(self.remotes.values()):
                 remote.heard += now - last
         if now >= self._beats:
@@ -244,11 +245,11 @@ class Tcp:
         return now
 
     def _safely(self, call: Callable[[], object]) -> None:
-        """What fails here concerns one connection, and not the others."""
+        """Run a call; log its error, which concerns one connection only."""
         try:
             call()
         except Exception:
-            log.exception("something between hosts failed in an unknown way; the rest goes on")
+            log.exception("an operation between hosts failed unexpectedly; the other connections continue")
 
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         try:
@@ -260,12 +261,12 @@ class Tcp:
             else:
                 self._accept(key.data)
         except Exception:
-            log.exception("a connection between hosts failed in an unknown way; the others go on")
+            log.exception("a connection between hosts failed unexpectedly; the others continue")
             if isinstance(key.data, Connection):
                 self.drop(key.data)
 
     def _do_what_is_due(self) -> None:
-        for _ in range(len(self._soon)):  # not what comes meanwhile: others are to be read, too
+        for _ in range(len(self._soon)):  # calls that are added meanwhile wait until the sockets were read
             self._safely(self._soon.popleft())
         now = time.monotonic()
         due = [call for at, call in self.timers if at <= now]
@@ -283,7 +284,7 @@ class Tcp:
         os.close(self._nudge)
 
     def _beat(self, now: float) -> None:
-        """Tell everybody that we are alive; those that do not tell us are lost."""
+        """Send heartbeats. Drop peers and unauthenticated connections that are silent for too long."""
         for stranger in [s for s in self.strangers if now - s.since > AUTHENTICATION_TIMEOUT_S]:
             self.drop(stranger)
         for remote in list(self.remotes.values()):
@@ -298,7 +299,7 @@ class Tcp:
                     self.io.write(remote.connection, [remote.session.word()])
 
     def _give_up_attempt(self, remote: PeerConnection, now: float) -> None:
-        """Where the end of a connection was lost on its way nothing is sent, and nothing ever comes: call again."""
+        """Drop an attempt that gets no answer, then connect again: the packet that ended it may be lost."""
         attempt, most = remote.attempt, self.bounds.silence / (2 if remote.up else 1)
         if attempt is not None and not attempt.gone and now - attempt.since > most:
             remote.trouble = f"it did not answer a connection for {now - attempt.since:.1f} s"
@@ -323,7 +324,7 @@ class Tcp:
         self._on_lost(remote)
 
     def _forget(self, remote: PeerConnection) -> None:
-        """Not quite: its session does not begin anew, with frames that have come before."""
+        """Remember the end of a session, so that it does not begin again with frames that were delivered before."""
         self.ended_sessions[remote.id] = None
         while len(self.ended_sessions) > MAX_ENDED_SESSIONS:
             del self.ended_sessions[next(iter(self.ended_sessions))]
@@ -337,7 +338,7 @@ class Tcp:
             return
         self._forget(remote)
         with remote.lock:
-            remote.lost = "we have said goodbye"
+            remote.lost = "this side has ended the session"
             if self.loans is not None:
                 self.loans.settle(remote)
             self._lend_no_more(remote)
@@ -347,20 +348,20 @@ class Tcp:
         if connection is not None:
             self.drop(connection)
 
-    # ---- connections that come and go
+    # ---- start and end of connections
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             accepted, _ = listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # a stranger's place is better used by a host
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # free descriptors of unauthenticated connections
                 for stranger in list(self.strangers)[:8]:
                     self.drop(stranger)
             return
         self.adopt(accepted, None, b"")
 
     def adopt(self, plain: socket.socket, remote: PeerConnection | None, knock: bytes) -> None:
-        """Read what comes here; of ``remote``, if we have called it, else of a stranger."""
+        """Start the handshake on a socket: to ``remote`` if this process connects, else of an accepted connection."""
         plain.setblocking(False)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option, value in _PROMPT:
@@ -381,7 +382,7 @@ class Tcp:
             self.guarded(connection, lambda: self.io.advance(connection, None))
 
     def drop(self, connection: Connection) -> None:
-        """This connection is over; its session may go on with another one."""
+        """Close a connection. Its session may continue on another one."""
         if connection.gone:
             return
         connection.gone = True
@@ -392,12 +393,12 @@ class Tcp:
         if remote is None:
             connection.socket.close()
         else:
-            with remote.lock:  # nobody is writing
-                if remote.lost is None:  # a reset: an end would say that this process has died
+            with remote.lock:  # no thread is writing
+                if remote.lost is None:  # with a reset: an orderly close means that this process has ended
                     with contextlib.suppress(OSError):
                         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 connection.socket.close()
-        with contextlib.suppress(ValueError):  # it is what fails just now
+        with contextlib.suppress(ValueError):  # the reader is running: it has called this method
             connection.reader.close()
         if remote is None:
             return
@@ -421,7 +422,7 @@ class Tcp:
             if remote is not None:
                 before = not remote.up and not connection.connecting
                 remote.trouble = f"{error}; is it a host, with the same MONARCH_TLS?" if before else str(error)
-            # Whoever was told of a break when it wrote reads an end afterwards.
+            # After a failed write the socket reads an end, although the connection broke.
             ended = isinstance(error, EOFError) and not connection.broken
             ended = ended and remote is not None and remote.connection is connection
             self.drop(connection)
@@ -429,17 +430,17 @@ class Tcp:
                 self._broken(remote, error, ended)
 
     def _broken(self, remote: PeerConnection, error: Exception, ended: bool) -> None:
-        """A network breaks connections, and does not close them: a process that ends does, or its system for it."""
+        """Detect the end of the peer's process: its system closes connections, while a network breaks them."""
         if ended:
             remote.closed = True
             times = remote.times
             self.timers.append((time.monotonic() + RECONNECT_AFTER_CLOSE_S, lambda: self._still_closed(remote, times)))
         elif remote.closed and isinstance(error, ConnectionRefusedError):
-            self.lose(remote, "its process has closed the connection, and nobody listens there any more")
+            self.lose(remote, "its process has closed the connection and does not listen any more")
 
     def _still_closed(self, remote: PeerConnection, times: int) -> None:
         if remote.times == times and remote.lost is None:
-            self.lose(remote, "its process has closed the connection and does not come back")
+            self.lose(remote, "its process has closed the connection and does not connect again")
 
     def _ready(self, connection: Connection, events: int) -> None:
         def act() -> None:
@@ -466,24 +467,24 @@ class Tcp:
     # ---- for rdma_send.py
 
     def have_read(self, remote: PeerConnection, reading: RdmaRead) -> None:
-        """As Carrier: a frame of which a part was lent is all there."""
+        """As Carrier.have_read: deliver a frame that a NIC has read."""
         if (connection := remote.connection) is not None:
             self.guarded(connection, lambda: self.frames.take(remote, reading.head, reading.prefix, reading.body))
         reading.over()
 
     def go_on(self, remote: PeerConnection) -> None:
-        """As Carrier: what has waited, as far as there is room now."""
+        """As Carrier.go_on: send waiting frames, as far as the session has room."""
         if self.loans is not None:
             self.loans.heard(remote)
         while remote.waiting and not remote.session.full and remote.nics.loan is None:
             self._send(remote, *remote.waiting.popleft())
 
     def put(self, remote: PeerConnection, parts: Sequence[Any]) -> None:
-        """As Carrier: on its connection, if it has one; what it lacks comes with the next one."""
+        """As Carrier.put: write to the peer's connection, if there is one. The next connection resends what is lost."""
         if remote.connection is not None:
             self.io.write(remote.connection, parts)
 
 
 def secrets_by_name(*secrets: bytes) -> dict[bytes, bytes]:
-    """As Tcp wants them."""
+    """Return secrets by their names, as Tcp expects them."""
     return {name_of(secret): secret for secret in secrets}

@@ -28,11 +28,11 @@ class Dialer:
         host, port = remote.address
         try:
             self.connect(remote, socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
-        except (socket.gaierror, UnicodeError):  # a name, and the resolver may be slow
+        except (socket.gaierror, UnicodeError):  # not a numeric address, and the resolver may be slow
             threading.Thread(target=self._look_up, args=(remote, host, port), name="monarch-names", daemon=True).start()
 
     def _look_up(self, remote: PeerConnection, host: str, port: int) -> None:
-        """Resolve a name, on a thread of its own."""
+        """Resolve a name. Runs on its own thread."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
@@ -46,7 +46,7 @@ class Dialer:
         self.call_again(remote)
 
     def connect(self, remote: PeerConnection, found: Sequence[Any]) -> None:
-        """Connect to one of its addresses; the next attempt uses the next one."""
+        """Connect to one of the resolved addresses; the next attempt uses the next one."""
         if remote.lost is not None or self._tcp.is_closed:
             return
         family, kind, protocol, _, where = found[remote.attempts % len(found)]

@@ -1,8 +1,7 @@
-"""Frames on their way to another host: what is added to them between a process and its gateway, and between gateways.
+"""Layouts of frames to another host, between a process and its gateway, and between gateways.
 
-A process gives its gateway the frame as it is, with both tokens before the prefix, and a mark in the kind; between
-hosts its header stands in the prefix of a session's frame. Layouts only: who sends what to whom is in remote_links.py
-and gateway.py.
+To its gateway a process sends the frame with both tokens before the prefix, and with a flag in the kind. Between hosts
+the frame's header is in the prefix of a session's frame. remote_links.py and gateway.py send these frames.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any, NamedTuple
 from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError
 
 CARRIED, MANY = 0x40, 0x80
-"""Marks in a kind: the frame is for, or from, a process on another host; or for several of them."""
+"""Flags in a kind: the frame is for, or from, a process on another host; or for several of them."""
 
 CALL, MET, REFUSED, GONE = 0xF1, 0xF2, 0xF3, 0xF4
-"""Kinds between processes and gateways, and between gateways: A wants to talk to B; B is there, is not, has ended."""
+"""Kinds of control frames between processes and gateways: A connects to B; B is up, can't be reached, has ended."""
 
 PASS, ARRIVED, COMBINED = 0xF5, 0xF6, 0xF7
-"""Kinds between gateways: a frame for many on its way down a tree; all below have it; replies on their way up."""
+"""Kinds between gateways: a multicast on its way down a tree; all below have it; aggregated replies on their way up."""
 
 HOST_ID_LENGTH = 8
-"""Characters of a token that are its host's."""
+"""Characters at the start of a token that name its host."""
 
 _HEAD = struct.Struct("!BxHIIQQQQ")  # kind, buffers, rank, epoch, target, ref, seq, bytes of the body
 _RECEIVER = struct.Struct(f"!{TOKEN_LENGTH}sQII")  # token, seq, rank, epoch
@@ -33,27 +32,30 @@ _PART = struct.Struct(f"!{HOST_ID_LENGTH}sI")  # host, receivers
 
 
 def host_of(token: str) -> str:
-    """The host of the process with this token: chosen with it, so that no directory is needed."""
+    """Return the host of the process with this token. The token contains it, so no directory is needed."""
     return token[:HOST_ID_LENGTH]
 
 
 def is_word(kind: int) -> bool:
-    """Between gateways and processes."""
+    """Whether a kind is a control frame of processes and gateways."""
     return kind & 0xF0 == 0xF0
 
 
 def is_relayed(kind: int) -> bool:
-    """Between gateways only: of a tree."""
+    """Whether a kind belongs to a multicast between gateways."""
     return kind in (PASS, ARRIVED, COMBINED)
 
 
 def is_for_many(kind: int) -> bool:
-    """Receivers stand before its tokens."""
+    """Whether a frame is for several receivers, which are listed before its tokens."""
     return bool(kind & MANY) and not is_word(kind)
 
 
 def to_host(frame: Envelope) -> str:
-    """Where it is for: those of a frame for many that goes between gateways are on the same host. Raises FrameError."""
+    """Return the host to which a frame is addressed. Raises FrameError.
+
+    Between gateways all receivers of a frame for many are on one host.
+    """
     if not is_for_many(frame.kind):
         return host_of(frame.to)
     text = frame.prefix[_COUNT.size : _COUNT.size + HOST_ID_LENGTH]
@@ -63,7 +65,7 @@ def to_host(frame: Envelope) -> str:
 
 
 class Envelope(NamedTuple):
-    """A frame, as it travels. ``prefix`` begins with the tokens of its receiver and its sender."""
+    """Frame to another host. ``prefix`` begins with the tokens of its receiver and its sender."""
 
     kind: int
     target: int
@@ -77,36 +79,36 @@ class Envelope(NamedTuple):
 
     @property
     def to(self) -> str:
-        """The receiver's token."""
+        """Token of the receiver."""
         return str(self.prefix[:TOKEN_LENGTH], "ascii")
 
     @property
     def sender(self) -> str:
-        """The sender's token."""
+        """Token of the sender."""
         return str(self.prefix[TOKEN_LENGTH : 2 * TOKEN_LENGTH], "ascii")
 
 
 HOST_LOST = 2
-"""Flag in the rank of a GONE word: the whole host of its sender is lost. Bit 0 says that the end was orderly."""
+"""Flag in the rank of a GONE frame: the whole host of its sender is lost. Bit 0 says that the end was orderly."""
 
 
 def word(kind: int, to: str, sender: str, pid: int = 0, text: str = "") -> Envelope:
-    """A frame between gateways and processes that is not a process's own."""
+    """Return a control frame between processes and gateways."""
     return Envelope(kind, 0, pid, 0, 0, 0, f"{to}{sender}{text}".encode(), b"", None)
 
 
 def tokens(to: str, sender: str) -> bytes:
-    """What stands before the prefix."""
+    """Return the bytes before the prefix."""
     return (to + sender).encode()
 
 
 def pack_receivers(to: Sequence[tuple[str, int, int, int]]) -> bytes:
-    """Tokens, sequence numbers, ranks, epochs: before the tokens in the prefix of a frame for MANY."""
+    """Pack receivers (token, sequence number, rank, epoch), which precede the tokens in a frame for MANY."""
     return _COUNT.pack(len(to)) + b"".join(_RECEIVER.pack(token.encode(), *rest) for token, *rest in to)
 
 
 def unpack_receivers(prefix: bytes) -> tuple[list[tuple[str, int, int, int]], bytes]:
-    """And the rest of the prefix. Raises FrameError."""
+    """Return the receivers and the rest of the prefix. Raises FrameError."""
     try:
         (count,) = _COUNT.unpack_from(prefix)
         end = _COUNT.size + count * _RECEIVER.size
@@ -117,7 +119,7 @@ def unpack_receivers(prefix: bytes) -> tuple[list[tuple[str, int, int, int]], by
 
 
 def pack(frame: Envelope) -> tuple[bytes, list[Any]]:
-    """Prefix and body of a session's frame."""
+    """Return the prefix and the body of a session's frame."""
     body = [frame.body] if isinstance(frame.body, (bytes, bytearray, memoryview)) else list(frame.body)
     buffers = [memoryview(buffer) for buffer in frame.buffers or ()]
     head = _HEAD.pack(
@@ -129,7 +131,7 @@ def pack(frame: Envelope) -> tuple[bytes, list[Any]]:
 
 
 def unpack(prefix: bytes, view: memoryview) -> Envelope:
-    """A frame of another gateway, of which everything may be wrong; its parts are views. Raises FrameError."""
+    """Return the frame of another gateway, whose bytes are not trusted; its parts are views. Raises FrameError."""
     try:
         kind, count, rank, epoch, target, ref, seq, size = _HEAD.unpack_from(prefix)
         sizes = struct.unpack_from(f"!{count}Q", prefix, _HEAD.size)
@@ -153,9 +155,9 @@ def unpack(prefix: bytes, view: memoryview) -> Envelope:
 
 
 class RelayHeader(NamedTuple):
-    """The prefix of a PASS. ``hosts``: this one, and those below it, each with its receivers as they are packed.
+    """Prefix of a PASS frame. ``hosts``: this host and those below it, each with its packed receivers.
 
-    ``over``: the root has all replies to its casts before this number.
+    ``over``: the root has all replies to its multicasts before this number.
     """
 
     root: str
@@ -168,7 +170,7 @@ class RelayHeader(NamedTuple):
     rest: bytes
 
     def pack(self) -> bytes:
-        """Its bytes."""
+        """Encode the header."""
         head = _PASS.pack(
             self.root.encode(), self.parent.encode(), self.kind, self.branches, self.number, self.over, len(self.hosts)
         )
@@ -177,7 +179,7 @@ class RelayHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, prefix: bytes) -> RelayHeader:
-        """Raises FrameError."""
+        """Decode a header. Raises FrameError."""
         try:
             root, parent, kind, branches, number, over, count = _PASS.unpack_from(prefix)
             at = _PASS.size + count * _PART.size
@@ -188,40 +190,43 @@ class RelayHeader(NamedTuple):
                 at += receivers * _RECEIVER.size
             passed = cls(str(root, "ascii"), str(parent, "ascii"), kind, branches, number, over, hosts, prefix[at:])
         except (struct.error, UnicodeDecodeError) as error:
-            raise FrameError(f"a frame for a tree that can't be read: {error}") from None
+            raise FrameError(f"a PASS frame that can't be read: {error}") from None
         if at > len(prefix) or not hosts or not branches or not is_for_many(kind):
-            raise FrameError("a frame for a tree that can't be read")
+            raise FrameError("a PASS frame that can't be read")
         return passed
 
 
 def pack_rows(to: Sequence[tuple[str, int, int, int]]) -> bytes:
-    """Receivers without their number."""
+    """Pack receivers without their count."""
     return pack_receivers(to)[_COUNT.size :]
 
 
 def count_of(rows: bytes) -> int:
-    """How many receivers these are."""
+    """Return the number of packed receivers."""
     return len(rows) // _RECEIVER.size
 
 
 def for_many(rows: bytes, rest: bytes) -> bytes:
-    """The prefix of a frame for MANY."""
+    """Return the prefix of a frame for MANY."""
     return _COUNT.pack(count_of(rows)) + rows + rest
 
 
 def arrived(root: str, number: int, who: str, done: bool, lost: Sequence[str] = ()) -> Envelope:
-    """To the one above in a tree: these could not be reached; and, with ``done``, all others have it."""
+    """Return an ARRIVED frame to the parent in a tree.
+
+    The ``lost`` hosts could not be reached from ``who``. With ``done`` all others below have the multicast.
+    """
     return Envelope(ARRIVED, 0, 0, number, int(done), 0, "".join((root, who, *lost)).encode(), b"", None)
 
 
 def unpack_arrived(frame: Envelope) -> tuple[str, str, list[str]]:
-    """Root, who says it, who could not be reached. Raises FrameError."""
+    """Return the root, the sending host, and the hosts that could not be reached. Raises FrameError."""
     try:
         text = str(frame.prefix, "ascii")
     except UnicodeDecodeError:
         text = ""
     if len(text) < 2 * HOST_ID_LENGTH or len(text) % HOST_ID_LENGTH:
-        raise FrameError("a word of a tree that can't be read")
+        raise FrameError("an ARRIVED frame that can't be read")
     return (
         text[:HOST_ID_LENGTH],
         text[HOST_ID_LENGTH : 2 * HOST_ID_LENGTH],

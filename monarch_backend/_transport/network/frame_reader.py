@@ -1,4 +1,4 @@
-"""Frames of an authenticated connection: heads, prefixes and bodies, also those that NICs carry in part."""
+"""Reader of the frames of an authenticated connection: heads, prefixes and bodies. NICs may read parts of a body."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FrameReader:
         self._tcp = tcp
 
     def read(self, connection: Connection, remote: PeerConnection) -> Reader:
-        """Read frames until the peer says goodbye."""
+        """Read frames until the peer ends the session."""
         scratch = ReceiveBuffer()
         while True:
             head = read_head(bytes((yield HEAD_BYTES)))
@@ -38,10 +38,10 @@ class FrameReader:
             if head.kind not in (DATA, LENT):
                 self._hear(remote, head, prefix)
                 if head.kind == BYE:
-                    self._tcp.lose(remote, "it has said goodbye")
+                    self._tcp.lose(remote, "it has ended the session")
                     return
                 continue
-            if remote.nics.reading is not None:  # it is sent as ever after all, and is not to be written to any more
+            if remote.nics.reading is not None:  # the peer sends it over TCP, and a NIC may still write to the memory
                 remote.nics.reading = None
                 scratch.renew()
             if len(scratch.whole) < head.body:
@@ -69,7 +69,7 @@ class FrameReader:
             session = remote.session
             taken = session.take(head)
             self._tcp.go_on(remote)
-            if session.word_is_due or head.kind == LENT:  # nothing else comes before that
+            if session.word_is_due or head.kind == LENT:  # the peer sends nothing else before it is acknowledged
                 self._tcp.put(remote, [session.word()])
         if taken:
             self._tcp.on_frame(remote, prefix, body)
@@ -85,7 +85,7 @@ class FrameReader:
     ) -> Reader:
         """Read the part of a frame that is on this connection; NICs read the rest, then the frame is delivered."""
         if self._tcp.loans is None:
-            raise SessionError("a frame that NICs are to carry, though there are none here")
+            raise SessionError("a frame that a NIC of this host should read, and NICs are off here")
         parts, prefix = rdma_frame_header.unpack(prefix, head.body)
         for start, end in rdma_frame_header.gaps(parts, head.body):
             yield body[start:end]

@@ -1,8 +1,8 @@
-"""A host's gateway: passes frames between the processes of its host and the gateways of others.
+"""Gateway of a host: relays frames between the processes of its host and the gateways of other hosts.
 
-It knows who is here (they have a link to it), which hosts can be reached, and which pairs of processes have met: those
-it tells of ends, of a process here or of a whole host. It looks at no message. What is for very many hosts goes down a
-tree, which is multicast.py's; sockets are connection_manager.py's, layouts envelope.py's.
+It tracks the processes that have a link to it, and the pairs of processes on different hosts that are connected. It
+reports the end of a process or of a host to the other side of each pair. It does not decode messages. A frame for many
+hosts is sent down a tree (multicast.py). Sockets are in connection_manager.py, layouts in envelope.py.
 """
 
 from __future__ import annotations
@@ -35,18 +35,20 @@ from monarch_backend._transport.network.multicast import DEFAULT_FANOUT, Relay
 log = logging.getLogger("monarch_backend")
 
 MAX_ENDED_PROCESSES = 4096
-"""Processes whose end is remembered, for those who hear of them only now."""
+"""Ended processes that are remembered, to report their end to peers that connect late."""
 
 RETRY_S = 0.001
-"""Seconds after which a receiver that had no room is tried again: it lets go of memory without a word."""
+"""Interval at which a send without space is retried: receivers release memory without a notification."""
 
 
 class Gateway:
-    """Of one host; all methods may be called from any thread.
+    """Gateway of one host; all methods may be called from any thread.
 
-    ``to_host(host, frame)`` sends to another gateway, or to the one on the ``way(host)`` there; it is False if that
-    host is not connected. ``to_me(frame)`` takes what is for the gateway's own process. ``later(seconds, call)`` calls
-    on the thread that reads. A message for many goes straight to as many hosts as a tree has ``branches``.
+    - ``to_host(host, frame)`` sends to the gateway of a host, or to the next one on the way there, ``way(host)``. It
+      returns False if that gateway is not connected.
+    - ``to_me(frame)`` takes frames for the gateway's own process.
+    - ``later(seconds, call)`` schedules a call on the reading thread.
+    - ``branches``: fan-out of a multicast tree. A multicast to as many hosts or fewer is sent directly to each.
     """
 
     def __init__(
@@ -65,21 +67,22 @@ class Gateway:
         self._links, self._pid = links, pid
         self._to_host, self._to_me, self._later = to_host, to_me, later
         self._lock = threading.RLock()
-        self._by_token: dict[str, int] = {}  # links of those who are here
-        self._by_link: dict[int, tuple[str, int]] = {}  # their tokens and pids
-        self._pairs: defaultdict[str, set[str]] = defaultdict(set)  # of one who is here, on other hosts
-        self._calling: dict[str, set[str]] = {}  # one on another host -> who here has called it, without an answer
-        self._given_up: defaultdict[str, set[str]] = defaultdict(set)  # by one who is here: who was never reached
-        self._asked: defaultdict[str, list[str]] = defaultdict(list)  # one here who is silent -> who elsewhere calls it
-        self._ended: dict[str, tuple[str, bool]] = {}  # how those who were here have ended lately, and whether in peace
-        self._kept: dict[int, deque[Callable[[], bool]]] = {}  # by link: what had no room
+        # Tokens: "local" processes are on this host, "remote" ones on other hosts.
+        self._by_token: dict[str, int] = {}  # links of local processes
+        self._by_link: dict[int, tuple[str, int]] = {}  # tokens and pids of local processes
+        self._pairs: defaultdict[str, set[str]] = defaultdict(set)  # local -> connected remote processes
+        self._calling: dict[str, set[str]] = {}  # remote -> local processes that wait for its answer
+        self._given_up: defaultdict[str, set[str]] = defaultdict(set)  # local -> remote processes lost before an answer
+        self._asked: defaultdict[str, list[str]] = defaultdict(list)  # silent local -> remote callers with their pids
+        self._ended: dict[str, tuple[str, bool]] = {}  # how local processes have ended, and whether in an orderly way
+        self._kept: dict[int, deque[Callable[[], bool]]] = {}  # by link: sends without space
         self._here, self._way = host_of(token), way
         self._relay = Relay(token, branches, to_host, self._for_many, self._answer, self._later_locked, way)
 
     # ---- from this host
 
     def handle(self, events: Sequence[Any]) -> list[Any]:
-        """What the links have brought; what is not for the gateway is returned."""
+        """Handle events of the links. Return those that are not for the gateway."""
         rest = []
         for event in events:
             if event[1] < CARRIED:
@@ -91,14 +94,14 @@ class Gateway:
                     with self._lock:
                         self._leaves(Envelope(*event[1:]), self._by_link[event[0]][0])
             except FrameError as error:
-                log.error("process %s: %s; it is not listened to any more", self._by_link.get(event[0]), error)
+                log.error("process %s: %s; its link is closed", self._by_link.get(event[0]), error)
                 self._links.drop(event[0])
             except Exception:
-                log.exception("a frame for another host could not be handled; the gateway goes on without it")
+                log.exception("a frame for another host could not be handled; the gateway continues without it")
         return rest
 
     def send(self, frame: Envelope) -> bool:
-        """Of the gateway's own process."""
+        """Send a frame of the gateway's own process."""
         with self._lock:
             self._leaves(_owned(frame), self.token)
         return True
@@ -106,7 +109,7 @@ class Gateway:
     def _leaves(self, frame: Envelope, sender: str) -> None:
         if is_word(frame.kind):
             if frame.kind != CALL or frame.sender != sender:
-                raise FrameError(f"a word of kind {frame.kind} that it may not say")
+                raise FrameError(f"a control frame of kind {frame.kind}, which it may not send")
             self._calls(frame)
         elif is_for_many(frame.kind):
             self._leaves_for_many(frame)
@@ -121,7 +124,7 @@ class Gateway:
             self._to_process(envelope.word(REFUSED, sender, to))
 
     def _leaves_for_many(self, frame: Envelope) -> None:
-        """One frame for each host, or down a tree of them."""
+        """Send a frame for many: one copy to each host, or down a tree of hosts."""
         receivers, rest = envelope.unpack_receivers(frame.prefix)
         by_host: defaultdict[str, list[tuple[str, int, int, int]]] = defaultdict(list)
         for receiver in receivers:
@@ -134,13 +137,13 @@ class Gateway:
             self._to_host(host, frame._replace(prefix=envelope.for_many(those, rest)))
 
     def _told(self, event: Any) -> None:
-        """Somebody of this host has come, does not come, or has gone."""
+        """Handle the event that a local process is up, can't be reached, or has ended."""
         link, kind = event[0], event[1]
         with self._lock:
             if kind == Kind.MET:
                 token, pid = event[2], event[3]
                 self._by_link[link] = token, pid
-                self._by_token.setdefault(token, link)  # if both have called there are two: the first one, as they do
+                self._by_token.setdefault(token, link)  # the first of two links, if both sides have connected
                 self._ended.pop(token, None)
                 for caller, its_pid in self._waiting_for(token):
                     self._meet(token, caller, its_pid)
@@ -160,11 +163,11 @@ class Gateway:
         if len(self._ended) > MAX_ENDED_PROCESSES:
             del self._ended[next(iter(self._ended))]
         self._relay.ends(token)
-        for other in sorted(self._pairs.pop(token, ())):  # in an order that depends on no hash
+        for other in sorted(self._pairs.pop(token, ())):  # sorted, so that simulations are reproducible
             self._tell_end(token, other)
 
     def _tell_end(self, token: str, other: str) -> None:
-        """To one on another host, that this one here is gone."""
+        """Tell a remote process that a local one has ended."""
         how, peace = self._ended.get(token, ("it is gone", False))
         self._to_host(host_of(other), envelope.word(GONE, other, token, text=how)._replace(rank=int(peace)))
 
@@ -172,7 +175,7 @@ class Gateway:
         return [(entry[:TOKEN_LENGTH], int(entry[TOKEN_LENGTH:])) for entry in self._asked.pop(token, ())]
 
     def unread(self, pid: int) -> bool:
-        """A process of this host has something to read, and has not done so."""
+        """Whether a process of this host has unread frames."""
         with self._lock:
             links = [link for link, (_, its) in self._by_link.items() if its == pid]
             return any(link in self._kept or self._links.unread(link) > 0 for link in links)
@@ -180,9 +183,9 @@ class Gateway:
     # ---- from another host
 
     def arrived(self, prefix: bytes, body: memoryview, on_call: Callable[[str], None] | None = None) -> None:
-        """Handle a frame of another gateway; ``body`` need not be there afterwards. Raises FrameError.
+        """Handle a frame of another gateway; ``body`` may be reused afterwards. Raises FrameError.
 
-        ``on_call`` gets the caller's host before a call is answered.
+        ``on_call`` is called with the caller's host before a CALL is answered.
         """
         frame = envelope.unpack(prefix, body)
         with self._lock:
@@ -201,7 +204,7 @@ class Gateway:
                 self._to_process(frame)
 
     def _goes_on(self, frame: Envelope, host: str) -> None:
-        """It is for another host, which its sender reaches through this one."""
+        """Forward a frame to another host, which its sender reaches through this one."""
         if frame.kind == GONE:
             self._relay.replies.hurry()
         if not self._to_host(host, _owned(frame)) and frame.kind == CALL:
@@ -218,7 +221,7 @@ class Gateway:
             if not callers:
                 del self._calling[sender]
         if to != self.token and to not in self._by_token:
-            if frame.kind == MET:  # it has ended since it called, and the other one was told that it is here
+            if frame.kind == MET:  # the local process has ended meanwhile
                 self._tell_end(to, sender)
             return
         if frame.kind == MET:
@@ -230,15 +233,15 @@ class Gateway:
         self._to_process(frame)
 
     def _is_called(self, token: str, caller: str, pid: int) -> None:
-        if caller in self._given_up.get(token, ()):  # it would be heard, and not answered
-            why = "it has given up this process, whose host was lost to it"
+        if caller in self._given_up.get(token, ()):  # the local process would not answer it
+            why = "it has given up this process, because the connection between the hosts was lost"
             self._to_host(host_of(caller), envelope.word(GONE, caller, token, text=why))
             return
         if token == self.token or token in self._by_token:
             self._meet(token, caller, pid)
             return
         link = self._links.connect(token)
-        if link == LINK_PENDING or link >= 0:  # that it was met comes as an event
+        if link == LINK_PENDING or link >= 0:  # MET or REFUSED follows as an event
             self._asked[token].append(f"{caller}{pid}")
         else:
             self._to_host(host_of(caller), envelope.word(REFUSED, caller, token))
@@ -250,7 +253,7 @@ class Gateway:
         self._to_host(host_of(caller), envelope.word(MET, caller, token, mine))
 
     def _for_many(self, frame: Envelope) -> int:
-        """One copy in shared memory for all receivers of this host; how many of them are there."""
+        """Deliver a frame for many with one copy in shared memory. Return the number of receivers on this host."""
         rows, rest = envelope.unpack_receivers(frame.prefix)
         kind = frame.kind & ~MANY | CARRIED
         there, mine = [], 0
@@ -270,7 +273,7 @@ class Gateway:
         return len(there) + mine
 
     def _answer(self, token: str, frame: Envelope) -> None:
-        """A frame of the gateway's own, to a process of this host."""
+        """Send a frame of the gateway itself to a process of this host."""
         if (link := self._by_token.get(token)) is not None:
             self._put(link, frame)
 
@@ -289,7 +292,7 @@ class Gateway:
             self._put(link, frame)
 
     def _put(self, link: int, frame: Envelope) -> None:
-        """In order; when there is room."""
+        """Send on a link, in order, now or when there is space."""
         kept = self._kept.get(link)
         if kept is None and self._links.send(link, *frame._replace(body=[frame.body])):
             return
@@ -313,14 +316,14 @@ class Gateway:
                         self._later(RETRY_S, lambda: self._retry(link))
                         return
                 except Exception:
-                    log.exception("a frame of another host could not be sent on; the gateway goes on without it")
+                    log.exception("a frame of another host could not be relayed; the gateway continues without it")
                 kept.popleft()
             self._kept.pop(link, None)
 
     # ---- hosts
 
     def lost_host(self, host: str, why: str) -> None:
-        """Whoever here knows somebody there hears of it."""
+        """Report the loss of a host to the local processes that are connected or connecting to processes there."""
         with self._lock:
             self._relay.lost_host(host)
             for token, others in list(self._pairs.items()):
@@ -342,5 +345,5 @@ class Gateway:
 
 
 def _owned(frame: Envelope) -> Envelope:
-    """With memory of its own."""
+    """Return a copy of a frame that owns its memory."""
     return frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))

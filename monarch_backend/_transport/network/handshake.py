@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("monarch_backend")
 
 LOG_INTERVAL_S = 1.0
-"""Seconds between two log lines about strangers."""
+"""Seconds between two log lines about refused connections."""
 
-_PREAMBLE = struct.Struct("!4sB3x16s8s")  # magic, TLS or not, for whom, which secret
+_PREAMBLE = struct.Struct("!4sB3x16s8s")  # magic, whether TLS follows, receiver's token, name of the secret
 KNOCK_BYTES = _PREAMBLE.size
 _PREAMBLE_MAGIC = b"monh"
 
 
 class Handshakes:
-    """Authenticates connections, and refuses those of strangers."""
+    """Authenticates connections, and refuses those that do not know the secret."""
 
     def __init__(self, tcp: Tcp) -> None:
         self._tcp = tcp
-        self._refusals = 0  # of strangers
-        self._quiet = 0.0  # until when refusals are not logged
+        self._refusals = 0  # of accepted connections
+        self._quiet = 0.0  # time until which refusals are not logged
 
     def refuse(self, connection: Connection, error: HandshakeError) -> None:
-        """Lose a called peer that has refused; log and drop a stranger."""
+        """Give up the peer of an outgoing connection; log and drop an accepted one."""
         remote = connection.remote
         if remote is not None and connection.name is not None:
             self._tcp.lose(remote, str(error))
@@ -58,7 +58,7 @@ class Handshakes:
         self._tcp.drop(connection)
 
     def _log_stranger(self, connection: Connection, error: HandshakeError) -> None:
-        """Log a refusal, not each one: otherwise strangers could fill the log."""
+        """Log a refusal, at a limited rate: otherwise unauthenticated peers could fill the log."""
         self._refusals += 1
         if time.monotonic() < self._quiet:
             return
@@ -66,8 +66,8 @@ class Handshakes:
         try:
             whom = str(connection.socket.getpeername()[0])
         except OSError:
-            whom = "somebody"
-        log.warning("a connection of %s was refused, the %d. so far: %s", whom, self._refusals, error)
+            whom = "an unknown address"
+        log.warning("a connection from %s was refused, number %d so far: %s", whom, self._refusals, error)
 
     def accept(self, connection: Connection, knock: bytes) -> Reader:
         """Authenticate a peer that has connected to this process, then read its frames."""
@@ -75,9 +75,9 @@ class Handshakes:
             knock = bytes((yield KNOCK_BYTES))
         magic, encrypted, whom, which = _PREAMBLE.unpack(knock)
         if magic != _PREAMBLE_MAGIC or bool(encrypted) != (self._tcp.tls is not None):
-            raise HandshakeError("bytes of a stranger, or of a host with another idea of TLS")
+            raise HandshakeError("its first bytes are not those of a host with the same MONARCH_TLS")
         if self._tcp.tls is not None and which not in self._tcp.secrets:
-            raise HandshakeError("it wants to prove a secret that is not known here")
+            raise HandshakeError("it names a secret that is not known here")
         if whom not in (ANY_RECEIVER, self._tcp.who):
             self._tcp.selector.unregister(connection.socket)
             if self._tcp.hand_over is not None and self._tcp.hand_over(whom, connection.socket, knock):
@@ -93,10 +93,10 @@ class Handshakes:
             remote, refusal = None, Refusal.FULL
         if remote is None:
             self._tcp.io.write(connection, [HandshakeServer.refuse(refusal or Refusal.SESSION)])
-            raise HandshakeError("it was told why")
+            raise HandshakeError("the answer to it had the reason")
         self._tcp.io.write(connection, [called.answer(self._greeting(remote))])
         called.check(bytes((yield PROOF_BYTES)))
-        if remote.id not in self._tcp.remotes and self._is_full():  # others have proved themselves meanwhile
+        if remote.id not in self._tcp.remotes and self._is_full():  # others have authenticated meanwhile
             raise HandshakeError(f"{self._tcp.max_sessions} sessions are open, which is the limit")
         del self._tcp.strangers[connection]
         self._begin(connection, remote, called.other)
@@ -126,14 +126,14 @@ class Handshakes:
         self._tcp.io.write(connection, [caller.hello()])
         self._tcp.io.write(connection, [caller.hear(bytes((yield ANSWER_BYTES)))])
         if remote.wanted not in (ANY_RECEIVER, caller.other.who):
-            raise HandshakeError("somebody else answered")
+            raise HandshakeError("another process answered")
         self._begin(connection, remote, caller.other)
         yield from self._tcp.frames.read(connection, remote)
 
     def _begin(self, connection: Connection, remote: PeerConnection, other: Hello) -> None:
         """Bind an authenticated connection to its session."""
         if other.who == self._tcp.who:
-            raise HandshakeError("this is the address of the very process that calls")
+            raise HandshakeError("this is the address of the connecting process itself")
         with remote.lock:
             former, remote.connection = remote.connection, connection
             connection.remote = remote

@@ -1,8 +1,8 @@
-"""A message to many hosts, down a tree of their gateways: one copy to each host.
+"""Multicast to many hosts, down a tree of their gateways: one copy to each host.
 
-The gateway of the sender is the root. It keeps the message until every branch has said that all below have it: what is
-below a host that is lost gets it from the root itself, and receivers take nothing twice, since their routers number
-what they get. How the replies come up is reply_aggregation.py's, who is on a host gateway.py's.
+The gateway of the sender is the root. It keeps the frame until every branch has reported that all hosts below have it.
+If a host is lost, the root sends directly to the hosts below it. Receivers drop duplicates by sequence number.
+reply_aggregation.py aggregates the replies.
 """
 
 from __future__ import annotations
@@ -18,41 +18,43 @@ from monarch_backend._transport.network.envelope import ARRIVED, COMBINED, MANY,
 from monarch_backend._transport.network.reply_aggregation import Gatherer
 
 DEFAULT_FANOUT = 8
-"""Hosts that one gateway sends a message for many to; up to so many get it straight."""
+"""Hosts to which one gateway of a tree sends a frame. A multicast to this many hosts or fewer needs no tree."""
 
 MAX_REMEMBERED_MESSAGES = 4096
-"""Messages that have arrived, and may come once more from another host: then they are passed on once more."""
+"""Multicasts that are remembered after their arrival. If one arrives again from another host, it is relayed again."""
 
 
 @dataclass(eq=False)
 class _Cast:
-    """A message that not all branches below this host are known to have."""
+    """Multicast that has not been reported by all branches below this host."""
 
     root: str
     number: int
     sender: str
     ref: int
     frame: Envelope | None  # at the root, which may have to send it again
-    above: tuple[str, int] | None  # what those above call it
-    parents: list[str]  # those above, who wait for this branch: several, if one of them was lost to another
+    above: tuple[str, int] | None  # root and number by which the parents know it
+    parents: list[str]  # hosts that wait for this branch: several if one of them lost the connection to another
     rows: dict[str, bytes]  # receivers, by host below this one
-    branches: dict[str, list[str]] = field(default_factory=dict)  # by their first host: those that may lack it
-    turns: dict[str, int] = field(default_factory=dict)  # how often each of these was sent it, and has not answered
-    lost: list[str] = field(default_factory=list)  # that could not be reached from here, and are others' to reach
-    alone: set[str] = field(default_factory=set)  # at the root: those of others that it has sent it to itself
+    branches: dict[str, list[str]] = field(default_factory=dict)  # first host of a branch -> hosts that may lack it
+    turns: dict[str, int] = field(default_factory=dict)  # first host of a branch -> sends without an ARRIVED yet
+    lost: list[str] = field(default_factory=list)  # hosts that can't be reached from here: the root sends to them
+    alone: set[str] = field(default_factory=set)  # at the root: hosts to which it has sent separately
 
     @property
     def key(self) -> tuple[str, int]:
-        """Everywhere."""
+        """Identifies the multicast on all hosts."""
         return self.root, self.number
 
 
 class Relay:
-    """Of one gateway, under whose lock all methods are called.
+    """Multicasts of one gateway. All methods are called under the gateway's lock.
 
-    ``to_host(host, frame)`` is False if that host is not connected. ``deliver(frame)`` hands a frame for many to those
-    of its receivers who are on this host, and says how many. ``answer(token, frame)`` is for a process of this host.
-    ``later(seconds, call)`` calls with the lock held. ``way(host)``: the host through which that one is reached.
+    - ``to_host(host, frame)`` returns False if that host is not connected.
+    - ``deliver(frame)`` delivers a frame for many to its receivers on this host, and returns their number.
+    - ``answer(token, frame)`` sends to a process of this host.
+    - ``later(seconds, call)`` schedules a call under the lock.
+    - ``way(host)``: the next host on the way to that one.
     """
 
     def __init__(
@@ -72,17 +74,17 @@ class Relay:
         self.replies = Gatherer(token, to_host, answer, later)
         self._numbers = itertools.count(1)
         self._casts: dict[tuple[str, int], _Cast] = {}
-        # Casts of other roots that all below have, but those that could not be reached; the oldest first.
+        # Completed multicasts of other roots, with the hosts that could not be reached; the oldest first.
         self._over: dict[tuple[str, int], list[str]] = {}
 
     # ---- down
 
     def send(self, frame: Envelope, rows: Mapping[str, bytes], rest: bytes) -> None:
-        """A frame for receivers on these hosts, of a process of this one."""
+        """Send a frame of a process of this host to receivers on these hosts."""
         self._begin(frame._replace(prefix=rest), rows, None, 0)
 
     def _begin(self, frame: Envelope, rows: Mapping[str, bytes], above: tuple[str, int] | None, here: int) -> None:
-        """As the root; ``above``: for another one, who can't reach these hosts, and its number of it."""
+        """Begin a multicast as its root. ``above``: the root that can't reach these hosts, and its number of it."""
         frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
         sender = str(frame.prefix[TOKEN_LENGTH : 2 * TOKEN_LENGTH], "ascii")
         parents = [above[0]] if above else []
@@ -115,7 +117,7 @@ class Relay:
         self._finish_if_done(cast)
 
     def _joined(self, frame: Envelope, many: Envelope, passed: RelayHeader) -> _Cast:
-        """It has come for the first time; or again, and whoever was above is lost."""
+        """Return the state of a multicast that has arrived: first, or again because a parent was lost."""
         key, parent = (passed.root, passed.number), passed.parent
         sender = str(passed.rest[TOKEN_LENGTH : 2 * TOKEN_LENGTH], "ascii")
         cast, over = self._casts.get(key), self._over.pop(key, None)
@@ -127,15 +129,15 @@ class Relay:
             self._expect(cast, passed.kind, parent, here)
         else:
             self.replies.has_parent((sender, frame.ref), parent)
-            if cast.lost:  # whoever was told of them may be lost, too
+            if cast.lost:  # the parent that received the report may be the lost one
                 self._to_host(parent, envelope.arrived(*key, self._here, False, cast.lost))
         return cast
 
     def _hand_out(self, cast: _Cast, frame: Envelope, hosts: Sequence[str], branches: int) -> list[str]:
-        """To the first one of each branch; those that can't be reached are returned."""
+        """Send to the first host of each branch. Return the hosts that can't be reached."""
         near = [host for host in hosts if self._way(host) == host]
         far = [host for host in hosts if self._way(host) != host]
-        lost = [] if cast.frame is not None else far  # there is a gateway before them, to which the root knows the way
+        lost = [] if cast.frame is not None else far  # only the root knows the gateway in front of them
         for gateway in {self._way(host): None for host in far if cast.frame is not None}:
             branch = [host for host in far if self._way(host) == gateway]
             near = [host for host in near if host != gateway]
@@ -152,7 +154,7 @@ class Relay:
         return lost
 
     def _pass(self, cast: _Cast, frame: Envelope, root: str, parts: list[tuple[str, bytes]], branches: int) -> bool:
-        """Who is its own root keeps it, and tells us only that all of these have it."""
+        """Send to the first host of ``parts``. With ``root`` equal to it, that host acts as a root for these hosts."""
         over = self.replies.over(cast.root, cast.number)
         passed = RelayHeader(root, self._here, frame.kind, branches, cast.number, over, parts, frame.prefix)
         head = parts[0][0]
@@ -168,7 +170,7 @@ class Relay:
             return
         if lost:
             self._take_over(cast, [host for host in lost if host in cast.rows])
-        if frame.rank:  # an answer to each time that it was sent: there may have been more in the last one
+        if frame.rank:  # one report for each send: a later send may have had more hosts
             cast.turns[who] = cast.turns.get(who, 0) - 1
             if cast.turns[who] <= 0:
                 cast.branches.pop(who, None)
@@ -176,13 +178,13 @@ class Relay:
         self._finish_if_done(cast)
 
     def _take_over(self, cast: _Cast, hosts: list[str]) -> None:
-        """These did not get it from the one above them: the root sends it straight, and others tell it so."""
+        """Send to hosts that their parent can't reach. Other gateways than the root report them to their parent."""
         if cast.frame is None:
             self._report(cast, hosts)
             return
-        hosts = [host for host in hosts if host not in cast.alone]  # two that lack each other would report for ever
+        hosts = [host for host in hosts if host not in cast.alone]  # else two hosts could report each other endlessly
         cast.alone.update(hosts[:1])
-        self._hand_out(cast, cast.frame, hosts[:1], 1)  # alone: it may be what is wrong
+        self._hand_out(cast, cast.frame, hosts[:1], 1)  # separately: this host may be the reason
         self._hand_out(cast, cast.frame, hosts[1:], self.branches)
 
     def _report(self, cast: _Cast, lost: Sequence[str]) -> None:
@@ -210,7 +212,7 @@ class Relay:
             self.replies.expect((cast.sender, cast.ref), cast.root, cast.number, parent, count)
 
     def ends(self, sender: str) -> None:
-        """This process has ended, and others are about to be told: what they may lack of it goes straight, before."""
+        """Send the unfinished multicasts of a process that has ended directly to all hosts, before its end is told."""
         self.replies.ends(sender)
         self.replies.hurry()
         for cast in self._casts.values():
@@ -219,19 +221,19 @@ class Relay:
                     prefix = envelope.for_many(cast.rows[host], cast.frame.prefix)
                     self._to_host(host, cast.frame._replace(prefix=prefix))
 
-    # ---- what comes, and who goes
+    # ---- frames of other gateways, and lost hosts
 
     def handle(self, frame: Envelope) -> None:
-        """A frame of another gateway, of the tree. Raises FrameError."""
+        """Handle a PASS, ARRIVED or COMBINED frame. Raises FrameError."""
         {PASS: self._pass_on, ARRIVED: self._has_arrived, COMBINED: self.replies.come_up}[frame.kind](frame)
 
     def lost_host(self, lost: str) -> None:
-        """This host is not connected any more."""
+        """Send around a host that is lost."""
         for cast in list(self._casts.values()):
             branch = cast.branches.pop(lost, None)
             cast.turns.pop(lost, None)
-            cast.parents = [parent for parent in cast.parents if parent != lost]  # the root sends it here once more
-            if branch and cast.frame is None:  # who is not the root has lost only its own way there
+            cast.parents = [parent for parent in cast.parents if parent != lost]  # the root will send it here again
+            if branch and cast.frame is None:  # the root may still reach the host
                 self._report(cast, branch)
             elif branch:
                 assert cast.frame is not None
@@ -241,7 +243,7 @@ class Relay:
 
 
 def split(hosts: Sequence[str], branches: int) -> list[list[str]]:
-    """In as many parts as there are branches, of the same length or nearly so.
+    """Split hosts into at most ``branches`` parts of nearly the same length.
 
     >>> split("abcdefg", 3), split("ab", 3)
     ([['a', 'b'], ['c', 'd'], ['e', 'f', 'g']], [['a'], ['b']])

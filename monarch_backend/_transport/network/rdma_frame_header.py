@@ -1,8 +1,8 @@
-"""What stands before a frame whose body is not all on the connection: which parts of it are read where they lie.
+"""Layout of a frame whose body is read by a NIC of the receiver, as a whole or in part.
 
-Layouts only. Bytes of such a frame, after its head: how many bytes the notes have, the notes, the prefix, and those
-parts of the body that are not lent. Who reads what with which NIC is rdma_reader.py's, what is said about it
-rdma_send.py's.
+After the head of such a frame come: the number of bytes of the notes, the notes, the prefix, and the parts of the body
+that are sent on the connection. The notes name the parts that the NIC reads. rdma_reader.py reads them, and
+rdma_send.py has the protocol.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import msgspec
 from monarch_backend._transport.network.session import SessionError
 
 MIN_PART_BYTES = 64 << 10
-"""Bytes from which a part is worth a registration of its own; fewer if fewer are worth a loan at all."""
+"""Bytes from which a part is registered, or fewer if the minimum for a frame is lower."""
 
 MAX_PARTS = 256
-"""Of a frame: the rest goes as ever."""
+"""Registered parts of one frame. Further parts are sent on the connection."""
 
 _LENGTH = struct.Struct("!I")
 
 
 class Part(NamedTuple):
-    """Of a body: where it is to be, and, as bytes, the region that it is read from."""
+    """Part of a body: its offset and bytes, and the encoded region from which it is read."""
 
     offset: int
     nbytes: int
@@ -36,7 +36,9 @@ _decoder = msgspec.msgpack.Decoder(list[tuple[int, int, bytes]])
 
 
 def choose(body: Sequence[Any], lendable: int, least: int) -> dict[int, memoryview]:
-    """Which of the last so many parts of a body are to be lent, by where they begin; none if that is not worth it.
+    """Choose parts of a body for a NIC, by offset, among the last ``lendable`` parts.
+
+    Return none if they have fewer than ``least`` bytes together.
 
     >>> list(choose([b"pickle", bytes(70_000), b"small", bytes(80_000)], 3, 100_000))
     [6, 70011]
@@ -52,23 +54,23 @@ def choose(body: Sequence[Any], lendable: int, least: int) -> dict[int, memoryvi
 
 
 def rest(body: Sequence[Any], lent: dict[int, memoryview]) -> list[Any]:
-    """The parts that are on the connection."""
+    """Return the parts that are sent on the connection."""
     left, at = [], 0
     for part in body:
-        if at not in lent or lent[at].nbytes != memoryview(part).nbytes:  # an empty part begins there, too
+        if at not in lent or lent[at].nbytes != memoryview(part).nbytes:  # an empty part has the same offset
             left.append(part)
         at += memoryview(part).nbytes
     return left
 
 
 def pack(parts: Sequence[Part]) -> bytes:
-    """What stands before the prefix."""
+    """Return the notes, which precede the prefix."""
     notes = msgspec.msgpack.encode(parts)
     return _LENGTH.pack(len(notes)) + notes
 
 
 def unpack(prefix: bytes, size: int) -> tuple[list[Part], bytes]:
-    """Of a body of so many bytes, and the prefix. Raises SessionError for what no host of ours would send.
+    """Return the parts of a body of ``size`` bytes, and the prefix. Raises SessionError for invalid notes.
 
     >>> unpack(pack([Part(2, 3, b"r")]) + b"prefix", 9)
     ([Part(offset=2, nbytes=3, region=b'r')], b'prefix')
@@ -91,7 +93,7 @@ def unpack(prefix: bytes, size: int) -> tuple[list[Part], bytes]:
 
 
 def gaps(parts: Sequence[Part], size: int) -> list[tuple[int, int]]:
-    """From where to where the parts do not go: those bytes come on the connection.
+    """Return the ranges between the parts: these bytes come on the connection.
 
     >>> gaps([Part(2, 3, b""), Part(5, 1, b"")], 9)
     [(0, 2), (6, 9)]

@@ -1,8 +1,8 @@
-"""This process's NICs, for frames between hosts: connections to other gateways, parts of frames that these may read,
-and the reading. All of it on a thread of its own, since opening, registering and importing take their time.
+"""NICs of this process for frames between hosts: queue pairs to other gateways, registrations, and reads.
 
-The engine is the process's one (_verbs/shared_engine.py), which is imported when there is something to do. What the
-gateways say to each other is rdma_send.py's.
+The work runs on a thread of its own, because opening devices, registering memory and importing are slow. The engine is
+the process's shared one (_verbs/shared_engine.py), which is imported at its first use. rdma_send.py has the protocol
+between the gateways.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("monarch_backend")
 
 Key = tuple[int, int]
-"""Address and bytes: whoever holds memory holds both."""
+"""Address and bytes of registered memory."""
 
 Done = Callable[[BaseException | None], None]
 
 
 @dataclass(frozen=True)
 class PeerLink:
-    """A gateway on another host, as the engine knows it: a session of one of this process's; ``name`` is for people."""
+    """Peer of the engine: a session between a gateway of this process and one on another host.
+
+    ``who``: the token of this process's gateway. ``name`` is for messages.
+    """
 
     who: bytes
     session: bytes
@@ -43,7 +46,7 @@ class PeerLink:
 
 
 class UnusableError(Exception):
-    """No NIC here may carry anything; the log says why, or `monarch-backend doctor`."""
+    """This process can't use NICs; the log and `monarch-backend doctor` say why."""
 
 
 @dataclass
@@ -53,10 +56,10 @@ class _Exposed:
 
 
 class Nics:
-    """Of one gateway. Methods are called on its thread, but for `start`, `do` and `close`.
+    """NICs of one gateway. Methods other than `start`, `do` and `close` are called on its thread.
 
-    ``dial(gate)`` is called, on another thread, when something is to be read of a gate to which a connection broke: it
-    has an offer taken there and the answer back, or gives up. ``who`` is the gateway's own token.
+    ``who`` is the gateway's own token. ``dial(gate)`` is called on another thread when a read needs a queue pair that
+    broke. It exchanges an offer and an answer with the peer, or gives up.
     """
 
     def __init__(self, who: bytes, dial: Callable[[PeerLink], None]) -> None:
@@ -70,25 +73,25 @@ class Nics:
         self._starting = threading.Lock()
 
     def start(self) -> bool:
-        """From now on there is a thread; False if there is none to be had."""
-        with self._starting:  # whoever sends, and whoever hears, may be the first
+        """Start the thread. Return False if that fails, or after `close`."""
+        with self._starting:  # sending and receiving threads may both be the first
             if self._thread is None and not self._closed:
                 thread = threading.Thread(target=self._run, name="monarch-lending", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError as error:
-                    log.warning("frames between hosts do without NICs: pid %d starts no thread: %s", os.getpid(), error)
+                    log.warning("frames between hosts use TCP only: pid %d starts no thread: %s", os.getpid(), error)
                     return False
                 self._thread = thread
             return self._thread is not None
 
     def do(self, call: Callable[[], None]) -> None:
-        """Have it called on the thread, if there is one."""
+        """Schedule a call on the thread, if it runs."""
         if self._thread is not None:
             self._queue.put(call)
 
     def close(self) -> None:
-        """Nobody reads from here any more; nothing is read."""
+        """End all reads, in both directions, and release the engine."""
         with self._starting:
             self._closed = True
             thread, self._thread = self._thread, None
@@ -110,7 +113,7 @@ class Nics:
             try:
                 call()
             except Exception:
-                log.exception("something about NICs between hosts failed in an unknown way; the rest goes on")
+                log.exception("an operation of NICs between hosts failed unexpectedly; the thread continues")
 
     def _started(self) -> Engine:
         if self._engine is None:
@@ -122,41 +125,41 @@ class Nics:
     # ---- connecting
 
     def offer(self, gate: PeerLink) -> bytes:
-        """For the other side's `accept`: we want to read from there. Raises VerbsError and its like."""
+        """Return an offer for the peer's `accept`, in order to read from the peer. Raises VerbsError and others."""
         self._gates.add(gate)
         return self._started().offer(gate)
 
     def renew(self, gate: PeerLink) -> None:
-        """What was said about a connection was lost, if there is none that works."""
+        """Give up a half-open connection: messages about it may be lost."""
         if self._engine is not None and not self._engine.connected(gate):
             self._engine.give_up(gate, f"the connection to {gate} broke")
 
     def accept(self, gate: PeerLink, offer: bytes) -> bytes:
-        """The answer to one that wants to read from here."""
+        """Return the answer to a peer that wants to read from here."""
         self._gates.add(gate)
         return self._started().accept(gate, offer)
 
     def connect(self, gate: PeerLink, answer: bytes) -> None:
-        """We may read from there."""
+        """Complete a connection for reads from the peer."""
         self._started().connect(gate, answer)
 
     def forget(self, gate: PeerLink, why: str) -> None:
-        """Its session is over: what is read of it fails now, and it reads nothing."""
+        """Fail the reads from and by a peer whose session is over."""
         self._gates.discard(gate)
         if self._engine is not None:
             self._engine.peer_gone(gate, why)
 
     def give_up(self, gate: PeerLink, why: str) -> None:
-        """What is read of it fails now."""
+        """Fail the reads from a peer."""
         if self._engine is not None:
             self._engine.give_up(gate, why)
 
     # ---- memory for others
 
     def expose(self, lent: dict[int, memoryview]) -> tuple[list[Part], list[Key]]:
-        """Others may read these parts of a body, by where they begin, until the keys are released.
+        """Register parts of a body, by offset, until their keys are released: all of them, or none and an error.
 
-        A body that goes to several hosts is registered once. All of them or none.
+        A body that is sent to several hosts is registered once.
         """
         parts: list[Part] = []
         keys: list[Key] = []
@@ -182,7 +185,7 @@ class Nics:
         return exposed.region, key
 
     def release(self, keys: Iterable[Key]) -> None:
-        """One frame less that needs them."""
+        """Release the registrations of one frame."""
         for key in keys:
             exposed = self._exposed.get(key)
             if exposed is None:  # this gateway was closed meanwhile
@@ -196,9 +199,9 @@ class Nics:
     # ---- others' memory
 
     def read(self, gate: PeerLink, parts: Sequence[Part], body: memoryview, whole: memoryview, done: Done) -> None:
-        """Into their places in ``body``, which lies in ``whole``: that is registered for as long as it lives.
+        """Read parts into ``body``, which lies in ``whole``. The registration of ``whole`` lives as long as it does.
 
-        ``done`` is called once, from any thread, with None or the error, when nothing writes there any more.
+        ``done`` is called once, from any thread, with None or the error, when no NIC writes there any more.
         """
         from monarch_backend._verbs import Region
         from monarch_backend._verbs.registration_cache import allocation_of
@@ -210,14 +213,14 @@ class Nics:
                 segments = [(0, address, part.nbytes)]
                 region = Region.from_bytes(part.region)
                 self._started().transfer(gate, "read", region, segments, whole, together.one)
-            except Exception as error:  # of any kind: the other side hears that it is to send it plainly
+            except Exception as error:  # of any kind: the peer then sends the frame over TCP
                 for _ in parts[index:]:
                     together.one(error)
                 return
 
 
 class _Together:
-    """Several reads, of which the last one tells; they end on several threads."""
+    """Calls ``done`` after the last of several reads, which end on several threads."""
 
     def __init__(self, count: int, done: Done) -> None:
         self._left, self._done = count, done
@@ -233,7 +236,7 @@ class _Together:
             self._done(self._error)
 
 
-# ---- the engine, which all gateways of this process share
+# ---- the engine, shared by all gateways of this process
 
 _lock = threading.Lock()
 _dials: dict[bytes, Callable[[PeerLink], None]] = {}  # by gateway
@@ -264,7 +267,7 @@ def _leave(who: bytes) -> None:
 
 def _dial(gate: PeerLink) -> None:
     dial = _dials.get(gate.who)
-    if dial is not None:  # else it has closed, and all of its gates are gone
+    if dial is not None:  # else the gateway has closed, and its connections have ended
         dial(gate)
 
 

@@ -1,14 +1,15 @@
-"""Large frames that are not sent to another host, but read there: who is asked, what is said, what becomes of a frame.
+"""Large frames between hosts that the receiver's NIC reads: the protocol between two gateways.
 
-Between two gateways that both have NICs: WANT, and the other one makes an OFFER, to which there is an ANSWER, or a NO;
-it says that it is READY. A connection that breaks is made anew when the next frame is to be read. Then a large
-frame is LENT: the parts that are worth it stay where they are, and the other side's NIC reads them. No other frame is
-sent until it has acknowledged this one, as it does any, or has REFUSED it; then, and if the connection breaks, it is
-sent as ever, with the same number. So order, and that each frame comes once, are the session's as before (session.py),
-and words of life go on meanwhile.
+To connect, the sender of frames asks with WANT. The receiver replies with an OFFER of a queue pair. The sender replies
+with ANSWER, or with NO, and the receiver reports READY. A queue pair that breaks is connected again for the next read.
 
-Runs on the thread of the Tcp, and what a remote's lock guards under that lock. NICs are rdma_reader.py's, sockets
-connection_manager.py's.
+Then a large frame is sent as LENT: its large parts are registered, and the receiver's NIC reads them. No other frame is
+sent until the receiver has acknowledged this one, or has replied REFUSED. After REFUSED, or if the connection breaks,
+the frame is sent over TCP with the same number. So the session (session.py) keeps the order and drops duplicates, and
+heartbeats continue meanwhile.
+
+The code runs on the thread of the Tcp, or under a peer's lock. NICs are in rdma_reader.py, sockets in
+connection_manager.py.
 """
 
 from __future__ import annotations
@@ -34,35 +35,35 @@ if TYPE_CHECKING:
 log = logging.getLogger("monarch_backend")
 
 WANT, OFFER, ANSWER, NO, READY, REFUSED = range(1, 7)
-"""What is said: its first byte. Who does not know one ignores it."""
+"""First byte of a message about NICs. An unknown one is ignored."""
 
 RETRY_INTERVAL_S = 60.0
-"""After which one is asked again that was asked, and can't be reached by NICs after all, or not any more."""
+"""Interval at which a peer that can't be reached by NICs is asked again."""
 
 READ_SECONDS, READ_RATE = 15.0, 20e6
-"""For a frame to be read, and for each byte of it one of so many parts of a second: then the connection is given up."""
+"""Time for the read of a frame: seconds, plus its bytes divided by a rate in bytes per second."""
 
 _NUMBER = struct.Struct("!Q")
 
 
 @dataclass(eq=False)
 class RdmaSend:
-    """A frame that is being registered, or, once it has a number, read by the other side."""
+    """Frame that is being registered or, when it has a number, is read by the receiver."""
 
     prefix: bytes
     body: Sequence[Any] = field(repr=False)
     lent: dict[int, memoryview] = field(repr=False)
-    parts: list[Part] = field(default_factory=list)  # once they are registered
+    parts: list[Part] = field(default_factory=list)  # after the registration
     keys: list[Key] = field(default_factory=list)
     number: int = 0
 
 
 @dataclass(eq=False)
 class RdmaRead:
-    """A frame that is read out of the other side's memory.
+    """Frame that is read from the sender's memory.
 
-    ``current``: the connection that it came by is there. ``over``: its memory may be used again. ``until``: when it is
-    to be there.
+    ``current``: whether the connection on which it was announced still exists. ``over``: call it when the frame's
+    memory may be reused. ``until``: time limit of the read.
     """
 
     head: Head
@@ -75,66 +76,66 @@ class RdmaRead:
 
 @dataclass
 class PeerState:
-    """Of one remote, what NICs are to it."""
+    """State of NICs between this process and one peer."""
 
-    able: bool = False  # it may have NICs, too
-    ready: bool = False  # it can read from here, as far as anybody knows
-    asked: float = float("-inf")  # when it was asked last
+    able: bool = False  # whether the peer may have NICs
+    ready: bool = False  # whether the peer can read from here, by its last message
+    asked: float = float("-inf")  # when WANT was last sent
     warned: bool = False
     loan: RdmaSend | None = None  # all other frames wait for it
     reading: RdmaRead | None = None
-    lent: int = 0  # frames that it has read
-    read: int = 0  # frames of its that were read here
+    lent: int = 0  # frames that the peer has read
+    read: int = 0  # frames of the peer that were read here
 
 
 class Carrier(Protocol):
-    """What a Tcp does for its loans."""
+    """Methods of a Tcp that a RdmaSender uses."""
 
     who: bytes
 
     def soon(self, call: Callable[[], None]) -> None:
-        """On the thread."""
+        """Schedule a call on the thread of the connections."""
 
     def put(self, remote: PeerConnection, parts: Sequence[Any]) -> None:
-        """With the remote's lock: on its connection, if there is one."""
+        """Write to the peer's connection, if there is one. Call under the peer's lock."""
 
     def go_on(self, remote: PeerConnection) -> None:
-        """With the remote's lock: send what waits."""
+        """Send waiting frames. Call under the peer's lock."""
 
     def have_read(self, remote: PeerConnection, reading: RdmaRead) -> None:
-        """The frame is there."""
+        """Deliver a frame that was read."""
 
 
 def loans(carrier: Carrier) -> RdmaSender | None:
-    """For a gateway on a machine that may have NICs, if it may use them."""
+    """Return the sender of a gateway; None if there are no NICs, or settings exclude them."""
     try:
         if not eligibility.there() or env.get("MONARCH_RDMA_TRANSPORT") == "tcp":
             return None
         return RdmaSender(carrier, eligibility.wanted_least())
     except ValueError as error:
-        log.warning("frames between hosts do without NICs in pid %d: %s", os.getpid(), error)
+        log.warning("frames between hosts use TCP only in pid %d: %s", os.getpid(), error)
         return None
 
 
 class RdmaSender:
-    """Those of one Tcp."""
+    """Sends and receives frames over NICs for one Tcp."""
 
     def __init__(self, carrier: Carrier, least: int) -> None:
         self._carrier, self._least = carrier, least
         self._nics = Nics(carrier.who, self._dial)
-        self._met: dict[bytes, PeerConnection] = {}  # by session: those that are, or were, to be connected
+        self._met: dict[bytes, PeerConnection] = {}  # by session: peers that have sent a message about NICs
 
     def close(self) -> None:
-        """Nobody reads from here any more."""
+        """End all reads, in both directions."""
         self._nics.close()
 
     def _gate(self, remote: PeerConnection) -> PeerLink:
         return PeerLink(self._carrier.who, remote.id, str(remote))
 
-    # ---- the side that has the frame
+    # ---- the sender of a frame
 
     def lend(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int) -> bool:
-        """True if this frame, and the last so many parts of its body, are in these hands; False: send it as ever."""
+        """Send a frame whose last ``lendable`` parts a NIC may read. Return False if it is to be sent over TCP."""
         nics = remote.nics
         if not nics.able or len(prefix) > MOST_PREFIX // 2 or sum(map(_nbytes, body)) > MOST_BODY:
             return False
@@ -155,7 +156,7 @@ class RdmaSender:
             self._say(remote, WANT)
 
     def _register(self, remote: PeerConnection, loan: RdmaSend) -> None:
-        """On the thread of the NICs."""
+        """Register the parts. Runs on the thread of the NICs."""
         try:
             parts, keys = self._nics.expose(loan.lent)
         except Exception as error:
@@ -188,7 +189,7 @@ class RdmaSender:
         self._carrier.put(remote, frame)
 
     def heard(self, remote: PeerConnection) -> None:
-        """With the lock: the other side has said what it has received."""
+        """Finish the send if the peer has acknowledged it. Call under the peer's lock."""
         loan = remote.nics.loan
         if loan is not None and 0 < loan.number <= remote.session.acknowledged:
             remote.nics.lent += 1
@@ -197,11 +198,14 @@ class RdmaSender:
             self._end(remote)
 
     def connected(self, remote: PeerConnection, able: bool) -> None:
-        """With the lock: on a new connection all that was kept is sent as ever, also what was lent on the last one."""
+        """Begin on a new connection, where the session sends all unacknowledged frames over TCP, LENT ones included.
+
+        Call under the peer's lock.
+        """
         remote.nics.able, remote.nics.reading = able, None
         gate, loan = self._gate(remote), remote.nics.loan
         self._nics.do(lambda: self._nics.renew(gate))
-        if not remote.nics.ready:  # what was said on the last one may be lost
+        if not remote.nics.ready:  # messages on the last connection may be lost
             remote.nics.asked = float("-inf")
         if loan is not None and loan.number:
             self._end(remote)
@@ -209,7 +213,7 @@ class RdmaSender:
             self._announce(remote, loan)
 
     def settle(self, remote: PeerConnection) -> None:
-        """With the lock: nothing is lent from now on, and what is sent is sent as ever."""
+        """Send the current frame and all later ones over TCP. Call under the peer's lock."""
         remote.nics.able, loan = False, remote.nics.loan
         if loan is None:
             return
@@ -220,7 +224,7 @@ class RdmaSender:
         self._carrier.go_on(remote)
 
     def forget(self, remote: PeerConnection) -> None:
-        """Its session is over."""
+        """Delete the state of a peer whose session is over."""
         with remote.lock:
             remote.nics.able, remote.nics.reading = False, None
             self._end(remote)
@@ -235,7 +239,7 @@ class RdmaSender:
 
     def _give_back(self, loan: RdmaSend) -> None:
         keys, loan.keys = loan.keys, []
-        if keys:  # the loan is held until then: its memory may not become somebody else's, under the same keys
+        if keys:  # the call holds the memory until its release, so that the keys are not reused for other memory
             self._nics.do(lambda: self._released(loan, keys))
 
     def _released(self, loan: RdmaSend, keys: list[Key]) -> None:
@@ -253,10 +257,10 @@ class RdmaSender:
             self._end(remote)
             self._carrier.go_on(remote)
 
-    # ---- the side that reads
+    # ---- the receiver of a frame
 
     def read(self, remote: PeerConnection, reading: RdmaRead, parts: list[Part], whole: memoryview) -> None:
-        """Into their places in the frame's body, which lies in ``whole``; then it is taken, or refused."""
+        """Read parts into the frame's body, which lies in ``whole``; then deliver the frame, or refuse it."""
         remote.nics.reading = reading
         gate = self._gate(remote)
 
@@ -268,7 +272,7 @@ class RdmaSender:
 
     def _have_read(self, remote: PeerConnection, reading: RdmaRead, error: BaseException | None) -> None:
         if remote.nics.reading is not reading or not reading.current():
-            return  # it comes, or has come, by another connection
+            return  # the frame is sent on another connection
         remote.nics.reading = None
         if error is None:
             remote.nics.read += 1
@@ -278,17 +282,17 @@ class RdmaSender:
         self._say(remote, REFUSED, _NUMBER.pack(reading.head.number) + str(error).encode()[:1024])
 
     def beat(self, remote: PeerConnection, now: float) -> None:
-        """Now and then: a NIC that never says how a read ended is not waited for."""
+        """Give up a read that exceeds its time limit. Called with each heartbeat."""
         reading = remote.nics.reading
         if reading is not None and now > reading.until:
             reading.until = float("inf")  # once
             gate = self._gate(remote)
-            self._nics.do(lambda: self._nics.give_up(gate, "the NIC has not said for too long how a read ended"))
+            self._nics.do(lambda: self._nics.give_up(gate, "a read of the NIC did not complete in time"))
 
-    # ---- what is said
+    # ---- messages about NICs
 
     def hear(self, remote: PeerConnection, said: bytes) -> None:
-        """Of the other side."""
+        """Handle a message of the peer."""
         what, data, gate = said[0], said[1:], self._gate(remote)
         nics = self._nics
         if what == READY:
@@ -306,10 +310,10 @@ class RdmaSender:
     def _dial_again(self, gate: PeerLink) -> None:
         remote = self._met.get(gate.session)
         if remote is None or not self._try(remote, OFFER, lambda: self._nics.offer(gate)):
-            self._nics.give_up(gate, f"{gate} can't be connected with")
+            self._nics.give_up(gate, f"no queue pair to {gate} could be connected")
 
     def _step(self, remote: PeerConnection, gate: PeerLink, heard: int, data: bytes) -> None:
-        """On the thread of the NICs: towards a connection, by which we read from there, or it from here."""
+        """Take the next step towards a queue pair. Runs on the thread of the NICs."""
         nics = self._nics
         if heard == WANT:
             nics.give_up(gate, f"{gate} wants a new connection")
@@ -319,19 +323,19 @@ class RdmaSender:
         elif heard == ANSWER:
             self._try(remote, READY, lambda: nics.connect(gate, data))
         elif heard == NO:
-            nics.give_up(gate, f"{gate} can't be connected with: its log says why")
+            nics.give_up(gate, f"{gate} could not connect a queue pair: its log says why")
 
     def _try(self, remote: PeerConnection, then: int, call: Callable[[], bytes | None]) -> bool:
-        """What is said next, if that is possible."""
+        """Call and send the result as the next message. Return False, and log why, if the call fails."""
         if remote.lost is not None:
             return False
         try:
             data = call() or b""
-        except UnusableError as error:  # a device that nobody wants to use is nothing to warn of
+        except UnusableError as error:  # an unused device needs no warning
             _debug(f"large frames between here and {remote}: TCP, since {error}")
             return False
         except Exception as error:
-            why = f"no connection came of it: {error}"
+            why = f"no queue pair could be connected: {error}"
             self._carrier.soon(lambda: self._fell_back(remote, why))
             return False
         self._carrier.soon(lambda: self._say(remote, then, data))
@@ -339,20 +343,20 @@ class RdmaSender:
 
     def _say(self, remote: PeerConnection, what: int, data: bytes = b"") -> None:
         if len(data) >= MOST_SAID:
-            self._fell_back(remote, f"what is to be said has {len(data)} bytes: name fewer ports, MONARCH_RDMA_DEVICES")
+            self._fell_back(remote, f"a message has {len(data)} bytes: name fewer ports in MONARCH_RDMA_DEVICES")
             return
         with remote.lock:
             self._carrier.put(remote, [remote.session.say(bytes([what]) + data)])
 
     def _fell_back(self, remote: PeerConnection, why: str) -> None:
-        """The first time it is a warning."""
+        """Log the use of TCP: the first time as a warning."""
         if remote.nics.warned:
             _debug(f"large frames between here and {remote}: TCP, since {why}")
             return
         remote.nics.warned = True
         log.warning(
-            "large frames between pid %d here and %s go by TCP, since %s. `monarch-backend doctor` explains the "
-            "machine; MONARCH_RDMA_TRANSPORT=tcp on both hosts leaves NICs alone",
+            "large frames between pid %d here and %s use TCP, since %s. `monarch-backend doctor` shows the machine's "
+            "NICs; MONARCH_RDMA_TRANSPORT=tcp on both hosts turns NICs off",
             os.getpid(),
             remote,
             why,

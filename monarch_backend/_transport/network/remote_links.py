@@ -1,7 +1,7 @@
-"""Links to processes on other hosts, through this host's gateway: numbered above the real ones, and used like them.
+"""Links to processes on other hosts, through this host's gateway.
 
-`FarLinks` stands before a process's LocalLinks: what is for this host goes on to them, what is for another one goes to
-the gateway. What a gateway does with it is gateway.py's.
+`FarLinks` wraps a process's LocalLinks: frames for this host are sent there, frames for other hosts to the gateway
+(gateway.py). Links to other hosts have numbers from FIRST_REMOTE_LINK on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ Event = tuple[Any, ...]
 class FarLinks:
     """Links to this host and to others.
 
-    ``to_gateway(frame)`` is False where there is no room now, as with any link; ``keep(send)`` tries again until it is
-    not. ``gateway_link``: the link on which the frames of the ``gateway``, which is named by its token, come.
+    - ``gateway``, ``gateway_link``: the gateway's token, and the link to it.
+    - ``to_gateway(frame)`` returns False if there is no space now, as `Links.send`.
+    - ``keep(send)`` retries a send until it returns True.
     """
 
     def __init__(
@@ -49,24 +50,24 @@ class FarLinks:
         keep: Callable[[Callable[[], bool]], None],
     ) -> None:
         self.token: str = native.token
-        self.native = native.post  # not its methods, which are replaced by ours
+        self.native = native.post  # the methods of LocalLinks are replaced by those of this object
         self.pid = pid
         self._to_gateway, self._keep = to_gateway, keep
         self._here = host_of(native.token)
         self._lock = threading.Lock()
         self._tokens: list[str] = []  # by number
-        self._known: set[str] = set()  # the same
-        self._numbers: dict[str, int] = {}  # of those that are called or met
-        self._met: set[int] = set()
-        self._early: dict[int, list[Event]] = {}  # that came down a tree, before the word that their sender was met
-        self._gateways = {gateway_link}  # links to it: two, if it has called us while we called it
+        self._known: set[str] = set()  # the same tokens
+        self._numbers: dict[str, int] = {}  # of connected and connecting processes
+        self._met: set[int] = set()  # numbers of connected processes
+        self._early: dict[int, list[Event]] = {}  # frames that came down a tree before their sender was connected
+        self._gateways = {gateway_link}  # links to the gateway: two if both sides have connected
         self._gateway = gateway
-        self._dead = False  # it has ended: nobody else can be reached any more
+        self._dead = False  # whether the gateway has ended: no other host can be reached
 
-    # ---- as any links
+    # ---- Links
 
     def connect(self, token: str) -> int:
-        """As Links.connect; it takes a moment, so SILENT at first."""
+        """As Links.connect. The first call for a process on another host returns LINK_PENDING."""
         if host_of(token) == self._here:
             return int(self.native.connect(token))
         with self._lock:
@@ -95,7 +96,6 @@ class FarLinks:
         self, link: int, kind: int, target: int, ref: int, seq: int, rank: int, epoch: int, prefix: bytes, body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:  # fmt: skip
-        """As Links.send."""
         if link < FIRST_REMOTE_LINK:
             return bool(self.native.send(link, kind, target, ref, seq, rank, epoch, prefix, body, buffers))
         prefix = envelope.tokens(self._tokens[link - FIRST_REMOTE_LINK], self.token) + prefix
@@ -105,7 +105,7 @@ class FarLinks:
         self, to: list[Receiver], kind: int, target: int, ref: int, prefix: bytes, body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:  # fmt: skip
-        """As Links.cast: the gateway gets one frame for all who are on other hosts."""
+        """As Links.cast. The gateway receives one frame for all receivers on other hosts."""
         far = [receiver for receiver in to if receiver[0] >= FIRST_REMOTE_LINK]
         if not far:
             return bool(self.native.cast(to, kind, target, ref, prefix, body, buffers))
@@ -123,18 +123,18 @@ class FarLinks:
         return True
 
     def drop(self, link: int) -> None:
-        """As Links.drop; what is said to one on another host is dropped there."""
+        """As Links.drop. A link to another host stays: frames to a process that has ended are dropped there."""
         if link < FIRST_REMOTE_LINK:
             self.native.drop(link)
 
     def unread(self, link: int) -> int:
-        """As Links.unread; 0 for one on another host, of which only its gateway knows."""
+        """As Links.unread. 0 for a link to another host: only the gateway there knows."""
         return int(self.native.unread(link)) if link < FIRST_REMOTE_LINK else 0
 
-    # ---- what comes
+    # ---- events
 
     def translate(self, events: Sequence[Event]) -> Sequence[Event]:
-        """What the real links have brought, with that of other hosts on the links of its senders."""
+        """Return the events of the local links; frames from the gateway become events on the links of their senders."""
         if not any(event[1] >= CARRIED or event[1] < 0 for event in events):
             return events
         result: list[Event] = []
@@ -143,7 +143,7 @@ class FarLinks:
                 try:
                     self._far(Envelope(*event[1:]), result)
                 except (FrameError, ValueError) as error:
-                    log.error("a frame of the gateway of this host is left out: %s", error)
+                    log.error("a frame of this host's gateway is dropped: %s", error)
                 continue
             if event[1] == Kind.MET and event[2] == self._gateway:
                 self._gateways.add(event[0])
@@ -178,9 +178,9 @@ class FarLinks:
                 event = (number, kind & ~CARRIED, *frame[1:6], rest, frame.body, frame.buffers)
                 (result if number in self._met else self._early.setdefault(number, [])).append(event)
             elif sender in self._known:
-                return  # of one whose end has been told
+                return  # the end of its sender has been reported
             else:
-                raise FrameError(f"a frame of {sender[:8]}, whom nobody here has met")
+                raise FrameError(f"a frame of {sender[:8]}, which was never connected to this process")
 
     def _lose(self, token: str, how: str, peace: bool, result: list[Event]) -> None:
         number = self._numbers.pop(token, None)

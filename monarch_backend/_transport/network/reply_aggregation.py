@@ -1,8 +1,7 @@
-"""Replies to a message that has gone down a tree of gateways, on their way up: together, and none is lost on the way.
+"""Reply aggregation between hosts: replies to a multicast, combined on their way up a tree of gateways.
 
-A gateway that sends replies to the one above it, which is not the root, keeps them until the root has said that it has
-all replies to that call: the one above may die with them, while those who replied live. Then they go to the root. What
-comes down is multicast.py's.
+A gateway keeps the replies that it has sent to a parent other than the root, until the root has all replies to that
+call. If the parent is lost, it sends them to the root again. So no reply is lost with a gateway in between.
 """
 
 from __future__ import annotations
@@ -18,43 +17,43 @@ from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import CARRIED, COMBINED, HOST_ID_LENGTH, Envelope, host_of
 
 AGGREGATION_WINDOW_S = 0.005
-"""Seconds that replies wait for others, if not all that are to come are there."""
+"""Seconds for which replies wait for the missing ones."""
 
 MAX_WAITING_BYTES = 4 << 20
-"""Bytes of replies that wait for others."""
+"""Bytes of replies to one call that wait for the missing ones."""
 
 MAX_REPLY_BYTES = 32 << 10
-"""Bytes of a reply that goes with others; a larger one goes alone, straight."""
+"""Bytes up to which a reply is aggregated; a larger one is sent directly to the caller."""
 
 MAX_KEPT_BYTES = 16 << 20
-"""Bytes of replies that are kept after they were sent up; when there are more, others go straight to the root."""
+"""Bytes of replies that are kept after they were sent up. Beyond it replies are sent directly to the root."""
 
 MAX_CALLS = 1024
-"""Calls whose replies come together. Replies to older ones go straight, as do those to calls that are unknown here."""
+"""Calls whose replies are aggregated at one time. Replies to older and to unknown calls are sent directly."""
 
 Call = tuple[str, int]
-"""The token of a caller, and its number of the call."""
+"""Token of a caller, and its number of the call."""
 
 
 @dataclass(eq=False)
 class _Gather:
-    """Replies to one call."""
+    """Aggregation of the replies to one call."""
 
     root: str
-    number: int  # of the cast
+    number: int  # of the multicast
     parent: str | None  # None: the caller is on this host
-    left: int  # that are still to come
+    left: int  # replies still to come
     seen: set[int] | None = None  # at the root: ranks whose last reply has come
     parts: list[Part] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     buffers: list[bytearray] = field(default_factory=list)
-    missing: int = 0  # that have gone another way
+    missing: int = 0  # replies that were sent directly
     size: int = 0
-    timed: bool = False
+    timed: bool = False  # whether the window runs
 
 
 class Gatherer:
-    """Of one gateway, under whose lock all methods are called; ``to_host`` and the like are those of its Relay."""
+    """Aggregates the replies at one gateway. All methods are called under its lock; arguments as for `Relay`."""
 
     def __init__(
         self,
@@ -66,16 +65,16 @@ class Gatherer:
         self._token, self._here = token, host_of(token)
         self._to_host, self._answer, self._later = to_host, answer, later
         self._gathers: dict[Call, _Gather] = {}  # the oldest first
-        self._waiting: dict[_Gather, Call] = {}  # those with replies
-        self._open: dict[int, Call] = {}  # by number: casts of this root of which replies are missing
-        self._over: dict[str, int] = {}  # by root: of casts before this one nobody keeps replies
-        self._kept: dict[tuple[str, int], list[tuple[str, Envelope]]] = {}  # by cast: what was sent to whom
-        self._size = 0  # of these
+        self._waiting: dict[_Gather, Call] = {}  # aggregations with replies that wait
+        self._open: dict[int, Call] = {}  # by number: multicasts of this root without all replies
+        self._over: dict[str, int] = {}  # by root: number from which on replies are kept
+        self._kept: dict[tuple[str, int], list[tuple[str, Envelope]]] = {}  # by multicast: parent, frame
+        self._size = 0  # bytes of the kept frames
 
     # ---- calls
 
     def expect(self, call: Call, root: str, number: int, parent: str | None, count: int) -> None:
-        """So many replies to this call come here. At the root they are those of different ranks."""
+        """Expect ``count`` replies to this call. The root counts one for each rank."""
         seen: set[int] | None = None
         if root == self._here:
             seen, self._open[number] = set(), call
@@ -85,30 +84,30 @@ class Gatherer:
             self._end(oldest, self._gathers[oldest])
 
     def has_parent(self, call: Call, parent: str) -> None:
-        """Another one than before."""
+        """Replace the parent of a call."""
         gather = self._gathers.get(call)
         if gather is not None and gather.seen is None:
             gather.parent = parent
 
     def fewer(self, call: Call, count: int) -> None:
-        """So many come another way."""
+        """Expect ``count`` replies less."""
         gather = self._gathers.get(call)
         if gather is not None and gather.seen is None:
             self._came(call, gather, count)
 
     def over(self, root: str, number: int) -> int:
-        """For those below: this root, which has come to this number, has all replies to casts before that one."""
+        """Return the number of the root's first multicast without all replies; ``number`` is its newest one."""
         return next(iter(self._open), number) if root == self._here else self._over.get(root, 0)
 
     def are_over(self, root: str, number: int) -> None:
-        """The root has said so."""
+        """Release the replies to multicasts before ``number``: the root has them all."""
         if number > self._over.get(root, 0):
             self._over[root] = number
             for key in [key for key in self._kept if key[0] == root and key[1] < number]:
                 self._size -= sum(_size(frame) for _, frame in self._kept.pop(key))
 
     def ends(self, caller: str) -> None:
-        """This process has ended: nobody waits for replies to it."""
+        """Stop the aggregation for a caller that has ended."""
         for call in [call for call in self._gathers if call[0] == caller]:
             self._end(call, self._gathers[call])
 
@@ -121,13 +120,13 @@ class Gatherer:
     # ---- replies
 
     def reply(self, frame: Envelope) -> bool:
-        """One of a process of this host; False if it is to go straight."""
+        """Add a reply of a process of this host. Return False if it is to be sent directly."""
         if frame.kind != Kind.REPLY | CARRIED:
             return False
         call = frame.to, frame.ref
         gather = self._gathers.get(call)
         status = frame.prefix[2 * TOKEN_LENGTH :]
-        if gather is None or status == Status.ITEM:  # more come after it
+        if gather is None or status == Status.ITEM:  # items must keep their order
             return False
         body, buffers = own(frame.body), own_all(frame.buffers) or []
         if len(body) + sum(map(len, buffers)) > MAX_REPLY_BYTES or status != Status.VALUE:
@@ -138,7 +137,7 @@ class Gatherer:
         return True
 
     def saw(self, frame: Envelope) -> None:
-        """A reply has come straight, to a process of this host."""
+        """Count a reply that has come directly, to a process of this host."""
         if frame.kind == Kind.REPLY | CARRIED and frame.prefix[2 * TOKEN_LENGTH :] != Status.ITEM:
             call = frame.to, frame.ref
             gather = self._gathers.get(call)
@@ -147,7 +146,7 @@ class Gatherer:
                 self._came(call, gather, 1)
 
     def come_up(self, frame: Envelope) -> None:
-        """Replies of hosts below; or ours to give to whom they are for. Raises FrameError."""
+        """Handle aggregated replies of a host below. Raises FrameError."""
         rest = frame.prefix[2 * TOKEN_LENGTH :]
         root, replies = str(rest[:HOST_ID_LENGTH], "ascii", "replace"), frames.decode_replies(rest[HOST_ID_LENGTH:])
         call = frame.to, frame.ref
@@ -156,7 +155,7 @@ class Gatherer:
         if gather is not None:
             self._add(call, gather, replies, body, buffers)
             return
-        caller = host_of(frame.to)  # the call is forgotten here; and the root may be one for others only
+        caller = host_of(frame.to)  # the call is no longer known here, and the root may not be the caller's host
         to = None if caller == self._here else root if root != self._here else caller
         self._send_up(call, _Gather(to or root, 0, to, 0, None, replies.parts, [body], buffers))
 
@@ -168,7 +167,7 @@ class Gatherer:
         count = len(replies.parts) + replies.missing
         if gather.seen is None:
             gather.missing += replies.missing
-        else:  # what has gone another way is counted when it comes, and what comes twice once
+        else:  # direct replies are counted on arrival, and duplicates once
             before = len(gather.seen)
             gather.seen.update(part.rank for part in replies.parts)
             count = len(gather.seen) - before
@@ -191,7 +190,7 @@ class Gatherer:
         self._send_up(call, gather)
 
     def hurry(self) -> None:
-        """The word of an end is to go out: replies of whoever it is may wait here, or above; they go first."""
+        """Send all waiting and kept replies directly to their roots, before the end of a process is reported."""
         for gather, call in list(self._waiting.items()):
             self._send_up(call, gather, straight=True)
         kept, self._kept, self._size = self._kept, {}, 0
@@ -218,10 +217,10 @@ class Gatherer:
             to = gather.root
         self._to_host(to, frame)
 
-    # ---- what is kept
+    # ---- kept replies
 
     def _keep(self, gather: _Gather, frame: Envelope) -> bool:
-        """Until the root has all replies to this call; False if there is no room, or the root has not kept count."""
+        """Keep replies until the root has all replies to this call. Return False if there is no space for them."""
         number, size = gather.number, _size(frame)
         if not number or number < self._over.get(gather.root, 0) or self._size + size > MAX_KEPT_BYTES:
             return False
@@ -231,7 +230,7 @@ class Gatherer:
         return True
 
     def lost_host(self, lost: str) -> None:
-        """Those above it may not have what was sent there."""
+        """Send the replies that a lost parent may have had to their roots again."""
         for call, gather in list(self._gathers.items()):
             if gather.root == lost:
                 del self._gathers[call]

@@ -1,8 +1,8 @@
-"""Frames between two hosts: each once, in order, whatever connections break meanwhile.
+"""Session between two hosts: delivers frames in order and once, across broken connections.
 
-A session outlives its connections. Each side numbers its frames, keeps those that the other side has not acknowledged,
-and sends them again on the next connection from where the other side says that it is. Knows no sockets, no clock and no
-meaning: bytes in, bytes out. Who may talk at all is auth.py's.
+Each side numbers its frames and keeps those that are not acknowledged. On a new connection it resends them from the
+number that the peer has received. The module uses no sockets and no clock: bytes in, bytes out. auth.py authenticates
+the connections.
 """
 
 from __future__ import annotations
@@ -17,31 +17,36 @@ HEAD_BYTES = _HEAD.size
 MAGIC = b"mofr"
 
 DATA, WORD, BYE, SAY, LENT = range(1, 6)
-"""Kinds: a frame; only what stands in the head, which also says that one is alive; the end, in peace.
+"""Kinds of frames.
 
-Only for who has greeted as one that knows them: something said about NICs, in the prefix, without a number; a frame of
-whose body a part is not on the connection (rdma_frame_header.py), and is read where it lies.
+- DATA: a frame with a number.
+- WORD: only a head, which acknowledges frames and serves as a heartbeat.
+- BYE: the orderly end of the session.
+- SAY: a message about NICs, in the prefix, without a number.
+- LENT: a frame with a number, parts of whose body the receiver's NIC reads (rdma_frame_header.py).
+
+SAY and LENT are sent only to a peer whose `Hello` has ``lends``.
 """
 
 MOST_PREFIX, MOST_BODY, MOST_SAID = 16 << 20, 1 << 30, (64 << 10) + 64
-"""Bytes. Whoever announces more is not listened to any more."""
+"""Limits of a prefix, of a body and of the prefix of SAY, in bytes. A peer that exceeds them loses its connection."""
 
 MAX_UNACKNOWLEDGED_BYTES = 64 << 20
-"""Bytes that may be under way; then nothing more is sent, but one frame goes in any case."""
+"""Unacknowledged bytes from which on nothing more is sent. One frame of any size may always be sent."""
 
 FRAME_OVERHEAD_BYTES = 256
-"""Bytes that a frame counts beside its own: what it takes to remember it. A million empty frames are not free."""
+"""Bytes that a frame counts beyond its size, for the memory to keep it. They bound the number of empty frames."""
 
 WORTH_A_WORD = 4 << 20
-"""Bytes after which the other side is told at once that they have come."""
+"""Received bytes after which an acknowledgement is sent at once."""
 
 
 class SessionError(ConnectionError):
-    """The other side does not keep to the protocol, or cannot go on from where this one is."""
+    """The peer violates the protocol, or can't resume the session."""
 
 
 class Head(NamedTuple):
-    """What stands before each frame."""
+    """Head of a frame."""
 
     kind: int
     prefix: int
@@ -51,7 +56,7 @@ class Head(NamedTuple):
 
 
 def read_head(data: bytes) -> Head:
-    """Of HEAD_BYTES. Raises SessionError for what no host of ours would send."""
+    """Decode a head of HEAD_BYTES. Raises SessionError if it is invalid."""
     if len(data) != HEAD_BYTES:
         raise SessionError(f"{len(data)} bytes where a frame's head has {HEAD_BYTES}")
     magic, *fields = _HEAD.unpack(data)
@@ -61,14 +66,14 @@ def read_head(data: bytes) -> Head:
     if head.kind != DATA and (bool(head.prefix), bool(head.body)) != (head.kind in (SAY, LENT), head.kind == LENT):
         raise SessionError("bytes that are no frame of this version")
     if head.kind == SAY and head.prefix > MOST_SAID:
-        raise SessionError(f"something said of {head.prefix} bytes, which is more than there is to say")
+        raise SessionError(f"a message about NICs of {head.prefix} bytes, which is more than the limit")
     if head.prefix > MOST_PREFIX or head.body > MOST_BODY:
         raise SessionError(f"a frame of {head.prefix + head.body} bytes, which is more than any frame has")
     return head
 
 
 class Session:
-    """One side of it.
+    """One side of a session.
 
     >>> one, other = Session(), Session()
     >>> lost = one.send(b"prefix", [b"body"])  # and the connection breaks
@@ -82,34 +87,36 @@ class Session:
     """
 
     def __init__(self) -> None:
-        self.received = 0  # the number of the last frame that was taken
-        self.acknowledged = 0  # the number of the last one of ours that the other side has taken
+        self.received = 0  # the number of the last received frame
+        self.acknowledged = 0  # the number of the last frame that the peer has received
         self.unacknowledged = 0  # bytes
         self._sent = 0
-        self._untold = 0  # bytes that have come since the other side was told of `received`
+        self._untold = 0  # bytes received since the last acknowledgement
         self._kept: deque[tuple[int, bytes, Sequence[Any], int]] = deque()
 
     @property
     def full(self) -> bool:
-        """No more for now."""
+        """Whether nothing more may be sent until the peer acknowledges frames."""
         return self.unacknowledged >= MAX_UNACKNOWLEDGED_BYTES
 
     def send(self, prefix: bytes, body: Sequence[Any]) -> list[Any]:
-        """The bytes of a frame, in parts. The parts of the body must not change until they are acknowledged.
+        """Return the bytes of a frame, in parts. The body must not change until the frame is acknowledged.
 
-        Raises ValueError for a frame that the other side would not take.
+        Raises ValueError for a frame that the peer would refuse.
         """
         return self._frame(*self._keep(prefix, body))
 
     def lend(self, notes: bytes, prefix: bytes, body: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """The same, with only the ``rest`` of the body on this connection; ``notes`` say where the other side reads the
-        parts that it lacks. If the connection breaks, or by :meth:`again`, all of it is sent as ever.
+        """Return the bytes of a LENT frame, with only the ``rest`` of the body.
+
+        ``notes`` say where the peer reads the other parts. The whole frame is sent as DATA on the next connection, or
+        by :meth:`again`.
         """
         number, _, _, size = self._keep(prefix, body)
         return [self._head(LENT, number, len(notes) + len(prefix), size) + notes + prefix, *rest]
 
     def again(self, number: int) -> list[Any]:
-        """The bytes of a frame that was lent, all of it: it was the last that was sent, or it would come too late."""
+        """Return a LENT frame as DATA. It must be the last one that was sent, or the order would be lost."""
         assert self._kept[-1][0] == number, "another frame was sent before it was known whether this one can be read"
         return self._frame(*self._kept[-1])
 
@@ -127,7 +134,7 @@ class Session:
 
     @property
     def sent(self) -> int:
-        """The number of the last frame of ours."""
+        """Number of the last sent frame."""
         return self._sent
 
     def _frame(self, number: int, prefix: bytes, body: Sequence[Any], size: int) -> list[Any]:
@@ -138,24 +145,24 @@ class Session:
         return _HEAD.pack(MAGIC, kind, prefix, body, number, self.received)
 
     def word(self) -> bytes:
-        """What has come so far; and that this side is alive."""
+        """Return a WORD frame: an acknowledgement and a heartbeat."""
         return self._head(WORD)
 
     def say(self, what: bytes) -> bytes:
-        """Of up to MOST_SAID bytes, without a number: lost if the connection breaks."""
+        """Return a SAY frame of up to MOST_SAID bytes. It is lost if the connection breaks."""
         return self._head(SAY, 0, len(what)) + what
 
     def bye(self) -> bytes:
-        """The end."""
+        """Return a BYE frame."""
         return self._head(BYE)
 
     @property
     def word_is_due(self) -> bool:
-        """So much has come that the other side should know."""
+        """Whether an acknowledgement should be sent now."""
         return self._untold >= WORTH_A_WORD
 
     def hear(self, head: Head) -> None:
-        """What any head says of our frames. Raises SessionError if it knows of frames that there never were."""
+        """Release acknowledged frames. Raises SessionError if the head acknowledges frames that were never sent."""
         if head.acknowledged > self._sent:
             raise SessionError(f"it has received frame {head.acknowledged} of {self._sent}")
         self.acknowledged = max(self.acknowledged, head.acknowledged)
@@ -164,7 +171,7 @@ class Session:
             self.unacknowledged -= size + len(prefix) + FRAME_OVERHEAD_BYTES
 
     def is_next(self, head: Head) -> bool:
-        """False if this frame has come before: its body is read and dropped. Raises SessionError if one is missing."""
+        """Return False for a duplicate, whose body is to be dropped. Raises SessionError if a frame is missing."""
         self.hear(head)
         if head.number <= self.received:
             return False
@@ -173,9 +180,9 @@ class Session:
         return True
 
     def take(self, head: Head) -> bool:
-        """This frame has come, with the last byte of its body; as :meth:`is_next`.
+        """Receive a frame; returns and raises as :meth:`is_next`.
 
-        Not before: what is taken is acknowledged, and a connection may break in the middle of a body.
+        Call it after the last byte of the body: the frame is acknowledged, and the connection may break within a body.
         """
         if not self.is_next(head):
             return False
@@ -184,7 +191,7 @@ class Session:
         return True
 
     def resume(self, received: int) -> Iterator[list[Any]]:
-        """What the other side has missed, on a new connection. Raises SessionError if that is not there any more."""
+        """Return the frames after ``received`` for a new connection. Raises SessionError if they are not kept."""
         first = self._kept[0][0] if self._kept else self._sent + 1
         if not first - 1 <= received <= self._sent:
             raise SessionError(f"it is at frame {received}, and here are frames {first} to {self._sent}")

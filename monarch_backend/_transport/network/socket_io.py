@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from monarch_backend._transport.network.tls import Tls
 
 MOST_AT_ONCE = 1 << 20
-"""Bytes that are given to a TLS connection in one piece."""
+"""Bytes of one call to a TLS socket."""
 
 MOST_OF_ONE = 4 << 20
-"""Bytes that are read of one connection, before others have their turn."""
+"""Bytes that are read from one connection before the others."""
 
 
 class SocketIO:
@@ -35,7 +35,7 @@ class SocketIO:
             self._tcp.selector.modify(connection.socket, events, connection)
 
     def read(self, connection: Connection) -> None:
-        """Read what is there, up to a limit, so that other connections have their turn."""
+        """Read the available bytes, up to MOST_OF_ONE, so that other connections are read, too."""
         left = MOST_OF_ONE
         while left > 0:
             if connection.gone or connection.shaking:
@@ -48,7 +48,7 @@ class SocketIO:
                 raise EOFError("it has closed the connection")
             if connection.remote is not None and connection.remote.up:
                 connection.remote.heard = time.monotonic()
-            left -= max(count, 1 << 10)  # many small frames take their time, too
+            left -= max(count, 1 << 10)  # small frames have a cost of their own
             connection.filled += count
             if connection.filled == len(connection.into):
                 self.advance(connection, connection.owned)
@@ -64,7 +64,7 @@ class SocketIO:
 
     @staticmethod
     def _decrypt(secured: ssl.SSLSocket, into: memoryview) -> int:
-        """Record by record until nothing more is there; what a record costs in Python counts, at 16 KiB each."""
+        """Read TLS records of 16 KiB in a tight loop, because the Python overhead of each one matters."""
         filled, wanted = secured.recv_into(into), len(into)
         try:
             while 0 < filled < wanted:
@@ -116,7 +116,7 @@ class SocketIO:
         except ssl.SSLWantWriteError:
             self.look_for(connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
             return False
-        except ssl.SSLEOFError:  # before a word of TLS: its side looks up the secret first
+        except ssl.SSLEOFError:  # before its first TLS message: the peer looks up the secret first
             raise HandshakeError(
                 "it closed the connection at the start of TLS: it does not know this secret, or is no host of this job"
             ) from None
@@ -137,7 +137,7 @@ class SocketIO:
 
         tls = self._tcp.tls(secret)
         self._encrypt(connection, tls)
-        yield memoryview(bytearray(1))  # never filled: `_shake` goes on from here
+        yield memoryview(bytearray(1))  # never filled: `shake` continues from here
         secured: Any = connection.socket
         return _tls.binding(secured, connection.name is None, tls)
 

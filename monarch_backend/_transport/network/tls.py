@@ -1,6 +1,6 @@
-"""TLS between hosts: certificates that a job's secret gives to all its hosts, or the user's own files; always mutual.
+"""Mutual TLS between hosts, with certificates derived from the job's secret or from the user's files.
 
-Contexts, and what binds them to the handshake (auth.py). No sockets, and nothing of what is said through them.
+The module makes contexts and the channel binding for the handshake (auth.py). It uses no sockets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._transport.network.auth import name_of
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of P-256: private keys are below it."""
+"""Order of P-256: private keys are below it."""
 
 _PURPOSE = b"monarch_backend TLS CA 1"
 
@@ -41,23 +41,23 @@ _USAGES = (
 )
 
 MAX_CLOCK_SKEW = datetime.timedelta(days=1)
-"""So much two hosts' clocks may differ."""
+"""Difference of two hosts' clocks that certificates allow."""
 
 CERTIFICATE_LIFETIME = datetime.timedelta(days=3650)
-"""No limit on a process: its key goes with it. A certificate has to have an end, that is all."""
+"""A certificate must have an end. It is far beyond the life of a process, whose key is never stored."""
 
 
 @public("monarch_backend.errors")
 class CertificateError(MonarchError, ValueError):
-    """A file for TLS that can't be used; the text says which, why, and what to do."""
+    """A file for TLS can't be used; the text says which, why, and what to do."""
 
 
 @dataclass(frozen=True)
 class Tls:
-    """What one process needs to call and to be called. ``certificate``: its own, as DER.
+    """Contexts of one process as server and as client. ``certificate``: its own, as DER.
 
-    The contexts are for blocking sockets, non-blocking ones and ``wrap_bio`` alike. With TLS 1.3 whoever calls hears
-    that its certificate was refused when it first reads, not before: its handshake is over by then.
+    The contexts work for blocking and non-blocking sockets and for ``wrap_bio``. With TLS 1.3 a client's handshake ends
+    before the server has checked the client's certificate: a refusal is an error of the client's first read.
 
     >>> secret = bytes(32)
     >>> one, other = Tls.of_secret(secret), Tls.of_secret(secret)
@@ -73,10 +73,10 @@ class Tls:
 
     @classmethod
     def of_secret(cls, secret: bytes) -> Tls:
-        """For hosts that know this secret, and only those. Names are not looked at: a host is one of the job, or not.
+        """Make contexts that accept the hosts that know this secret, and only those, by any name.
 
-        The key of the job's CA comes out of the secret, so each process signs a certificate of its own for a key that
-        only it has and that no disk has seen.
+        The key of the job's CA is derived from the secret. Each process signs a certificate for a key of its own,
+        which is never written to a disk.
         """
         own, key, ca = _signed_by_secret(secret)
         pem = own.public_bytes(serialization.Encoding.PEM) + key.private_bytes(
@@ -98,11 +98,11 @@ class Tls:
         *,
         check_names: bool = False,
     ) -> Tls:
-        """From PEM files: those who sign hosts, this host's certificate (with what is between them), and its key.
+        """Make contexts from PEM files: the CAs, this host's certificate with intermediate ones, and its key.
 
-        Whom ``ca`` has signed may talk to us, if it then proves that it knows the secret; that is what makes it a host
-        of the job, whatever it is called. ``check_names``: its certificate has to name the address, too, that it was
-        called at (``server_hostname``). Raises CertificateError.
+        A peer needs a certificate that ``ca`` has signed. It must also prove the job's secret, which makes it a host of
+        the job under any name. With ``check_names`` a server's certificate must also contain the address to which the
+        client connects (``server_hostname``). Raises CertificateError.
         """
         server, client = _contexts()
         for context in (server, client):
@@ -114,24 +114,24 @@ class Tls:
 
 
 def binding(channel: ssl.SSLSocket | ssl.SSLObject, server_side: bool, tls: Tls) -> bytes:
-    """What both ends of a TLS connection, and nobody in between, know of it: the SHA-256 of both their certificates.
+    """Return the channel binding of a TLS connection: the SHA-256 of both certificates.
 
-    For auth.py, which proves that the same two processes are at the ends of the handshake. Raises ConnectionError
-    before TLS's own handshake is over.
+    A machine in between can't have the same value, so the proofs of auth.py detect it. Raises ConnectionError before
+    the TLS handshake is complete.
     """
     try:
         theirs = channel.getpeercert(binary_form=True)
     except ValueError:
         theirs = None
     if theirs is None:
-        raise ConnectionError("there is no certificate of the other side yet: let do_handshake() come to its end first")
+        raise ConnectionError("there is no certificate of the peer yet: complete do_handshake() first")
     server, client = (tls.certificate, theirs) if server_side else (theirs, tls.certificate)
     return hashlib.sha256(server).digest() + hashlib.sha256(client).digest()
 
 
 @dataclass(frozen=True)
 class Ders:
-    """The same for OpenSSL without Python, as DER: what csrc/memory/ needs for its connections between hosts.
+    """Certificate, key and CA as DER, for OpenSSL in csrc/memory/.
 
     >>> ders = Ders.of_secret(bytes(32))
     >>> [type(der).__name__ for der in (ders.certificate, ders.key, ders.ca)]
@@ -144,7 +144,7 @@ class Ders:
 
     @classmethod
     def of_secret(cls, secret: bytes) -> Ders:
-        """A certificate and key of its own, as :meth:`Tls.of_secret` makes them, and the CA that all share."""
+        """Make a new certificate and key, as :meth:`Tls.of_secret`, and the CA that all hosts share."""
         own, key, ca = _signed_by_secret(secret)
         der, pkcs8, nothing = (
             serialization.Encoding.DER,
@@ -154,11 +154,11 @@ class Ders:
         return cls(own.public_bytes(der), key.private_bytes(der, pkcs8, nothing), ca.public_bytes(der))
 
 
-# Of a secret ----------------------------------------------------------------------------------------------------------
+# Certificates of a secret ---------------------------------------------------------------------------------------------
 
 
 def _signed_by_secret(secret: bytes) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """A process's certificate, its key, and the CA of this secret, which has signed the certificate."""
+    """Return a new certificate of a process, its key, and the CA of this secret that has signed it."""
     authority = _authority_key(secret)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"monarch job {name_of(secret).hex()}")])
     ca = _certificate(name, authority.public_key(), name, authority, is_ca=True)
@@ -168,7 +168,7 @@ def _signed_by_secret(secret: bytes) -> tuple[x509.Certificate, ec.EllipticCurve
 
 
 def _authority_key(secret: bytes) -> ec.EllipticCurvePrivateKey:
-    """The same for all who know the secret. 64 bits more than needed, so that no key is likelier than others."""
+    """Derive the CA's key from a secret. HKDF returns 64 bits more than needed, so that all keys are equally likely."""
     derived = HKDF(algorithm=hashes.SHA256(), length=40, salt=None, info=_PURPOSE).derive(secret)
     return ec.derive_private_key(1 + int.from_bytes(derived, "big") % (_ORDER - 1), ec.SECP256R1())
 
@@ -181,7 +181,7 @@ def _certificate(
     *,
     is_ca: bool,
 ) -> x509.Certificate:
-    """With all that strict verifiers want to see, such as Python's own from 3.13 on."""
+    """Sign a certificate with all extensions that strict verifiers require, such as Python's from 3.13 on."""
     now = datetime.datetime.now(datetime.timezone.utc)
     usage = dict.fromkeys(_USAGES, False)
     usage["key_cert_sign" if is_ca else "digital_signature"] = True
@@ -206,9 +206,9 @@ def _certificate(
 
 @contextmanager
 def _in_memory(data: bytes) -> Iterator[str]:
-    """A path for OpenSSL, which reads keys from files only: memory without a name, empty afterwards.
+    """Provide data under a path, because OpenSSL reads keys from files only. The file is anonymous memory.
 
-    Emptied, not only closed: another thread may fork meanwhile, and its child would have the descriptor.
+    It is truncated before it is closed: another thread may fork meanwhile, and the child inherits the descriptor.
     """
     descriptor = os.memfd_create("monarch_tls", os.MFD_CLOEXEC)
     try:
@@ -224,16 +224,19 @@ def _in_memory(data: bytes) -> Iterator[str]:
 
 
 def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """For those who call us, and for those we call. Not ssl.create_default_context: it writes keys to SSLKEYLOGFILE."""
+    """Return the contexts of a server and of a client.
+
+    ssl.create_default_context would write keys to SSLKEYLOGFILE.
+    """
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     for context in (server, client):
         context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        # Whoever trusts one intermediate CA need not trust all that its root has signed.
+        # Trust in an intermediate CA does not require trust in its root.
         context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
-    server.num_tickets = 0  # each connection shows its certificates anew: sessions are ours (session.py), not TLS's
+    server.num_tickets = 0  # no TLS resumption: each connection presents its certificates
     return server, client
 
 
@@ -247,7 +250,7 @@ def _read(path: Path, what: str) -> bytes:
 
 
 def _load_ca(context: ssl.SSLContext, ca: Path) -> None:
-    _read(ca, "the file of those who sign hosts")
+    _read(ca, "the file of the CAs that sign hosts")
     try:
         context.load_verify_locations(cafile=ca)
     except ssl.SSLError as error:
@@ -264,20 +267,20 @@ def _load_own(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         raise CertificateError(f"{key} has no private key: give a PEM file, with BEGIN PRIVATE KEY")
 
     def refuse() -> str:
-        raise CertificateError(f"{key} asks for a passphrase, which nobody can type here: give a key without one")
+        raise CertificateError(f"{key} needs a passphrase, which can't be entered here: give a key without one")
 
     try:
         context.load_cert_chain(certificate, key, refuse)
     except ssl.SSLError as error:
         if "MISMATCH" in (error.reason or ""):
-            why = f"{key} is not the key of {certificate}: give the two that were made together"
+            why = f"{key} is not the key of {certificate}: give two files that belong together"
         else:
-            why = f"{certificate} or {key} is damaged ({error.reason or error}): make them anew"
+            why = f"{certificate} or {key} is damaged ({error.reason or error}): create them again"
         raise CertificateError(why) from error
 
 
 def _try_out(server: ssl.SSLContext, client: ssl.SSLContext, ca: Path, certificate: Path) -> bytes:
-    """Our own certificate as DER, after a handshake with ourselves: what is wrong is said here, not by other hosts."""
+    """Return this host's certificate as DER after a handshake with itself, which finds errors before any other host."""
     ways = ssl.MemoryBIO(), ssl.MemoryBIO()
     called = server.wrap_bio(ways[0], ways[1], server_side=True)
     caller = client.wrap_bio(ways[1], ways[0])
