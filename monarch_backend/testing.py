@@ -1,8 +1,8 @@
-"""Tests of actors without processes: a program and hundreds of simulated processes in one thread, from one seed.
+"""Simulation for tests of actors: a program and hundreds of processes in one thread, reproducible from a seed.
 
-Inside a `Simulation` everything of monarch_backend.actor works as ever, on the same code: routing, trees, windows,
-calls, supervision, restarts. Only what lies below is simulated: frames on their way, time, threads, the start and the
-end of processes. So a test can kill any process at any moment, wait a day, and do it all again, in milliseconds:
+Inside a `Simulation` all of monarch_backend.actor works, on the same code: routing, multicast trees, flow control,
+calls, supervision, restarts. The layers below are simulated: links, time, threads, the start and the end of processes.
+So a test can kill any process at any moment, wait for a day, and repeat the run, in milliseconds:
 
 >>> from monarch_backend.actor import Actor, endpoint, this_host
 >>> from monarch_backend.testing import Simulation
@@ -28,29 +28,33 @@ end of processes. So a test can kill any process at any moment, wait a day, and 
 7 {45}
 killed by signal 9 (SIGKILL)
 
-`Conditions` make it harder: late frames, slow deaths, processes that never come, memory that is full. Run a test with
-many seeds, ``Simulation(seed, Conditions.draw(random.Random(seed)))``; a failure names its seed and tells the last
-steps, and the same seed fails the same way. ``simulation.later`` has something happen while the test waits, such as a
-death in the middle of a call. To look at every step, append a function to ``simulation.on_step``; tests/testing/ of
-this project checks its promises like that.
+`Conditions` add faults: late frames, late reports of failures, processes that do not start, full shared memory. Run a
+test with many seeds, ``Simulation(seed, Conditions.draw(random.Random(seed)))``. A failure names its seed and the last
+steps, and the same seed fails in the same way. ``simulation.later`` schedules a call while the test waits, for example
+a kill in the middle of a call. To check invariants after every step, append a function to ``simulation.on_step``, as
+tests/testing/ of this project does.
 
-Other machines are there, too, with all that happens between a controller and its hosts:
+A simulation can also have other hosts, with the real code of controllers, daemons, agents and gateways:
 
 >>> with Simulation(seed=7) as simulation:
 ...     hosts = simulation.attach(4)
 ...     adders = hosts.spawn_procs({"gpus": 2}).spawn("adders", Adder, 40)
-...     simulation.cut(hosts.slice(hosts=1), seconds=0.5)  # nobody takes that for a loss
+...     simulation.cut(hosts.slice(hosts=1), seconds=0.5)  # too short for the host to be lost
 ...     print(set(adders.add.call(2).get().values()), simulation.now > 0.5)
 ...     simulation.kill_hosts(hosts.slice(hosts=1))
 ...     print(adders.add.call(3).exception().failure.deaths[0].host)
 {42} True
 host2
 
-What it cannot do: actors need plain ``def`` endpoints, and share this process with its globals. Time passes only
-between their messages: time.sleep holds up everybody, and threads of theirs are not simulated. What waits in an actor
-(for a future, or a generator for its reader) runs the others on top of its own stack, and goes on only when those that
-came later do: chains of actors that wait for each other need callbacks, or there is a SimulationError. A ``bootstrap``
-is not run. os._exit ends the test: use ``context().actor_instance.kill()``.
+Limits:
+
+- Actors need plain ``def`` endpoints. They share this process and its global variables.
+- Time advances only between messages. time.sleep blocks all processes, and threads of actors are not simulated.
+- An actor that waits (for a future, or as a generator for its reader) runs other actors on its own stack. It continues
+  only after those that began to wait later. Chains of actors that wait for each other need callbacks; otherwise a
+  SimulationError is raised.
+- A ``bootstrap`` is not run.
+- os._exit ends the test: use ``context().actor_instance.kill()``.
 """
 
 from monarch_backend import _wiring as _wiring

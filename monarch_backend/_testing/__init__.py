@@ -1,1 +1,1 @@
-"""A seeded simulation of many processes in one thread. The public names are in monarch_backend.testing."""
+"""Seeded simulation of many processes in one thread. The public names are in monarch_backend.testing."""

@@ -1,7 +1,6 @@
-"""What will happen, and when: calls at simulated times, which stand for clocks, timers and delays alike.
+"""Event queue of a simulation: calls at simulated times. It is the clock, and runs timers and delays.
 
-Nothing here knows what the calls are. Calls of the same time come in the order in which they were added, so that a run
-depends on nothing but its seed.
+Calls of the same time run in the order in which they were added, so that a run depends on its seed only.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from heapq import heappop, heappush
 
 
 class Agenda:
-    """A clock that goes from one call to the next; it stands still while one runs.
+    """Queue of calls, and a clock that advances from one call to the next. The clock stops while a call runs.
 
     >>> agenda = Agenda()
     >>> agenda.add(2.5, lambda: print("at", agenda.now()))
@@ -30,28 +29,28 @@ class Agenda:
         self._count = itertools.count()
 
     def now(self) -> float:
-        """Simulated seconds since the beginning: what a Clock says."""
+        """As Clock.now: simulated seconds since the start."""
         return self.time
 
     def add(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call it in so many seconds."""
+        """Schedule a call in ``seconds``."""
         heappush(self._heap, (self.time + seconds, next(self._count), call))
 
     def add_at(self, time: float, call: Callable[[], object]) -> None:
-        """Call it at this time, which is not in the past."""
+        """Schedule a call at a time that is not in the past."""
         heappush(self._heap, (time, next(self._count), call))
 
     def next(self) -> float | None:
-        """The time of the next call; None if there is none."""
+        """Return the time of the next call; None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def take(self) -> Callable[[], object]:
-        """The next call, whose time it is now."""
+        """Remove the next call, and advance the clock to its time."""
         time, _, call = heappop(self._heap)
         if time > self.time:
             self.time = time
         return call
 
     def clear(self) -> None:
-        """Nothing will happen any more."""
+        """Remove all calls."""
         self._heap.clear()

@@ -1,4 +1,4 @@
-"""How hard the simulated world makes it: delays, deaths at bad moments, memory that is full. No mechanism here."""
+"""Fault model of a simulation: probabilities and durations of delays, failures and full memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Conditions:
-    """What is drawn at random, and how often. Times are simulated seconds, shares are from 0 to 1.
+    """Probabilities and durations of faults. Times are in simulated seconds, shares are from 0 to 1.
 
     >>> import random
     >>> Conditions.draw(random.Random(1)) == Conditions.draw(random.Random(1))
@@ -16,37 +16,39 @@ class Conditions:
     """
 
     delay: float = 50e-6
-    """On the way from one process to another, typically."""
+    """Typical time of a frame between two processes of one host."""
     late: float = 0.02
-    """Share of frames that take longer, up to ``latest``; those behind them wait, other senders' do not."""
+    """Share of frames that take longer, up to ``latest``. Later frames of the same link wait behind them."""
     latest: float = 5e-3
+    """Longest time of a late frame, of a late turn of an actor, and until a silent process answers."""
     far: float = 200e-6
-    """On the way from one host to another, typically; late as often as others."""
+    """Typical time of a frame between two hosts. The same share of them is late."""
     gateway: float = 0.0
-    """Of its one thread that a gateway spends on each frame that it sends to another host, or gets from there."""
+    """Time for which each frame to or from another host occupies the one thread of a gateway."""
     turn: float = 20e-6
-    """Until an actor takes the next message, typically; it is late as often as frames are."""
+    """Typical time until an actor takes its next message. The same share of turns is late."""
     noticed: float = 5e-3
-    """Until another process hears of a death, at most."""
+    """Longest time until another process detects the end of a process."""
     starting: float = 20e-3
-    """Until a process that was asked for starts, at most."""
+    """Longest time until a spawned process starts."""
     stillborn: float = 0.0
-    """Share of processes that end before they have connected."""
+    """Share of processes that end before they connect."""
     unstartable: float = 0.0
-    """Share of processes that cannot be started."""
+    """Share of processes that fail to start."""
     kept_back: float = 0.3
-    """Share of the links of a dying process on which its last frames had not reached shared memory, and are lost."""
+    """Share of the links of a dying process that lose its last frames, which have not reached shared memory."""
     crossing: float = 0.5
-    """Share of the connections to a process that is connecting at the same time which make a second link."""
+    """Share of simultaneous connections between two processes that become two links."""
     silent: float = 0.0
-    """Share of processes called which do not answer at once."""
+    """Share of connections that the other process does not answer at once."""
     no_room: float = 0.0
-    """Share of payloads above ``most_inline`` bytes for which there is no room in shared memory at first."""
+    """Share of payloads above ``most_inline`` bytes that find no space in shared memory at first."""
     most_inline: int = 16 << 10
+    """Bytes up to which a payload always finds space."""
 
     @classmethod
     def draw(cls, rng: random.Random, processes: int = 64) -> Conditions:
-        """Some conditions, from benign to hostile; ``processes`` is how many there will be, about."""
+        """Return random conditions, from benign to hostile, for about ``processes`` processes."""
         return cls(
             delay=rng.choice((1e-6, 50e-6, 500e-6)),
             late=rng.choice((0.0, 0.02, 0.2)),
@@ -64,16 +66,16 @@ class Conditions:
         )
 
     def travel(self, rng: random.Random) -> float:
-        """Seconds that one frame takes."""
+        """Return the seconds that one frame takes."""
         chance = rng.random()
         return self.latest * rng.random() if chance < self.late else self.delay * (0.5 + chance)
 
     def travel_far(self, rng: random.Random) -> float:
-        """Seconds that one frame takes to another host."""
+        """Return the seconds that one frame takes to another host."""
         chance = rng.random()
         return self.latest * rng.random() if chance < self.late else self.far * (0.5 + chance)
 
     def pause(self, rng: random.Random) -> float:
-        """Seconds until an actor, or a thread that was just started, gets to work."""
+        """Return the seconds until an actor, or a new thread, runs."""
         chance = rng.random()
         return self.latest * rng.random() if chance < self.late else self.turn * (0.5 + chance)

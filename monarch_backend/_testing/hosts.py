@@ -1,7 +1,7 @@
-"""Simulated machines: real daemons, agents and gateways, on simulated links and a simulated network.
+"""Simulated hosts: real daemons, agents and gateways on simulated links and a simulated network.
 
-What happens between a controller and a host is all of monarch_backend.hosts; only what lies below is replaced: Tcp,
-shared memory, the start of processes, time and chance. What those do instead is in network.py, links.py, spawner.py.
+The code between a controller and a host is the real one. The layers below are replaced: Tcp (network.py), shared
+memory (links.py), the start of processes (spawner.py), time and random numbers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from monarch_backend._testing.simulator import Simulation
 
 SECRET = bytes(32)
-"""Of all hosts of a simulation, which has no strangers."""
+"""Secret of all hosts of a simulation."""
 
 
 class SimulatedHost:
-    """A machine. ``daemon``: what makes agents there; None on the controller's own, which has a gateway only."""
+    """Simulated machine. ``daemon`` starts agents; it is None on the controller's host, which has only a gateway."""
 
     def __init__(self, simulation: Simulation, name: str, address: Address | None) -> None:
         self.simulation, self.name, self.address = simulation, name, address
@@ -47,12 +47,12 @@ class SimulatedHost:
 
     @property
     def processes(self) -> list[SimulatedProcess]:
-        """Those that agents have started here, and theirs, dead or alive."""
+        """Processes that were started on this host, dead or alive."""
         mine = {host_of(agent.token) for agent in self.agents}
         return [p for p in self.simulation.processes if p.program is not None and host_of(p.token) in mine]
 
     def kill(self) -> None:
-        """It is switched off."""
+        """Switch the machine off."""
         if self.daemon is None:
             raise ValueError("the main program runs on this host: it can be cut off, not killed")
         self.daemon.die(-9)
@@ -61,13 +61,13 @@ class SimulatedHost:
             process.die(-9)
 
     def kill_agents(self) -> None:
-        """They die, and take with them what they have started."""
+        """End the agents, and with them the processes that they have started."""
         for agent in self.agents:
             agent.die(-9)
 
 
 class Service(SimulatedProcess):
-    """A process that serves a host: its daemon, or an agent. No program of actors is in it."""
+    """Process that serves a host: its daemon or an agent. It runs no actors."""
 
     tcp: SimulatedTcp
 
@@ -78,23 +78,21 @@ class Service(SimulatedProcess):
         simulation.processes.append(self)
 
     def begin(self) -> None:
-        """From now on it can be reached."""
+        """Make the process reachable."""
         self.alive = True
         self.simulation.by_token[self.token] = self
 
     def handle(self, event: tuple[Any, ...]) -> None:
-        """On the thread that reads."""
         self.on_event([event])
 
     def die(self, returncode: int, reason: str = "", *, peace: bool = False) -> None:
-        """It is not there any more."""
         if self.alive:
             super().die(returncode, reason, peace=peace)
             self.tcp.died()
 
 
 class SimulatedAgent(agent_module.AgentProcess):
-    """A real agent, which nobody waits for."""
+    """Real agent without the thread of its `run`."""
 
     def __init__(self, process: Service, plan: agent_module.Plan) -> None:
         self._process = process
@@ -102,7 +100,7 @@ class SimulatedAgent(agent_module.AgentProcess):
         process.on_event = self._handle
 
     def begin(self) -> None:
-        """What `run` does first."""
+        """Do the first part of `run`."""
         self._tcp.start()
         if self._plan.home:
             self._router.link_to(self._root)
@@ -115,7 +113,7 @@ class SimulatedAgent(agent_module.AgentProcess):
             self._process.soon(lambda: self._leave(why))
 
     def _leave(self, why: str) -> None:
-        """What `run` does last."""
+        """Do the last part of `run`."""
         if self._spawner is not None:
             self._spawner.close()
         self._tcp.close()
@@ -123,16 +121,16 @@ class SimulatedAgent(agent_module.AgentProcess):
 
 
 class _NoOutput:
-    """Simulated processes write nothing."""
+    """Replaces OutputReader: simulated processes write nothing."""
 
     def __init__(self, _: Any) -> None:
         pass
 
     def add(self, number: int, stream: int, fd: int) -> None:
-        """A pipe that is none."""
+        """Ignore the pipe."""
 
     def end(self, number: int) -> None:
-        """Nothing was in it."""
+        """Ignore the end of a process."""
 
 
 class _Clock:
@@ -143,7 +141,7 @@ class _Clock:
 
 
 class _System:
-    """The part of `os` that is a process's own; the rest is this one's."""
+    """The functions of `os` that depend on the process are simulated, the others are real."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -152,23 +150,22 @@ class _System:
         return getattr(os, name)
 
     def getpid(self) -> int:
-        """Of whoever runs."""
         return self._simulation.running.pid
 
     def urandom(self, count: int) -> bytes:
-        """From the seed."""
+        """Return bytes drawn from the seed."""
         return self._simulation.random.getrandbits(8 * count).to_bytes(count, "little")
 
     def pipe(self) -> tuple[int, int]:
-        """Nobody writes."""
+        """Return two descriptors that do not exist."""
         return -1, -1
 
     def write(self, _: int, data: bytes) -> int:
-        """Drop the data: a simulated agent gets its secret from the simulation."""
+        """Drop the data: a simulated agent has its secret from the simulation."""
         return len(data)
 
     def close(self, fd: int) -> None:
-        """None of these."""
+        """Ignore the descriptor, which does not exist."""
 
 
 class _Linux:
@@ -176,17 +173,17 @@ class _Linux:
 
     @staticmethod
     def stands_still(_: int) -> bool:
-        """Nobody does."""
+        """Return False: a simulated process is never stopped."""
         return False
 
 
 def _bare_message(number: int, spec: ProcessSpec, method: Any) -> Any:
-    """Without what is of this machine: how large a message is may decide what happens to it."""
+    """Return the spawn message without this machine's data: the size of a message may change its way."""
     return spawn_message(number, replace(spec, environment={}, path=[], argv=[], cwd=""), method)
 
 
 class SimulatedHosts:
-    """All hosts of a simulation; the first one is the controller's own."""
+    """All hosts of a simulation; the first one is the controller's."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -195,7 +192,7 @@ class SimulatedHosts:
 
     @contextlib.contextmanager
     def seams(self) -> Iterator[None]:
-        """Until the end, monarch_backend.hosts stands on the simulation."""
+        """Run monarch_backend.hosts on the simulation within this context."""
         simulation = self._simulation
         system, secrets, clock = _System(simulation), Secrets(simulation.random), _Clock(simulation)
 
@@ -232,10 +229,10 @@ class SimulatedHosts:
         with replaced(changes):
             yield
 
-    # ---- what there is
+    # ---- hosts and agents
 
     def attach(self, count: int, name: str, heartbeat: float, silence: float) -> HostMesh:
-        """New machines, as a HostMesh."""
+        """Make hosts, and attach to them."""
         made = [self._make() for _ in range(count)]
         addresses = [f"tcp://{host.address[0]}:{host.address[1]}" for host in made if host.address is not None]
         return attach_module.attach_to_workers(addresses, name, secret=SECRET, heartbeat=heartbeat, silence=silence)
@@ -254,7 +251,7 @@ class SimulatedHosts:
         return host
 
     def agent(self, parent: SimulatedProcess, plan: agent_module.Plan) -> Service:
-        """A new agent on the host of whoever starts it."""
+        """Start an agent on the host of its parent."""
         host = parent.host if isinstance(parent, Service) else self.all[0]
         what = "the gateway" if plan.home else "the agent"
         service = Service(self._simulation, plan.token, f"{what} of {host.name}", host)
@@ -264,16 +261,16 @@ class SimulatedHosts:
         return service
 
     def of(self, mesh: HostMesh) -> list[SimulatedHost]:
-        """The hosts of a mesh or slice; the controller's own for ``this_host()``."""
+        """Return the hosts of a mesh or slice; the controller's host for ``this_host()``."""
         if mesh.hosts is None:
             return [self.all[0]]
         by_id = {host_of(agent.token): host for host in self.all for agent in host.agents}
         return [by_id[number] for number in mesh.hosts]
 
-    # ---- what goes wrong
+    # ---- faults
 
     def cut(self, one: SimulatedHost, other: SimulatedHost, seconds: float | None) -> None:
-        """The network between two hosts; it is back after so many seconds."""
+        """Cut the network between two hosts, for ``seconds`` or for good."""
         self.network.cut(one, other)
         if seconds is not None:
             self._simulation.agenda.add(seconds, lambda: self.network.heal(one, other))

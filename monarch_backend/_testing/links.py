@@ -1,8 +1,10 @@
-"""Frames between simulated processes: what shared memory and pidfds are to real ones.
+"""Simulated links between processes, in place of shared memory and pidfds. Durations are random.
 
-Keeps the guarantees of csrc/channel/mailbox.h: each pair of processes in order; the payload is the receiver's own;
-what a process has written before its death arrives, and then the word that it is gone; sending never waits, and to
-the dead it does nothing. How long it all takes is drawn at random.
+They have the guarantees of csrc/channel/mailbox.h:
+
+- Frames of each pair of processes arrive in order, and the receiver owns the payload.
+- Frames that a process has written before its end arrive, and then GONE.
+- Sending never waits. Frames to a process that has ended are dropped.
 """
 
 from __future__ import annotations
@@ -21,28 +23,28 @@ if TYPE_CHECKING:
 
 
 class Wire:
-    """One direction of a link: events on their way to one process, in order."""
+    """One direction of a link: an ordered queue of events to one process."""
 
     __slots__ = ("_agenda", "_last", "closed", "number", "queue", "receiver", "reported", "sender")
 
     def __init__(self, sender: SimulatedProcess, receiver: SimulatedProcess, number: int) -> None:
         self.sender, self.receiver = sender, receiver
-        self.number = number  # of the link, as the receiver calls it
+        self.number = number  # of the receiver's link
         self.queue: deque[tuple[Any, ...]] = deque()
         self.closed = False  # for sending
-        self.reported = False  # the receiver has been told that the sender is gone
+        self.reported = False  # whether GONE has arrived at the receiver
         self._agenda = sender.simulation.agenda
         self._last = 0.0
 
     def put(self, event: tuple[Any, ...], seconds: float) -> None:
-        """It arrives after so many seconds, or later if what was put before does."""
+        """Deliver an event after ``seconds``, or later: not before earlier events."""
         agenda = self._agenda
         self._last = at = max(agenda.time + seconds, self._last)
         self.queue.append(event)
         agenda.add_at(at, self.deliver)
 
     def deliver(self) -> None:
-        """The next event arrives."""
+        """Deliver the next event."""
         if self.queue:
             event = self.queue.popleft()
             if event[1] == Kind.GONE:
@@ -50,25 +52,25 @@ class Wire:
             self.receiver.receive(event, self.sender)
 
     def cut(self, most: int) -> None:
-        """Its sender is dying: of what is under way only so many frames had reached shared memory."""
-        met = sum(1 for event in self.queue if event[1] < 0)  # that was said over a socket
+        """Drop all but the first ``most`` events: a dying sender had not written the others to shared memory."""
+        met = sum(1 for event in self.queue if event[1] < 0)  # sent over a socket, and not lost
         while len(self.queue) > max(most, met):
             self.queue.pop()
 
 
 class SimulatedLinks:
-    """The links of one simulated process; a Links of monarch_backend._transport."""
+    """The `Links` of one simulated process."""
 
     def __init__(self, simulation: Simulation, process: SimulatedProcess) -> None:
         self.token = process.token
         self.out: list[Wire] = []  # by number of the link
-        self.sent = self.received = 0  # frames, for whoever counts them
+        self.sent = self.received = 0  # frames, for tests
         self._simulation, self._process = simulation, process
         self._by_token: dict[str, int] = {}
         self._called: set[str] = set()
 
     def connect(self, token: str) -> int:
-        """A link to the process with this token; -1 if it can't be reached, SILENT if it does not answer yet."""
+        """As Links.connect."""
         other = self._simulation.by_token.get(token)
         known = self._by_token.get(token)
         if other is None or not self._process.alive or self._is_elsewhere(token):
@@ -86,11 +88,11 @@ class SimulatedLinks:
         return LINK_PENDING
 
     def _is_elsewhere(self, token: str) -> bool:
-        """It is on another host, where no shared memory leads to."""
+        """Whether a process is on another host, and so without shared memory."""
         return bool(self._simulation.hosts) and host_of(token) != host_of(self.token)
 
     def _answered(self, other: SimulatedProcess) -> None:
-        """It has stood still, and goes on or has died."""
+        """Connect to a process that did not answer at first, or report that it has ended."""
         self._called.discard(other.token)
         if not self._process.alive:
             return
@@ -105,14 +107,14 @@ class SimulatedLinks:
         there, back = Wire(self._process, other, theirs), Wire(other, self._process, mine)
         self.out.append(there)
         other.links.out.append(back)
-        self._by_token.setdefault(other.token, mine)  # if both call at the same time, the first one is how we call it
+        self._by_token.setdefault(other.token, mine)  # the first of two links, if both sides connect
         other.links._by_token.setdefault(self.token, theirs)
         there.put((theirs, int(Kind.MET), self.token, self._process.pid), conditions.travel(rng))
         back.put((mine, int(Kind.MET), other.token, other.pid), conditions.travel(rng))
         return mine
 
     def _cross(self, other: SimulatedProcess, known: int) -> int:
-        """They have called us, and we don't know yet: perhaps we both called at the same time."""
+        """Return the link, or a second one if the other process is connecting at the same time."""
         coming = other.links.out[self.out[known].number]
         under_way = bool(coming.queue) and coming.queue[0][1] == Kind.MET
         if under_way and other.alive and len(self.out) == known + 1:
@@ -134,7 +136,7 @@ class SimulatedLinks:
         body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:
-        """False if there is no room for the payload now; then nothing was sent. Never waits."""
+        """As Links.send."""
         return self.cast([(link, seq, rank, epoch)], kind, target, ref, prefix, body, buffers)
 
     def cast(
@@ -147,7 +149,7 @@ class SimulatedLinks:
         body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:
-        """The same frame to many; the payload is copied once."""
+        """As Links.cast."""
         if not self._process.alive:
             return True
         simulation = self._simulation
@@ -176,15 +178,15 @@ class SimulatedLinks:
         )
 
     def drop(self, link: int) -> None:
-        """Nothing more will be sent to this one."""
+        """As Links.drop."""
         self.out[link].closed = True
 
     def unread(self, link: int) -> int:
-        """Bytes of payload on this link that its receiver has not read yet."""
+        """As Links.unread; buffers are not counted."""
         return sum(len(event[8]) for event in self.out[link].queue if event[1] >= 0)
 
     def sever(self, epitaph: str, peace: bool) -> None:
-        """The process has died: what it wrote arrives, with the word that it is gone; what was for it is lost."""
+        """End all links: written frames arrive, then GONE; frames to this process are dropped."""
         rng, conditions = self._simulation.random, self._simulation.conditions
         for wire in self.out:
             back = wire.receiver.links.out[wire.number]
@@ -197,7 +199,7 @@ class SimulatedLinks:
 
 
 class SimulatedLocalLinks:
-    """What LocalLinks is to a Post: the links of a process to its host, and to others once there is a gateway."""
+    """Simulated LocalLinks: the links of a process on its host, and to other hosts when there is a gateway."""
 
     def __init__(self, post: SimulatedLinks) -> None:
         self.post, self.token = post, post.token
@@ -206,6 +208,6 @@ class SimulatedLocalLinks:
         self.translate: Callable[[Sequence[Any]], Sequence[Any]] = lambda events: events
 
     def go_through(self, far: Any) -> None:
-        """From now on other hosts can be reached, too: ``far`` is a FarLinks that stands before these links."""
+        """As LocalLinks.go_through."""
         self.connect, self.send, self.cast = far.connect, far.send, far.cast
         self.drop, self.unread, self.translate = far.drop, far.unread, far.translate

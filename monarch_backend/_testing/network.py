@@ -1,8 +1,7 @@
-"""The network between simulated hosts: what Tcp, its sockets and its thread are to real ones.
+"""Simulated network between hosts, in place of Tcp, its sockets and its thread.
 
-Frames go through real Sessions; connections open, break and come back, and what is said in them takes its time, in
-order. Who is told of a loss, and when, follows _transport/network/connection_manager.py. What frames mean is the
-gateways'.
+Frames pass through real Sessions. Connections open, break and are restored; frames on them arrive in order after
+random delays. Losses are reported as in _transport/network/connection_manager.py.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ if TYPE_CHECKING:
     from monarch_backend._testing.simulator import Simulation
 
 CONNECT_INTERVAL_S = 0.5
-"""Seconds between two calls where nobody listens."""
+"""Seconds between two connection attempts to a host that does not listen."""
 
 MAX_RECOVERY_S = 1.0
-"""Seconds until a connection works again over a network that has come back, at most: what was lost is sent again."""
+"""Longest time until connections are restored after a network is back, in seconds: TCP retransmits lost packets."""
 
 
 class Line:
-    """A session between two processes: who has called, who was called, and the connection that they have now."""
+    """Session between two processes, with the connecting and the accepting side, and its current connection."""
 
     __slots__ = ("called", "caller", "id", "last", "number", "open")
 
     def __init__(self, session: bytes, caller: SimulatedTcp, called: SimulatedTcp) -> None:
         self.id, self.caller, self.called = session, caller, called
         self.open = False
-        self.number = 0  # of the connection: what was said in another one is lost
+        self.number = 0  # of the connection: frames on earlier ones are lost
         self.last = {caller: 0.0, called: 0.0}  # when the last frame of each side arrives
 
     def other(self, tcp: SimulatedTcp) -> SimulatedTcp:
-        """Its other end."""
+        """Return the other end."""
         return self.called if tcp is self.caller else self.caller
 
     def put(self, sender: SimulatedTcp, parts: Sequence[Any]) -> None:
-        """It arrives after what was said before, if the connection lasts."""
+        """Send a frame. It arrives after earlier ones, unless the connection breaks before."""
         if not self.open:
             return
         simulation, number, other = sender.process.simulation, self.number, self.other(sender)
@@ -57,7 +56,7 @@ class Line:
 
 
 class SimulatedTcp:
-    """A Tcp of monarch_backend._transport, of a process that serves a host."""
+    """Simulated Tcp of a process that serves a host."""
 
     def __init__(
         self,
@@ -80,25 +79,25 @@ class SimulatedTcp:
         self._network = network
         self._on_frame, self._on_up, self._on_lost = on_frame, on_up, on_lost
         self._remotes: dict[bytes, PeerConnection] = {}  # by session
-        self._over: set[bytes] = set()  # sessions that were lost
-        self._told: set[bytes] = set()  # sessions in which a word is due
+        self._over: set[bytes] = set()  # sessions that have ended
+        self._told: set[bytes] = set()  # sessions with a scheduled acknowledgement
         self.later = process.pump.later
-        self.sent = self.received = 0  # frames, for whoever counts them
-        self._free = 0.0  # when its thread has done what it has to do
-        self._inbox: deque[Callable[[], None]] = deque()  # what waits for that
+        self.sent = self.received = 0  # frames, for tests
+        self._free = 0.0  # when its thread will be free
+        self._inbox: deque[Callable[[], None]] = deque()  # frames that wait for the thread
         process.tcp = network.by_who[who] = self
 
     # ---- as Tcp
 
     def start(self) -> None:
-        """Nothing: the simulation reads."""
+        """Do nothing: the simulation reads."""
 
     def listen(self, host: str, port: int = 0) -> Address:
-        """The address of its host, where it is found."""
+        """Return the address, at which the host is found."""
         return host, port
 
     def soon(self, call: Callable[[], None]) -> None:
-        """In a moment."""
+        """As Tcp.soon."""
         self.later(0.0, call)
 
     def call(
@@ -130,7 +129,7 @@ class SimulatedTcp:
         self.soon(lambda: self._hang_up(remote))
 
     def close(self) -> None:
-        """Say goodbye to all."""
+        """End all sessions."""
         for remote in list(self._remotes.values()):
             self._hang_up(remote)
 
@@ -141,21 +140,21 @@ class SimulatedTcp:
             if line is not None:
                 line.put(self, [remote.session.bye()])
 
-    # ---- connections that come and go
+    # ---- start and end of connections
 
     def has(self, line: Line) -> bool:
-        """For this side the session is not over."""
+        """Whether the session is not over on this side."""
         return self.process.alive and line.id in self._remotes
 
     def connect(self, remote: PeerConnection) -> None:
-        """To whom it is for: for the first time, or again, to go on."""
+        """Connect to a peer, for the first time or to resume the session."""
         if self._remotes.get(remote.id) is not remote:
             return
         network, host = self._network, self._network.hosts[remote.address]
         line = network.lines.get(remote.id)
         if line is not None and line.open:
             return
-        if not network.reaches(self.process.host, host):  # it is called again when the network is back
+        if not network.reaches(self.process.host, host):  # `heal` connects again
             if line is not None:
                 self.lose_later(line, self.bounds.silence, f"nothing was heard from it for {self.bounds.silence:.1f} s")
             return
@@ -173,7 +172,7 @@ class SimulatedTcp:
             self._open(line, remote, other._remotes[remote.id])
 
     def _accepts(self, caller: PeerConnection) -> bool:
-        """A session that goes on here, or a new one; not one that is over."""
+        """Accept a session that exists here, or a new one. Return False for one that is over."""
         if caller.id not in self._remotes:
             if caller.up or caller.id in self._over:
                 return False
@@ -194,7 +193,7 @@ class SimulatedTcp:
             tcp.process.run(tcp._on_up, remote, reading=True)
 
     def lose_later(self, line: Line, seconds: float, why: str) -> None:
-        """Unless there is another connection by then."""
+        """Lose a peer after ``seconds``, unless there is a new connection by then."""
         number = line.number
 
         def look() -> None:
@@ -218,40 +217,40 @@ class SimulatedTcp:
         self._on_lost(remote)
 
     def _forget(self, remote: PeerConnection) -> bool:
-        """False if it was forgotten before."""
+        """End the session on this side. Return False if it has ended before."""
         self._over.add(remote.id)
         return self._remotes.pop(remote.id, None) is not None
 
     def call_again(self, line: Line, seconds: float) -> None:
-        """Whoever has called looks whether the session goes on."""
+        """Connect again after ``seconds``, if the session is not over."""
         remote = self._remotes.get(line.id)
         if remote is not None:
             self.later(seconds, lambda: self.connect(remote))
 
     def call_all_again(self, pair: frozenset[SimulatedHost]) -> None:
-        """Those whom it has called on the other one of these hosts, when the network between them is back."""
+        """Connect again to the peers on the other host of a pair, after the network between them is back."""
         for remote in list(self._remotes.values()):
             if remote.address is not None and self._network.hosts[remote.address] in pair - {self.process.host}:
                 seconds = min(MAX_RECOVERY_S, self.bounds.silence / 3) * self._network.random()
                 self.later(seconds, lambda remote=remote: self.connect(remote))  # type: ignore[misc]
 
     def died(self) -> None:
-        """The process has: its system closes what it had open."""
+        """Close all connections of a process that has ended, as its system does."""
         for session in self._remotes:
             line = self._network.lines.get(session)
             if line is not None:
                 self._network.closed(line, self)
 
-    # ---- its thread
+    # ---- the thread
 
     def spend(self) -> float:
-        """One more frame to deal with; when that will be done."""
+        """Occupy the thread with one more frame. Return the time at which it is done."""
         agenda = self.process.simulation.agenda
         self._free = max(self._free, agenda.time) + self.process.simulation.conditions.gateway
         return self._free
 
     def take(self, arrives: Callable[[], None]) -> None:
-        """A frame is there; it is looked at when those before it have been."""
+        """Handle a frame when the thread has handled those before it."""
         if not self.process.simulation.conditions.gateway:
             arrives()
             return
@@ -268,10 +267,10 @@ class SimulatedTcp:
         if self._inbox:
             self._look_later()
 
-    # ---- what comes
+    # ---- received frames
 
     def arrived(self, line: Line, parts: Sequence[Any]) -> None:
-        """A frame, or a word."""
+        """Handle a frame of a session."""
         remote = self._remotes.get(line.id)
         if remote is None:
             return
@@ -295,20 +294,20 @@ class SimulatedTcp:
             scratch = bytearray(b"".join(parts[1:]))
             self.received += 1
             self._on_frame(remote, first[HEAD_BYTES:], memoryview(scratch))
-            scratch[:] = bytes(len(scratch))  # whoever still looks at it sees that it is gone
+            scratch[:] = bytes(len(scratch))  # shows uses of the body after the callback
 
     def _send_waiting(self, line: Line, remote: PeerConnection) -> None:
         while remote.waiting and not remote.session.full:
             line.put(self, remote.session.send(*remote.waiting.popleft()[:2]))
 
     def _tell(self, line: Line, remote: PeerConnection) -> None:
-        """What has come, with the next heartbeat. Others would change nothing, and go on for ever."""
+        """Acknowledge frames at the next heartbeat. Other heartbeats are left out, so that a simulation can end."""
         self._told.discard(line.id)
         line.put(self, [remote.session.word()])
 
 
 class Network:
-    """Who can be reached from where."""
+    """Network between the hosts, its cuts, and all sessions."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -319,22 +318,22 @@ class Network:
         self._cuts: dict[frozenset[SimulatedHost], int] = {}
 
     def travel(self) -> float:
-        """Seconds that something takes to another host."""
+        """Return a random time of a frame to another host, in seconds."""
         return self._simulation.conditions.travel_far(self._simulation.random)
 
     def reaches(self, one: SimulatedHost, other: SimulatedHost) -> bool:
-        """The network between them is not cut."""
+        """Whether the network between two hosts is not cut."""
         return frozenset((one, other)) not in self._cuts
 
     def find(self, host: SimulatedHost, wanted: bytes) -> SimulatedTcp | None:
-        """Who answers there."""
+        """Return the Tcp that accepts a connection to this host and token; None if there is none."""
         if wanted == ANY_RECEIVER:
             return None if host.daemon is None else host.daemon.tcp
         tcp = self.by_who.get(wanted)
         return tcp if tcp is not None and tcp.process.alive and tcp.process.host is host else None
 
     def closed(self, line: Line, by: SimulatedTcp) -> None:
-        """One side has broken it off, as its system does for a process that dies: the other one reads an end."""
+        """Close a connection from one side, by the code or by the end of its process; the other side reads an end."""
         other = line.other(by)
         if not line.open:
             return
@@ -349,7 +348,7 @@ class Network:
             other.lose_later(line, self.travel() + RECONNECT_AFTER_CLOSE_S, why)
 
     def cut(self, one: SimulatedHost, other: SimulatedHost) -> None:
-        """From now on nothing comes through, and nobody says so: both sides wait until the silence is too long."""
+        """Cut the network between two hosts. Both sides see only silence, and lose each other after the limit."""
         pair = frozenset((one, other))
         self._cuts[pair] = self._cuts.get(pair, 0) + 1
         for line in self._between(pair):
@@ -358,12 +357,12 @@ class Network:
             line.open = False
             for tcp in (line.caller, line.called):
                 bounds = tcp.bounds
-                beat = bounds.heartbeat * (2 * self.random() - 1)  # between two, and two looks
+                beat = bounds.heartbeat * (2 * self.random() - 1)  # position between two heartbeats and two checks
                 why = f"nothing was heard from it for {bounds.silence:.1f} s"
                 tcp.lose_later(line, bounds.silence + beat, why)
 
     def heal(self, one: SimulatedHost, other: SimulatedHost) -> None:
-        """The network is back: sessions go on, where both sides still have them."""
+        """Restore the network between two hosts. Sessions resume if both sides still have them."""
         pair = frozenset((one, other))
         self._cuts[pair] -= 1
         if self._cuts[pair]:

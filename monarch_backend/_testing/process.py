@@ -1,7 +1,7 @@
-"""A simulated process: a real Program on simulated links, time and threads, and its end.
+"""Simulated process: a real Runtime on simulated links, time and threads.
 
-What would be threads are turns here: the reading thread's when an event or a timer is due, an actor's when it has
-something to do. A turn that waits runs the world meanwhile, on top of its own stack.
+Turns replace threads. The reading thread has a turn for each event and timer, an actor for each message. A turn that
+waits runs the event queue on its own stack meanwhile.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ if TYPE_CHECKING:
 
 
 class ProcessDied(BaseException):
-    """Unwinds the code of a simulated process that has died while it waited."""
+    """Unwinds the stack of a simulated process that has ended while it waited."""
 
 
 class SimulatedPump:
-    """Waiting and timers of one simulated process; nothing is ever read by a thread."""
+    """Simulated ProgressLoop of one process, without threads."""
 
     def __init__(self, process: SimulatedProcess) -> None:
         self._process = process
 
     @property
     def reading(self) -> bool:
-        """True in what would run on the thread that reads, which must not wait."""
+        """Whether this is a turn of the reading thread, which must not wait."""
         return self._process.reading
 
     def start(self) -> None:
-        """Nothing: the simulation reads."""
+        """Do nothing: the simulation reads."""
 
     def close(self) -> None:
-        """Nothing: the simulation ends."""
+        """Do nothing: the simulation ends."""
 
     def wake(self) -> None:
-        """Nothing: whoever waits looks after every step."""
+        """Do nothing: a waiting turn checks its condition after every step."""
 
     def later(self, seconds: float, call: Callable[[], None]) -> Timer:
-        """Call it in so many simulated seconds, unless the process has died by then."""
+        """Schedule a call in simulated ``seconds``, unless the process has ended by then."""
         timer, process = Timer(call), self._process
         process.simulation.agenda.add(seconds, lambda: process.run(timer._fire, reading=True))
         return timer
 
     def wait(self, what: Any, seconds: float | None = None, given_up: Callable[[], bool] | None = None) -> bool:
-        """Run the world until ``what.ready``; False if that took longer than so many simulated seconds, or given up."""
+        """Run the simulation until ``what.ready``. Return False after ``seconds``, or when ``given_up()`` is True."""
         return self._process.simulation.wait(self._process, what, seconds, given_up)
 
 
 class SimulatedProgram(Runtime):
-    """The Program of a simulated process: its threads are turns, its death is not the test's."""
+    """Runtime of a simulated process: turns replace its threads, and its end does not end the test."""
 
     def __init__(self, process: SimulatedProcess) -> None:
         self.process = process
-        self.joining: Peer | None = None  # the owner on another host, until it has been met
+        self.joining: Peer | None = None  # the owner on another host, until it is connected
         super().__init__(SimulatedLocalLinks(process.links), process.pump, process.simulation.agenda)
         self.pid = process.pid
         self.run_cell = process.run_cell
@@ -78,16 +78,16 @@ class SimulatedProgram(Runtime):
         self.owner.stands_still = lambda pid: False  # noqa: ARG005 (mypy wants the name)
 
     def aside(self, call: Callable[[], object]) -> None:
-        """In a turn of its own, in which it may wait."""
+        """Schedule a call in a turn of its own, in which it may wait."""
         self.process.soon(call)
 
     def _set(self, _peer: Any, message: Any, _frame: Any) -> None:
-        """Settings are of a whole process, such as its level of logging: there is none. But it may have a gateway."""
+        """Apply the setting "gateway" only: other settings are for a whole operating-system process."""
         if message.name == "gateway":
             self.aside(lambda: self._go_through(str(message.value)))
 
     def _go_through(self, gateway: str) -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended, and ours will hear of it from its owner
+        with contextlib.suppress(RuntimeError):  # the gateway has ended, which the owner reports
             go_through(self, gateway)
 
     def _met(self, peer: Peer) -> None:
@@ -101,12 +101,12 @@ class SimulatedProgram(Runtime):
             self.process.die(1, "the owner is gone")
 
     def exit_now(self, reason: str) -> NoReturn:
-        """This process is gone with the next instruction."""
+        """End this process at once."""
         self.process.die(-9, reason)
         raise ProcessDied(reason)
 
     def spawn_actors(self, procs: Any, name: str, cls: type, args: Any, kwargs: Any, restart: Any) -> Any:
-        """As in a real program, for plain actors."""
+        """As Runtime.spawn_actors. Raises TypeError for actors with ``async def`` endpoints."""
         if blueprint(cls).is_async:
             raise TypeError(
                 f"{cls.__name__} has `async def` endpoints: the simulator runs actors with plain `def` only"
@@ -115,21 +115,21 @@ class SimulatedProgram(Runtime):
 
 
 class Doorbell:
-    """Stands where a waiting actor's lock would be: released, it gives the actor a turn."""
+    """Replaces the lock on which an actor runner waits: `release` schedules a turn of the actor."""
 
     def __init__(self, process: SimulatedProcess, cell: ActorRunner) -> None:
         self.cell = cell
         self.busy = False
         self._process = process
         self._rung = self._built = False
-        cell._thread_id = threading.get_ident()  # it waits, and is cancelled, on this thread
+        cell._thread_id = threading.get_ident()  # the actor waits, and is cancelled, on this thread
 
     def locked(self) -> bool:
-        """Somebody waits."""
+        """Return True: the actor waits."""
         return True
 
     def release(self) -> None:
-        """There is something to do."""
+        """Schedule a turn of the actor."""
         if not self._rung and not self.busy:
             self._rung = True
             self._process.soon(self._turn, self.cell)
@@ -144,7 +144,7 @@ class Doorbell:
             elif cell.failure is None:
                 cell.step()
         except CancelledError:
-            pass  # it came a moment too late, between two messages
+            pass  # the cancellation came after the message
         finally:
             self.busy = False
         if cell.failure is None and cell._inbox:
@@ -153,10 +153,14 @@ class Doorbell:
 
 
 class SimulatedProcess:
-    """One process of a simulation: rank ``rank`` of the mesh of processes called ``mesh``.
+    """Process of a simulation.
 
-    ``alive`` from its start to its end; then ``returncode`` says how it ended, as in subprocess (None if it was never
-    started), and ``end`` says so in words. ``label`` is for people, ``pid`` belongs to nobody else in the simulation.
+    - ``mesh``, ``rank``: name of its mesh of processes, and its rank there.
+    - ``alive``: True from its start to its end.
+    - ``returncode``: how it ended, as in subprocess; None while it runs, or if it was never started.
+    - ``end``: the same in words, or None.
+    - ``label``: its description in messages.
+    - ``pid``: unique in the simulation.
     """
 
     def __init__(self, simulation: Simulation, token: str, label: str, mesh: str = "", rank: int = 0) -> None:
@@ -168,28 +172,28 @@ class SimulatedProcess:
         self.returncode: int | None = None
         self.reading = False
         self.leaving: str | None = None
-        self.on_exit: Callable[[int], None] = lambda _: None  # tells whoever has started it
-        self.on_kill: Callable[[int], None] = lambda _: None  # before it has started: its spawner's
+        self.on_exit: Callable[[int], None] = lambda _: None  # reports the end to its spawner
+        self.on_kill: Callable[[int], None] = lambda _: None  # kills it before its start
         self.spawners: list[SimulatedSpawner] = []
         self.doorbells: list[Doorbell] = []
         self.links = SimulatedLinks(simulation, self)
         self.pump = SimulatedPump(self)
-        self.program: Any = None  # a SimulatedProgram; None before its beginning, and in what serves a host
+        self.program: Any = None  # a SimulatedProgram; None before the start, and in a `Service`
 
     def __repr__(self) -> str:
         state = "running" if self.alive else self.end or "not started"
         return f"<SimulatedProcess {self.label} (pid {self.pid}): {state}>"
 
-    # ---- its life
+    # ---- start and end
 
     def begin(self) -> None:
-        """From now on it can be reached."""
+        """Make the process reachable, and give it a runtime."""
         self.alive = True
         self.simulation.by_token[self.token] = self
         self.program = SimulatedProgram(self)
 
     def work(self, plan: Plan) -> None:
-        """What monarch_backend._actor.worker_main.main does: join its mesh."""
+        """Join the mesh, as monarch_backend._actor.worker_main.main."""
         program = self.program
         owner = program.router.peer(plan.owner)
         if plan.gateway:
@@ -203,31 +207,31 @@ class SimulatedProcess:
         program.root = program.router.peer(plan.root, owner)
         program.home_rank, program.home_extent = plan.rank, Extent(plan.labels, plan.sizes)
         program.on_exit = self.leave
-        if plan.has_bootstrap:  # which is not run in a simulation
+        if plan.has_bootstrap:  # a simulation does not run it
             program.router.tell(owner, Constructed(0, plan.rank))
 
     def make_spawner(self, on_event: Callable[[Any], None], _address: str | None) -> SimulatedSpawner:
-        """Of processes that live no longer than this one."""
+        """Return a spawner, whose processes end with this one at the latest."""
         spawner = SimulatedSpawner(self, on_event)
         self.spawners.append(spawner)
         return spawner
 
     def run_cell(self, cell: ActorRunner) -> None:
-        """Give an actor its turns."""
+        """Run an actor in turns."""
         bell = Doorbell(self, cell)
         self.doorbells.append(bell)
-        cell.gate = bell  # type: ignore[assignment] # a lock that a thread waits for, as far as the cell knows
+        cell.gate = bell  # type: ignore[assignment] # in place of the lock on which a thread waits
         bell.release()
 
     def leave(self, how: str, reason: str) -> None:
-        """End in peace, actors first, the newest first."""
+        """End in an orderly way: the actors first, beginning with the newest."""
         self.leaving = reason
         for cell in reversed(list(self.program.cells.values())):
             cell.end(how, reason)
         self.leave_if_done()
 
     def leave_if_done(self) -> None:
-        """The process ends with its last actor."""
+        """End the process if it is leaving and its last actor has ended."""
         if self.leaving is not None and self.alive:
             cells = self.program.cells.values()
             if all(cell.failure is not None for cell in cells) and not any(bell.busy for bell in self.doorbells):
@@ -236,7 +240,7 @@ class SimulatedProcess:
                 self.die(0, self.leaving, peace=True)
 
     def die(self, returncode: int, reason: str = "", *, peace: bool = False) -> None:
-        """It is not there any more, in the middle of whatever it did; what it has started goes with it."""
+        """End the process at once, and the processes that it has started."""
         if not self.alive:
             return
         self.alive = False
@@ -251,12 +255,12 @@ class SimulatedProcess:
         for tell in simulation.on_death:
             tell(self)
 
-    # ---- its turns
+    # ---- turns
 
     def run(
         self, call: Callable[..., object], *args: Any, cell: ActorRunner | None = None, reading: bool = False
     ) -> None:
-        """Now, as code of this process; nothing if it is dead."""
+        """Run code as code of this process; do nothing if it has ended."""
         if not self.alive:
             return
         simulation = self.simulation
@@ -274,20 +278,20 @@ class SimulatedProcess:
             runtime._program = before.program
 
     def soon(self, call: Callable[[], object], cell: ActorRunner | None = None) -> None:
-        """In a turn of its own, after a moment."""
+        """Schedule a call in a turn of its own, after a random delay."""
         simulation = self.simulation
         simulation.agenda.add(
             simulation.conditions.pause(simulation.random), lambda: self.run(call, cell=cell, reading=False)
         )
 
     def receive(self, event: tuple[Any, ...], sender: SimulatedProcess) -> None:
-        """An event arrives."""
+        """Handle an event that arrives."""
         if self.alive:
             self.links.received += event[1] >= 0
             self.simulation.note(self, sender, event)
             self.run(self.handle, event, reading=True)
 
     def handle(self, event: tuple[Any, ...]) -> None:
-        """On the thread that reads."""
+        """Handle an event in a turn of the reading thread."""
         program = self.program
         program.router.handle(program.links.translate((event,)))

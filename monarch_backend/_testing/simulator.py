@@ -1,4 +1,4 @@
-"""`Simulation`: the world of simulated processes. Its time, its chances, and whose turn it is."""
+"""`Simulation`: simulated processes, their time, random numbers and turns."""
 
 from __future__ import annotations
 
@@ -28,29 +28,38 @@ if TYPE_CHECKING:
     from monarch_backend._testing.hosts import SimulatedHost, SimulatedHosts
 
 MAX_NESTED_WAITS = 24
-"""Turns that may wait on top of each other, each on the stack of the one below."""
+"""Nested waits: each waiting turn runs others on its own stack."""
 
 
 @public("monarch_backend.testing")
 class SimulationError(MonarchError, RuntimeError):
-    """The simulation cannot go on: everybody waits, and nothing is under way that could end it."""
+    """The simulation can't continue: all processes wait, and no scheduled event could wake one of them."""
 
 
 class Simulation:
-    """A program and its processes in one thread, on simulated time; the same seed is the same run.
+    """A program and its processes in one thread, on simulated time. The same seed gives the same run.
 
     Inside its ``with`` the caller is the main program: ``this_host().spawn_procs(...)`` starts simulated processes,
-    and all of monarch_backend.actor works on them. Time goes on while the caller waits for a future, in `run` and in
+    and all of monarch_backend.actor works on them. Time advances while the caller waits for a future, in `run` and in
     `step`.
 
-    ``conditions`` say how hard the world is. ``window``, ``fanout``, ``direct``, ``most_in_one``, ``place``, ``large``
-    replace numbers of the router, ``branches`` that of the gateways' trees, so that few processes and small messages
-    meet what takes many otherwise: full windows, deep trees, messages in pieces. ``steps`` is how many of the last
-    steps `trace` tells of.
+    Arguments:
 
-    Failures that nobody handled are in ``faults`` (they end a real program); what monarch_backend logged as an error is
-    in ``errors``. ``on_step`` and ``on_death`` are lists of functions that are called after every step, and with every
-    process that has ended; what they raise ends the run.
+    - ``conditions``: probabilities and durations of faults.
+    - ``window``: credits of messages between two processes. ``place``: bytes after which a message takes one more.
+    - ``fanout``: fan-out of multicast trees of processes. ``direct``: receivers up to which there is no tree.
+    - ``large``: bytes from which a message is sent without a tree. ``most_in_one``: bytes of a piece of a message.
+    - ``branches``: fan-out of multicast trees of hosts.
+    - ``steps``: number of the last steps that `trace` returns.
+
+    With small limits a few processes and small messages test full windows, deep trees and messages in pieces.
+
+    Attributes:
+
+    - ``faults``: failures that no actor and no code of the program has handled. They would end a real program.
+    - ``errors``: texts that monarch_backend has logged as errors.
+    - ``on_step``, ``on_death``: lists of functions that are called after every step, and with every process that has
+      ended. An exception of theirs ends the run.
     """
 
     def __init__(
@@ -78,7 +87,7 @@ class Simulation:
         self.on_step: list[Callable[[], object]] = []
         self.on_death: list[Callable[[SimulatedProcess], object]] = []
         self.branches = branches
-        self.hosts: SimulatedHosts | None = None  # once there are some
+        self.hosts: SimulatedHosts | None = None  # after `attach`
         self._trace = Trace(steps)
         self._pids = itertools.count(100_001)
         self._tuning = {
@@ -96,11 +105,11 @@ class Simulation:
         self.controller: SimulatedProcess
         self.running: SimulatedProcess
 
-    # ---- beginning and end
+    # ---- start and end
 
     def __enter__(self) -> Self:
         if self.processes:
-            raise RuntimeError("a simulation runs once: make another one, with the same seed if it shall be the same")
+            raise RuntimeError("a simulation runs once: make another one; the same seed gives the same run")
         self._undo.enter_context(simulated_seams(self.random, self._tuning, self.faults.append))
         self._undo.enter_context(logged_errors(self.errors))
         self.controller = self.running = self.born(f"{self.random.getrandbits(128):032x}", "the main program")
@@ -123,11 +132,11 @@ class Simulation:
 
     @property
     def now(self) -> float:
-        """Simulated seconds since the beginning."""
+        """Simulated seconds since the start."""
         return self.agenda.time
 
     def step(self) -> bool:
-        """Let one thing happen: an event arrive, a timer run out, an actor take a message. False if nothing can."""
+        """Run one step: an event arrives, a timer fires, or an actor takes a message. Return False if there is none."""
         with self._kept():
             return self._step()
 
@@ -151,9 +160,9 @@ class Simulation:
         return True
 
     def run(self, seconds: float | None = None, *, until: Callable[[], bool] | None = None) -> bool:
-        """Let things happen for so many simulated seconds, until ``until()``, or until nothing is left to happen.
+        """Run steps for simulated ``seconds``, until ``until()`` is True, or until there are none.
 
-        Returns what ``until()`` says, True without it.
+        Return the result of ``until()``; True without it.
         """
         if self._broken is not None:
             raise self._broken
@@ -169,17 +178,17 @@ class Simulation:
         return until is None or until()
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Have the main program call it in so many simulated seconds, also while it waits for something else."""
+        """Schedule a call of the main program in simulated ``seconds``. It runs also while the main program waits."""
         self.agenda.add(seconds, lambda: self.controller.run(call))
 
     def processes_of(self, mesh: ProcMesh | ActorMesh) -> list[SimulatedProcess]:
-        """The processes of a mesh or slice, in order of rank, without those that are yet to be started anew."""
+        """Return the processes of a mesh or slice, in order of rank, without those that are being restarted."""
         procs: Any = getattr(mesh, "proc_mesh", mesh)
         tokens = [procs._core.tokens[rank] for rank in procs._shape.ranks]
         return [self.by_token[token] for token in tokens if token in self.by_token]
 
     def kill(self, what: SimulatedProcess | ProcMesh | ActorMesh, signal: int = 9) -> None:
-        """End a process, or the processes of a mesh or slice, at once, as by a signal; one not started yet never is.
+        """Kill a process, or the processes of a mesh or slice, by a signal. One that has not started never starts.
 
         Raises ValueError for the main program.
         """
@@ -192,8 +201,11 @@ class Simulation:
                 process.on_kill(signal)
 
     def attach(self, count: int, name: str = "hosts", *, heartbeat: float = 1.0, silence: float = 3.0) -> HostMesh:
-        """So many machines besides this one, attached as by ``attach_to_workers``."""
-        from monarch_backend._testing.hosts import SimulatedHosts  # what it brings along costs others nothing
+        """Make ``count`` simulated hosts, and attach to them as by ``attach_to_workers``.
+
+        ``heartbeat`` and ``silence`` are in simulated seconds.
+        """
+        from monarch_backend._testing.hosts import SimulatedHosts  # slow to import, and needed only here
 
         if self.hosts is None:
             self.hosts = SimulatedHosts(self)
@@ -201,19 +213,20 @@ class Simulation:
         return self.hosts.attach(count, name, heartbeat, silence)
 
     def kill_hosts(self, hosts: HostMesh) -> None:
-        """These machines are switched off, with all that runs there."""
+        """Switch these hosts off, with all processes there."""
         for host in self._hosts_of(hosts):
             host.kill()
 
     def kill_agents(self, hosts: HostMesh) -> None:
-        """The agents of these machines die; what they have started goes with them."""
+        """Kill the agents of these hosts, and with them the processes that they have started."""
         for host in self._hosts_of(hosts):
             host.kill_agents()
 
     def cut(self, hosts: HostMesh, others: HostMesh | None = None, seconds: float | None = None) -> None:
-        """From now on nothing passes between each of these hosts and each of ``others``, or anybody else.
+        """Cut the network between each of these hosts and each of ``others``; all other hosts by default.
 
-        That is silence: nobody says so. For so many seconds, or for good. ``this_host()`` is the controller's own.
+        The hosts see silence, not broken connections. The cut lasts ``seconds``, or for good. ``this_host()`` is the
+        controller's host.
         """
         assert self.hosts is not None, "there are no hosts yet: attach some"
         for one in self._hosts_of(hosts):
@@ -226,37 +239,37 @@ class Simulation:
         return self.hosts.of(hosts)
 
     def trace(self) -> str:
-        """The last steps, a line each."""
+        """Return the last steps, one line each."""
         return str(self._trace)
 
     # ---- for processes
 
     def next_pid(self) -> int:
-        """Of a new process."""
+        """Return a new pid."""
         return next(self._pids)
 
     def born(self, token: str, label: str, mesh: str = "", rank: int = 0) -> SimulatedProcess:
-        """A process that will begin later."""
+        """Make a process that starts later."""
         process = SimulatedProcess(self, token, label, mesh, rank)
         self.processes.append(process)
         self.by_token[token] = process
         return process
 
     def lost(self, process: SimulatedProcess, how: str) -> None:
-        """It will never begin."""
+        """Mark a process that never starts."""
         process.end = how
         self.note(process, how)
         for tell in self.on_death:
             tell(process)
 
     def note(self, process: SimulatedProcess, what: Any, event: tuple[Any, ...] | None = None) -> None:
-        """For `trace`: a text, or an event and who has sent it."""
+        """Add a step to the trace: a text, or the sender of ``event``."""
         self._trace.add(self.agenda.time, process, what, event)
 
     def wait(
         self, process: SimulatedProcess, what: Any, seconds: float | None, given_up: Callable[[], bool] | None = None
     ) -> bool:
-        """Run the world until ``what.ready``, for somebody who would hold up a thread of this process."""
+        """Run steps until ``what.ready``, in place of a thread of this process that would block."""
         if self._broken is not None:
             raise self._broken
         if process.reading:
@@ -264,7 +277,7 @@ class Simulation:
                 "a callback runs on the thread that reads messages, and can't wait for one: use another thread"
             )
         if self._looping and seconds is not None and isinstance(what, CreditWaiter):
-            return False  # a look whether there is room by now; the next one is another chance
+            return False  # the caller polls for space, and calls again
         end = None if seconds is None else self.now + seconds
         self._waits.append((process, what))
         try:
@@ -288,21 +301,21 @@ class Simulation:
                 self.agenda.time = max(self.agenda.time, end)
                 return bool(what.ready)
             if due is None:
-                raise self._fatal("nothing is under way, and nothing that is waited for can happen any more")
+                raise self._fatal("no event is scheduled, so no wait can end")
             self._step()
         return bool(what.ready)
 
     def _fatal(self, why: str) -> SimulationError:
         waiting = "\n".join(f"  {process.label} waits for {what!r}" for process, what in self._waits)
         self._broken = SimulationError(
-            f"{why}. Who waits, each for those after it to come to an end, since they share one stack:\n{waiting}\n"
-            "An actor that waits for one further up in this list waits for ever: use callbacks there."
+            f"{why}. These wait on one stack, so each continues only after those below it:\n{waiting}\n"
+            "An actor that waits for one further up in this list never continues: use callbacks there."
         )
         return self._broken
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
-        """Whoever runs when this begins runs again when it ends."""
+        """Restore the running process at the end."""
         running, reading = self.running, self.running.reading
         cell, message = context.cell.get(), context.message.get()
         try:

@@ -1,4 +1,4 @@
-"""Starting simulated processes: what a Spawner and its fork server are to real ones."""
+"""Simulated spawner, in place of Spawner and its fork server."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class SimulatedSpawner:
-    """Starts processes of one simulated process and tells it what becomes of them. They end when it does."""
+    """Starts processes for one simulated process, and reports their start and end. They end with it."""
 
     address = "@simulated"
 
     def __init__(self, parent: SimulatedProcess, on_event: Callable[[Any], None]) -> None:
         self._parent, self._on_event = parent, on_event
         self._children: dict[int, SimulatedProcess] = {}
-        self._asked: set[int] = set()  # that have not started yet
-        self._dead_by = 0.0  # when the last one that was told to die has done so
+        self._asked: set[int] = set()  # not started yet
+        self._dead_by = 0.0  # time at which all killed processes have ended
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
-        """Have them started after a while; their numbers. A bootstrap is not run: it is for a process of its own."""
+        """Start processes after a random delay; return their numbers. Bootstraps are not run."""
         return [self._ask(spec) for spec in specs]
 
     def _ask(self, spec: ProcessSpec) -> int:
@@ -36,7 +36,7 @@ class SimulatedSpawner:
         number = len(self._children) + 1
         main = cloudpickle.loads(spec.main)
         plan = main.args[0]
-        if main.func is not run_worker:  # an agent: how it fares is its host's
+        if main.func is not run_worker:  # an agent, which its host starts without faults
             return self._ask_for_agent(number, plan)
         child = self._children[number] = simulation.born(
             plan.token, f"{spec.label} of {plan.name}", plan.name, plan.rank
@@ -50,7 +50,7 @@ class SimulatedSpawner:
                 return
             self._asked.discard(number)
             if rng.random() < conditions.unstartable:
-                self._tell(SpawnFailed(number, "the simulation has it so"))
+                self._tell(SpawnFailed(number, "Conditions.unstartable"))
                 simulation.lost(child, "could not be started")
                 return
             child.begin()
@@ -60,7 +60,7 @@ class SimulatedSpawner:
             else:
                 child.run(child.work, plan)
 
-        # A fork server does one thing after the other: whoever was to die before is dead when this one is forked.
+        # A fork server works in order: earlier kills are done before this fork.
         simulation.agenda.add_at(max(simulation.now + conditions.starting * rng.random(), self._dead_by), start)
         return number
 
@@ -73,7 +73,7 @@ class SimulatedSpawner:
         return number
 
     def kill(self, number: int, signal: int = signals.SIGKILL) -> None:
-        """Send a signal, which ends the process; one not started yet is not started."""
+        """Kill a process by a signal. One that has not started never starts."""
         child, simulation = self._children[number], self._parent.simulation
         if child.end is not None:
             return
@@ -87,7 +87,7 @@ class SimulatedSpawner:
             simulation.agenda.add_at(at, lambda: child.die(-signal))
 
     def start(self) -> None:
-        """Nothing: there is no fork server."""
+        """Do nothing: there is no fork server."""
 
     def close(self) -> None:
         """Kill all processes of this spawner."""

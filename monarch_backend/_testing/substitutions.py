@@ -1,6 +1,6 @@
-"""What a simulation replaces while it runs, and puts back: chance, numbers of the router, faults, Ctrl-C.
+"""Attributes of modules that a simulation replaces while it runs: random numbers, limits of the router, the fault hook.
 
-Everything else that it stands on is a seam of the code itself: Links, Clock, the pump, the spawner, `run_cell`.
+All other parts are replaced through interfaces of the code: Links, Clock, the progress loop, the spawner, `run_cell`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _one_rank_in_words(extent: Extent, rank: int) -> str:
 
 
 def _ranks_in_words(extent: Extent, ranks: Collection[int]) -> str:
-    """Each of n processes names all n: in one thread that is n times too much."""
+    """Cache the names of single ranks: each of n processes names all n, and a simulation has all of them."""
     return _one_rank_in_words(extent, *ranks) if len(ranks) == 1 else ranks_in_words(extent, ranks)
 
 
@@ -38,19 +38,19 @@ def _pid_here() -> int:
 
 
 class Secrets:
-    """The part of `secrets` that names processes and actors, from the seed."""
+    """Replaces `secrets` for names of processes and actors, with numbers from the seed."""
 
     def __init__(self, rng: random.Random) -> None:
         self.randbits = rng.getrandbits
 
     def token_hex(self, count: int) -> str:
-        """So many random bytes."""
+        """Return ``count`` random bytes as hexadecimal digits."""
         return self.randbits(8 * count).to_bytes(count, "little").hex()
 
 
 @contextlib.contextmanager
 def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Until the end, these attributes of modules and classes have other values."""
+    """Set attributes of modules and classes, and restore them at the end."""
     before = [(where, name, getattr(where, name)) for where, name, _ in changes]
     for where, name, value in changes:
         setattr(where, name, value)
@@ -63,7 +63,7 @@ def replaced(changes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_handler() -> Iterator[None]:
-    """Ctrl-C, which is the simulated programs' once one of them waits, is at the end whose it was."""
+    """Restore the handler of Ctrl-C at the end: a simulated program replaces it when it waits."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield
@@ -77,7 +77,7 @@ def kept_handler() -> Iterator[None]:
 def simulated_seams(
     rng: random.Random, tuning: Mapping[str, int | None], on_fault: Callable[[Any], object]
 ) -> Iterator[None]:
-    """Until the end, nothing is left to chance but ``rng``; ``tuning`` are constants of the router."""
+    """Draw all random numbers from ``rng``, and set constants of the router from ``tuning``."""
     secrets = Secrets(rng)
     changes: list[tuple[Any, str, Any]] = [
         (actor_mesh_owner, "secrets", secrets),
@@ -108,7 +108,7 @@ class _Collector(logging.Handler):
 
 @contextlib.contextmanager
 def logged_errors(texts: list[str]) -> Iterator[None]:
-    """Until the end, what monarch_backend logs as an error is collected here."""
+    """Append errors that monarch_backend logs to ``texts``."""
     log = logging.getLogger("monarch_backend")
     collector = _Collector(texts)
     log.addHandler(collector)

@@ -1,4 +1,4 @@
-"""The last steps of a simulation, for people: kept as they are, put into words only when somebody reads them."""
+"""Trace of the last steps of a simulation. Steps are stored as objects and formatted when they are printed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Trace:
-    """What has happened lately."""
+    """The last ``steps`` steps of a simulation."""
 
     def __init__(self, steps: int) -> None:
         self._entries: deque[tuple[float, SimulatedProcess, Any, Any]] = deque(maxlen=steps)
 
     def add(self, time: float, process: SimulatedProcess, what: Any, event: tuple[Any, ...] | None) -> None:
-        """A text, or an event and its sender."""
+        """Add a text, or an event and its sender."""
         self._entries.append((time, process, what, event))
 
     def __str__(self) -> str:
@@ -47,14 +47,14 @@ def _told(event: tuple[Any, ...]) -> str:
     if kind is Kind.HOST_GONE:
         return f"HOST_GONE {event[2]} {event[3]}"
     if kind is Kind.GONE:
-        return f"GONE {event[2] or 'in peace'}"
+        return f"GONE {event[2] or 'in an orderly way'}"
     _, _, target, ref, seq, rank, epoch, prefix, body, _ = event
     place = f"target={target} ref={ref} seq={seq} rank={rank} epoch={epoch}"
     return f"{kind.name} {place} {_content(kind, prefix)} +{len(body)} bytes"
 
 
 def _told_far(event: tuple[Any, ...]) -> str:
-    """Of or for a process on another host."""
+    """Format an event of or for a process on another host."""
     if envelope.is_word(event[1]):
         name = {envelope.CALL: "CALL", envelope.MET: "MET", envelope.REFUSED: "REFUSED"}.get(event[1], "GONE")
         return f"far {name} {event[7].decode()}"

@@ -114,7 +114,7 @@ def _nothing_again(_: Session, __: int) -> Any:
 
 
 _FOR_MANY = Gateway._for_many
-WAITS = "promise 3|nothing that is waited for can happen"
+WAITS = "promise 3|no event is scheduled, so no wait can end"
 
 BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "a receiver of many is left out": (Gateway, "_for_many", _forgets_the_last, WAITS),

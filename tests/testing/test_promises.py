@@ -98,7 +98,7 @@ _ERROR = pending_calls.supervision_error
 _FAILED = Supervision.failed
 _PACK = runner.pack_failure
 
-WAITS = "promise 3|nothing that is waited for can happen"
+WAITS = "promise 3|no event is scheduled, so no wait can end"
 
 BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "order": (Router, "in_order", _unordered, "promise 1"),

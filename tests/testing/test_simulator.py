@@ -447,7 +447,7 @@ def test_processes_that_never_come(what: str) -> None:
         assert procs.initialized.exception() is not None
         simulation.run()
         (fault,) = simulation.faults
-        words = "it could not be started: the simulation has it so" if what == "unstartable" else "exited with status 1"
+        words = "it could not be started: Conditions.unstartable" if what == "unstartable" else "exited with status 1"
         assert fault.deaths[0].what == words
 
 
@@ -544,7 +544,7 @@ def test_waiting_for_what_can_never_come_is_told() -> None:
         with pytest.raises(SimulationError) as caught:
             asks.get()
     text = str(caught.value)
-    assert "nothing that is waited for can happen any more" in text
+    assert "no event is scheduled, so no wait can end" in text
     assert "the main program waits for <Future waiting>" in text
     assert "gpus 0 of workers waits for <Future waiting>" in text
 
