@@ -52,5 +52,4 @@ class Agenda:
         return call
 
     def clear(self) -> None:
-        """Remove all calls."""
         self._heap.clear()

@@ -37,7 +37,6 @@ class Line:
         self.last = {caller: 0.0, called: 0.0}  # when the last frame of each side arrives
 
     def other(self, tcp: SimulatedTcp) -> SimulatedTcp:
-        """Return the other end."""
         return self.called if tcp is self.caller else self.caller
 
     def put(self, sender: SimulatedTcp, parts: Sequence[Any]) -> None:

@@ -285,7 +285,6 @@ class SimulatedProcess:
         )
 
     def receive(self, event: tuple[Any, ...], sender: SimulatedProcess) -> None:
-        """Handle an event that arrives."""
         if self.alive:
             self.links.received += event[1] >= 0
             self.simulation.note(self, sender, event)

@@ -245,7 +245,6 @@ class Simulation:
     # ---- for processes
 
     def next_pid(self) -> int:
-        """Return a new pid."""
         return next(self._pids)
 
     def born(self, token: str, label: str, mesh: str = "", rank: int = 0) -> SimulatedProcess:

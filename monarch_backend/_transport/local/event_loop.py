@@ -1,7 +1,7 @@
 """Progress loop of a process: reads frames, runs timers, and lets threads wait.
 
-There is one reading thread at a time. A thread that waits becomes the reading thread, so a reply needs no switch of
-threads (csrc/channel/mailbox.h). A standby thread reads while no other thread waits.
+There is one reading thread at a time, which reads for all threads. A thread that waits takes this part if it is free,
+so a reply needs no switch of threads (csrc/channel/mailbox.h). A standby thread reads while no other thread waits.
 """
 
 from __future__ import annotations

@@ -92,7 +92,6 @@ class Route(msgspec.Struct, array_like=True, gc=False):
         return len(self.seqs)
 
     def hop(self, index: int) -> RelayHop:
-        """Return the receiver at this place."""
         return RelayHop(
             self.tokens[TOKEN_LENGTH * index : TOKEN_LENGTH * (index + 1)], self.seqs[index], self.ranks[index]
         )

@@ -26,7 +26,6 @@ class PeerGoneError(MonarchError, ConnectionError):
 
     @classmethod
     def of(cls, peer: Peer) -> PeerGoneError:
-        """Return the error for this process."""
         return cls(f"process {peer.pid or short(peer.token)} is gone: {peer.gone}")
 
 

@@ -41,7 +41,7 @@ class PeerLookup:
         """Ask the owner for the successor of a dead process. The owner reports later successors on its own."""
         owner = peer.owner
         if owner is not None and owner is not self._router.me and owner.gone is None:
-            with contextlib.suppress(RuntimeError, OSError):  # no space for a link: the owner's report will come
+            with contextlib.suppress(RuntimeError, OSError):  # no space for a link: the request is optional
                 self._router.tell(owner, LookupRequest(peer.token))
 
     def on_refused(self, event: Any) -> None:

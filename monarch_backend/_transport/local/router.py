@@ -1,8 +1,8 @@
 """Messages between processes: in order, at most once, bounded, to one or to many.
 
-Links carry frames between two processes in order. The router adds a sequence number to each message, so that messages
-from a tree and direct ones are put in one order and none is delivered twice. It decides how a message is sent, delivers
-what arrives, and handles the exit of a process. Its parts are in modules of their own:
+Links carry frames between two processes in order. The router adds a sequence number to each message. The numbers put
+messages from a tree and direct ones in one order, and detect duplicates. The router decides how a message is sent,
+delivers messages that arrive, and handles the exit of a process. Its parts are in modules of their own:
 
 - flow_control.py: the window of each pair of processes, which bounds the queues
 - memory_pressure.py: sending while shared memory is full
@@ -10,7 +10,7 @@ what arrives, and handles the exit of a process. Its parts are in modules of the
 - tree_multicast.py: multicast down a tree of processes
 - peer_lookup.py: processes that can't be reached
 
-The router knows neither actors nor meshes, reads no clock and starts no thread: the simulator runs this very code.
+The router does not depend on actors or meshes, reads no clock and starts no thread. The simulator runs the same code.
 """
 
 from __future__ import annotations
@@ -208,7 +208,10 @@ class Router:
             self._fill(peer, seq)
 
     def _fill(self, peer: Peer, seq: int) -> None:
-        """Send an empty message with this number, as the receiver would hold back later ones. Call under the lock."""
+        """Send an empty message with this number: without it the receiver holds back all later ones.
+
+        Call under the lock.
+        """
         self.emit(peer, Kind.CONTROL, 0, 0, seq, 0, _NOTHING, b"", None)
 
     def _deliver_here(self, kind: int, frame: Frame) -> None:

@@ -125,7 +125,6 @@ class Tcp:
     # ---- from any thread
 
     def start(self) -> None:
-        """Start the thread."""
         start_thread(self._thread)
 
     def listen(self, host: str, port: int = 0) -> Address:
@@ -185,7 +184,6 @@ class Tcp:
         self.soon(lambda: self._hang_up(remote))
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Schedule a call on the thread."""
         self._soon.append(call)
         self._wake()
 

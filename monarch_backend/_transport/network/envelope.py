@@ -170,7 +170,6 @@ class RelayHeader(NamedTuple):
     rest: bytes
 
     def pack(self) -> bytes:
-        """Encode the header."""
         head = _PASS.pack(
             self.root.encode(), self.parent.encode(), self.kind, self.branches, self.number, self.over, len(self.hosts)
         )

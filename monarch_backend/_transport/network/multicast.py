@@ -212,7 +212,7 @@ class Relay:
             self.replies.expect((cast.sender, cast.ref), cast.root, cast.number, parent, count)
 
     def ends(self, sender: str) -> None:
-        """Send the unfinished multicasts of a process that has ended directly to all hosts, before its end is told."""
+        """Send the unfinished multicasts of an ended process directly to all hosts, before its end is reported."""
         self.replies.ends(sender)
         self.replies.hurry()
         for cast in self._casts.values():

@@ -123,7 +123,7 @@ class FarLinks:
         return True
 
     def drop(self, link: int) -> None:
-        """As Links.drop. A link to another host stays: frames to a process that has ended are dropped there."""
+        """As Links.drop. Does nothing for a link to another host."""
         if link < FIRST_REMOTE_LINK:
             self.native.drop(link)
 

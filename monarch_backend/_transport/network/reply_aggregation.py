@@ -126,7 +126,7 @@ class Gatherer:
         call = frame.to, frame.ref
         gather = self._gathers.get(call)
         status = frame.prefix[2 * TOKEN_LENGTH :]
-        if gather is None or status == Status.ITEM:  # items must keep their order
+        if gather is None or status == Status.ITEM:  # more replies of this rank follow an item
             return False
         body, buffers = own(frame.body), own_all(frame.buffers) or []
         if len(body) + sum(map(len, buffers)) > MAX_REPLY_BYTES or status != Status.VALUE:
@@ -220,7 +220,10 @@ class Gatherer:
     # ---- kept replies
 
     def _keep(self, gather: _Gather, frame: Envelope) -> bool:
-        """Keep replies until the root has all replies to this call. Return False if there is no space for them."""
+        """Keep replies until the root has all replies to this call.
+
+        Return False if there is no space, or if the root has no record of the call.
+        """
         number, size = gather.number, _size(frame)
         if not number or number < self._over.get(gather.root, 0) or self._size + size > MAX_KEPT_BYTES:
             return False

@@ -153,7 +153,6 @@ class Session:
         return self._head(SAY, 0, len(what)) + what
 
     def bye(self) -> bytes:
-        """Return a BYE frame."""
         return self._head(BYE)
 
     @property
