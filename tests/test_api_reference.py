@@ -32,13 +32,11 @@ PAGES = {
 }
 
 LACKING = {
-    "monarch_backend": 11,
     "monarch_backend.actor": 54,
     "monarch_backend.dtensor": 12,
-    "monarch_backend.errors": 7,
+    "monarch_backend.errors": 6,
     "monarch_backend.hosts": 2,
     "monarch_backend.job": 14,
-    "monarch_backend.process_group": 8,
     "monarch_backend.rdma": 10,
     "monarch_backend.testing": 10,
 }

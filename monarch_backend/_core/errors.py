@@ -25,6 +25,6 @@ def public(module: str) -> Callable[[type[E]], type[E]]:
 class MonarchError(Exception):
     """Base class of the exceptions of monarch_backend.
 
-    Most of them derive from a built-in exception, too. The one exception without this base is
+    It is never raised itself. Most of the others also derive from a built-in exception. The one without this base is
     `monarch_backend.actor.CancelledError`, which ``except Exception`` must not catch.
     """

@@ -25,7 +25,17 @@ OURS = "monarch"
 
 @dataclass(frozen=True)
 class Route:
-    """One device type's way: the backend that carries it, the reason, and what is missing if it can't."""
+    """The route of tensors of one device type.
+
+    ``device``: the device type, such as "cpu". ``backend``: the name of the backend that moves its tensors, such as
+    "shm" or "nccl". ``why``: the reason for this choice. ``missing``: what to install or to change before the route
+    works; empty if it works.
+
+    >>> from monarch_backend import routes
+    >>> route = routes()["cpu"]
+    >>> route.device, route.available, route.missing
+    ('cpu', True, '')
+    """
 
     device: str
     backend: str
@@ -34,7 +44,7 @@ class Route:
 
     @property
     def available(self) -> bool:
-        """True when the route can carry tensors on this machine, now."""
+        """Whether the route works on this machine now."""
         return not self.missing
 
     def __str__(self) -> str:
@@ -139,9 +149,9 @@ def _cpu_without_group(route: Route) -> Route:
 
 
 def routes(group: dist.ProcessGroup | None = None) -> dict[str, Route]:
-    """The routes that can carry tensors: of ``group``, of the default group, or of this machine without one.
+    """Return the available routes: of ``group``, by default of the default group, or of this machine without a group.
 
-    Returns device type -> Route. In a group the CPU's backend is "shm" (all ranks share a host), "shm+gloo" (some do)
+    The keys are device types. In a group the CPU's backend is "shm" (all ranks share a host), "shm+gloo" (some do)
     or "gloo". Without a group it is "shm+gloo", or "gloo" where this machine can't share memory; ``why`` says so.
     Raises TypeError if ``group`` is not a group of backend "monarch".
 

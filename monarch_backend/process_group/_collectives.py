@@ -53,7 +53,16 @@ def _listed(tensors: Any) -> list[Tensor]:
 
 @_c10d_internals.hide_from_dynamo
 class Collectives(dist.ProcessGroup):
-    """Every operation on tensors that c10d has, for a group that knows its inner groups."""
+    """The collectives of c10d, for a group with an inner group for each device type.
+
+    Each method serves a function of torch.distributed, and returns a ``torch.distributed.Work``. It takes either of
+    c10d's call forms: lists of tensors with an options object, or single tensors with root, op and timeout. All tensors
+    of a call are on one device. ``N`` in the shapes below is the size of the group.
+
+    CPU tensors are checked before anything is sent. CollectiveArgumentError is raised for unsuitable arguments, and
+    TypeError for another call form. NoRouteError is raised for a device without a route. The call, or ``wait()`` of its
+    work, raises CollectiveMismatchError, CollectiveTimeoutError, RankFailedError and GroupClosedError.
+    """
 
     # What _process_group.py brings.
     _inner: dict[str, Any]
@@ -124,7 +133,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def allreduce(self, tensors: Any, opts: Any) -> Any:
-        """All-reduce in place, for torch.distributed.all_reduce. Several tensors all get the reduction of them all."""
+        """Reduce in place on all ranks, for torch.distributed.all_reduce.
+
+        Shape and dtype are the same on all ranks. Several tensors have one shape, and each gets the reduction of all.
+        """
         given = tensors = _listed(tensors)
         if len(tensors) > 1 and _is_strided_on_cpu(tensors):
             return _tensor_lists.all_reduce(self, Collectives.allreduce, tensors, opts)
@@ -146,7 +158,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
-        """All-reduce of several tensors in one operation."""
+        """Reduce each tensor in place on all ranks, in one operation; for torch.distributed.all_reduce_coalesced.
+
+        Shapes may differ between tensors, the dtype may not.
+        """
         given = tensors = _listed(tensors)
         finish = None
         inner, on_cpu, aside = self._find("all_reduce_coalesced", tensors)
@@ -171,7 +186,7 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def reduce(self, tensors: Any, opts: Any) -> Any:
-        """Reduce to one rank; torch.distributed.reduce comes here."""
+        """Reduce in place to one rank, for torch.distributed.reduce. Shape and dtype are the same on all ranks."""
         given = tensors = _listed(tensors)
         finish = None
         inner, on_cpu, aside = self._find("reduce", tensors)
@@ -197,7 +212,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Reduce lists of tensors and scatter the result; torch.distributed.reduce_scatter comes here."""
+        """Reduce lists of N tensors and scatter the result, for torch.distributed.reduce_scatter.
+
+        ``outputs``: one tensor, which gets the reduction of entry ``rank`` of all lists. All have one size and dtype.
+        """
         outputs, inputs = self._pairs(outputs, inputs)
         given, finish = outputs, None
         inner, on_cpu, aside = self._find("reduce_scatter", [*outputs, *(t for row in inputs for t in row)])
@@ -228,7 +246,10 @@ class Collectives(dist.ProcessGroup):
 
         @call_forms
         def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-            """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
+            """Reduce a large tensor and scatter it, for torch.distributed.reduce_scatter_tensor.
+
+            ``input`` has N times the elements of ``output``, and its dtype.
+            """
             inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
             if aside:
                 with self._dispatched(inner, opts):
@@ -237,7 +258,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
+        """Reduce a large tensor and scatter it, for torch 2.13's torch.distributed.reduce_scatter_tensor.
+
+        ``input`` has shape (N * k, ...) or (N, k, ...), ``output`` (k, ...) and the same dtype.
+        """
         if not _NEW_NAMES:
             return self._reduce_scatter_base(output, input, opts)
         inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
@@ -272,7 +296,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        """Broadcast in place, for torch.distributed.broadcast. All of several tensors get the root's ``rootTensor``."""
+        """Broadcast in place, for torch.distributed.broadcast. Shape and dtype are the same on all ranks.
+
+        Several tensors have one shape, and each gets the values of the root's tensor number ``rootTensor``.
+        """
         given = tensors = _listed(tensors)
         if (len(tensors) > 1 or opts.rootTensor) and _is_strided_on_cpu(tensors):
             return _tensor_lists.broadcast(self, Collectives.broadcast, tensors, opts)
@@ -290,7 +317,11 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Gather tensors into lists on every rank, for torch.distributed.all_gather. A rank may give several."""
+        """Gather tensors into a list of N on each rank, for torch.distributed.all_gather.
+
+        All have the size and dtype of the input. With k inputs on each rank, which then have one shape, there are k
+        lists of N * k tensors.
+        """
         inputs, outputs = self._pairs(inputs, outputs)
         if len(inputs) > 1 and _is_strided_on_cpu(inputs):
             return _tensor_lists.all_gather(self, Collectives.allgather, outputs, inputs, opts)
@@ -312,7 +343,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Gather lists of tensors; torch.distributed.all_gather_coalesced comes here."""
+        """Gather a list of tensors from each rank, for torch.distributed.all_gather_coalesced.
+
+        ``outputs`` has N lists, each with tensors of the sizes and dtypes of ``inputs``.
+        """
         name, given, finish = "all_gather_coalesced", [tensor for row in outputs for tensor in row], None
         inner, on_cpu, aside = self._find(name, [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
@@ -338,7 +372,10 @@ class Collectives(dist.ProcessGroup):
 
         @call_forms
         def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-            """Gather into one large tensor; torch.distributed.all_gather_into_tensor comes here."""
+            """Gather into a large tensor on each rank, for torch.distributed.all_gather_into_tensor.
+
+            ``output`` has N times the elements of ``input``, and its dtype.
+            """
             inner, aside, args, end = self._all_gather_one(output, input, opts)
             if aside:
                 with self._dispatched(inner, opts):
@@ -347,7 +384,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
+        """Gather into a large tensor on each rank, for torch 2.13's torch.distributed.all_gather_into_tensor.
+
+        ``input`` has shape (k, ...), ``output`` (N * k, ...) or (N, k, ...) and the same dtype.
+        """
         if not _NEW_NAMES:
             return self._allgather_base(output, input, opts)
         inner, aside, args, end = self._all_gather_one(output, input, opts)
@@ -377,7 +417,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Gather tensors into a list on one rank; torch.distributed.gather comes here."""
+        """Gather tensors into a list on one rank, for torch.distributed.gather.
+
+        Only the root gives ``outputs``: N tensors of the input's size and dtype.
+        """
         inputs = _listed(inputs)
         outputs = [_listed(row) for row in outputs] if not _is_flat(outputs) else [list(outputs)]
         given, finish = outputs[0] if outputs else [], None
@@ -404,7 +447,10 @@ class Collectives(dist.ProcessGroup):
 
         @call_forms
         def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-            """Gather into one tensor on one rank; torch.distributed.gather_single comes here, torch 2.14 and later."""
+            """Gather into a large tensor on one rank, for torch.distributed.gather_single of torch 2.14 and later.
+
+            ``output`` has N times the elements of ``input`` on the root, and its dtype.
+            """
             inner, on_cpu, aside = self._find("gather_single", [output, input])
             if on_cpu:  # Gloo has none: gather into the parts of the output
                 parts: list[list[Tensor]] = []
@@ -420,7 +466,10 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Scatter a list of one rank; torch.distributed.scatter comes here."""
+        """Scatter a list of one rank, for torch.distributed.scatter.
+
+        Only the root gives ``inputs``: N tensors of the output's size and dtype.
+        """
         given, finish = (outputs := _listed(outputs)), None
         inputs = [_listed(row) for row in inputs] if not _is_flat(inputs) else [list(inputs)]
         inner, on_cpu, aside = self._find("scatter", [*outputs, *(t for row in inputs for t in row)])
@@ -444,7 +493,10 @@ class Collectives(dist.ProcessGroup):
 
         @call_forms
         def all_to_all_single(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """Exchange slices of one tensor; torch.distributed.all_to_all_single comes here.
+            """Exchange slices of one tensor, for torch.distributed.all_to_all_single.
+
+            ``input`` and ``output`` have one dtype. ``inputs`` and ``outputs`` are their rows for each rank: N integers
+            whose sum is the size of the first dimension, or empty for N equal parts.
 
             torch 2.13 and later find this name from both of theirs. Overriding `alltoall_base` as well would never
             end: their C++ base looks for either override, whichever of the two called it.
@@ -480,7 +532,7 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Exchange lists of tensors; torch.distributed.all_to_all comes here."""
+        """Exchange lists of N tensors, for torch.distributed.all_to_all. They have one dtype; sizes may differ."""
         outputs, inputs = _listed(outputs), _listed(inputs)
         given, finish = outputs, None
         inner, on_cpu, aside = self._find("all_to_all", [*outputs, *inputs])
@@ -509,14 +561,14 @@ class Collectives(dist.ProcessGroup):
 
         @call_forms
         def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """Gather each input into its large output, in one operation."""
+            """Gather each input into its large output, in one operation. Shapes are those of `all_gather_single`."""
             inner, args, end = self._all_gather_many(outputs, inputs, opts)
             with self._dispatched(inner, opts):
                 return end(super().all_gather_single_coalesced(*args))
 
         @call_forms
         def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """Reduce each large input and scatter it into its output, in one operation."""
+            """Reduce each large input and scatter it, in one operation. Shapes are those of `reduce_scatter_single`."""
             inner, args, end = self._reduce_scatter_many(outputs, inputs, opts)
             with self._dispatched(inner, opts):
                 return end(super().reduce_scatter_single_coalesced(*args))
@@ -587,7 +639,7 @@ class Collectives(dist.ProcessGroup):
     # Point to point and barriers --------------------------------------------------------------------------
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        """Send to a group rank; torch.distributed.send and isend come here."""
+        """Send one contiguous tensor to a rank of the group, for torch.distributed.send and isend."""
         tensors, inner, aside = self._p2p("send", _listed(tensors), "destination", dstRank, tag)
         if aside:
             with self._dispatched(inner, None):
@@ -595,7 +647,10 @@ class Collectives(dist.ProcessGroup):
         return inner.send(tensors, dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
-        """Receive from a group rank; torch.distributed.recv and irecv come here."""
+        """Receive into one contiguous tensor from a rank of the group, for torch.distributed.recv and irecv.
+
+        It has the size and dtype of the tensor that is sent.
+        """
         tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", srcRank, tag)
         if aside:
             with self._dispatched(inner, None):
@@ -603,7 +658,7 @@ class Collectives(dist.ProcessGroup):
         return inner.recv(tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive from whoever sends first; torch.distributed.recv without a source comes here."""
+        """Receive from the first rank that sends, for torch.distributed.recv without a source."""
         tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", None, tag)
         if aside:
             with self._dispatched(inner, None):
@@ -612,7 +667,7 @@ class Collectives(dist.ProcessGroup):
 
     @call_forms
     def barrier(self, opts: Any) -> Any:
-        """Wait for all ranks: on the device that the options name, else on the CPU."""
+        """Wait for all ranks, on the device that the options name, else on the CPU; for torch.distributed.barrier."""
         device = self._barrier_device(opts)
         inner = self._inner.get(device)
         if inner is None:
@@ -632,7 +687,11 @@ class Collectives(dist.ProcessGroup):
         return accelerators[0] if accelerators and opts.device_ids else "cpu"
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A CPU barrier that names the ranks that did not come in time."""
+        """Wait for all ranks on the CPU, for torch.distributed.monitored_barrier.
+
+        Raises RuntimeError if ranks have not come within ``timeout``. With ``wait_all_ranks`` the message of rank 0
+        names all of them, else the first.
+        """
         inner = self._inner.get("cpu") or self._open_route("cpu")
         inner.monitored_barrier(_c10d_internals.UNSET_TIMEOUT if timeout is None else timeout, wait_all_ranks)
 

@@ -16,32 +16,53 @@ if TYPE_CHECKING:
 
 @public("monarch_backend")
 class ProcessGroupError(MonarchError, DistError):
-    """Base of the exceptions of process groups; also a ``torch.distributed.DistError``."""
+    """Base of the exceptions of process groups; also a ``torch.distributed.DistError``.
+
+    Raised itself when this process may not read the memory of another rank on its host.
+    """
 
 
 @public("monarch_backend")
 class NoRouteError(ProcessGroupError, NotImplementedError):
-    """No route exists for the tensor's device; the message names the routes there are and what to install."""
+    """No route exists for the tensor's device, or for this operation on it. Also a NotImplementedError.
+
+    Raised by the first operation on such a device. The message names the routes of the group and what to install.
+    """
 
 
 @public("monarch_backend")
 class CollectiveArgumentError(ProcessGroupError, ValueError):
-    """A collective was called with arguments that can't work; nothing was sent and the group stays usable."""
+    """A collective was called with arguments that can't work. Also a ValueError.
+
+    Raised by the call itself: no data is sent, and the group stays usable.
+    """
 
 
 @public("monarch_backend")
 class CollectiveMismatchError(ProcessGroupError):
-    """The ranks called different collectives, or one with different shapes, dtypes, ops or roots."""
+    """The ranks called different collectives, or one collective with different shapes, dtypes, ops or roots.
+
+    Raised on each rank that took part, by the call or by ``wait()`` of its work. No data is moved, and the group
+    stays usable.
+    """
 
 
 @public("monarch_backend")
 class CollectiveTimeoutError(ProcessGroupError):
-    """A rank did not enter a collective in time; the message names the rank and the collective."""
+    """A rank did not enter a collective in time; the message names the rank and the collective.
+
+    Raised when the group's timeout ends, by the call or by ``wait()`` of its work. The group can't be used afterwards.
+    ``wait(timeout)`` also raises it when its own timeout ends; the operation then goes on.
+    """
 
 
 @public("monarch_backend")
 class RankFailedError(ProcessGroupError):
-    """A rank of the group ended while the others needed it; ``rank`` is its rank in the group."""
+    """A rank of the group ended while others needed it.
+
+    Raised by the call or by ``wait()`` of its work, as soon as the end is seen. The group can't be used afterwards.
+    ``rank`` is the rank in the group, -1 if it is unknown.
+    """
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
@@ -50,7 +71,10 @@ class RankFailedError(ProcessGroupError):
 
 @public("monarch_backend")
 class GroupClosedError(ProcessGroupError):
-    """The process group was destroyed or aborted; make a new one."""
+    """The process group was destroyed or aborted; make a new one.
+
+    Raised by operations on such a group, and by operations that are under way when it is closed.
+    """
 
 
 def where(group: Collectives) -> str:

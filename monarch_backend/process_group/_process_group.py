@@ -39,9 +39,13 @@ from monarch_backend.process_group._xla import xla_backend
 
 
 def create(options: Any, pg_options: Any = None) -> MonarchProcessGroup:
-    """Make the group; torch calls this on every member with its `_DistributedBackendOptions`.
+    """Make the group. torch calls this on each member, in ``init_process_group`` and ``new_group``.
 
-    Raises ValueError for an unknown MONARCH_ variable and for one with a bad value.
+    ``options`` is torch's ``_DistributedBackendOptions``; ``pg_options`` is that of `Options.parse`. Waits for all
+    ranks, at most for the timeout in ``options``. Then it raises ``torch.distributed.DistStoreError`` if ranks are
+    missing, and DistNetworkError if connections between them are missing.
+
+    Raises ValueError for an unknown MONARCH_ variable and for a bad value, TypeError for other ``pg_options``.
     """
     env.check()
     torch_version.remark()
@@ -52,7 +56,19 @@ def create(options: Any, pg_options: Any = None) -> MonarchProcessGroup:
 
 @_c10d_internals.hide_from_dynamo
 class MonarchProcessGroup(Collectives):
-    """A group of ranks whose tensors travel by the route of their device."""
+    """A group of ranks in which each tensor takes the route of its device. torch makes it, see `create`.
+
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("monarch", store=dist.HashStore(), rank=0, world_size=1)
+    >>> group = dist.group.WORLD
+    >>> group.getBackendName(), group.size()
+    ('monarch', 1)
+    >>> x = torch.ones(2)
+    >>> group.allreduce([x]).wait(), x.tolist()
+    (True, [1.0, 1.0])
+    >>> dist.destroy_process_group()
+    """
 
     def __init__(
         self,
@@ -226,11 +242,11 @@ class MonarchProcessGroup(Collectives):
     # The group itself -------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:  # torch's C++ name
-        """``"monarch"``; the C++ base asks for it."""
+        """Return "monarch", for torch's C++ base."""
         return "monarch"
 
     def get_group_store(self) -> Store:
-        """The group's store; the C++ base was made without one."""
+        """Return the store that all ranks of the group share. torch's C++ base has none."""
         store: Store = self._creator_options.store
         return store
 
@@ -269,7 +285,10 @@ class MonarchProcessGroup(Collectives):
                 inner._register_on_completion_hook(hook)
 
     def observe(self, but: Collection[str] = ()) -> None:
-        """Take torch's dispatcher from now on, whose hooks somebody wants to be called, except on routes ``but``."""
+        """Send all operations through torch's dispatcher from now on, so that its hooks are called.
+
+        ``but``: names of backends whose routes are not changed.
+        """
         self._spared = set(but) if self._spared is None else self._spared.intersection(but)
         self._let_see()
 
@@ -314,10 +333,10 @@ class MonarchProcessGroup(Collectives):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> MonarchProcessGroup | None:
-        """A group of ours of some of this group's ranks; all ranks call it, the others get None.
+        """Make a group of some ranks of this group, for torch.distributed.split_group.
 
-        torch.distributed.split_group comes here. NCCL's communicator is split from ours; Gloo's is made anew, as
-        its own split does. The base class can't do it: it was made without a store.
+        All ranks call it, and those outside ``ranks`` get None. ``ranks`` are ranks of this group. NCCL's communicator
+        is split from this group's; Gloo's is made anew. Raises DistStoreError and DistNetworkError as `create` does.
         """
         ranks = sorted(ranks)
         accelerators = [d for d in self._inner if d != "cpu" and _c10d_internals.splits(self._inner[d])]
@@ -338,13 +357,13 @@ class MonarchProcessGroup(Collectives):
         return group
 
     def shutdown(self) -> None:
-        """Close every route; the group can't be used afterwards. torch's destroy_process_group calls it."""
+        """Close every route, for torch.distributed.destroy_process_group. Later operations raise GroupClosedError."""
         self._close("destroyed", lambda inner: inner.shutdown())
 
     def abort(self, why: str = "") -> None:
         """Close every route at once. NCCL ends pending operations with an error, Gloo at their timeout.
 
-        ``why`` is part of the error of whoever uses the group afterwards.
+        Later operations raise GroupClosedError, with ``why`` in the message.
         """
         for ours in (self._shm, self._far):
             if ours is not None and why:
@@ -394,7 +413,20 @@ segment.before_end.append(_tell_end)
 
 
 def abort_all(why: str) -> None:
-    """End every group of this process, whatever is under way in it; ``why`` is told to whoever uses one afterwards."""
+    """Abort each group of this process, with the operations that are under way in it.
+
+    Later operations of these groups raise GroupClosedError, with ``why`` in the message.
+
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from monarch_backend.process_group import abort_all
+    >>> dist.init_process_group("monarch", store=dist.HashStore(), rank=0, world_size=1)
+    >>> abort_all("the loss is NaN")
+    >>> dist.all_reduce(torch.ones(2))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    monarch_backend.GroupClosedError: the process group was aborted: the loss is NaN; make a new one. [rank 0 of 1 ...]
+    >>> dist.destroy_process_group()
+    """
     for group in list(_living):
         group.abort(why)
 

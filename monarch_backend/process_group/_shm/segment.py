@@ -84,18 +84,22 @@ def read_from() -> int:
 
 @public("monarch_backend")
 class SharedMemoryError(ProcessGroupError, MemoryError):
-    """No room for a tensor in this process's shared memory; the message says how much there is."""
+    """No room for a tensor in this process's shared memory; the message says how much is in use. Also a MemoryError.
+
+    Raised by `empty_shared`.
+    """
 
 
 def empty_shared(*size: int | torch.Size | tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """An uninitialised CPU tensor of shape ``size`` in memory that the other ranks of this host have mapped.
+    """Return an uninitialised CPU tensor of shape ``size`` in memory that the other ranks of this host have mapped.
 
-    Collectives of groups on the shared-memory route take their data straight from such a tensor, with no copy in
-    between, if all ranks that bring data have theirs in one. To everything else it is a tensor like any other; its
-    memory, which counts towards MONARCH_SHM_ARENA_BYTES, is free again when the last view of it is gone.
+    ``size`` is given as for ``torch.empty``: integers, or one sequence of them. ``dtype`` is torch's default dtype
+    unless given. Collectives on the shared-memory route read such tensors in place, without a copy, if all ranks that
+    contribute data use them. Other operations treat it as any tensor. Its bytes count towards MONARCH_SHM_ARENA_BYTES
+    until its last view is gone.
 
-    Raises SharedMemoryError where MONARCH_SHM_ARENA_BYTES have no room for it, and NotImplementedError on systems
-    without memfd. ``dtype`` is torch's default dtype unless given.
+    Raises SharedMemoryError if MONARCH_SHM_ARENA_BYTES has no room for it, ValueError for a negative size, and
+    NotImplementedError on systems without memfd.
 
     >>> import monarch_backend
     >>> x = monarch_backend.empty_shared(2, 3).fill_(1)
