@@ -87,21 +87,24 @@ class RDMAAction:
         return self._add(_Step(dst, src, lambda: dst._to_write(src), False, make))
 
     def fetch_add(self, dst: Any, src: RDMABuffer, add: int, offset: int = 0) -> RDMAAction:
-        """Add to the 64-bit integer at byte ``offset`` of ``src``. ``dst``, of 8 bytes, receives the old value."""
+        """Add to the 64-bit integer at byte ``offset`` of ``src``.
+
+        ``dst``, 8 bytes on the CPU, receives the old value.
+        """
         return self._atomic(dst, src, FETCH_ADD, offset, add, 0)
 
     def compare_and_swap(self, dst: Any, src: RDMABuffer, compare: int, swap: int, offset: int = 0) -> RDMAAction:
         """Store ``swap`` at byte ``offset`` if the value there equals ``compare``.
 
-        ``dst``, of 8 bytes, receives the old value.
+        ``dst``, 8 bytes on the CPU, receives the old value.
         """
         return self._atomic(dst, src, COMPARE_AND_SWAP, offset, swap, compare)
 
     def submit(self, *, timeout: float | None = None) -> Future[None]:
         """Start all transfers. Return a Future of None that fails with the first error, as RDMABuffer.read_into does.
 
-        Raises ValueError if two steps write to the same local bytes, or if one reads what another writes: their order
-        would be undefined.
+        After ``timeout`` seconds it fails with TimeoutError. Raises ValueError if there are no transfers, if two steps
+        write to the same local bytes, or if one reads what another writes: their order would be undefined.
         """
         timeout = check_timeout(timeout)
         mover, ready = engine(), self._ready

@@ -63,7 +63,7 @@ class RDMABuffer:
     # ---- properties
 
     def size(self) -> int:
-        """Return the size in bytes."""
+        """Return the size of the memory in bytes."""
         return self._handle.nbytes
 
     def __len__(self) -> int:
@@ -115,13 +115,20 @@ class RDMABuffer:
         return self._move(False, dst, timeout)
 
     def write_from(self, src: Any, *, timeout: float | None = None) -> Future[None]:
-        """Copy all of ``src`` to the beginning of the buffer. Return a Future of None, as `read_into` does."""
+        """Copy all of ``src`` to the beginning of the buffer. Return a Future of None, which fails as `read_into`'s.
+
+        ``timeout`` is in seconds. Raises ValueError if ``src`` has more bytes than the buffer, is on another kind of
+        device, or if the buffer was registered read-only.
+        """
         return self._move(True, src, timeout)
 
     def fetch_add(self, add: int, offset: int = 0, *, timeout: float | None = None) -> Future[int]:
         """Add to the 64-bit integer at byte ``offset``, modulo 2**64, atomically. Return a Future of the old value.
 
-        The operation is atomic only among processes that use the same route: NICs and CPUs do not exclude each other.
+        The integer is unsigned; NICs need an address that is a multiple of 8. The operation is atomic only among
+        processes that use the same route: NICs and CPUs do not exclude each other. ``timeout`` is in seconds.
+
+        Raises TypeError for values that are no integers, ValueError if the 8 bytes are outside the buffer or read-only.
         """
         return self._change(FETCH_ADD, offset, add, 0, timeout)
 
@@ -130,7 +137,8 @@ class RDMABuffer:
     ) -> Future[int]:
         """Store ``swap`` at byte ``offset`` if the 64-bit integer there equals ``compare``.
 
-        Return a Future of the old value.
+        Return a Future of the old value: the swap has happened if it equals ``compare``. The integer, ``timeout``
+        in seconds and what is raised are as for `fetch_add`.
         """
         return self._change(COMPARE_AND_SWAP, offset, swap, compare, timeout)
 

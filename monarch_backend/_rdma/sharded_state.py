@@ -59,6 +59,16 @@ class StatePart:
     handles.
 
     `ShardedState.register` makes it. It has at most one buffer per tensor: tensors that share memory share a buffer.
+
+    >>> import torch
+    >>> from monarch_backend.rdma import ShardedState
+    >>> trained = {"weight": torch.zeros(2, 3), "step": 7}
+    >>> part = ShardedState.register(trained)
+    >>> part.names, part.size()
+    (['step', 'weight'], 24)
+    >>> trained["weight"] += 1
+    >>> part.check(trained)  # the tensor has not moved
+    >>> part.drop()
     """
 
     def __init__(self, tensors: dict[str, TensorPart], values: dict[str, Any], buffers: list[RDMABuffer]) -> None:
@@ -72,7 +82,7 @@ class StatePart:
         return sorted([*self._tensors, *self._values])
 
     def size(self) -> int:
-        """Return the bytes of registered memory."""
+        """Return the size of the registered memory in bytes."""
         return sum(buffer.size() for buffer in self._buffers)
 
     def check(self, state_dict: Mapping[str, Any]) -> None:
@@ -104,7 +114,20 @@ class Plan:
     """Plan of the bytes that one reader fetches for one state dict. `ShardedState.plan` makes it; use it in every step.
 
     `read` writes to the memory that the tensors had when the plan was made. Make another plan after ``model.to(...)``
-    and the like.
+    and the like. ``bytes_by_rank``: the bytes from each owner, by its index among the descriptions.
+    ``missing_keys`` and ``unexpected_keys``: names that no owner has, and names that only owners have.
+
+    >>> import torch
+    >>> from monarch_backend.rdma import ShardedState
+    >>> part = ShardedState.register({"weight": torch.ones(2, 3)})
+    >>> mine = {"weight": torch.zeros(2, 3)}
+    >>> plan = ShardedState.merge([part]).plan(mine)
+    >>> plan.nbytes, plan.bytes_by_rank
+    (24, {0: 24})
+    >>> plan.read(timeout=10).get()
+    >>> mine["weight"].sum().item()
+    6.0
+    >>> part.drop()
     """
 
     def __init__(
@@ -129,10 +152,10 @@ class Plan:
         return sum(self.bytes_by_rank.values())
 
     def read(self, *, timeout: float | None = None) -> Future[None]:
-        """Fetch everything in one batch. Return a future that fails with the first error.
+        """Fetch everything in one batch. Return a future that fails with the first error, as RDMABuffer.read_into does.
 
-        The tensors must not be used before the future is done. After an error their contents are undefined. Values that
-        are not tensors are stored in the state dict at once.
+        After ``timeout`` seconds it fails with TimeoutError. The tensors must not be used before the future is done.
+        After an error their contents are undefined. Values that are not tensors are stored in the state dict at once.
         """
         timeout = check_timeout(timeout)
         for leaf, value in self._values:
@@ -237,7 +260,10 @@ class ShardedState:
     def read_into(
         self, state_dict: Mapping[str, Any], *, strict: bool = True, timeout: float | None = None
     ) -> Future[None]:
-        """Fill this rank's state dict: `plan` and `Plan.read` in one call."""
+        """Fill this rank's state dict: `plan` and `Plan.read` in one call, with the errors of both.
+
+        ``timeout`` is in seconds.
+        """
         timeout = check_timeout(timeout)  # before owners are asked
         return self.plan(state_dict, strict=strict).read(timeout=timeout)
 
