@@ -33,7 +33,6 @@ PAGES = {
 
 LACKING = {
     "monarch_backend.actor": 54,
-    "monarch_backend.dtensor": 12,
     "monarch_backend.errors": 6,
     "monarch_backend.hosts": 2,
     "monarch_backend.job": 14,

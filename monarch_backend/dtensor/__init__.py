@@ -11,8 +11,7 @@
 >>> procs.stop().get()
 
 This module only re-exports. A controller's modules are imported at their first use: a worker may have an older torch.
-
-=================  ============================================================================"""
+"""
 
 from __future__ import annotations
 

@@ -7,12 +7,19 @@ from monarch_backend._core.errors import MonarchError, public
 
 @public("monarch_backend.dtensor")
 class RemoteTensorError(MonarchError, RuntimeError):
-    """Base of the errors of remote tensors."""
+    """Base of the errors of remote tensors.
+
+    Raised itself for a tensor, a mesh or an operation that a controller can't use; the message says which.
+    """
 
 
 @public("monarch_backend.dtensor")
 class RankDependentError(RemoteTensorError):
-    """A Python branch, or a number, would have to differ by rank. There is one controller for all ranks."""
+    """A Python branch, or a number, would have to differ by rank. There is one controller for all ranks.
+
+    Raised by ``bool()``, ``int()`` and ``float()`` of a number that differs by rank, by comparisons with it, and by
+    operations whose result would have another form on some ranks.
+    """
 
     def __init__(self, what: str, why: str, instead: str | None = None) -> None:
         super().__init__(
@@ -47,16 +54,21 @@ class RemoteOpError(RemoteTensorError):
 
 @public("monarch_backend.dtensor")
 class NotReadableError(RemoteTensorError):
-    """Code on the controller needs the memory of a tensor that is on workers."""
+    """Code on the controller needs the memory of a tensor that is on workers.
+
+    Raised by ``data_ptr()``, ``share_memory_()``, DLPack and the like, and by C++ code that asks for a pointer.
+    """
 
 
 @public("monarch_backend.dtensor")
 class MeshMismatchError(RemoteTensorError, ValueError):
     """One operation has tensors of different meshes or processes. Also a ValueError, which torch raises in this
     case.
+
+    Raised by the operation on the controller. `monarch_backend.dtensor.move` copies a DTensor to another mesh.
     """
 
 
 @public("monarch_backend.dtensor")
 class MeshClosedError(RemoteTensorError):
-    """The processes of this tensor have ended."""
+    """The processes of this tensor have ended. Raised by operations on it, and by reading its values."""

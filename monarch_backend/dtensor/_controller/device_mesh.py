@@ -28,13 +28,25 @@ _made: weakref.WeakKeyDictionary[ProcMeshState, dict[str, WorkerSet]] = weakref.
 
 
 def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.0) -> DeviceMesh:
-    """A torch DeviceMesh of these processes, of the mesh's own shape and dimension names.
+    """Return torch's DeviceMesh of these processes, with the shape and the dimension names of ``procs``.
 
-    DTensors on it live in the processes; see `monarch_backend.dtensor`. ``device_type``: what the processes compute on,
-    "cpu", "cuda" (NVIDIA and AMD) or "xla" (what torch_xla has there, TPUs mostly); this program needs no such device
-    itself. ``timeout``, in seconds, is that of their collectives. Raises ValueError for another device, and
-    RemoteTensorError in a process that is a rank of a torch.distributed group, and where one of the processes has no
-    such device.
+    DTensors on it have their shards in the processes. ``device_type`` is the device of the shards: "cpu", "cuda"
+    (NVIDIA and AMD) or "xla" (the devices of torch_xla). This program needs no such device. ``timeout``, in seconds, is
+    that of the processes' collectives. `ProcMesh.device_mesh` does the same.
+
+    Raises ValueError for another device type. Raises RemoteTensorError if this process is a rank of a torch.distributed
+    group, or if one of the processes has no such device.
+
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> from monarch_backend.actor import this_host
+    >>> from monarch_backend.dtensor import device_mesh
+    >>> procs = this_host().spawn_procs({"dp": 2})
+    >>> mesh = device_mesh(procs)
+    >>> mesh.shape, mesh.mesh_dim_names
+    ((2,), ('dp',))
+    >>> distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).sum().item()
+    6.0
+    >>> procs.stop().get()
     """
     if device_type not in DEVICE_TYPES:
         raise ValueError(f"device_type {device_type!r}: a mesh has {', '.join(DEVICE_TYPES)} devices")
@@ -173,8 +185,16 @@ class NoLine:
 
 
 def simulated_mesh(sizes: tuple[int, ...], names: tuple[str, ...], device_type: str = "cpu") -> DeviceMesh:
-    """Return a mesh without processes, for measuring and testing the controller. Operations go nowhere; reading
-    raises.
+    """Return a mesh without processes, for measuring and testing the controller.
+
+    ``sizes`` and ``names``: of its dimensions. Operations have metadata only. Reading a value raises RemoteTensorError.
+
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> from monarch_backend.dtensor import simulated_mesh
+    >>> mesh = simulated_mesh((64, 8), ("dp", "tp"))
+    >>> x = distribute_tensor(torch.ones(128, 16), mesh, [Shard(0), Shard(1)])
+    >>> (x @ x.T).shape, tuple(x.to_local().shape)
+    (torch.Size([128, 128]), (2, 2))
     """
     device_mesh_and_api.install()
     size = 1

@@ -18,25 +18,25 @@ class DeviceMethods:
     __slots__ = ()
 
     def to(self, *args: Any, **options: Any) -> Any:
-        """See `torch.Tensor.to`."""
+        """Convert as `torch.Tensor.to` does, on the workers. A device is one of theirs."""
         if torch.compiler.is_compiling() or (len(args) == 1 and not options and type(args[0]) is torch.dtype):
             return _Base.to(self, *args, **options)
         return _device_moves().to(_Base.to, self, args, options)
 
     def cpu(self, memory_format: Any = torch.preserve_format) -> Any:
-        """See `torch.Tensor.cpu`."""
+        """Move to the workers' CPUs, as `torch.Tensor.cpu` does on one process."""
         if torch.compiler.is_compiling():
             return _Base.cpu(self, memory_format=memory_format)
         return self.to("cpu", memory_format=memory_format)
 
     def cuda(self, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format) -> Any:
-        """See `torch.Tensor.cuda`. The number of a GPU means nothing: each worker has its own."""
+        """Move to the workers' GPUs, as `torch.Tensor.cuda` does. The number is ignored: each worker has one GPU."""
         if torch.compiler.is_compiling():
             return _Base.cuda(self, device, non_blocking, memory_format=memory_format)
         return self.to("cuda", non_blocking=non_blocking, memory_format=memory_format)
 
     def type_as(self, other: Any) -> Any:
-        """See `torch.Tensor.type_as`."""
+        """Convert to the dtype and device of ``other``, as `torch.Tensor.type_as` does."""
         if torch.compiler.is_compiling():
             return _Base.type_as(self, other)
         return self.to(other.device, other.dtype)

@@ -26,15 +26,22 @@ if TYPE_CHECKING:
 
 
 def shard_batch(batch: Any, mesh: DeviceMesh) -> Any:
-    """For each rank its rows of a batch, to be given to a model that was sharded with ``fully_shard(..., mesh=mesh)``.
+    """Send each rank its rows of a batch, for a model that was sharded with ``fully_shard(..., mesh=mesh)``.
 
-    All tensors in ``batch`` are split by their first dimension over all dimensions of ``mesh``, as evenly as it goes,
-    and sent: each worker gets its own rows and no other. A host's tensor that is given to such a model as it is reaches
-    all ranks whole, which then all do the same work. A model with dropout wants `own_random_numbers(mesh)`, once: its
-    activations are plain tensors, which get the same random numbers on all ranks otherwise.
+    ``batch`` is a tensor, or a container of tensors and other values. Tensors of shape (rows, ...) are split by the
+    first dimension over all dimensions of ``mesh``, as ``torch.chunk`` does. Each worker gets its own rows only, with
+    the same dtype. A plain tensor that is given to such a model directly is sent whole to all ranks, which then all do
+    the same work. With dropout in the model call `own_random_numbers(mesh)` once: its activations are plain tensors,
+    which get the same random numbers on all ranks otherwise.
 
-    What the model returns is each rank's own; ``DTensor.from_local(loss, mesh, [Partial("avg")] * mesh.ndim)`` is the
-    mean of the ranks' losses, and ``.item()`` of that reads it.
+    The model's result differs by rank: ``DTensor.from_local(loss, mesh, [Partial("avg")] * mesh.ndim)`` is the mean of
+    the ranks' losses, and its ``.item()`` reads it. Raises ValueError for a mesh that belongs to no controller.
+
+    >>> from monarch_backend.dtensor import shard_batch, simulated_mesh
+    >>> mesh = simulated_mesh((2,), ("dp",))  # procs.device_mesh() in a program
+    >>> inputs, names = shard_batch((torch.arange(8.0).view(4, 2), "abcd"), mesh)
+    >>> type(inputs).__name__, tuple(inputs.shape), names
+    ('RemoteTensor', (2, 2), 'abcd')
     """
     workers, place = workers_of(mesh), 0
     if workers is None:

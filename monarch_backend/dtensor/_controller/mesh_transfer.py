@@ -25,11 +25,14 @@ _numbers = itertools.count(1)
 
 
 def move(x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
-    """The same values on another mesh, also of other processes; by default whole on each of its ranks.
+    """Copy a DTensor to another mesh, also of other processes. The result has the shape and dtype of ``x``.
 
-    Nothing waits but the workers of ``mesh``: they take what ``x`` has now from the memory of those that hold it, when
-    both have come this far. Gradients go back the same way. Raises RemoteTensorError for what is no DTensor of this
-    controller, TypeError for what is no mesh, ValueError for placements that a transfer can't have.
+    ``placements`` has a Shard or Replicate for each dimension of ``mesh``; the default is replicated. The controller
+    does not wait. The workers of ``mesh`` read the bytes that they need from the memory of the workers that hold ``x``,
+    once both have reached this operation. Autograd moves gradients back.
+
+    Raises RemoteTensorError if ``x`` or ``mesh`` does not belong to this controller, TypeError if ``mesh`` is no
+    DeviceMesh, and ValueError for a Partial or a wrong number of placements.
 
     >>> from torch.distributed.tensor import Shard, distribute_tensor
     >>> from monarch_backend.actor import this_host

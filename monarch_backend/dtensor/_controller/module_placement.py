@@ -26,12 +26,13 @@ log = logging.getLogger("monarch_backend")
 
 
 def put_module(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """What of a module is still on the controller is on all workers of the mesh from now on; returns the module.
+    """Copy the parameters and buffers that are on the controller to all workers of the mesh. Return the module.
 
-    Its parameters stay the same objects, so an optimizer that knows them trains them there, without a word to the
-    controller. A module that ``parallelize_module`` was called with does this by itself when it is first called, for
-    the parameters and buffers that no style has taken; one that is not inside such a module wants it. Raises
-    ValueError for a mesh that is no controller's.
+    Parameters stay the same objects, so an existing optimizer updates them on the workers. A module that
+    ``parallelize_module`` was called with does the same at its first call, for parameters and buffers without a
+    parallel style. Modules outside of such a module need this function. Shapes and dtypes do not change.
+
+    Raises ValueError for a mesh that belongs to no controller.
 
     >>> from torch import nn
     >>> from monarch_backend.actor import this_host

@@ -45,20 +45,23 @@ class Run(Future[Any]):
 def run(mesh: DeviceMesh | ProcMesh, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
     """Call ``function(*args, **kwargs)`` on every worker of this mesh, at once and in order with all operations.
 
-    It runs as any program under torchrun does: torch.distributed's groups are there, gradients are enabled. A DTensor
-    among the arguments, also inside modules and containers, is this worker's DTensor on its own mesh; a tensor without
-    a mesh that lives on the workers is the plain tensor there; a DeviceMesh is the worker's own. They stand on the
-    memory of the controller's tensors, so what is changed in place is changed for all; their history (``grad_fn``)
-    stays behind. What the function hangs on an argument is lost unless it is returned. It travels as arguments of
-    actors do: by its import path, or by value.
+    The function runs as a program under torchrun does: torch.distributed is initialised, gradients are enabled. It is
+    pickled as arguments of actors are, by import path or by value. Arguments are converted, also in modules and
+    containers:
 
-    Returns a Future: ``.get()`` it, or ``await``. A result with DTensors, in tuples, lists and dicts, comes back in
-    the same form with DTensors of this controller, without their values; everything else in it is a ValueMesh, of what
-    each rank returned. A result without any is one ValueMesh. To go on with tensors without waiting for their shapes,
-    let the function write into an argument.
+    - A DTensor becomes the worker's DTensor on its own mesh, a DeviceMesh the worker's own.
+    - A RemoteTensor becomes the plain tensor of the worker.
 
-    The future raises RemoteOpError for what a worker raised; the collectives of the others end with that, and all
-    have new groups for whatever comes next. Raises MeshMismatchError for tensors of other processes.
+    Both use the memory of the controller's tensors, so changes in place are visible to the controller. Autograd history
+    (``grad_fn``) is not passed. Attributes that the function sets on an argument are lost unless it is returned.
+
+    Return a Future. A result with DTensors, in tuples, lists and dicts, has DTensors of this controller in their
+    places, without reading their values; everything else in it is a ValueMesh of the ranks' values. A result without
+    DTensors is one ValueMesh. To continue without waiting for shapes, let the function write into an argument.
+
+    The future raises RemoteOpError if the function raises on a worker. Collectives of the other workers then end, and
+    all workers get new groups. Raises MeshMismatchError for tensors of other processes, and RemoteTensorError for a
+    mesh of no controller.
 
     >>> from monarch_backend.actor import this_host
     >>> from monarch_backend.dtensor import run

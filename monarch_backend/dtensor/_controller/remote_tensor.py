@@ -50,10 +50,24 @@ def not_readable(what: str) -> NotReadableError:
 
 
 class RemoteTensor(DeviceMethods, torch.Tensor):
-    """A tensor of the workers of a mesh, one on each; made by operations, never by hand.
+    """A tensor of the workers of a mesh, one on each. Operations make it; there is no public constructor.
 
-    As a DTensor's local tensor it is that rank's shard. Reading a value (``.item()``, ``.tolist()``, ``print``) waits
-    for the workers and takes it from the first of them. Nothing else waits.
+    As a DTensor's local tensor it is the shard of each rank. ``shape`` and ``dtype`` are those on the workers; a branch
+    on a size that differs by rank raises RankDependentError. Reading a value (``.item()``, ``.tolist()``, ``print``)
+    waits for the workers and takes it from the first of them. Nothing else waits.
+
+    Reading raises RemoteOpError if an operation before it failed on a worker, and MeshClosedError if the processes have
+    ended. Code that needs the memory itself raises NotReadableError.
+
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> from monarch_backend.dtensor import simulated_mesh
+    >>> x = distribute_tensor(torch.ones(4, 2), simulated_mesh((2,), ("dp",)), [Shard(0)])
+    >>> local = x.to_local()
+    >>> type(local).__name__, tuple(local.shape), local.dtype
+    ('RemoteTensor', (2, 2), torch.float32)
+    >>> local.data_ptr()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    monarch_backend.dtensor.NotReadableError: data_ptr(): this tensor's memory is in other processes. ...
     """
 
     _ref: Ref
@@ -89,26 +103,26 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The workers' device."""
+        """The device on each worker: its own "cuda:0" on GPUs."""
         return self._meta.shown if _in_a_trace else self._meta.device
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """Of the workers' device."""
+        """Whether the workers' device is a GPU."""
         return self._meta.device.type == "cuda"
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
-        """Whether the workers have no values either."""
+        """Whether it has no values on the workers either."""
         return self._meta.device.type == "meta"
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
-        """Of the workers' device."""
+        """Whether the workers' device is the CPU."""
         return self._meta.device.type == "cpu"
 
     def pin_memory(self, device: Any = None) -> Any:
-        """Return it in pinned memory of workers that have GPUs."""
+        """Return it in pinned memory of the workers, if they have GPUs."""
         return _pinned(self)
 
     def wait(self) -> RemoteTensor:
@@ -119,14 +133,14 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
         return self
 
     def record_stream(self, _stream: Any) -> None:
-        """Do nothing: a worker has one stream, and frees no memory too early."""
+        """Do nothing: a worker has one stream, so memory is never freed before its last use."""
 
     def get_device(self) -> int:
-        """The number of the workers' GPU, each's own: 0; on a CPU -1."""
+        """Return the number of the workers' GPU, which is 0 on each; -1 on a CPU."""
         return _index(self)  # type: ignore[no-any-return]
 
     def untyped_storage(self) -> Any:
-        """Return its storage on the workers."""
+        """Return the storage on the workers. Its memory can't be read here."""
         from monarch_backend.dtensor._controller.remote_storage import RemoteStorage
 
         return RemoteStorage(self, super().untyped_storage())
@@ -152,21 +166,21 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
         return fetch.text_of(self)
 
     def data_ptr(self) -> int:
-        """Raises NotReadableError."""
+        """Raises NotReadableError: the address is one in another process."""
         raise not_readable("data_ptr()")
 
     def storage(self) -> Any:
-        """Raises NotReadableError."""
+        """Raises NotReadableError; use `untyped_storage`."""
         raise not_readable("storage()")
 
     _typed_storage = storage
 
     def share_memory_(self) -> Any:
-        """Raises NotReadableError."""
+        """Raises NotReadableError: the memory belongs to the workers."""
         raise not_readable("share_memory_()")
 
     def is_shared(self) -> bool:
-        """Return False: no process outside of the mesh shares it."""
+        """Return False: no process outside the mesh shares it."""
         return False
 
     def __dlpack__(self, **_: Any) -> Any:
@@ -192,7 +206,7 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same values without a history."""
+        """The same values without autograd history. Assignment replaces the tensor on the workers."""
         return self.detach()
 
     @data.setter
@@ -206,13 +220,13 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
         return format(self.item(), spec) if self.ndim == 0 and spec else repr(self)
 
     def tolist(self) -> Any:
-        """Return the first worker's values."""
+        """Return the first worker's values as nested lists. Waits for the workers."""
         from monarch_backend.dtensor._controller import fetch
 
         return fetch.as_host(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the first worker's values."""
+        """Return the first worker's values as a NumPy array of the same shape. Waits for the workers."""
         from monarch_backend.dtensor._controller import fetch
 
         return fetch.as_host(self).numpy(force=force)

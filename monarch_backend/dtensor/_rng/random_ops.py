@@ -481,7 +481,19 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
     """Give plain tensors different random numbers on ranks that differ by their place in this mesh.
 
     Without it all ranks get the same numbers. Use it for the mesh over which a batch is split, when its parts are not
-    DTensors: DTensors get the numbers of their shards, as before.
+    DTensors: DTensors get the numbers of their shards, as before. It has no effect on a mesh that belongs to no
+    controller.
+
+    >>> from monarch_backend.actor import this_host
+    >>> from monarch_backend.dtensor import own_random_numbers
+    >>> procs = this_host().spawn_procs({"dp": 2})
+    >>> mesh = procs.device_mesh("cpu")
+    >>> own_random_numbers(mesh)
+    >>> plain = torch.distributed.tensor.ones(1, 3, device_mesh=mesh).to_local()
+    >>> first, second = DTensor.from_local(torch.rand_like(plain), mesh, [Shard(0)]).tolist()
+    >>> first == second
+    False
+    >>> procs.stop().get()
     """
     from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # which needs this module
 
