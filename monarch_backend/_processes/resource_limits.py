@@ -31,7 +31,10 @@ MAX_PROCESSES_PER_HOST = 1 << 16
 
 @public("monarch_backend.actor")
 class SpawnLimitError(ResourceLimitError):
-    """More processes requested than the system has room for. The message names the limit. None were started."""
+    """More processes requested than the system has room for. The message names the limit.
+
+    Raised by ``spawn_procs``, before any process is started.
+    """
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ class LostWithHost:
 
 @public("monarch_backend.errors")
 class HostLostError(MonarchError, RuntimeError):
-    """Nothing can be started there any more: the host is lost."""
+    """The host is lost: no process can be started there. Raised by ``spawn_procs`` on a mesh with such a host."""
 
 
 @dataclass(frozen=True)

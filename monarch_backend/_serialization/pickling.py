@@ -40,7 +40,10 @@ OUT_OF_BAND = 8192
 
 @public("monarch_backend.actor")
 class SerializationError(MonarchError, TypeError):
-    """An object can't be sent; ``path`` is the part of it that is to blame, as in ``args[1]['lock']``."""
+    """An object can't be sent. Raised by calls and sends, before anything is sent. Also a TypeError.
+
+    ``path`` is the part of the object that can't be pickled, such as ``args[1]['lock']``; empty if it is unknown.
+    """
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)
@@ -49,7 +52,11 @@ class SerializationError(MonarchError, TypeError):
 
 @public("monarch_backend.actor")
 class DeserializationError(MonarchError, RuntimeError):
-    """A message arrived whole, but the object in it can't be rebuilt here; the cause says why."""
+    """A message arrived whole, but the object in it can't be rebuilt here. ``__cause__`` says why.
+
+    Raised where the object is read: by the future of a call, or in the endpoint's process, whose caller then gets an
+    ActorError with this cause.
+    """
 
 
 _SCALARS = frozenset({NoneType, bool, int, float, str})

@@ -58,9 +58,12 @@ _SEE_LOG = "look at the kernel logs of both sides for this device"
 
 @public("monarch_backend.errors")
 class VerbsError(MonarchError, ConnectionError):
-    """A transfer, a connection or a registration has failed.
+    """A transfer, a connection or a registration on a NIC has failed.
 
-    ``status``: the work completion's text, as "remote access error"; empty where none is the reason.
+    Raised by operations of NICs. Transfers of an RDMABuffer fail with an RDMAError of the same text instead.
+
+    ``status``: the work completion's text, such as "remote access error"; empty if there was no completion. ``device``
+    and ``peer`` name both sides; they may be empty.
     """
 
     def __init__(self, message: str, status: str = "", device: str = "", peer: str = "") -> None:
@@ -73,12 +76,12 @@ class VerbsError(MonarchError, ConnectionError):
 
 @public("monarch_backend.errors")
 class UnreachableMemoryError(VerbsError):
-    """No NIC reaches this memory, here or at its owner: another route may."""
+    """NICs can't access this memory, here or at its owner; another route may. Raised as VerbsError is."""
 
 
 @public("monarch_backend.errors")
 class NoConnectionError(VerbsError):
-    """There is no connection, and nothing is under way: another route may do it."""
+    """There is no connection, and nothing is in progress; another route may carry the data. Raised as VerbsError is."""
 
 
 def status_text(status: int) -> str:

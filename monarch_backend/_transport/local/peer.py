@@ -22,10 +22,11 @@ def short(token: str) -> str:
 
 @public("monarch_backend.actor")
 class PeerGoneError(MonarchError, ConnectionError):
-    """The process is gone; the text says which one, and how it ended."""
+    """The process is gone; the text says which one, and how it ended. Raised by sends to it. Also a ConnectionError."""
 
     @classmethod
     def of(cls, peer: Peer) -> PeerGoneError:
+        """Return the error for this process."""
         return cls(f"process {peer.pid or short(peer.token)} is gone: {peer.gone}")
 
 

@@ -35,7 +35,11 @@ HELLO_BYTES, ANSWER_BYTES = _HELLO.size, _ANSWER.size + PROOF_BYTES
 
 @public("monarch_backend.errors")
 class HandshakeError(MonarchError, ConnectionError):
-    """The peer is not a host of this job, or has another version; the text says which, and what to do."""
+    """The peer is not a host of this job, or has another version; the text says which, and what to do.
+
+    Raised in the handshake between two hosts. The called side logs the text; on the calling side
+    the host is lost for this reason.
+    """
 
 
 class Refusal:

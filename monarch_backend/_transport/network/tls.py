@@ -49,7 +49,10 @@ CERTIFICATE_LIFETIME = datetime.timedelta(days=3650)
 
 @public("monarch_backend.errors")
 class CertificateError(MonarchError, ValueError):
-    """A file for TLS can't be used; the text says which, why, and what to do."""
+    """A file for TLS can't be used; the text says which, why, and what to do.
+
+    Raised by calls that connect to hosts, such as ``attach``, and when a daemon starts. Also a ValueError.
+    """
 
 
 @dataclass(frozen=True)
