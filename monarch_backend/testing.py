@@ -1,8 +1,8 @@
-"""Simulation for tests of actors: a program and hundreds of processes in one thread, reproducible from a seed.
+"""Simulation of actors for tests: a program and hundreds of processes in one thread, repeatable from one seed.
 
-Inside a `Simulation` all of monarch_backend.actor works, on the same code: routing, multicast trees, flow control,
-calls, supervision, restarts. The layers below are simulated: links, time, threads, the start and the end of processes.
-So a test can kill any process at any moment, wait for a day, and repeat the run, in milliseconds:
+Inside a `Simulation` all of monarch_backend.actor runs its real code: routing, trees, windows, calls, supervision,
+restarts. The layers below are simulated: frames, time, threads, the start and the end of processes. So a test can kill
+any process at any moment, wait for a day, and repeat that, in milliseconds:
 
 >>> from monarch_backend.actor import Actor, endpoint, this_host
 >>> from monarch_backend.testing import Simulation
@@ -28,18 +28,18 @@ So a test can kill any process at any moment, wait for a day, and repeat the run
 7 {45}
 killed by signal 9 (SIGKILL)
 
-`Conditions` add faults: late frames, late reports of failures, processes that do not start, full shared memory. Run a
-test with many seeds, ``Simulation(seed, Conditions.draw(random.Random(seed)))``. A failure names its seed and the last
-steps, and the same seed fails in the same way. ``simulation.later`` schedules a call while the test waits, for example
-a kill in the middle of a call. To check invariants after every step, append a function to ``simulation.on_step``, as
-tests/testing/ of this project does.
+`Conditions` add faults: late frames, deaths that are noticed late, processes that never start, full memory. Run a test
+with many seeds, ``Simulation(seed, Conditions.draw(random.Random(seed)))``. A failure names its seed and the last
+steps, and the same seed fails in the same way. ``simulation.later`` calls a function while the test waits, for example
+to kill a process during a call. Append a function to ``simulation.on_step`` to check each step; tests/testing/ of this
+project does that.
 
-A simulation can also have other hosts, with the real code of controllers, daemons, agents and gateways:
+Other hosts are simulated as well, with the protocol between a controller and its hosts:
 
 >>> with Simulation(seed=7) as simulation:
 ...     hosts = simulation.attach(4)
 ...     adders = hosts.spawn_procs({"gpus": 2}).spawn("adders", Adder, 40)
-...     simulation.cut(hosts.slice(hosts=1), seconds=0.5)  # too short for the host to be lost
+...     simulation.cut(hosts.slice(hosts=1), seconds=0.5)  # too short to lose the host
 ...     print(set(adders.add.call(2).get().values()), simulation.now > 0.5)
 ...     simulation.kill_hosts(hosts.slice(hosts=1))
 ...     print(adders.add.call(3).exception().failure.deaths[0].host)
@@ -48,13 +48,12 @@ host2
 
 Limits:
 
-- Actors need plain ``def`` endpoints. They share this process and its global variables.
-- Time advances only between messages. time.sleep blocks all processes, and threads of actors are not simulated.
-- An actor that waits (for a future, or as a generator for its reader) runs other actors on its own stack. It continues
-  only after those that began to wait later. Chains of actors that wait for each other need callbacks; otherwise a
-  SimulationError is raised.
-- A ``bootstrap`` is not run.
-- os._exit ends the test: use ``context().actor_instance.kill()``.
+- Actors have plain ``def`` endpoints, and share this process with its globals.
+- Time advances only between messages: ``time.sleep`` stops the whole simulation, and threads of actors are not
+  simulated.
+- An actor that waits, for a future or for the reader of its generator, runs the others on its own stack. It continues
+  after those that began to wait later. Chains of actors that wait for each other raise SimulationError: use callbacks.
+- A ``bootstrap`` is not run. ``os._exit`` ends the test: use ``context().actor_instance.kill()``.
 """
 
 from monarch_backend import _wiring as _wiring

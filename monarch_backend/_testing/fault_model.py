@@ -8,47 +8,51 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Conditions:
-    """Probabilities and durations of faults. Times are in simulated seconds, shares are from 0 to 1.
+    """Delays and faults of a simulation. Times are simulated seconds, shares are probabilities from 0 to 1.
 
     >>> import random
+    >>> from monarch_backend.testing import Conditions
     >>> Conditions.draw(random.Random(1)) == Conditions.draw(random.Random(1))
+    True
+    >>> slow = Conditions(delay=1e-3, late=0.2, latest=0.1)
+    >>> slow.travel(random.Random(0)) <= 0.1
     True
     """
 
     delay: float = 50e-6
-    """Typical time of a frame between two processes of one host."""
+    """Typical time of a frame from one process to another: half of it to one and a half."""
     late: float = 0.02
-    """Share of frames that take longer, up to ``latest``. Later frames of the same link wait behind them."""
+    """Share of frames that take longer, up to ``latest``. Later frames of the same sender wait for them."""
     latest: float = 5e-3
-    """Longest time of a late frame, of a late turn of an actor, and until a silent process answers."""
+    """Longest time of a late frame, and of a late turn."""
     far: float = 200e-6
-    """Typical time of a frame between two hosts. The same share of them is late."""
+    """Typical time of a frame from one host to another; ``late`` applies as well."""
     gateway: float = 0.0
-    """Time for which each frame to or from another host occupies the one thread of a gateway."""
+    """Time of a gateway's thread for each frame to or from another host."""
     turn: float = 20e-6
-    """Typical time until an actor takes its next message. The same share of turns is late."""
+    """Typical time until an actor takes the next message; ``late`` applies as well."""
     noticed: float = 5e-3
-    """Longest time until another process detects the end of a process."""
+    """Longest time until another process is told of a death."""
     starting: float = 20e-3
-    """Longest time until a spawned process starts."""
+    """Longest time until a requested process starts."""
     stillborn: float = 0.0
     """Share of processes that end before they connect."""
     unstartable: float = 0.0
     """Share of processes that fail to start."""
     kept_back: float = 0.3
-    """Share of the links of a dying process that lose its last frames, which have not reached shared memory."""
+    """Share of a dying process's links that lose its last frames, which have not reached shared memory."""
     crossing: float = 0.5
-    """Share of simultaneous connections between two processes that become two links."""
+    """Share of simultaneous connections of two processes to each other that make a second link."""
     silent: float = 0.0
-    """Share of connections that the other process does not answer at once."""
+    """Share of called processes that do not answer at once."""
     no_room: float = 0.0
-    """Share of payloads above ``most_inline`` bytes that find no space in shared memory at first."""
+    """Share of payloads above ``most_inline`` bytes for which shared memory has no room at first."""
     most_inline: int = 16 << 10
-    """Bytes up to which a payload always finds space."""
+    """Bytes up to which a payload needs no room in shared memory."""
 
     @classmethod
     def draw(cls, rng: random.Random, processes: int = 64) -> Conditions:
-        """Return random conditions, from benign to hostile, for about ``processes`` processes."""
+        """Draw conditions at random, from benign to hostile. ``processes``: the expected number of processes."""
         return cls(
             delay=rng.choice((1e-6, 50e-6, 500e-6)),
             late=rng.choice((0.0, 0.02, 0.2)),
@@ -66,16 +70,16 @@ class Conditions:
         )
 
     def travel(self, rng: random.Random) -> float:
-        """Return the seconds that one frame takes."""
+        """Draw the time of one frame within a host, in simulated seconds."""
         chance = rng.random()
         return self.latest * rng.random() if chance < self.late else self.delay * (0.5 + chance)
 
     def travel_far(self, rng: random.Random) -> float:
-        """Return the seconds that one frame takes to another host."""
+        """Draw the time of one frame to another host, in simulated seconds."""
         chance = rng.random()
         return self.latest * rng.random() if chance < self.late else self.far * (0.5 + chance)
 
     def pause(self, rng: random.Random) -> float:
-        """Return the seconds until an actor, or a new thread, runs."""
+        """Draw the time until an actor or a new thread runs, in simulated seconds."""
         chance = rng.random()
         return self.latest * rng.random() if chance < self.late else self.turn * (0.5 + chance)

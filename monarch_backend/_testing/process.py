@@ -155,12 +155,20 @@ class Doorbell:
 class SimulatedProcess:
     """Process of a simulation.
 
-    - ``mesh``, ``rank``: name of its mesh of processes, and its rank there.
-    - ``alive``: True from its start to its end.
-    - ``returncode``: how it ended, as in subprocess; None while it runs, or if it was never started.
-    - ``end``: the same in words, or None.
-    - ``label``: its description in messages.
-    - ``pid``: unique in the simulation.
+    ``alive`` is true from its start to its end. ``returncode`` then says how it ended, as in subprocess: negative for a
+    signal, None if it was never started. ``end`` says it in words. ``label`` names it in messages. ``pid`` is unique in
+    the simulation. `Simulation.processes_of` returns these objects; only the simulator makes them.
+
+    >>> from monarch_backend.actor import this_host
+    >>> from monarch_backend.testing import Simulation
+    >>> with Simulation(seed=7) as simulation:
+    ...     procs = this_host().spawn_procs({"gpus": 2}, name="workers")
+    ...     simulation.run()
+    ...     first, second = simulation.processes_of(procs)
+    ...     simulation.kill(first)
+    ...     print(first.rank, first.alive, first.returncode, first.end, second.alive)
+    True
+    0 False -9 killed by signal 9 (SIGKILL) True
     """
 
     def __init__(self, simulation: Simulation, token: str, label: str, mesh: str = "", rank: int = 0) -> None:
@@ -187,13 +195,13 @@ class SimulatedProcess:
     # ---- start and end
 
     def begin(self) -> None:
-        """Make the process reachable, and give it a runtime."""
+        """Start the process: from now on others can reach it."""
         self.alive = True
         self.simulation.by_token[self.token] = self
         self.program = SimulatedProgram(self)
 
     def work(self, plan: Plan) -> None:
-        """Join the mesh, as monarch_backend._actor.worker_main.main."""
+        """Join the mesh, as ``monarch_backend._actor.worker_main.main`` does in a real process."""
         program = self.program
         owner = program.router.peer(plan.owner)
         if plan.gateway:
@@ -211,20 +219,20 @@ class SimulatedProcess:
             program.router.tell(owner, Constructed(0, plan.rank))
 
     def make_spawner(self, on_event: Callable[[Any], None], _address: str | None) -> SimulatedSpawner:
-        """Return a spawner, whose processes end with this one at the latest."""
+        """Return a spawner, whose processes end with this process."""
         spawner = SimulatedSpawner(self, on_event)
         self.spawners.append(spawner)
         return spawner
 
     def run_cell(self, cell: ActorRunner) -> None:
-        """Run an actor in turns."""
+        """Run an actor of this process: it gets a turn for each message."""
         bell = Doorbell(self, cell)
         self.doorbells.append(bell)
         cell.gate = bell  # type: ignore[assignment] # in place of the lock on which a thread waits
         bell.release()
 
     def leave(self, how: str, reason: str) -> None:
-        """End in an orderly way: the actors first, beginning with the newest."""
+        """End in order: actors first, the newest first. ``how`` and ``reason`` are passed to them."""
         self.leaving = reason
         for cell in reversed(list(self.program.cells.values())):
             cell.end(how, reason)
@@ -240,7 +248,10 @@ class SimulatedProcess:
                 self.die(0, self.leaving, peace=True)
 
     def die(self, returncode: int, reason: str = "", *, peace: bool = False) -> None:
-        """End the process at once, and the processes that it has started."""
+        """End the process at once, and the processes that it has started.
+
+        ``returncode`` is as in subprocess. ``peace``: peers are told of an orderly end, not of a failure.
+        """
         if not self.alive:
             return
         self.alive = False
@@ -260,7 +271,10 @@ class SimulatedProcess:
     def run(
         self, call: Callable[..., object], *args: Any, cell: ActorRunner | None = None, reading: bool = False
     ) -> None:
-        """Run code as code of this process; do nothing if it has ended."""
+        """Call ``call(*args)`` now, as code of this process; do nothing if it has ended.
+
+        ``reading``: as on its thread that reads, where waiting is not allowed.
+        """
         if not self.alive:
             return
         simulation = self.simulation
@@ -278,19 +292,20 @@ class SimulatedProcess:
             runtime._program = before.program
 
     def soon(self, call: Callable[[], object], cell: ActorRunner | None = None) -> None:
-        """Schedule a call in a turn of its own, after a random delay."""
+        """Call ``call()`` in a turn of its own, after a delay that the conditions give."""
         simulation = self.simulation
         simulation.agenda.add(
             simulation.conditions.pause(simulation.random), lambda: self.run(call, cell=cell, reading=False)
         )
 
     def receive(self, event: tuple[Any, ...], sender: SimulatedProcess) -> None:
+        """Receive an event from ``sender``; do nothing if the process has ended."""
         if self.alive:
             self.links.received += event[1] >= 0
             self.simulation.note(self, sender, event)
             self.run(self.handle, event, reading=True)
 
     def handle(self, event: tuple[Any, ...]) -> None:
-        """Handle an event in a turn of the reading thread."""
+        """Handle an event, as on the thread that reads."""
         program = self.program
         program.router.handle(program.links.translate((event,)))

@@ -33,33 +33,45 @@ MAX_NESTED_WAITS = 24
 
 @public("monarch_backend.testing")
 class SimulationError(MonarchError, RuntimeError):
-    """The simulation can't continue: all processes wait, and no scheduled event could wake one of them."""
+    """The simulation can't continue. Raised by calls inside it that wait.
+
+    Each process waits and no event can end that, too many actors wait at once, or the ``with`` block has ended.
+    """
 
 
 class Simulation:
     """A program and its processes in one thread, on simulated time. The same seed gives the same run.
 
-    Inside its ``with`` the caller is the main program: ``this_host().spawn_procs(...)`` starts simulated processes,
-    and all of monarch_backend.actor works on them. Time advances while the caller waits for a future, in `run` and in
-    `step`.
+    Inside its ``with`` block the caller is the main program: ``this_host().spawn_procs(...)`` starts simulated
+    processes, and all of monarch_backend.actor works on them. Time advances while the caller waits for a future, in
+    `run` and in `step`. A simulation runs once: its ``with`` raises RuntimeError the second time. An exception that
+    leaves the block has a note with the seed and the last steps.
 
-    Arguments:
+    ``conditions`` are the delays and faults. The other parameters replace constants of the router, so that few
+    processes and small messages reach full windows, deep trees and messages in pieces:
 
-    - ``conditions``: probabilities and durations of faults.
-    - ``window``: credits of messages between two processes. ``place``: bytes after which a message takes one more.
-    - ``fanout``: fan-out of multicast trees of processes. ``direct``: receivers up to which there is no tree.
-    - ``large``: bytes from which a message is sent without a tree. ``most_in_one``: bytes of a piece of a message.
-    - ``branches``: fan-out of multicast trees of hosts.
-    - ``steps``: number of the last steps that `trace` returns.
+    - ``window``: credits of a sender (CREDIT_WINDOW).
+    - ``fanout``, ``direct``: branches of a multicast tree, and receivers without a tree (TREE_FANOUT,
+      MAX_DIRECT_RECEIVERS). ``branches``: branches of the gateways' tree.
+    - ``most_in_one``, ``place``, ``large``: bytes (MOST_IN_ONE, BYTES_PER_CREDIT, SHARED_COPY_MIN_BYTES).
 
-    With small limits a few processes and small messages test full windows, deep trees and messages in pieces.
+    ``steps`` is the number of steps that `trace` keeps.
 
-    Attributes:
+    ``faults`` has the unhandled failures, which end a real program. ``errors`` has the errors that monarch_backend has
+    logged. ``on_step`` and ``on_death`` are lists of functions: they are called after each step, and with each process
+    that has ended. An exception of theirs ends the run.
 
-    - ``faults``: failures that no actor and no code of the program has handled. They would end a real program.
-    - ``errors``: texts that monarch_backend has logged as errors.
-    - ``on_step``, ``on_death``: lists of functions that are called after every step, and with every process that has
-      ended. An exception of theirs ends the run.
+    >>> from monarch_backend.actor import Actor, endpoint, this_host
+    >>> from monarch_backend.testing import Simulation
+    >>> class Echo(Actor):
+    ...     @endpoint
+    ...     def echo(self, value):
+    ...         return value
+    >>> with Simulation(seed=7) as simulation:
+    ...     actors = this_host().spawn_procs({"gpus": 2}).spawn("actors", Echo)
+    ...     future = actors.echo.call(1)
+    ...     print(future.done(), list(future.get().values()), 0 < simulation.now < 1)
+    False [1, 1] True
     """
 
     def __init__(
@@ -136,7 +148,7 @@ class Simulation:
         return self.agenda.time
 
     def step(self) -> bool:
-        """Run one step: an event arrives, a timer fires, or an actor takes a message. Return False if there is none."""
+        """Run one event: a frame arrives, a timer ends, or an actor takes a message. Return False if there is none."""
         with self._kept():
             return self._step()
 
@@ -160,9 +172,9 @@ class Simulation:
         return True
 
     def run(self, seconds: float | None = None, *, until: Callable[[], bool] | None = None) -> bool:
-        """Run steps for simulated ``seconds``, until ``until()`` is True, or until there are none.
+        """Run events for ``seconds`` of simulated time, until ``until()`` is true, or until there are no more events.
 
-        Return the result of ``until()``; True without it.
+        Return ``until()``, True without it. Raises the exception that has ended the simulation before.
         """
         if self._broken is not None:
             raise self._broken
@@ -178,19 +190,19 @@ class Simulation:
         return until is None or until()
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
-        """Schedule a call of the main program in simulated ``seconds``. It runs also while the main program waits."""
+        """Call ``call()`` in the main program after ``seconds`` of simulated time, also while it waits."""
         self.agenda.add(seconds, lambda: self.controller.run(call))
 
     def processes_of(self, mesh: ProcMesh | ActorMesh) -> list[SimulatedProcess]:
-        """Return the processes of a mesh or slice, in order of rank, without those that are being restarted."""
+        """Return the processes of a mesh or slice by rank, without those whose restart has not begun."""
         procs: Any = getattr(mesh, "proc_mesh", mesh)
         tokens = [procs._core.tokens[rank] for rank in procs._shape.ranks]
         return [self.by_token[token] for token in tokens if token in self.by_token]
 
     def kill(self, what: SimulatedProcess | ProcMesh | ActorMesh, signal: int = 9) -> None:
-        """Kill a process, or the processes of a mesh or slice, by a signal. One that has not started never starts.
+        """End a process, or the processes of a mesh or slice, at once, as by ``signal``.
 
-        Raises ValueError for the main program.
+        A process that has not started yet never starts. Raises ValueError for the main program.
         """
         for process in [what] if isinstance(what, SimulatedProcess) else self.processes_of(what):
             if process is self.controller:
@@ -201,11 +213,11 @@ class Simulation:
                 process.on_kill(signal)
 
     def attach(self, count: int, name: str = "hosts", *, heartbeat: float = 1.0, silence: float = 3.0) -> HostMesh:
-        """Make ``count`` simulated hosts, and attach to them as by ``attach_to_workers``.
+        """Add ``count`` simulated hosts and attach them, as ``attach_to_workers`` does.
 
-        ``heartbeat`` and ``silence`` are in simulated seconds.
+        ``heartbeat`` and ``silence`` are in simulated seconds, as there.
         """
-        from monarch_backend._testing.hosts import SimulatedHosts  # slow to import, and needed only here
+        from monarch_backend._testing.hosts import SimulatedHosts  # what it brings along costs others nothing
 
         if self.hosts is None:
             self.hosts = SimulatedHosts(self)
@@ -213,19 +225,19 @@ class Simulation:
         return self.hosts.attach(count, name, heartbeat, silence)
 
     def kill_hosts(self, hosts: HostMesh) -> None:
-        """Switch these hosts off, with all processes there."""
+        """End these hosts, with all of their processes."""
         for host in self._hosts_of(hosts):
             host.kill()
 
     def kill_agents(self, hosts: HostMesh) -> None:
-        """Kill the agents of these hosts, and with them the processes that they have started."""
+        """End the agents of these hosts, and the processes that the agents have started."""
         for host in self._hosts_of(hosts):
             host.kill_agents()
 
     def cut(self, hosts: HostMesh, others: HostMesh | None = None, seconds: float | None = None) -> None:
-        """Cut the network between each of these hosts and each of ``others``; all other hosts by default.
+        """Drop all data between each of these hosts and each of ``others``, by default all other hosts.
 
-        The hosts see silence, not broken connections. The cut lasts ``seconds``, or for good. ``this_host()`` is the
+        No process is told. It lasts ``seconds`` of simulated time, by default until the end. ``this_host()`` is the
         controller's host.
         """
         assert self.hosts is not None, "there are no hosts yet: attach some"
@@ -239,36 +251,41 @@ class Simulation:
         return self.hosts.of(hosts)
 
     def trace(self) -> str:
-        """Return the last steps, one line each."""
+        """Return the last steps, one in each line."""
         return str(self._trace)
 
     # ---- for processes
 
     def next_pid(self) -> int:
+        """Return the pid of a new process."""
         return next(self._pids)
 
     def born(self, token: str, label: str, mesh: str = "", rank: int = 0) -> SimulatedProcess:
-        """Make a process that starts later."""
+        """Return a new process, which starts later."""
         process = SimulatedProcess(self, token, label, mesh, rank)
         self.processes.append(process)
         self.by_token[token] = process
         return process
 
     def lost(self, process: SimulatedProcess, how: str) -> None:
-        """Mark a process that never starts."""
+        """Record that a process never starts, and why."""
         process.end = how
         self.note(process, how)
         for tell in self.on_death:
             tell(process)
 
     def note(self, process: SimulatedProcess, what: Any, event: tuple[Any, ...] | None = None) -> None:
-        """Add a step to the trace: a text, or the sender of ``event``."""
+        """Record a step for `trace`: a text, or an event and its sender."""
         self._trace.add(self.agenda.time, process, what, event)
 
     def wait(
         self, process: SimulatedProcess, what: Any, seconds: float | None, given_up: Callable[[], bool] | None = None
     ) -> bool:
-        """Run steps until ``what.ready``, in place of a thread of this process that would block."""
+        """Run events until ``what.ready``, in place of a thread of ``process`` that waits. Return whether it is ready.
+
+        ``seconds`` is the timeout in simulated time; ``given_up()`` ends the wait as well. Raises RuntimeError on the
+        thread that reads, which can't wait, and the exception that has ended the simulation before.
+        """
         if self._broken is not None:
             raise self._broken
         if process.reading:
