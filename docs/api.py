@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -34,11 +35,42 @@ def entries(facade: str) -> str:
         if first != facade:
             lines += [f"- ``{facade}.{name}`` is :py:obj:`{first}.{name}`"]
             continue
-        kind = _directive(getattr(importlib.import_module(facade), name))
+        value = getattr(importlib.import_module(facade), name)
+        kind = _directive(value)
         lines += ["", f".. {kind}:: {facade}.{name}"]
-        lines += ["   :members:", "   :undoc-members:"] if kind in ("autoclass", "autoexception") else []
+        if isinstance(value, type):
+            lines += [
+                "   :members:",
+                "   :undoc-members:",
+                f"   :inherited-members: {', '.join(_documented_bases(value))}",
+            ]
         lines += [""]
     return "\n".join([*lines, "```"])
+
+
+@functools.cache
+def public_classes() -> set[type]:
+    """Return the classes that have an entry."""
+    values = (getattr(importlib.import_module(facade), name) for facade in FACADES for name in public_names(facade))
+    return {value for value in values if isinstance(value, type)}
+
+
+def members(value: Any) -> list[str]:
+    """Return the public methods and properties of a class, with those of its private bases in this package."""
+    if not isinstance(value, type):
+        return []
+    kinds = [kind for kind in value.__mro__ if kind.__name__ not in _documented_bases(value)]
+    found = {name: member for kind in reversed(kinds) for name, member in vars(kind).items() if name[0] != "_"}
+    return [name for name, member in found.items() if callable(member) or isinstance(member, (property, classmethod))]
+
+
+def _documented_bases(value: type) -> list[str]:
+    """Return the bases whose members are documented elsewhere: with their own entry, or by another package."""
+    return [kind.__name__ for kind in value.__mro__[1:] if not _is_private(kind)]
+
+
+def _is_private(kind: type) -> bool:
+    return kind.__module__.startswith("monarch_backend.") and kind not in public_classes()
 
 
 def _directive(value: Any) -> str:

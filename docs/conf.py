@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -42,9 +43,13 @@ def setup(app: Sphinx) -> None:
 
 
 def check_reference(app: Sphinx, environment: BuildEnvironment) -> None:
-    """Fail if a public name has no entry in the API reference."""
+    """Fail if a public name, or a public method of it, has no entry in the API reference."""
     found = environment.domains.python_domain.objects
-    wanted = {f"{api.home(facade, name)}.{name}" for facade in api.FACADES for name in api.public_names(facade)}
+    wanted = set()
+    for facade in api.FACADES:
+        for name in api.public_names(facade):
+            path, value = f"{api.home(facade, name)}.{name}", getattr(importlib.import_module(facade), name)
+            wanted |= {path, *(f"{path}.{member}" for member in api.members(value))}
     if missing := sorted(wanted - set(found)):
         raise ExtensionError(f"no entry in the API reference: {', '.join(missing)}")
 

@@ -104,7 +104,7 @@ def findings(path: str, value: Any) -> Iterator[str]:
     else:
         seen: set[str] = set()
         for kind in value.__mro__:
-            members = vars(kind) if kind is value or kind not in public_classes() else {}
+            members = vars(kind) if kind is value or kind not in api.public_classes() else {}
             for name, member in members.items():
                 if name not in seen and kind.__module__.startswith("monarch_backend"):
                     yield from missing_in_member(path, name, member, doc)
@@ -166,14 +166,6 @@ def raised_by(function: Callable[..., Any]) -> set[str]:
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
             nodes += ast.iter_child_nodes(node)
     return names - NOT_ARGUMENTS
-
-
-@functools.cache
-def public_classes() -> set[object]:
-    values = {
-        getattr(importlib.import_module(facade), name) for facade in api.FACADES for name in api.public_names(facade)
-    }
-    return {value for value in values if isinstance(value, type)}
 
 
 @functools.cache
