@@ -23,6 +23,7 @@ RUN = [
     "start/controller.md",
     "tutorials/actors.md",
 ]
+COMMANDS = ["tutorials/checkpoints.md"]
 TORCHRUN = {"start/backend.md": ["tensor([3., 3., 3., 3.])"] * 2, "tutorials/ddp.md": None}
 
 
@@ -53,6 +54,22 @@ def test_a_page_imports_what_it_needs(name: str) -> None:
     _has_printed_what_it_promises(script, done.stdout)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_of_a_page_print_what_it_shows(name: str, tmp_path: Path) -> None:
+    """The sh blocks run in one folder, in order. The text block after each one is its output; seconds may differ."""
+    (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = dict(os.environ, OMP_NUM_THREADS="1", PATH=path, MPLCONFIGDIR=str(tmp_path))
+    steps = re.findall(r"^```sh\n(.*?)^```\n+```text\n(.*?)^```", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL)
+    assert len(steps) == len(blocks(DOCS / name, "sh"))
+    for command, promised in steps:
+        shell = ["bash", "-ec", command]
+        done = subprocess.run(shell, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert _without_seconds(done.stdout) == _without_seconds(promised)
+
+
 @pytest.mark.parametrize("name", TORCHRUN)
 def test_scripts_of_a_page_run_under_torchrun(name: str, tmp_path: Path) -> None:
     """A heredoc of the page is the script; the page's text block, or the table above, is what the ranks print."""
@@ -67,6 +84,10 @@ def test_scripts_of_a_page_run_under_torchrun(name: str, tmp_path: Path) -> None
     assert len(promised) == 2
     for line in promised:
         assert done.stdout.count(line) == promised.count(line), done.stdout
+
+
+def _without_seconds(text: str) -> str:
+    return re.sub(r"\b\d+\.\d s\b", "_ s", text)
 
 
 def _has_printed_what_it_promises(script: str, printed: str) -> None:
