@@ -23,7 +23,7 @@ RUN = [
     "start/controller.md",
     "tutorials/actors.md",
 ]
-COMMANDS = ["tutorials/checkpoints.md"]
+COMMANDS = ["tutorials/checkpoints.md", "tutorials/rl.md"]
 TORCHRUN = {"start/backend.md": ["tensor([3., 3., 3., 3.])"] * 2, "tutorials/ddp.md": None}
 
 
