@@ -106,3 +106,12 @@ def test_diagrams_are_current() -> None:
     for source in sources:
         drawn = namespace["draw"](source.read_text())
         assert source.with_suffix(".svg").read_text() == drawn, f"run docs/diagrams/draw.py: {source.name} has changed"
+
+
+def test_pictures_of_notebook_cells_are_current() -> None:
+    namespace = runpy.run_path(str(DOCS / "tutorials" / "draw_cells.py"))
+    for name, (notebook, text) in namespace["CELLS"].items():
+        picture = (DOCS / "tutorials" / name).read_bytes()
+        digest = namespace["digest"](namespace["cell"](notebook, text))
+        assert digest.encode() in picture, f"run docs/tutorials/draw_cells.py: the cell of {name} has changed"
+        assert len(picture) < 100_000
