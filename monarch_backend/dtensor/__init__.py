@@ -12,20 +12,16 @@
 
 This module only re-exports. A controller's modules are imported at their first use: a worker may have an older torch.
 
-=================  ===================================================================================
-package            contents
-=================  ===================================================================================
-_controller/       meshes, remote tensors, commands to workers, checkpoints, transfers, FSDP
-_dispatch/         the way of an operation from torch's dispatcher to a command for workers
-_ops/              sharding rules and operations that torch lacks or has wrong
-_rng/              random numbers of a single process on shards
-_compile/          captured steps: from torch.compile's graph to commands of workers
-_patches/          replaced names of torch: the manifest, and the replacements by kind
-_torch_internals/  private parts of torch that are read or called, and not replaced
-_worker/           what the processes do with a command
-_protocol.py       the messages between controller and workers
-_preload.py        modules that the fork server imports for workers
-=================  ===================================================================================
+- `_controller/`: meshes, remote tensors, commands to workers, checkpoints, transfers, FSDP.
+- `_dispatch/`: the way of an operation from torch's dispatcher to a command for workers.
+- `_ops/`: sharding rules and operations that torch lacks or has wrong.
+- `_rng/`: random numbers of a single process on shards.
+- `_compile/`: captured steps: from torch.compile's graph to commands of workers.
+- `_patches/`: replaced names of torch: the manifest, and the replacements by kind.
+- `_torch_internals/`: private parts of torch that are read or called, and not replaced.
+- `_worker/`: what the processes do with a command.
+- `_protocol.py`: the messages between controller and workers.
+- `_preload.py`: modules that the fork server imports for workers.
 """
 
 from __future__ import annotations
