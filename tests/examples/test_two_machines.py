@@ -20,8 +20,12 @@ def shown() -> list[str]:
 
 
 def comparable(lines: list[str]) -> list[str]:
-    """The lines with the same pids and addresses everywhere, sorted: failures of two ranks arrive in any order."""
+    """The lines with the same pids and addresses everywhere, sorted: failures of two ranks arrive in any order.
+
+    The host may be lost because it does not listen, or because it does not connect again: both end the line.
+    """
     masked = [re.sub(r"(pid|process) \d+", r"\1 PID", line) for line in lines]
+    masked = [re.sub(r"(has closed the connection).*", r"\1", line) for line in masked]
     return sorted(re.sub(r"\b\d+\.\d+\.\d+\.\d+\b", "ADDRESS", line) for line in masked)
 
 
