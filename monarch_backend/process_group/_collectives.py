@@ -53,16 +53,7 @@ def _listed(tensors: Any) -> list[Tensor]:
 
 @_c10d_internals.hide_from_dynamo
 class Collectives(dist.ProcessGroup):
-    """The collectives of c10d, for a group with an inner group for each device type.
-
-    Each method serves a function of torch.distributed, and returns a ``torch.distributed.Work``. It takes either of
-    c10d's call forms: lists of tensors with an options object, or single tensors with root, op and timeout. All tensors
-    of a call are on one device. ``N`` in the shapes below is the size of the group.
-
-    CPU tensors are checked before anything is sent. CollectiveArgumentError is raised for unsuitable arguments, and
-    TypeError for another call form. NoRouteError is raised for a device without a route. The call, or ``wait()`` of its
-    work, raises CollectiveMismatchError, CollectiveTimeoutError, RankFailedError and GroupClosedError.
-    """
+    """The collectives of c10d, for a group with an inner group for each device type."""
 
     # What _process_group.py brings.
     _inner: dict[str, Any]

@@ -58,6 +58,14 @@ def create(options: Any, pg_options: Any = None) -> MonarchProcessGroup:
 class MonarchProcessGroup(Collectives):
     """A group of ranks in which each tensor takes the route of its device. torch makes it, see `create`.
 
+    Each collective serves a function of torch.distributed, and returns a ``torch.distributed.Work``. It takes either of
+    c10d's call forms: lists of tensors with an options object, or single tensors with root, op and timeout. All tensors
+    of a call are on one device. ``N`` in the shapes below is the size of the group.
+
+    CPU tensors are checked before anything is sent. CollectiveArgumentError is raised for unsuitable arguments, and
+    TypeError for another call form. NoRouteError is raised for a device without a route. The call, or ``wait()`` of its
+    work, raises CollectiveMismatchError, CollectiveTimeoutError, RankFailedError and GroupClosedError.
+
     >>> import torch
     >>> import torch.distributed as dist
     >>> dist.init_process_group("monarch", store=dist.HashStore(), rank=0, world_size=1)
