@@ -3,25 +3,25 @@
 =============================  =====================================================================================
 module                         contents
 =============================  =====================================================================================
-_process_group.py              the ProcessGroup that torch sees: making, destroying, aborting
-_collective_specs.py           the table of collectives, from which the other modules take names, forms and routes
-_collectives.py                one method per collective: validation, choice of the backend, call
-_backend_selection.py          which backend a device takes and why; how the inner groups are made
-_rendezvous.py                 from the default group's address to a store that all ranks have reached
-_handshake.py                  how the ranks of a new group agree on one attempt, within the timeout
-_store_host.py                 how long rank 0 keeps the store that it hosts
-_argument_forms.py             the call forms of c10d's methods
-_cpu_validation.py             what CPU collectives accept: dtypes, reduce ops, shapes, ranks
-_overlap.py                    tensors of one call that share memory
-_tensor_lists.py               several tensors per rank in one call
-_hooks.py                      completion hooks, and works that complete late
-_interpreter_exit.py           groups that are alive when the interpreter ends
-_c10d_internals.py             private parts of torch's c10d
-_c10d_patches.py               functions of torch's c10d that are replaced
-_shm/                          collectives over the shared memory of one host
-_hierarchical/                 collectives over several hosts: shared memory inside, messages between
-_rdma/                         large point-to-point messages between hosts, read by NICs
-_xla/                          collectives of XLA tensors
+`_process_group.py`            The ProcessGroup that torch sees: creation, destruction, abort.
+`_collective_specs.py`         The table of collectives; other modules take names, forms and routes from it.
+`_collectives.py`              One method per collective: validation, choice of the backend, call.
+`_backend_selection.py`        Which backend a device takes and why.
+`_rendezvous.py`               From the default group's address to a store that all ranks have reached.
+`_handshake.py`                Agreement of a new group's ranks on one attempt, within the timeout.
+`_store_host.py`               How long rank 0 keeps the store that it hosts.
+`_argument_forms.py`           The call forms of c10d's methods.
+`_cpu_validation.py`           What CPU collectives accept: dtypes, reduce ops, shapes, ranks.
+`_overlap.py`                  Tensors of one call that share memory.
+`_tensor_lists.py`             Several tensors per rank in one call.
+`_hooks.py`                    Completion hooks, and works that complete late.
+`_interpreter_exit.py`         Groups that are alive when the interpreter ends.
+`_c10d_internals.py`           Private parts of torch's c10d.
+`_c10d_patches.py`             Functions of torch's c10d that are replaced.
+`_shm/`                        Collectives over the shared memory of one host.
+`_hierarchical/`               Collectives over several hosts: shared memory inside, messages between.
+`_rdma/`                       Large point-to-point messages between hosts, read by NICs.
+`_xla/`                        Collectives of XLA tensors.
 =============================  =====================================================================================
 """
 

@@ -1,7 +1,7 @@
-"""Which route a device's tensors take, why, and what is missing where there is none.
+"""Choice of the route for each device type, with its reason or what it lacks.
 
-A route is one inner group (torch's Gloo, NCCL or RCCL, torch_xla's, a plugin's) for one device type of one of
-our groups. The choice is `choose()`, and it fits on a screen. What a collective *does* on a route is not here.
+A route is one inner group for one device type of a process group: torch's Gloo, NCCL or RCCL, torch_xla's, a plugin's.
+`choose()` makes the choice. What a collective does on a route is in other modules.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Route:
         return not self.missing
 
     def __str__(self) -> str:
-        """``cpu -> gloo (reason)``, or the same with what is missing."""
+        """Return ``cpu -> gloo (reason)``, or the same with what is missing."""
         return f"{self.device} -> {self.backend} ({self.missing or self.why})"
 
 
 def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
-    """The route of ``device`` (a device type); ``device_map`` is what the user wrote in ``backend=``."""
+    """Return the route of a device type; ``device_map`` is the user's ``backend=``."""
     named = (device_map or {}).get(device, OURS)
     if named != OURS:
         missing = _cuda().missing if (device, named) == ("cuda", "nccl") else ""
@@ -68,12 +68,12 @@ def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
 
 
 def was_named(device: str, device_map: dict[str, str] | None) -> bool:
-    """True if the user wrote another backend than ours for this device."""
+    """True if the user named a backend other than "monarch" for this device."""
     return (device_map or {}).get(device, OURS) != OURS
 
 
 def _cpu() -> Route:
-    # What a group begins with: only its ranks together can find out that they share memory.
+    # The route at the start of a group. Only its ranks together can find out that they share memory.
     missing = "" if dist.is_gloo_available() else "this torch was built without Gloo; install a build with it"
     return Route("cpu", "gloo", "TCP through torch's Gloo works between any hosts", missing)
 
@@ -95,7 +95,7 @@ def _xla_route() -> Route:
 
 
 def _plugin(device: str) -> Route:
-    """Any other device: the backend that its own package registered as the device's default ("tpu", "xpu")."""
+    """Return the route to the backend that the device's own package registered as its default ("tpu", "xpu")."""
     name = dist.Backend.default_device_backend_map.get(device, "")
     if name and name not in (OURS, "fake"):  # torch itself registers its test backend as the default of "hpu"
         missing = "" if _is_seen(device) else f"torch sees no {device!r} device on this machine"
@@ -104,11 +104,11 @@ def _plugin(device: str) -> Route:
 
 
 def _is_seen(device: str) -> bool:
-    # Not torch.<device>.is_available(): torch-tpu lets nobody but torch call its own.
+    # Not torch.<device>.is_available(): torch-tpu lets only torch call its function.
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type == device:
         return torch.accelerator.is_available()
-    return not hasattr(torch, device)  # an accelerator that is not this build's; anything else is not torch's to see
+    return not hasattr(torch, device)  # torch knows the device but this build lacks it, or it is not torch's
 
 
 def _remedy(device: str) -> str:
@@ -120,7 +120,7 @@ def _remedy(device: str) -> str:
 
 
 def _is_device(name: str) -> bool:
-    # torch < 2.14 registers the letters of `devices="xla"`, which is how torch_xla calls it.
+    # torch_xla registers with `devices="xla"`. torch < 2.14 takes its letters for device types.
     try:
         torch.device(name)
     except RuntimeError:
@@ -129,7 +129,7 @@ def _is_device(name: str) -> bool:
 
 
 def survey(device_map: dict[str, str] | None = None) -> dict[str, Route]:
-    """The routes of every device type that is known here, the unavailable ones with what they miss."""
+    """Return the routes of all device types known here; unavailable ones say what is missing."""
     registered = filter(_is_device, dist.Backend.default_device_backend_map)
     known = dict.fromkeys(["cpu", "cuda", "xla", "tpu", *registered])
     found = {device: choose(device, device_map) for device in known}
@@ -139,8 +139,8 @@ def survey(device_map: dict[str, str] | None = None) -> dict[str, Route]:
 
 
 def _cpu_without_group(route: Route) -> Route:
-    """The CPU's route as far as one process can tell: only the ranks of a group find out which of them share a host."""
-    from monarch_backend.process_group._shm import bootstrap  # imports far more than a route's choice needs
+    """Return the CPU's route as far as one process knows it; only a group's ranks know which of them share a host."""
+    from monarch_backend.process_group._shm import bootstrap  # its imports are slow
 
     refusal = bootstrap.refusal()
     if refusal:
@@ -171,14 +171,14 @@ def routes(group: dist.ProcessGroup | None = None) -> dict[str, Route]:
 
 
 def announce(group: MonarchProcessGroup, route: Route) -> None:
-    """Under MONARCH_DEBUG=1 print the choice; called once per group and device."""
+    """Print the choice of a route under MONARCH_DEBUG=1; called once per group and device."""
     begin = debug_line(group)
     if begin:
         debug_log.write(f"{begin}{route}")
 
 
 def debug_line(group: MonarchProcessGroup) -> str:
-    """How a line about the group begins under MONARCH_DEBUG=1; otherwise "", and nothing is to be printed."""
+    """Return the prefix of debug lines about the group; "" without MONARCH_DEBUG=1, when nothing is to be printed."""
     if not debug_log.is_enabled():
         return ""
     return f"[monarch rank {group.rank()}/{group.size()} pid {os.getpid()}] group {group._label}: "

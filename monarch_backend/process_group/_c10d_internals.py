@@ -1,7 +1,7 @@
-"""Everything in process_group/ that leans on a private part of torch.
+"""Uses of torch's private c10d parts by process_group/.
 
-Each function names what it leans on; tests/process_group/test_torch_internals.py fails when torch changes it.
-What *replaces* a function of torch stands in monarch_backend/process_group/_c10d_patches.py instead.
+Each function names the private parts that it uses. tests/process_group/test_torch_internals.py fails when torch changes
+them. Replacements of torch's functions are in _c10d_patches.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from monarch_backend.process_group._handshake import Deadline, within
 
 BackendType = dist.ProcessGroup.BackendType
 
-# The default timeout of the methods that take one: "use the group's", as c10d writes it.
+# Default timeout of c10d's methods: "use the group's timeout".
 UNSET_TIMEOUT = c10d.AllreduceOptions().timeout
 
 _COPIED_OPTIONS = (
@@ -66,9 +66,9 @@ _COPIED_OPTIONS = (
 
 @dataclass(frozen=True)
 class Creation:
-    """What torch knows while it makes a group and does not tell a backend's creator."""
+    """Arguments of torch's group creation that torch does not pass to a backend's creator."""
 
-    # device type -> backend name as the user wrote it; None: unknown, treat every device as ours
+    # device type -> backend name as the user wrote it; None: unknown, all devices use "monarch"
     device_map: dict[str, str] | None = None
     device_id: torch.device | None = None
     split_from: Any = None
@@ -77,9 +77,9 @@ class Creation:
 def creation() -> Creation:
     """Read the locals of ``distributed_c10d._new_process_group_helper``, which is calling our creator.
 
-    torch hands a creator neither the "cpu:monarch,cuda:gloo" that the user wrote, nor `device_id`, nor (before
-    2.14) the group to split from; and a creator that returns a ProcessGroup is called once for all devices.
-    Without the frame (another caller) the answer is an empty Creation.
+    torch passes a creator neither the user's "cpu:monarch,cuda:gloo" nor `device_id`. Before 2.14 it does not pass the
+    group to split from either. It calls a creator that returns a ProcessGroup once for all devices. Returns an empty
+    Creation if another function is calling.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -93,10 +93,10 @@ def creation() -> Creation:
 
 
 def watched() -> bool:
-    """True while something listens on torch's dispatcher, so that a collective must go through it.
+    """True while torch's dispatcher has observers, so that a collective must go through it.
 
-    Dispatch modes (FakeTensorMode, CommDebugMode, LocalTensorMode), the profiler, and compiled code that keeps
-    collectives in flight. Leans on torch._C._len_torch_dispatch_stack, profiler._is_profiler_enabled and
+    Observers are dispatch modes (FakeTensorMode, CommDebugMode, LocalTensorMode), the profiler, and compiled code that
+    keeps collectives in flight. Uses torch._C._len_torch_dispatch_stack, profiler._is_profiler_enabled and
     _distributed_c10d._allow_inflight_collective_as_graph_input.
     """
     return (
@@ -105,7 +105,7 @@ def watched() -> bool:
 
 
 def shortcut_names(ops: dict[str, int], dtypes: dict[torch.dtype, int]) -> tuple[Any, ...]:
-    """Return what the compiled shortcuts need from torch (csrc/shm/python/fast_paths.h: TorchNames).
+    """Return what the compiled fast paths need from torch (csrc/shm/python/fast_paths.h: TorchNames).
 
     ``ops`` and ``dtypes`` have the core's codes.
     """
@@ -117,7 +117,7 @@ def shortcut_names(ops: dict[str, int], dtypes: dict[torch.dtype, int]) -> tuple
 
 
 def profiled(title: str, tensors: list[torch.Tensor]) -> AbstractContextManager[Any]:
-    """A range of the profiler with the shapes of ``tensors``, which torch.profiler.record_function can't show."""
+    """Return a profiler range that shows the shapes of ``tensors``, which torch.profiler.record_function can't do."""
     return _RecordFunctionFast(title, tensors)
 
 
@@ -126,10 +126,10 @@ _BLOCKING = frozenset(getattr(f, "__wrapped__", f).__code__ for f in (dist.send,
 
 
 def is_waited_for(caller: FrameType | None) -> bool:
-    """Whether the work that ``caller`` asks a group for is waited for at once, and nobody else ever sees it.
+    """True if ``caller`` waits at once for the work that it requests, and passes it to no other code.
 
-    So do torch.distributed.send and recv, which call isend and irecv. Leans on their being functions that do, beneath
-    torch's logging decorator; where they don't, messages only take longer.
+    torch.distributed.send and recv do so; they call isend and irecv. Uses these functions beneath torch's logging
+    decorator. If they change, messages only take longer.
     """
     while caller is not None and caller.f_code in _NON_BLOCKING:
         caller = caller.f_back
@@ -140,11 +140,11 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def hide_from_dynamo(cls: _Class) -> _Class:
-    """Class decorator: the methods and all that they call run as they are, also inside a compiled region.
+    """Class decorator: TorchDynamo neither traces nor compiles the methods and the functions that they call.
 
-    C++ (DDP broadcasting buffers, the reducer) calls them while TorchDynamo watches every Python frame; it would
-    try to compile them as a program of their own. torch.compiler.disable would do, but imports TorchDynamo; its
-    own mark on a code object, from torch._C._dynamo.eval_frame, costs nothing.
+    C++ (DDP's buffer broadcast, its reducer) calls the methods while TorchDynamo watches every Python frame.
+    TorchDynamo would compile them as separate programs. torch.compiler.disable would prevent that, but imports
+    TorchDynamo. Its mark on a code object, set by torch._C._dynamo.eval_frame, costs nothing.
     """
     for member in vars(cls).values():
         function = member.fget if isinstance(member, property) else member
@@ -156,7 +156,10 @@ def hide_from_dynamo(cls: _Class) -> _Class:
 
 
 class UntracedMode(TorchDispatchMode):
-    """A mode that compiled code does not look into; torch's own way to say so imports TorchDynamo: half a second."""
+    """Dispatch mode that compiled code does not trace.
+
+    torch's own base class for this imports TorchDynamo, which takes half a second.
+    """
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)  # type: ignore[no-untyped-call]
@@ -164,42 +167,42 @@ class UntracedMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch wraps `__torch_dispatch__` in its own way; leans on TorchDispatchMode.__init_subclass__."""
+        """Whether torch wraps `__torch_dispatch__` itself. Uses TorchDispatchMode.__init_subclass__."""
         return False
 
 
 class _PassOn(UntracedMode):
-    """Calls every operator again, from Python, which releases the GIL for it."""
+    """Dispatch mode that calls each operator again from Python, where the call releases the GIL."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
 
 def through_dispatcher() -> AbstractContextManager[Any]:
-    """A context for the ``super()`` calls of an overridden collective.
+    """Return a context for the ``super()`` calls of an overridden collective.
 
-    torch's trampolines (PyProcessGroup.hpp) hold the GIL while they call the C++ base. Gloo's threads free a
-    finished work, which takes the GIL for its tensors, under the lock that the next operation waits for: both
-    wait for ever. A dispatch mode makes the operator pass through Python, where its call releases the GIL; a
-    mode that is already there does the same.
+    torch's trampolines (PyProcessGroup.hpp) hold the GIL while they call the C++ base. Gloo's threads free a finished
+    work under a lock that the next operation needs, and take the GIL for its tensors. Both threads then deadlock. A
+    dispatch mode takes the operator through Python, where its call releases the GIL. A mode that is already active does
+    the same.
     """
     return nullcontext() if _len_torch_dispatch_stack() > 0 else _PassOn()  # type: ignore[no-untyped-call]
 
 
 class _Beneath(UntracedMode):
-    """Takes the c10d operators that reach it and does ``run(name, args)`` instead of what torch's kernel would do."""
+    """Dispatch mode that calls ``run(name, args)`` in place of torch's kernel for c10d operators."""
 
     def __init__(self, run: Callable[[str, tuple[Any, ...]], Any], kernel: DispatcherShimBackend | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run, self._kernel = run, kernel
-        self._works: list[Any] = []  # C++ keeps a boxed work alive, but not its Python side
+        self._works: list[Any] = []  # C++ keeps a boxed work alive, but not its Python object
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d" or _len_torch_dispatch_stack() > 0:
-            return func(*args, **(kwargs or {}))  # no operator of ours, or FakeTensorMode and the like come after us
+            return func(*args, **(kwargs or {}))  # not our operator, or FakeTensorMode and similar modes follow
         for kind in types:
             if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-                with self:  # it calls the operator again, with what it stands for
+                with self:  # it calls the operator again with a substitute
                     return kind.__torch_dispatch__(func, types, args, kwargs or {})
         run = functools.partial(self._run, func._schema.name.partition("::")[2], args)
         self._works.append(
@@ -210,11 +213,11 @@ class _Beneath(UntracedMode):
 
 
 class DispatcherShimBackend(C10DBackend):
-    """What torch >= 2.14 finds as the CPU's backend while its kernels call hooks before and after an operation.
+    """CPU backend that torch >= 2.14 finds while its kernels call hooks before and after an operation.
 
-    The kernel of a c10d operator calls the hooks and, in between, a method of the backend: here that runs what `call`
-    was given. Who comes by another way (C++ that has no trampoline to us) reaches ``inner``. Leans on
-    py/PyBackend.hpp, which lets a backend be written in Python.
+    The kernel of a c10d operator calls the hooks and, in between, a method of the backend. Here that method runs the
+    function given to `call`. C++ callers without a trampoline reach ``inner`` instead. Uses py/PyBackend.hpp, which
+    allows backends in Python.
     """
 
     def __init__(self, rank: int, size: int, inner: Any, group_name: str) -> None:
@@ -224,7 +227,7 @@ class DispatcherShimBackend(C10DBackend):
         self._pending = threading.local()
 
     def call(self, run: Callable[[], Any], operator: Callable[[], Any]) -> Any:
-        """The work of ``run``, which ``operator`` calls by way of its kernel."""
+        """Return the work of ``run``; ``operator`` calls it through its kernel."""
         state = self._pending.__dict__
         outer = dict(state)  # a hook may call another operation of the group
         state["run"] = run
@@ -236,7 +239,7 @@ class DispatcherShimBackend(C10DBackend):
             state.update(outer)
 
     def getBackendName(self) -> str:  # torch's C++ name
-        """The flight recorder skips "gloo", which has a recorder of its own."""
+        """Return a name other than "gloo", which the flight recorder skips because Gloo has its own recorder."""
         return "shm"
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> Any:
@@ -260,7 +263,7 @@ for _spec in COLLECTIVES:
 
 
 def free_backend_type(taken: set[Any]) -> Any:
-    """A `ProcessGroup.BackendType` that no backend of a group has: c10d keeps one backend for each."""
+    """Return a `ProcessGroup.BackendType` that no backend of the group has; c10d keeps one backend for each type."""
     return next(kind for kind in (BackendType.CUSTOM, BackendType.UCC, BackendType.MPI) if kind not in taken)
 
 
@@ -268,13 +271,13 @@ def free_backend_type(taken: set[Any]) -> Any:
 def beneath_dispatch_modes(
     run: Callable[[str, tuple[Any, ...]], Any], kernel: DispatcherShimBackend | None = None
 ) -> Iterator[None]:
-    """Inside, ``run(name, args)`` takes the place of the kernels of c10d's operators on plain tensors.
+    """In this context ``run(name, args)`` replaces the kernels of c10d's operators on plain tensors.
 
-    With a ``kernel`` torch's kernels are called, and it is what they find as the backend.
+    With a ``kernel``, torch's kernels are called and find it as their backend.
 
-    Dispatch modes that are on see, change or take the operators first, and so do tensor subclasses and the profiler:
-    all that the dispatcher does, around an operation that is not the registered group's. Leans on
-    torch.utils._python_dispatch, whose stack has the modes of torch's own (fake tensors, tracing) at its bottom.
+    Active dispatch modes, tensor subclasses and the profiler get the operators first, and may change or consume them.
+    So the dispatcher does all its work for an operation that is not the registered group's. Uses
+    torch.utils._python_dispatch, whose stack has torch's own modes (fake tensors, tracing) at its bottom.
     """
     users = []
     while (
@@ -296,7 +299,7 @@ def beneath_dispatch_modes(
 
 
 def creator_options(options: Any, store: Store, split_from: Any) -> Any:
-    """A copy of `_DistributedBackendOptions` for a group behind a route, with a store of its own."""
+    """Return a copy of `_DistributedBackendOptions` for an inner group, with its own store."""
     copy = _DistributedBackendOptions()
     for name in _COPIED_OPTIONS:
         if hasattr(options, name) and hasattr(copy, name):
@@ -308,9 +311,9 @@ def creator_options(options: Any, store: Store, split_from: Any) -> Any:
 
 
 def own_connection(store: Store) -> Store:
-    """The same store over a connection of its own: a TCPStore's is taken while somebody waits for a key with it.
+    """Return the same store over a new connection: a TCPStore's connection is blocked while a thread waits for a key.
 
-    Leans on PrefixStore.underlying_store and Store.clone.
+    Uses PrefixStore.underlying_store and Store.clone.
     """
     inner = store
     while isinstance(inner, PrefixStore):
@@ -319,10 +322,10 @@ def own_connection(store: Store) -> Store:
 
 
 def close_gloo_links(gloo: Any, other: int) -> None:
-    """End a Gloo group for all of its ranks: who waits for this one hears at once that the connection is closed.
+    """End a Gloo group for all of its ranks: ranks that wait for this one get "connection closed" at once.
 
-    Leans on Gloo closing every connection of a group in which a message (here one from ``other`` that nobody sends)
-    is late; its ``abort`` does nothing.
+    Gloo closes all connections of a group when a message times out. So this waits for a message from ``other`` that is
+    never sent. Gloo's ``abort`` does nothing.
     """
     nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
     with suppress(RuntimeError):
@@ -335,7 +338,7 @@ _NOBODY_SENDS = (1 << 31) - 1  # a tag
 def make_inner(
     name: str, options: Any, store: Store, pg_options: Any, creation: Creation, device: str, deadline: Deadline
 ) -> Any:
-    """Make torch's own group ``name`` ("gloo", "nccl", a plugin), as `_new_process_group_helper` would.
+    """Make torch's group ``name`` ("gloo", "nccl", a plugin) as `_new_process_group_helper` does.
 
     Its keys are in ``store``. Raises TimeoutError after the deadline.
     """
@@ -357,7 +360,7 @@ def make_inner(
     elif name == "xccl":
         inner = _make_xccl(opts, pg_options)
     else:
-        # A RuntimeError by way of NotImplementedError: what torch's own callers of `_get_backend` expect.
+        # NotImplementedError is a RuntimeError, which torch's callers of `_get_backend` expect.
         raise NotImplementedError(f"this torch has no backend {name!r} for device {device!r}")
     _meet(inner, deadline)
     return _debug_wrapper(inner, opts) if isinstance(inner, C10DBackend) else inner
@@ -366,8 +369,8 @@ def make_inner(
 def _meet(inner: Any, deadline: Deadline) -> None:
     """Wait until all ranks of a new Gloo group are connected.
 
-    Its constructor returns when this rank's connections stand. A rank that destroys the group right then closes
-    them under the others, which fail with "connection closed by peer" in the middle of making it.
+    The constructor returns when this rank's connections are made. A rank that destroys the group right then closes them
+    for the others. Their constructors would fail with "connection closed by peer".
     """
     if dist.is_gloo_available() and isinstance(inner, c10d.ProcessGroupGloo):
         options = BarrierOptions()
@@ -376,9 +379,9 @@ def _meet(inner: Any, deadline: Deadline) -> None:
 
 
 def _make_gloo(opts: Any, deadline: Deadline) -> Any:
-    """As torch < 2.14 does inline; later releases have a plugin creator for it.
+    """Make a Gloo group inline, as torch < 2.14 does; later releases have a plugin creator.
 
-    In a thread, because the constructor waits for each of the other ranks as long as its timeout.
+    Runs in a thread, because the constructor waits for each of the other ranks for its whole timeout.
     """
     own = _own_address.agree(opts.store, opts.group_size, deadline)
     left = deadline.left()
@@ -399,7 +402,7 @@ def _make_gloo(opts: Any, deadline: Deadline) -> Any:
 
 
 def _make_nccl(opts: Any, pg_options: Any, split_from: Any) -> Any:
-    """As torch < 2.14 does inline; later releases have a plugin creator for it."""
+    """Make an NCCL group inline, as torch < 2.14 does; later releases have a plugin creator."""
     nccl = c10d.ProcessGroupNCCL
     chosen = nccl.Options() if pg_options is None else pg_options
     if pg_options is None:
@@ -416,7 +419,7 @@ def _make_nccl(opts: Any, pg_options: Any, split_from: Any) -> Any:
 
 
 def _make_xccl(opts: Any, pg_options: Any) -> Any:
-    """As torch < 2.14 does inline; later releases have a plugin creator for it."""
+    """Make an XCCL group inline, as torch < 2.14 does; later releases have a plugin creator."""
     xccl = c10d.ProcessGroupXCCL
     chosen = xccl.Options() if pg_options is None else pg_options
     chosen._timeout = opts.timeout
@@ -426,12 +429,12 @@ def _make_xccl(opts: Any, pg_options: Any) -> Any:
 
 
 def debug_detail() -> bool:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """True under TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     return bool(get_debug_level() == DebugLevel.DETAIL)
 
 
 def _debug_wrapper(inner: Any, opts: Any) -> Any:
-    """What TORCH_DISTRIBUTED_DEBUG=DETAIL puts around a backend; torch skips it for a ProcessGroup like ours."""
+    """Return the backend in the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL; torch wraps no custom ProcessGroup."""
     if not debug_detail() or not dist.is_gloo_available():
         return inner
     return c10d._create_process_group_wrapper(
@@ -445,21 +448,21 @@ def _debug_wrapper(inner: Any, opts: Any) -> Any:
 
 
 def finished_work(result: Any) -> Any:
-    """A Work that is done and whose future holds ``result``; what torch_xla returns from its collectives."""
+    """Return a completed Work whose future holds ``result``; torch_xla's collectives return such works."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _alone(_pid: int) -> Any:  # of one process: a fork has no threads to serve it
+def _alone(_pid: int) -> Any:  # of one process: a fork has no threads to run it
     return c10d.ProcessGroupGloo(HashStore(), 0, 1, timeout=timedelta(seconds=30))
 
 
 def future_of_tensors(tensors: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
-    """A future that is done and holds ``tensors`` as a C++ list, which one made in Python can't.
+    """Return a completed future that holds ``tensors`` as a C++ list; a future made in Python can't.
 
-    Leans on the works of a Gloo group of one rank, whose broadcast leaves its tensors as they are.
+    Uses the works of a Gloo group of one rank, whose broadcast leaves its tensors unchanged.
     """
     work = _alone(os.getpid()).broadcast(tensors[:1], c10d.BroadcastOptions())
     work.wait()
@@ -468,15 +471,15 @@ def future_of_tensors(tensors: list[torch.Tensor]) -> torch.futures.Future[list[
 
 
 def forget_coalescing(group: dist.ProcessGroup) -> None:
-    """Undo what `_coalescing_manager` noted before it asked us: else every later all_reduce waits for its end.
+    """Undo what `_coalescing_manager` recorded before it asked the group; else later all_reduces wait for its end.
 
-    Leans on distributed_c10d._world.pg_coalesce_state.
+    Uses distributed_c10d._world.pg_coalesce_state.
     """
     c10d._world.pg_coalesce_state.pop(group, None)
 
 
 def backend_type(name: str) -> Any:
-    """The `ProcessGroup.BackendType` of a backend's name; CUSTOM for plugins."""
+    """Return the `ProcessGroup.BackendType` of a backend's name; CUSTOM for plugins."""
     return dist.Backend.backend_type_map.get(name, BackendType.CUSTOM)
 
 
@@ -486,7 +489,7 @@ def is_c10d_backend(inner: Any) -> bool:
 
 
 def peel(inner: Any) -> Any:
-    """The group inside the DETAIL wrapper, or ``inner`` itself."""
+    """Return the group inside the DETAIL wrapper, or ``inner`` itself."""
     wrapper = getattr(c10d, "_ProcessGroupWrapper", None)
     while wrapper is not None and isinstance(inner, wrapper):
         inner = inner.wrapped_pg
@@ -494,28 +497,28 @@ def peel(inner: Any) -> Any:
 
 
 def timeout_of(inner: Any) -> timedelta:
-    """A Gloo group's timeout, wherever it was changed last; leans on its ``options._timeout``."""
+    """Return a Gloo group's present timeout. Uses its ``options._timeout``."""
     timeout: timedelta = peel(inner).options._timeout
     return timeout
 
 
 def backend_config(group: dist.ProcessGroup) -> str:
-    """What the user wrote, as "cpu:monarch,cuda:monarch"; only once torch has registered the group."""
+    """Return the user's ``backend=``, such as "cpu:monarch,cuda:monarch". torch must have registered the group."""
     return dist.get_backend_config(group)
 
 
 def splits(inner: Any) -> bool:
-    """True for a group that can split its communicator (NCCL); Gloo says so too, but has nothing to keep."""
+    """True if the group can split its communicator (NCCL). Gloo claims so too, but has no communicator to keep."""
     return bool(getattr(peel(inner), "supports_splitting", False)) and hasattr(peel(inner), "perform_nocolor_split")
 
 
 def split_options(
     group: dist.ProcessGroup, options: Any, ranks: list[int], timeout: timedelta | None, name: str
 ) -> Any:
-    """`_DistributedBackendOptions` for a group of some of ``group``'s ranks, whose own options are ``options``."""
+    """Return `_DistributedBackendOptions` for a group of some of ``group``'s ranks; ``options`` are the group's own."""
     store = PrefixStore(f"{name}/", options.store)
     made = creator_options(options, store, None)
-    # Before torch registers a group nobody knows its global ranks; then its own ranks are all there is.
+    # torch knows global ranks of registered groups only. Before that, the group's own ranks have to do.
     registered = group in c10d._world.pg_group_ranks
     members = dist.get_process_group_ranks(group) if registered else list(range(group.size()))
     made.group_rank, made.group_size = ranks.index(group.rank()), len(ranks)

@@ -1,7 +1,7 @@
 """Manifest of the names of torch that are replaced for ``backend="monarch"``; see _c10d_patches.py.
 
-`import torch` runs _autoload.py, which puts them in place and imports no other module of the package. So the rows are
-read by docs and tests, which compare them with torch, and not by `_core.patches.apply`.
+`import torch` runs _autoload.py, which installs them and imports no other module of the package. So docs and tests read
+the rows and compare them with torch; `_core.patches.apply` does not.
 """
 
 from __future__ import annotations
@@ -49,4 +49,4 @@ C10D = (
         "tests/xla/test_route.py::test_subgroups_and_torch_s_own_new_group", (2, 9), (2, 10),
     ),
 )  # fmt: skip
-"""At most 6 of them in one release."""
+"""At most 6 are replaced in one release."""

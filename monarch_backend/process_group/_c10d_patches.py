@@ -1,8 +1,8 @@
-"""Functions of torch that refuse or degrade a backend because of its name, and what stands in for them.
+"""Replacements of torch's functions that refuse or degrade a backend because of its name.
 
-Listed in _c10d_manifest.py. _autoload.py puts them in place and imports this module at the first call. Each is checked
-by tests/test_torch_patches.py, which fails when torch no longer needs it or has changed its shape. Groups of other
-backends reach torch's own function.
+_c10d_manifest.py lists them. _autoload.py installs them and imports this module at the first call.
+tests/test_torch_patches.py checks each one, and fails when torch no longer needs it or has changed the function. Groups
+of other backends reach torch's own function.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-# name in torch.distributed -> first release of torch that does without a stand-in
+# name in torch.distributed -> first release of torch that needs no replacement
 FIXED_IN = {"monitored_barrier": (2, 14)}
 
 
 @contextlib.contextmanager
 def overriding() -> Iterator[None]:
-    """Inside, kernels may be registered in the place of others, of which torch warns."""
+    """In this context, registering a kernel over another one gives no warning from torch."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="[^$]*Overriding a previously registered kernel")
         yield
@@ -42,8 +42,8 @@ def _is_ours(group: Any) -> bool:
 def monitored_barrier(
     original: Callable[..., None], group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
 ) -> None:
-    """torch < 2.14, distributed_c10d.py:monitored_barrier raises unless the backend is called "gloo"."""
-    # torch's default is GroupMember.WORLD as it was when torch was imported: None.
+    """Replace distributed_c10d.py:monitored_barrier of torch < 2.14, which refuses backends not called "gloo"."""
+    # torch's default argument is GroupMember.WORLD at import time: None.
     target: Any = c10d._get_default_group() if group is None else group
     if not _is_ours(target):
         return original(group, timeout, wait_all_ranks)
@@ -57,10 +57,11 @@ def monitored_barrier(
 
 
 def batch_isend_irecv(original: Callable[..., Any], p2p_op_list: list[Any]) -> Any:
-    """All torch, distributed_c10d.py:batch_isend_irecv starts operations one by one, although some may share memory.
+    """Replace distributed_c10d.py:batch_isend_irecv of all torch, which starts operations one by one.
 
-    torch < 2.14 coalesces only if ``type(group) is ProcessGroup``. Without coalescing, NCCL runs each send and receive
-    of the batch separately, and two ranks that both send first deadlock.
+    Operations of a batch may share memory, which only the whole batch shows. torch < 2.14 coalesces only if
+    ``type(group) is ProcessGroup``. Without coalescing, NCCL runs each send and receive separately, and two ranks that
+    both send first deadlock.
     """
     c10d._check_p2p_op_list(p2p_op_list)
     group = p2p_op_list[0].group or c10d._get_default_group()
@@ -83,10 +84,10 @@ def batch_isend_irecv(original: Callable[..., Any], p2p_op_list: list[Any]) -> A
 
 
 def rendezvous(original: Callable[..., Any], url: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Any:
-    """All torch, distributed_c10d.py:init_process_group connects to the store before it asks any backend.
+    """Replace the rendezvous of distributed_c10d.py:init_process_group, which connects before it asks a backend.
 
-    Where nobody listens that takes several times the timeout; see process_group/_rendezvous.py. This stands in for the
-    function by the name that init_process_group calls; torch.distributed.rendezvous stays torch's.
+    Where no process listens, torch takes several times the timeout; see _rendezvous.py. Only the name that
+    init_process_group calls is replaced. torch.distributed.rendezvous stays torch's.
     """
     if not _initialises_ours(sys._getframe(1)) or set(kwargs) != {"timeout"}:
         return original(url, rank, world_size, **kwargs)
@@ -96,9 +97,9 @@ def rendezvous(original: Callable[..., Any], url: Any, rank: int = -1, world_siz
 
 
 def _initialises_ours(frame: FrameType | None) -> bool:
-    """Whether ``backend`` of the ``init_process_group`` that is calling has our name in it, which torch made lowercase.
+    """True if the calling ``init_process_group`` has "monarch" in its ``backend``, which torch made lowercase.
 
-    Its locals, because rendezvous is not told.
+    Reads its locals, because rendezvous does not get the backend.
     """
     while frame is not None and frame.f_code.co_name != "init_process_group":
         frame = frame.f_back
@@ -107,10 +108,11 @@ def _initialises_ours(frame: FrameType | None) -> bool:
 
 
 def restore_new_group() -> None:
-    """torch_xla 2.9, distributed/xla_backend.py: its import replaces dist.new_group for the groups of all backends.
+    """Undo the replacement of dist.new_group by torch_xla 2.9 (distributed/xla_backend.py) for our groups.
 
-    Its function has no group_desc, device_id, sort_ranks or use_local_synchronization. Where the default group
-    is ours torch's own is called again. Does nothing unless somebody imported that module.
+    torch_xla replaces it for the groups of all backends. Its function has no group_desc, device_id, sort_ranks or
+    use_local_synchronization. Where the default group is ours, torch's own function is called again. Does nothing
+    unless that module is imported.
     """
     backend = sys.modules.get("torch_xla.distributed.xla_backend")
     theirs = getattr(backend, "new_xla_process_group", None)
@@ -125,10 +127,10 @@ def restore_new_group() -> None:
 
 
 def see_attached_hooks() -> None:
-    """torch >= 2.14, _distributed_c10d: NanCheckHook and FlightRecorderHook register themselves in C++.
+    """Wrap `attach` of NanCheckHook and FlightRecorderHook (torch >= 2.14), so that it informs the group first.
 
-    Python does not see it, and their callbacks come from torch's dispatcher, which our groups pass by. `attach`
-    tells the group first. Without these classes, or a second time, it does nothing.
+    The hooks register themselves in C++, which Python does not see. torch's dispatcher calls them, and our groups
+    bypass it. Does nothing without these classes, or a second time.
     """
     for name in ("NanCheckHook", "FlightRecorderHook"):
         hook = getattr(torch._C._distributed_c10d, name, None)
@@ -137,7 +139,7 @@ def see_attached_hooks() -> None:
 
 
 def _telling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    # not functools.wraps: pybind11's functions have no attributes to copy
+    # Not functools.wraps: pybind11's functions have no attributes to copy.
     def attach(pg: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_ours(pg):
             pg.observe(_recorded(sys._getframe(1)) if name == "FlightRecorderHook" else ())
@@ -151,10 +153,11 @@ _SHARED = ("shm", "shm+gloo")  # _shm/bootstrap.py
 
 
 def _recorded(caller: FrameType) -> set[str]:
-    """Backends whose operations torch's recorder does not want to see, because they record them themselves.
+    """Return the backends whose operations torch's flight recorder should not see.
 
-    And the shared memory, where torch 2.15 attaches a recorder because it does so to every group and nobody named a
-    size for it. It is not worth several times the latency: what hangs or dies there is named in the error.
+    Some backends record their operations themselves. Shared memory is left out if torch 2.15 attached the recorder by
+    default, with no size set by the user. Recording costs several times its latency, and its errors name hung and dead
+    ranks anyway.
     """
     themselves = set(getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", ()))
     asked = any(os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))

@@ -1,6 +1,6 @@
 """Table of collectives: one row for each operation of torch's ProcessGroup.
 
-Other modules of process_group read their columns when they are imported or when a group is made, never in a call.
+Other modules of process_group read their columns at import or when a group is made, never in a call.
 docs/guides/new-collective.md shows how a row is added. tests/process_group/test_collective_specs.py checks that each
 row has a method, a route for each device and a reference result.
 """
@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (
 
 
 class Operation(NamedTuple):
-    """An operation of the compiled core; the algorithm of Hierarchy for "all_reduce" is its method `_all_reduce`."""
+    """Operation of the compiled core. Hierarchy's algorithm for "all_reduce" is its method `_all_reduce`."""
 
     name: str
     has_root: bool = False
@@ -94,13 +94,13 @@ class Overlap(enum.Enum):
 class CollectiveSpec:
     """One collective.
 
-    `arguments`: for each tensor argument the names that c10d's list form and single-tensor form give it.
+    `arguments`: for each tensor argument, its names in c10d's list form and single-tensor form.
     `keywords`: arguments that may replace the options.
     `operation`: index in `OPERATIONS`; None if the method calls other collectives or messages.
-    `shortcut`: True if the core may take calls before any line of Python (csrc/shm/python/fast_paths.h).
-    `xla_remedy`: if torch_xla's group lacks the collective, the advice in the error.
-    `xla_world_only`: True if torch_xla's group (2.9) is right for all ranks only. It ignores the group when it calls
-    XLA, or takes a rank of the group for a global rank.
+    `shortcut`: True if a fast path of the core may take calls before any line of Python (csrc/shm/python/fast_paths.h).
+    `xla_remedy`: advice in the error if torch_xla's group lacks the collective.
+    `xla_world_only`: True if torch_xla's group (2.9) is right only for a group of all ranks. Else it calls
+    XLA for all ranks, or takes a rank of the group for a global rank.
     """
 
     name: str  # in torch.distributed and in errors
@@ -119,7 +119,7 @@ class CollectiveSpec:
 
     @property
     def key(self) -> str:
-        """Name of the row, which completion hooks get as ``op_type``: the oldest method."""
+        """Name of the row: the oldest method. Completion hooks get it as ``op_type``."""
         return self.methods[0]
 
     @property
@@ -373,5 +373,5 @@ BY_OPERATOR = {spec.operator: spec for spec in COLLECTIVES if spec.operator}
 
 
 def with_shortcut() -> Iterator[tuple[str, CollectiveSpec]]:
-    """Yield each method that a shortcut may replace, with its row."""
+    """Yield each method that a fast path may replace, with its row."""
     return ((method, spec) for spec in COLLECTIVES if spec.shortcut for method in spec.methods)

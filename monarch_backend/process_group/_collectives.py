@@ -1,19 +1,19 @@
-"""The collectives of the ProcessGroup that torch sees: each finds its route and goes there.
+"""Methods for the collectives of torch's ProcessGroup: each finds its route and calls the inner group.
 
-One method per collective and what they share; no choice of a route (_backend_selection.py), no rule about arguments
-(_cpu_validation.py), no life of a group (_process_group.py), no private part of torch (_c10d_internals.py).
+This module has no choice of a route (_backend_selection.py) and no rule about arguments (_cpu_validation.py). The life
+of a group is in _process_group.py, private parts of torch are in _c10d_internals.py.
 
-Three ways lead through a method:
-- plain tensors, nobody watching: straight to the inner group's method, past torch's dispatcher; for nearly all of them
-  even past the methods here, by the shortcuts of the shared memory (_process_group.py puts them in place,
-  _shm/shm_backend.py has them);
-- a dispatch mode, the profiler or a tensor subclass: `super()`, which is torch's dispatcher and comes out at
-  the same inner group, because that is registered with the C++ base as the device's backend;
-- C++ callers (DDP's reducer, functional collectives) come in through torch's trampolines, or, for methods that
-  have none, reach the registered inner group directly.
+A call takes one of three ways:
 
-A `super()` call stands in a function of that very name with `self` first: by this pybind11 sees that an override
-calls its base, and else calls the override again, for ever.
+- Plain tensors without observers go to the inner group's method and bypass torch's dispatcher. The fast paths of shared
+  memory bypass even these methods (installed by _process_group.py, made by _shm/shm_backend.py).
+- With a dispatch mode, the profiler or a tensor subclass, `super()` calls torch's dispatcher. It reaches the same inner
+  group, which is registered with the C++ base as the device's backend.
+- C++ callers (DDP's reducer, functional collectives) come through torch's trampolines. Methods without one reach the
+  registered inner group directly.
+
+A `super()` call must be in a function of the same name with `self` first. By this, pybind11 detects that an override
+calls its base. Else it calls the override again, without end.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from monarch_backend.process_group._rdma import p2p_protocol
 from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._shm.shm_backend import SharedMemory, call_by_operator
 
-# From torch 2.14 on the C++ base comes from _allgather_base and _reduce_scatter_base to the overrides of
-# all_gather_single and reduce_scatter_single; before, only the old names are overridden from C++. An override of
-# both would call each other for ever.
+# From torch 2.14 on, the C++ base calls the overrides of all_gather_single and reduce_scatter_single from
+# _allgather_base and _reduce_scatter_base. Before, C++ calls only the old names. Overrides of both would recurse
+# without end.
 _NEW_NAMES = torch_version.torch_version() >= (2, 14)
 
-# What an operation with several names is before it is called, and what is done with its work.
+# An operation with several names before its call, and what is done with its work.
 _End = Callable[[Any], Any]
 _Prepared = tuple[Any, bool, tuple[Any, ...], _End]
 
@@ -55,28 +55,28 @@ def _listed(tensors: Any) -> list[Tensor]:
 class Collectives(dist.ProcessGroup):
     """The collectives of c10d, for a group with an inner group for each device type."""
 
-    # What _process_group.py brings.
+    # Set by _process_group.py.
     _inner: dict[str, Any]
     _closed: str
     _label: str
-    # Devices whose operations somebody wants to see who hooked into torch's dispatcher for this group, torch >= 2.14.
+    # Devices whose operations have observers: hooks in torch's dispatcher for this group (torch >= 2.14).
     _observed: set[str]
     _hooks: CompletionHooks
-    _kernel: Any = None  # what torch finds for the CPU where its hooks must see operations that are not Gloo's
-    _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
-    _far: RdmaP2P | None  # takes it for large messages where there are NICs between hosts
+    _kernel: Any = None  # CPU backend that torch finds where hooks must see operations that are not Gloo's
+    _shm: SharedMemory | None  # replaces _inner["cpu"] where all ranks are on one host
+    _far: RdmaP2P | None  # replaces it for large messages where hosts are connected by NICs
 
     @functools.cached_property
     def _own_rank(self) -> int:
-        return self.rank()  # a call into C++, which takes half a microsecond
+        return self.rank()  # a call into C++ takes half a microsecond
 
     def _open_route(self, device: str) -> Any:
         raise NotImplementedError
 
     def _find(self, collective: str, tensors: Sequence[Tensor]) -> tuple[Any, bool, bool]:
-        """(the inner group for these tensors, are they on the CPU, must the call take torch's dispatcher).
+        """Return (inner group for these tensors, whether they are on the CPU, whether torch's dispatcher must be used).
 
-        The arguments of the CPU are checked by _cpu_validation.py; those of other devices by their own group.
+        _cpu_validation.py checks CPU arguments. Other devices' arguments are checked by their inner group.
         """
         if not tensors:
             raise bad_argument(self, collective, "the list of tensors is empty", "Give at least one tensor.")
@@ -99,7 +99,10 @@ class Collectives(dist.ProcessGroup):
         return inner, device == "cpu", aside
 
     def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
-        """The context of a `super()` call: it comes out at the registered group, or at one of ours instead."""
+        """Return the context of a `super()` call.
+
+        It ends at the registered group, or at one of our backends instead.
+        """
         if isinstance(inner, (SharedMemory, RdmaP2P)):
             run = functools.partial(inner.dispatched, opts)
         elif self._kernel is not None and opts is None and inner is self._inner.get("cpu"):
@@ -110,7 +113,7 @@ class Collectives(dist.ProcessGroup):
         return _c10d_internals.beneath_dispatch_modes(run, self._kernel)
 
     def _reduced(self, inner: Any, work: Any, given: list[Tensor], finish: Callable[[], object] | None = None) -> Any:
-        """The work of a reduce_scatter on the CPU."""
+        """Return the work of a reduce_scatter on the CPU."""
         if inner is not self._shm:
             return DeferredWork(work, given, finish)
         return AliasedOutputWork(work, given, finish) if finish else _cpu_validation.with_outputs(work, given)
@@ -443,7 +446,7 @@ class Collectives(dist.ProcessGroup):
             ``output`` has N times the elements of ``input`` on the root, and its dtype.
             """
             inner, on_cpu, aside = self._find("gather_single", [output, input])
-            if on_cpu:  # Gloo has none: gather into the parts of the output
+            if on_cpu:  # Gloo lacks it: gather into the parts of the output
                 parts: list[list[Tensor]] = []
                 if self._own_rank == opts.rootRank:
                     _cpu_validation.check_single(self, "gather_single", output, input, ("output", "input"))
@@ -489,8 +492,8 @@ class Collectives(dist.ProcessGroup):
             ``input`` and ``output`` have one dtype. ``inputs`` and ``outputs`` are their rows for each rank: N integers
             whose sum is the size of the first dimension, or empty for N equal parts.
 
-            torch 2.13 and later find this name from both of theirs. Overriding `alltoall_base` as well would never
-            end: their C++ base looks for either override, whichever of the two called it.
+            torch 2.13 and later call this name for both of theirs. An override of `alltoall_base` as well would recurse
+            without end, because their C++ base looks for either override.
             """
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
             if aside:
@@ -502,7 +505,7 @@ class Collectives(dist.ProcessGroup):
 
         @call_forms
         def alltoall_base(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """The name that torch before 2.13 has for :meth:`all_to_all_single`."""
+            """Same as :meth:`all_to_all_single`, by its name before torch 2.13."""
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
             if aside:
                 with self._dispatched(inner, opts):
@@ -535,7 +538,7 @@ class Collectives(dist.ProcessGroup):
             outputs = _cpu_validation.movable(self, "all_to_all", outputs)
             inputs = _cpu_validation.movable(self, "all_to_all", _cpu_validation.settled(inputs))
             if not hasattr(dist.ProcessGroup, "all_to_all_single"):
-                # The Gloo of torch before 2.13 exchanges slices of one tensor, no lists.
+                # Gloo of torch before 2.13 exchanges slices of one tensor but no lists.
                 return _cpu_validation.exchange_lists(self.alltoall_base, outputs, inputs, opts)
             own = {self.rank(): outputs[self.rank()]}
             (outputs,), finish = _overlap.separate(self, "all_to_all", inputs, [outputs], own.get)
@@ -546,8 +549,8 @@ class Collectives(dist.ProcessGroup):
             work = inner.alltoall(outputs, inputs, opts)
         return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "alltoall", on_cpu)
 
-    # Functional collectives and FSDP come to these two from C++. The inner groups don't show them to Python, so the way
-    # is the dispatcher's; they are here because without an override the GIL stays held (see _c10d_internals.py).
+    # C++ calls these two for functional collectives and FSDP. The inner groups don't export them to Python, so they use
+    # torch's dispatcher. The overrides exist because without them the GIL stays held (see _c10d_internals.py).
     if hasattr(dist.ProcessGroup, "all_gather_single_coalesced"):
 
         @call_forms
@@ -568,14 +571,14 @@ class Collectives(dist.ProcessGroup):
 
         @call_forms
         def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """The name that torch before 2.13 has for :meth:`all_gather_single_coalesced`."""
+            """Same as :meth:`all_gather_single_coalesced`, by its name before torch 2.13."""
             inner, args, end = self._all_gather_many(outputs, inputs, opts)
             with self._dispatched(inner, opts):
                 return end(super().allgather_into_tensor_coalesced(*args))
 
         @call_forms
         def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """The name that torch before 2.13 has for :meth:`reduce_scatter_single_coalesced`."""
+            """Same as :meth:`reduce_scatter_single_coalesced`, by its name before torch 2.13."""
             inner, args, end = self._reduce_scatter_many(outputs, inputs, opts)
             with self._dispatched(inner, opts):
                 return end(super().reduce_scatter_tensor_coalesced(*args))
@@ -686,10 +689,10 @@ class Collectives(dist.ProcessGroup):
         inner = self._inner.get("cpu") or self._open_route("cpu")
         inner.monitored_barrier(_c10d_internals.UNSET_TIMEOUT if timeout is None else timeout, wait_all_ranks)
 
-    # What the argument checks of the CPU have in common ---------------------------------------------------
+    # Common parts of the CPU's argument checks ------------------------------------------------------------
 
     def _pairs(self, flat: Any, nested: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """(one tensor per call, one list per call), also from the single-tensor call form."""
+        """Return (one tensor per call, one list per call), also for the single-tensor call form."""
         return _listed(flat), [list(nested)] if _is_flat(nested) else [list(row) for row in nested]
 
     def _writable(self, collective: str, given: Tensor, input: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
@@ -753,9 +756,7 @@ class Collectives(dist.ProcessGroup):
             tensors = _cpu_validation.movable(self, collective, tensors)
             if self._far is not None:
                 if tag >= p2p_protocol.OWN_TAGS:
-                    what = (
-                        f"the tags from {p2p_protocol.OWN_TAGS} on are the group's own, where NICs carry large messages"
-                    )
+                    what = f"the group reserves tags from {p2p_protocol.OWN_TAGS} on, for large messages by NICs"
                     raise bad_argument(self, collective, f"tag {tag}: {what}", "Use a smaller one.")
                 if self._far.takes(tensors, tag):
                     inner = self._far

@@ -1,8 +1,8 @@
-"""What the CPU route accepts, and says in words before Gloo fails, hangs, corrupts or crashes on the rest.
+"""Checks of CPU collectives' arguments, with errors where Gloo would fail, hang, crash or corrupt data.
 
-Gloo takes a rank outside the group as an index (a segmentation fault), drops the rest of an uneven
-all_to_all_single without a word, and knows nine dtypes. Here are the checks, made of the caller's arguments
-only; no communication. Also the one adaptation: dtypes that Gloo can't name move under one that it can.
+Gloo uses a rank outside the group as an index (a segmentation fault), silently drops the rest of an uneven
+all_to_all_single, and knows nine dtypes. The checks use the caller's arguments only and do not communicate. This module
+also adapts dtypes: those that Gloo lacks are moved under one that it has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 INTEGERS = frozenset({torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool})
-REDUCIBLE = FLOATS | INTEGERS  # by Gloo; the shared memory says itself what it can
+REDUCIBLE = FLOATS | INTEGERS  # by Gloo; shared memory has its own table
 
 _BITWISE = ("BAND", "BOR", "BXOR")
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *_BITWISE, "PREMUL_SUM")
@@ -39,14 +39,14 @@ def _names(dtypes: frozenset[torch.dtype]) -> str:
 
 
 def reducible(group: Collectives, collective: str, tensors: list[Tensor], op: object, inner: object) -> list[Tensor]:
-    """The tensors as ``inner`` can reduce them: complex sums as pairs of floats, all others unchanged.
+    """Return the tensors in a form that ``inner`` can reduce: complex sums as pairs of floats, all others unchanged.
 
-    Refuses a dtype or reduce op that the route can't do, saying which it can.
+    Raises for a dtype or reduce op that the route lacks; the error names those that it has.
     """
     dtype = tensors[0].dtype
     able: frozenset[torch.dtype] = getattr(inner, "reduces", REDUCIBLE)
     if dtype in able and not dtype.is_complex and op == ReduceOp.SUM:
-        return tensors  # nearly every call; naming the op costs a microsecond
+        return tensors  # the common case; the name of the op takes a microsecond
     name = op_name(op)
     if dtype.is_complex and name in ("SUM", "AVG"):
         return [torch.view_as_real(t) for t in tensors]
@@ -66,7 +66,7 @@ def reducible(group: Collectives, collective: str, tensors: list[Tensor], op: ob
 
 @functools.cache
 def taken_by(op: str, able: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
-    """The dtypes of a route that a reduce op makes sense for."""
+    """Return those dtypes of a route that a reduce op can combine."""
     if op == "AVG":
         return frozenset(d for d in able if d.is_floating_point or d in INTEGERS_WITH_MEAN)
     if op in _BITWISE:
@@ -77,7 +77,7 @@ def taken_by(op: str, able: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
 def integer_mean_as_sum(
     group: Collectives, outputs: Sequence[Tensor], opts: Any
 ) -> tuple[Any, Callable[[], object] | None]:
-    """AVG of integers for Gloo: ``opts`` with SUM, and the function that divides ``outputs`` afterwards.
+    """Return (``opts`` with SUM, function that divides ``outputs`` afterwards) for AVG of integers on Gloo.
 
     Gloo divides by a floating-point number, and its work then fails. All other calls are returned unchanged.
     """
@@ -85,7 +85,7 @@ def integer_mean_as_sum(
     if dtype not in INTEGERS_WITH_MEAN or dtype not in REDUCIBLE:
         return opts, None
     if outputs[0].layout is not torch.strided:
-        return opts, None  # Gloo refuses it, as it does floats
+        return opts, None  # Gloo refuses this AVG as it does for floats
     if opts.reduceOp == ReduceOp.SUM or op_name(opts.reduceOp) != "AVG":
         return opts, None
     return _with(opts, ReduceOp.SUM), functools.partial(divide_all, list(outputs), group.size())
@@ -101,9 +101,9 @@ def divide_all(totals: list[Tensor], count: int) -> None:
 def premultiplied(
     group: Collectives, collective: str, tensors: list[Tensor], opts: Any, *, in_place: bool
 ) -> tuple[list[Tensor], Any]:
-    """PREMUL_SUM as the sum that it is: (the tensors times the op's factor, ``opts`` with SUM); others as they are.
+    """Return PREMUL_SUM as a sum: (the tensors times the op's factor, ``opts`` with SUM); other ops are unchanged.
 
-    The factor is in the op's pickled state and nowhere else.
+    Only the op's pickled state has the factor.
     """
     if opts.reduceOp == ReduceOp.SUM or op_name(opts.reduceOp) != "PREMUL_SUM":
         return tensors, opts
@@ -113,7 +113,7 @@ def premultiplied(
         )
     factor = opts.reduceOp.__getstate__()[1]
     with torch.no_grad():
-        # torch multiplies no float8 itself.
+        # torch can't multiply float8.
         scaled = [t * factor if t.itemsize > 1 else (t.float() * factor).to(t.dtype) for t in tensors]
         if in_place:
             scaled = [t.copy_(s) for t, s in zip(tensors, scaled, strict=True)]
@@ -121,7 +121,7 @@ def premultiplied(
 
 
 def bool_sum_as_max(tensors: Sequence[Tensor], opts: Any) -> Any:
-    """``opts`` with MAX for the SUM of bools: Gloo adds their bytes, so 256 times True is False. NCCL does the same."""
+    """Return ``opts`` with MAX for the SUM of bools, as NCCL does. Gloo adds bytes, so that 256 times True is False."""
     if tensors[0].dtype is not torch.bool or op_name(opts.reduceOp) != "SUM":
         return opts
     if any(tensor.dtype is not torch.bool for tensor in tensors):
@@ -130,7 +130,7 @@ def bool_sum_as_max(tensors: Sequence[Tensor], opts: Any) -> Any:
 
 
 def _with(opts: Any, op: Any) -> Any:
-    swapped = type(opts)()  # a new one: the caller's may serve other calls
+    swapped = type(opts)()  # a new object: the caller may use theirs for other calls
     for name in ("rootRank", "timeout", "asyncOp"):
         if hasattr(opts, name):
             setattr(swapped, name, getattr(opts, name))
@@ -139,8 +139,8 @@ def _with(opts: Any, op: Any) -> Any:
 
 
 def op_name(op: object) -> str:
-    """The name of a ReduceOp or of its kind."""
-    # A ReduceOp holds its kind in `op`; a RedOpType is one.
+    """Return the name of a ReduceOp or RedOpType."""
+    # A ReduceOp holds its RedOpType in `op`.
     kind = getattr(op, "op", op)
     return str(getattr(kind, "name", kind))
 
@@ -168,7 +168,7 @@ def check_count(group: Collectives, collective: str, what: str, tensors: Sequenc
 
 
 def check_pairs(group: Collectives, collective: str, a: Sequence[Any], b: Sequence[Any]) -> None:
-    """Refuse two lists that should go together and differ in length."""
+    """Refuse two lists that belong together and differ in length."""
     if len(a) != len(b):
         raise bad_argument(
             group, collective, f"the lists of outputs and inputs have {len(a)} and {len(b)} entries", "Give pairs."
@@ -203,14 +203,14 @@ def check_single(group: Collectives, collective: str, large: Tensor, small: Tens
 
 
 def concatenated(large: Tensor, small: Tensor) -> tuple[Tensor, Tensor]:
-    """A checked (large, small) pair as Gloo takes it: it refuses the stacked form and crashes on a 0-dim tensor."""
+    """Return a checked (large, small) pair in Gloo's form: it refuses stacked outputs and crashes on 0-dim tensors."""
     if small.dim() and large.shape[1:] == small.shape[1:]:
         return large, small
     return large.view(-1), small.view(-1)
 
 
 def check_contiguous(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors that are not contiguous, where torch refuses them on its other backends too."""
+    """Refuse tensors that are not contiguous, where torch's other backends refuse them too."""
     check_settled(group, collective, tensors)
     for tensor in tensors:
         if not tensor.is_contiguous():
@@ -223,10 +223,10 @@ def check_contiguous(group: Collectives, collective: str, tensors: Sequence[Tens
 
 
 def check_dense(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors with gaps or overlaps: Gloo would write whatever lies in between.
+    """Refuse tensors with gaps or overlaps, because Gloo would write the memory in between.
 
-    Another order of dimensions (a transposed gradient, channels_last) passes, as it does on NCCL: the same
-    elements in the same memory, if all ranks use it.
+    Another order of dimensions (a transposed gradient, channels_last) is accepted, as on NCCL. The elements have the
+    same memory, if all ranks use this order.
     """
     check_settled(group, collective, tensors)
     for tensor in tensors:
@@ -244,20 +244,20 @@ def check_settled(group: Collectives, collective: str, tensors: Sequence[Tensor]
 
 
 def settled(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors to read, with what is lazy about them carried out: past torch's dispatcher nobody else does."""
+    """Return tensors to read, with lazy conjugates and negations resolved, because calls bypass torch's dispatcher."""
     return [t if type(t) is Tensor and not t.is_neg() and not t.is_conj() else _settle(t) for t in tensors]
 
 
 def _settle(tensor: Tensor) -> Tensor:
     tensor = tensor.resolve_neg().resolve_conj()
-    # A subclass that only stands for a plain tensor (AsyncCollectiveTensor, the result of a functional collective)
-    # gives a plain one when it is copied. Others (FakeTensor, DTensor) stay what they are.
+    # A copy of a subclass that represents a plain tensor (AsyncCollectiveTensor, the result of a functional collective)
+    # is a plain tensor. Copies of other subclasses (FakeTensor, DTensor) keep their type.
     copied = tensor.clone() if type(tensor) not in PLAIN else tensor
     return copied if type(copied) is Tensor else tensor
 
 
 def check_storage(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse plain tensors whose memory was freed or never made: reading one would be a segmentation fault."""
+    """Refuse plain tensors whose memory was freed or never allocated: a read would be a segmentation fault."""
     for tensor in tensors:
         if tensor.layout is torch.strided and tensor.nbytes and not tensor.data_ptr():
             what = f"a tensor of shape {list(tensor.shape)} has no memory"
@@ -265,7 +265,7 @@ def check_storage(group: Collectives, collective: str, tensors: Sequence[Tensor]
 
 
 def check_memory(group: Collectives, collective: str, rows: Sequence[Sequence[Tensor]]) -> None:
-    """Refuse lists of outputs with a wrapper subclass: torch's dispatcher does not look into lists of lists."""
+    """Refuse lists of outputs with a wrapper subclass: torch's dispatcher does not search lists of lists."""
     for tensor in (t for row in rows for t in row if type(t) not in PLAIN):
         if not _c10d_internals.watched() and tensor.numel() and torch._C._data_address(tensor) == 0:  # type: ignore[attr-defined]
             what = f"an output is a {type(tensor).__name__}, which has no memory of its own"
@@ -273,12 +273,12 @@ def check_memory(group: Collectives, collective: str, rows: Sequence[Sequence[Te
 
 
 def readable(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors to read as Gloo can: settled and contiguous, because it ignores strides."""
+    """Return tensors to read in Gloo's form: resolved and contiguous, because Gloo ignores strides."""
     return [t.contiguous() for t in settled(tensors)]
 
 
 def writable(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-    """A tensor to write as Gloo can; and, if that is not the given one, what copies the result there."""
+    """Return a tensor that Gloo can write and, if that is a copy, a function that copies the result back."""
     if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
         return tensor, None
     scratch = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -307,7 +307,7 @@ def with_outputs(work: Any, outputs: Sequence[Tensor], finish: Callable[[], obje
 
 
 def in_turn(first: Callable[[], object] | None, then: Callable[[], object] | None) -> Callable[[], object] | None:
-    """Return a function that calls both; None stands for a function that does nothing."""
+    """Return a function that calls both; None is a function that does nothing."""
     if first is None or then is None:
         return first or then
     return lambda: (first(), then())
@@ -344,12 +344,12 @@ def check_splits(group: Collectives, collective: str, what: str, tensor: Tensor,
         )
 
 
-# What only moves may go under another name of the same size; strides and splits stay as they are.
+# Data that are only moved may have another dtype of the same size; strides and splits stay as they are.
 _SAME_SIZE = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def movable(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory under a dtype that Gloo knows: unchanged for its nine, a view for all others."""
+    """Return the same memory under a dtype that Gloo knows: unchanged for its nine dtypes, else a view."""
     return [t if t.dtype in REDUCIBLE else _renamed(group, collective, t) for t in tensors]
 
 
@@ -361,7 +361,7 @@ def _renamed(group: Collectives, collective: str, tensor: Tensor) -> Tensor:
 
 
 def exchange_lists(exchange: Callable[..., Any], outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
-    """all_to_all of lists by way of ``exchange``, which does it for slices of one tensor."""
+    """Run an all_to_all of lists by ``exchange``, an all_to_all of one tensor's slices."""
     sent = torch.cat([t.reshape(-1) for t in inputs])
     received = sent.new_empty(sum(t.numel() for t in outputs))
     sizes = [t.numel() for t in outputs]

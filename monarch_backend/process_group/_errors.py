@@ -1,4 +1,4 @@
-"""What the process group raises. Every message says what happened, where (rank, host, pid) and what to do next."""
+"""Exceptions of process groups. Each message says what failed, where (rank, host, pid) and what to do."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class GroupClosedError(ProcessGroupError):
 
 
 def where(group: Collectives) -> str:
-    """``"rank 1 of 2 in group 0 (default_pg), host h, pid 42"``: the part of every message that names us."""
+    """Return ``"rank 1 of 2 in group 0 (default_pg), host h, pid 42"``, the part of each message that says where."""
     name = group._label
     return f"rank {group.rank()} of {group.size()} in group {name}, host {socket.gethostname()}, pid {os.getpid()}"
 
@@ -87,10 +87,10 @@ _REASON_BYTES = 255  # csrc/shm/group.h: reason_bytes
 
 
 def reason_of(error: BaseException | None) -> str:
-    """``"raised ValueError: text"``, one line of at most 255 bytes; "" for None and for what is no failure."""
+    """Return ``"raised ValueError: text"``, one line of at most 255 bytes; "" for None and for a normal exit."""
     if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
         return ""
-    if isinstance(error, SystemExit) and error.__context__ is not None:  # as torch.multiprocessing.spawn ends a rank
+    if isinstance(error, SystemExit) and error.__context__ is not None:  # from torch.multiprocessing.spawn
         return reason_of(error.__context__)
     kind = type(error)
     name = (
@@ -108,5 +108,5 @@ def reason_of(error: BaseException | None) -> str:
 
 
 def bad_argument(group: Collectives, collective: str, what: str, remedy: str) -> CollectiveArgumentError:
-    """The error for arguments of ``collective`` that can't work: what is wrong, where, and the remedy."""
+    """Return the error for invalid arguments of ``collective``: what is wrong, where, and the remedy."""
     return CollectiveArgumentError(f"{collective}: {what}. {remedy} [{where(group)}]")

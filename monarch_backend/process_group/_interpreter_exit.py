@@ -1,10 +1,11 @@
-"""A process that ends with groups alive ends quietly: no abort of a thread that frees a tensor too late, no hang.
+"""Quiet end of a process whose groups are alive: no abort in a thread that frees a tensor too late, no hang.
 
-Gloo's threads free the tensors of a finished operation a moment after the operation is done, and need the GIL for
-it. If the interpreter ends in that moment, Python before 3.14 unwinds the thread, and C++ answers with SIGABRT:
-torch's own "gloo" does so in a script that ends without destroy_process_group, or that has a model which still
-holds its group. Here such a thread sleeps (csrc/interpreter_exit.h), and nobody waits for it, because what would
-wait, the destructor of its group, is never called.
+Gloo's threads free the tensors of a finished operation a moment after the operation is done, and need the GIL for it.
+If the interpreter ends in that moment, Python before 3.14 unwinds the thread, and C++ raises SIGABRT. torch's own
+"gloo" does so in a script without destroy_process_group, or with a model that still holds its group.
+
+Here such a thread sleeps (csrc/interpreter_exit.h). No code waits for it, because only its group's destructor would,
+and that is never called.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _prepare() -> None:
 
 
 def outlives(group: dist.ProcessGroup, inner: Any) -> None:
-    """``inner`` lives as long as ``group`` does, and for ever if the interpreter ends before that."""
+    """Keep ``inner`` alive as long as ``group``, and for the rest of the process if the interpreter ends first."""
     _prepare()
     _inners.setdefault(group, []).append(inner)
 

@@ -1,4 +1,4 @@
-"""What ``pg_options=`` of ``init_process_group`` and ``new_group`` may be for backend "monarch"."""
+"""Values of ``pg_options=`` in ``init_process_group`` and ``new_group`` for backend "monarch"."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The ProcessGroup that torch sees for backend "monarch": its routes, its life, and what torch asks a group.
+"""The ProcessGroup that torch sees for backend "monarch": its routes, its life, and answers to torch's queries.
 
-No operation on tensors (_collectives.py), no choice of a route (_backend_selection.py), no private part of torch
-(_c10d_internals.py).
+Tensor operations are in _collectives.py, the choice of a route in _backend_selection.py, private parts of torch in
+_c10d_internals.py.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class MonarchProcessGroup(Collectives):
         creation: _c10d_internals.Creation,
         only: Sequence[str] | None = None,
     ) -> None:
-        # The form without a store: the other one can't construct a Python subclass before torch 2.14.
+        # The constructor without a store: the other one can't construct a Python subclass before torch 2.14.
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]
         self._creator_options = options
         self._pg_options = pg_options
@@ -98,13 +98,13 @@ class MonarchProcessGroup(Collectives):
         self._splits = 0
         self._hooks = CompletionHooks()
         self._observed: set[str] = set()
-        self._spared: set[str] | None = None  # routes that `observe` leaves alone; None: nobody observes
+        self._spared: set[str] | None = None  # routes without observers; None: no observers at all
         self._routes: dict[str, _backend_selection.Route] = {}
         self._inner: dict[str, Any] = {}
-        self._backends: dict[str, str] = {}  # device -> the name of its inner group, whatever its route is called
+        self._backends: dict[str, str] = {}  # device -> name of its inner group, whatever its route is called
         self._shm = None
         self._far = None
-        self._shortcuts: dict[str, Any] = {}  # in the place of methods, while nobody wants to see what the group does
+        self._shortcuts: dict[str, Any] = {}  # fast paths that replace methods while the group has no observers
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
         self._open_eager_routes(only)
@@ -112,11 +112,11 @@ class MonarchProcessGroup(Collectives):
     # Routes -----------------------------------------------------------------------------------------------
 
     def _eager_devices(self) -> list[str]:
-        """Devices whose inner group is made with ours.
+        """Return the devices whose inner groups are made with this group.
 
-        Gloo's constructor is a rendezvous of all ranks, so making it on first use would hang whenever only
-        some ranks use it (a send from 0 to 1 in a group of 4); an accelerator's group must be there before
-        a C++ caller asks the base class for it. Their connections are still made on first use by NCCL.
+        Gloo's constructor is a rendezvous of all ranks. On first use it would hang whenever only some ranks use the
+        group, as in a send from 0 to 1 in a group of 4. An accelerator's group must exist before a C++ caller asks the
+        base class for it. NCCL still connects on first use.
         """
         devices = ["cpu"] if _backend_selection.choose("cpu", self._creation.device_map).available else []
         if torch.accelerator.is_available():
@@ -137,7 +137,7 @@ class MonarchProcessGroup(Collectives):
             self._set_default_backend(_c10d_internals.backend_type(self._backends[default]))
         except BaseException as error:
             if self._far is not None:
-                self._far.close()  # nobody else will: it borrows the process's NICs
+                self._far.close()  # it uses the process's NICs; no other code closes it
             if isinstance(error, (RuntimeError, TimeoutError)):
                 _rendezvous.forget_group_name()
             if isinstance(error, TimeoutError):
@@ -150,7 +150,7 @@ class MonarchProcessGroup(Collectives):
             raise
 
     def _agree(self) -> None:
-        """Give this attempt to make the group a store of its own and a deadline, the same store on all ranks."""
+        """Set the store and deadline of this attempt to make the group; all ranks get the same store."""
         options = self._creator_options
         self._arrival = _rendezvous.take_arrival(options.store)
         if self._arrival is not None:
@@ -162,7 +162,7 @@ class MonarchProcessGroup(Collectives):
         self._store = PrefixStore(name, options.store)
 
     def _open_route(self, device: str) -> Any:
-        """Make, register and announce the inner group of a device type; raises NoRouteError where none exists."""
+        """Make, register and announce the inner group of a device type; raises NoRouteError if there is none."""
         if self._closed:
             raise GroupClosedError(f"the process group was {self._closed}; make a new one. [{where(self)}]")
         route = _backend_selection.choose(device, self._creation.device_map)
@@ -177,7 +177,7 @@ class MonarchProcessGroup(Collectives):
                 route.backend, self._creator_options, self._store, options, creation, device, deadline
             )
 
-        # One Gloo group serves "cpu:monarch,cuda:gloo": c10d keeps one backend per kind as well.
+        # One Gloo group serves "cpu:monarch,cuda:gloo", because c10d keeps one backend per kind.
         shared = [d for d, backend in self._backends.items() if backend == route.backend]
         if shared:
             inner = self._inner[shared[0]]
@@ -214,9 +214,9 @@ class MonarchProcessGroup(Collectives):
         _backend_selection.announce(self, route)
 
     def _end_shortcuts(self) -> None:
-        """From now on every call takes its method."""
+        """Remove the fast paths, so that every call takes its method."""
         for name, shortcut in self._shortcuts.items():
-            shortcut.end()  # somebody may have kept it
+            shortcut.end()  # other code may have kept a reference
             if self.__dict__.get(name) is shortcut:
                 del self.__dict__[name]
         self._shortcuts = {}
@@ -237,7 +237,7 @@ class MonarchProcessGroup(Collectives):
         inner = self._get_backend(device)
         if not getattr(inner, "supports_coalescing", False):
             _c10d_internals.forget_coalescing(self)
-            # Gloo runs its operations one by one anyway: collecting their works is all there is to do.
+            # Gloo runs its operations one by one anyway, so collecting their works is enough.
             raise NotImplementedError(
                 f"coalescing on {device.type} is not supported by its route, {self._routes[device.type].backend}: "
                 f"call the coalescing manager without a device. [{where(self)}]"
@@ -263,7 +263,7 @@ class MonarchProcessGroup(Collectives):
         return [torch.device(device) for device in self._inner]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """The inner group of a device; opens a route that is not open yet. A RuntimeError where none exists."""
+        """Return the inner group of a device, and open its route if needed. Raises a RuntimeError if there is none."""
         kind = torch.device(device).type
         return self._inner.get(kind) or self._open_route(kind)
 
@@ -285,7 +285,7 @@ class MonarchProcessGroup(Collectives):
         return self._inner.get("cuda") or self._get_backend(torch.device("cpu"))
 
     def _register_on_completion_hook(self, hook: Callable[[Any], None]) -> None:
-        """Call ``hook(work_info)`` after every collective, on each route (NCCL brings its own)."""
+        """Call ``hook(work_info)`` after every collective, on each route. NCCL brings its own hooks."""
         self._hooks.add(hook)
         self._end_shortcuts()
         for device, inner in self._inner.items():
@@ -317,7 +317,7 @@ class MonarchProcessGroup(Collectives):
     if hasattr(dist.ProcessGroup, "register_pre_hook"):
 
         def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-            """Call ``hook`` before every collective; torch's dispatcher does, so all of them go there from now on."""
+            """Call ``hook`` before every collective. All of them use torch's dispatcher from now on, which calls it."""
             self.observe()
             super().register_pre_hook(hook_id, hook)  # type: ignore[misc]
 
@@ -406,9 +406,9 @@ _living: weakref.WeakSet[MonarchProcessGroup] = weakref.WeakSet()
 
 
 def _tell_end() -> None:
-    """Tell the other ranks which exception ends this program, while groups are alive."""
-    interactive = hasattr(sys, "ps1")  # there, earlier exceptions are not why it ends
-    error = sys.exc_info()[1]  # in a child of multiprocessing, whose last function runs while the exception does
+    """Send the exception that ends this program to the other ranks of groups that are alive."""
+    interactive = hasattr(sys, "ps1")  # there, an earlier exception is not the reason of the end
+    error = sys.exc_info()[1]  # in a child of multiprocessing, this runs while the exception is handled
     if error is None and not interactive:
         error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
     reason = reason_of(error)
@@ -440,4 +440,4 @@ def abort_all(why: str) -> None:
 
 
 _FAST_PATH_METHODS = {name: member for name, member in vars(Collectives).items() if callable(member)}
-"""Those that shortcuts may stand in for, before anybody changes a class."""
+"""Methods that fast paths may replace, before any code changes a class."""

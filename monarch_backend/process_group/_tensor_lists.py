@@ -1,8 +1,8 @@
-"""Several tensors per rank in one collective: one operation on a tensor that stands for all of them.
+"""Several tensors per rank in one collective, done as one operation on one tensor.
 
-`ProcessGroup.allreduce`, `broadcast` and `allgather` take lists of tensors, and Gloo gives them a meaning. Here the
-group's own operation on one tensor gives the same values, on every route. All other collectives take one tensor per
-rank; for those there is a check.
+`ProcessGroup.allreduce`, `broadcast` and `allgather` take lists of tensors, and Gloo defines their results. Here the
+group's operation on one tensor gives the same values, on every route. All other collectives take one tensor per rank,
+which is checked.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from monarch_backend.process_group._shm import shm_backend
 if TYPE_CHECKING:
     from monarch_backend.process_group._collectives import Collectives
 
-_Method = Callable[..., Any]  # of the group, not the one of a subclass: that has been called already
+_Method = Callable[..., Any]  # of the group's class: a subclass's method has already been called
 
 
 def check_one(group: Collectives, collective: str, what: str, tensors: Sequence[object]) -> None:
-    """Refuse a list that has not exactly one entry."""
+    """Refuse a list that does not have exactly one entry."""
     if len(tensors) != 1:
         cure = "Call the collective once for each tensor." if tensors else "Give one."
         raise bad_argument(group, collective, f"the {what} list has {len(tensors)} entries; it takes one", cure)
@@ -77,7 +77,7 @@ def broadcast(group: Collectives, run_one: _Method, tensors: list[Tensor], opts:
 
 
 def check_root_tensor(group: Collectives, collective: str, tensors: Sequence[Tensor], opts: Any) -> None:
-    """Refuse a ``rootTensor`` that the list has not."""
+    """Refuse a ``rootTensor`` that is not an index of the list."""
     if not 0 <= opts.rootTensor < len(tensors):
         what = f"rootTensor {opts.rootTensor} is outside the list of {len(tensors)} tensors"
         raise bad_argument(group, collective, what, f"Give an index from 0 to {len(tensors) - 1}.")
@@ -86,7 +86,7 @@ def check_root_tensor(group: Collectives, collective: str, tensors: Sequence[Ten
 def all_gather(
     group: Collectives, run_one: _Method, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
 ) -> Any:
-    """Gather all inputs of all ranks into each list of outputs: rank after rank, and of each rank in its order."""
+    """Gather all inputs of all ranks into each list of outputs, ordered by rank and then by input."""
     name, size, count = "all_gather", group.size(), len(inputs)
     group._find(name, [*inputs, *(t for row in outputs for t in row)])
     _cpu_validation.check_pairs(group, name, outputs, inputs)
