@@ -1,26 +1,26 @@
 """Groups of ranks on several hosts: shared memory inside each host, messages of the group's Gloo between hosts.
 
-A `Hierarchy` is a `SharedMemory` whose operations are made of stages: the compiled core moves and reduces what stays
-on the host, and ranks of different hosts send each other only what must cross. Every rank sends to and receives from
-ranks of other hosts by itself; where all hosts have equally many ranks, the ranks with the same place on their hosts
-work together and share the load (`_even`), otherwise the first rank of each host speaks for the others.
+A `Hierarchy` is a `SharedMemory` whose operations are made of stages. The compiled core moves and reduces what stays on
+the host. Ranks of different hosts exchange only what must cross, each by itself. Where all hosts have equally many
+ranks, ranks with the same place on their hosts work together and share the load (`_even`). Otherwise the first rank of
+each host exchanges messages for the others.
 
 | operation | inside the host | between hosts |
 | --- | --- | --- |
-| all_reduce, small or uneven hosts | reduce to the first, broadcast from it | the first ones, everything |
+| all_reduce, small or uneven hosts | reduce to the first, broadcast from it | the first ranks, everything |
 | all_reduce, large | reduce_scatter, all_gather; overlaps with the other column | each rank its slice: 1/local size |
 | reduce, broadcast | to or from the root's place | one copy for each host; broadcast as a tree of hosts |
 | reduce_scatter | one for each host | each rank what its counterpart wants |
 | all_gather | one for each host | each rank its own piece, once for each host |
-| gather, scatter, all_to_all | what stays | straight from rank to rank: there is nothing to save |
-| barrier | twice | the first ones, one byte |
+| gather, scatter, all_to_all | what stays | directly from rank to rank, because no stage would save bytes |
+| barrier | twice | the first ranks, one byte |
 
-Sums: first the ranks of each host in their order, then the hosts in the order of their first ranks, so that all ranks
-have the same bits, on every run. 16-bit and 8-bit floats are added in float32 and rounded once on each host and once
-between them; their mean is a mean of the hosts' means, which can't overflow. Every other mean is the sum divided once.
+Sums add the ranks of each host in their order, then the hosts in the order of their first ranks. So all ranks have the
+same bits, on every run. 16-bit and 8-bit floats are added in float32 and rounded once on each host and once between
+hosts. Their mean is a mean of the hosts' means, which can't overflow. Every other mean is the sum divided once.
 
-Which ranks share a host is found in process_group/_shm/bootstrap.py, whose turn it is in work_queue.py. The arithmetic
-between hosts is in reduction.py, messages and failures in inter_host.py.
+_shm/bootstrap.py finds which ranks share a host. work_queue.py orders operations. reduction.py has the arithmetic
+between hosts, inter_host.py messages and failures.
 """
 
 from __future__ import annotations
@@ -63,26 +63,25 @@ from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._shm import shm_backend
 from monarch_backend.process_group._shm.shm_backend import SharedMemory, ShmWork
 
-SLICE_MIN_BYTES = 128 << 10  # bytes from which an all_reduce is shared by the ranks of a host; below, latency decides
-SEGMENT_BYTES = (
-    8 << 20
-)  # bytes of an all_reduce that are under way between hosts while the next are reduced on the host
+SLICE_MIN_BYTES = 128 << 10  # bytes from which a host's ranks share an all_reduce; below, latency decides
+SEGMENT_BYTES = 8 << 20  # bytes of an all_reduce in flight between hosts while the next ones are reduced on the host
 TWO_STEPS_FROM = 64 << 10  # bytes from which three or more hosts reduce a part each, and then gather the parts
 
-_HEADER = 160  # bytes that tell the ranks of a host what each of them calls
-_GRACE_S = 2.0  # seconds for a stage that waits for one that waits for another host: that one knows better who is late
+_HEADER = 160  # bytes with which the ranks of a host compare their calls
+# A stage inside a host waits this much longer than one between hosts, whose error names the late rank.
+_GRACE_S = 2.0
 
 
 @_c10d_internals.hide_from_dynamo
 class Hierarchy(SharedMemory):
-    """The ranks of several hosts; ``hosts`` lists the ranks of each, ``memory`` is the core's group of our host.
+    """Group of ranks on several hosts; ``hosts`` lists the ranks of each, ``memory`` is the core's group on this host.
 
-    ``gloo`` has the messages between hosts, ``far`` the large ones where there are NICs, ``store`` the first cause of a
-    failure.
+    ``gloo`` carries messages between hosts, ``far`` the large ones where there are NICs. ``store`` holds the first
+    cause of a failure.
     """
 
-    in_short = False  # no way is shorter than the methods'
-    sends = False  # point to point is Gloo's: a receive from anybody may come from either side
+    in_short = False  # has no fast paths
+    sends = False  # Gloo does point to point, because a receive from any rank may match either side
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class Hierarchy(SharedMemory):
         self._reason = ""  # why this rank leaves
         self._breaking = threading.Lock()
 
-    # An operation, from the call to its end --------------------------------------------------------------------
+    # Life of an operation --------------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -128,7 +127,7 @@ class Hierarchy(SharedMemory):
         root: int = -1,
         finish: Callable[[], object] | None = None,
     ) -> ShmWork:
-        """As in shared memory alone: now, unless the caller wants to do other things meanwhile."""
+        """Run an operation as `SharedMemory` does: in this thread, unless the call is asynchronous."""
         self._turns.sequence += 1
         text = _describe(collective, piece, op, root)
         op_here, seconds = op_on_host(op, piece.dtype), self._seconds(opts)
@@ -151,7 +150,7 @@ class Hierarchy(SharedMemory):
         if self._cause is not None:
             raise GroupFailure(*self._cause, witness=False)
         try:
-            # Whatever mode the caller is in: scratch memory serves later operations, too.
+            # Scratch memory is used by later operations too, so the caller's inference mode must not mark it.
             with torch.inference_mode(False), self._between.watched(call):
                 call.owners = [*call.ins, *call.outs]
                 call.ins, call.outs = [_memory(t) for t in call.ins], [_memory(t) for t in call.outs]
@@ -159,18 +158,18 @@ class Hierarchy(SharedMemory):
                 _ALGORITHMS[call.what](self, call)
         except GroupFailure as fault:
             raise self._break(fault) from None
-        except BaseException as error:  # a bug, no memory, an interrupt: the others must not wait for us
+        except BaseException as error:  # a bug, no memory, an interrupt: the other ranks must not wait for this one
             self._break(GroupFailure("dead", self._rank, f"failed in {call.text}: {error!r}", witness=True))
             raise
 
     def error(self, fault: Any) -> Exception:
-        """What to raise for what ended an operation."""
+        """Return the exception for the failure of an operation."""
         if isinstance(fault, GroupFailure):
             return super().error(fault.cause)
         return fault if isinstance(fault, Exception) else RuntimeError(repr(fault))
 
     def _break(self, fault: GroupFailure) -> GroupFailure:
-        """End the group for all ranks; what all of them give as the cause."""
+        """End the group for all ranks, and return the cause that all of them raise."""
         with self._breaking:
             if self._cause is None:
                 self._cause = self._between.first_cause(fault)
@@ -178,37 +177,37 @@ class Hierarchy(SharedMemory):
         return GroupFailure(*self._cause, witness=False)
 
     def _leave(self, text: str) -> None:
-        """Make this rank's leaving the cause of the group's end, on all hosts."""
+        """Record that this rank left, as the cause of the group's end on all hosts."""
         self._cause = ("closed", self._rank, "closed the group")
         self._between.first_cause(GroupFailure("left", self._rank, text, witness=True))
 
     def _disconnect(self) -> None:
-        """Fail the ranks that wait for us: on this host by an operation nobody expects, elsewhere by closing links."""
+        """Fail the ranks that wait for this one: by a mismatched operation on this host, else by closing links."""
         if len(self._here) > 1:
             self._core(0.0, BARRIER, shm_backend._BYTES, shm_backend._MOVES, -1, 0, [], [])
         self._between.close_links()
 
     def set_reason(self, reason: str) -> None:
-        """Say why this rank is about to close the group, for the errors of the others."""
+        """Set the reason for which this rank will close the group, for the other ranks' errors."""
         self._reason = reason
         self._memory.set_reason(reason)
 
     def tell_end(self, reason: str) -> None:
-        """Say why this process is about to end with the group alive, also to the other hosts."""
+        """Publish why this process will end with the group alive, also to the other hosts."""
         self.set_reason(reason)
         with self._breaking:
             if self._cause is None:
                 self._leave(f"{reason}, and ended")
 
     def close(self) -> None:
-        """End it: operations under way fail with GroupClosedError."""
+        """Close the group: operations in progress fail with GroupClosedError."""
         with self._breaking:
             if self._cause is None:
                 begin = f"{self._reason}, and " if self._reason else ""
                 if not self._turns.idle():
                     self._leave(f"{begin}closed the group while an operation was under way")
                     self._disconnect()
-                elif self._reason:  # the links stay: others may still read what this rank sent
+                elif self._reason:  # the links stay open, because others may still read what this rank sent
                     self._leave(f"{begin}closed the group")
                 self._cause = ("closed", self._rank, "closed the group")
         self._memory.close()
@@ -218,7 +217,7 @@ class Hierarchy(SharedMemory):
     # Inside the host -------------------------------------------------------------------------------------------
 
     def _agree(self, call: CollectiveCall) -> None:
-        """Wait until every rank of this host has called the operation, and see that they called the same."""
+        """Wait until every rank of this host has called an operation, and check that they called the same one."""
         if len(self._here) == 1:
             return
         said = call.text.encode()[: _HEADER - 12] + b" #%08x" % zlib.crc32(call.text.encode())
@@ -243,7 +242,7 @@ class Hierarchy(SharedMemory):
         root: int = -1,
         first: bool = False,
     ) -> None:
-        """One operation of the core on this host; ``root`` is a place on it."""
+        """Run one operation of the core on this host; ``root`` is a place on it."""
         piece = ins[0] if ins else outs[0]
         code = shm_backend._DTYPES.get(piece.dtype, shm_backend._BYTES)
         size = 0 if what == ALL_TO_ALL else piece.nbytes
@@ -253,25 +252,25 @@ class Hierarchy(SharedMemory):
             raise self._seen_here(call, *fault)
 
     def _seen_here(self, call: CollectiveCall, kind: str, place: int, text: str) -> GroupFailure:
-        """What the core reports, about ranks instead of places, and told from a rank that only gave up."""
-        if kind == "mismatch" or "gave up" in text:  # they have agreed: one has called what nobody expects
+        """Return the core's failure in terms of ranks, not places; a rank that gave up is not blamed."""
+        if kind == "mismatch" or "gave up" in text:  # all ranks had agreed: it is the operation of `_disconnect`
             kind = "left" if call.left() else "late"
             return GroupFailure(kind, -1, f"another rank of this host gave up on {call.text}", witness=False)
         rank = self._here[place] if place >= 0 else -1
         return GroupFailure(kind, rank, self._in_ranks(text, call), witness=kind != "late" or not call.left())
 
     def _core(self, seconds: float, *operation: Any) -> Any:
-        """The fault of an operation of the core's, or None."""
+        """Run an operation of the core and return its fault, or None."""
         failed = self._memory.run(*operation, float, seconds)
         return None if failed is None else failed.fault
 
     def _in_ranks(self, text: str, call: CollectiveCall) -> str:
-        """What the core says about places and stages, said about ranks and the operation."""
+        """Return the core's text with ranks for places, and the operation for its stages."""
         text = re.sub(r"\brank (\d+)", lambda found: f"rank {self._here[int(found[1])]}", text)
         return re.sub(r"\b(?:barrier\b|[a-z]+_?[a-z_]*\([^()]*\))", call.text, text)
 
     def _room(self, like: Tensor, count: int, key: int = 0) -> list[Tensor]:
-        """``count`` tensors like this one, in memory that is kept: fresh pages cost more than the copy into them."""
+        """Return ``count`` tensors like this one in kept memory: fresh pages cost more than the copy into them."""
         width = -(-like.nbytes // 64) * 64
         kept = self._scratch.get(key)
         if kept is None or kept.numel() < width * count:
@@ -287,7 +286,7 @@ class Hierarchy(SharedMemory):
         (x,) = call.outs
         if call.ins[0].data_ptr() != x.data_ptr():
             x.copy_(call.ins[0])
-        # Every rank comes to the same choice: it is made of what they have agreed on.
+        # Every rank makes the same choice, because it depends only on what they have agreed on.
         share = len(self._here)
         if self._even and share > 1 and x.nbytes >= SLICE_MIN_BYTES and x.numel() >= share * share:
             self._all_reduce_slices(call, x)
@@ -298,7 +297,7 @@ class Hierarchy(SharedMemory):
         self._local(call, BROADCAST, [x], [x], root=0)
 
     def _all_reduce_slices(self, call: CollectiveCall, x: Tensor) -> None:
-        """Each rank takes its slice of every segment; while one is on its way between hosts, the next is reduced."""
+        """All-reduce in slices, one per rank. While a segment is in flight between hosts, the next one is reduced."""
         before: tuple[_Slices, _Sum] | None = None
         step = max(1, SEGMENT_BYTES // x.element_size())
         parts = list(torch.split(x, step))
@@ -350,7 +349,7 @@ class Hierarchy(SharedMemory):
         self._local(call, BARRIER, [_BYTE[:0]], [])
 
     def _agents(self, rank: int) -> tuple[int, ...]:
-        """One rank of each host for what begins or ends at ``rank``: those with its place, if all hosts have it."""
+        """Return one rank of each host for data that begin or end at ``rank``: those with its place if possible."""
         place = next(host.index(rank) for host in self._hosts if rank in host)
         return tuple(host[place] for host in self._hosts) if self._even else self._leaders
 
@@ -430,7 +429,7 @@ class Hierarchy(SharedMemory):
         combine(parts, out, call.op, self._sizes)
 
     def _reduce_scatter_by_leaders(self, call: CollectiveCall, out: Tensor) -> None:
-        """All pieces to the first rank of each host, which gets those of its host from the other first ones."""
+        """Send all pieces to the first rank of each host, which gets its host's pieces from the other first ranks."""
         sizes = [out.numel() * len(host) for host in self._hosts]
         whole = torch.cat([call.ins[rank] for host in self._hosts for rank in host])
         self._local(call, REDUCE, [whole], [whole], op=call.op_here, root=0)
@@ -482,12 +481,12 @@ class Hierarchy(SharedMemory):
 _ALGORITHMS: list[Callable[[Hierarchy, CollectiveCall], None]] = [
     getattr(Hierarchy, f"_{name}") for name, *_ in OPERATIONS
 ]
-"""By the number of the operation."""
+"""Indexed by the number of the operation."""
 
 
 @dataclass
 class _Sum:
-    """A reduction between hosts that is under way: what each host reduces, and where theirs of mine arrive."""
+    """Reduction in progress between hosts: the piece of each host, and the buffers for other hosts' parts of mine."""
 
     stage: str
     cuts: list[Tensor]
@@ -496,7 +495,7 @@ class _Sum:
 
 
 class _Slices:
-    """A vector in one equal piece for each rank of a host; the last is a copy where the vector ends within it."""
+    """A vector in equal pieces, one for each rank of a host; the last is a padded copy if the vector ends within it."""
 
     def __init__(self, x: Tensor, share: int, place: int) -> None:
         width = -(-x.numel() // share)
@@ -514,14 +513,14 @@ class _Slices:
 
 
 def _tree(node: int, nodes: int) -> tuple[int, list[int]]:
-    """The parent and the children of ``node`` in a binomial tree whose root is 0; the largest subtree first."""
+    """Return the parent and children of ``node`` in a binomial tree with root 0; the largest subtree first."""
     lowest = node & -node if node else 1 << (nodes - 1).bit_length()
     steps = [1 << k for k in reversed(range(lowest.bit_length() - 1))]
     return node & (node - 1), [node + step for step in steps if node + step < nodes]
 
 
 def _describe(collective: int, piece: Tensor, op: int, root: int) -> str:
-    """The operation for people, in the words of the core."""
+    """Return the operation in the core's words, for messages."""
     if collective == BARRIER:
         return "barrier"
     parts = [str(piece.dtype).removeprefix("torch.")]
@@ -539,7 +538,7 @@ _BYTE = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor, as a vector that autograd, inference mode and subclasses know nothing of."""
+    """Return the memory of a dense tensor as a vector without autograd, inference mode or subclass."""
     if tensor.nbytes == 0:
         return torch.empty(0, dtype=tensor.dtype, device="cpu")
     raw = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -1,8 +1,9 @@
-"""Between the hosts of a group: messages from rank to rank over its Gloo, and how a failure gets around.
+"""Messages between the hosts of a group over its Gloo, and the propagation of failures.
 
-Every rank that fails closes its links, so that who waits for it hears of it at once, and so on from host to host. What
-all ranks then raise is the first cause: it stands in the group's store, written by the rank that saw it. What is sent,
-and what happens inside a host, is hierarchical_backend.py's.
+Every rank that fails closes its links. Ranks that wait for it then fail at once, and so on from host to host. All ranks
+raise the first cause. The rank that detected it has written it to the group's store.
+
+hierarchical_backend.py decides what is sent, and what happens inside a host.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._rdma.p2p_protocol import FIRST_STAGE_TAG
 
-Mail = Sequence[tuple[int, Tensor]]  # what goes to, or comes from, which rank
+Mail = Sequence[tuple[int, Tensor]]  # (rank, tensor) pairs to send or to receive
 Posted = list[tuple[Any, int]]
-Cause = tuple[str, int, str]  # what kind of failure, whose fault, what happened: as the compiled core says it
+Cause = tuple[str, int, str]  # kind of failure, rank at fault or -1, text; as in the compiled core
 
-_HEARSAY_TIMEOUT_S = 0.1  # seconds for whoever saw a failure happen to tell the ranks that only see its effects
-_STORE_TIMEOUT_S = 1.0  # seconds for the store to answer: a host that can't be reached any more may have it
+_HEARSAY_TIMEOUT_S = 0.1  # ranks that see effects of a failure let the rank that detected it publish it first
+_STORE_TIMEOUT_S = 1.0  # seconds for the store to answer; it may be on a host that can't be reached any more
 
 
 class GroupFailure(Exception):
-    """Why an operation failed; ``witness`` is False for what may be an effect of something that others saw."""
+    """Failure of an operation; ``witness`` is False if it may be an effect of a failure on other ranks."""
 
     def __init__(self, kind: str, rank: int, text: str, *, witness: bool) -> None:
         super().__init__(kind, rank, text)
@@ -48,29 +49,29 @@ class GroupFailure(Exception):
 
 @dataclass
 class CollectiveCall:
-    """One operation; its stages see the memory of the tensors as vectors."""
+    """One operation; its stages use the tensors' memory as vectors."""
 
     what: int
     text: str
     number: int
     op: int
-    op_here: int  # the reduction inside a host, on the way to `op`
+    op_here: int  # the reduction inside a host, as the first step of `op`
     root: int
     ins: list[Tensor]
     outs: list[Tensor]
     seconds: float
-    owners: list[Tensor] = field(default_factory=list)  # whose memory `ins` and `outs` are
+    owners: list[Tensor] = field(default_factory=list)  # tensors that own the memory of `ins` and `outs`
     deadline: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.deadline = time.monotonic() + self.seconds
 
     def left(self) -> float:
-        """Seconds until it is late."""
+        """Return the seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def owner_of(self, tensor: Tensor) -> Tensor | None:
-        """Who owns its memory, if that is one of the caller's tensors."""
+        """Return the caller's tensor that owns the memory, or None."""
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         for owner in self.owners:
             if owner.data_ptr() <= begin and end <= owner.data_ptr() + owner.nbytes:
@@ -80,10 +81,10 @@ class CollectiveCall:
 
 @_c10d_internals.hide_from_dynamo
 class InterHostComm:
-    """The links of ``rank`` to the ranks of other hosts, and the group's word about the first failure.
+    """Links of ``rank`` to ranks of other hosts, and the group's record of the first failure.
 
-    ``fail`` is called, from another thread, when the group turns out to have failed during a long operation.
-    ``far`` carries what is large, where there are NICs.
+    ``fail`` is called from another thread, if the group turns out to have failed during a long operation. ``far``
+    carries large messages where there are NICs.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class InterHostComm:
     ) -> None:
         self._gloo, self._far, self._rank, self._hosts = gloo, far, rank, hosts
         self._store = _c10d_internals.own_connection(store)
-        self._fail = weakref.WeakMethod(fail)  # the group holds us
+        self._fail = weakref.WeakMethod(fail)  # the group owns this object
         self._elsewhere = next(host[0] for host in hosts if rank not in host)
         self._closed = False
         self._under_way: tuple[CollectiveCall, float] | None = None
@@ -107,14 +108,17 @@ class InterHostComm:
     # Messages --------------------------------------------------------------------------------------------------
 
     def post(self, call: CollectiveCall, stage: str, sends: Mail, receives: Mail) -> Posted:
-        """Begin to send and receive tensors; ranks that disagree about the operation or a size do not meet."""
+        """Start to send and receive tensors.
+
+        Messages match only if the ranks agree about the operation and the sizes.
+        """
         posted: Posted = []
         for mail, name in ((receives, "recv"), (sends, "send")):
             for rank, tensor in mail:
                 if tensor.nbytes == 0:
                     continue
                 what = f"{call.number} {call.text} {stage} {tensor.nbytes}"
-                tag = zlib.crc32(what.encode()) >> 2 | FIRST_STAGE_TAG  # apart from those of people
+                tag = zlib.crc32(what.encode()) >> 2 | FIRST_STAGE_TAG  # apart from users' tags
                 vector = [tensor.view(torch.uint8)]
                 try:
                     if self._far is not None and self._far.takes(vector, 0):
@@ -129,7 +133,7 @@ class InterHostComm:
         return posted
 
     def wait(self, call: CollectiveCall, posted: Posted) -> None:
-        """Until these messages have been sent and have arrived."""
+        """Wait until these messages are sent and have arrived."""
         for work, rank in posted:
             try:
                 work.wait(timedelta(seconds=max(call.left(), 0.001)))
@@ -137,7 +141,7 @@ class InterHostComm:
                 raise self._lost(call, rank, error) from None
 
     def exchange(self, call: CollectiveCall, stage: str, sends: Mail, receives: Mail) -> None:
-        """Post and wait."""
+        """Send and receive tensors, and wait."""
         self.wait(call, self.post(call, stage, sends, receives))
 
     def _lost(self, call: CollectiveCall, rank: int, error: RuntimeError) -> GroupFailure:
@@ -147,7 +151,7 @@ class InterHostComm:
             return GroupFailure(
                 "late", rank, text + ("" if alone else ", or another rank of its host did not"), witness=False
             )
-        if (cause := getattr(error, "fault", None)) is not None:  # a NIC's message: it has said what happened
+        if (cause := getattr(error, "fault", None)) is not None:  # a NIC's message, whose error is complete
             return GroupFailure(*cause, witness=False)
         said = str(error).strip().splitlines()[0]
         return GroupFailure("dead", rank, f"closed its connection to rank {self._rank} (gloo: {said})", witness=False)
@@ -155,7 +159,10 @@ class InterHostComm:
     # Failures --------------------------------------------------------------------------------------------------
 
     def first_cause(self, fault: GroupFailure) -> Cause:
-        """What broke the group, as the first rank wrote it down; who only saw effects lets others go first."""
+        """Return the group's first failure as recorded in the store.
+
+        A rank that saw only effects lets others write first.
+        """
         found = [fault.cause]
 
         def ask() -> None:
@@ -172,16 +179,16 @@ class InterHostComm:
         return found[-1]
 
     def close_links(self) -> None:
-        """Fail the ranks that wait for us, and our own waits."""
+        """Close the links, which fails the ranks that wait for this one and this rank's own waits."""
         _c10d_internals.close_gloo_links(self._gloo, self._elsewhere)
 
     def close(self) -> None:
-        """Nobody watches over it any more."""
+        """Stop watching the group."""
         self._closed = True
 
     @contextlib.contextmanager
     def watched(self, call: CollectiveCall) -> Any:
-        """Inside, somebody looks now and then whether the other ranks are at the same operation."""
+        """In this context, a thread checks regularly whether the other ranks run the same operation."""
         self._under_way = call, time.monotonic()
         try:
             yield
@@ -189,7 +196,10 @@ class InterHostComm:
             self._under_way = None
 
     def look_around(self, patience: float) -> bool:
-        """Whether anybody needs to look again; fails an operation that lasts while others failed or do another one."""
+        """Fail an operation if the group has failed or other ranks run another operation.
+
+        True if it must be checked again.
+        """
         under_way, fail = self._under_way, self._fail()
         if self._closed or fail is None:
             return False
@@ -207,7 +217,7 @@ class InterHostComm:
             self._store.set(f"at/{self._rank}", json.dumps([call.number, call.text]))
             self._announced = call.number
         if self._store.check(["cause"]):
-            return GroupFailure("dead", -1, "a rank failed", witness=False)  # what stands there says more
+            return GroupFailure("dead", -1, "a rank failed", witness=False)  # the recorded cause says more
         for host in self._hosts:
             key = f"at/{host[0]}"
             if not self._store.check([key]):
@@ -221,7 +231,7 @@ class InterHostComm:
 
 
 class _Watch:
-    """One thread that looks after the groups of this process while there are any."""
+    """One thread that watches the groups of this process while there are any."""
 
     PATIENCE = 1.0  # seconds
 
@@ -252,4 +262,4 @@ class _Watch:
 
 
 _watch = _Watch()
-fork.register(fork.Step.GROUP_WATCH, after_in_child=_watch.__init__)  # type: ignore[misc] # no thread in the child
+fork.register(fork.Step.GROUP_WATCH, after_in_child=_watch.__init__)  # type: ignore[misc]  # no thread in the child

@@ -1,7 +1,7 @@
-"""What each host of a group has reduced for itself, reduced to one: arithmetic only, always in the same order.
+"""Reduction of the hosts' partial results to one, always in the same order.
 
-What is on one host is reduced by the compiled core (csrc/shm/reduce.h), and this agrees with it: 16-bit and 8-bit
-floats are added in float32, sums of bools are "any", a NaN wins.
+The compiled core (csrc/shm/reduce.h) reduces within a host, and this module agrees with it. 16-bit and 8-bit floats are
+added in float32, sums of bools are "any", a NaN wins.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from monarch_backend.process_group._shm import shm_backend
 
 
 def op_on_host(op: int, dtype: torch.dtype) -> int:
-    """The reduction inside a host on the way to ``op`` over all: a mean is divided once, between the hosts.
+    """Return the reduction inside a host for ``op`` over all ranks. A mean is a sum there, divided once between hosts.
 
-    Not of 16-bit and 8-bit floats, whose sum might overflow till then: of these a host makes a mean.
+    The sum of 16-bit and 8-bit floats might overflow, so a host makes a mean of these.
     """
     return _SUM if op == _AVG and dtype not in _NARROW else op
 
 
 def combine(parts: Sequence[Tensor], out: Tensor, op: int, sizes: Sequence[int]) -> None:
-    """``out`` from a part of each host; ``sizes`` are the hosts' numbers of ranks. ``out`` may be one of the parts."""
+    """Reduce the hosts' parts into ``out``, which may be one of them; ``sizes`` are the hosts' numbers of ranks."""
     for start in range(0, out.numel(), _BLOCK):
         block = [part[start : start + _BLOCK] for part in parts]
         out[start : start + _BLOCK] = _combined(block, op, sizes)
 
 
-# A block stays in the cache, and has fewer elements than torch gives to several threads: the ranks of a host have
-# their processors already.
+# A block fits the cache, and is too small for torch to use several threads: the ranks of a host already occupy the
+# processors.
 _BLOCK = 1 << 14
 _SUM, _AVG = shm_backend._OPS["SUM"], shm_backend._OPS["AVG"]
 _NARROW = frozenset(d for d in shm_backend._DTYPES if d.is_floating_point and d.itemsize < 4)
@@ -45,12 +45,12 @@ _COMBINE: dict[int, Callable[[Tensor, Tensor], Tensor]] = {
     shm_backend._OPS["BOR"]: torch.bitwise_or,
     shm_backend._OPS["BXOR"]: torch.bitwise_xor,
 }
-# Torch computes nothing with these: the same bits as signed numbers, whose order is another one.
+# torch can't compute with these. Signed numbers have the same bits but another order.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def _combined(parts: list[Tensor], op: int, sizes: Sequence[int]) -> Tensor:
-    """The parts of all hosts, from the first to the last; ``sizes`` are their numbers of ranks."""
+    """Return the reduction of the parts, from the first host to the last; ``sizes`` are their numbers of ranks."""
     dtype = parts[0].dtype
     if op == _AVG and dtype in INTEGERS:
         return divide_sum(_combined(parts, _SUM, sizes), sum(sizes))
@@ -62,7 +62,7 @@ def _combined(parts: list[Tensor], op: int, sizes: Sequence[int]) -> Tensor:
         return (_combined([part.view(signed) ^ lowest for part in parts], op, sizes) ^ lowest).view(dtype)
     if dtype in _NARROW:
         parts = [part.float() for part in parts]
-        if op == _AVG:  # they are means of their hosts
+        if op == _AVG:  # the parts are means of their hosts
             parts = [part * size for part, size in zip(parts, sizes, strict=True)]
     total = parts[0]
     for part in parts[1:]:

@@ -1,9 +1,11 @@
-"""The operations of one group, one after the other, whoever asks for them: what the compiled core does for shared
-memory, for operations that are made of several blocking stages.
+"""Queue that runs the operations of one group one after the other, for all calling threads.
 
-A synchronous operation runs in its caller's thread when its turn comes; asynchronous ones run in a thread of the
-group, made with the first. Callbacks get threads of their own, because one that waits for the group's next operation
-must not keep that from running. What an operation does is not known here.
+The compiled core orders operations of shared memory in the same way. This queue does so for operations of several
+blocking stages.
+
+A synchronous operation runs in its caller's thread when its turn comes. Asynchronous ones run in a thread of the group,
+which is started with the first. Callbacks have threads of their own, because a callback may wait for the group's next
+operation. The queue does not know what an operation does.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from monarch_backend._core.limits import start_thread
 
 
 class Operation:
-    """One operation; ``fault`` is what it raised, and settled once ``done``."""
+    """One operation. Once ``done`` is set, ``fault`` is the exception that it raised, or None."""
 
     def __init__(self, body: Callable[[], None], then: Callable[[], None] | None) -> None:
         self.done = False
@@ -27,43 +29,43 @@ class Operation:
 
     @property
     def asynchronous(self) -> bool:
-        """True for one that a thread of the group runs."""
+        """True if a thread of the group runs it."""
         return self._then is not None
 
     def run(self) -> None:
-        """Do it, here and now; keeps what it raises."""
+        """Run the operation in this thread; an exception is kept in ``fault``."""
         try:
             self._body()
         except BaseException as error:
             self.fault = error
-        del self._body  # it holds the caller's tensors, and perhaps this: they must not wait for the garbage collector
+        del self._body  # it refers to the caller's tensors, and perhaps to this object in a cycle
         self.done = True
         self._ended.set()
 
     def wait(self, seconds: float) -> bool:
-        """Until it is done or the time is over; whether it is done."""
+        """Wait until it is done or the time is over; return whether it is done."""
         return self._ended.wait(min(seconds, threading.TIMEOUT_MAX))
 
 
 class OperationQueue:
-    """A queue of operations, whose head is the one under way."""
+    """Queue of operations. The head is in progress."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.sequence = 0  # operations that were asked for, counted by who asks
+        self.sequence = 0  # operations requested so far, counted by the callers
         self._queue: collections.deque[Operation] = collections.deque()
         self._change = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
     def run(self, body: Callable[[], None]) -> BaseException | None:
-        """Do ``body`` in this thread when everything before it is done; what it raised."""
+        """Run ``body`` in this thread after all earlier operations; return the exception that it raised."""
         operation = Operation(body, None)
         with self._change:
             self._queue.append(operation)
             try:
                 self._change.wait_for(lambda: self._queue[0] is operation)
-            except BaseException:  # an interrupt: nobody else would run it
+            except BaseException:  # an interrupt: no other thread would run it
                 self._queue.remove(operation)
                 self._change.notify_all()
                 raise
@@ -71,27 +73,27 @@ class OperationQueue:
         return operation.fault
 
     def start(self, body: Callable[[], None], then: Callable[[], None]) -> Operation:
-        """Have ``body`` done in the group's thread, and afterwards ``then`` in another."""
+        """Run ``body`` in the group's thread, and afterwards ``then`` in another one."""
         operation = Operation(body, then)
         with self._change:
             self._queue.append(operation)
             if self._thread is None:
-                # A daemon: a process may end with a group alive, whose other ranks never come.
+                # A daemon thread: a process may end with a group alive whose other ranks never call the operation.
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 start_thread(self._thread)
             self._change.notify_all()
         return operation
 
     def wait(self, operation: Operation, seconds: float) -> bool:
-        """As the core's groups do it: whether the operation was done within the time."""
+        """Return whether the operation is done within the time, as the core's groups do."""
         return operation.wait(seconds)
 
     def idle(self) -> bool:
-        """True when nothing is under way or waiting."""
+        """True if no operation is in progress or waiting."""
         return not self._queue
 
     def stop(self) -> None:
-        """Let the thread end once the queue is empty."""
+        """End the thread once the queue is empty."""
         with self._change:
             self._stopped = True
             self._change.notify_all()
@@ -116,11 +118,11 @@ class OperationQueue:
             self._execute(operation)
             if operation._then is not None:
                 _callbacks.post(operation._then)
-            del operation  # and with it the caller's tensors
+            del operation  # frees the caller's tensors
 
 
 class _Callbacks:
-    """Threads for callbacks: as many as are busy at once, gone after a while with nothing to do."""
+    """Threads for callbacks: one for each that runs at the same time. Idle threads end after a while."""
 
     _PATIENCE = 10.0  # seconds
 
@@ -137,9 +139,9 @@ class _Callbacks:
                 return
         try:
             start_thread(threading.Thread(target=self._serve, name="monarch_callback", daemon=True))
-        except RuntimeError:  # there are too many
+        except RuntimeError:  # too many threads
             with self._change:
-                if callback not in self._waiting:  # another thread has it
+                if callback not in self._waiting:  # another thread has taken it
                     return
                 self._waiting.remove(callback)
             raise
@@ -162,5 +164,5 @@ fork.register(fork.Step.CALLBACK_THREADS, after_in_child=_callbacks.__init__)  #
 
 
 def in_a_thread(call: Callable[[], None]) -> None:
-    """Have it done in a thread of its own, as callbacks are."""
+    """Run the call in a callback thread."""
     _callbacks.post(call)

@@ -1,13 +1,14 @@
-"""Large messages between ranks of different hosts: the receiver's NIC reads them out of the sender's memory.
+"""Large messages between ranks of different hosts: the receiver's NIC reads them from the sender's memory.
 
-An inner group for point to point, and for what the stages of a hierarchy send each other. Where ranks of two hosts may
-use NICs, all ranks of the group take it for all messages of at least so many bytes, whoever the two are: a receive from
-anybody does not know whom it will meet. What the two know before they talk is the size and the tag. They talk over Gloo
-(p2p_protocol.py), and until the receiver has said that it has the message the sender can still be asked to let Gloo
-carry it: so a NIC that fails costs no message, only a warning, and the pair stays with Gloo.
+An inner group for point to point, and for messages between the stages of a hierarchy. If NICs may connect ranks of two
+hosts, all ranks of the group use it for all messages above a size. It does not depend on the two ranks, because a
+receive from any rank does not know its sender. Size and tag are all that both sides know in advance.
 
-Gloo's messages are begun in the caller's thread, which keeps their order; the rest happens there too if the caller
-waits for nothing else, or in a thread of the conversation's own. What the NICs do is peer_reads.py's.
+The two ranks exchange control messages over Gloo (p2p_protocol.py). Until the receiver confirms the message, it can ask
+the sender to send it over Gloo. So a failing NIC costs a warning but no message, and the pair stays with Gloo.
+
+Gloo's messages are started in the caller's thread, which keeps their order. The rest runs in the same thread if the
+caller waits for this message only, else in a thread of the exchange. peer_reads.py uses the NICs.
 """
 
 from __future__ import annotations
@@ -44,33 +45,33 @@ from monarch_backend.process_group._shm.shm_backend import ShmWork, call_by_oper
 
 log = logging.getLogger("monarch_backend")
 
-_CLOSE_TIMEOUT_S = 5.0  # seconds for conversations to notice that their group is closed
-_NO_TIMEOUT_S = 3e7  # seconds, for Gloo, which wants a number
-_GLANCE, _LAST_GLANCE = 0.001, 0.05  # seconds between looks for a message from anybody that nobody waits for yet
+_CLOSE_TIMEOUT_S = 5.0  # seconds for exchanges to notice that their group is closed
+_NO_TIMEOUT_S = 3e7  # seconds, because Gloo needs a number
+_GLANCE, _LAST_GLANCE = 0.001, 0.05  # seconds between checks for a message from any rank before the first wait
 
 
 class _Fault(Exception):
-    """Why a message failed, as the compiled core says such things: what kind, whose fault, what happened."""
+    """Failure of a message, as in the compiled core: kind, rank at fault, text."""
 
 
 class _Message(Operation):
-    """A send or a receive; ``source`` is who sent what was received."""
+    """A send or a receive; ``source`` is the rank that sent the received message."""
 
     def __init__(self, body: Callable[[_Message], None], clock: _Clock, source: int = -1) -> None:
         super().__init__(lambda: body(self), None)
         self.clock, self.source = clock, source
-        self.deaf = False  # nothing but a message, or the end of its time, ends Gloo's receive from anybody
+        self.deaf = False  # only a message or the timeout ends Gloo's receive from any rank
 
     def abandon(self, fault: _Fault) -> None:
-        """It has failed, whatever becomes of it."""
+        """Fail the message now, whatever its body does later."""
         self.fault, self.done = fault, True
         self._ended.set()
 
 
 class _Clock:
-    """What is left of a message's time; nothing once the group is closed.
+    """Time left for a message; zero once the group is closed.
 
-    It begins with the first wait, as Gloo's does: a receive may be posted long before its message.
+    It starts with the first wait, as Gloo's does, because a receive may be posted long before its message.
     """
 
     def __init__(self, far: RdmaP2P, seconds: float) -> None:
@@ -79,13 +80,13 @@ class _Clock:
         self._end = 0.0
 
     def begin(self) -> None:
-        """Somebody waits; the second time nothing."""
+        """Start the time; later calls do nothing."""
         if not self.begun.is_set():
             self._end = time.monotonic() + self.seconds
             self.begun.set()
 
     def left(self) -> float:
-        """Seconds."""
+        """Return the seconds left."""
         if self._far.closed:
             return 0.0
         return max(0.0, self._end - time.monotonic()) if self.begun.is_set() else _NO_TIMEOUT_S
@@ -93,7 +94,11 @@ class _Clock:
 
 @_c10d_internals.hide_from_dynamo
 class RdmaP2P:
-    """``tokens``: of each rank the process, where NICs lead from here to it, else ""; ``members`` say who they are."""
+    """Inner group whose messages NICs carry.
+
+    ``tokens``: for each rank, the token of its process if NICs connect it to this one, else "". ``members`` describe
+    the ranks in messages.
+    """
 
     def __init__(
         self,
@@ -110,30 +115,33 @@ class RdmaP2P:
         self._others = [peer_reads.Rank(t, f"rank {r} ({members[r]})") for r, t in enumerate(tokens) if t]
         self._nics = peer_reads.join(self._others) if self._others else None
         self._numbers = itertools.count()
-        self._said: set[tuple[int, bool]] = set()  # of whom there was a warning, and whether it was for good
+        self._said: set[tuple[int, bool]] = set()  # (rank, whether it was permanent) of warnings that were given
         self.closed = False
         self.closed_why = ""  # set before it is closed
         self._change = threading.Condition()
         self._under_way: dict[_Message, ShmWork] = {}
-        self.carried: Counter[str] = Counter()  # messages received, by what has carried them
+        self.carried: Counter[str] = Counter()  # messages received, by their carrier
 
     @property
     def native(self) -> RdmaP2P:
-        """For the works; not an attribute, which would be a cycle that keeps Gloo's threads until a collection."""
+        """Self, as works expect it.
+
+        An attribute would be a cycle that keeps Gloo's threads until a garbage collection.
+        """
         return self
 
     # As an inner group ------------------------------------------------------------------------------------------
 
     def takes(self, tensors: Sequence[Tensor], tag: int) -> bool:
-        """Whether messages of this size and tag come here: the same on both sides."""
+        """Whether messages of this size and tag use this group; the same on both sides."""
         return len(tensors) == 1 and tensors[0].nbytes >= self.least and 0 <= tag < p2p_protocol.MAX_TAG
 
     def send(
         self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None, seconds: float | None = None
     ) -> ShmWork:
-        """Send a tensor: done when the tensor may change again, which is when it was received.
+        """Send a tensor. The send is done once the tensor was received, so that it may change again.
 
-        ``owner``: a tensor that lives longer, over the same memory. ``seconds`` are left for it, from now on.
+        ``owner``: a tensor that lives longer, over the same memory. ``seconds``: time limit from now on.
         """
         clock = self._clock(seconds)
         self._check_open()
@@ -168,36 +176,36 @@ class RdmaP2P:
         return self._receive(tensors, rank, tag, owner, seconds)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
-        """Receive from whoever sends first."""
+        """Receive from the rank that sends first."""
         return self._receive(tensors, -1, tag, None)
 
     def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:
-        """The operation that torch's dispatcher calls ``name``, with its arguments."""
+        """Run the operation that torch's dispatcher calls ``name``, with its arguments."""
         with _c10d_internals.profiled(f"verbs:{name.rstrip('_')}", list(args[0])):
             work: ShmWork = call_by_operator(self, opts, name, args)
             return work
 
     def wait(self, operation: _Message, seconds: float) -> bool:
-        """For the works: whether the operation was done within the time. Ends one whose own time is over."""
+        """Return whether the operation is done within the time; fail one whose own time is over. Works call this."""
         operation.clock.begin()
         left = operation.clock.left()
         if operation.wait(min(seconds, left)) or seconds < left:
             return operation.done
-        # What its thread began to wait for before the clock ran has no end of its own.
+        # A receive that its thread started before the first wait has no timeout of its own.
         _c10d_internals.close_gloo_links(self._gloo, self._another())
         return operation.wait(_CLOSE_TIMEOUT_S)
 
     def error(self, fault: Any) -> Exception:
-        """What to raise for what ended a message."""
+        """Return the exception for the failure of a message."""
         if isinstance(fault, _Fault):
             cause = ("closed", -1, "") if self.closed else fault.args[0]
             error: Any = explained(cause, self._members, self._rank, self.closed_why)
-            error.fault = cause  # for who explains it in other words
+            error.fault = cause  # for callers that report it in other words
             return error  # type: ignore[no-any-return]
         return fault if isinstance(fault, Exception) else RuntimeError(repr(fault))
 
     def close(self) -> None:
-        """End it: messages under way fail, here and, since that closes Gloo's connections, on the other ranks."""
+        """Close the group: messages in progress fail, here and on the other ranks, because Gloo's connections close."""
         if self.closed:
             return
         self.closed = True
@@ -229,7 +237,7 @@ class RdmaP2P:
             raise self.error(_Fault(("closed", -1, "")))
 
     def _start(self, message: _Message, tensors: list[Tensor], caller: FrameType | None) -> ShmWork:
-        work = ShmWork(self, tensors)  # type: ignore[arg-type]  # it asks for `native` and `error` only
+        work = ShmWork(self, tensors)  # type: ignore[arg-type]  # it uses `native` and `error` only
         work._operation = message
         with self._change:
             self._under_way[message] = work
@@ -256,7 +264,7 @@ class RdmaP2P:
 
         try:
             in_a_thread(run_aside)
-        except RuntimeError:  # there are too many threads
+        except RuntimeError:  # too many threads
             with self._change:
                 del self._under_way[message]
             message.abandon(_Fault(("closed", -1, "")))
@@ -273,7 +281,7 @@ class RdmaP2P:
                 lent, region, offset = self._nics.lend(x, owner)
             except peer_reads.UnregisteredError as error:
                 self._say(rank, str(error), for_good=False)
-            except Exception as error:  # a package for verbs that does not fit, say
+            except Exception as error:  # such as a verbs package that does not fit
                 self._stay_plain(rank, _why(error))
             else:
                 if p2p_protocol.fits(region):
@@ -286,7 +294,7 @@ class RdmaP2P:
             self._nics.give_back(lent)
 
     def _serve(self, talk: _PeerExchange, x: Tensor, first: tuple[Any, bytearray]) -> None:
-        """Do what the receiver says, until it has the message."""
+        """Do what the receiver requests, until it has the message."""
         word, rest = talk.hear(first)
         while word.kind == OFFER:
             talk.say(ANSWER, 0, self._answer(talk.rank, rest))
@@ -296,7 +304,7 @@ class RdmaP2P:
                 self._stay_plain(talk.rank, rest.decode(errors="replace"))
             talk.wait(talk.begin(self._gloo.send, x))
         elif word.kind == REFUSED:
-            what = f"rank {self._rank} sent {x.nbytes} bytes, and the receive of rank {talk.rank} is of {word.value}"
+            what = f"rank {self._rank} sent {x.nbytes} bytes, and the receive of rank {talk.rank} takes {word.value}"
             raise _Fault(("mismatch", -1, what))
 
     def _answer(self, rank: int, offer: bytes) -> bytes:
@@ -336,7 +344,7 @@ class RdmaP2P:
         talk = _PeerExchange(self, source, p2p_protocol.talk(it.number, source, self._rank), clock)
         if it.nbytes != x.nbytes:
             talk.say(REFUSED, x.nbytes)
-            what = f"rank {source} sent {it.nbytes} bytes, and the receive of rank {self._rank} is of {x.nbytes}"
+            what = f"rank {source} sent {it.nbytes} bytes, and the receive of rank {self._rank} takes {x.nbytes}"
             raise _Fault(("mismatch", -1, what))
         why = self._read(talk, it, x, owner)
         if why is None:
@@ -349,7 +357,7 @@ class RdmaP2P:
         self._count("gloo", source)
 
     def _read(self, talk: _PeerExchange, it: SendHeader, x: Tensor, owner: Tensor | None) -> str | None:
-        """None when it was read, else why not; "" where that is nothing new."""
+        """Read the message by NIC. Return None, or why that failed; "" if the reason was reported before."""
         if not it.region or self._nics is None or not self._tokens[talk.rank] or self._is_plain(talk.rank):
             return ""
         try:
@@ -362,9 +370,9 @@ class RdmaP2P:
             self._say(talk.rank, str(error), for_good=False)
             return ""
         except TimeoutError:
-            _c10d_internals.close_gloo_links(self._gloo, talk.rank)  # as Gloo does when a message of its own is late
+            _c10d_internals.close_gloo_links(self._gloo, talk.rank)  # as Gloo does if a message of its own is late
             raise talk.late() from None
-        except (_Fault, ProcessGroupError):  # of the conversation
+        except (_Fault, ProcessGroupError):  # of the exchange
             raise
         except Exception as error:
             why = _why(error)
@@ -372,17 +380,17 @@ class RdmaP2P:
             return why
         return None
 
-    # For both ---------------------------------------------------------------------------------------------------
+    # Both sides -------------------------------------------------------------------------------------------------
 
     def _is_plain(self, rank: int) -> bool:
-        """Gloo carries all to and from this rank."""
+        """Whether Gloo carries all messages to and from this rank."""
         return (rank, True) in self._said
 
     def _stay_plain(self, rank: int, why: str) -> None:
         self._say(rank, why, for_good=True)
 
     def _say(self, rank: int, why: str, *, for_good: bool) -> None:
-        """Once for each rank, and once more when it is for good."""
+        """Warn once for each rank, and once more if it is permanent."""
         with self._change:
             known = (rank, for_good) in self._said
             self._said.add((rank, for_good))
@@ -408,8 +416,9 @@ def _why(error: Exception) -> str:
 
 
 def _glance(room: bytearray, clock: _Clock) -> None:
-    """Until something arrives or the clock runs: Gloo's wait for anybody has an end that nothing moves, which ends the
-    group.
+    """Wait until a message arrives or the clock runs.
+
+    Gloo's wait for any rank has a fixed end, which ends the group.
     """
     pause = _GLANCE
     while not room[0] and not clock.begun.wait(pause):
@@ -417,28 +426,28 @@ def _glance(room: bytearray, clock: _Clock) -> None:
 
 
 class _PeerExchange:
-    """A conversation with a rank, or with whoever begins one: messages of Gloo with a tag of their own."""
+    """Exchange with one rank, or with the first that begins one: Gloo messages with a tag of their own."""
 
     def __init__(self, far: RdmaP2P, rank: int, tag: int, clock: _Clock) -> None:
         self._far, self._gloo = far, far._gloo
         self.rank, self._tag, self.clock = rank, tag, clock
 
     def begin(self, call: Callable[..., Any], tensor: Tensor) -> Any:
-        """One of Gloo's operations."""
+        """Start one of Gloo's operations."""
         try:
             return call([tensor], self.rank, self._tag)
         except RuntimeError as error:
             raise self._lost(error) from None
 
     def post(self, data: bytearray, tag: int) -> Any:
-        """Begin to send bytes."""
+        """Start to send bytes."""
         try:
             return self._gloo.send([_bytes(data)], self.rank, tag)
         except RuntimeError as error:
             raise self._far.error(self._lost(error)) from None
 
     def listen(self, nbytes: int = p2p_protocol.WORD) -> tuple[Any, bytearray]:
-        """Begin to receive bytes, and where they arrive."""
+        """Start to receive bytes; return the work and the buffer."""
         room = bytearray(nbytes)
         try:
             if self.rank < 0:
@@ -448,15 +457,15 @@ class _PeerExchange:
             raise self._far.error(self._lost(error)) from None
 
     def wait(self, work: Any) -> None:
-        """For one of Gloo's operations, as long as there is time."""
+        """Wait for one of Gloo's operations while there is time."""
         try:
-            # Gloo takes whole milliseconds and cuts off the rest: what is late would have time left, and count as lost.
+            # Gloo cuts off parts of a millisecond. Then a late message would have time left, and be reported as lost.
             work.wait(timedelta(milliseconds=max(1, math.ceil(1000 * self.clock.left()))))
         except RuntimeError as error:
             raise self._lost(error) from None
 
     def say(self, kind: int, value: int = 0, rest: bytes = b"") -> None:
-        """And be heard."""
+        """Send a control message and wait until it is received."""
         works = [self.post(ControlMessage(kind, value, len(rest)).pack(), self._tag)]
         if rest:
             works.append(self.post(bytearray(rest), self._tag))
@@ -464,7 +473,7 @@ class _PeerExchange:
             self.wait(work)
 
     def hear(self, first: tuple[Any, bytearray] | None = None) -> tuple[ControlMessage, bytes]:
-        """What the other says."""
+        """Receive a control message."""
         work, room = first or self.listen()
         self.wait(work)
         word = self.read(ControlMessage.unpack, room)
@@ -475,22 +484,22 @@ class _PeerExchange:
         return word, bytes(rest)
 
     def introduce(self, offer: bytes) -> bytes:
-        """The other's answer to an offer."""
+        """Send an offer and return the reply."""
         self.say(OFFER, 0, offer)
         return self.hear()[1]
 
     def read(self, unpack: Callable[[bytearray], Any], data: bytearray) -> Any:
-        """Raises what a message fails with."""
+        """Unpack a message; raises what an invalid one fails with."""
         try:
             return unpack(data)
         except p2p_protocol.ProtocolError as error:
             raise _Fault(("dead", self.rank, f"sent {error}: install the same release on all hosts")) from None
 
     def late(self) -> _Fault:
-        """There was no time left."""
+        """Return the failure of a message whose time is over."""
         least, seconds = self._far.least, self.clock.seconds
         what = f"did not do its part of a message within {seconds:g} s (is its tensor smaller than {least} bytes?)"
-        return _Fault(("late", self.rank, what if self.rank >= 0 else f"nobody sent a message within {seconds:g} s"))
+        return _Fault(("late", self.rank, what if self.rank >= 0 else f"no rank sent a message within {seconds:g} s"))
 
     def _lost(self, error: RuntimeError) -> _Fault:
         if not self.clock.left():

@@ -1,15 +1,15 @@
-"""What two ranks of different hosts tell each other, over Gloo, about a message that a NIC may carry: layouts and tags.
+"""Control messages of two ranks on different hosts, sent over Gloo, about a message that a NIC may carry.
 
-The sender announces the message where the receive with the user's tag looks for it; the two then talk about it with a
-tag of its own. Who says what when is p2p.py's.
+The sender announces the message under the user's tag, where the receive looks for it. The two ranks then exchange
+control messages with a tag of its own. p2p.py has their order.
 
 | from | | then |
 | --- | --- | --- |
-| sender | Announcement | |
-| receiver | OFFER, of a connection to read by | ANSWER from the sender, empty where it can't |
+| sender | announcement (`SendHeader`) | |
+| receiver | OFFER, of a connection to read by | ANSWER from the sender, empty if it can't connect |
 | receiver | DONE: it has the message | the end |
-| receiver | PLAIN, and why: let Gloo carry it | the message itself |
-| receiver | REFUSED, and how many bytes it wants | the end |
+| receiver | PLAIN, with the reason: send it over Gloo | the message itself |
+| receiver | REFUSED, with the number of bytes that it takes | the end |
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-# Tags are below 2**31. Those of people are below OWN_TAGS; from MOST_TAG on their messages go as they always did. Those
-# of a group's stages between hosts (process_group/_hierarchical/inter_host.py) begin at STAGES, and are made of the
-# number of bytes, too.
+# Tags are below 2**31. Users' tags are below OWN_TAGS; messages with tags from MAX_TAG on use Gloo only. The tags of
+# the stages between hosts (_hierarchical/inter_host.py) begin at FIRST_STAGE_TAG and depend on the number of bytes,
+# too.
 MAX_TAG = 1 << 28
 FIRST_STAGE_TAG = 1 << 30
 OWN_TAGS = _ANNOUNCED = 1 << 29
 _FIRST_EXCHANGE_TAG = _ANNOUNCED + MAX_TAG
 MAX_EXCHANGES = 1 << 27
-"""Conversations between two ranks in one direction, until the same number is used again."""
+"""Exchanges between two ranks in one direction before a number is used again."""
 
 DONE, PLAIN, OFFER, REFUSED, ANSWER = range(1, 6)
 
 _HEAD = struct.Struct("!4sIQQH")  # magic, number, bytes of the message, offset in the region, bytes of the region
 _MAGIC = b"mfa1"
 SEND_HEADER_BYTES = 256
-"""Bytes."""
-_WORD = struct.Struct("!4sIQQ")  # magic, what is said, a number, bytes that follow
+"""Length of an announcement in bytes."""
+_WORD = struct.Struct("!4sIQQ")  # magic, kind, value, bytes that follow
 WORD = _WORD.size
 MAX_CONTROL_BYTES = 64 << 10
-"""That may follow a word."""
+"""Most bytes after a control message."""
 
 
 class ProtocolError(ValueError):
-    """Bytes that no rank of this release has written."""
+    """Bytes that no rank of this release sends."""
 
 
 class SendHeader(NamedTuple):
-    """A message, and where its bytes lie; no region where no NIC may reach them."""
+    """Announcement of a message, with the location of its bytes; no region if NICs can't reach them."""
 
     number: int
     nbytes: int
@@ -52,13 +52,13 @@ class SendHeader(NamedTuple):
     region: bytes = b""
 
     def pack(self) -> bytearray:
-        """Always of the same length."""
+        """Return the announcement as bytes of a fixed length."""
         head = _HEAD.pack(_MAGIC, self.number, self.nbytes, self.offset, len(self.region))
         return bytearray((head + self.region).ljust(SEND_HEADER_BYTES, b"\0"))
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> SendHeader:
-        """Raises ProtocolError."""
+        """Parse an announcement. Raises ProtocolError."""
         magic, number, nbytes, offset, size = _HEAD.unpack_from(data)
         if magic != _MAGIC or _HEAD.size + size > len(data):
             raise ProtocolError(f"an announcement that begins with {bytes(data[:4])!r}")
@@ -66,35 +66,35 @@ class SendHeader(NamedTuple):
 
 
 def fits(region: bytes) -> bool:
-    """There is room for it in an announcement."""
+    """Whether a region fits into an announcement."""
     return _HEAD.size + len(region) <= SEND_HEADER_BYTES
 
 
 class ControlMessage(NamedTuple):
-    """What is said in a conversation; ``size`` bytes follow."""
+    """Control message of an exchange; ``size`` bytes follow."""
 
     kind: int
     value: int
     size: int
 
     def pack(self) -> bytearray:
-        """As bytes."""
+        """Return the control message as bytes."""
         return bytearray(_WORD.pack(_MAGIC, *self))
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> ControlMessage:
-        """Raises ProtocolError."""
+        """Parse a control message. Raises ProtocolError."""
         magic, kind, value, size = _WORD.unpack(data)
         if magic != _MAGIC or not DONE <= kind <= ANSWER or size > MAX_CONTROL_BYTES:
-            raise ProtocolError(f"a word that begins with {bytes(data[:8])!r}")
+            raise ProtocolError(f"a control message that begins with {bytes(data[:8])!r}")
         return cls(kind, value, size)
 
 
 def announced(tag: int) -> int:
-    """Gloo's tag for announcements of messages with this tag."""
+    """Return Gloo's tag for announcements of messages with this tag."""
     return tag if tag >= FIRST_STAGE_TAG else _ANNOUNCED + tag
 
 
 def talk(number: int, sender: int, receiver: int) -> int:
-    """Gloo's tag for a conversation: another one for each direction, since both use both ways of the pair."""
+    """Return Gloo's tag for an exchange. Each direction has its own, since both ranks use a pair in both directions."""
     return _FIRST_EXCHANGE_TAG + 2 * (number % MAX_EXCHANGES) + (sender < receiver)

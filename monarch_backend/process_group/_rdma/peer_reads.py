@@ -1,8 +1,7 @@
-"""This process's NICs, for messages between ranks of all its groups: connections to other processes, memory that these
-may read, and the reading.
+"""This process's NICs, for messages between ranks of all its groups: connections, readable memory, reads.
 
-The engine is the process's one (_verbs/shared_engine.py). It opens devices when something is lent or read, not before;
-and rdma is imported only on a machine that has NICs. What ranks say to each other is p2p.py's.
+The process has one engine (_verbs/shared_engine.py). It opens devices at the first registration or read. _verbs is
+imported only on a machine that has NICs. p2p.py has the control messages between ranks.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("monarch_backend")
 
-_MAX_TRIES = 3  # connections that one message may need: one that was there has broken, another one broke it meanwhile
-_CHECK_INTERVAL_S = 0.2  # seconds after which one who waits looks whether it is still wanted
+_MAX_TRIES = 3  # connections for one message, in case others break meanwhile
+_CHECK_INTERVAL_S = 0.2  # seconds between checks of a waiting thread whether its message is still wanted
 
 
 class UnusableError(Exception):
-    """No NIC carries it, for this reason; nothing reads or writes its memory any more."""
+    """NICs can't carry the message, for this reason; no NIC accesses its memory any more."""
 
 
 class UnregisteredError(UnusableError):
-    """Only because this memory can't be registered: other messages may do better."""
+    """This memory can't be registered; NICs may carry other messages."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A process, as the engine knows it; ``who`` is for messages."""
+    """A process, as the engine knows it; ``who`` describes it in messages."""
 
     token: str
     who: str = field(default="", compare=False)
@@ -49,7 +48,7 @@ class Rank:
 
 @dataclass
 class _Other:
-    """A process, for as long as groups here have it."""
+    """State of a process while groups here have it as a rank."""
 
     peer: Rank
     groups: int = 0
@@ -59,7 +58,7 @@ class _Other:
 
 @dataclass
 class ReadableRegion:
-    """A storage that other processes may read, from the first message out of it until it is gone."""
+    """A storage that other processes may read, from its first message until it is freed."""
 
     region: Region
     anchor: weakref.ref[Any]
@@ -68,7 +67,7 @@ class ReadableRegion:
 
 
 class ReadTarget(NamedTuple):
-    """Where to read to, and whose memory that is."""
+    """Memory to read into, with its owner."""
 
     address: int
     nbytes: int
@@ -76,26 +75,26 @@ class ReadTarget(NamedTuple):
 
 
 class Nics:
-    """Made with the first group that can use them, gone with the last; see :func:`join`."""
+    """NICs of this process, from the first group that can use them to the last; see :func:`join`."""
 
     def __init__(self) -> None:
         from monarch_backend._verbs import shared_engine
 
         self._engine: Engine = shared_engine.borrow(Rank, self._dial)
         self._others: dict[str, _Other] = {}
-        self._lent: OrderedDict[int, ReadableRegion] = (
-            OrderedDict()
-        )  # by the storage's id; the one used last is the last
-        self._nbytes = 0  # of these
+        self._lent: OrderedDict[int, ReadableRegion] = OrderedDict()  # by the storage's id; least recently used first
+        self._nbytes = 0  # bytes of these
         self._gone: deque[int] = deque()
         self._lock = threading.Lock()
 
-    # Memory for others ------------------------------------------------------------------------------------------
+    # Memory for other processes ---------------------------------------------------------------------------------
 
     def lend(self, tensor: Tensor, owner: Tensor | None = None) -> tuple[ReadableRegion, bytes, int]:
-        """Others may read it until it is given back; with the region as bytes, and the tensor's offset in it.
+        """Let other processes read the tensor until `give_back`.
 
-        The storage is registered as a whole, and stays so while it lives. Raises UnusableError.
+        Return (region, region as bytes, tensor's offset in it).
+
+        The storage is registered as a whole, and stays registered while it lives. Raises UnusableError.
         """
         from monarch_backend._verbs import VerbsError
 
@@ -123,7 +122,7 @@ class Nics:
         return lent, lent.region.to_bytes(), tensor.data_ptr() - address
 
     def give_back(self, lent: ReadableRegion) -> None:
-        """This message has no need of it any more."""
+        """End one message's use of the region."""
         with self._lock:
             lent.users -= 1
             over = not lent.users and not lent.kept
@@ -132,7 +131,7 @@ class Nics:
         self._make_room()
 
     def sweep(self) -> None:
-        """Storages that are gone are not lent any more."""
+        """Deregister storages that were freed."""
         with self._lock:
             while self._gone:
                 key = self._gone.popleft()
@@ -146,7 +145,7 @@ class Nics:
             if (call := sweep()) is not None:
                 call()
 
-        def ended(_: object) -> None:  # in the middle of anything: no lock is taken here
+        def ended(_: object) -> None:  # called at any point of other code, so it takes no lock
             gone.append(key)
             engine.soon(later)
 
@@ -155,7 +154,7 @@ class Nics:
     def _keep(self, key: int, lent: ReadableRegion) -> ReadableRegion:
         with self._lock:
             other = self._lent.get(key)
-            if other is None or other.anchor() is None:  # nobody else has registered it meanwhile
+            if other is None or other.anchor() is None:  # no other thread has registered it meanwhile
                 if other is not None:
                     self._forget(key)
                 self._lent[key] = lent
@@ -181,10 +180,13 @@ class Nics:
                     return
                 self._forget(idle)
 
-    # Other processes' memory ------------------------------------------------------------------------------------
+    # Memory of other processes ----------------------------------------------------------------------------------
 
     def accept(self, token: str, offer: bytes) -> bytes:
-        """The answer to a process that wants to read from here. Raises UnusableError."""
+        """Return the reply to the connection offer of a process that wants to read memory of this one.
+
+        Raises UnusableError.
+        """
         from monarch_backend._verbs import VerbsError
 
         try:
@@ -201,9 +203,9 @@ class Nics:
         introduce: Callable[[bytes], bytes],
         left: Callable[[], float],
     ) -> None:
-        """A process's memory into ours. ``introduce`` takes an offer there and brings the answer.
+        """Read a process's memory into ours. ``introduce`` sends an offer to it and returns the reply.
 
-        Raises UnusableError; TimeoutError when nothing is left of the time; and what ``introduce`` and ``left`` raise.
+        Raises UnusableError, TimeoutError after the time limit, and what ``introduce`` and ``left`` raise.
         """
         from monarch_backend._verbs import Region, VerbsError
 
@@ -215,7 +217,7 @@ class Nics:
                 return
             except VerbsError as error:
                 why = str(error)
-                if other.connected:  # the connection is not to blame
+                if other.connected:  # the connection is not the cause
                     break
         raise UnusableError(why)
 
@@ -265,27 +267,27 @@ class Nics:
             if not ended.is_set():
                 other.connected = False
                 self._engine.give_up(other.peer, "another message from it was given up")
-                ended.wait()  # nothing writes there any more
+                ended.wait()  # after it no NIC writes there
             raise
         if outcome[0] is not None:
             raise outcome[0]
 
     def _dial(self, peer: Rank) -> None:
-        # A connection has broken. Who wants to read connects anew: only it has somebody to say it to.
+        # A connection has broken. The reading side connects anew, because only it has an exchange for its offer.
         other = self._others.get(peer.token)
         if other is not None:
-            other.connected = False  # first: whose message fails by what follows asks this
+            other.connected = False  # first, because messages that fail by the next steps check this
         self._engine.give_up(peer, f"the connection to {peer} broke")
 
     # Groups -----------------------------------------------------------------------------------------------------
 
     def add(self, others: Iterable[Rank]) -> None:
-        """A group has these."""
+        """Count these processes as ranks of one more group."""
         for peer in others:
             self._others.setdefault(peer.token, _Other(peer)).groups += 1
 
     def remove(self, others: Iterable[Rank]) -> bool:
-        """A group has these no more; True if none is left."""
+        """Remove a group's processes; True if none is left."""
         for peer in others:
             other = self._others[peer.token]
             other.groups -= 1
@@ -295,7 +297,7 @@ class Nics:
         return not self._others
 
     def close(self) -> None:
-        """Nobody reads from here any more."""
+        """Close the connections and deregister all memory."""
         from monarch_backend._verbs import shared_engine
 
         with self._lock:
@@ -309,7 +311,7 @@ _joining = threading.Lock()
 
 
 def join(others: Iterable[Rank]) -> Nics:
-    """The process's NICs, for a group with these processes in it; :func:`leave` with the same."""
+    """Return the process's NICs for a group with these processes; call :func:`leave` with the same arguments."""
     global _process
     with _joining:
         if _process is None:
@@ -319,10 +321,10 @@ def join(others: Iterable[Rank]) -> Nics:
 
 
 def leave(nics: Nics, others: Iterable[Rank]) -> None:
-    """The group is gone."""
+    """Remove a group that is closed."""
     global _process
     with _joining:
-        if nics is not _process:  # a fork's parent had it
+        if nics is not _process:  # it is of a fork's parent
             return
         if nics.remove(others):
             _process = None
