@@ -77,7 +77,7 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
 def agree(store: Store, rank: int, size: int, deadline: Deadline, at: str, who: str) -> str:
     """Return the name of the round, the same on all ranks.
 
-    If ranks are absent at the deadline, raises DistStoreError on all other ranks; ``at`` and ``who`` are parts of its
+    If ranks are absent at the deadline, raises DistStoreError on all other ranks; the last arguments are parts of its
     message. Raises DistNetworkError if the store closes.
     """
     if size == 1:

@@ -37,7 +37,7 @@ class UnregisteredError(UnusableError):
 
 @dataclass(frozen=True)
 class Rank:
-    """A process, as the engine knows it; ``who`` describes it in messages."""
+    """Name of a process for the engine, with its description for messages."""
 
     token: str
     who: str = field(default="", compare=False)

@@ -1,10 +1,11 @@
-"""How the ranks of a new group find out which of them share memory, and prove it.
+"""Detection and proof of shared memory among the ranks of a new group.
 
-Each rank tells the others through the group's store which kernel and IPC namespace it runs in and under which name it
-listens. Ranks that agree on the first two connect and pass each other a descriptor of their memory: only that proves
-it, and a rank that can't be reached (another network namespace, another user) is on another host for our purposes.
-Every rank then reads what all have reached and comes to the same answer: which ranks make up a host. What is done with
-the memory of one host is shm_backend.py's, of several process_group/_hierarchical/hierarchical_backend.py's.
+Each rank writes its kernel, its IPC namespace and its socket name to the group's store. Ranks with equal kernels and
+namespaces connect and pass each other a descriptor of their memory. Only that proves shared memory. A rank that can't
+be reached (another network namespace, another user) counts as one of another host.
+
+Every rank then reads which ranks the others have reached. All come to the same answer: which ranks make up a host.
+shm_backend.py uses the memory of one host, _hierarchical/hierarchical_backend.py that of several.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from monarch_backend.process_group._shm.segment import read_from, this_process
 from monarch_backend.process_group._shm.shm_backend import SharedMemory
 
 _PEER_TIMEOUT_S = (
-    30.0  # seconds for a peer to answer, or to show up here once it has connected: only a stopped one is late
+    30.0  # seconds for a peer to reply, or to appear here after it has connected; only a stopped one is late
 )
 
 
 def wanted() -> bool:
-    """Whether the route may be taken, which all ranks of a job must be alike in: MONARCH_SHM=0 leaves all to Gloo."""
+    """True unless MONARCH_SHM=0, which must be equal on all ranks of a job."""
     return bool(env.get("MONARCH_SHM"))
 
 
 def refusal() -> str:
-    """Why this process can't share memory at all, or ''."""
+    """Return why this process can't share memory at all, or ''."""
     if not wanted():
         return "MONARCH_SHM=0"
     if not hasattr(_native, "Host"):
@@ -53,7 +54,7 @@ def refusal() -> str:
 
 @dataclass(frozen=True)
 class BootstrapResult:
-    """What came of it: the shared memory for the CPU's tensors, if any, under the name of its route, and why."""
+    """Result of the bootstrap: the backend for CPU tensors, if any, the name of its route, and the reason."""
 
     memory: SharedMemory | None
     route: str
@@ -63,7 +64,7 @@ class BootstrapResult:
 
 @dataclass(frozen=True)
 class _Table:
-    """Where the ranks of the group tell each other what they are, until the deadline."""
+    """Exchange of values among the group's ranks through the store, until the deadline."""
 
     store: Store
     rank: int
@@ -72,7 +73,10 @@ class _Table:
     who: str
 
     def exchange(self, name: str, mine: Any) -> list[Any]:
-        """What each rank gives as ``mine``; raises DistStoreError with the ranks that give nothing in time."""
+        """Return the values that the ranks give as ``mine``.
+
+        Raises DistStoreError that names the ranks without a value in time.
+        """
         return exchange(self.store, name, self.rank, self.size, mine, self.deadline, self.who)
 
 
@@ -86,10 +90,10 @@ def meet(
     who: str,
     label: str = "",
 ) -> BootstrapResult:
-    """Find out which ranks share memory, the same on every rank, and what to make of it.
+    """Find out which ranks share memory, the same on every rank, and make the backend for CPU tensors.
 
-    All of them: shared memory. Some: a hierarchy, with ``gloo`` between the hosts. None: nothing but ``gloo``.
-    The ranks are in time until ``deadline``; ``timeout`` is asked for each operation later. Raises TimeoutError and
+    If all ranks share memory, it is shared memory; if some do, a hierarchy with ``gloo`` between hosts; else only
+    ``gloo``. The ranks have until ``deadline``; each later operation asks for its ``timeout``. Raises TimeoutError and
     DistStoreError.
     """
     table = _Table(store, rank, size, deadline, who)
@@ -132,7 +136,7 @@ def _nics_between(
     gloo: Any,
     label: str,
 ) -> RdmaP2P | None:
-    """The way for large messages between hosts, if ranks of two hosts have NICs: all ranks find the same."""
+    """Return the group of large messages if ranks of two hosts have NICs. All ranks get the same answer."""
     able = [bool(said["nics"]) for said in everyone]
     if sum(any(able[r] for r in ranks) for ranks in hosts) < 2:
         return None
@@ -143,9 +147,9 @@ def _nics_between(
 
 
 def _hosts(table: _Table, host: Any, everyone: list[dict[str, Any]]) -> tuple[list[list[int]], dict[int, Any], str]:
-    """Connect the ranks; who turned out to share memory with whom, our peers, and a remark. The smaller token connects.
+    """Connect the ranks; return (ranks of each host, our peers by rank, remark). The smaller token connects.
 
-    The peers are kept by their ranks: one that has made its group may end before we have made ours.
+    The peers are kept, because a rank that has made its group may end before this one has made its own.
     """
     rank, size, me = table.rank, table.size, everyone[table.rank]
     tokens = [said["token"] for said in everyone]
@@ -164,7 +168,7 @@ def _hosts(table: _Table, host: Any, everyone: list[dict[str, Any]]) -> tuple[li
 
 
 def _connect(host: Any, token: str, seconds: float) -> Any:
-    """The peer; None if it refuses, or does not answer for so long. In slices, so that Ctrl-C is heard in between."""
+    """Return the peer, or None if it refuses or does not reply in time. Waits in slices, so that Ctrl-C works."""
     end = time.monotonic() + seconds
     while True:
         began = time.monotonic()
@@ -175,7 +179,7 @@ def _connect(host: Any, token: str, seconds: float) -> Any:
 
 
 def _cliques(pairs: set[frozenset[int]], size: int) -> tuple[list[list[int]], str]:
-    """The ranks in sets of which every two have met; ranks of whom only some have met stay alone, with a remark."""
+    """Return sets of ranks that are all connected pairwise; other connected ranks stay alone, with a remark."""
     hosts: list[list[int]] = []
     remark = ""
     seen: set[int] = set()
@@ -210,7 +214,7 @@ def _share(
     remark: str,
     label: str,
 ) -> BootstrapResult:
-    """Make the memory of each host's ranks, if all can."""
+    """Make the memory of each host's ranks, if all of them can."""
     rank = table.rank
     here = next(ranks for ranks in hosts if rank in ranks)
     mine: int = host.make_board(len(here))

@@ -1,6 +1,7 @@
-"""What one process offers to its peers for all of its groups together: one arena of shared memory, one progress thread.
+"""Shared memory of one process for all of its groups: one arena, one progress thread.
 
-Its size and its limits, and tensors that live in it. How peers meet is in bootstrap.py, what they do in shm_backend.py.
+This module has its size, its limits, and tensors that live in it. bootstrap.py connects peers, shm_backend.py runs
+operations.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from monarch_backend._core.limits import explained
 from monarch_backend.process_group._errors import ProcessGroupError
 
 before_end: list[Callable[[], None]] = []
-"""Called at the end of a process that shares memory, before its peers learn of the end."""
+"""Called at the end of a process that shares memory, before its peers are informed."""
 
 
 def _call_before_end() -> None:
@@ -33,7 +34,7 @@ def _call_before_end() -> None:
 
 @dataclass
 class _Process:
-    """This process among those of its host, made with its first group."""
+    """This process as a peer on its host, made with its first group."""
 
     host: Any
     engine: Any
@@ -48,7 +49,10 @@ _process: _Process | None = None
 
 
 def this_process() -> _Process:
-    """Made on first use; raises OSError where the system has no room for the arena."""
+    """Return this process's shared memory, made on first use.
+
+    Raises OSError if the system has no room for the arena.
+    """
     global _process
     if _process is None:
         size = arena_bytes()
@@ -56,7 +60,7 @@ def this_process() -> _Process:
             host = _native.Host(size)
         _process = _Process(host, _native.Engine(host))
         atexit.register(_process.stop)
-        multiprocessing.util.Finalize(None, _call_before_end, exitpriority=0)  # its children skip atexit
+        multiprocessing.util.Finalize(None, _call_before_end, exitpriority=0)  # multiprocessing's children skip atexit
     return _process
 
 
@@ -65,7 +69,7 @@ def _in_forked_child() -> None:
     if _process is not None:
         atexit.unregister(_process.stop)
         _process.host.abandon()
-        _native.keep_for_ever(_process)  # its threads are the parent's: nothing here can join them
+        _native.keep_for_ever(_process)  # its threads are the parent's, and can't be joined here
         _process = None
 
 
@@ -73,12 +77,12 @@ fork.register(fork.Step.SHARED_MEMORY, after_in_child=_in_forked_child)
 
 
 def arena_bytes() -> int:
-    """MONARCH_SHM_ARENA_BYTES, or the default. Raises ValueError for what is no number of bytes."""
+    """Return MONARCH_SHM_ARENA_BYTES, or the default. Raises ValueError if it is not a number of bytes."""
     return int(env.get("MONARCH_SHM_ARENA_BYTES"))
 
 
 def read_from() -> int:
-    """MONARCH_CMA_MIN_BYTES, 0 for never, or the default. Raises ValueError for what is no number of bytes."""
+    """Return MONARCH_CMA_MIN_BYTES, 0 for never, or the default. Raises ValueError if it is not a number of bytes."""
     return int(env.get("MONARCH_CMA_MIN_BYTES"))
 
 

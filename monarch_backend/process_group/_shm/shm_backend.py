@@ -1,8 +1,8 @@
-"""The shared-memory route: CPU tensors of ranks on one host, as calls on the compiled core.
+"""Shared-memory backend: CPU tensors of ranks on one host, as calls of the compiled core.
 
-How ranks find out that they share memory is in bootstrap.py; algorithms, waiting and failures are in csrc/shm/.
-Here c10d's arguments become addresses, and what the core reports becomes works and errors. The methods have the
-names and arguments of torch's own backends, so that a group can use either.
+bootstrap.py finds ranks that share memory. Algorithms, waiting and failures are in csrc/shm/. This module converts
+c10d's arguments to addresses, and the core's reports to works and errors. The methods have the names and arguments of
+torch's own backends, so that a group can use either.
 """
 
 from __future__ import annotations
@@ -72,15 +72,14 @@ _BYTES = len(_DTYPES)
 _OPS = {name: code for code, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), 1)}
 _MOVES = 0
 
-_FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's own"
+_FOR_EVER = timedelta(0)  # c10d's C++ default: this wait has no timeout of its own
 
 
-# What a shortcut takes: where the methods change nothing about a tensor of this dtype before it travels
-# (process_group/_cpu_validation.py).
+# Dtypes that fast paths accept, because _cpu_validation.py changes nothing about tensors of these.
 _REDUCES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
 _MOVES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if dtype in _cpu_validation.REDUCIBLE}
 _SHORTCUT_FORMS = (Form.IN_PLACE, Form.PAIR, Form.TO_LIST, Form.EXCHANGE, Form.NOTHING)
-"""In the order of csrc/shm/python/fast_paths.h: Form."""
+"""Indexed by csrc/shm/python/fast_paths.h: Form."""
 
 
 def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
@@ -88,16 +87,16 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def op_code(op: Any) -> int:
-    """The core's code of a ReduceOp."""
+    """Return the core's code of a ReduceOp."""
     kind = getattr(op, "op", op)
     return _OPS[kind.name]
 
 
 @_c10d_internals.hide_from_dynamo
 class ShmWork(dist.Work):
-    """One operation. ``outputs`` are what its future shows, ``finish`` copies results to where they belong."""
+    """One operation. Its future holds ``outputs``; ``finish`` copies results to the caller's tensors."""
 
-    # Most works are done when they are made; defaults of the class keep that cheap.
+    # Class defaults keep the usual case cheap: a work that is done when it is made.
     _operation: Any = None  # None: it was done before it was returned
     _finish: Callable[[], object] | None = None
     _keep: object = None
@@ -113,7 +112,7 @@ class ShmWork(dist.Work):
             self._finish = finish
 
     def _end(self) -> None:
-        """What is left to do once the core is done; the second time nothing."""
+        """Finish the work after the core is done; later calls do nothing."""
         with self._lock:
             fault = None if self._operation is None else self._operation.fault
             if fault is not None and self._error is None:
@@ -122,7 +121,7 @@ class ShmWork(dist.Work):
             if finish is not None and self._error is None:
                 try:
                     finish()
-                except Exception as error:  # of an earlier operation that is one with this to the caller
+                except Exception as error:  # of an earlier operation that belongs to the same call
                     self._error = error
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
@@ -148,31 +147,32 @@ class ShmWork(dist.Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """The operation's error, if it has ended with one."""
+        """Return the operation's error, or None."""
         self.is_completed()
         return self._error
 
     def _source_rank(self) -> int:
-        """Of a receive: the group rank that sent."""
+        """Return the group rank that sent the received message."""
         return int(self._operation.source)
 
     def result(self) -> list[Tensor]:
-        """The outputs, once the operation has ended."""
+        """Return the outputs, once the operation has ended."""
         self.wait()
         return self._outputs
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future of the outputs.
+        """Return a future of the outputs.
 
-        To C++ (DDP's built-in hooks) it must hold a list of tensors of C++'s own, which Python can't make of a future
-        that is not done: there this call waits.
+        For C++ (DDP's built-in hooks) it must hold a C++ list of tensors. Python can't make such a future before it is
+        done, so this call waits there.
         """
         if "get_future" not in sys._getframe(1).f_code.co_names:
             self.wait()
             return _c10d_internals.future_of_tensors(self._outputs)
         with self._lock:
             if self._future is None:
-                # Not set_exception: C++ takes what that leaves for a value. An error out of `then` is one to it.
+                # Not set_exception, because C++ takes its result for a value. An error raised by `then` arrives as an
+                # error.
                 self._done: Future[None] = Future()
                 self._future = self._done.then(lambda _: self.result())
         if self.is_completed():
@@ -180,7 +180,10 @@ class ShmWork(dist.Work):
         return self._future
 
     def ended(self) -> None:
-        """The core calls it from its progress thread; until then it has kept this work, and so the tensors, alive."""
+        """Complete the future.
+
+        The core's progress thread calls this; the core keeps the work and its tensors alive until then.
+        """
         self._end()
         self._settle()
 
@@ -189,22 +192,22 @@ class ShmWork(dist.Work):
             settled, self._settled = self._settled, self._settled or self._future is not None
             if settled or self._future is None:
                 return
-        self._done.set_result(None)  # not under the lock: it runs the caller's callbacks
+        self._done.set_result(None)  # not under the lock, because it runs the caller's callbacks
 
 
 class _Done(ShmWork):
-    """An operation that has ended well. Made by shortcuts, which set its outputs: no Python runs for it."""
+    """Completed operation. Fast paths make it and set its outputs without running Python."""
 
     __init__ = dist.Work.__init__
     _group: Any = None
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:  # noqa: ARG002
-        """It is done."""
+        """Return at once: the operation is done."""
         return True
 
 
 def _contiguous(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], object] | None]:
-    """Tensors that can be written as memory; and, where these are copies, what copies them back."""
+    """Return tensors to write as memory and, if these are copies, a function that copies them back."""
     if all(t.is_contiguous() for t in tensors):
         return list(tensors), None
     pairs = [(t, torch.empty_like(t, memory_format=torch.contiguous_format)) for t in tensors]
@@ -212,7 +215,7 @@ def _contiguous(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], o
 
 
 def _all_of(works: Sequence[ShmWork], finish: Callable[[], object] | None) -> Callable[[], object] | None:
-    """What finishes several operations that are one to the caller; those of a group end in order."""
+    """Return a function that finishes operations that belong to one call; those of a group end in order."""
     if not works:
         return finish
 
@@ -226,7 +229,7 @@ def _all_of(works: Sequence[ShmWork], finish: Callable[[], object] | None) -> Ca
 
 
 def explained(fault: tuple[str, int, str], members: Sequence[str], me: int, closed_why: str) -> Exception:
-    """What to raise for (kind, rank of the culprit or -1, what happened); ``members`` say who the ranks are."""
+    """Return the exception for (kind, rank at fault or -1, text); ``members`` describe the ranks."""
     kind, rank, text = fault
     here = f"rank {me} of {len(members)}, {members[me]}"
     if kind == "mismatch":
@@ -248,14 +251,14 @@ def explained(fault: tuple[str, int, str], members: Sequence[str], me: int, clos
 
 @_c10d_internals.hide_from_dynamo
 class SharedMemory:
-    """The ranks of one host as an inner group; ``members`` say who they are, for messages.
+    """Inner group of the ranks of one host; ``members`` describe them in messages.
 
-    ``timeout`` is asked for each operation: torch changes it on the group behind the other route.
+    Each operation asks for its ``timeout``, because torch changes it on the group behind the other route.
     """
 
     reduces = frozenset(_DTYPES)
-    sends = True  # point to point as well
-    in_short = True  # there are `shortcuts`
+    sends = True  # also does point to point
+    in_short = True  # has `shortcuts`
 
     def __init__(
         self, native: Any, engine: Any, members: Sequence[str], rank: int, timeout: Callable[[], timedelta]
@@ -268,11 +271,11 @@ class SharedMemory:
 
     @property
     def sequence(self) -> int:
-        """How many collectives there have been."""
+        """Number of collectives so far."""
         return int(self.native.sequence)
 
     def error(self, fault: tuple[str, int, str]) -> Exception:
-        """What to raise for what the core reports: (kind, rank of the culprit or -1, what happened)."""
+        """Return the exception for the core's report: (kind, rank at fault or -1, text)."""
         error = explained(fault, self._members, self._rank, self.closed_why)
         self.failed |= isinstance(error, (RankFailedError, CollectiveTimeoutError))
         return error
@@ -290,7 +293,7 @@ class SharedMemory:
         root: int = -1,
         finish: Callable[[], object] | None = None,
     ) -> ShmWork:
-        """Start it, and finish it here and now unless the caller wants to do other things meanwhile.
+        """Run an operation in this thread, unless the call is asynchronous.
 
         ``piece`` has the dtype and the size that all ranks must agree on.
         """
@@ -314,10 +317,10 @@ class SharedMemory:
         return seconds
 
     def shortcuts(self, owner: object, methods: Mapping[str, object]) -> dict[str, Any]:
-        """Name -> callable in the place of that method of ``owner``, for the calls of nearly all programs.
+        """Return fast paths by name: callables that replace methods of ``owner``.
 
-        They take plain contiguous tensors and callers that wait; everything else they pass on to the method. Not where
-        the method of ``owner`` is another than that of ``methods``: who has overridden it wants to be called.
+        They handle synchronous calls with plain contiguous tensors and pass all other calls to the method. A method of
+        ``owner`` that differs from the one in ``methods`` is an override and is not replaced.
         """
         moves = _c10d_internals.shortcut_names(_OPS, _MOVES_AT_ONCE)
         reduces = _c10d_internals.shortcut_names(_OPS, _REDUCES_AT_ONCE)
@@ -325,7 +328,7 @@ class SharedMemory:
         for name, spec in _collective_specs.with_shortcut():
             method = getattr(type(owner), name, None)
             if not isinstance(method, FunctionType) or method is not methods.get(name):
-                continue  # C++'s own would come back to the shortcut
+                continue  # C++ calls of these names would reach the fast path again
             form, names = _SHORTCUT_FORMS.index(spec.form), reduces if spec.reduces else moves
             found[name] = self.native.shortcut(
                 spec.operation, form, owner, name, spec.options, _Done, self._failed, self._seconds, names
@@ -333,12 +336,12 @@ class SharedMemory:
         return found
 
     def _failed(self, operation: Any, outputs: list[Tensor]) -> ShmWork:
-        """The work of an operation of this thread that has failed."""
+        """Return the work of a failed operation of this thread."""
         work = ShmWork(self, outputs)
         work._error = self.error(operation.fault)  # raised by wait(), so that hooks see a failed work as well
         return work
 
-    # Collectives, as torch's own backends name them -------------------------------------------------------------
+    # Collectives, named as in torch's own backends --------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
         """All-reduce of one tensor, in place."""
@@ -379,7 +382,7 @@ class SharedMemory:
         return self._run(ALL_GATHER, x, [x], outs, opts, shown, finish=_all_of(before, finish))
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
-        """Gather several tensors of each rank: ``outputs[rank][i]`` is what ``rank`` has as ``inputs[i]``."""
+        """Gather several tensors of each rank: ``outputs[rank][i]`` is ``inputs[i]`` of ``rank``."""
         works: list[ShmWork] = []
         shown = [t for row in outputs for t in row]
         for i, x in enumerate(inputs):
@@ -453,7 +456,7 @@ class SharedMemory:
     # Point to point -----------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
-        """Send a tensor: done when the tensor may change again, received or not."""
+        """Send a tensor; the send is done when the tensor may change again, received or not."""
         return self._message(True, tensors, rank, tag)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
@@ -461,12 +464,12 @@ class SharedMemory:
         return self._message(False, tensors, rank, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
-        """Receive from whoever sends first."""
+        """Receive from the rank that sends first."""
         return self._message(False, tensors, -1, tag)
 
     def _message(self, sends: bool, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
         (x,) = tensors
-        # Nobody but this thread need move what it waits for at once.
+        # If the caller waits at once, this thread moves the message itself.
         waits = _c10d_internals.is_waited_for(sys._getframe(3))
         operation = self.native.message(sends, _DTYPES.get(x.dtype, _BYTES), rank, tag, x.data_ptr(), x.nbytes, x)
         work = ShmWork(self, tensors)
@@ -482,32 +485,32 @@ class SharedMemory:
         return work
 
     def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:
-        """The operation that torch's dispatcher calls ``name``, with its arguments."""
+        """Run the operation that torch's dispatcher calls ``name``, with its arguments."""
         with _c10d_internals.profiled(*_PROFILED[name](args)):
             work: ShmWork = call_by_operator(self, opts, name, args)
             return work
 
     def set_reason(self, reason: str) -> None:
-        """Say why this rank is about to close the group, for the errors of the others; see `reason_of`."""
+        """Set the reason for which this rank will close the group, for the other ranks' errors; see `reason_of`."""
         self.native.set_reason(reason)
 
     def tell_end(self, reason: str) -> None:
-        """Say why this process is about to end with the group alive."""
+        """Publish why this process will end with the group alive."""
         self.native.set_reason(reason)
 
     def close(self) -> None:
-        """End it: operations under way fail with GroupClosedError."""
+        """Close the group: operations in progress fail with GroupClosedError."""
         self.native.close()
 
 
 def call_by_operator(inner: Any, opts: Any, name: str, args: tuple[Any, ...]) -> Any:
-    """Call the method of an inner group, the shared memory or torch's, for the operator ``name`` of torch.ops.c10d."""
+    """Call the method of an inner group (shared memory or torch's) for the operator ``name`` of torch.ops.c10d."""
     method, arguments = _CALLS[name]
     return getattr(inner, method)(*arguments(args, opts))
 
 
 def _call_of(spec: CollectiveSpec) -> tuple[str, Callable[[tuple[Any, ...], Any], tuple[Any, ...]]]:
-    """Return the method for an operator, and what converts the operator's arguments and the options to the method's."""
+    """Return the method for an operator, and a function that converts the operator's arguments to the method's."""
     if spec.form is Form.NOTHING:
         return spec.key, lambda _, opts: (opts,)
     if spec.form.is_point_to_point:
@@ -520,7 +523,7 @@ def _call_of(spec: CollectiveSpec) -> tuple[str, Callable[[tuple[Any, ...], Any]
 
 
 def _range_of(spec: CollectiveSpec) -> Callable[[tuple[Any, ...]], tuple[str, list[Tensor]]]:
-    """Return what makes the profiler's range for an operator's arguments: its title, and the tensors that are read."""
+    """Return a function from an operator's arguments to the profiler's range: title, tensors that are read."""
     title = f"shm:{spec.profiler_name}"
     if spec.form is Form.NOTHING:
         return lambda _: (title, [])

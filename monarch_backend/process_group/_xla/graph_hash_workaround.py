@@ -1,9 +1,11 @@
-"""Graphs that torch_xla (2.9) takes for one another, and how each of them gets an executable of its own.
+"""Workaround for different graphs with equal hashes in torch_xla (2.9): each gets an executable of its own.
 
-torch_xla keeps executables by a hash in which a tensor that is there already counts by its shape, and not by which it
-is: `(a - b) * a` and `(a - b) * b` have the same hash if a and b have the same shape. What is asked for second is done
-by the first one's executable, with wrong values, and without a word. So a graph that is not the first of its hash gets
-one more result, which nobody wants, and whose size says which of them it is: a result is part of the hash.
+torch_xla keeps executables by a graph's hash. An existing tensor counts in the hash by its shape only. So `(a - b) * a`
+and `(a - b) * b` have the same hash if a and b have the same shape. The first one's executable then computes the
+second, with wrong values and no error.
+
+Here a graph that is not the first of its hash gets one more result. Its size is the graph's number. It changes the
+hash, because results are part of it.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 _texts: dict[bytes, list[bytes]] = {}
-"""By torch_xla's hash the texts of the graphs that have it, as digests."""
+"""Digests of the texts of the graphs that have a hash of torch_xla's."""
 _said: dict[tuple[bytes, Hashable], int] = {}
-"""Which of them it is, by the hash and what a caller has said of the graph."""
+"""Number of a graph among those of its hash, by the hash and the caller's key."""
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies in the host's memory, in one graph with all that has to be done for them."""
+    """Return copies in host memory, made in one graph with all computations that they need."""
     native = _native()
     given = [each.detach() for each in tensors]
     if not any(native._check_tensor_need_materialization(given)):
@@ -32,36 +34,36 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_on_xla(value: Any) -> bool:
-    """Whether it is a tensor of an XLA device."""
+    """True for a tensor on an XLA device."""
     return isinstance(value, torch.Tensor) and value.device.type == "xla"
 
 
 def all_on_host(values: Any) -> Any:
-    """The tree with such copies in the place of all XLA tensors in it."""
+    """Return the tree with host copies in place of its XLA tensors."""
     leaves, spec = pytree.tree_flatten(values)
     copies = iter(on_host([each for each in leaves if is_on_xla(each)]))
     return pytree.tree_unflatten([next(copies) if is_on_xla(each) else each for each in leaves], spec)
 
 
 def sync(held: Iterable[torch.Tensor], said: Hashable) -> None:
-    """Do what was recorded, also of tensors that are not among those ``held``.
+    """Run the recorded operations, also those of tensors outside ``held``.
 
-    ``said``: equal for two graphs only if in both the same tensors are used in the same places, or None. Who can say
-    this saves the graph's text, which takes longer than to record it.
+    ``said``: a key that is equal for two graphs only if both use the same tensors in the same places, or None. With a
+    key, the graph's text is not needed, which takes longer than recording the graph.
     """
     import torch_xla
 
-    # A view would become a result of its own if it was looked at; what it is a view of is one anyway.
+    # Using a view would make it a result of its own. The tensor that it views is a result anyway.
     known = [each for each in held if each._base is None]
     asked = _native()._check_tensor_need_materialization(known)
     pending = [each for each, is_pending in zip(known, asked, strict=True) if is_pending]
     mark = _mark(pending, said) if pending else []
     torch_xla.sync()
-    del mark  # it had to be there
+    del mark  # it had to exist until now
 
 
 def _mark(tensors: list[torch.Tensor], said: Hashable) -> list[torch.Tensor]:
-    """Nothing for the first graph of its hash; for another one its mark."""
+    """Return an extra result for a graph that is not the first of its hash, else no tensor."""
     native = _native()
     key: bytes = native._get_graph_hash(tensors)
     which = None if said is None else _said.get((key, said))

@@ -1,10 +1,9 @@
-"""XLA tensors of processes whose XLA clients can't talk to each other: their collectives go through the host's memory.
+"""Collectives of XLA tensors through host memory, for processes whose XLA clients can't communicate.
 
-PJRT's CPU client is such a one: each process has a device of its own. A collective copies its tensors to the CPU, does
-there what the group does with CPU tensors, and copies the results back. Which processes these are, xla_backend.py
-decides.
+An example is PJRT's CPU client, where each process has a device of its own. A collective copies its tensors to the CPU,
+runs the group's CPU collective, and copies the results back. xla_backend.py decides which processes use it.
 
-And `functional_by_groups`: torch_xla's own functional collectives reduce over all devices, whatever the group is.
+`functional_by_groups` replaces torch_xla's functional collectives, which reduce over all devices whatever the group is.
 """
 
 from __future__ import annotations
@@ -32,25 +31,26 @@ if TYPE_CHECKING:
 
 
 class NothingToEnd:
-    """What a route has to answer to, and XLA has nothing for: it runs what it is given when it is asked for a value, so
-    there is nothing to time, count or end.
+    """Methods of a route that do nothing for XLA.
+
+    XLA runs operations when a value is requested, so there is nothing to time, count or end.
     """
 
     def set_timeout(self, timeout: Any) -> None:
-        """Nothing: XLA has no timeouts; of what goes through the host, the CPU's route has one."""
+        """Do nothing: XLA has no timeouts. Staged collectives have the CPU route's timeout."""
 
     def _set_sequence_number_for_group(self) -> None:
         pass
 
     def shutdown(self) -> None:
-        """Nothing: the client belongs to the process."""
+        """Do nothing: the client belongs to the process."""
 
     def abort(self) -> None:
-        """Nothing: what runs in XLA can't be ended; of what goes through the host, the CPU's route is."""
+        """Do nothing: XLA can't end its operations. Staged collectives end with the CPU route."""
 
 
 class StagedGroup(NothingToEnd):
-    """Behind the XLA route: the group itself, with copies on the CPU."""
+    """Inner group of the XLA route that runs the group's own collectives on CPU copies."""
 
     def __init__(self, group: MonarchProcessGroup) -> None:
         self._group = group
@@ -70,7 +70,7 @@ class StagedGroup(NothingToEnd):
 
     def _written(self, spec: CollectiveSpec, outputs: Any, *rest: Any) -> Any:
         group = self._group
-        # Of the names in several releases, the newest that this release of torch has.
+        # The newest name that this release of torch has.
         own = next(getattr(group, name) for name in reversed(spec.methods) if hasattr(group, name))
         if spec.form.is_in_place:
             there, *rest = graph_hash_workaround.all_on_host((outputs, *rest))
@@ -114,9 +114,9 @@ _KERNELS: dict[str, Callable[..., Any]] = {"wait_tensor": lambda tensor: tensor}
 
 
 def functional_by_groups() -> None:
-    """From now on functional collectives of XLA tensors are those of the group that they name; again: nothing.
+    """Register functional collectives of XLA tensors that use the given group; a second call does nothing.
 
-    torch_xla's own leave the group out.
+    torch_xla's own ignore the group.
     """
     if _libraries:
         return
@@ -128,7 +128,7 @@ def functional_by_groups() -> None:
 
 
 def _kernel(name: str, *, coalesced: bool = False) -> Callable[[_Kernel], _Kernel]:
-    """Decorator: the function is the kernel of the functional collective ``name``; maybe of the one for lists, too."""
+    """Return a decorator that registers a kernel of the functional collective ``name`` and, if asked, its list form."""
 
     def register(kernel: _Kernel) -> _Kernel:
         _KERNELS[name] = kernel
@@ -155,7 +155,7 @@ def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def _reduce(x: torch.Tensor, op: str, group: str) -> None:
-    """In place; XLA has no mean."""
+    """Reduce in place; XLA has no mean."""
     ours = _group(group)
     if op.lower() != "avg":
         dist.all_reduce(x, _op(op), ours)

@@ -1,8 +1,8 @@
-"""What stands between our group and torch_xla's: finding it, and saying in words what it can't do.
+"""Adapter of torch_xla's group: it is found here, and errors explain what it can't do.
 
-torch_xla's ProcessGroupXla was made to be the default group itself. Behind a route it needs our ranks told, and
-it computes wrong results, without a word, for some collectives of a group that is not the whole world. Here are
-those checks. May not import torch_xla before an XLA tensor comes: its import takes seconds and starts threads.
+torch_xla's ProcessGroupXla was made to be the default group. As an inner group it must be given the group's ranks. It
+silently computes wrong results for some collectives of a group that is not the whole world. This module has the checks.
+It may not import torch_xla before the first XLA tensor, because the import takes seconds and starts threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REDUCE_OPS = ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR")
 
 
 def missing() -> str:
-    """Why there is no XLA route in this process, or ""; imports nothing of torch_xla."""
+    """Return why there is no XLA route in this process, or ""; does not import torch_xla."""
     if "torch_xla" not in sys.modules and importlib.util.find_spec("torch_xla") is None:
         return "torch_xla is not installed; pip install 'monarch_backend[xla]' (it needs the torch it was built for)"
     runtime = sys.modules.get("torch_xla.runtime")
@@ -51,10 +51,10 @@ def missing() -> str:
 def make(
     group: MonarchProcessGroup, inner: Callable[[], Any], ranks: list[int], options: Any
 ) -> XlaGroup | StagedGroup:
-    """The group behind the XLA route; ``inner`` makes torch_xla's own once its package is imported."""
+    """Return the inner group of the XLA route; ``inner`` makes torch_xla's group once its package is imported."""
     try:
         importlib.import_module(_BACKEND)
-    except Exception as error:  # a torch_xla for another torch fails with whatever the loader says
+    except Exception as error:  # a torch_xla for another torch may fail with any error of the loader
         raise NoRouteError(
             f"torch_xla is installed and can't be imported with torch {torch.__version__}: {error} [{where(group)}]"
         ) from error
@@ -66,7 +66,7 @@ def make(
 
 
 def _is_alone() -> bool:
-    """Whether this process's XLA client knows no other process, and never can: PJRT's CPU client."""
+    """True if this process's XLA client can never reach another process: PJRT's CPU client."""
     from torch_xla import runtime
 
     devices = runtime.global_runtime_device_count()
@@ -74,7 +74,7 @@ def _is_alone() -> bool:
 
 
 def _check_world(group: MonarchProcessGroup) -> None:
-    """XLA numbers its devices itself; where the numbers are not our ranks, results would be wrong."""
+    """Check that XLA numbers its devices as ranks; results would be wrong otherwise."""
     from torch_xla import runtime
 
     devices, ordinal = runtime.world_size(), runtime.global_ordinal()
@@ -87,7 +87,7 @@ def _check_world(group: MonarchProcessGroup) -> None:
 
 
 class XlaGroup(NothingToEnd):
-    """torch_xla's group behind a route: passes on what it can do, refuses the rest with the reason."""
+    """torch_xla's group behind a route; refuses calls that it can't do, with the reason."""
 
     def __init__(self, inner: Any, group: MonarchProcessGroup, ranks: list[int], options: Any) -> None:
         world = dist.get_world_size()
@@ -98,7 +98,7 @@ class XlaGroup(NothingToEnd):
         self._inner, self._group = inner, group
         self._ranks = ranks or list(range(world))
         self._whole_world = self._ranks == list(range(world))
-        # As torch_xla's own new_group does; without a mesh every collective would run over all devices.
+        # As torch_xla's own new_group does. Without a mesh every collective would run over all devices.
         mesh = [[rank] for rank in range(world)] if len(self._ranks) == 1 else [self._ranks]
         inner._mesh = (options or {}).get("mesh", mesh)
 
@@ -138,7 +138,7 @@ class XlaGroup(NothingToEnd):
         return self.__getattr__("alltoall_base")(output, input, output_splits, input_splits, opts)
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        """Broadcast in place; torch_xla's own method looks its group up in torch's list, where it is not."""
+        """Broadcast in place. torch_xla's own method needs its group in torch's list of groups, where it is missing."""
         from torch_xla.core import xla_model
 
         xla_model.collective_broadcast(tensors, self._ranks[opts.rootRank], groups=self._inner._mesh, pin_layout=False)
