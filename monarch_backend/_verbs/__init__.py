@@ -1,29 +1,31 @@
 """One-sided transfers by RDMA NICs, with any NIC that libibverbs supports: READ, WRITE and atomics on RC queue pairs.
 
-The engine knows nothing of actors. Its user carries the bytes of connection requests to a peer.
+The engine knows no actors. Its user carries the bytes of connection requests to a peer.
 
 ======================  ==============================================================================
 module                  contents
 ======================  ==============================================================================
-engine.py               the engine of a process: exposed regions, accepted peers, transfers
-shared_engine.py        the one engine that the users in a process share
-connection.py           the connection to one peer: connecting, breaking, reconnecting
-queue_pair.py           one queue pair and the work requests posted on it
-work_requests.py        a transfer, cut into work requests
-completion_poller.py    polling of completion queues
-native_queues.py        posting and polling in C++
-open_device.py          an open device
-registration_cache.py   registrations of local memory, kept while the allocation lives
-rkey_quarantine.py      keys of memory that is not registered any more
-deferred_destroy.py     resources that are destroyed later
-gpudirect.py            registrations of GPU memory
-wire_format.py          regions and connection requests as bytes
-path_selection.py       which port can reach which port
-discovery.py            devices in /sys, and whether they can be used
-eligibility.py          from which size NICs carry messages
-config.py               settings
-provider.py             the package that drives libibverbs; provider_pyverbs.py, provider_ibverbs.py adapt the two
-errors.py               exceptions
+`engine.py`             The engine of a process: exposed regions, accepted peers, transfers.
+`shared_engine.py`      The one engine that the users in a process share.
+`connection.py`         The connection to one peer: connecting, breaking, reconnecting.
+`queue_pair.py`         One queue pair and the work requests posted on it.
+`work_requests.py`      A transfer, cut into work requests.
+`completion_poller.py`  Polling of completion queues.
+`native_queues.py`      Posting and polling in C++.
+`open_device.py`        An open device.
+`registration_cache.py` Registrations of local memory, kept while the allocation lives.
+`rkey_quarantine.py`    Keys of memory that is not registered any more.
+`deferred_destroy.py`   Resources that are destroyed later.
+`gpudirect.py`          Registrations of GPU memory.
+`wire_format.py`        Regions and connection requests as bytes.
+`path_selection.py`     Which port can reach which port.
+`discovery.py`          Devices in /sys, and whether they can be used.
+`eligibility.py`        From which size NICs carry messages.
+`config.py`             Settings.
+`provider.py`           The package that drives libibverbs.
+`provider_pyverbs.py`   Adapter of pyverbs.
+`provider_ibverbs.py`   Adapter of the ibverbs wheel.
+`errors.py`             Exceptions.
 ======================  ==============================================================================
 
 The exported names are imported at their first use. A rank on a machine without NICs imports eligibility.py only.

@@ -1,8 +1,8 @@
-"""Who looks at completion queues: the engine's thread when their channels tell it, or a thread that waits itself.
+"""Polling of completion queues, by the engine's thread after an event or by a thread that waits for a request.
 
-An announcement costs a change of threads, so a small request that was posted whole is not announced: it is `quiet`.
-Whoever waits for it looks, and has all others announced before he sleeps (`listen`). What nobody has looked for within
-a SWEEP the engine's thread finds. What is done about a completion is the links' business (connection.py).
+An event costs a thread switch. So a small request that was posted whole requests no event: it is `quiet`. The thread
+that waits for it polls, and requests an event before it sleeps (`listen`). The engine's thread polls for the rest every
+SWEEP_INTERVAL_S. connection.py handles completions.
 """
 
 from __future__ import annotations
@@ -24,76 +24,83 @@ if TYPE_CHECKING:
 log = logging.getLogger("monarch_backend")
 
 SWEEP_INTERVAL_S = 0.02
-"""Seconds after which the engine's thread looks for what was not announced."""
+"""Seconds between polls of the engine's thread for quiet requests."""
 
 MAX_UNSIGNALED_BYTES = 2 << 20
-"""Bytes of a request that may be quiet: a larger one is seldom posted whole, and can afford a change of threads."""
+"""Largest quiet request in bytes: a larger one is seldom posted whole, and can afford a thread switch."""
 
 _POLL_BATCH = 64
 
 SLEEP_COST_S = 50e-6
-"""Seconds that a sleep and its end take."""
+"""Seconds for sleeping and waking up."""
 
 WORTH, WORTH_YIELDING = 1e-3, 5e-3
-"""Seconds of a transfer that takes so long that a sleep is little beside it; the second where whoever looks has the
-kernel give the processor to others each time.
+"""Seconds from which a transfer is so long that a sleep costs little beside it.
+
+The second value is for a polling thread that yields the processor after each poll.
 """
 
 _POLLS_PER_CLOCK_READ = 8
-"""Of one who waits, before he looks at the clock: in some guests that takes as long as a small transfer."""
+"""Polls of a waiting thread before it reads the clock. In some guests that takes as long as a small transfer."""
 
 _LOOKS_WITH_GIL = 4
-"""Before other threads of Python may go on: they would wait for the GIL for 5 ms each time."""
+"""Polls before other Python threads get the GIL, for which they would wait 5 ms each time."""
 
 
 class Completions:
-    """Of one engine. Under its lock, but for `help`, `heard`, `look` and `tell`, which take it."""
+    """Completions of one engine.
+
+    Its lock is held in all methods but `help`, `heard`, `look` and `tell`, which take it.
+    """
 
     def __init__(
         self, lock: Any, nudge: Callable[[], None], room: Callable[[], None], is_restless: Callable[[], bool]
     ) -> None:
-        """``nudge``: have the engine's thread come. ``room``: there is some in a queue again. ``is_restless``: there is
-        something to be announced that is no request.
+        """``nudge`` wakes the engine's thread.
+
+        ``room`` is called when a queue has room again. ``is_restless`` returns True if completions other than requests'
+        need events.
         """
         self._lock, self._nudge, self._room, self._is_restless = lock, nudge, room, is_restless
         self._quiet: set[Request] = set()
-        self._announced = 0  # requests that are not quiet
+        self._announced = 0  # requests with events
         self._next_sweep: float | None = None
-        self._recent = False  # there was a quiet one since the last sweep
+        self._recent = False  # there was a quiet request since the last sweep
         self._looking = False
-        self._over: deque[tuple[Done, Any]] = deque()  # callbacks and what they are given, for whoever holds no lock
+        self._over: deque[tuple[Done, Any]] = deque()  # callbacks with their arguments, to be called without the lock
         self._telling = threading.local()
         self.devices: list[Device] = []
-        # A NIC needs nobody's processor; but where there is only one, the kernel may have to do a NIC's work on it.
+        # A NIC needs no processor. But on a single processor the kernel may have to do a software NIC's work.
         self.yields = len(os.sched_getaffinity(0)) == 1
-        self._spinning = threading.Lock()  # of who looks for longer than a sleep takes: several would be in the way
+        # For the thread that polls for longer than a sleep takes; several would slow each other.
+        self._spinning = threading.Lock()
 
     # ---- requests
 
     def begins(self, request: Request) -> None:
-        """Before it is posted. If it raises, it has not begun."""
+        """Register a request before it is posted. If this raises, it was not registered."""
         if request.quiet:
             self._quiet.add(request)
             self._recent = True
             if self._next_sweep is None:
                 self._next_sweep = time.monotonic() + SWEEP_INTERVAL_S
-                self._nudge()  # the engine's thread may sleep for longer
+                self._nudge()  # the engine's thread may be in a longer sleep
         else:
             self.arm()
             self._announced += 1
 
     def ends(self, request: Request, done: Done, outcome: Any) -> None:
-        """``done``: what is to be called then."""
+        """Record the end of a request; ``done(outcome)`` is to be called."""
         if request.quiet:
             self._quiet.discard(request)
         else:
             self._announced -= 1
         self._over.append((done, outcome))
-        if not self._looking:  # else whoever looks will tell
+        if not self._looking:  # else the polling thread calls it
             self._nudge()
 
     def announce(self, request: Request) -> bool:
-        """It is not quiet any more; True if somebody has to `look` now, for what has come before."""
+        """Request events for a quiet request; True if earlier completions must be polled now."""
         if request.finished or not request.quiet:
             return False
         self._quiet.discard(request)
@@ -102,7 +109,7 @@ class Completions:
         return self.arm()
 
     def arm(self) -> bool:
-        """The next completion is announced; True if it would not have been."""
+        """Request an event for the next completion; True if a device had none requested."""
         deaf = [device for device in self.devices if not device.armed]
         for device in deaf:
             device.nic.arm()
@@ -112,27 +119,27 @@ class Completions:
     # ---- the engine's thread
 
     def heard(self, device: Device) -> None:
-        """Its channel has told of something."""
+        """Handle an event of the device's completion channel."""
         with self._lock:
             device.nic.take_event()
             device.armed = False
             if self._announced or self._is_restless():
-                device.nic.arm()  # before looking, or what comes in between would go unheard
+                device.nic.arm()  # before polling, or completions in between would give no event
                 device.armed = True
         self.look(device, prompt=True)
 
     def deadline(self) -> float | None:
-        """When to sweep."""
+        """Return the time of the next sweep."""
         return self._next_sweep
 
     def sweep(self) -> None:
-        """Find what nobody has looked for, and have announced what is left of it."""
+        """Poll for quiet requests, and request events for those that remain."""
         if self._next_sweep is None or time.monotonic() < self._next_sweep:
             return
         try:
             self._look_at_all()
         except BaseException:
-            self._next_sweep = None  # or it would be tried again at once, and for ever: with the next request
+            self._next_sweep = None  # else the next request would repeat the failure at once, without end
             raise
         with self._lock:
             late = [self.announce(request) for request in list(self._quiet)]
@@ -143,13 +150,13 @@ class Completions:
 
     @property
     def has_calls(self) -> bool:
-        """Somebody has to `tell`."""
+        """True if `tell` has callbacks to call."""
         return bool(self._over)
 
-    # ---- looking
+    # ---- polling
 
     def look(self, device: Device, prompt: bool = False) -> None:
-        """Until there is nothing more."""
+        """Poll until there are no more completions."""
         while True:
             with self._lock:
                 found = self._look(device, prompt)
@@ -162,8 +169,9 @@ class Completions:
             self.look(device)
 
     def _look(self, device: Device, prompt: bool) -> int:
-        """Polling and what it leads to are one step: a lane must hear of its requests in their order. ``prompt``: what
-        is found has come a moment ago.
+        """Poll once and handle the completions in one step, so that a queue pair gets them in order.
+
+        ``prompt``: this thread polled a moment ago, so completions are new.
         """
         if device not in self.devices:
             return 0
@@ -176,9 +184,11 @@ class Completions:
                     continue  # closed meanwhile
                 if status == SUCCESS:
                     lane.link.completed(lane, id_)
-                elif lane.posted and lane.posted[0].id <= id_:  # else it is of a lane that had this number before
+                # Else it belongs to an earlier queue pair of this number.
+                elif lane.posted and lane.posted[0].id <= id_:
                     lane.link.broke(lane, id_, status, vendor)
-                    self._nudge()  # the link may have a deadline now, and the engine's thread sleep for longer
+                    # The connection may have a deadline now, and the engine's thread may be in a longer sleep.
+                    self._nudge()
             if found and device.starved:
                 device.starved = False
                 self._room()
@@ -187,7 +197,7 @@ class Completions:
             self._looking = False
 
     def help(self, request: Request, seconds: float) -> None:
-        """On a thread that waits for it: look, for so long at most, and not longer than is worth it."""
+        """Poll while a thread waits for the request, for at most ``seconds`` and as long as a sleep would cost more."""
         for _ in range(_POLLS_PER_CLOCK_READ if seconds > 0 else 1):
             if self._look_for(request):
                 return
@@ -205,25 +215,26 @@ class Completions:
                 self._spinning.release()
 
     def _spin(self, request: Request, until: float) -> bool:
-        """Look until then; True if it has finished."""
+        """Poll until the given time; True if the request has finished."""
         while time.perf_counter() < until:
-            os.sched_yield()  # lets go of the GIL, too
+            os.sched_yield()  # also releases the GIL
             for _ in range(1 if self.yields else _LOOKS_WITH_GIL):
                 if self._look_for(request, prompt=True):
                     return True
         return request.finished
 
     def _worth_it(self, request: Request) -> float:
-        """Seconds. Twice what the devices have shown that it takes; but no more than a sleep where that is long."""
+        """Return the seconds for which polling pays: twice the expected time, or a sleep's cost if that is long."""
         taken = 2 * request.nbytes * max((device.pace for device in self.devices), default=0.0)
         return SLEEP_COST_S + (taken if taken < (WORTH_YIELDING if self.yields else WORTH) else 0.0)
 
     def _look_for(self, request: Request, prompt: bool = False) -> bool:
-        """At the devices that do it, if nobody else is at them; True if it has finished. ``prompt``: the last look of
-        this thread was a moment ago.
+        """Poll the request's devices unless another thread does so; True if it has finished.
+
+        ``prompt``: this thread polled a moment ago.
         """
         if not self._lock.acquire(blocking=False):
-            time.sleep(0)  # somebody looks, or posts, and may need the GIL for it
+            time.sleep(0)  # another thread polls or posts, and may need the GIL
             return request.finished
         try:
             for device in self.devices:
@@ -235,12 +246,12 @@ class Completions:
         return request.finished
 
     def listen(self, request: Request) -> None:
-        """Before somebody sleeps until it is over."""
+        """Request an event, so that a thread can sleep until the request is over."""
         with self._lock:
             late = self.announce(request)
         if not late:
             return
-        if getattr(self._telling, "now", False):  # a callback has begun it: not one within another, without end
+        if getattr(self._telling, "now", False):  # no callback within another, without end
             with self._lock:
                 self._next_sweep = 0.0
                 self._nudge()
@@ -248,7 +259,7 @@ class Completions:
             self._look_at_all()
 
     def tell(self) -> None:
-        """Call what is to be called. Without the lock."""
+        """Call the callbacks that are due. The lock must not be held."""
         if not self._over:
             return
         self._telling.now, before = True, getattr(self._telling, "now", False)

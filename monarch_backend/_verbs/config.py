@@ -1,4 +1,4 @@
-"""What the environment says about verbs."""
+"""Settings of verbs from the environment."""
 
 from __future__ import annotations
 
@@ -13,38 +13,36 @@ from monarch_backend._verbs.errors import VerbsError
 
 @dataclass(frozen=True)
 class Settings:
-    """Defaults are for a fabric that nobody has described.
+    """Settings of verbs. The defaults fit an unknown fabric.
 
-    An acknowledgement may take 4.096 us * 2**timeout and a packet is sent 1 + retries times: with 16 and 6 a link that
-    is dead is found so after 1.9 s (devices may take up to four times as long, by the specification). Not 7 retries:
-    soft-RoCE takes that for "for ever".
+    An acknowledgement may take 4.096 us * 2**timeout, and a packet is sent 1 + retries times. With 16 and 6 a dead link
+    is detected after 1.9 s. By the specification devices may take up to four times as long. The retries are not 7,
+    which soft-RoCE takes for infinity.
     """
 
-    devices: tuple[tuple[str, int], ...] = ()  # and ports; 0: all ports of the device. Empty: all devices
+    devices: tuple[tuple[str, int], ...] = ()  # with ports; port 0: all ports of the device. Empty: all devices
     gid_index: int | None = None
     binding: str = ""
-    queue_pairs: int = 2  # of each port, to each peer
+    queue_pairs: int = 2  # per port and peer
     timeout: int = 16
     retries: int = 6
     traffic_class: int = 0
     service_level: int = 0
-    cache_entries: int = 1024  # allocations that stay registered, for each device
+    cache_entries: int = 1024  # allocations that stay registered, per device
     cache_bytes: int = 64 << 30
 
     @property
     def silence(self) -> float:
-        """Seconds within which a device has to end a work request, one way or the other: twice what it may take for
-        it by the specification.
-        """
+        """Seconds within which a device must complete or fail a work request: twice the specification's limit."""
         return 2 * 4 * 4.096e-6 * 2.0**self.timeout * (1 + self.retries)
 
     def permits(self, device: str, port: int) -> bool:
-        """This port may be used."""
+        """Whether this port may be used."""
         return not self.devices or any(name == device and number in (0, port) for name, number in self.devices)
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> Settings:
-    """MONARCH_RDMA_DEVICES="rxe0,mlx5_1:2" and the others. Raises VerbsError for what means nothing.
+    """Parse MONARCH_RDMA_DEVICES="rxe0,mlx5_1:2" and the other variables. Raises VerbsError for invalid values.
 
     >>> from_environment({"MONARCH_RDMA_DEVICES": "rxe0,mlx5_1:2"}).devices
     (('rxe0', 0), ('mlx5_1', 2))

@@ -1,8 +1,9 @@
-"""What this process asks of one peer: lanes, requests that wait, and what becomes of both when one breaks.
+"""Connection to one peer: its send queue pairs, waiting requests, and recovery when a queue pair breaks.
 
-A link is IDLE until somebody wants it, DIALING while the control plane takes an offer there and an answer back, PROVING
-until the first lane has shown that the other end is there, then UP. When a lane breaks, the others finish what they
-have posted (DRAINING); then, if anything is left to do, the whole is dialed again: once for each request.
+A connection is IDLE until the first request. It is DIALING while the control plane carries the connect request and the
+reply, and PROVING until the first queue pair has reached the peer. Then it is UP. When a queue pair breaks, the others
+finish their posted work requests (DRAINING). If work is left, the connection is dialed again, at most once for each
+request.
 """
 
 from __future__ import annotations
@@ -33,25 +34,23 @@ if TYPE_CHECKING:
     from monarch_backend._verbs.work_requests import Request
 
 CONNECT_TIMEOUT_S = 10.0
-"""For the control plane to bring an answer."""
+"""For the control plane to return the reply."""
 
 DRAIN_TIMEOUT_S = 10.0
-"""For the other lanes to finish what they have posted, when one has broken."""
+"""For the other queue pairs to finish their posted work requests when one has broken."""
 
 MIN_SILENCE_S = 10.0
-"""Seconds for which a device may end nothing of what is posted, also where settings want it faster: a machine may be
-too busy.
-"""
+"""Least seconds for a device to complete any posted work request, also if settings allow less, for slow machines."""
 
 _LOOKAHEAD_REQUESTS = 64
-"""Waiting requests that a lane is offered at a time."""
+"""Waiting requests that are offered to a queue pair at a time."""
 
 _SILENT, _GENERAL = 20, 21
-"""Of ibv_wc_status: what a queue pair has that ends none of its work requests, and one that takes none."""
+"""ibv_wc_status of a queue pair that completes nothing, and of one that accepts nothing."""
 
 
 class State(enum.Enum):
-    """Of a link."""
+    """State of a connection."""
 
     IDLE = "idle"
     DIALING = "dialing"
@@ -61,42 +60,42 @@ class State(enum.Enum):
 
 
 class Host(Protocol):
-    """What a link needs of its engine."""
+    """Methods of the engine that a connection calls."""
 
     settings: Settings
 
     def devices(self) -> list[Device]:
-        """All that are open."""
+        """Return all open devices."""
 
     def finish(self, request: Request) -> None:
-        """Nothing of it is under way any more: tell who asked, from the engine's thread."""
+        """Complete a request of which nothing is posted any more; callbacks run on the engine's thread."""
 
     def dial(self, peer: Hashable) -> bool:
-        """Have the control plane connect it, from the engine's thread; False if nobody does that."""
+        """Start connecting by the control plane, from the engine's thread; False if there is no control plane."""
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the time in seconds."""
 
 
 class PeerConnection:
-    """Everything in here happens under the engine's lock."""
+    """Connection to one peer. The engine's lock is held in all methods."""
 
     def __init__(self, peer: Hashable, host: Host) -> None:
         self.peer, self._host = peer, host
         self.state = State.IDLE
         self.lanes: list[SendQueuePair] = []
         self.rebuilds = 0
-        self._waiting: dict[Request, None] = {}  # those that have pieces which are not posted
+        self._waiting: dict[Request, None] = {}  # requests with pieces that are not posted
         self._offered: list[SendQueuePair] = []
         self._nonce = b""
         self._deadline: float | None = None
-        self._next_look = 0.0  # at lanes that may be silent
-        self._trouble: VerbsError | None = None  # for which the lanes are gone
+        self._next_look = 0.0  # time of the next check for silent queue pairs
+        self._trouble: VerbsError | None = None  # why the queue pairs are gone
 
-    # ---- what is asked
+    # ---- requests
 
     def submit(self, request: Request) -> None:
-        """To be done when the link is up."""
+        """Run a request once the connection is up."""
         if self.state is State.UP and not self._waiting and self._straight(request):
             return
         self._waiting[request] = None
@@ -107,7 +106,7 @@ class PeerConnection:
             self.pump()
 
     def _straight(self, request: Request) -> bool:
-        """A single work request, that can be posted as it is, by the lane whose turn it is."""
+        """Post a request that is a single work request on the next queue pair; False if that is not possible."""
         lane = self.lanes[1 % len(self.lanes)]
         fits = request.is_for(lane.device) and lane.their_nic < len(request.record.keys)
         if not fits or not lane.room or not request.begin_on(lane):
@@ -120,15 +119,15 @@ class PeerConnection:
         return True
 
     def _refused(self, lane: SendQueuePair, error: OSError) -> None:
-        """It takes no work request."""
+        """Handle a queue pair that accepts no work request."""
         self.broke(lane, lane.posted[0].id if lane.posted else 0, _GENERAL, error.errno or 0)
 
     def pump(self) -> None:
-        """Give the lanes what they have room for."""
+        """Post as many pieces as the queue pairs have room for."""
         posted = True
         while posted and self.state is State.UP and self._waiting:
             posted = False
-            self.lanes.append(self.lanes.pop(0))  # small requests take turns
+            self.lanes.append(self.lanes.pop(0))  # small requests alternate
             for lane in list(self.lanes):
                 if not lane.room:
                     continue
@@ -149,20 +148,18 @@ class PeerConnection:
         return [r for r in first if r.may_use(lane) and lane.their_nic < len(r.record.keys)]
 
     def _prepare(self, requests: Iterable[Request]) -> None:
-        """Each can be done on a lane there is."""
+        """Register the requests' memory for the present queue pairs."""
         for request in requests:
             fit = [lane for lane in self.lanes if lane.their_nic < len(request.record.keys)]
             mine = [lane for lane in fit if request.is_for(lane.device)]
             try:
                 if not fit:
-                    raise VerbsError(
-                        f"the region has no key for a device of {self.peer} that is connected: expose it anew"
-                    )
+                    raise VerbsError(f"the region has no key for a connected device of {self.peer}: expose it anew")
                 if not mine:
                     request.register(fit[0].device)
                     mine = [lane for lane in fit if request.is_for(lane.device)]
                     if not mine:
-                        raise VerbsError(f"no lane to {self.peer} on the device of this atomic: ask again")
+                        raise VerbsError(f"no queue pair to {self.peer} on the device of this atomic: request it again")
             except VerbsError as error:
                 self._fail(request, error)
                 continue
@@ -173,7 +170,7 @@ class PeerConnection:
     def _want(self) -> None:
         self.state, self._deadline = State.DIALING, self._host.now() + CONNECT_TIMEOUT_S
         if not self._host.dial(self.peer):
-            reason = f": {self._trouble}" if self._trouble else ", and nobody is there to connect it"
+            reason = f": {self._trouble}" if self._trouble else ", and no control plane to connect it"
             self.fail(VerbsError(f"there is no connection to {self.peer}{reason}", *self._words()))
 
     def _words(self) -> tuple[str, str, str]:
@@ -181,9 +178,9 @@ class PeerConnection:
         return (trouble.status, trouble.device, trouble.peer) if trouble else ("", "", str(self.peer))
 
     def offer(self) -> bytes:
-        """Queue pairs for the peer to connect to. Raises VerbsError."""
+        """Make queue pairs for a connect request to the peer. Raises VerbsError."""
         if self.state in (State.PROVING, State.UP, State.DRAINING):
-            raise VerbsError(f"there is a connection to {self.peer} already")
+            raise VerbsError(f"a connection to {self.peer} exists already")
         self._drop_offer()
         settings = self._host.settings
         endpoints = [endpoint for device in self._host.devices() for endpoint in device.endpoints]
@@ -194,7 +191,7 @@ class PeerConnection:
                 lane = SendQueuePair(self, by_index[endpoint.nic], endpoint, len(self._offered), secrets.randbits(24))
             except OSError as error:
                 if not self._offered:
-                    raise VerbsError(f"{endpoint.device} gives no queue pair: {error}", "", endpoint.device) from error
+                    raise VerbsError(f"{endpoint.device} makes no queue pair: {error}", "", endpoint.device) from error
                 break
             self._offered.append(lane)
         self._nonce = os.urandom(8)
@@ -203,7 +200,7 @@ class PeerConnection:
         return messages.pack(ConnectRequest(self._nonce, endpoints, ends))
 
     def connect(self, answer: ConnectReply) -> None:
-        """As the peer has answered. Raises VerbsError."""
+        """Connect by the peer's reply. Raises VerbsError."""
         if not self._offered or answer.nonce != self._nonce:
             raise VerbsError(f"this answer of {self.peer} is not to the last offer: offer again")
         by_place = {lane.place: lane for lane in self._offered}
@@ -211,7 +208,7 @@ class PeerConnection:
         for pairing in answer.pairings:
             lane = by_place.pop(pairing.lane, None)
             if lane is None:
-                raise VerbsError(f"the answer of {self.peer} is about lane {pairing.lane}, which was not offered")
+                raise VerbsError(f"the answer of {self.peer} is about queue pair {pairing.lane}, which was not offered")
             try:
                 lane.connect(pairing, self._host.settings)
             except OSError as error:
@@ -244,7 +241,7 @@ class PeerConnection:
         self._offered, self._nonce = [], b""
 
     def tick(self, now: float) -> None:
-        """Whoever dials has not come back, or a lane does not end."""
+        """Check the deadlines of dialing and draining."""
         if self.lanes and now >= self._next_look:
             self._look_for_silence(now)
         if self._deadline is None or now < self._deadline:
@@ -256,15 +253,17 @@ class PeerConnection:
             text = f"{self.peer} has not answered within {CONNECT_TIMEOUT_S:.0f} s"
             if self._trouble:
                 text = f"{self._trouble}; and then {text}"
-            self.fail(NoConnectionError(text, *self._words()))  # there are no lanes: nothing is under way
+            self.fail(NoConnectionError(text, *self._words()))  # there are no queue pairs, so nothing is posted
 
     @property
     def _silence(self) -> float:
         return max(MIN_SILENCE_S, self._host.settings.silence)
 
     def _look_for_silence(self, now: float) -> None:
-        """Devices promise to end each work request within some time. After a cut of its cable soft-RoCE's may not, with
-        other queue pairs at work: without this whoever waits would do so for ever.
+        """Break queue pairs that complete nothing for too long.
+
+        Devices must complete each work request in some time. soft-RoCE may not do so after its cable was cut, if other
+        queue pairs are in use. Waiting threads would then never return.
         """
         self._next_look = now + self._silence / 4
         for lane in list(self.lanes):
@@ -273,12 +272,12 @@ class PeerConnection:
 
     @property
     def is_restless(self) -> bool:
-        """Completions are expected that nobody but the link waits for."""
+        """True if completions are expected that no request waits for."""
         return self.state is State.DRAINING or any(not lane.proved for lane in self.lanes)
 
     @property
     def deadline(self) -> float | None:
-        """When to tick."""
+        """Return the time of the next `tick`."""
         if not self.lanes:
             return self._deadline
         return self._next_look if self._deadline is None else min(self._deadline, self._next_look)
@@ -286,7 +285,7 @@ class PeerConnection:
     # ---- completions
 
     def completed(self, lane: SendQueuePair, id_: int) -> None:
-        """All on this lane up to there."""
+        """Handle the completion of all work requests on this queue pair up to ``id_``."""
         for posted in lane.retire(id_):
             if posted.request is None:
                 self._proved(lane)
@@ -305,7 +304,7 @@ class PeerConnection:
             self._prepare(list(self._waiting))
 
     def broke(self, lane: SendQueuePair, id_: int, status: int, vendor: int) -> None:
-        """This work request has failed, and the queue pair with it."""
+        """Handle the failure of a work request, and of its queue pair."""
         for posted in lane.retire(id_ - 1):
             if posted.request is not None:
                 posted.request.under_way -= 1
@@ -323,12 +322,12 @@ class PeerConnection:
         if self.state is State.UP and lane.proved:
             self.state, self._deadline = State.DRAINING, self._host.now() + DRAIN_TIMEOUT_S
             self._close_lanes([lane for lane in self.lanes if not lane.proved])
-        if self.state is State.PROVING and not self.lanes:  # none of them has taken anything but its proof
+        if self.state is State.PROVING and not self.lanes:  # only proofs were posted on them
             self.fail(NoConnectionError(str(error), error.status, error.device, error.peer))
         self._drained()
 
     def _unfinished(self, posted: Posted, culprit: bool, status: int, error: VerbsError) -> None:
-        """A piece that was under way on a lane that broke: again, on the next connection, or never."""
+        """Decide about a piece that was posted on a broken queue pair: post it on the next connection, or fail."""
         request, piece = posted.request, posted.piece
         assert request is not None
         assert piece is not None
@@ -367,7 +366,7 @@ class PeerConnection:
     # ---- ends
 
     def give_up(self, request: Request, error: BaseException) -> None:
-        """What is not posted of it never is, also not again; what is posted ends by itself."""
+        """Post no more of a request, not even for recovery; its posted work requests complete by themselves."""
         request.unwanted = error
         if request.has_more:
             self._fail(request, error)
@@ -383,7 +382,7 @@ class PeerConnection:
             self._host.finish(request)
 
     def fail(self, error: BaseException) -> None:
-        """Everything, at once; the next request begins anew."""
+        """Fail all requests at once; the next request connects anew."""
         self._drop_offer()
         requests = dict(self._waiting)
         for lane in self.lanes:
@@ -397,5 +396,5 @@ class PeerConnection:
 
     @property
     def has_waiting(self) -> bool:
-        """Requests with pieces that are not posted."""
+        """True if requests have pieces that are not posted."""
         return bool(self._waiting)

@@ -1,4 +1,4 @@
-"""The end of what a device made for us: of queue pairs and registrations, also where it can't be had."""
+"""Destruction of queue pairs and registrations, also where the device refuses it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ log = logging.getLogger("monarch_backend")
 
 
 class Closable(Protocol):
-    """A part of a device."""
+    """A resource of a device."""
 
     def close(self) -> None:
         """Raises OSError."""
 
 
 def destroy(part: Closable, what: str, device: str) -> bool:
-    """Close it. False if its device can't, as one that was removed or reset: then it is kept for ever, since the device
-    may still have it, and its own end would try again, in the middle of anything.
+    """Close a resource. Return False if its device refuses, as one that was removed or reset.
+
+    Then the resource is kept until the process ends. The device may still use it, and its destructor would try again at
+    any point of other code.
     """
     try:
         part.close()
@@ -33,7 +35,7 @@ def destroy(part: Closable, what: str, device: str) -> bool:
 
 
 def close_each(parts: Iterable[Any], close: Callable[[Any], None]) -> None:
-    """The last one first, and all of them: raises the OSError of one that does not."""
+    """Close all in reverse order; raises the OSError of one that fails, after the others."""
     with contextlib.ExitStack() as each:
         for part in parts:
             each.callback(close, part)

@@ -1,4 +1,4 @@
-"""What /sys says of the verbs devices here, and whether verbs can be used. Opens no device, imports no binding."""
+"""Verbs devices in /sys, and whether verbs can be used. Opens no device and imports no provider."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DEVICE_FILES = Path("/dev/infiniband")
 _NODES = Path("/sys/devices/system/node")
 _MAX_GIDS = 64
 _MAX_EMPTY_GIDS = 16
-"""Empty places in a port's table of GIDs after which no more are expected: it has up to thousands."""
+"""Empty entries of a port's table of GIDs after which the rest is taken for empty: it has up to thousands."""
 
 _MORE_LOCKED_MEMORY = (
     "only needed for RDMA, whose memory stays in RAM: `ulimit -l unlimited`, LimitMEMLOCK=infinity in a systemd unit, "
@@ -27,30 +27,30 @@ _MORE_LOCKED_MEMORY = (
 )
 
 _KINDS = {"RoCE v2": ROCE_V2, "IB/RoCE v1": ROCE_V1}
-_GET_MEMPOLICY = 239  # x86-64's number; others do not ask
+_GET_MEMPOLICY = 239  # x86-64's number; other machines skip the call
 _NODE_OF_ADDRESS = 1 | 2  # MPOL_F_NODE | MPOL_F_ADDR
 
 
 @dataclass(frozen=True)
 class PortFacts:
-    """Of a port, as /sys shows it."""
+    """State of a port, from /sys."""
 
     device: str
     port: int
-    state: str  # as ACTIVE or DOWN
+    state: str  # ACTIVE, DOWN, ...
     ethernet: bool
     gids: tuple[Gid, ...]
-    node: int  # of the machine's memory; -1 where that is not known
+    node: int  # NUMA node; -1 if unknown
 
     @property
     def active(self) -> bool:
-        """It can send."""
+        """True if the port can send."""
         return self.state == "ACTIVE"
 
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """A line about verbs on this machine. ``remedy`` is empty when nothing is missing."""
+    """A line about verbs on this machine. ``remedy`` is empty if nothing is missing."""
 
     subject: str
     state: str
@@ -60,12 +60,12 @@ class Diagnostic:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):  # an empty place in a table cannot be read
+    except (OSError, UnicodeDecodeError):  # an empty entry of a table can't be read
         return ""
 
 
 def survey(root: Path = SYSFS) -> list[PortFacts]:
-    """All ports of all devices."""
+    """Return all ports of all devices."""
     found = []
     for device in sorted(root.glob("*")):
         node = _read(device / "device" / "numa_node")
@@ -84,7 +84,7 @@ def survey(root: Path = SYSFS) -> list[PortFacts]:
 
 
 def gids(device: str, port: int, root: Path = SYSFS) -> list[Gid]:
-    """A port's addresses."""
+    """Return a port's addresses."""
     table = root / device / "ports" / str(port)
     ethernet = _read(table / "link_layer") == "Ethernet"
     found: list[Gid] = []
@@ -102,13 +102,14 @@ def gids(device: str, port: int, root: Path = SYSFS) -> list[Gid]:
 
 
 def usable(settings: Settings, root: Path = SYSFS) -> list[PortFacts]:
-    """The ports that may be used and can send."""
+    """Return the ports that may be used and can send."""
     return [facts for facts in survey(root) if facts.active and settings.permits(facts.device, facts.port)]
 
 
 def available(root: Path = SYSFS, device_files: Path = _DEVICE_FILES, *, up: bool = True) -> str | None:
-    """Why verbs cannot be used here; None if they can, as far as can be told without opening a device. ``up``: now, for
-    which a port has to be ACTIVE.
+    """Return why verbs can't be used here; None if they can, as far as is known without opening a device.
+
+    ``up``: whether a port must be ACTIVE now.
     """
     ports = survey(root)
     if not ports:
@@ -128,7 +129,7 @@ def available(root: Path = SYSFS, device_files: Path = _DEVICE_FILES, *, up: boo
 
 
 def locked_memory() -> int | None:
-    """The limit of this process in bytes; None if there is none, or a privilege lifts it."""
+    """Return this process's limit of locked memory in bytes; None if there is none, or a privilege lifts it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return None
@@ -140,7 +141,7 @@ def locked_memory() -> int | None:
 
 
 def describe(root: Path = SYSFS, device_files: Path = _DEVICE_FILES) -> list[Diagnostic]:
-    """For `monarch-backend doctor`: ports and their addresses, packages, limits."""
+    """Return lines for `monarch-backend doctor`: ports and their addresses, packages, limits."""
     facts = []
     for port in survey(root):
         addresses = ", ".join(f"{gid.index}: {_gid_text(gid)}" for gid in port.gids) or "no GID"
@@ -176,7 +177,7 @@ def _gid_text(gid: Gid) -> str:
 
 
 def node_of_memory(address: int) -> int:
-    """The memory node that the page lies on; -1 where that is not known."""
+    """Return the NUMA node of a page; -1 if unknown."""
     if os.uname().machine != "x86_64":
         return -1
     node = ctypes.c_int(-1)
@@ -194,7 +195,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def distance(one: int, other: int, root: Path = _NODES) -> int:
-    """Between memory nodes, as the machine's firmware says: 10 is the same; also where nothing is known."""
+    """Return the distance of two NUMA nodes from the machine's firmware. 10 is the same node, or unknown."""
     if one < 0 or other < 0 or one == other:
         return 10
     with contextlib.suppress(IndexError, ValueError):

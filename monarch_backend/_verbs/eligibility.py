@@ -1,8 +1,7 @@
-"""Whether this process's NICs may carry large messages between hosts, and from how many bytes.
+"""Eligibility of this process's NICs for large messages between hosts, and the least size in bytes.
 
-By looking, as cheaply as can be: no device is opened, and rdma is imported only on a machine that has NICs. Who carries
-what by them is process_group/_rdma/peer_reads.py's, for messages of ranks, and _transport/network/rdma_send.py's, for
-those of actors.
+The checks are cheap: they open no device, and import the engine only on a machine that has NICs. Users are
+process_group/_rdma/peer_reads.py for messages of ranks, and _transport/network/rdma_send.py for those of actors.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ log = logging.getLogger("monarch_backend")
 
 DEVICES = "/sys/class/infiniband"
 PACKAGES = ("pyverbs", "ibverbs")
-"""One of them has to be there; their names are _binding.py's, too, which is not imported to find out."""
+"""Provider packages, one of which is needed. provider.py has these names too; it is not imported for this check."""
 
-# Bytes from which a message is worth two more latencies of Gloo and some changes of threads, 0.3 ms together: in that
-# time Gloo carries about this much.
+# Break-even size of a message: NICs add two latencies of Gloo and some thread switches, 0.3 ms together. Gloo carries
+# about this much in that time.
 
 
 def least() -> int:
-    """Bytes from which this process's NICs carry messages; 0 where none may be used.
+    """Return the bytes from which this process's NICs carry messages; 0 where none may be used.
 
-    Raises ValueError for what is no number of bytes.
+    Raises ValueError if the setting is not a number of bytes.
     """
     wanted = wanted_least()
     return wanted if usable() else 0
 
 
 def wanted_least() -> int:
-    """MONARCH_RDMA_MIN_BYTES, or the default. Raises ValueError for what is no number of bytes."""
+    """Return MONARCH_RDMA_MIN_BYTES, or the default. Raises ValueError if it is not a number of bytes."""
     return int(env.get("MONARCH_RDMA_MIN_BYTES"))
 
 
 def there() -> bool:
-    """There is something that may be a NIC, and a package for it: takes no time, and may turn out to be unusable."""
+    """True if there may be a NIC, and a package for it. Takes no time; the NIC may still be unusable."""
     try:
         return bool(os.listdir(DEVICES)) and any(importlib.util.find_spec(name) for name in PACKAGES)
     except OSError:  # no devices
@@ -48,9 +47,9 @@ def there() -> bool:
 
 @functools.cache
 def usable() -> bool:
-    """This process's NICs may carry messages, as was found once: where there are some, that takes seconds.
+    """True if this process's NICs may carry messages. The first call takes seconds where there are NICs.
 
-    What stands against it is no reason to fail whoever does without them.
+    Errors are logged and not raised, because messages can do without NICs.
     """
     if not there():
         return False
@@ -58,7 +57,7 @@ def usable() -> bool:
         from monarch_backend._verbs.discovery import available
 
         return env.get("MONARCH_RDMA_TRANSPORT") != "tcp" and available() is None
-    except Exception as error:  # a MONARCH_RDMA_TRANSPORT that means nothing, a package that does not load
+    except Exception as error:  # an invalid MONARCH_RDMA_TRANSPORT, or a package that does not load
         log.warning(
             "large messages between hosts are carried by gloo and TCP, since NICs can't be used by pid %d: %r. "
             "`monarch-backend doctor` explains the machine",

@@ -1,8 +1,8 @@
-"""One process's verbs: its devices, what it exposes, its links to peers, and the thread that hears of completions.
+"""Verbs engine of one process: its devices, exposed regions, connections to peers, and the thread for completions.
 
-Knows nothing of actors or of how bytes get to a peer: offers and answers are handed in and out. Nothing is opened
-before it is needed. Callbacks run on the engine's thread or on that of one who looks for completions (`help`,
-`listen`), without the engine's lock, and must not wait.
+The engine does not know actors, nor how bytes get to a peer: its user carries connect requests and replies. Nothing is
+opened before its first use. Callbacks run on the engine's thread or on a thread that polls for completions (`help`,
+`listen`). They run without the engine's lock and must not wait.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from monarch_backend._verbs.work_requests import Done, Piece, Plan, Request
 log = logging.getLogger("monarch_backend")
 
 STRIPING_MIN_BYTES = 1 << 20
-"""Bytes from which a transfer is spread over several devices."""
+"""Bytes from which a transfer uses several devices."""
 
 INLINE_REGISTRATION_MAX_BYTES = 1 << 20
-"""Bytes of memory that are registered on the caller's thread: more takes longer than he has."""
+"""Bytes up to which memory is registered on the caller's thread; more takes too long."""
 
 _ALL = (1 << 64) - 1
 
@@ -61,7 +61,7 @@ _UNREADABLE = "completions of a device cannot be read"
 _FORK_TIMEOUT_S = 0.5
 """Seconds that a fork waits for engines."""
 
-_forks = 0  # between this process and the first one: getpid() asks the kernel
+_forks = 0  # forks since the first process; getpid() would be a system call
 
 
 def _count_fork() -> None:
@@ -75,17 +75,17 @@ _of_thread = threading.local()
 
 
 def hears() -> bool:
-    """This thread hears of completions, of any engine: if it waits for anything, nobody does."""
+    """True on a thread that handles an engine's completions. It must not wait, because nothing would complete."""
     return getattr(_of_thread, "hears", False)
 
 
 Peer = Hashable
 Segment = tuple[int, int, int]
-"""Offset in the region, local address, bytes."""
+"""(offset in the region, local address, bytes)."""
 
 
 class Region:
-    """Memory of a process that others may reach; what they need to know of it travels as bytes."""
+    """Memory of a process that others may access; they get its address and keys as bytes."""
 
     def __init__(self, record: RegionRecord) -> None:
         self.record = record
@@ -95,17 +95,17 @@ class Region:
         return f"<Region of {self.nbytes} bytes, {'writable' if self.writable else 'read-only'}>"
 
     def to_bytes(self) -> bytes:
-        """For others."""
+        """Return the region as bytes for other processes."""
         return messages.pack(self.record)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Region:
-        """Of another process. Raises VerbsError."""
+        """Parse a region of another process. Raises VerbsError."""
         return cls(messages.unpack(RegionRecord, data))
 
 
 class _Exposed:
-    """What stands behind a region here: its owner lives as long."""
+    """Local state of a region; keeps the owner of the memory alive."""
 
     def __init__(self, owner: Any, address: int, nbytes: int) -> None:
         self.owner, self.address, self.nbytes = owner, address, nbytes
@@ -116,13 +116,15 @@ class _Exposed:
             device.retired.add(registration.rkey, self.address, self.nbytes)
         ended = [destroy(registration, "a region", device.name) for registration, device in self.registrations]
         if not all(ended):
-            _native.keep_for_ever(self.owner)  # others may still reach its memory: so it is nobody else's
+            _native.keep_for_ever(self.owner)  # other processes may still access its memory, so it must not be reused
         self.registrations, self.owner = [], None
 
 
 class _Wake:
-    """By which the engine's thread is woken. Others may be about to do that, in the midst of anything, without a lock,
-    when the engine is closed: it stays open as long as one of them has it, for its number might be another's then.
+    """Event that wakes the engine's thread.
+
+    Other threads may be about to set it, at any point and without a lock, while the engine is closed. It stays open
+    until the last of them has released it, because its file descriptor might be reused.
     """
 
     def __init__(self) -> None:
@@ -133,9 +135,11 @@ class _Wake:
 
 
 class Engine:
-    """``dial(peer)`` is called when a connection to a peer is wanted, at first use or after one broke: it has an offer
-    taken to the peer and the answer back (:meth:`offer`, there :meth:`accept`, :meth:`connect`), or says that the peer
-    is gone. Without it the connection must be there before the first transfer.
+    """Engine of one process.
+
+    ``dial(peer)`` is called when a connection to a peer is wanted, at first use or after one broke. It carries a
+    connect request to the peer and the reply back (:meth:`offer`, there :meth:`accept`, :meth:`connect`), or reports
+    that the peer is gone. Without ``dial`` the connection must exist before the first transfer.
     """
 
     def __init__(
@@ -152,10 +156,10 @@ class Engine:
         self._opened: list[Device] = []
         self._completions = Completions(self._lock, self._nudge, self._pump_all, self._is_restless)
         self._links: dict[Peer, PeerConnection] = {}
-        self._accepted: dict[Peer, list[tuple[QueuePair, str]]] = {}  # and of which device
+        self._accepted: dict[Peer, list[tuple[QueuePair, str]]] = {}  # with the devices' names
         self._exposed: dict[int, _Exposed] = {}
         self._regions = itertools.count(1)
-        self._soon: deque[Callable[[], None]] = deque()  # for the engine's thread
+        self._soon: deque[Callable[[], None]] = deque()  # calls for the engine's thread
         self._thread: threading.Thread | None = None
         self._wake: _Wake | None = None
         self._closed = False
@@ -167,7 +171,7 @@ class Engine:
     # ---- opening and closing
 
     def devices(self) -> list[Device]:
-        """Open, from now on. Raises VerbsError."""
+        """Return the open devices; opens them if needed. Raises VerbsError."""
         with self._lock:
             if self._fork != _forks:
                 raise VerbsError("this engine belongs to the process that this one was forked from: make one here")
@@ -195,14 +199,14 @@ class Engine:
             self._wake = None
             if isinstance(error, OSError) and not isinstance(error, VerbsError):
                 raise VerbsError(
-                    f"a verbs device does not open: {error}; is /dev/infiniband in this container?"
+                    f"a verbs device can't be opened: {error}; is /dev/infiniband in this container?"
                 ) from error
             raise
         self._thread = threading.Thread(target=self._run, name="monarch-verbs", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """What is under way fails; nobody reaches this process's memory any more."""
+        """Fail requests in progress and deregister all memory."""
         if self.is_here:
             raise RuntimeError("a callback cannot close the engine whose thread it runs on")
         with self._lock:
@@ -228,10 +232,10 @@ class Engine:
             self._opened, self._wake = [], None
 
     def settle(self, seconds: float) -> None:
-        """Wait, for so long at most, until the engine's thread has done what it was asked for.
+        """Wait, for at most ``seconds``, until the engine's thread has run its pending calls.
 
-        Before a fork: memory that was freed, and that malloc has its notes in again, is not registered any more then.
-        The kernel may treat registered pages in its own way at a fork, and with old ones the child lacks them.
+        Called before a fork, so that freed memory, which malloc uses again, is deregistered. The kernel may exclude
+        registered pages from a fork. With stale registrations the child would lack these pages.
         """
         if self._thread is None or self.is_here or self._fork != _forks:
             return
@@ -243,21 +247,24 @@ class Engine:
         self.settle(_FORK_TIMEOUT_S)
 
     def detach_after_fork(self) -> None:
-        """In a forked child: nothing that is done with this engine reaches the devices any more.
+        """Keep a forked child from accessing the devices through this engine.
 
-        The kernel's objects are shared with the parent: whoever ends a registration or a queue pair here, be it by
-        letting go of the object, ends the parent's. So they are kept for ever, where nobody finds them. Whatever lock
-        it was, a thread of the parent's may have held it.
+        The child shares the kernel's objects with the parent. Destroying a registration or a queue pair here would
+        destroy the parent's. So the objects are kept alive and unreachable. Locks are replaced, because a thread of the
+        parent may have held them.
         """
         _native.keep_for_ever((self._opened, self._links, self._accepted, self._exposed, self._soon))
         self._opened, self._links, self._accepted, self._exposed, self._soon = [], {}, {}, {}, deque()
         self._completions.devices = []
         self._lock, self._thread = threading.RLock(), None
-        self._wake = None  # the parent's thread would wake up
+        self._wake = None  # it would wake the parent's thread
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[list[Device]]:
-        """Open devices, which stay open inside: registering takes long, and without the lock. Raises VerbsError."""
+        """Yield open devices that stay open in this context, because registration is slow and runs without the lock.
+
+        Raises VerbsError.
+        """
         with self._lock:
             devices = self.devices()
             self._busy += 1
@@ -268,10 +275,10 @@ class Engine:
                 self._busy -= 1
                 self._idle.notify_all()
 
-    # ---- the owner's side
+    # ---- memory for peers
 
     def expose(self, address: int, nbytes: int, owner: Any, *, writable: bool = True) -> Region:
-        """Others may reach this memory until :meth:`release`; its owner is kept until then. Raises VerbsError."""
+        """Let peers access this memory until :meth:`release`; its owner is kept alive until then. Raises VerbsError."""
         if nbytes < 1:
             raise ValueError("a region of no bytes")
         access = LOCAL_WRITE | REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC if writable else REMOTE_READ
@@ -295,14 +302,14 @@ class Engine:
         return region
 
     def release(self, region: Region) -> None:
-        """Nobody reaches it any more: a peer that tries gets "remote access error". Twice is as good as once."""
+        """End access to a region: a peer that tries gets "remote access error". A second call does nothing."""
         with self._lock:
             exposed = self._exposed.pop(region.id, None)
         if exposed is not None:
             exposed.close()
 
     def accept(self, peer: Peer, offer: bytes) -> bytes:
-        """Connect what a peer offers to queue pairs here; the answer for it. Raises VerbsError."""
+        """Connect the queue pairs of a peer's connect request; return the reply. Raises VerbsError."""
         wanted = messages.unpack(ConnectRequest, offer)
         with self._in_use() as devices:
             made, answer = self._paired(peer, wanted, devices)
@@ -314,7 +321,7 @@ class Engine:
     def _paired(
         self, peer: Peer, wanted: ConnectRequest, devices: Sequence[Device]
     ) -> tuple[list[tuple[QueuePair, str]], bytes]:
-        """Queue pairs for what is offered, and the answer."""
+        """Return queue pairs for a connect request, and the reply."""
         made: list[tuple[QueuePair, str]] = []
         pairings: list[Pairing] = []
         problems: list[str] = []
@@ -391,10 +398,10 @@ class Engine:
         for pair, device in self._accepted.pop(peer, []):
             destroy(pair, f"queue pair {pair.number}", device)
 
-    # ---- the asking side
+    # ---- transfers
 
     def offer(self, peer: Peer) -> bytes:
-        """For the peer's :meth:`accept`. Raises VerbsError."""
+        """Return a connect request for the peer's :meth:`accept`. Raises VerbsError."""
         self.devices()
         with self._lock:
             data = self._link(peer).offer()
@@ -402,23 +409,24 @@ class Engine:
             return data
 
     def connect(self, peer: Peer, answer: bytes) -> None:
-        """With what the peer's :meth:`accept` has returned. Raises VerbsError."""
+        """Connect by the reply of the peer's :meth:`accept`. Raises VerbsError."""
         message = messages.unpack(ConnectReply, answer)
         with self._lock:
-            self._completions.arm()  # for the signs of life
+            self._completions.arm()  # for the queue pairs' proofs
             self._link(peer).connect(message)
             self._nudge()  # there is a deadline now
 
     def no_connection(self, peer: Peer, offer: bytes, why: str) -> bool:
-        """Nothing came of an :meth:`offer`, empty if there was none: whoever waits fails. False if that one was late:
-        another one is under way, or has led to a connection.
+        """Fail the requests that wait for a connection, because the :meth:`offer` (or none, if empty) had no result.
+
+        Returns False if the report is late: another offer is pending, or has led to a connection.
         """
         with self._lock:
             link = self._links.get(peer)
             return link is None or link.no_connection(offer, NoConnectionError(why, "", "", str(peer)))
 
     def connected(self, peer: Peer) -> bool:
-        """There is a connection that works, as far as anybody knows."""
+        """True if there is a connection that works, as far as is known."""
         with self._lock:
             link = self._links.get(peer)
             return link is not None and link.state is State.UP
@@ -434,16 +442,18 @@ class Engine:
         *,
         at_once: bool = False,
     ) -> Request | None:
-        """Segments of a peer's region to or from memory here; ``owners``: the object whose memory that is, or a list of
-        one for each segment. ``done(None or the error)`` is called once. What is wrong from the start is raised.
+        """Copy segments between a peer's region and memory here.
 
-        ``at_once``: only if there is a connection and it takes no time, else None; and somebody will `help`, or
-        `listen`, who wants to know soon when it is done.
+        ``owners``: the object that owns the local memory, or a list with one for each segment. ``done(None or the
+        error)`` is called once. Invalid arguments raise at once.
+
+        ``at_once``: start only if there is a connection and starting takes no time, else return None. A thread that
+        needs the result soon must then call `help` or `listen`.
         """
         return self.start(peer, plan_transfer(kind, remote, segments, owners), done, at_once=at_once)
 
     def start(self, peer: Peer, what: Plan, done: Done, *, at_once: bool = False) -> Request | None:
-        """As `transfer` and `atomic`, of what was planned for that."""
+        """Start a planned request, as `transfer` and `atomic` do."""
         request = Request(what, done)
         with self._lock:
             link = self._links.get(peer)
@@ -463,9 +473,9 @@ class Engine:
                     self.devices()
                     link = self._links.get(peer) if at_once else self._link(peer)
                 except BaseException:
-                    request.close()  # no link and nobody else knows of it
+                    request.close()  # no connection or other thread has it
                     raise
-                if link is None or (at_once and link.state is not State.UP):  # since a moment ago
+                if link is None or (at_once and link.state is not State.UP):  # the connection broke a moment ago
                     request.close()
                     return None
                 return self._hand_to(link, request, at_once)
@@ -482,15 +492,15 @@ class Engine:
         *,
         at_once: bool = False,
     ) -> Request | None:
-        """On eight aligned bytes: add the operand, or put it there if what is expected is there.
+        """Run an atomic on eight aligned bytes: add the operand, or store it if the value is the expected one.
 
-        ``done`` gets the value from before, or the error. Numbers are unsigned and wrap around. ``at_once``: see
+        ``done`` gets the previous value, or the error. Numbers are unsigned and wrap around. ``at_once``: see
         `transfer`.
         """
         return self.start(peer, plan_atomic(kind, remote, offset, operand, expected), done, at_once=at_once)
 
     def help(self, request: Request, seconds: float) -> None:
-        """On a thread that waits for it: look for completions, for so long at most. Calls back."""
+        """Poll for completions, for at most ``seconds``, from a thread that waits for the request. Runs callbacks."""
         if self._fork == _forks:
             try:
                 self._completions.help(request, seconds)
@@ -499,23 +509,23 @@ class Engine:
 
     @property
     def is_here(self) -> bool:
-        """This is the engine's thread."""
+        """True on the engine's thread."""
         return threading.current_thread() is self._thread
 
     def listen(self, request: Request) -> None:
-        """Before somebody sleeps until it is over. May call back."""
+        """Request an event, so that a thread can sleep until the request is over. May run callbacks."""
         if self._fork == _forks:
             self._carefully(self._completions.listen, request)
 
     def stop(self, peer: Peer, request: Request, why: str) -> None:
-        """Nobody wants it any more: it ends when what the devices have of it has ended."""
+        """Cancel a request: it ends when its posted work requests have ended."""
         with self._lock:
             link = self._links.get(peer)
             if link is not None and not request.finished:
                 link.give_up(request, VerbsError(why, "", "", str(peer)))
 
     def peer_gone(self, peer: Peer, why: BaseException | str) -> None:
-        """All that is under way with it fails now, for this reason; nothing of it reaches this process any more."""
+        """Fail all requests to and from a peer for this reason; none of them accesses this process afterwards."""
         error = why if isinstance(why, BaseException) else VerbsError(why, "", "", str(peer))
         with self._lock:
             link = self._links.pop(peer, None)
@@ -524,18 +534,18 @@ class Engine:
             self._hang_up(peer)
 
     def give_up(self, peer: Peer, why: str) -> None:
-        """All that this process has asked of it fails now; what it asks of this process goes on."""
+        """Fail all requests to a peer now; the peer's requests continue."""
         with self._lock:
             link = self._links.pop(peer, None)
             if link is not None:
                 link.fail(VerbsError(why, "", "", str(peer)))
 
     def give_up_soon(self, peer: Peer, why: str) -> None:
-        """The same, by the engine's thread: closing a connection takes a moment."""
+        """Do the same on the engine's thread, because closing a connection is slow."""
         self._call_soon(lambda: self.give_up(peer, why))
 
     def _hand_to(self, link: PeerConnection, request: Request, quiet: bool) -> Request:
-        """Under the lock. Raises what a device does that can't be armed: then it has not begun."""
+        """Submit a request; the lock is held. If a device can't be armed, this raises and nothing was submitted."""
         request.quiet = (
             quiet and request.nbytes <= MAX_UNSIGNALED_BYTES and link.state is State.UP and not link.has_waiting
         )
@@ -549,7 +559,7 @@ class Engine:
             return request
         link.submit(request)
         if request.quiet and request.has_more and self._completions.announce(request):
-            self._call_soon(self._look)  # what came before it was armed
+            self._call_soon(self._look)  # for completions from before it was armed
         return request
 
     def _link(self, peer: Peer) -> PeerConnection:
@@ -559,7 +569,7 @@ class Engine:
         return self._links.setdefault(peer, PeerConnection(peer, self)) if link is None else link
 
     def _near(self, what: Plan) -> list[Device]:
-        """The devices for a transfer: those nearest to its memory; one of them, if it is small."""
+        """Return the devices for a transfer: those nearest to its memory, or one of them for a small transfer."""
         devices, pieces = self.devices() if self._closed or not self._opened else self._opened, what.pieces
         if len(devices) == 1 or not pieces:
             return devices
@@ -569,18 +579,16 @@ class Engine:
         return near if what.nbytes >= STRIPING_MIN_BYTES else [near[(pieces[0].local >> 21) % len(near)]]
 
     def soon(self, call: Callable[[], None]) -> None:
-        """Have it called by the engine's thread, once there is one. Takes no lock, so that weak references may ask."""
+        """Call a function on the engine's thread, once it exists. Takes no lock, so that weak references may use it."""
         self._call_soon(call)
 
-    # ---- what links ask for
+    # ---- methods for connections
 
     def finish(self, request: Request) -> None:
-        """As Host."""
         done, outcome = request.done, request.close()
         self._completions.ends(request, done, outcome)
 
     def dial(self, peer: Peer) -> bool:
-        """As Host."""
         if self._dial is None:
             return False
         self._call_soon(lambda: self._dial_now(peer))
@@ -599,7 +607,6 @@ class Engine:
                     link.fail(failed)
 
     def now(self) -> float:
-        """As Host."""
         return time.monotonic()
 
     # ---- the thread
@@ -609,7 +616,7 @@ class Engine:
         self._nudge()
 
     def _sweep_soon(self) -> None:
-        # In the middle of anything, wherever an object ends: no lock is taken here.
+        # Called at any point where an object ends, so no lock is taken.
         self._soon.append(self._sweep)
         self._nudge()
 
@@ -647,8 +654,8 @@ class Engine:
                 elif not self._carefully(self._completions.heard, by_fd[fd]):
                     poller.unregister(fd)
             self._call()
-            self._carefully(self._completions.sweep)  # before links say that a device is silent
-            self._carefully(self._tick, why="a connection cannot be looked after")
+            self._carefully(self._completions.sweep)  # before connections report that a device is silent
+            self._carefully(self._tick, why="a connection can't be maintained")
             self._completions.tell()
             with self._lock:
                 if self._closed and not self._soon and not self._completions.has_calls:
@@ -660,7 +667,7 @@ class Engine:
                 link.tick(self.now())
 
     def _carefully(self, look: Callable[..., None], *of: Any, why: str = _UNREADABLE) -> bool:
-        """False if that was not possible; then nothing under way will be heard of."""
+        """Call a function; False if it failed, in which case all requests in progress fail."""
         try:
             look(*of)
         except Exception:
@@ -688,19 +695,19 @@ class Engine:
                 log.exception("verbs: a callback has failed")
 
     def _fail_all(self, why: str) -> None:
-        """In an except clause."""
+        """Fail all requests, in an except clause."""
         log.exception("verbs: %s", why)
         with self._lock:
             for link in self._links.values():
                 try:
                     link.fail(VerbsError(f"{why}: see the log"))
-                except Exception:  # the others' transfers end nevertheless, and this thread does not
+                except Exception:  # the other transfers must end nevertheless, and this thread must not
                     log.exception("verbs: the transfers from or to %s cannot be ended", link.peer)
 
 
 def _register(request: Request, near: Sequence[Device]) -> None:
-    """With all of these devices that reach its memory, or with none. Raises VerbsError."""
-    if request.is_atomic:  # with the device of the lane that it gets
+    """Register with all of these devices that reach the memory, or with none. Raises VerbsError."""
+    if request.is_atomic:  # registered with the device of its queue pair
         return
     unreachable: UnreachableMemoryError | None = None
     try:
@@ -717,7 +724,10 @@ def _register(request: Request, near: Sequence[Device]) -> None:
 
 
 def plan_transfer(kind: Literal["read", "write"], remote: Region, segments: Sequence[Segment], owners: Any) -> Plan:
-    """See Engine.transfer. Raises ValueError, and TypeError for owners that have no memory."""
+    """Return the plan of a transfer; see Engine.transfer.
+
+    Raises ValueError, and TypeError for owners without memory.
+    """
     if kind not in ("read", "write"):
         raise ValueError(f"{kind!r}: a transfer is a read or a write")
     if kind == "write" and not remote.writable:
@@ -732,7 +742,7 @@ def plan_transfer(kind: Literal["read", "write"], remote: Region, segments: Sequ
 def plan_atomic(
     kind: Literal["fetch_add", "compare_swap"], remote: Region, offset: int, operand: int, expected: int
 ) -> Plan:
-    """See Engine.atomic. Raises ValueError."""
+    """Return the plan of an atomic; see Engine.atomic. Raises ValueError."""
     if kind not in ("fetch_add", "compare_swap"):
         raise ValueError(f"{kind!r}: an atomic is fetch_add or compare_swap")
     if not remote.writable:
@@ -745,7 +755,7 @@ def plan_atomic(
 
 def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) -> tuple[list[Allocation], list[Piece]]:
     allocations: list[Allocation] = []
-    places: dict[int, int] = {}  # of an owner's allocation, by the owner's id
+    places: dict[int, int] = {}  # index of an owner's allocation, by the owner's id
     pieces = []
     for (offset, address, nbytes), owner in zip(segments, owners, strict=True):
         if id(owner) not in places:
@@ -756,7 +766,7 @@ def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) 
         if nbytes < 0 or offset < 0 or offset + nbytes > remote.nbytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} of a region of {remote.nbytes}")
         if not whole.address <= address <= address + nbytes <= whole.address + whole.nbytes:
-            raise ValueError(f"{nbytes} bytes at {address:#x}, outside of the memory of their owner")
+            raise ValueError(f"{nbytes} bytes at {address:#x}, outside the memory of their owner")
         if nbytes:
             pieces.append(Piece(remote.address + offset, address, nbytes, part))
     return allocations, pieces
@@ -765,7 +775,7 @@ def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) 
 def _candidates(
     devices: Sequence[Device], theirs: Endpoint, used: dict[tuple[int, int], int]
 ) -> list[tuple[Device, Endpoint, PathCandidate]]:
-    """Ways to a port of the peer, the most promising first; among equals the port that is used least so far."""
+    """Return paths to a port of the peer, best first; among equals the least used port."""
     found = [
         (device, endpoint, way) for device in devices for endpoint in device.endpoints for way in ways(endpoint, theirs)
     ]

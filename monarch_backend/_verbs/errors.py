@@ -1,4 +1,4 @@
-"""What a verbs route raises: the work completion's own words, where it happened, and what to do next."""
+"""Exceptions of verbs: the text of the work completion, where it happened, and what to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from monarch_backend._core.errors import MonarchError, public
 
 SUCCESS, FLUSHED, RETRY_EXCEEDED = 0, 5, 12
-"""Of ibv_wc_status."""
+"""Values of ibv_wc_status."""
 
 _STATUS = (
     "success",
@@ -34,18 +34,20 @@ _STATUS = (
     "response timeout error",
     "general error",
 )
-"""As ibv_wc_status_str says it, so that a search for the text finds what others know about it."""
+"""Texts of ibv_wc_status_str, so that a web search finds them."""
 
 _LINK_STATUS = frozenset({2, FLUSHED, RETRY_EXCEEDED, 13, 16, 19, 20, 21})
-"""The connection's fault and not the request's: the same request may succeed on another one. Also "local QP operation
-error": it is what soft-RoCE says when its interface is down."""
+"""Statuses that are the connection's fault: the request may succeed on another one.
+
+soft-RoCE reports "local QP operation error" when its interface is down.
+"""
 
 _NEXT = {
     1: "the memory registered here is shorter than the request: report this, it is a bug",
     2: "the device could not send: is its link up? See `monarch-backend doctor`",
     4: "memory that is not registered here, or is gone: keep its owner alive until the transfer is done",
     8: "memory that is not registered here, or is gone: keep its owner alive until the transfer is done",
-    9: "the peer's device does not know such a request: is the address aligned, for an atomic?",
+    9: "the peer's device does not support such a request: is the address aligned, for an atomic?",
     10: "the region was released, or does not allow this: ask its owner for a new one",
     11: "the peer's device could not do it: look at its kernel log",
     12: "nothing answers: is the peer alive, its link up? See `monarch-backend doctor` on both sides",
@@ -85,17 +87,17 @@ class NoConnectionError(VerbsError):
 
 
 def status_text(status: int) -> str:
-    """In words."""
+    """Return the text of a status."""
     return _STATUS[status] if 0 <= status < len(_STATUS) else f"status {status}"
 
 
 def is_of_the_link(status: int) -> bool:
-    """The connection has failed, not the request."""
+    """True if the connection has failed, not the request."""
     return status in _LINK_STATUS
 
 
 def completion_error(what: str, status: int, vendor: int, device: str, peer: object, note: str = "") -> VerbsError:
-    """For a work completion that is none."""
+    """Return the error for a failed work completion."""
     text = status_text(status)
     vendor_part = f", vendor code {vendor:#x}" if vendor else ""
     advice = note or _NEXT.get(status, _SEE_LOG)
@@ -105,9 +107,9 @@ def completion_error(what: str, status: int, vendor: int, device: str, peer: obj
 
 
 def stuck_error(error: VerbsError) -> VerbsError:
-    """The same, of what is posted on a queue pair that is left as it is."""
+    """Return the error for work requests on a queue pair that can't be destroyed."""
     return VerbsError(
-        f"{error}. Its queue pair cannot be destroyed (was the device removed or reset?), so nobody knows what was "
+        f"{error}. Its queue pair cannot be destroyed (was the device removed or reset?), so it is unknown what was "
         "done, or will be: memory here that was to be read into may still change. Leave it alone, and restart this "
         "process",
         error.status,
@@ -117,7 +119,7 @@ def stuck_error(error: VerbsError) -> VerbsError:
 
 
 def registration_error(error: OSError, nbytes: int, device: str, limit: int | None) -> VerbsError:
-    """For memory that cannot be registered; ``limit``: of locked memory in bytes, None where there is none."""
+    """Return the error for memory that can't be registered; ``limit``: of locked memory in bytes, None if unlimited."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     advice = "is that memory of this process, and mapped?"
     if error.errno in (errno.ENOMEM, errno.EAGAIN, errno.EPERM):

@@ -1,8 +1,8 @@
-"""Registration of a GPU's memory with a NIC, which then reaches it without the host's memory in between.
+"""Registration of GPU memory with a NIC, which then accesses it without a copy in host memory.
 
-Two ways, whichever the drivers offer: peer memory, where the NIC's driver asks the GPU's about an address
-(nvidia_peermem, amdgpu), and dma-buf, where the GPU's driver exports the range as a file. Where neither works, it
-is staged (_rdma/routes/gpu_staged.py).
+Drivers offer two ways. With peer memory the NIC's driver asks the GPU's driver about an address (nvidia_peermem,
+amdgpu). With dma-buf the GPU's driver exports the range as a file. If both fail, the data are staged
+(_rdma/routes/gpu_staged.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def is_of_gpu(address: int) -> bool:
-    """It is memory of a GPU."""
+    """True if an address is in GPU memory."""
     return _native.gpu_device_of(address) >= 0
 
 
 def register(nic: Nic, address: int, nbytes: int, access: int) -> Registration:
-    """With this device. Raises UnreachableMemoryError where neither way works; it says why."""
+    """Register GPU memory with a device. Raises UnreachableMemoryError with the reasons if both ways fail."""
     try:
         made = nic.register(address, nbytes, access)
         _say(nic, nbytes, "by peer memory")
@@ -51,7 +51,7 @@ def _by_dma_buf(nic: Nic, address: int, nbytes: int, access: int) -> Registratio
     try:
         return nic.register_dmabuf(descriptor, address - first, nbytes, address, access)
     finally:
-        os.close(descriptor)  # the registration has its own hold on it
+        os.close(descriptor)  # the registration has its own reference
 
 
 def _say(nic: Nic, nbytes: int, how: str) -> None:

@@ -1,8 +1,8 @@
-"""Posting, polling and arming without a package's Python between: the compiled calls for queues that it has made.
+"""Posting, polling and arming in C++ on queues that a Python package has made.
 
-Both packages keep libibverbs's pointers in C fields of their objects, where the core finds them
-(csrc/verbs/queue_pairs.h) and looks whether they are what they must be. Where it does not, the package's own
-functions are taken, some ten times slower.
+Both packages keep libibverbs's pointers in C fields of their objects. The core finds them there
+(csrc/verbs/queue_pairs.h) and checks them. If the check fails, the package's own functions are used, which are about
+ten times slower.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ log = logging.getLogger("monarch_backend")
 
 
 def completion_queue(queue: Any, fd: int, entries: int) -> _native.VerbsCompletionQueue | None:
-    """Of this object of a package, whose channel has this descriptor; None where it can't be told."""
+    """Return the compiled completion queue of a package's object with this channel descriptor; None if not found."""
     found = _native.VerbsCompletionQueue.find(queue, fd, entries)
     if found is None:
         log.info(
-            "verbs: %s's queues are not where they are expected: they are asked by its own Python", _package(queue)
+            "verbs: %s's queues are not in the expected places; its own Python functions are used, which are slower",
+            _package(queue),
         )
     return found
 
 
 def queue_pair(pair: Any, number: int, queue: _native.VerbsCompletionQueue | None) -> _native.VerbsQueuePair | None:
-    """Of this object of a package, which completes in that queue; None where either can't be told."""
+    """Return the compiled queue pair of a package's object that completes in ``queue``; None if not found."""
     return None if queue is None else _native.VerbsQueuePair.find(pair, number, queue)
 
 

@@ -1,4 +1,4 @@
-"""An open device of this process: its queue pairs by number, its places in the completion queue, its registrations."""
+"""An open device of this process: its queue pairs by number, credit of its completion queue, registrations."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ if TYPE_CHECKING:
 log = logging.getLogger("monarch_backend")
 
 COMPLETION_QUEUE_SIZE = 16384
-"""Places in a device's completion queue: each work request may need one, if it fails."""
+"""Entries of a device's completion queue; each work request may need one, if it fails."""
 
 _MAX_OUTSTANDING_READS = 16
-"""READs and atomics under way on a queue pair: what the common devices have, and each costs memory."""
+"""READs and atomics in flight on a queue pair. Common devices support 16, and each takes memory."""
 
 FIRST_PACE, SLOWER = 1e-10, 1.25
-"""Seconds of a byte before a device has shown its own: 10 GB/s; and by how much it may seem slower after one transfer,
-for who looked may have been kept from it.
+"""Initial seconds per byte of a device (10 GB/s), and the largest factor of slowdown by one transfer.
+
+A transfer may seem slow because its thread was not running.
 """
 
 _UNTIMED = 15
-"""After one that was as fast as the device is known to be: in some guests a look at the clock is a system call."""
+"""Transfers that are not timed after one at the device's known speed.
+
+In some guests reading the clock is a system call.
+"""
 
 _SLOTS = 512
 _VALUE = struct.Struct("=Q")
 
 
 class Slot:
-    """Eight registered bytes, into which an atomic's old value comes."""
+    """Eight registered bytes, to which the NIC writes an atomic's old value."""
 
     def __init__(self, page: mmap.mmap, offset: int, address: int, lkey: int) -> None:
         self._page, self._offset = page, offset
@@ -51,12 +55,12 @@ class Slot:
 
     @property
     def value(self) -> int:
-        """As this machine's bytes are ordered."""
+        """Return the number, in this machine's byte order."""
         return int(_VALUE.unpack_from(self._page, self._offset)[0])
 
 
 class Device:
-    """``index``: its place among this process's devices, by which its keys are found."""
+    """An open device. ``index``: its number among this process's devices, which selects its keys in records."""
 
     def __init__(
         self, binding: Binding, index: int, ports: Sequence[PortFacts], settings: Settings, on_gone: Callable[[], None]
@@ -66,14 +70,14 @@ class Device:
         self.name = self.nic.name
         self.endpoints = [self._endpoint(facts, settings) for facts in ports]
         self.max_message = min(self.nic.port(facts.port).max_message for facts in ports)
-        # A quarter is for proofs of new lanes, and for what lanes that were closed have left behind in the queue.
+        # A quarter of the completion queue is for proofs of new queue pairs and for completions of closed ones.
         self.most_lanes = max(1, self.nic.limits.completions // 4)
         self.credit = max(1, self.nic.limits.completions - self.most_lanes)
-        self.starved = False  # a lane had work, and there was no credit
-        self.armed = False  # the next completion is announced
+        self.starved = False  # a queue pair had work, and there was no credit
+        self.armed = False  # an event is requested for the next completion
         self.pace = FIRST_PACE
         self.untimed = 0  # transfers that need not be timed
-        self.looked_promptly = False  # who looks now finds what has come a moment ago
+        self.looked_promptly = False  # the polling thread polled a moment ago
         self.lanes: dict[int, SendQueuePair] = {}  # by their queue pairs' numbers
         self.retired = RkeyQuarantine()
         self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
@@ -97,15 +101,16 @@ class Device:
         )
 
     def took(self, seconds: float, nbytes: int) -> None:
-        """From posting so many bytes on an idle queue pair until somebody has seen that they were done. If that was
-        not prompt, it took no longer than that, and perhaps much less.
+        """Update the speed from the time between posting on an idle queue pair and the poll that found the completion.
+
+        Without prompt polling the time is only an upper limit.
         """
         found = seconds / nbytes
         self.untimed = _UNTIMED if self.pace / SLOWER < found < self.pace * SLOWER else 0
         self.pace = min(found, self.pace * (SLOWER if self.looked_promptly else 1.0))
 
     def take_slot(self) -> Slot:
-        """Until it is given back. Raises VerbsError."""
+        """Return a slot until `give_slot`. Raises VerbsError."""
         if not self._slots:
             page = mmap.mmap(-1, _SLOTS * _VALUE.size)
             address = ctypes.addressof(ctypes.c_char.from_buffer(page))
@@ -116,18 +121,18 @@ class Device:
         return self._slots.pop()
 
     def give_slot(self, slot: Slot) -> None:
-        """Its value is not needed any more."""
+        """Return a slot whose value is not needed any more."""
         if slot.address in self._lost:
             _native.keep_for_ever(slot)
         else:
             self._slots.append(slot)
 
     def lose_slot(self, address: int) -> None:
-        """The device may write to it at any time: nobody else gets it."""
+        """Never reuse a slot to which the device may still write."""
         self._lost.add(address)
 
     def close(self) -> None:
-        """After the queue pairs and what others may reach."""
+        """Close the device, after the queue pairs and exposed memory."""
         self.cache.close()
         for page in self._pages:
             destroy(page, "a registration", self.name)
@@ -135,7 +140,7 @@ class Device:
 
 
 def open_devices(binding: Binding, settings: Settings, on_gone: Callable[[], None]) -> list[Device]:
-    """All that may be used and can send. Raises OSError."""
+    """Open all devices that may be used and can send. Raises OSError."""
     by_device: dict[str, list[PortFacts]] = {}
     for facts in discovery.usable(settings):
         by_device.setdefault(facts.device, []).append(facts)

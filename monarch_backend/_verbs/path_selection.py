@@ -1,4 +1,4 @@
-"""Which port can talk to which: from what both sides know of theirs, the most promising way first."""
+"""Paths between ports of two processes, best first."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NO_GID = Gid(0, INFINIBAND, bytes(16))
 
 @dataclass(frozen=True)
 class PathCandidate:
-    """From a port of ours to one of theirs."""
+    """Path from a local port to a port of the peer."""
 
-    cost: tuple[int, int]  # the class of addresses; less for more leading bytes in common, as in one subnet
+    cost: tuple[int, int]  # class of addresses, then less for more leading bytes in common, as in one subnet
     common: int  # leading bits
     ours: Gid
     theirs: Gid
@@ -23,7 +23,7 @@ class PathCandidate:
 
 
 def ways(ours: Endpoint, theirs: Endpoint) -> list[PathCandidate]:
-    """The best first; empty where there is none."""
+    """Return the paths, best first; empty if there is none."""
     if ours.ethernet != theirs.ethernet:
         return []
     found = _roce(ours, theirs) if ours.ethernet else _infiniband(ours, theirs)
@@ -34,7 +34,7 @@ def _infiniband(ours: Endpoint, theirs: Endpoint) -> list[PathCandidate]:
     if not (ours.lid and theirs.lid):
         return []
     mine, other = (next(iter(e.gids), NO_GID) for e in (ours, theirs))
-    if mine.raw[:8] == other.raw[:8]:  # one subnet: its manager has given both LIDs
+    if mine.raw[:8] == other.raw[:8]:  # one subnet, whose manager has assigned both LIDs
         return [PathCandidate((0, 0), 0, mine, other, is_global=False)]
     return [_global_way(1, mine, other)]
 
@@ -49,7 +49,7 @@ def _roce(ours: Endpoint, theirs: Endpoint) -> list[PathCandidate]:
 
 
 def _global_way(cost: int, mine: Gid, other: Gid) -> PathCandidate:
-    # Nobody knows the netmask here: /24 or nearer counts as one subnet for IPv4, /64 for IPv6.
+    # The netmask is unknown here: /24 or nearer counts as one subnet for IPv4, /64 for IPv6.
     common = _common_bits(mine.raw, other.raw)
     return PathCandidate(
         (cost, -min(common // 8, 15 if mine.raw.startswith(_MAPPED) else 8)), common, mine, other, is_global=True
@@ -57,7 +57,7 @@ def _global_way(cost: int, mine: Gid, other: Gid) -> PathCandidate:
 
 
 def _class(gid: Gid) -> int:
-    """RoCEv2 over IPv4, over IPv6, over addresses that one link knows; RoCEv1 is not routed at all."""
+    """Rank a GID: RoCEv2 over IPv4, over IPv6, over link-local addresses; RoCEv1, which is not routed, is last."""
     if gid.kind != ROCE_V2:
         return 3 if gid.kind == ROCE_V1 else 4
     if gid.raw.startswith(_MAPPED):

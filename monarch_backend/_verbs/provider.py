@@ -1,8 +1,8 @@
-"""The one door to libibverbs: what an adapter offers, and which one is taken.
+"""Interface to libibverbs: the methods of an adapter, and the choice of the adapter.
 
-`provider_pyverbs.py` and `provider_ibverbs.py` are the adapters; nothing else here knows either package, and neither is
-imported before a device is opened. Numbers are those of the verbs' ABI: the packages rename their enums, the kernel
-does not.
+`provider_pyverbs.py` and `provider_ibverbs.py` are the adapters. No other module uses either package, and neither is
+imported before a device is opened. Numbers are those of the verbs' ABI, because the packages rename their enums and the
+kernel does not.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ BINDINGS = ("pyverbs", "ibverbs")
 """The packages, the preferred one first."""
 
 WRITE, READ, COMPARE_SWAP, FETCH_ADD = 0, 4, 5, 6
-"""Of ibv_wr_opcode."""
+"""Values of ibv_wr_opcode."""
 
 SEND_SIGNALED = 2
-"""Of ibv_send_flags."""
+"""Value of ibv_send_flags."""
 
 LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ, REMOTE_ATOMIC = 1, 2, 4, 8
-"""Of ibv_access_flags."""
+"""Values of ibv_access_flags."""
 
 QP_TYPE_RC = 2
-"""Of ibv_qp_type: a reliable connection."""
+"""Value of ibv_qp_type: a reliable connection."""
 
 RESET_TO_INIT = 1 | 16 | 32 | 8
 INIT_TO_RTR = 1 | 128 | 256 | 1 << 20 | 4096 | 131072 | 32768
 RTR_TO_RTS = 1 | 512 | 1024 | 2048 | 65536 | 8192
-"""Of ibv_qp_attr_mask: what each step sets."""
+"""Values of ibv_qp_attr_mask: the attributes that each step sets."""
 
 INIT, RTR, RTS = 1, 2, 3
-"""Of ibv_qp_state."""
+"""Values of ibv_qp_state."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a device."""
+    """Limits of a device."""
 
     depth: int  # work requests of a queue pair
     completions: int  # of a completion queue
-    reads_in: int  # READs and atomics that a queue pair answers at a time
-    reads_out: int  # and that it has under way
+    reads_in: int  # READs and atomics that a queue pair serves at a time
+    reads_out: int  # READs and atomics that it may have in flight
 
 
 @dataclass(frozen=True)
 class Port:
-    """Of a device, as it is now."""
+    """Present state of a port."""
 
     active: bool
     ethernet: bool
     lid: int
-    mtu: int  # of ibv_mtu: 1 is 256 bytes, 5 is 4096
+    mtu: int  # ibv_mtu: 1 is 256 bytes, 5 is 4096
     max_message: int  # bytes
 
 
 @dataclass(frozen=True)
 class Path:
-    """From one queue pair to another: all that makes it ready."""
+    """Attributes that connect one queue pair to another."""
 
     port: int
     number: int  # of the other queue pair
@@ -111,34 +111,34 @@ class Registration(Protocol):
 
     @property
     def lkey(self) -> int:
-        """For this process's requests."""
+        """Key for this process's requests."""
 
     @property
     def rkey(self) -> int:
-        """For others' requests."""
+        """Key for other processes' requests."""
 
     def close(self) -> None:
-        """Nobody reaches the memory through it any more."""
+        """Deregister the memory."""
 
 
 class QueuePair(Protocol):
-    """A reliable connection's end."""
+    """One end of a reliable connection."""
 
     @property
     def number(self) -> int:
-        """Which the other end must know."""
+        """Number that the other end needs."""
 
     def initialize(self, port: int, access: int) -> None:
-        """RESET to INIT."""
+        """Change from RESET to INIT."""
 
     def connect(self, path: Path) -> None:
-        """INIT to RTR to RTS. Raises OSError where there is no way."""
+        """Change from INIT to RTR to RTS. Raises OSError if the other port can't be reached."""
 
     def post(self, works: Sequence[Work]) -> None:
-        """In one go. Raises OSError."""
+        """Post work requests in one call. Raises OSError."""
 
     def close(self) -> None:
-        """Nothing of it is under way any more."""
+        """Destroy the queue pair; afterwards none of its work requests is in flight."""
 
 
 class Nic(Protocol):
@@ -146,58 +146,58 @@ class Nic(Protocol):
 
     @property
     def name(self) -> str:
-        """As in /sys/class/infiniband."""
+        """Name in /sys/class/infiniband."""
 
     @property
     def limits(self) -> Limits:
-        """What it can."""
+        """Limits of the device."""
 
     @property
     def fd(self) -> int:
-        """Readable when there are completions and `arm` was called before they came."""
+        """File descriptor that is readable after an event, if `arm` was called before the completion."""
 
     def port(self, number: int) -> Port:
-        """As it is now."""
+        """Return the present state of a port."""
 
     def arm(self) -> None:
-        """Tell of the next completion."""
+        """Request an event for the next completion."""
 
     def take_event(self) -> None:
-        """`fd` is readable: not any more."""
+        """Consume the event that made `fd` readable."""
 
     def poll(self, most: int) -> list[Completion]:
-        """What has completed."""
+        """Return up to ``most`` completions."""
 
     def register(self, address: int, nbytes: int, access: int) -> Registration:
-        """Raises OSError."""
+        """Register memory. Raises OSError."""
 
     def register_dmabuf(self, fd: int, offset: int, nbytes: int, address: int, access: int) -> Registration:
-        """Bytes of a dma-buf, which requests find at ``address``; ``fd`` may be closed then. Raises OSError."""
+        """Register bytes of a dma-buf, for requests at ``address``; ``fd`` may be closed afterwards. Raises OSError."""
 
     def queue_pair(self, depth: int) -> QueuePair:
-        """Raises OSError."""
+        """Make a queue pair. Raises OSError."""
 
     def close(self) -> None:
-        """After all that was made of it."""
+        """Close the device, after all that was made of it."""
 
 
 class Binding(Protocol):
-    """A package that knows libibverbs."""
+    """Adapter of a package for libibverbs."""
 
     def open_nic(self, device: str, completions: int) -> Nic:
-        """Raises OSError."""
+        """Open a device. Raises OSError."""
 
 
 def installed() -> list[str]:
-    """Which of the packages are there; imports none of them."""
+    """Return the installed packages; imports none of them."""
     return [name for name in BINDINGS if importlib.util.find_spec(name) is not None]
 
 
 def load(wanted: str = "") -> Binding:
-    """The package's adapter: the first that loads, or the one that is wanted. Raises VerbsError."""
+    """Return the first adapter that loads, or the wanted one. Raises VerbsError."""
     if wanted and wanted not in BINDINGS:
-        raise VerbsError(f"MONARCH_VERBS_PROVIDER={wanted!r}: there are {' and '.join(BINDINGS)}")
-    # A process that forks (a data loader's workers) must keep its registered pages; new kernels need no help in it.
+        raise VerbsError(f"MONARCH_VERBS_PROVIDER={wanted!r}: known are {' and '.join(BINDINGS)}")
+    # A process that forks (a data loader's workers) must keep its registered pages. New kernels do so by themselves.
     os.environ.setdefault("RDMAV_FORK_SAFE", "1")
     reasons = []
     for name in [wanted] if wanted else BINDINGS:

@@ -17,7 +17,7 @@ _ETHERNET, _ACTIVE = 2, 4
 
 
 def open_nic(device: str, completions: int) -> _Nic:
-    """As Binding."""
+    """Open a device, as in Binding."""
     for found in ibverbs.get_device_list():
         if found.name == device:
             return _Nic(found, completions)
@@ -29,7 +29,7 @@ class _Nic:
         self.name: str = device.name
         self._context = device.open()
         a = self._context.query_device()
-        # The wheel tells neither max_qp_init_rd_atom nor atomic_caps; known devices have the first equal to this one.
+        # The wheel lacks max_qp_init_rd_atom and atomic_caps. On known devices the first is equal to this value.
         reads = max(1, a.max_qp_rd_atom)
         self.limits = Limits(a.max_qp_wr, min(completions, a.max_cqe), reads, reads)
         self._pd = self._context.alloc_pd()
@@ -79,7 +79,7 @@ class _Nic:
 def _close(part: Any) -> None:
     try:
         part.close()
-    except RuntimeError as error:  # something that was made of it is still there
+    except RuntimeError as error:  # a resource of it still exists
         raise OSError(errno.EBUSY, str(error)) from error
 
 

@@ -1,4 +1,7 @@
-"""libibverbs through rdma-core's own pyverbs (as Debian's python3-pyverbs). One of the two adapters of provider.py."""
+"""libibverbs through rdma-core's own pyverbs, such as Debian's python3-pyverbs.
+
+One of the two adapters of provider.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from monarch_backend._verbs.provider import Completion, Limits, Path, Port, Work
 _ETHERNET, _ACTIVE = 2, 4
 _EVENT_FILE = "anon_inode:[infinibandevent]"
 _CACHED_WORK_REQUESTS = 64
-"""Work requests that a queue pair keeps to be used again."""
+"""Work request objects that a queue pair keeps for reuse."""
 
 _opening = threading.Lock()
 
@@ -56,7 +59,7 @@ def _event_files() -> set[int]:
 
 
 def _channel_with_fd(context: Any) -> tuple[Any, int]:
-    """pyverbs keeps the channel's descriptor to itself and waits for events with the GIL held: so we look it up."""
+    """Find the channel's descriptor: pyverbs hides it, and waits for events with the GIL held."""
     with _opening:
         for _ in range(8):
             before = _event_files()
@@ -65,11 +68,11 @@ def _channel_with_fd(context: Any) -> tuple[Any, int]:
             if len(new) == 1:
                 return channel, new.pop()
             channel.close()  # another library made one in the same moment
-    raise OSError(0, "the descriptor of a completion channel cannot be told from others")
+    raise OSError(0, "the descriptor of a completion channel cannot be identified")
 
 
 def open_nic(device: str, completions: int) -> _Nic:
-    """As Binding."""
+    """Open a device, as in Binding."""
     with _os_errors():
         return _Nic(device, completions)
 
@@ -119,7 +122,7 @@ class _Nic:
             return _Registration(MR(self._pd, nbytes, access, address=address))
 
     def register_dmabuf(self, *_: int) -> Any:
-        # DmaBufMR has no way to say at which address requests find the memory: it is the offset in the dma-buf.
+        # DmaBufMR can't set the address at which requests find the memory; it is the offset in the dma-buf.
         raise OSError(
             errno.EOPNOTSUPP, "pyverbs can't: install the ibverbs wheel, and set MONARCH_VERBS_PROVIDER=ibverbs"
         )
@@ -154,7 +157,7 @@ class _Registration:
 class _QueuePair:
     def __init__(self, qp: Any, queue: Any) -> None:
         self._qp = qp
-        self._made: dict[tuple[int, int, int, bool], Any] = {}  # work requests, by what is not changed in them
+        self._made: dict[tuple[int, int, int, bool], Any] = {}  # work request objects, by their constant fields
         self.number: int = qp.qp_num
         self._pair = pair = native_queues.queue_pair(qp, self.number, queue)
         self.post: Callable[[Sequence[Work]], None] = self._post if pair is None else pair.post
@@ -203,8 +206,9 @@ class _QueuePair:
             self._qp.post_send(chain[-1])
 
     def _post_one(self, work: Work) -> None:
-        """To or from memory of which there was one before, only what may be new is written: to make a request and its
-        SGE takes longer than to post it, since pyverbs looks up a logger for either.
+        """Post one work request. A kept object for the same memory is reused, and only its changing fields are written.
+
+        Making a request and its SGE takes longer than posting it, because pyverbs looks up a logger for each.
         """
         key = work.local, work.nbytes, work.lkey, work.signaled
         request = self._made.get(key)
@@ -230,7 +234,7 @@ def _request(work: Work) -> Any:
         send_flags=verbs.SEND_SIGNALED if work.signaled else 0,
     )
     if not work.nbytes:
-        request.num_sge = 0  # the constructor insists on one
+        request.num_sge = 0  # the constructor requires one
     _aim(request, work)
     return request
 

@@ -1,6 +1,7 @@
-"""One queue pair that asks, and what is posted on it, in order.
+"""Send side of one queue pair, with its posted work requests in order.
 
-Only the last work request of a batch is signaled: a completion says that all before it on the same queue pair are done.
+Only the last work request of a batch is signaled. Its completion means that all earlier ones on the same queue pair are
+done.
 """
 
 from __future__ import annotations
@@ -23,22 +24,25 @@ if TYPE_CHECKING:
     from monarch_backend._verbs.connection import PeerConnection
 
 QUEUE_DEPTH = 128
-"""Work requests under way on a queue pair."""
+"""Work requests in flight on a queue pair."""
 
 POST_BATCH = 16
-"""Work requests that are posted in one go."""
+"""Work requests that are posted in one call."""
 
 BATCH_BYTES, LANE_BYTES = 2 << 20, 8 << 20
-"""Of a batch; under way on a queue pair, so that it is the faster lane that gets the next piece."""
+"""Bytes of a batch, and bytes in flight on a queue pair.
+
+The second limit gives the next piece to the faster queue pair.
+"""
 
 _MIN_TIMED_BYTES = 256 << 10
-"""Bytes of a work request by which a device shows its pace: a smaller one's would be the clock's, in some guests."""
+"""Least bytes of a work request that is timed. With smaller ones the clock would dominate, in some guests."""
 
-_ids = itertools.count(1)  # of work requests: never used twice, for a queue may still hold a dead lane's completion
+_ids = itertools.count(1)  # of work requests; never reused, because a queue may hold a closed queue pair's completion
 
 
 class Posted(NamedTuple):
-    """A work request under way; without a request it is the proof that the other end is there."""
+    """A posted work request; without a request it is the proof that the peer is reachable."""
 
     id: int
     request: Request | None
@@ -46,14 +50,14 @@ class Posted(NamedTuple):
 
 
 class SendQueuePair:
-    """``place``: in the offer."""
+    """A queue pair for requests to a peer. ``place``: its index in the connect request."""
 
     is_stuck = False  # closed, but its queue pair was not destroyed
 
     def __init__(self, link: PeerConnection, device: Device, endpoint: Endpoint, place: int, psn: int) -> None:
         self.link, self.device, self.endpoint, self.place = link, device, endpoint, place
         if len(device.lanes) >= device.most_lanes:
-            raise OSError(errno.EMFILE, f"{len(device.lanes)} queue pairs are as many as its completion queue serves")
+            raise OSError(errno.EMFILE, f"its completion queue serves no more than {len(device.lanes)} queue pairs")
         self.depth = min(QUEUE_DEPTH, device.nic.limits.depth)
         self.pair = device.nic.queue_pair(self.depth)
         try:
@@ -63,19 +67,19 @@ class SendQueuePair:
             raise
         self.number, self.psn = self.pair.number, psn
         self.posted: deque[Posted] = deque()
-        self.nbytes = 0  # under way
+        self.nbytes = 0  # in flight
         self._since, self._timed = 0.0, 0  # when that work request was posted, and its number; 0: none is timed
-        self._oldest, self._seen = 0, 0.0  # the work request that `is_silent` has seen, and when first
+        self._oldest, self._seen = 0, 0.0  # work request that `is_silent` has seen, and its first time
         self.their_nic = 0
         self.proved = False
         device.lanes[self.number] = self
 
     def end(self, endpoint: int) -> QpEndpoint:
-        """For the offer."""
+        """Return the queue pair's part of a connect request."""
         return QpEndpoint(endpoint, self.number, self.psn)
 
     def connect(self, pairing: Pairing, settings: Settings) -> None:
-        """To the other end, and ask it for a sign of life. Raises OSError."""
+        """Connect to the peer, and post a proof that it is reachable. Raises OSError."""
         self.their_nic = pairing.nic
         self.pair.connect(
             Path(
@@ -96,21 +100,21 @@ class SendQueuePair:
                 settings.service_level,
             )
         )
-        # A WRITE of nothing needs no key, and is acknowledged by the other end's device.
+        # A WRITE of no bytes needs no key, and the peer's device acknowledges it.
         proof = Posted(next(_ids), None, None)
         self._post([proof], [Work(proof.id, WRITE, True, 0, 0, 0, 0, 0)])
 
     @property
     def room(self) -> int:
-        """Work requests that may be posted now."""
+        """Return the number of work requests that may be posted now."""
         if self.nbytes >= LANE_BYTES or not self.proved:
             return 0
         if self.device.credit < 1:
-            self.device.starved = True  # whoever gives some back has everybody look again
+            self.device.starved = True  # posting resumes when a queue pair returns credit
         return max(0, min(self.depth - len(self.posted), self.device.credit, POST_BATCH))
 
     def post(self, requests: list[Request]) -> int:
-        """A batch of the pieces of these requests, in order; how many there were. Raises OSError."""
+        """Post a batch of the pieces of these requests, in order; return their number. Raises OSError."""
         taken: list[tuple[Request, Piece]] = []
         room, nbytes = self.room, 0
         for request in requests:
@@ -127,7 +131,7 @@ class SendQueuePair:
         return len(taken)
 
     def post_one(self, request: Request) -> None:
-        """Its next piece, for which there is `room`. Raises OSError."""
+        """Post the request's next piece; there must be `room`. Raises OSError."""
         id_, piece = next(_ids), request.take(self)
         self._post([Posted(id_, request, piece)], [self._work(id_, request, piece, True)])
 
@@ -158,7 +162,7 @@ class SendQueuePair:
             self._since, self._timed = time.perf_counter(), id_
 
     def retire(self, id_: int) -> list[Posted]:
-        """All up to this one are done."""
+        """Return the work requests up to this one, which are done."""
         done, waiting = [], self.posted
         while waiting and waiting[0].id <= id_:
             done.append(self._pop())
@@ -168,8 +172,10 @@ class SendQueuePair:
         return done
 
     def is_silent(self, now: float, patience: float) -> bool:
-        """The device has ended nothing here for so long, and something is posted. To be asked from time to time: the
-        oldest work request is looked at then, so that none has to be timed.
+        """True if the device has completed nothing for ``patience`` seconds, and a work request is posted.
+
+        Must be called regularly: it compares the oldest work request with the last call's, so that none has to be
+        timed.
         """
         oldest = self.posted[0].id if self.posted else 0
         if oldest != self._oldest:
@@ -183,11 +189,13 @@ class SendQueuePair:
         return posted
 
     def close(self) -> list[Posted]:
-        """It is no more, and touches no memory unless it `is_stuck`; what was under way.
+        """Destroy the queue pair and return the work requests in flight.
 
-        Of one that is stuck the device may still do what was posted, at any time. What that was for must not be done
-        once more then, for it may be overwritten with what was there earlier; and its memory is nobody else's any more,
-        also when who asked lets go of it.
+        It accesses no memory then, unless it `is_stuck`.
+
+        The device may still execute what was posted on a stuck queue pair, at any time. These requests must not be
+        repeated, because an old value could overwrite the result. Their memory must not be reused, also if the caller
+        releases it.
         """
         self.device.lanes.pop(self.number, None)
         left = [self._pop() for _ in range(len(self.posted))]

@@ -1,7 +1,7 @@
-"""Memory of this process for its own requests: whose allocation it is, and registrations that are kept.
+"""Cache of registrations of this process's memory for its own requests.
 
-An allocation is registered once and as a whole. It stays so until it is gone, which a weak reference to the object that
-owns it tells, or until others need the place. Registrations for other processes are not these: see Engine.expose.
+An allocation is registered once and as a whole. It stays registered until it is freed or others need the room. A weak
+reference to its owner reports the end. Registrations for other processes are separate: see Engine.expose.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from monarch_backend._verbs.provider import LOCAL_WRITE, Nic, Registration
 
 
 class Allocation(NamedTuple):
-    """Memory, and the object whose end is its end."""
+    """Memory, and the object that lives exactly as long."""
 
     address: int
     nbytes: int
     anchor: Any
-    hold: Any = None  # while it lives, the memory stays where it is
+    hold: Any = None  # keeps the memory in place
 
 
 class _Buffer(ctypes.Structure):
@@ -43,9 +43,11 @@ class _Buffer(ctypes.Structure):
 
 
 def allocation_of(owner: Any) -> Allocation:
-    """Of a torch tensor or storage, a NumPy array, or whatever has a contiguous buffer or ``__cuda_array_interface__``.
+    """Return the allocation of an object that owns memory.
 
-    Raises TypeError for anything else. Of a tensor it is the storage, of an array the one that it is a view of.
+    Objects are torch tensors and storages, NumPy arrays, and those with a contiguous buffer or
+    ``__cuda_array_interface__``. Raises TypeError for other objects. For a tensor it is the storage, for an array the
+    one that it is a view of.
 
     >>> allocation_of(b"four").nbytes
     4
@@ -64,15 +66,15 @@ def allocation_of(owner: Any) -> Allocation:
     try:
         view = memoryview(owner)
     except TypeError:
-        raise TypeError(f"{type(owner).__name__} owns no memory that is known how to find") from None
+        raise TypeError(f"{type(owner).__name__} owns no memory of a known kind") from None
     if not view.contiguous:
         raise TypeError("the buffer is not contiguous: register the object that it is a view of")
-    # A bytearray has no weak references: then its end is the view's, which is that of one transfer.
+    # A bytearray has no weak references. The view then ends the allocation, after one transfer.
     return Allocation(_address_of(view), view.nbytes, owner if type(owner).__weakrefoffset__ else view, view)
 
 
 class _Anchor:
-    """For what has no weak references: its end is that of one transfer."""
+    """Anchor for objects without weak references; it lives for one transfer."""
 
 
 def _of_gpu_array(array: Any) -> Allocation:
@@ -91,31 +93,32 @@ def _address_of(view: memoryview) -> int:
 
 
 class Entry:
-    """A registration that is kept. While it has users, it is not given up.
+    """A kept registration. It is not closed while it has users.
 
-    Users come and go without the cache's lock, which costs more than they do. So one that comes looks whether it is
-    `kept` after it has come, one that goes after it has gone, and who gives it up looks for users after he has said so:
-    of two that meet in this, one at least knows.
+    Users come and go without the cache's lock, which would cost more than the rest. A new user checks `kept` after it
+    was added. A leaving user checks it after it was removed. The cache looks for users after it has cleared `kept`. So
+    in a race at least one of the two detects the other.
     """
 
     def __init__(self, allocation: Allocation, registration: Registration, device: str, *, writable: bool) -> None:
         self.address, self.nbytes, self.writable = allocation.address, allocation.nbytes, writable
         self.registration, self._device = registration, device
         self.lkey = registration.lkey
-        self.users: list[None] = []  # whose append and pop are one step each
+        self.users: list[None] = []  # append and pop are atomic
         self.kept = False
-        self.recent = False  # used since there was no room the last time
+        self.recent = False  # used since the last lack of room
         self.anchor: weakref.ref[Any] | None = None
         self._closed = False
 
     def covers(self, allocation: Allocation, *, writable: bool) -> bool:
-        """An object may get other memory in its life, as a storage that is resized."""
+        """True if the registration covers the allocation. An object may get other memory, as a resized storage does."""
         same = self.address == allocation.address and self.nbytes == allocation.nbytes
         return same and (self.writable or not writable)
 
     def close(self) -> None:
-        """Under the cache's lock, and without users. It is in the middle of what others wait for: that it can't be
-        destroyed is no failure of theirs.
+        """Close under the cache's lock, without users.
+
+        A failure is only logged, because other calls are in progress.
         """
         if not self._closed:
             self._closed = True
@@ -123,14 +126,17 @@ class Entry:
 
 
 class MemoryCache:
-    """Of one device. ``on_gone`` is called when an allocation is gone, anywhere at any point: it may only nudge."""
+    """Cache of one device.
+
+    ``on_gone`` is called when an allocation ends, at any point of other code: it may only nudge.
+    """
 
     def __init__(
         self, nic: Nic, most_entries: int, most_bytes: int, on_gone: Callable[[], None] = lambda: None
     ) -> None:
         self._nic, self._on_gone = nic, on_gone
         self._most_entries, self._most_bytes = most_entries, most_bytes
-        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by the anchor's id; the first is the first to go
+        self._entries: OrderedDict[int, Entry] = OrderedDict()  # by the anchor's id; the first is evicted first
         self._gone: deque[int] = deque()
         self._lock = threading.RLock()
         self.nbytes = 0
@@ -139,7 +145,7 @@ class MemoryCache:
         return len(self._entries)
 
     def take(self, allocation: Allocation, *, writable: bool) -> Entry:
-        """Registered; :meth:`give` it back. ``writable``: the device will write to it. Raises VerbsError."""
+        """Register an allocation until :meth:`give`. ``writable``: the device will write to it. Raises VerbsError."""
         entry = self.known(allocation, writable=writable)
         if entry is not None:
             return entry
@@ -157,7 +163,7 @@ class MemoryCache:
             return entry
 
     def known(self, allocation: Allocation, *, writable: bool) -> Entry | None:
-        """As `take`, if it is registered already."""
+        """Return the entry as `take` does if the allocation is registered already, else None."""
         entry = self._entries.get(id(allocation.anchor))
         if entry is None or not entry.covers(allocation, writable=writable):
             return None
@@ -172,12 +178,12 @@ class MemoryCache:
         return None
 
     def has(self, allocation: Allocation) -> bool:
-        """It is registered already."""
+        """True if the allocation is registered already."""
         entry = self._entries.get(id(allocation.anchor))
         return entry is not None and entry.covers(allocation, writable=False)
 
     def give(self, entry: Entry) -> None:
-        """One user less."""
+        """Remove one user."""
         entry.users.pop()
         if entry.kept and not self._is_full:
             return
@@ -187,7 +193,7 @@ class MemoryCache:
             self._shrink()
 
     def sweep(self) -> None:
-        """Registrations of allocations that are gone go, too."""
+        """Close registrations of allocations that are freed."""
         with self._lock:
             while self._gone:
                 key = self._gone.popleft()
@@ -196,7 +202,7 @@ class MemoryCache:
                     self._drop(key)
 
     def close(self) -> None:
-        """All of them."""
+        """Close all registrations."""
         with self._lock:
             for key in list(self._entries):
                 self._drop(key)
@@ -225,7 +231,7 @@ class MemoryCache:
         return len(self._entries) > self._most_entries or self.nbytes > self._most_bytes
 
     def _shrink(self) -> None:
-        """Those first that have not been used since they were passed over."""
+        """Evict entries beyond the limits; those unused since the last pass go first."""
         for _ in range(2 * len(self._entries) if self._is_full else 0):
             key, entry = next(iter(self._entries.items()))
             if entry.users or entry.recent:
@@ -237,7 +243,7 @@ class MemoryCache:
                     return
 
     def make_room(self) -> bool:
-        """Give up all that has no user; False if there was nothing."""
+        """Close all entries without users; False if there was none."""
         with self._lock:
             idle = [key for key, entry in self._entries.items() if not entry.users]
             for key in idle:
@@ -257,7 +263,7 @@ class MemoryCache:
 
 
 def register(nic: Nic, address: int, nbytes: int, access: int, caches: list[MemoryCache]) -> Registration:
-    """With the device. What is only kept in ``caches`` makes room if there is none. Raises VerbsError."""
+    """Register with the device. If there is no room, unused entries of ``caches`` are closed. Raises VerbsError."""
     if gpudirect.is_of_gpu(address):
         return gpudirect.register(nic, address, nbytes, access)
     while True:

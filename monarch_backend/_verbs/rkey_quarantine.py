@@ -1,8 +1,8 @@
-"""Keys of memory that others could reach: once taken back, none leads to the same bytes again.
+"""Quarantine of remote keys: a key that was withdrawn never gives access to the same bytes again.
 
-A NIC asks for an address and a key of 32 bits, of which the driver draws a part at random, or counts it up. So a handle
-that is used after its memory was dropped could meet a new registration, which has its key by chance. Engine.expose asks
-here. Nothing is registered in this module.
+A NIC accesses an address by a key of 32 bits, which the driver partly draws at random or counts up. A handle used after
+its memory was released could match a new registration with the same key by chance. Engine.expose checks new keys here.
+This module registers nothing itself.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from monarch_backend._verbs.errors import VerbsError
 from monarch_backend._verbs.provider import Registration
 
 MAX_KEYS = 4096
-"""Keys that are remembered. Drivers begin anew after 256 of one memory, or after 16 million of all."""
+"""Keys that are remembered. Drivers repeat keys after 256 of one memory, or after 16 million of all."""
 
 MAX_TRIES = 16
-"""Then any key is taken: a driver that has so few is better than none."""
+"""Registrations until any key is accepted, for drivers that have few keys."""
 
 
 class RkeyQuarantine:
-    """Of one device: those of the last registrations that ended, and what was behind each of them."""
+    """Quarantine of one device: the keys of its last ended registrations, with their memory."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class RkeyQuarantine:
         return len(self._ranges)
 
     def add(self, rkey: int, address: int, nbytes: int) -> None:
-        """It is about to be taken back."""
+        """Add a key that is about to be withdrawn."""
         start, end = address, address + nbytes
         with self._lock:
             if known := self._ranges.pop(rkey, None):
@@ -44,12 +44,12 @@ class RkeyQuarantine:
                 self._ranges.popitem(last=False)
 
     def led_to(self, rkey: int, address: int, nbytes: int) -> bool:
-        """Somebody may have a handle with this key, of something that some of these bytes were a part of."""
+        """True if a process may have a handle with this key for some of these bytes."""
         known = self._ranges.get(rkey)
         return known is not None and known[0] < address + nbytes and address < known[1]
 
     def fresh(self, make: Callable[[], Registration], address: int, nbytes: int, device: str) -> Registration:
-        """What ``make`` registers, again while it gets a key that others may have. Raises what that raises."""
+        """Call ``make`` until its registration has a key that no handle may have. Raises what ``make`` raises."""
         made = make()
         with contextlib.ExitStack() as unfit:
             for _ in range(MAX_TRIES):
@@ -57,8 +57,9 @@ class RkeyQuarantine:
                     break
                 try:
                     another = make()
-                except (VerbsError, OSError):  # twice is too much for a limit: then this one it is
+                except (VerbsError, OSError):  # twice exceeds a limit, so this one is used
                     break
-                unfit.callback(destroy, made, "a region", device)  # only now: it would give out the same key
+                # Only at the end, else ``make`` would get the same key again.
+                unfit.callback(destroy, made, "a region", device)
                 made = another
             return made

@@ -1,7 +1,6 @@
-"""The verbs engine of this process: one for all that use NICs here, so that a device is opened and memory locked once.
+"""The verbs engine that all users of NICs in this process share, so that devices are opened and memory locked once.
 
-A user is known by the type of its peers' names: who gets a connection to a peer is a matter of that type. What an
-engine does is verbs/'s, what a user does with it its own.
+The type of its peers' names identifies a user. This type selects the user that connects to a peer.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _dials: dict[type, Callable[[Any], None]] = {}
 
 
 def borrow(kind: type, dial: Callable[[Any], None]) -> Engine:
-    """The engine, for a user whose peers' names are of this type; ``dial`` as Engine has it. Opens nothing."""
+    """Return the engine for a user whose peers' names are of this type. ``dial``: see Engine. Opens nothing."""
     global _engine
     with _lock:
         if kind in _dials:
@@ -32,9 +31,9 @@ def borrow(kind: type, dial: Callable[[Any], None]) -> Engine:
 
 
 def give_back(kind: type) -> bool:
-    """This user needs it no more; True if it was the last, and the engine is closed.
+    """End a user's use of the engine; True if it was the last, and the engine is closed.
 
-    Where it stays open, regions and connections that are the user's own are for the user to end.
+    If the engine stays open, the user must close its own regions and connections.
     """
     global _engine
     with _lock:
@@ -49,7 +48,7 @@ def give_back(kind: type) -> bool:
 def _dial(peer: Any) -> None:
     dial = _dials.get(type(peer))
     if dial is None:
-        raise VerbsError("nobody here has to do with it any more")
+        raise VerbsError("no user in this process needs it any more")
     dial(peer)
 
 
@@ -60,7 +59,7 @@ def _close() -> None:
 
 def _in_forked_child() -> None:
     global _engine, _lock
-    _engine, _lock = None, threading.Lock()  # the parent's, with its devices
+    _engine, _lock = None, threading.Lock()  # they belong to the parent, with its devices
     _dials.clear()
 
 

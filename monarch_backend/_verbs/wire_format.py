@@ -1,6 +1,6 @@
-"""What two engines tell each other, as bytes: a region, an offer of queue pairs, the answer to it.
+"""Messages of two engines as bytes: a region, a connect request with queue pairs, its reply.
 
-Typed, bounded, versioned. Who may send such bytes at all is decided elsewhere; these are still not trusted.
+Messages are typed, bounded and versioned, and not trusted. Other modules authenticate the sender.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from monarch_backend._verbs.errors import VerbsError
 
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 10
-"""Of a message."""
+"""Length of a message."""
 
 MOST_LANES, MOST_ENDPOINTS = 128, 16
 
@@ -33,7 +33,7 @@ _Reads = Annotated[int, Meta(ge=1, le=0xFF)]
 
 
 class Gid(msgspec.Struct, frozen=True, array_like=True):
-    """A port's address on the fabric."""
+    """Address of a port on the fabric."""
 
     index: _U16
     kind: Annotated[int, Meta(ge=1, le=3)]
@@ -41,9 +41,9 @@ class Gid(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """A port of a device, and what can be done through it."""
+    """A port of a device, and its limits."""
 
-    nic: _U8  # which of its process's devices
+    nic: _U8  # index among its process's devices
     device: Annotated[str, Meta(min_length=1, max_length=64)]
     port: Annotated[int, Meta(ge=1, le=255)]
     ethernet: bool
@@ -55,7 +55,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QpEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """A queue pair that waits for another."""
+    """A queue pair that waits for its other end."""
 
     endpoint: _U8
     number: _U24
@@ -63,7 +63,7 @@ class QpEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ConnectRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Queue pairs of the side that will ask."""
+    """Queue pairs of the requesting side."""
 
     nonce: _Nonce
     endpoints: Annotated[list[Endpoint], Meta(min_length=1, max_length=MOST_ENDPOINTS)]
@@ -71,29 +71,29 @@ class ConnectRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pairing(msgspec.Struct, frozen=True, array_like=True):
-    """A queue pair of the side that is asked, for one that was offered."""
+    """A queue pair of the serving side, for one in the connect request."""
 
-    lane: _U8  # its place in the offer
-    nic: _U8  # of the side that is asked: whose keys hold
+    lane: _U8  # its index in the connect request
+    nic: _U8  # of the serving side; its keys are valid
     number: _U24
     psn: _U24
     mtu: Annotated[int, Meta(ge=1, le=5)]
-    reads: _Reads  # that the asking side may have under way
-    gid_index: _U16  # of the side that asks
-    gid: _Raw  # of the side that is asked
+    reads: _Reads  # READs that the requesting side may have in flight
+    gid_index: _U16  # of the requesting side
+    gid: _Raw  # of the serving side
     lid: _U16
     is_global: bool
 
 
 class ConnectReply(msgspec.Struct, frozen=True, array_like=True):
-    """To an offer."""
+    """Reply to a connect request."""
 
     nonce: _Nonce
     pairings: Annotated[list[Pairing], Meta(min_length=1, max_length=MOST_LANES)]
 
 
 class RegionRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that may be reached, and the keys to it by device."""
+    """Memory that may be accessed, with its keys by device."""
 
     id: _Address
     address: _Address
@@ -109,12 +109,12 @@ _M = TypeVar("_M", ConnectRequest, ConnectReply, RegionRecord)
 
 
 def pack(message: _M) -> bytes:
-    """As bytes."""
+    """Return a message as bytes."""
     return _MAGIC[type(message)] + bytes([WIRE_VERSION]) + _encode(message)
 
 
 def unpack(kind: type[_M], data: bytes) -> _M:
-    """Raises VerbsError for bytes that are no such message of this version."""
+    """Parse a message. Raises VerbsError for other bytes, and for another version."""
     name = {ConnectRequest: "offer", ConnectReply: "answer", RegionRecord: "region"}[kind]
     if not 5 < len(data) <= MAX_MESSAGE_BYTES:
         raise VerbsError(f"{len(data)} bytes are no {name}: they were cut off, or are something else")

@@ -1,4 +1,4 @@
-"""What was asked for, cut into the pieces that queue pairs take."""
+"""Requests, and their division into the pieces that queue pairs take."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ if TYPE_CHECKING:
 OPCODES = {"read": READ, "write": WRITE, "fetch_add": FETCH_ADD, "compare_swap": COMPARE_SWAP}
 
 LEAST_PIECE, MOST_PIECE = 1 << 20, 2 << 20
-"""Bytes: a piece should be worth a work request, and a large transfer have some for each queue pair. Between them what
-others have asked for takes its turn.
+"""Bytes of a piece.
+
+It should be worth a work request, and a large transfer should have some for each queue pair. Between pieces other
+requests have their turn.
 """
 
 PIECES_PER_LANE = 4
 
 LANE_SHARE, LANE_PIECES = 16 << 20, 64
-"""Bytes and segments for each of a device's queue pairs: one alone keeps a link busy with less than twice as many."""
+"""Bytes and segments for each of a device's queue pairs; one alone saturates a link with less than twice as many."""
 
 Done = Callable[[Any], None]
 
 
 class Piece(NamedTuple):
-    """A work request to be: contiguous on both sides."""
+    """A future work request: contiguous on both sides."""
 
     remote: int
     local: int
     nbytes: int
-    part: int  # which of the request's allocations it is in
+    part: int  # index of its allocation in the request
 
 
 def piece_size(total: int, lanes: int, max_message: int) -> int:
-    """Bytes of a piece of a transfer, so that all lanes have something to do.
+    """Return the bytes of a transfer's pieces, so that all queue pairs have work.
 
     >>> piece_size(1 << 30, 2, 1 << 30) == MOST_PIECE, piece_size(4096, 2, 1 << 30) == LEAST_PIECE
     (True, True)
@@ -50,7 +52,7 @@ def piece_size(total: int, lanes: int, max_message: int) -> int:
 
 
 def cut(pieces: Sequence[Piece], size: int) -> Iterator[Piece]:
-    """Neighbours joined, then none larger than ``size``."""
+    """Join neighbours, then cut them into pieces of at most ``size`` bytes."""
     for remote, local, nbytes, part in _joined(pieces):
         for start in range(0, nbytes, size):
             yield Piece(remote + start, local + start, min(size, nbytes - start), part)
@@ -81,7 +83,7 @@ def _done_already(_: Any) -> None:
 
 
 class Plan:
-    """What is asked for, which may be asked for again and again."""
+    """Parameters of a request, which may be started many times."""
 
     __slots__ = ("allocations", "is_one_piece", "kind", "nbytes", "opcode", "operands", "pieces", "record")
 
@@ -96,11 +98,11 @@ class Plan:
         self.kind, self.opcode, self.record, self.operands = kind, OPCODES[kind], record, operands
         self.pieces, self.allocations = pieces, allocations
         self.nbytes = pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
-        # A single work request, that is, where a device's messages may be as long.
+        # One work request, on devices whose messages may be as long.
         self.is_one_piece = len(pieces) == 1 and self.nbytes <= LEAST_PIECE
 
     def over(self, allocations: Sequence[Allocation]) -> Plan:
-        """The same, of these: the same memory, or none, for a plan that is kept and must not keep it alive."""
+        """Return the same plan with other allocations: of the same memory, or none so that it is not kept alive."""
         made = Plan.__new__(Plan)
         made.kind, made.opcode, made.record, made.operands = self.kind, self.opcode, self.record, self.operands
         made.pieces, made.allocations = self.pieces, allocations
@@ -109,32 +111,32 @@ class Plan:
 
 
 class Request:
-    """Under way or waiting, until `done` is called: once, with None, an atomic's old value, or the error.
+    """A request in progress. `done` is called once, with None, an atomic's old value, or the error.
 
-    What is in here changes under the engine's lock only.
+    Its fields change under the engine's lock only.
     """
 
-    under_way = 0  # pieces that are posted
-    breaks = 0  # of connections, with pieces of this one under way
-    broken_in = -1  # which connection was the last of those
+    under_way = 0  # posted pieces
+    breaks = 0  # connections that broke with posted pieces of this request
+    broken_in = -1  # number of the last such connection
     error: BaseException | None = None
-    unwanted: BaseException | None = None  # why nobody wants it any more: none of it is done once more
+    unwanted: BaseException | None = None  # why it was cancelled: no piece is posted again
     finished = False
-    quiet = False  # its end is not announced, see Completions
+    quiet = False  # no event is requested for its end, see Completions
     _most_lanes = 1  # of a device
     _slot: tuple[Device, Slot] | None = None
-    _cut: Iterator[Piece] | None = None  # None: there is no piece but the next one
+    _cut: Iterator[Piece] | None = None  # None: there is only the next piece
     _next: Piece | None = None
-    _again: deque[Piece] | None = None  # pieces that did not get through
+    _again: deque[Piece] | None = None  # pieces that must be posted again
     _began = False
 
     def __init__(self, plan: Plan, done: Done) -> None:
-        # It holds the local memory, which nobody may free before the devices are done with it: None when they are.
+        # It keeps the local memory alive while the devices may access it; None afterwards.
         self.plan: Plan | None = plan
         self.done = done
         self.kind, self.opcode, self.record, self.operands = plan.kind, plan.opcode, plan.record, plan.operands
         self.nbytes = plan.nbytes
-        self._lanes: set[SendQueuePair] = set()  # that have had pieces of it
+        self._lanes: set[SendQueuePair] = set()  # queue pairs that have had pieces of it
         self._entries: dict[int, list[Entry]] = {}  # by device
         self._devices: dict[int, Device] = {}
 
@@ -143,7 +145,7 @@ class Request:
 
     @property
     def is_atomic(self) -> bool:
-        """To be done once, not once or twice."""
+        """True if it must be done exactly once."""
         return self.opcode in (FETCH_ADD, COMPARE_SWAP)
 
     @property
@@ -152,7 +154,7 @@ class Request:
         return self.plan
 
     def register(self, device: Device) -> None:
-        """So that this device can do it. Raises VerbsError."""
+        """Register the memory with this device. Raises VerbsError."""
         if device.index in self._devices:
             return
         if self.is_atomic:
@@ -171,7 +173,7 @@ class Request:
         self._entries[device.index], self._devices[device.index] = taken, device
 
     def register_known(self, devices: Sequence[Device]) -> bool:
-        """As `register`, with all of these, where that was done before; else False, and with none."""
+        """Use existing registrations with all of these devices; False if one is missing, and none is used."""
         writable, allocations = self.opcode == READ, self._planned.allocations
         for device in devices:
             entries = self._entries[device.index] = []
@@ -191,15 +193,15 @@ class Request:
         self._entries, self._devices = {}, {}
 
     def is_for(self, device: Device) -> bool:
-        """This device can do it, as it is registered."""
+        """True if the request is registered for this device."""
         return device.index in self._devices
 
     def anywhere(self) -> set[int]:
-        """The devices that can do it, by index."""
+        """Return the indices of the devices that it is registered for."""
         return set(self._devices)
 
     def begin(self, lanes: Sequence[SendQueuePair]) -> None:
-        """Pieces can be taken, by these."""
+        """Start handing out pieces to these queue pairs."""
         self._lanes = set()  # it may have begun on others, which are gone
         if not self._began:
             self._began = True
@@ -210,7 +212,7 @@ class Request:
             self._cut = cut(pieces, 8 if self.is_atomic else piece_size(self.nbytes, most, longest))
 
     def begin_on(self, lane: SendQueuePair) -> bool:
-        """As `begin`, if it is a single work request, and not more, for this one; else False."""
+        """Start on one queue pair if the request is a single work request for it; else return False."""
         plan = self._planned
         if self._began or not plan.is_one_piece or self.nbytes > lane.device.max_message:
             return False
@@ -218,7 +220,7 @@ class Request:
         return True
 
     def may_use(self, lane: SendQueuePair) -> bool:
-        """What one queue pair can do stays on it: several only take turns then."""
+        """Whether this queue pair may take pieces. A small request stays on one, since several would only alternate."""
         if lane.device.index not in self._devices:
             return False
         if lane in self._lanes:
@@ -227,7 +229,7 @@ class Request:
 
     @property
     def has_more(self) -> bool:
-        """Pieces that are not posted."""
+        """True if it has pieces that are not posted."""
         if self.error is not None:
             return False
         if self._again:
@@ -237,7 +239,7 @@ class Request:
         return self._next is not None
 
     def take(self, lane: SendQueuePair) -> Piece:
-        """The next one, while it `has_more`."""
+        """Return the next piece; `has_more` must be True."""
         self.under_way += 1
         self._lanes.add(lane)
         if self._again:
@@ -247,25 +249,25 @@ class Request:
         return piece
 
     def put_back(self, piece: Piece) -> None:
-        """It did not get through."""
+        """Return a piece that must be posted again."""
         self.under_way -= 1
         if self._again is None:
             self._again = deque()
         self._again.append(piece)
 
     def where(self, piece: Piece, device: Device) -> tuple[int, int]:
-        """Its local address and key."""
+        """Return the piece's local address and key."""
         if self._slot is not None:
             return self._slot[1].address, self._slot[1].lkey
         return piece.local, self._entries[device.index][piece.part].lkey
 
     @property
     def is_over(self) -> bool:
-        """Nothing of it is under way, and nothing will be."""
+        """True if no piece is posted or will be."""
         return not self.under_way and not self.has_more
 
     def close(self) -> Any:
-        """The devices are done with it: what `done` is called with."""
+        """Release the memory after the devices; return the argument of `done`."""
         self.finished = True
         outcome: Any = self.error
         if self._slot is not None:
@@ -274,5 +276,5 @@ class Request:
             device.give_slot(slot)
         self._give_back()
         self._slot, self.plan, self._lanes = None, None, set()
-        self.done = _done_already  # or it and what it calls would keep each other alive
+        self.done = _done_already  # else it would be in a cycle with what it calls
         return outcome

@@ -232,7 +232,7 @@ def test_an_error_has_the_completion_s_words_and_travels() -> None:
 
 
 def test_an_unknown_package_is_named() -> None:
-    with pytest.raises(VerbsError, match="MONARCH_VERBS_PROVIDER='rdma': there are pyverbs and ibverbs"):
+    with pytest.raises(VerbsError, match="MONARCH_VERBS_PROVIDER='rdma': known are pyverbs and ibverbs"):
         provider.load("rdma")
 
 
