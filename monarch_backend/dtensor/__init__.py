@@ -10,7 +10,8 @@
 30.0
 >>> procs.stop().get()
 
-This module only re-exports. A controller's modules are imported at their first use: a worker may have an older torch.
+This module only re-exports. A controller's modules are imported at their first use, because a worker may have an older
+torch.
 
 - `_controller/`: meshes, remote tensors, commands to workers, checkpoints, transfers, FSDP.
 - `_dispatch/`: the way of an operation from torch's dispatcher to a command for workers.
@@ -91,7 +92,7 @@ def __getattr__(name: str) -> Any:
             f"process has {torch.__version__}, and can be a worker of one. In a worker, import it inside the functions "
             f"that the controller calls; in a controller, pip install 'torch=={_TORCH[0]}.{_TORCH[1]}.*'"
         )
-    # All of them: which room is imported first makes no difference then.
+    # Import all of them, so that the order of later imports makes no difference.
     importlib.import_module(f"{__name__}._controller.device_mesh")
     found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     return found

@@ -28,7 +28,7 @@ from monarch_backend.dtensor._patches.semantics import aot_tangents, dynamo_and_
 
 OPTIONS = ("inductor",)
 statistics = {"graphs": 0, "calls": 0}
-"""Graphs that were defined on workers, and records of them that were written."""
+"""Graphs that were defined on workers, and commands that call them."""
 
 dynamo_and_aot.install()
 
@@ -50,8 +50,8 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
         raise
     except Exception as error:
         dynamo_and_aot.trace_with_sizes()
-        # What there is no graph for, for a reason of ours or of torch's (DTensors that share memory, say), eager code
-        # does, or says in its own words why not.
+        # Eager code runs what has no graph, for our reasons or torch's (DTensors that share memory, say), or raises its
+        # own error.
         ours = isinstance(error, RemoteTensorError)
         why = str(error) if ours else f"{type(error).__name__}: {error}"
         raise dynamo_and_aot.LeftToEagerError(why) from error  # type: ignore[arg-type]
@@ -118,9 +118,7 @@ def _graph_for_each(classes: Classes, graph: fx.GraphModule, inputs: Any, induct
 
 
 def _refuse_autocast(graph: fx.GraphModule) -> None:
-    """Raise for autocast of the CPU within a trace: traces have their tensors on the CPU, and it would have no
-    effect.
-    """
+    """Raise for CPU autocast within a trace. Traces have their tensors on the CPU, and it would have no effect."""
     inside = dynamo_and_aot.autocasts(graph)
     found = [kind for kind in ("cuda", "xla") if kind in inside or torch.is_autocast_enabled(kind)]
     if found:
@@ -131,7 +129,7 @@ def _refuse_autocast(graph: fx.GraphModule) -> None:
 
 
 class _Graph:
-    """One traced graph, called with tensors of any kind: another kind is captured anew.
+    """One traced graph, called with tensors of any kind; each new kind is captured.
 
     ``graphs``: one for each of the ``classes`` of ranks. None: all ranks are alike.
     """
@@ -158,10 +156,10 @@ class _Graph:
         return _run(workers, capture, args)
 
     def _capture(self, workers: WorkerSet, args: list[Any]) -> Capture:
-        """For these arguments; ranks of one class are of several where they have other metadata of one of them."""
+        """Capture the graph for these arguments. Ranks of one class are split if their arguments' metadata differ."""
         classes = rank_classes.of(workers, [each._meta for each in args if type(each) is RemoteTensor])
-        # Of one graph the arguments alone say who takes part: dynamo knows plain tensors by their sizes, and takes it
-        # for those of another slice, too.
+        # With one graph, the arguments alone define the ranks that take part. dynamo knows plain tensors by their
+        # sizes, and uses the graph for those of another slice, too.
         several = self._classes if len(self.graphs) > 1 else None
         if several is not None:
             classes = several.parted(classes.of_rank).without(classes)
@@ -200,7 +198,7 @@ def _workers_of(args: Any) -> WorkerSet | None:
 
 
 def _kind(value: Any) -> Any:
-    """What a capture is made for: another value of this kind is another call of it."""
+    """Return the key of a capture: values with an equal key use the same one."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape)
     return float if type(value) is float else (type(value), value)

@@ -1,8 +1,8 @@
 """Lowering of torch's graphs to graphs of workers.
 
-A graph has tensors of the workers, and tensors of this process (some optimizers count their steps in such tensors).
-Steps that need only the latter are done here in each call, and their results are sent in the record. Operations without
-any tensor are done at capture. All others are the workers' graph. This module sends no records.
+A graph has tensors of the workers and tensors of this process. For example, some optimizers count their steps in such
+tensors. Steps that need only the latter run here in each call, and their results are sent in the command. Operations
+without any tensor are evaluated at capture. All others form the workers' graph. This module sends no commands.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ MEETS = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class Result(NamedTuple):
-    """One result of a captured graph. ``meta``: metadata of a tensor of the workers. ``at``: position of the argument
-    that it is, -1 if it is none. ``here``: its position among the results of this process, -1 if elsewhere. ``value``:
-    all others.
+    """One result of a captured graph.
+
+    ``meta``: metadata of a tensor of the workers. ``at``: position of the argument that it is, -1 if it is none.
+    ``here``: its position among the results of this process, -1 if elsewhere. ``value``: all others.
     """
 
     meta: Meta | None
@@ -48,10 +49,10 @@ class Result(NamedTuple):
 
 
 class Capture(NamedTuple):
-    """What a call does. ``tensors``: which arguments are the workers'; ``kept``: tensors that it needs besides.
+    """Steps of a call. ``tensors``: positions of the workers' arguments; ``kept``: further tensors that it needs.
 
-    ``here``: does what is this process's, for the arguments ``own``; the first of its results are ``sent`` tensors,
-    then come the numbers. ``number``: 0 if there is nothing for the workers to do.
+    ``here``: computes this process's part from the arguments ``own``. The first of its results are ``sent`` tensors,
+    then come the numbers. ``number``: 0 if the workers have nothing to do.
     """
 
     number: int
@@ -64,10 +65,10 @@ class Capture(NamedTuple):
     results: list[Result]
     created: int
     writes: list[int]
-    """Positions among the record's tensors of what is changed."""
+    """Positions of changed tensors among the command's tensors."""
     draws: random_ops.RandomOps | None
     nbytes: int
-    """Of the results, on a worker."""
+    """Bytes of the results on a worker."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,9 +99,9 @@ class GraphLowering:
     """Lowering of one graph to a `Capture`, for arguments of one kind as this rank has them.
 
     ``returned``: positions of results that are arguments and are returned as such; None: all that are arguments.
-    ``by_rank``: positions of results that other ranks' graphs compute in another way. They are the workers', also where
-    this process could compute them. ``constants``: tensors of this graph and of the other ranks' graphs; the record has
-    all of them.
+    ``by_rank``: positions of results that other ranks' graphs compute differently. The workers compute them, even if
+    this process could. ``constants``: tensors of this graph and of the other ranks' graphs; the command has all of
+    them.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class GraphLowering:
         self.kept: list[RemoteTensor] = []
         self.own: list[int] = []
         self.operand_metas: list[Meta] = []
-        self.sent: list[fx.Node] = []  # of this process, tensors that workers need whole
+        self.sent: list[fx.Node] = []  # tensors of this process that workers need whole
         self.numbers: list[tuple[fx.Node, str]] = []
         self.steps: list[tuple[Any, Any, Any, fx.Node, Any]] = []
         self.writes: list[int] = []
@@ -124,7 +125,7 @@ class GraphLowering:
         self.here = fx.Graph()
         self.here_nodes: dict[fx.Node, fx.Node] = {}
         self.arguments: dict[fx.Node, int] = {}
-        self._there: dict[fx.Node, _There] = {}  # values of this process, as workers have them
+        self._there: dict[fx.Node, _There] = {}  # values of this process, as the workers have them
         self.origins: dict[fx.Node, Any] = {}
 
     def make(self) -> Capture:
@@ -152,7 +153,7 @@ class GraphLowering:
         value = self.values[node]
         return value.fake if isinstance(value, _There) else None
 
-    # What comes in ----------------------------------------------------------------------------------------------
+    # Arguments --------------------------------------------------------------------------------------------------
 
     def _argument(self, node: fx.Node, at: int) -> None:
         value = self.args[at]
@@ -204,7 +205,7 @@ class GraphLowering:
         if self._random(node):
             return
         _check(node)
-        is_collective = str(node.target).startswith(_protocol.COLLECTIVES)  # in which no rank of a mesh is here
+        is_collective = str(node.target).startswith(_protocol.COLLECTIVES)  # this process is no rank of a mesh
         if any(isinstance(each, _There) for each in inputs) or is_collective:
             self._step(node)
         elif any(isinstance(each, _Here) for each in inputs):
@@ -217,7 +218,7 @@ class GraphLowering:
             self.values[node] = _operator(node)(*args, **kwargs)
 
     def _random(self, node: fx.Node) -> bool:
-        """Lower a random operation, whose numbers are drawn before all else. Return whether it was one."""
+        """Lower a random operation; its numbers are drawn before all other steps. Return whether it was one."""
         if node.target is torch.ops.monarch_backend.draw.default:
             like, number = node.args
             self.values[node] = self._draw(traced_random_op.drawn(number), self._as_there(like).fake)  # type: ignore[arg-type]
@@ -268,7 +269,7 @@ class GraphLowering:
         self.values[node] = _Here(node, fake, by_rank)
 
     def _copy_here(self, node: fx.Node) -> None:
-        """What is needed of it in this process's graph: constants and tensors from nothing."""
+        """Copy the constants and factories that this process's graph needs."""
         if node in self.here_nodes:
             return
         value = self.values[node]
@@ -286,7 +287,7 @@ class GraphLowering:
         return value.fake if isinstance(value, _Here) else value
 
     def _arguments_there(self, node: fx.Node) -> Any:
-        """Traces are of the CPU, see `_remote_tensor.on_the_cpu`: what they make there is made where workers are."""
+        """Return arguments with the workers' device in place of the trace's CPU; see `remote_tensor.on_the_cpu`."""
 
         def moved(value: Any) -> Any:
             return self.workers.device if isinstance(value, torch.device) and value.type == "cpu" else value
@@ -294,7 +295,7 @@ class GraphLowering:
         return pytree.tree_map(moved, fx.map_arg((node.args, node.kwargs), self._as_there))
 
     def _as_there(self, node: fx.Node) -> Any:
-        """A value as the workers have it: one of this process is sent with each record."""
+        """Return a value as the workers have it. A value of this process is sent with each command."""
         value = self.values[node]
         if isinstance(value, _There) or not isinstance(value, (_Here, _Factory)):
             return value
@@ -319,7 +320,7 @@ class GraphLowering:
         meta = self.workers.metas.like(value.fake, self.workers.device)
         return _There(("sent", len(self.sent) - 1), op_signatures.fake_of(meta))
 
-    # What comes out ---------------------------------------------------------------------------------------------
+    # Results ----------------------------------------------------------------------------------------------------
 
     def _finish(self, results: list[Any]) -> Capture:
         outs: list[Result] = []
@@ -341,7 +342,7 @@ class GraphLowering:
                 outs.append(Result(None, -1, len(wanted) - 1, None))
             else:
                 outs.append(Result(None, -1, -1, tracing_state.real(value)))
-        # Some of them are sent for it: only now is it known what has which number.
+        # Some results are sent for the graph, so numbers are known only now.
         first = len(self.sent) + len(self.numbers)
         outs = [each._replace(here=first + each.here) if each.here >= 0 else each for each in outs]
         number = self._define([self._number_of(each) for each in created]) if self.steps else 0
@@ -359,7 +360,7 @@ class GraphLowering:
         return fx.GraphModule(self.graph, self.here)
 
     def _number_of(self, value: _There) -> int:
-        """Its number among the graph's values. Of the record's tensors, those that are sent come last."""
+        """Return the value's number in the graph. The sent tensors come last."""
         kind, i = value.index
         before = {"operand": 0, "sent": len(self.operand_metas)}
         before["number"] = before["sent"] + len(self.sent)
@@ -397,12 +398,12 @@ class GraphLowering:
 
 
 def nbytes_of(results: Sequence[Result]) -> int:
-    """Return the bytes of those that are tensors of the workers, on one of these."""
+    """Return the bytes of the workers' tensors among the results, on one worker."""
     return sum(each.meta.nbytes for each in results if each.meta is not None)
 
 
 def attribute(graph: fx.GraphModule, node: fx.Node) -> Any:
-    """What a graph has under the name that this node gets."""
+    """Return the graph's attribute that this node names."""
     value: Any = graph
     for part in str(node.target).split("."):
         value = getattr(value, part)
@@ -410,7 +411,7 @@ def attribute(graph: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether it is the same constant."""
+    """Return whether two constants are the same tensor."""
     if one is other:
         return True
     return not isinstance(one, RemoteTensor) and one.dtype == other.dtype and torch.equal(one, other)
@@ -433,7 +434,7 @@ def _name(dtype: torch.dtype) -> str:
 def _fake_here(node: fx.Node, fakes: dict[fx.Node, Any]) -> Any:
     if node.target is torch.ops.aten._local_scalar_dense.default:
         if isinstance(node.meta.get("val"), (float, torch.SymFloat)):
-            return 1.0  # any: only that it is a number matters
+            return 1.0  # any number will do
         raise RemoteTensorError(
             f"a captured step reads an int out of a tensor of this process, at\n{_line_of(node)}\n"
             "Read it eagerly, before"
@@ -447,7 +448,7 @@ def _makes_tensor(node: fx.Node) -> bool:
 
 
 def check(graph: fx.GraphModule, workers: WorkerSet | None) -> None:
-    """Raise RemoteTensorError where a capture would, or a call of it."""
+    """Raise RemoteTensorError if a capture or its call would."""
     origins = {} if workers is None else _origins_in(graph, workers)
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.native_dropout.default:
@@ -459,7 +460,7 @@ def check(graph: fx.GraphModule, workers: WorkerSet | None) -> None:
 
 
 def _origins_in(graph: fx.GraphModule, workers: WorkerSet) -> dict[fx.Node, Any]:
-    """By node the origin of its tensor, or of each of its tensors, as far as a trace knows them."""
+    """Return the origin of each node's tensor or tensors, as far as a trace knows them."""
     found: dict[fx.Node, Any] = {}
     for node in graph.graph.nodes:
         if node.op == "call_function":
@@ -527,7 +528,7 @@ def _check(node: fx.Node) -> None:
 
 
 def _written(node: fx.Node, args: Any, kwargs: Any) -> list[_There]:
-    """What the operator changes."""
+    """Return the values that the operator changes."""
     schema = getattr(node.target, "_schema", None)
     found: list[_There] = []
     for i, each in enumerate(schema.arguments if schema is not None else ()):

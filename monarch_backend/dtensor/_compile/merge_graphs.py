@@ -1,6 +1,6 @@
-"""Graphs of one step for classes of ranks with different sizes: a check that they fit together, and their one record.
+"""Merging of one step's graphs for classes of ranks with different sizes: consistency check, one common command.
 
-The ranks of all classes take part in the same collectives. One record has operands and results of each graph.
+The ranks of all classes take part in the same collectives. One command has operands and results of each graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from monarch_backend.dtensor._rng import traced_random_op
 
 
 def check(graphs: Sequence[fx.GraphModule]) -> None:
-    """Raise RemoteTensorError where the graphs do not fit together."""
+    """Raise RemoteTensorError if the graphs do not fit together."""
     for what, of in (
         ("another number of arguments", lambda graph: len(_nodes(graph, "placeholder"))),
         ("other collectives", _collectives),
@@ -35,7 +35,7 @@ def check(graphs: Sequence[fx.GraphModule]) -> None:
 
 
 def made_of_arguments(graphs: Sequence[fx.GraphModule]) -> list[int]:
-    """Positions of results that are an argument, and the same in all of these graphs."""
+    """Return positions of results that are an argument, the same one in all of these graphs."""
     columns = zip(*[next(iter(_nodes(graph, "output"))).args[0] for graph in graphs], strict=True)
     places = [{node: at for at, node in enumerate(_nodes(graph, "placeholder"))} for graph in graphs]
     found = []
@@ -47,14 +47,14 @@ def made_of_arguments(graphs: Sequence[fx.GraphModule]) -> list[int]:
 
 
 def by_rank(graphs: Sequence[fx.GraphModule]) -> list[int]:
-    """Positions of results that these graphs calculate in other ways, of the same arguments."""
+    """Return positions of results that these graphs calculate differently from the same arguments."""
     known: dict[Any, int] = {}
     columns = zip(*[_ways(graph.graph, known) for graph in graphs], strict=True)
     return [position for position, column in enumerate(columns) if len(set(column)) > 1]
 
 
 def _ways(graph: fx.Graph, known: dict[Any, int]) -> list[Any]:
-    """How each result is calculated of the arguments, as a number: the same in all graphs that share ``known``."""
+    """Return a number for each result's calculation: equal in all graphs that share ``known`` if it is the same."""
     numbers: dict[fx.Node, int] = {}
     for at, node in enumerate(graph.nodes):
         if node.op == "output":
@@ -66,7 +66,7 @@ def _ways(graph: fx.Graph, known: dict[Any, int]) -> list[Any]:
 
 
 def constants(workers: WorkerSet, graphs: Sequence[fx.GraphModule]) -> list[tuple[torch.Tensor, RemoteTensor]]:
-    """The tensors in any of these graphs, and where they have been put: each record has all of them."""
+    """Return the tensors in any of these graphs and their copies on workers; each command has all of them."""
     found: list[tuple[torch.Tensor, RemoteTensor]] = []
     for graph in graphs:
         for node in _nodes(graph, "get_attr"):
@@ -77,7 +77,7 @@ def constants(workers: WorkerSet, graphs: Sequence[fx.GraphModule]) -> list[tupl
 
 
 def combine(workers: WorkerSet, captures: Sequence[Capture], of_rank: Sequence[int]) -> Capture:
-    """Combine the captures of classes to one, whose record each rank reads as that of its class.
+    """Combine the captures of classes to one, whose command each rank reads for its class.
 
     ``of_rank``: -1 for ranks that take no part.
     """
@@ -104,7 +104,7 @@ def _form(capture: Capture) -> Any:
 
 
 def _here(workers: WorkerSet, captures: Sequence[Capture], of_rank: Sequence[int]) -> Any:
-    """What this process does, for all classes: once, but for what it does for some of them in another way."""
+    """Return this process's part for all classes: once, except for results that classes compute differently."""
     functions: list[Any] = [each.here for each in captures]
     first = functions[0]
     if first is None:
@@ -138,7 +138,7 @@ def _of_rank(value: torch.Tensor, rank: int) -> torch.Tensor | None:
 
 
 def _only(function: fx.GraphModule, places: Sequence[int]) -> fx.GraphModule:
-    """What it does for these of its results, of all its arguments."""
+    """Return the function with these of its results, and all its arguments."""
     (output,) = _nodes(function, "output")
     results: Any = output.args[0]
     wanted = [results[place] for place in places]
@@ -172,7 +172,7 @@ def _nodes(graph: fx.GraphModule, op: str) -> list[fx.Node]:
 
 
 def _collectives(graph: fx.GraphModule) -> list[Any]:
-    """What ranks meet in, in which order: the operator and what it has besides tensors and sizes."""
+    """Return the collectives in order: each operator with its arguments other than tensors and sizes."""
     found = []
     for node in _nodes(graph, "call_function"):
         name = str(node.target)
@@ -183,7 +183,7 @@ def _collectives(graph: fx.GraphModule) -> list[Any]:
 
 
 def _draws(graph: fx.GraphModule) -> list[Any]:
-    """What the controller's generator is to be moved by; which part of it a rank keeps, may differ."""
+    """Return the steps of the controller's generator. Ranks may keep different parts of the numbers."""
     found: list[Any] = []
     for node in _nodes(graph, "call_function"):
         if node.target is torch.ops.monarch_backend.draw.default:

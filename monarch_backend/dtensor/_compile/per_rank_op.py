@@ -21,7 +21,7 @@ from monarch_backend.dtensor._torch_internals import tracing_state
 
 
 class Call(NamedTuple):
-    """``name``: the function, as workers find it. ``leaves``: its arguments; in place of a tensor, _TENSOR."""
+    """``name``: the function's name on workers. ``leaves``: its arguments, with _TENSOR in place of tensors."""
 
     function: Callable[..., Any]
     name: str
@@ -30,17 +30,17 @@ class Call(NamedTuple):
 
 
 class _Tensor:
-    """In place of a tensor."""
+    """Placeholder of a tensor."""
 
 
 _TENSOR = _Tensor()
 _numbers: dict[Any, int] = {}
 _calls: list[Call] = []
-_forms: dict[int, tuple[Any, list[Any]]] = {}  # of a call's result: its structure, and its leaves that are no tensors
+_forms: dict[int, tuple[Any, list[Any]]] = {}  # of a call's result: its structure, and its leaves that are not tensors
 
 
 def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The function's result, in a trace."""
+    """Return the function's result in a trace."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
     leaves = tuple(_TENSOR if isinstance(each, torch.Tensor) else each for each in flat)
@@ -55,8 +55,8 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if rank_classes.stands_for_some():
             raise  # the ranks are traced again, in classes
         if not tracing_state.is_dynamos():
-            raise  # make_fx() and torch.export leave nothing to eager code
-        from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # with dynamo, which is there now
+            raise  # make_fx() and torch.export have no eager code to fall back to
+        from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # needs dynamo, which is imported now
 
         dynamo_and_aot.break_graph(_calls[number].name, error)
     form, kept = _forms[number]
@@ -64,7 +64,7 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def arguments(number: int, tensors: Any) -> tuple[Call, Any, Any]:
-    """The call of this number, and its arguments with these tensors."""
+    """Return the call of this number, and its arguments with these tensors."""
     made = _calls[number]
     mine = iter(tensors)
     args, kwargs = pytree.tree_unflatten([next(mine) if each is _TENSOR else each for each in made.leaves], made.spec)
@@ -72,14 +72,14 @@ def arguments(number: int, tensors: Any) -> tuple[Call, Any, Any]:
 
 
 def here(tensors: Any, number: int) -> list[torch.Tensor]:
-    """What the operator returns for tensors of this process: of each rank's numbers, each a HostByRank."""
+    """Run the operator on tensors of this process, with each rank's numbers; each result is a PerRankTensor."""
     made, args, kwargs = arguments(number, tensors)
     result = per_rank_host_tensor.run(made.function, args, kwargs)
     return [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
 
 
 def tensors_of(result: Any, inputs: Any) -> list[torch.Tensor]:
-    """What the operator returns of a function's result: tensors with memory of their own, as a trace has it."""
+    """Return the operator's results from a function's result: tensors with own memory, as a trace has them."""
     found = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
     return [
         each.clone(memory_format=torch.contiguous_format) if tracing_state.share_memory(each, inputs) else each
@@ -93,7 +93,7 @@ def _key(leaf: Any) -> Any:
 
 
 def _without_values(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """What it returns on each rank has the same shape: one for all of them. Raises RankDependentError where not."""
+    """Return the result's tensors for all ranks. Raises RankDependentError if their shapes differ."""
     made = _calls[number]
     columns = [per_rank_int.values_of(each) for each in made.leaves]
     known: dict[Any, Any] = {}
@@ -124,7 +124,7 @@ def _without_values(tensors: list[torch.Tensor], number: int) -> list[torch.Tens
 
 
 def _part(columns: Any, flats: Any) -> None:
-    """Ranks are of one class where the result has the same sizes, and the same values beside tensors."""
+    """Divide ranks into classes by the result's sizes and non-tensor values."""
     of_rank = zip(*[each for each in columns if each is not None], strict=True)
     shown = {mine: tuple(map(_text, leaves)) for mine, (leaves, _) in flats.items()}
     rank_classes.part([shown.get(mine) for mine in of_rank])
@@ -135,7 +135,7 @@ def _text(value: Any) -> str:
 
 
 def _of_constants(_tensors: list[torch.Tensor], _call: int) -> list[torch.Tensor]:
-    """Kernel for a trace's constants (``torch.tensor([])``), which FakeTensorMode calculates with.
+    """Kernel for a trace's constants (``torch.tensor([])``), with which FakeTensorMode calculates.
 
     A result on the meta device is not taken for a constant: each rank has another one.
     """

@@ -2,7 +2,7 @@
 
 Sizes in a trace are plain ints, so a trace can stand only for ranks that have the same sizes. `standing_for` sets these
 ranks. `seen` then maps a value that differs by rank to an int if these ranks agree. Outside of it dynamo's own trace
-stands for the first rank; the program sees no sizes in it.
+stands for the first rank. The program sees no sizes in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_GRAPHS = 32
 
 
 class _Trace(threading.local):
-    """``members``: the ranks that it stands for; ``parted``: by rank what has turned out to differ between them."""
+    """``members``: ranks of the current trace; ``parted``: values that differ between them, by rank."""
 
     workers: WorkerSet | None = None
     members: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class Classes:
 
     @property
     def is_one(self) -> bool:
-        """All ranks are alike."""
+        """True if all ranks are alike."""
         return len(self.members) == 1 and -1 not in self.of_rank
 
     def parted(self, keys: Sequence[Hashable]) -> Classes:
@@ -63,7 +63,7 @@ class Classes:
 
 
 def of(workers: WorkerSet, metas: Sequence[Meta]) -> Classes:
-    """The classes of ranks whose shards have the same metadata; a rank that has nothing of one takes no part."""
+    """Return classes of ranks whose shards have equal metadata. A rank without one of the shards takes no part."""
     varied = list(dict.fromkeys(each for each in metas if each.classes is not None))
     columns = zip(*[each.of_rank for each in varied], strict=True) if varied else [()] * workers.size
     return Classes(workers, [None if -1 in key else key for key in columns])
@@ -71,7 +71,7 @@ def of(workers: WorkerSet, metas: Sequence[Meta]) -> Classes:
 
 @contextlib.contextmanager
 def standing_for(workers: WorkerSet, members: Sequence[int]) -> Iterator[_Trace]:
-    """Inside, what this thread traces is for these ranks."""
+    """In this context, traces of this thread are for these ranks."""
     before = _trace.workers, _trace.members
     _trace.workers, _trace.members, _trace.parted = workers, tuple(members), None
     try:
@@ -82,7 +82,7 @@ def standing_for(workers: WorkerSet, members: Sequence[int]) -> Iterator[_Trace]
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """Inside, `seen` leaves everything as it is: for what torch remembers, for all ranks."""
+    """In this context, `seen` changes nothing: for values that torch caches for all ranks."""
     before, _trace.unseen = _trace.unseen, True
     try:
         yield
@@ -91,22 +91,22 @@ def unseen() -> Iterator[None]:
 
 
 def part(keys: Sequence[Hashable]) -> None:
-    """What is traced would be different for ranks whose keys are: the trace can't stand for all of them."""
+    """Report that the trace differs between ranks with different keys, so that it can't stand for all of them."""
     _trace.parted = keys
 
 
 def stands_for_some() -> bool:
-    """Whether a trace is under way that `standing_for` has set the ranks of."""
+    """Whether this thread traces for ranks that `standing_for` has set."""
     return _trace.workers is not None
 
 
 def is_tracing() -> bool:
-    """Whether `seen` may have something to leave out: asked each time that a DTensor is placed anew."""
+    """Whether `seen` may have to change a value; called at each redistribution of a DTensor."""
     return _trace.workers is not None or tracing_state.is_dynamos()
 
 
 def seen(number: Any, workers: WorkerSet) -> Any:
-    """An int that may differ by rank, as the trace that is under way has it."""
+    """Return an int that may differ by rank in the current trace's form."""
     values = per_rank_int.values_of(number)
     if values is None or _trace.unseen:
         return number
@@ -121,7 +121,7 @@ def seen(number: Any, workers: WorkerSet) -> Any:
 
 
 def meta_seen(meta: Meta) -> Meta:
-    """A tensor's metadata, as seen by a trace."""
+    """Return a tensor's metadata in the current trace's form."""
     if meta.classes is None:
         return meta
     found = meta.on(_trace.members[0]) if _trace.workers is meta.workers else None

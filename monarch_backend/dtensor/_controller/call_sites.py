@@ -1,7 +1,7 @@
 """Call sites: a number for each place in the controller's program, so that a worker's failure names the line.
 
 A place is the three innermost lines of the program that are neither torch's nor this package's. The compiled core finds
-them (csrc/records/call_site.cpp); this module does what is needed once for each place.
+them (csrc/records/call_site.cpp). This module formats and numbers each place once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _look(code: CodeType) -> bool:
 
 
 def _number(place: tuple[tuple[CodeType, int], ...]) -> int:
-    number = next(_numbers)  # each thread its own
+    number = next(_numbers)  # each thread has its own
     _places[number] = place
     return number
 

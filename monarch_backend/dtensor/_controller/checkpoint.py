@@ -1,7 +1,7 @@
 """Distributed checkpoints from the controller: workers run torch.distributed.checkpoint and write their shards.
 
-A checkpoint has torch's own format. Files of any program can be loaded here, into any mesh and placements, and the
-other way round. _worker/checkpoint.py is the workers' part.
+A checkpoint has torch's own format. Files of any program can be loaded here, into any mesh and placements, and vice
+versa. _worker/checkpoint.py is the workers' part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from monarch_backend.dtensor._worker.remote_call_args import Unfailed
 
 
 def mesh_of(state_dict: Any) -> DeviceMesh | None:
-    """Return the mesh of the DTensors; None where none is a controller's. Raises MeshMismatchError for several."""
+    """Return the mesh of the DTensors, None without a controller's mesh. Raises MeshMismatchError for several."""
     found: list[DeviceMesh] = []
     for leaf in _leaves(state_dict):
         if isinstance(leaf, DTensor) and device_mesh_and_api.remote_of(leaf) is not None:
@@ -53,9 +53,9 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool = True) -> Any:
-    """Save as torch's function does, with its result. Waits until everything is written.
+    """Save as torch's function does, with its result. Waits until all data are written.
 
-    Raises what a read would: RemoteOpError for a failed check. An earlier checkpoint at that place is then still whole.
+    Raises the errors of a read: RemoteOpError for a failed check. An earlier checkpoint at that place then stays valid.
     """
     workers = device_mesh_and_api.workers_of(mesh)
     if workers is not None:
@@ -64,12 +64,12 @@ def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, u
 
 
 def async_save(mesh: DeviceMesh | None, state_dict: Any, storage_writer: Any, planner: Any) -> Any:
-    """Begin to save the current values. Workers write before they continue; the controller continues at once.
+    """Start to save the current values. Workers write before they continue; the controller continues at once.
 
-    The result raises what `save` would.
+    The returned future raises the errors of `save`.
     """
     done: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    if mesh is None:  # there is nothing that could go on
+    if mesh is None:  # no worker has to write
         done.set_result(dcp.save(state_dict, storage_writer=storage_writer, planner=planner))
         return done
     run = _start(mesh, state_dict, storage_writer, planner, True)
@@ -100,12 +100,15 @@ def _first(run: remote_call.Run) -> Any:
 
 
 def save_here(own: Any, state_dict: Any, storage_writer: Any, planner: Any) -> Any:
-    """One without DTensors: ``own``, torch's function, in this process alone. Tensors without a mesh are read."""
+    """Save a state dict without DTensors in this process by torch's function ``own``.
+
+    Tensors without a mesh are read.
+    """
     return own(pytree.tree_map(_as_host, state_dict), storage_writer, no_dist=True, planner=planner)
 
 
 def load_here(own: Any, state_dict: Any, storage_reader: Any, planner: Any) -> None:
-    """As save_here."""
+    """Load a state dict without DTensors, as `save_here` saves it."""
     loaded = pytree.tree_map(_as_host, state_dict)
     own(loaded, storage_reader, no_dist=True, planner=planner)
     _merged(state_dict, loaded, RemoteTensor)
@@ -116,9 +119,9 @@ def _as_host(value: Any) -> Any:
 
 
 def _merged(value: Any, loaded: Any, *fill: type) -> Any:
-    """What takes the place of ``value``; tensors and containers stay themselves, with what was loaded in them.
+    """Return the loaded form of ``value``; tensors and containers keep their identity and get the loaded data.
 
-    ``fill``: of tensors on workers, those that are not filled yet.
+    ``fill``: collects tensors on workers that still have to be filled.
     """
     if isinstance(value, (DTensor, RemoteTensor)) and not isinstance(value, fill):
         return value
@@ -130,7 +133,7 @@ def _merged(value: Any, loaded: Any, *fill: type) -> Any:
     if type(value) is type(loaded) and isinstance(value, MutableMapping):
         for key in value.keys() - loaded.keys():
             del value[key]
-        for key in loaded:  # a planner may have put more in: all that the checkpoint has, where it was given nothing
+        for key in loaded:  # a planner may have added keys: without keys it gets all that the checkpoint has
             value[key] = _merged(value[key], loaded[key], *fill) if key in value else loaded[key]
         return value
     if type(value) is type(loaded) and type(value) in (list, tuple) and len(value) == len(loaded):

@@ -1,7 +1,6 @@
-"""Stream of commands from the controller to a set of workers: collected into batches, sent in order, with
-back-pressure.
+"""Stream of commands from the controller to a set of workers: batched, ordered, with back-pressure.
 
-dtensor/_protocol.py defines the words. Any thread may write; one batch is sent at a time.
+_protocol.py defines the words. Any thread may write; one batch is sent at a time.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from monarch_backend.dtensor._errors import MeshClosedError
 FIRST, MOST = 100, 1600
 """Words after which a batch is sent: the first batch, and the largest one.
 
-The first one is small, 16 operations, so that workers begin soon. Each is twice as large as the one before, since a
+The first one is small, 16 operations, so that workers start soon. Each is twice as large as the one before, because a
 message has a fixed cost. After a read they are small again.
 """
 IDLE_FLUSH_S = 0.001
-"""Seconds after which a batch is sent that is not full."""
+"""Seconds after which a partial batch is sent."""
 ACKNOWLEDGE_EVERY_WORDS = 6400
 """Words after which the workers acknowledge a batch."""
 MIN_BATCH_WORDS = 400
@@ -40,15 +39,15 @@ class CommandChannel(Protocol):
     """Channel to all workers of a set."""
 
     def send(self, batch: bytes) -> None:
-        """Send to all workers, without an answer."""
+        """Send to all workers, without a reply."""
         ...
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
-        """Send, and return a function that waits until all workers have done it. It raises if one cannot."""
+        """Send, and return a function that waits until all workers have executed it. It raises if one cannot."""
         ...
 
     def send_at_the_end(self, batch: bytes) -> None:
-        """Send, without waiting for workers, however far behind they are."""
+        """Send without waiting for workers, however far behind they are."""
         ...
 
     def has_room(self) -> bool:
@@ -65,14 +64,14 @@ class Stream:
 
     def __init__(self, line: CommandChannel) -> None:
         self._line = line
-        self.words: list[Any] = []  # never replaced: other threads add to it while a batch is taken from its front
+        self.words: list[Any] = []  # never replaced: other threads append while a batch is taken from its front
         self.unreachable: list[int] = []
         self._definitions: list[Any] = []
         self.numbers = itertools.count(_protocol.FIRST)
         self._sending = threading.RLock()
-        self._handing_over = False  # a batch has been taken and is not sent yet: no other may go before it
+        self._handing_over = False  # a batch was taken and is not sent yet: no other may overtake it
         self._missing: deque[Callable[[], object]] = deque()
-        self._unanswered = 0  # words, since the last batch that is answered
+        self._unanswered = 0  # words since the last acknowledged batch
         self.batches = 0
         self.nbytes = 0
         self._timed = False
@@ -81,13 +80,13 @@ class Stream:
         fork.register(fork.Step.COMMAND_STREAMS, after_in_child=self.in_forked_child)
 
     def define(self, *definition: Any) -> None:
-        """Comes before all words that are not sent yet."""
+        """Add a definition, which precedes all words that are not sent yet."""
         self._definitions.append(definition)
 
     def delete(self) -> None:
-        """What is unreachable goes before the words that come next, not with the batch's end."""
+        """Delete unreachable tensors before the next words, not at the end of the batch."""
         if not self.unreachable or not self._sending.acquire(blocking=False):
-            return  # the thread that is sending takes them along
+            return  # the sending thread takes them along
         try:
             dead = self.unreachable[:]
             del self.unreachable[: len(dead)]
@@ -98,7 +97,7 @@ class Stream:
             self._sending.release()
 
     def wake(self) -> None:
-        """There are words where none were: they leave soon, whether more come or not."""
+        """Schedule a send of the first words after a pause, whether more come or not."""
         if not self._timed:
             self._timed = True
             self._batches_then = self.batches
@@ -111,12 +110,12 @@ class Stream:
             return
         if self._sending.acquire(blocking=False):  # otherwise another thread is sending
             try:
-                # This thread reads messages, and a message makes room: it must not wait for one.
+                # This thread handles messages, which make room. It must not wait for room.
                 if self._handing_over or not self._line.has_room():
                     self.wake()
                 else:
                     self.flush(wait=False)
-            except Exception as error:  # no caller here: the next send or read raises it
+            except Exception as error:  # no caller: the next send or read raises it
                 self.closed = self.closed or error
             finally:
                 self._sending.release()
@@ -124,7 +123,7 @@ class Stream:
             self.wake()
 
     def flush(self, *, wait: bool = True) -> None:
-        """Send what there is. ``wait``: for workers that are too far behind."""
+        """Send all words. ``wait``: block while workers are too far behind."""
         with self._sending:
             if self.closed is not None:
                 raise self.closed
@@ -150,9 +149,9 @@ class Stream:
             return self._missing.popleft() if len(self._missing) > MAX_INFLIGHT_BATCHES else None
 
     def send_the_rest(self) -> None:
-        """The workers are to end after what they have been given: nothing may hold that up, and nothing raises here.
+        """Send the words before the workers' end, without waiting and without raising.
 
-        What another thread waits to send, and what comes after that, is not sent.
+        A batch that another thread waits to send, and later words, are not sent.
         """
         if not self._sending.acquire(timeout=SEND_TIMEOUT_S):
             return
@@ -163,23 +162,23 @@ class Stream:
                     self.batches += 1
                     self.nbytes += len(batch)
                     self._line.send_at_the_end(batch)
-        except Exception as error:  # no caller here: the next send or read raises it
+        except Exception as error:  # no caller: the next send or read raises it
             self.closed = self.closed or error
         finally:
             self._sending.release()
 
     def in_forked_child(self) -> None:
-        """The workers are the parent's: nothing that is unreachable here is for them to drop."""
+        """Stop the stream in a forked child, because the workers and their tensors are the parent's."""
         self._sending = threading.RLock()
-        self._timed = True  # no thread here would call it later
+        self._timed = True  # no thread of the child would call it later
         self.closed = MeshClosedError("this process was forked from the controller, whose tensors are not its own")
         self._definitions.clear()
         self.words.clear()
         self._missing.clear()
 
     def _take(self) -> bytes | None:
-        # Other threads write meanwhile. What is unreachable now has all its words among those that are taken next, and
-        # those have all their definitions among those that are taken last.
+        # Other threads write meanwhile. Words of tensors that are unreachable now are among the words that are taken
+        # next, and their definitions among the definitions that are taken last.
         dead = self.unreachable[:]
         del self.unreachable[: len(dead)]
         words = self.words[:]

@@ -1,7 +1,7 @@
-"""`ControllerGroup`: torch.distributed's process groups on the controller, which has none of their ranks.
+"""`ControllerGroup`: torch.distributed's process groups on the controller, which is no rank of them.
 
-torch gets sizes, names and ranks. Collectives of remote tensors are records (see dtensor/_dispatch/special_ops.py).
-Those of this process's own tensors are computed here (see host_collectives.py).
+torch gets sizes, names and ranks. Collectives of remote tensors are commands (see _dispatch/special_ops.py). Those of
+this process's own tensors are computed here (see host_collectives.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DEFAULT = "0"
 
 
 class ControllerGroup(dist.ProcessGroup):
-    """Group with the ranks ``rows``: for each rank it is the group of this name of its row."""
+    """Process group whose ``rows`` are lists of ranks: on each rank it is the group of that rank's row."""
 
     def __init__(self, name: str, rows: Sequence[Sequence[int]], desc: str = "") -> None:
         super().__init__(0, max(1, len(rows[0]) if rows else 1))  # type: ignore[call-arg]
@@ -40,7 +40,7 @@ class ControllerGroup(dist.ProcessGroup):
         self._place: Any = 0
 
     def belong(self, workers: WorkerSet) -> None:
-        """It is a group of these."""
+        """Set the workers of the group."""
         places: list[int | None] = [None] * workers.size
         for row in self.rows:
             for place, rank in enumerate(row):
@@ -48,11 +48,11 @@ class ControllerGroup(dist.ProcessGroup):
         self._place = per_rank_int.by_rank(places)
 
     def rank(self) -> Any:
-        """Each rank's own; of the default group, which is all ranks of all meshes, the controller's: 0."""
+        """Each rank's own rank. In the default group, with all ranks of all meshes, it is the controller's: 0."""
         return self._place
 
     def size(self) -> int:
-        """Of each row."""
+        """Size of each row."""
         return len(self.rows[0]) if self.rows else 0
 
     def getBackendName(self) -> str:
@@ -78,14 +78,14 @@ class ControllerGroup(dist.ProcessGroup):
     def new_group(
         self, ranks: Sequence[int], *, group_name: str | None = None, group_desc: str | None = None, **_: Any
     ) -> ControllerGroup:
-        """torch.distributed.new_group, which comes here with all ranks given."""
+        """Make a group for torch.distributed.new_group, which passes all ranks."""
         return make([list(ranks)], group_desc or "", group_name, register=False)
 
     def shutdown(self) -> None:
         """Do nothing: there is no connection here."""
 
     def barrier(self, *_: Any, **__: Any) -> Any:
-        """Wait until the workers of the group have done everything so far. Raises RemoteOpError for what failed."""
+        """Wait until the group's workers have executed all commands so far. Raises RemoteOpError for failures."""
         ranks = {rank for row in self.rows for rank in row}
         for workers in _owners:
             if not ranks.isdisjoint(range(workers.first, workers.first + workers.size)):
@@ -98,8 +98,8 @@ class ControllerGroup(dist.ProcessGroup):
     def all_to_all_single(  # type: ignore[override]
         self, output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), *_: Any, **__: Any
     ) -> Any:
-        """Not by torch's operator: it takes no sizes that differ by rank, as those of uneven splits do."""
-        from monarch_backend.dtensor._dispatch import collectives  # which needs this module
+        """Exchange slices by a command: torch's operator takes no sizes that differ by rank, as uneven splits have."""
+        from monarch_backend.dtensor._dispatch import collectives  # it imports this module
 
         if not _are_of_workers("all_to_all_single", (output, input)):
             host_collectives.run("all_to_all_single", self.size(), (output, input))
@@ -109,7 +109,7 @@ class ControllerGroup(dist.ProcessGroup):
         return c10d_registry.done()
 
     def _start_coalescing(self, *_: Any) -> None:
-        """torch collects what is coalesced by itself, and comes here with all of it."""
+        """Do nothing: torch collects coalesced calls itself, and passes all of them."""
 
     def _end_coalescing(self, *_: Any) -> Any:
         return c10d_registry.done()
@@ -123,9 +123,7 @@ _COLLECTIVES = frozenset(
         "send", "recv", "recv_anysource",
     }
 )  # fmt: skip
-"""What takes tensors. Other names that torch has for some of them come to these by themselves, and would go round in
-circles if they stood here, too.
-"""
+"""Collectives that take tensors. torch's other names for some of them call these, and would recurse here."""
 
 
 def _collective(name: str) -> Any:
@@ -133,11 +131,11 @@ def _collective(name: str) -> Any:
 
     def collective(self: ControllerGroup, *args: Any, **options: Any) -> Any:
         if _are_of_workers(name, (args, options)):
-            return own(self, *args, **options)  # an operator, which becomes a record
+            return own(self, *args, **options)  # an operator, which becomes a command
         host_collectives.run(name, self.size(), (*args, *options.values()))
         return c10d_registry.done()
 
-    # pybind11 calls the base class's own function, and not this one again, from a function of the same name only.
+    # pybind11 calls the base class's function only from a function of the same name, else this one again.
     collective.__code__ = collective.__code__.replace(co_name=name)
     return collective
 
@@ -167,8 +165,8 @@ def _are_of_workers(name: str, given: Any) -> bool:
     return False
 
 
-for _name in _COLLECTIVES:  # the base class would fail in its own words, or do nothing without a word
-    if hasattr(dist.ProcessGroup, _name):  # not each torch has each name
+for _name in _COLLECTIVES:  # the base class would fail with another error, or silently do nothing
+    if hasattr(dist.ProcessGroup, _name):  # some releases of torch lack some names
         setattr(ControllerGroup, _name, _collective(_name))
 
 
@@ -189,12 +187,13 @@ class _Universe(ControllerGroup):
 _universe: _Universe | None = None
 _owners: list[WorkerSet] = []
 _made: weakref.WeakSet[ControllerGroup] = weakref.WeakSet()
-"""Of Workers that there are, or that a tensor or mesh still has after their end."""
+"""Groups of existing WorkerSets, or that a tensor or mesh still refers to."""
 
 
 def universe() -> _Universe:
-    """Return torch's default group of this process, made now if needed. Raises RemoteTensorError where there is
-    another.
+    """Return torch's default group of this process, made now if needed.
+
+    Raises RemoteTensorError if there is another default group.
     """
     global _universe
     if is_controller():
@@ -207,7 +206,7 @@ def universe() -> _Universe:
 
 
 def refuse_a_rank() -> None:
-    """Raise RemoteTensorError where torch's default group is not a controller's."""
+    """Raise RemoteTensorError if torch's default group is not a controller's."""
     if dist.is_initialized() and not is_controller():
         raise RemoteTensorError(
             "this process is a rank of a torch.distributed group already; a controller of device meshes is none: "
@@ -227,9 +226,9 @@ def add_owner(workers: WorkerSet) -> None:
 
 
 def remove_owner(workers: WorkerSet) -> None:
-    """Its ranks have ended. Without any that are not simulated, torch has no default group any more.
+    """Remove workers that have ended. Without WorkerSets of real processes torch has no default group any more.
 
-    It still finds the others by their names: an operation on what is left of them says, by itself, that it has ended.
+    torch still finds the others by their names. An operation on their tensors raises that they have ended.
     """
     global _universe
     if workers in _owners:
@@ -251,9 +250,9 @@ def owners() -> list[WorkerSet]:
 
 
 def owner_of(ranks: Sequence[int]) -> WorkerSet | None:
-    """The Workers that all these global ranks belong to; None in a process that is no controller.
+    """Return the WorkerSet of all these global ranks; None in a process that is no controller.
 
-    Raises ValueError if they are several's, or none's at all; MeshClosedError if their processes have ended.
+    Raises ValueError if they belong to several or to none, MeshClosedError if their processes have ended.
     """
     found = {workers for workers in _owners for rank in ranks if workers.first <= rank < workers.first + workers.size}
     if len(found) > 1:
@@ -280,7 +279,7 @@ def _refuse_ranks(ranks: Sequence[int]) -> None:
 
 
 def check_group(workers: WorkerSet, group: Any, name: str) -> None:
-    """Raise MeshMismatchError if this group, or the group of this name, has other workers than these."""
+    """Raise MeshMismatchError if this group, or the group of this name, has other workers."""
     if name == _DEFAULT:
         if is_controller() and universe().size() != workers.size:
             raise MeshMismatchError(
@@ -299,7 +298,7 @@ def check_group(workers: WorkerSet, group: Any, name: str) -> None:
 
 
 def make(rows: list[list[int]], desc: str, name: str | None = None, *, register: bool = True) -> ControllerGroup:
-    """Return a group that is, for each rank, the group of its row."""
+    """Return a group that is, on each rank, the group of that rank's row."""
     workers = owner_of([rank for row in rows for rank in row])
     name = name or f"monarch_{next(_names)}"
     group = ControllerGroup(name, rows, desc)

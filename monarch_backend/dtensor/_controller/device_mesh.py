@@ -1,4 +1,4 @@
-"""Device meshes: torch's DeviceMesh for a mesh of processes, which then hold tensors for this program."""
+"""Device meshes: torch's DeviceMesh for a mesh of processes, which hold tensors for this program."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.
     if device_type not in DEVICE_TYPES:
         raise ValueError(f"device_type {device_type!r}: a mesh has {', '.join(DEVICE_TYPES)} devices")
     timeout = check_bounded(timeout)
-    controller_process_group.refuse_a_rank()  # before the processes are asked for anything
+    controller_process_group.refuse_a_rank()  # before the processes are used
     device_mesh_and_api.install()
     workers = workers_for(procs, device_type, timeout)
     key = (tuple(procs._shape.ranks), tuple(procs.extent.sizes), tuple(procs.extent.labels))
     found = workers.meshes.get(key)
-    if found is None:  # else the same object: torch takes equal meshes for each other, and then asks which one it is
+    if found is None:  # else the same object, because torch compares meshes by value and may return either
         ranks = torch.tensor([workers.first + rank for rank in key[0]], dtype=torch.int)
         found = workers.meshes[key] = DeviceMesh(device_type, ranks.view(key[1]), mesh_dim_names=key[2])
     return found
 
 
 def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> WorkerSet:
-    """Return the WorkerSet of the whole mesh of which this is a slice."""
+    """Return the WorkerSet of the whole mesh that contains this slice."""
     core = procs._core
     made = _made.setdefault(core, {})
     if device_type not in made:
@@ -71,7 +71,7 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> WorkerSet:
         from monarch_backend.dtensor._worker import Executor, executor
 
         whole = ProcMesh(core)
-        if device_type == "cuda" and Executor is executor.Executor:  # a test's own takes "cuda" for the CPU
+        if device_type == "cuda" and Executor is executor.Executor:  # a test's own executor takes "cuda" for the CPU
             _check_gpus(core.name, whole)
         if not made:  # else workers of another device have groups already, which new ones would end
             whole.process_group("monarch", timeout).get()
@@ -96,7 +96,7 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> WorkerSet:
 
 
 def _check_gpus(name: str, whole: ProcMesh) -> None:
-    """Raises RemoteTensorError, for each process that has none."""
+    """Raise RemoteTensorError that names each process without a GPU."""
     from monarch_backend.dtensor._worker.gpu_probe import Gpus
 
     gpus = whole.spawn("gpus", Gpus)
@@ -113,7 +113,7 @@ def _check_gpus(name: str, whole: ProcMesh) -> None:
 
 
 def _begin(name: str, executors: Any) -> None:
-    """Raises RemoteTensorError, for each process without such a device."""
+    """Start the workers' devices. Raises RemoteTensorError that names each process without one."""
     missing = _missing(executors)
     if missing:
         executors.stop().get()
@@ -126,7 +126,7 @@ def _begin(name: str, executors: Any) -> None:
 
 
 def _missing(actors: Any) -> dict[int, str]:
-    """By rank, what each of them says that is missing."""
+    """Return what is missing, by rank."""
     return {rank: why for rank, why in enumerate(actors.missing.call().get().values()) if why}
 
 
@@ -142,7 +142,7 @@ def new_workers(name: str, size: int, device_type: str, line: Any) -> WorkerSet:
     """Return a WorkerSet at the other end of this channel."""
     invalid_access.prepare()
     first = controller_process_group.universe().grow(size)
-    # Each process has its own GPU, which is its first one, as with one GPU visible in each process.
+    # Each process has its own GPU, which is its first one, as with one visible GPU in each process.
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
     workers = WorkerSet(name, size, first, device, line)
     controller_process_group.add_owner(workers)
@@ -178,7 +178,7 @@ class NoLine:
         """Drop it."""
 
     def ask(self, what: str, *args: Any) -> Callable[[], list[Any]]:
-        """Report no failures. Raises RemoteTensorError for values, because no process has them."""
+        """Return no failures. Raises RemoteTensorError for values, because no process has them."""
         if what != "failed_since":
             raise RemoteTensorError("this mesh is simulated: there are no workers and no values")
         return list

@@ -1,6 +1,6 @@
-"""Methods that move a tensor between devices, of remote tensors and of DTensors of a controller.
+"""Methods of remote tensors and of a controller's DTensors that move them between devices.
 
-A module of its own, because dynamo traces these methods: in a trace a tensor is where C++ has it.
+They are in a separate module because dynamo traces them. In a trace a tensor has the device that C++ stores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _Base: Any = torch.Tensor
 
 
 class DeviceMethods:
-    """Base class of tensors whose device is the workers'; on the controller C++ has them on the CPU."""
+    """Base class of tensors whose device is the workers'; C++ on the controller has them on the CPU."""
 
     __slots__ = ()
 

@@ -1,6 +1,6 @@
 """Streams and events of the workers' devices, with the interface that torch's code uses on the controller.
 
-Workers execute records in order, so there is nothing to wait for between records: all of these do nothing.
+Workers execute commands in order, so there is nothing to wait for between commands: all of these do nothing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Stream:
 
 
 class DeviceHandle:
-    """As the module torch.cuda: streams and events of the workers, and all else of this process' module."""
+    """Module like torch.cuda: streams and events of the workers, all other names from this process's module."""
 
     Stream, Event = Stream, Event
 

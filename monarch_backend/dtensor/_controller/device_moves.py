@@ -1,7 +1,7 @@
 """Devices of remote tensors, and copies between the workers' devices and their CPUs.
 
-A worker has one GPU, its own: "cuda", "cuda:0" and "cuda:3" all mean that. What replaces functions of torch, so that
-programs get here, is in dtensor/_patches/semantics/device_queries.py.
+A worker has one GPU, its own: "cuda", "cuda:0" and "cuda:3" all mean that. Replaced functions of torch that call this
+module are in _patches/semantics/device_queries.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _THERE = "monarch_backend.dtensor._worker.device_moves:"
 
 
 def workers_of_factory(device: torch.device) -> WorkerSet:
-    """Those on which a program makes a tensor that names a device and no mesh: of ``with mesh:``, or the only ones.
+    """Return the workers for a new tensor with a device and no mesh: those of ``with mesh:``, or the only ones.
 
-    Raises RemoteTensorError if that could be several, or none.
+    Raises RemoteTensorError if there are several candidates, or none.
     """
     mesh = c10d_registry.mesh_of_context()
     owner = None if mesh is None else controller_process_group.owner_of(mesh._flatten_rank_map)
@@ -49,7 +49,7 @@ def workers_of_factory(device: torch.device) -> WorkerSet:
 
 
 def of(tensor: Any) -> torch.device:
-    """The workers', of a remote tensor or a DTensor of one."""
+    """Return the workers' device of a remote tensor or a DTensor of one."""
     return _local(tensor)._meta.device
 
 
@@ -58,13 +58,14 @@ def _local(tensor: Any) -> RemoteTensor:
 
 
 def is_remote(tensor: Any) -> bool:
-    """Whether its values are on workers of this controller."""
+    """Whether the tensor's values are on workers of this controller."""
     return isinstance(_local(tensor), RemoteTensor)
 
 
 def moved(tensor: Any, device: Any) -> Any:
-    """Its values on another device of the workers'; itself if it is there. Raises RemoteTensorError for one that they
-    have not.
+    """Return the values on another device of the workers; the tensor itself if it is there.
+
+    Raises RemoteTensorError for a device that the workers do not have.
     """
     mine, wanted = of(tensor), torch.device(device)
     if wanted.type == mine.type:
@@ -76,12 +77,12 @@ def moved(tensor: Any, device: Any) -> Any:
             f"of such devices, procs.device_mesh({wanted.type!r})"
         )
     if wanted.type == workers.device.type:
-        wanted = workers.device  # torch without GPUs knows no device without a number
+        wanted = workers.device  # torch without GPUs knows only devices with a number
     return _Moved.apply(tensor, wanted)  # type: ignore[no-untyped-call]
 
 
 class _Moved(torch.autograd.Function):
-    """Its gradient goes back to where the tensor is. torch's own would take that from C++: to the CPU."""
+    """Move whose gradient returns to the tensor's device. torch's own takes that from C++: the CPU."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, device: torch.device) -> Any:
@@ -102,7 +103,7 @@ def _move(tensor: Any, device: torch.device) -> Any:
 
 
 def to(own: Any, tensor: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """``tensor.to(...)``. ``own``: torch's, which knows what all but the device means."""
+    """Run ``tensor.to(...)``. ``own`` is torch's method, which handles all arguments but the device."""
     if not is_remote(tensor):
         return own(tensor, *args, **options)
     if "other" in options:
@@ -127,7 +128,7 @@ def to(own: Any, tensor: Any, args: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def pinned(tensor: Any) -> Any:
-    """In memory that GPUs can copy from by themselves, where the workers have any. Raises RuntimeError for a GPU's."""
+    """Return the tensor in pinned memory if the workers have GPUs. Raises RuntimeError for a tensor on a GPU."""
     if of(tensor).type != "cpu":
         raise RuntimeError(f"a tensor on {of(tensor)} can't be pinned: only one on the CPU, x.cpu().pin_memory()")
     if isinstance(tensor, DTensor):
@@ -136,10 +137,10 @@ def pinned(tensor: Any) -> Any:
 
 
 def at_home(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """An operator's arguments with the devices that are meant.
+    """Return an operator's arguments with the intended devices.
 
-    torch's C++ asks a tensor for its device and passes it on, as ``new_zeros``, ``type_as`` and the gradient of a leaf
-    do. That is "cpu" for each remote tensor, and means the device of the first one.
+    torch's C++ asks a tensor for its device and passes it on: in ``new_zeros``, ``type_as`` and for the gradient of a
+    leaf. That is "cpu" for each remote tensor, and means the device of the first one.
     """
     tensors = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor))
     first = next(tensors, None)

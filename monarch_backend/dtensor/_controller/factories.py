@@ -1,7 +1,6 @@
-"""Factories: ``ones``, ``zeros``, ``empty``, ``full``, ``rand``, ``randn`` with a mesh, and buffers of torch's own
-code.
+"""Factories that make tensors on the workers.
 
-They make their tensors on the workers.
+These are ``ones``, ``zeros``, ``empty``, ``full``, ``rand`` and ``randn`` with a mesh, and buffers of torch's own code.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _OPERATORS = {
 
 
 def make(workers: WorkerSet, init_op: Any, size: Any, mesh: Any, placements: Any, options: dict[str, Any]) -> DTensor:
-    """As torch's `_dtensor_init_helper`: a DTensor of this global size, each shard made by its worker."""
+    """Return a DTensor of this global size, whose shards are made by the workers; replaces `_dtensor_init_helper`."""
     placements = tuple(placements or [Replicate()] * mesh.ndim)
     if len(placements) != mesh.ndim:
         raise ValueError(f"{len(placements)} placements for a mesh of {mesh.ndim} dimensions: give one for each")
@@ -60,8 +59,8 @@ def make(workers: WorkerSet, init_op: Any, size: Any, mesh: Any, placements: Any
 class OnWorkers(TorchFunctionMode):
     """Context in which ``torch.empty``, ``zeros`` and ``ones`` make tensors on the workers of a mesh.
 
-    It is for functions of torch that make buffers for tensors on the workers, and not for user code, where it would
-    also move other tensors there.
+    It is for functions of torch that make buffers for tensors on the workers. In user code it would also move other
+    tensors there.
     """
 
     def __init__(self, mesh: Any) -> None:

@@ -64,7 +64,10 @@ def _meta_of(workers: WorkerSet, origin: Origin | None, sizes: Any, strides: Any
 
 
 def text_of(tensor: Any) -> str:
-    """As torch prints a tensor; of a large one only what is shown is read. Also of a DTensor: as a whole."""
+    """Return the text of a tensor or a whole DTensor as torch prints it.
+
+    Of a large one only the shown values are read.
+    """
     options, plain, prefix = _tensor_str.PRINT_OPTS, tensor.detach(), "tensor("
     if all(type(size) is int for size in tensor.shape) and tensor.numel() > options.threshold:
         shown = _long_again(as_host(_whole(_corners(plain, options.edgeitems))), options)
@@ -84,7 +87,7 @@ def text_of(tensor: Any) -> str:
 
 
 def _unsaid_dtypes(*, is_empty: bool) -> tuple[torch.dtype, ...]:
-    """Numbers say by themselves that they are of one of these."""
+    """Return the dtypes that torch does not print."""
     default = torch.get_default_dtype()
     if is_empty:
         return (default,)
@@ -101,7 +104,7 @@ def _whole(tensor: Any) -> Any:
 
 
 def _corners(tensor: torch.Tensor, edge: int) -> Any:
-    """What is shown of it, and one more in the middle of each long dimension, where the dots stand."""
+    """Return the shown values, and one more in the middle of each long dimension in place of the dots."""
     for dim in range(tensor.ndim):
         size = tensor.size(dim)
         if size > 2 * edge + 1:
@@ -111,7 +114,7 @@ def _corners(tensor: torch.Tensor, edge: int) -> Any:
 
 
 def _long_again(corners: torch.Tensor, options: Any) -> torch.Tensor:
-    """With so many in the middle of a dimension, where none is looked at, that torch takes it for a large one."""
+    """Return the shown values with a long middle that is never read, so that torch prints a large tensor."""
     edge = options.edgeitems
     dim = next(dim for dim, size in enumerate(corners.shape) if size == max(corners.shape))
     size = corners.shape[dim]

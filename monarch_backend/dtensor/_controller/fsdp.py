@@ -1,6 +1,6 @@
 """Controller's part of FSDP: shards of a parameter by rank, inputs on the workers, a batch by rank.
 
-torch's `fully_shard` is unchanged. Its calls into this module are in dtensor/_patches/semantics/fsdp.py.
+torch's `fully_shard` is unchanged. Its calls into this module are in _patches/semantics/fsdp.py.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def shard_batch(batch: Any, mesh: DeviceMesh) -> Any:
 
 
 def whole(param: torch.Tensor, mesh: Any) -> Any:
-    """Of a parameter of this process: what its shards can be taken of. Nothing is sent yet."""
+    """Return the source of a parameter's shards. Nothing is sent yet."""
     workers = workers_of(mesh)
     assert workers is not None
     if param.is_meta:
@@ -72,7 +72,10 @@ def whole(param: torch.Tensor, mesh: Any) -> Any:
 
 
 class Chunks:
-    """As ``torch.chunk``, of equal size but the last ones; ``chunks[i]`` with a number by rank is each rank's own."""
+    """Chunks like those of ``torch.chunk``: of equal size but the last ones.
+
+    ``chunks[i]`` with a per-rank integer selects each rank's own.
+    """
 
     def __init__(self, tensor: Any, count: int, dim: int) -> None:
         self._tensor, self._dim, self._size = tensor, dim, -(-tensor.size(dim) // count)
@@ -88,12 +91,13 @@ class Chunks:
             chunk = self._tensor.narrow(self._dim, start, length)
         else:
             chunk = self._of_host([self._tensor] * len(per_rank_int.values_of(index) or ()), start, length)
-        # FSDP asks whether there is anything to copy, as each rank would for itself: some ranks may have nothing.
+        # FSDP asks whether there is anything to copy, which each rank would answer for itself. Some ranks may have
+        # nothing.
         chunk.numel = lambda: 1 if total else 0
         return chunk
 
     def _of_host(self, tensors: Sequence[Any], start: Any, length: Any) -> PerRankTensor:
-        """Views of it."""
+        """Return views of a host tensor by rank."""
         starts = per_rank_int.values_of(start) or [start] * len(tensors)
         lengths = per_rank_int.values_of(length) or [length] * len(tensors)
         parts = zip(tensors, starts, lengths, strict=True)
@@ -104,19 +108,17 @@ class Chunks:
 
 
 class Sizes(tuple[Any, ...]):
-    """As torch.Size, whose own `numel` knows no sizes that differ by rank: of layers that tensor parallelism has split
-    unevenly.
-    """
+    """torch.Size whose `numel` allows sizes that differ by rank, of layers that tensor parallelism splits unevenly."""
 
     __slots__ = ()
 
     def numel(self) -> Any:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self)
 
 
 def put_inputs(inputs: Any, workers: WorkerSet) -> Any:
-    """Tensors of this process among them, sent once: the same to all."""
+    """Send the inputs' tensors of this process once, the same to all workers."""
     return pytree.tree_map(
         lambda value: workers.put(value) if type(value) is torch.Tensor and not value.requires_grad else value, inputs
     )

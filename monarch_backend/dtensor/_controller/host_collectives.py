@@ -15,14 +15,14 @@ import torch.distributed as dist
 from monarch_backend.dtensor._errors import RemoteTensorError
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""torch multiplies no unsigned integers of these widths. The product has the same bits."""
+"""torch can't multiply unsigned integers of these widths. The signed product has the same bits."""
 _ONE_RANKS = frozenset({"send", "recv", "recv_anysource"})
 
 
 def run(name: str, size: int, given: Sequence[Any]) -> None:
-    """Do the collective ``name`` of a group of ``size`` ranks, with the arguments that a ProcessGroup takes.
+    """Run the collective ``name`` of a group of ``size`` ranks, with the arguments that a ProcessGroup takes.
 
-    Raises RemoteTensorError where ranks get different results, for unknown reductions and for outputs of other sizes;
+    Raises RemoteTensorError if ranks get different results, for unknown reductions and for outputs of other sizes;
     ValueError for a root that is not in the group.
     """
     if name not in _HERE and (size > 1 or name in _ONE_RANKS):
@@ -40,10 +40,10 @@ def run(name: str, size: int, given: Sequence[Any]) -> None:
 
 
 def _reduce(size: int, tensors: Any, options: Any = None, *rest: Any) -> None:
-    """Return the result of all ranks. reduce() leaves ranks other than its root undefined."""
+    """Write the result of all ranks. reduce() leaves ranks other than its root undefined."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     op = next((each for each in (options, *rest) if hasattr(each, "reduceOp") or hasattr(each, "op")), None)
-    results = [_reduced(each, op, size) for each in tensors]  # first all: tensors may overlap
+    results = [_reduced(each, op, size) for each in tensors]  # all of them first: tensors may overlap
     for each, result in zip(tensors, results, strict=True):
         each.detach().copy_(result)
 
@@ -72,7 +72,7 @@ _REDUCED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 
 
 def _keep(_size: int, *_: Any) -> None:
-    """Return the value of broadcast(): every rank has the root's."""
+    """Do nothing for broadcast(): every rank has the root's value."""
 
 
 def _gather(size: int, outputs: Any, inputs: Any, *_: Any) -> None:
@@ -94,12 +94,12 @@ def _gather(size: int, outputs: Any, inputs: Any, *_: Any) -> None:
 
 
 def _gather_coalesced(size: int, outputs: Any, inputs: Any, *rest: Any) -> None:
-    """torch has a list for each rank here, and elsewhere one for each input."""
+    """Gather into a list for each rank, where other functions of torch have one for each input."""
     _gather(size, [list(each) for each in zip(*outputs, strict=True)], inputs, *rest)
 
 
 def _copy(_size: int, outputs: Any, inputs: Any, *rest: Any) -> None:
-    """Of a group of one rank, which gives its input to itself."""
+    """Copy the input, in a group of one rank."""
     if isinstance(outputs, torch.Tensor):
         outputs.detach().view(-1).copy_((inputs if isinstance(inputs, torch.Tensor) else inputs[0]).reshape(-1))
         return

@@ -1,7 +1,7 @@
 """Cache of this process's tensors on workers: the backward of an operation reuses the copy that its forward has sent.
 
-Other operations send the tensor again: NumPy and others may change memory without notifying torch. A copy is dropped
-with its backward, with the tensor's memory here, and with the first forward after any backward.
+Other operations send the tensor again, because NumPy and others may change memory without notifying torch. A copy is
+dropped with its backward, with the tensor's memory here, and with the first forward after any backward.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 MAX_CACHED_BYTES = 128 << 20
-"""Bytes that are kept for a thread's backward, besides the last tensor. There may never be a backward."""
+"""Bytes that are kept for a thread's backward, besides the last tensor. A backward may never come."""
 
 Key = tuple[Any, ...]
 
 
 class _Copy(NamedTuple):
     tensor: RemoteTensor
-    version: int  # torch's, of the tensor here
+    version: int  # torch's version counter of the tensor here
     nbytes: int
-    memory: weakref.ref[Any]  # forgets it
+    memory: weakref.ref[Any]  # its callback drops the copy
 
 
 class _Copies:
-    """For one thread, whose operations have numbers of their own."""
+    """Copies for one thread, whose operations have their own numbers."""
 
     def __init__(self) -> None:
         self._known: dict[Key, _Copy] = {}
@@ -73,9 +73,7 @@ def _of(workers: WorkerSet) -> _Copies:
 
 
 class Source(NamedTuple):
-    """Memory of this process, torch's version of it, what of it, or what that was made of it, and how many bytes that
-    is at the most.
-    """
+    """Identity of a tensor's data: memory, torch's version of it, the part or function of it, most bytes of it."""
 
     memory: torch.UntypedStorage
     version: int
@@ -93,7 +91,7 @@ def source(value: torch.Tensor) -> Source | None:
 
 
 def put(workers: WorkerSet, schema: Any, source: Source | None, send: Callable[[], RemoteTensor]) -> RemoteTensor:
-    """An operator's argument on the workers: a copy that its forward has sent, or what ``send`` makes."""
+    """Return an operator's argument on the workers: a copy that its forward has sent, or a new one from ``send``."""
     backward = autograd_node.backward_of()
     keeps = torch.is_grad_enabled()
     if source is None or not _only_reads(schema) or (backward is None and not keeps):

@@ -1,8 +1,8 @@
-"""`move`: transfer of a DTensor to another set of processes. Each worker gets only the bytes it needs, from other
-workers.
+"""`move`: transfer of a DTensor to another set of processes.
 
-The workers of the target wait for descriptions from those of the source; the controller does not wait.
-_worker/mesh_transfer.py is the workers' part; _rdma/sharded_state.py reads the memory.
+Each worker of the target reads only the bytes that it needs, from other workers. It waits for descriptions from the
+source's workers; the controller does not wait. _worker/mesh_transfer.py is the workers' part; _rdma/sharded_state.py
+reads the memory.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     assert source is not None
     assert target is not None
     parcel = next(_numbers)
-    # Of a mesh that was sliced each slice has a tensor of its own; that of the first is what reading would show.
+    # Each slice of a sliced mesh has its own tensor. The first slice's is the one that reading shows.
     senders = (device_mesh_and_api.rows_of(x.device_mesh)[0].flatten() - source.first).tolist()
     readers = (device_mesh_and_api.rows_of(device_mesh_and_api.root_of(mesh)).flatten() - target.first).tolist()
     desk = there.TransferBuffers(parcel, senders, source.line.sides_of(senders), readers, target.line.sides_of(readers))
     offered = remote_call.run(x.device_mesh, there.offer, x, desk)
     frame = empty(x.shape, dtype=x.dtype, device_mesh=mesh, placements=placements)
     filled = remote_call.run(mesh, there.fill, frame, desk)
-    # A read of the tensor raises what has failed; the results of these two are not used.
+    # A read of the tensor raises the failure; the results of these two are not used.
     offered.ignore()
     filled.ignore()
 
@@ -101,7 +101,7 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
         error = offered.exception() or filled.exception()
         if error is not None:
             for side in (desk.source, desk.target):
-                with contextlib.suppress(Exception):  # its processes may have gone, and all that they had
+                with contextlib.suppress(Exception):  # its processes may have ended, with their tensors
                     side.forget.broadcast(parcel, str(error))
 
     offered.add_done_callback(tell)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Placement of whole tensors and modules of the controller on the workers, as each rank has them under torchrun.
 
-They do not become DTensors: a parameter that no plan names is a plain tensor under torchrun, and here.
+They do not become DTensors: a parameter outside all plans is a plain tensor under torchrun, and here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def put_module(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     workers = device_mesh_and_api.workers_of(mesh)
     if workers is None:
         raise ValueError(f"{mesh} is no controller's mesh: a rank of a process group has the module's tensors already")
-    with torch.inference_mode(False), torch.no_grad():  # it is not only for a forward without gradients
+    # The first forward may be in one of these modes, and later ones not.
+    with torch.inference_mode(False), torch.no_grad():
         for name, parameter in module.named_parameters():
             is_here = type(parameter) is nn.Parameter and not parameter.is_meta
             if is_here or _is_elsewhere_too(parameter, mesh):
@@ -73,7 +74,10 @@ def _put_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None
 
 
 def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
-    """``tensor``: one of the controller, or a gradient, which may be on workers already, by dimensions of a mesh."""
+    """Return the tensor on the mesh's workers.
+
+    It is the controller's, or a gradient, which may be on workers already.
+    """
     workers = device_mesh_and_api.workers_of(mesh)
     assert workers is not None
     whole = local_results.local_of(local_results.everywhere(tensor))
@@ -81,14 +85,14 @@ def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
 
 
 def _is_elsewhere_too(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """Return whether it is also on workers that are not in the mesh, and which would not change it."""
+    """Return whether it is also on workers outside the mesh, which would not change it."""
     if not isinstance(tensor, RemoteTensor) or tensor._meta.workers is not device_mesh_and_api.workers_of(mesh):
         return False
     return not device_mesh_and_api.outside(mesh) <= tensor._meta.outside
 
 
 def put_buffers(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """The modules' buffers on all workers of the mesh: an operation there could not change one that is here."""
+    """Put the modules' buffers on all workers of the mesh; an operation there can't change a buffer here."""
     known: dict[torch.Tensor, torch.Tensor] = {}
     for module in modules:
         for name, buffer in module.named_buffers(recurse=False):
@@ -100,7 +104,7 @@ def put_buffers(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:
 
 
 def tied(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
-    """The places of each parameter and buffer that the module has in several: the table it stands in, and its name."""
+    """Return the places of each parameter and buffer that the module has several times: (table, name)."""
     places: dict[torch.Tensor, list[tuple[dict[str, Any], str]]] = {}
     for each in module.modules():
         for table in (each._parameters, each._buffers):
@@ -111,8 +115,10 @@ def tied(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
 
 
 def tie(places: list[list[tuple[dict[str, Any], str]]]) -> None:
-    """What was one tensor is one again; torch distributes it once for each place, of which each is then trained alone.
-    Where the program has said that the places are to be sharded in different ways, they stay several.
+    """Make tensors that were one tensor one again.
+
+    torch distributes a shared tensor once for each place, and would train each alone. If the program shards the places
+    differently, they stay several.
     """
     for (table, name), *others in places:
         first = table[name]
@@ -123,7 +129,10 @@ def tie(places: list[list[tuple[dict[str, Any], str]]]) -> None:
 
 
 class _Sent(torch.autograd.Function):
-    """The way of a value to the workers, and of its gradient, which stays there, through what was calculated here."""
+    """Autograd function that sends a value to the workers.
+
+    Its gradient stays there and passes through the controller's history.
+    """
 
     @staticmethod
     def forward(_ctx: Any, value: torch.Tensor, workers: WorkerSet, outside: frozenset[int]) -> torch.Tensor:
@@ -135,8 +144,9 @@ class _Sent(torch.autograd.Function):
 
 
 def sent(value: torch.Tensor, workers: WorkerSet, outside: frozenset[int]) -> Any:
-    """Return a tensor of the controller, or of workers, on these workers with its history. Ranks ``outside`` have
-    none.
+    """Return a tensor of the controller, or of workers, on these workers with its history.
+
+    Ranks ``outside`` have none.
     """
     if isinstance(value, RemoteTensor) and outside <= value._meta.outside:
         return value

@@ -1,7 +1,7 @@
-"""Values of the controller that differ by rank, on their way to the workers. Each worker gets only its own.
+"""Values of the controller that differ by rank, before they are sent. Each worker gets only its own.
 
-`distribute_tensor` of a local tensor makes them: views of it, one for each class of ranks. They are sent when the last
-placement has been applied.
+`distribute_tensor` of a local tensor makes them: views of it, one for each class of ranks. They are sent after the last
+placement.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class PerRankTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where it is going to be: a controller without a GPU can't move it there first."""
+        """Target device: a controller without a GPU can't move the tensor there before it is sent."""
         return next(t for t in self.by_rank if t is not None).device if self.workers is None else self.workers.device
 
     @property
     def outside(self) -> frozenset[int]:
-        """The ranks that take no part."""
+        """Ranks that take no part."""
         return frozenset(rank for rank, each in enumerate(self.by_rank) if each is None)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -88,7 +88,7 @@ class PerRankTensor(torch.Tensor):
                 if isinstance(each, cls):
                     each.source = None
         workers = next((each.workers for each in flat if isinstance(each, cls) and each.workers), None)
-        if workers is None:  # torch has made it from values of this process; it goes where the others are
+        if workers is None:  # torch has made it from values of this process; it goes to the others' workers
             workers = next((each._meta.workers for each in flat if hasattr(each, "_meta")), None)
         if workers is None:
             return run(func, args, kwargs or {})
@@ -105,7 +105,7 @@ class PerRankTensor(torch.Tensor):
         )
 
     def sent(self, workers: WorkerSet | None = None, schema: Any = None) -> Any:
-        """Send it. ``schema``: of the operator that gets it; no other one uses the copy."""
+        """Send the tensor. ``schema``: of the operator that gets it; no other operator uses the copy."""
         owner = self.workers or workers
         if owner is None:
             raise TypeError("the workers of this tensor are not known")
@@ -117,12 +117,12 @@ class PerRankTensor(torch.Tensor):
         return host_tensor_cache.put(owner, schema, self.source, lambda: owner.put_by_rank(self.by_rank))
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """The last thing that torch does with a tensor before it is a DTensor's."""
+        """Send the tensor and set the flag. torch calls this last before the tensor is a DTensor's."""
         return self.sent().requires_grad_(requires_grad)
 
 
 def belonging(tensor: Any, workers: WorkerSet, outside: frozenset[int]) -> Any:
-    """The tensor, to be sent to these; what is there already stays. ``outside``: the ranks that get nothing."""
+    """Set the workers of a tensor that is to be sent; a sent one stays. ``outside``: ranks without a part."""
     from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 
     if isinstance(tensor, RemoteTensor):
@@ -132,11 +132,11 @@ def belonging(tensor: Any, workers: WorkerSet, outside: frozenset[int]) -> Any:
         return tensor
     detached = tensor.detach()
     made = PerRankTensor([None if rank in outside else detached for rank in range(workers.size)], workers)
-    return torch.Tensor.requires_grad_(made, tensor.requires_grad)  # its own would send it
+    return torch.Tensor.requires_grad_(made, tensor.requires_grad)  # its own method would send it
 
 
 def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What it returns for each rank, calling it once for each class of ranks; ints and tensors may differ."""
+    """Call the function once for each class of ranks; return its results by rank. Ints and tensors may differ."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     columns = [_by_rank(each) for each in flat]
     size = len(next(each for each in columns if each is not None))
@@ -165,7 +165,7 @@ def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _source(function: Callable[..., Any], flat: Sequence[Any]) -> Source | None:
-    """Of what comes of these arguments, among which there is one tensor."""
+    """Return the source of a result of these arguments, one of which is a tensor."""
     what: list[Any] = [function]
     found = None
     for each in flat:

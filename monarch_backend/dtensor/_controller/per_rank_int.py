@@ -1,9 +1,11 @@
 """Ints that differ by rank: one `torch.SymInt` on the controller, a plain number on each worker.
 
 A coordinate in a mesh and the size of an uneven shard are such ints. They support arithmetic. A branch on one where
-ranks disagree would run one side for all ranks, so it raises. The exception is torch's own check whether sizes are
-equal: it compares every size with 0, 1 and other sizes, to find a shortcut. If a shortcut applies on some ranks only,
-the answer is no, as in torch's LocalTensorMode, and all ranks take the general path.
+ranks disagree would run one side for all ranks, so it raises.
+
+torch's own check whether sizes are equal is an exception. It compares every size with 0, 1 and other sizes, to find a
+shortcut. If a shortcut applies on some ranks only, the answer is no, as in torch's LocalTensorMode, and all ranks take
+the general path.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ Values = tuple[int | None, ...]
 
 
 def by_rank(values: Sequence[int | None], *, sizes: bool = False) -> int | torch.SymInt:
-    """These values as one number: a plain int where all ranks that take part have the same.
+    """Return these values as one number: a plain int if all ranks that take part have the same.
 
-    ``sizes``: they are sizes of tensors, or places in them; else they say which rank it is, as coordinates do.
+    ``sizes``: the values are sizes of tensors or offsets in them; else they identify ranks, as coordinates do.
 
     >>> by_rank([3, 3, None])
     3
@@ -61,7 +63,7 @@ class PerRankInt:
 
     def __init__(self, values: Values, are_sizes: bool) -> None:
         self.values, self.are_sizes = values, are_sizes
-        self._known: dict[tuple[str, Any], Any] = {}  # what was calculated with it: a loop over all ranks each
+        self._known: dict[tuple[str, Any], Any] = {}  # cached results: each takes a loop over all ranks
 
     def is_int(self) -> bool:
         """Part of torch's interface of nodes, like the methods below."""
@@ -72,7 +74,7 @@ class PerRankInt:
         return False
 
     is_bool = is_nested_int = is_symbolic = is_constant = is_float
-    has_hint = is_float  # asked before torch branches on it: it does without then, and asks `guard_or_false`
+    has_hint = is_float  # torch asks for it before it branches; without a hint it asks `guard_or_false`
 
     def maybe_as_int(self) -> None:
         """Return None: there is no single int."""
@@ -93,7 +95,7 @@ class PerRankInt:
         """Return the node for the other side of a calculation."""
         return _wrapped(number)
 
-    # Calculating ------------------------------------------------------------------------------------------------
+    # Arithmetic -------------------------------------------------------------------------------------------------
 
     def _each(self, name: str, other: Any, of: Callable[[int, int], int]) -> Any:
         """Return the node of ``of(mine, theirs)``, rank by rank."""
@@ -105,8 +107,9 @@ class PerRankInt:
         return found
 
     def _remember(self, name: str, theirs: PerRankInt | int, found: Any) -> Any:
-        """Cache a result, which takes a loop over all ranks. The cache is bounded: a program may count with ever new
-        numbers.
+        """Cache a result, which takes a loop over all ranks.
+
+        The cache is bounded, because a program may calculate with ever new numbers.
         """
         if len(self._known) >= CACHE_SIZE:
             self._known.clear()
@@ -158,10 +161,10 @@ class PerRankInt:
             total = each.add(total) if isinstance(each, PerRankInt) else total.add(each)
         return total
 
-    # Asking -----------------------------------------------------------------------------------------------------
+    # Comparisons ------------------------------------------------------------------------------------------------
 
     def _agreed(self, sign: str, other: Any, of: Callable[[int, int], bool]) -> Any:
-        """Return the answer of all ranks. Where they do not agree, it raises RankDependentError when it is used."""
+        """Return the answer of all ranks. If they do not agree, its use raises RankDependentError."""
         theirs = other if isinstance(other, PerRankInt) else _constant(other)
         found = self._known.get((sign, theirs))
         if found is None:
@@ -262,15 +265,16 @@ class PerRankFloat:
         return self.float_()
 
     def wrap_float(self, _number: float) -> float:
-        """As torch wants the other side of a calculation, which there is none of."""
+        """Return the other side of a calculation; there is none."""
         return self.float_()
 
     wrap_int = wrap_float
 
 
 class AgreedBool:
-    """Node of a SymBool on which all ranks agree. torch's own constants cannot be combined with one where they do
-    not.
+    """Node of a SymBool on which all ranks agree.
+
+    torch's own constants cannot be combined with one on which ranks differ.
     """
 
     __slots__ = ("value",)
@@ -373,7 +377,7 @@ class PerRankBool:
         return AgreedBool(value)
 
     def sym_not(self) -> PerRankBool:
-        """As undecided as it is."""
+        """Return itself: the negation differs by rank as well."""
         return PerRankBool(f"not ({self.what})", None if self.long_way is None else not self.long_way)
 
     not_ = sym_not
@@ -391,11 +395,11 @@ class PerRankBool:
     and_ = sym_and
 
     def bool_(self) -> bool:
-        """Asked by Python. There is no one answer, but for torch."""
+        """Raise for a branch in Python; torch's own code gets False."""
         return self._decided(torchs=_asked_by_torch())
 
     def guard_bool(self, _file: str, _line: int) -> bool:
-        """Asked by torch's C++."""
+        """Raise for a branch in torch's C++."""
         return self._decided(torchs=True)
 
     def _decided(self, *, torchs: bool) -> bool:
@@ -406,19 +410,19 @@ class PerRankBool:
     expect_true = guard_bool
 
     def guard_or_false(self, _file: str, _line: int) -> bool:
-        """A hint."""
+        """Return the answer for unknown sizes."""
         return False
 
     def guard_size_oblivious(self, _file: str, _line: int) -> bool:
-        """A hint."""
+        """Return the answer for unknown sizes."""
         return False
 
     def guard_or_true(self, _file: str, _line: int) -> bool:
-        """A hint."""
+        """Return the answer for unknown sizes."""
         return True
 
     def statically_known_true(self, _file: str, _line: int) -> bool:
-        """A hint."""
+        """Return the answer for unknown sizes."""
         return False
 
 
@@ -433,7 +437,7 @@ for _kind in (
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _ASKING = (_TORCH + "__init__.py", os.path.join(_TORCH, "fx", "experimental", "sym_node.py"))
-"""Frames through which bool() of a SymInt or a SymBool passes, for any caller."""
+"""Frames between bool() of a SymInt or a SymBool and its caller."""
 
 
 def _asked_by_torch() -> bool:
@@ -444,7 +448,7 @@ def _asked_by_torch() -> bool:
 
 
 _LONG_WAYS = {"==": False, "!=": True}
-"""What torch itself is answered of sizes that are equal on some ranks only."""
+"""Answers for torch's own code about sizes that are equal on some ranks only."""
 
 _interned: weakref.WeakValueDictionary[tuple[Values, bool], PerRankInt] = weakref.WeakValueDictionary()
 _wrapped = functools.lru_cache(1024)(ConstantIntNode)

@@ -1,6 +1,6 @@
 """`run`: a user's function as SPMD code on all workers of a mesh, with genuine local DTensors.
 
-It serves code that one controller cannot express: rank-dependent branches, pipelines, custom kernels, torch.compile.
+It is for code that one controller cannot express: rank-dependent branches, pipelines, custom kernels, torch.compile.
 remote_call_args.py packs arguments and results; _worker/remote_call.py is the workers' part.
 """
 
@@ -36,14 +36,14 @@ class Run(Future[Any]):
 
     name: str
     held: Ref
-    """Of the tensors of its result, which the workers have."""
+    """Reference to its result's tensors on the workers."""
 
     def _label(self) -> str:
         return self.name
 
 
 def run(mesh: DeviceMesh | ProcMesh, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
-    """Call ``function(*args, **kwargs)`` on every worker of this mesh, at once and in order with all operations.
+    """Call ``function(*args, **kwargs)`` on every worker of this mesh, concurrently and in order with all operations.
 
     The function runs as a program under torchrun does: torch.distributed is initialised, gradients are enabled. It is
     pickled as arguments of actors are, by import path or by value. Arguments are converted, also in modules and
@@ -117,7 +117,7 @@ def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, do
         else:
             why = f"{done.name} ended on another rank: {error}".split("\n")[0]
             workers.line.say(ranks, number, "failed", why)
-    except BaseException as ended:  # the processes are gone and cannot receive it
+    except BaseException as ended:  # the processes have ended and cannot receive it
         error = error or ended
     finally:
         workers.end(number)
@@ -129,6 +129,6 @@ def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, do
 
 
 def extent_of(mesh: DeviceMesh) -> Extent:
-    """The mesh's, as values by rank have it."""
+    """Return the mesh's extent, as values by rank have it."""
     names = mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
     return Extent.of(dict(zip(names, mesh.shape, strict=True)))

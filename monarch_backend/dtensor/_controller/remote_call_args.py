@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Packed(NamedTuple):
-    """As it is sent. ``meshes``: what `there.Here` makes the workers' own meshes from."""
+    """Packed arguments. ``meshes``: what `there.Here` makes the workers' own meshes from."""
 
     body: bytes
     buffers: list[memoryview]
@@ -38,7 +38,7 @@ class Packed(NamedTuple):
 
 
 class Packer:
-    """Of one call: its meshes have numbers, by which results name theirs, too."""
+    """Packer of one call. Its meshes have numbers, which results refer to as well."""
 
     def __init__(self, workers: WorkerSet, mesh: DeviceMesh) -> None:
         self.workers = workers
@@ -48,7 +48,10 @@ class Packer:
         self._mesh(mesh)
 
     def pack(self, value: Any) -> Packed:
-        """Raises MeshMismatchError for tensors of other workers, SerializationError for what can't be sent."""
+        """Pack a value.
+
+        Raises MeshMismatchError for tensors of other workers, SerializationError for unpicklable values.
+        """
         try:
             body, buffers = dumps_by(self._reduce, value)
         except SerializationError:
@@ -101,7 +104,10 @@ class Packer:
     # Results ----------------------------------------------------------------------------------------------------
 
     def merged(self, extent: Extent, ranks: Sequence[int], replies: Sequence[Any], held: Ref) -> Any:
-        """What the function returned on these ranks, as one value. ``held``: the list of its shards on the workers."""
+        """Return the function's results on these ranks as one value.
+
+        ``held``: the list of its shards on the workers.
+        """
         unpacked = []
         for body, buffers, count in replies:
             value = loads(body, buffers)
@@ -148,9 +154,7 @@ class Packer:
 
 
 def first_like(held: Ref, like: DTensor) -> DTensor:
-    """Return the first DTensor of a result whose layout is known to be that of this one: no wait for its shape is
-    needed.
-    """
+    """Return the first DTensor of a result that is known to have this one's layout, without waiting for its shape."""
     remote = device_mesh_and_api.remote_of(like)
     assert remote is not None
     local = _part(held, 0, remote._meta)
@@ -161,13 +165,13 @@ def first_like(held: Ref, like: DTensor) -> DTensor:
 
 
 def _role(value: Any) -> tuple[bool, bool, Any]:
-    """Whether it wants a gradient, whether it is a parameter, and the gradient that it has."""
+    """Return whether it requires a gradient, whether it is a parameter, and its gradient."""
     is_parameter = isinstance(value, torch.nn.Parameter)
     return value.requires_grad, is_parameter, value.grad if value.is_leaf else None
 
 
 def _part(held: Ref, index: int, meta: Meta) -> RemoteTensor:
-    """The tensor at this place of the list that the workers hold."""
+    """Return the tensor at this index of the list that the workers hold."""
     workers = held.workers
     number = _parts.setdefault(workers, {}).get(index)
     if number is None:

@@ -1,7 +1,7 @@
 """`RemoteStorage`: storage of a remote tensor. It can be emptied and filled again, but not read.
 
 FSDP frees and allocates whole parameters in this way, so that all views of them stay views. A DTensor of remote tensors
-has one, too, which only has a size.
+also has one, which only has a size.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _KNOWN = frozenset({
     "_cdata", "_expired", "_fix_weakref", "_free_weak_ref", "_weak_ref", "device", "element_size", "get_device",
     "is_cuda", "is_hpu", "is_pinned", "is_shared", "is_sparse", "is_sparse_csr", "resizable", "untyped",
 })  # fmt: skip
-"""What torch's own storage says without its memory: torch tells by it which tensors share one."""
+"""Attributes of torch's own storage that need no memory. torch uses them to find tensors that share a storage."""
 
 
 class RemoteStorage:
-    """Of a tensor that is no view: only its own size is known here. ``own``: what torch believes is its storage."""
+    """Storage of a tensor that is no view, because only its own size is known here. ``own``: its storage in torch."""
 
     __slots__ = ("__weakref__", "_own", "_tensor")  # dynamo refers to storages weakly
 
@@ -31,14 +31,14 @@ class RemoteStorage:
         self._tensor, self._own = tensor, own
 
     def size(self) -> Any:
-        """In bytes, on each worker; a DTensor's: of the whole."""
+        """Return the bytes on each worker; for a DTensor, the bytes of the whole."""
         whole = self._tensor.numel() * self._tensor.itemsize
         return getattr(self._tensor._ref, "nbytes", whole) if isinstance(self._tensor, RemoteTensor) else whole
 
     nbytes = __len__ = size
 
     def resize_(self, nbytes: Any) -> RemoteStorage:
-        """On the workers, in its turn. What was unreachable before is gone before. Raises NotReadableError."""
+        """Resize on the workers, in order. Earlier unreachable tensors are deleted before. Raises NotReadableError."""
         tensor = self._tensor
         if not isinstance(tensor, RemoteTensor):
             raise not_readable("untyped_storage().resize_()")
@@ -50,7 +50,7 @@ class RemoteStorage:
     def __getattr__(self, name: str) -> Any:
         if name in _KNOWN:
             return getattr(self._own, name)
-        if name.startswith("__"):  # callers have another way where there is none
+        if name.startswith("__"):  # callers have another way without it
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         raise not_readable(f"untyped_storage().{name}()")
 
@@ -63,4 +63,4 @@ class RemoteStorage:
         return f"{type(self).__name__}({self.size()} bytes, device={self._tensor.device}, in other processes)"
 
 
-stands_in[storage.resize] = lambda *_: None  # nothing here has storage
+stands_in[storage.resize] = lambda *_: None  # tensors here have no storage

@@ -1,6 +1,6 @@
 """`RemoteTensor`: on the controller, the tensor that every worker holds under one id. It has metadata and the id only.
 
-dtensor/_dispatch/dispatch.py runs operations on it; fetch.py reads values.
+_dispatch/dispatch.py runs operations on it; fetch.py reads values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend import _native
 from monarch_backend.dtensor._controller.device_methods import DeviceMethods
 from monarch_backend.dtensor._errors import NotReadableError
-from monarch_backend.dtensor._torch_internals import invalid_access as invalid_access  # which sets no_pointer up
+from monarch_backend.dtensor._torch_internals import invalid_access as invalid_access  # the import sets up no_pointer
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.tensor_meta import Meta
@@ -34,7 +34,10 @@ Ref = _native.Ref
 
 
 def form_of(meta: Meta) -> tuple[Any, ...]:
-    """Return the arguments of torch's constructor for a tensor of this metadata. By name they would take 0.3 us."""
+    """Return the arguments of torch's constructor for a tensor of this metadata.
+
+    Keyword arguments would take 0.3 us.
+    """
     strided = None, meta.dtype, torch.strided, meta.shown
     if meta.classes is None:
         return (RemoteTensor, meta.shape, meta.stride, meta.offset, *strided)
@@ -76,11 +79,11 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
     @staticmethod
     def __new__(cls, meta: Meta, ref: Ref) -> RemoteTensor:
         """The results of operations are made by csrc/records/controller_dispatch.cpp, in the same way."""
-        if torch.is_inference_mode_enabled():  # a view of a tensor from outside must be as that one is
+        if torch.is_inference_mode_enabled():  # a view of a tensor from outside must be a normal tensor as well
             with torch.inference_mode(False):
                 return RemoteTensor(meta, ref)
         made = make(*meta.form)
-        no_pointer(made)  # C++ that wants the memory gets an error
+        no_pointer(made)  # C++ code that needs the memory gets an error
         made._ref, made._meta = ref, meta
         return made  # type: ignore[no-any-return]
 
@@ -236,7 +239,7 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
 
 
 def _beside_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
-    """DTensor's business, to which this one is replicated; it has no answer where a plain tensor is to change."""
+    """Return what DTensor does with this tensor as a replicated one; None if a plain tensor is to change."""
     written = func._schema.arguments[0].alias_info
     if written is None or not written.is_write or not isinstance(args[0], RemoteTensor):
         return NotImplemented
@@ -249,7 +252,7 @@ _in_a_trace = False
 
 @contextlib.contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """Inside, also Python sees the device that C++ does: a trace for another device would need that device here."""
+    """In this context Python sees the device that C++ has: a trace for another device would need that device here."""
     global _in_a_trace
     before, _in_a_trace = _in_a_trace, True
     try:
@@ -259,21 +262,21 @@ def on_the_cpu() -> Iterator[None]:
 
 
 _dispatch: Any = None
-"""What __torch_dispatch__ does: dtensor/_dispatch/dispatch.py puts it here, which needs this module."""
+"""Implementation of __torch_dispatch__. _dispatch/dispatch.py sets it, because it imports this module."""
 
 
 _pinned: Any = None
 _index: Any = None
-"""What device_moves.py does, which needs this module, too."""
+"""Function of device_moves.py, which sets it, because it imports this module."""
 
 
 def set_devices(pinned: Any, index: Any) -> None:
-    """Called once, by device_moves.py."""
+    """Set the functions of device_moves.py, once."""
     global _pinned, _index
     _pinned, _index = pinned, index
 
 
 def set_dispatch(function: Any) -> None:
-    """Called once, by dtensor/_dispatch/dispatch.py."""
+    """Set the implementation of __torch_dispatch__, once."""
     global _dispatch
     _dispatch = function

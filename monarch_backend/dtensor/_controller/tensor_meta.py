@@ -25,10 +25,10 @@ _CPU = torch.device("cpu")
 
 
 class Meta:
-    """Metadata of one tensor. ``shape`` and the others are as torch has them; ints that differ by rank are SymInts.
+    """Metadata of one tensor. ``shape`` and other attributes are torch's; ints that differ by rank are SymInts.
 
-    ``classes``: None where all ranks have the same. Otherwise it lists the different metadata: rank r has
-    ``classes[of_rank[r]]``, or nothing where that is -1.
+    ``classes``: None if all ranks have the same. Otherwise it lists the different metadata: rank r has
+    ``classes[of_rank[r]]``, or nothing if that is -1.
     """
 
     __slots__ = (
@@ -54,15 +54,15 @@ class Meta:
     dtype: torch.dtype
     device: torch.device
     shown: torch.device
-    """Where torch's C++ has it. A controller without a GPU could not run autograd for any but the CPU and meta."""
+    """Device in torch's C++. A controller without a GPU can run autograd only for the CPU and meta."""
     classes: tuple[Meta, ...] | None
     of_rank: tuple[int, ...]
     form: tuple[Any, ...]
     """Arguments of torch's constructor for a tensor of this metadata."""
     origin: Origin | None
-    """Of a plain tensor that is computed from a DTensor's shard. None: replicated."""
+    """Origin of a plain tensor that is computed from a DTensor's shard. None: replicated."""
     nbytes: int
-    """Of its elements, on the rank that has the most; 0 where they have no memory."""
+    """Bytes of its elements, on the rank that has the most; 0 if they have no memory."""
 
     def on(self, rank: int) -> Meta | None:
         """Return the metadata on this rank."""
@@ -73,7 +73,7 @@ class Meta:
 
     @property
     def outside(self) -> frozenset[int]:
-        """The ranks that do not have the tensor."""
+        """Ranks that do not have the tensor."""
         return frozenset(rank for rank, which in enumerate(self.of_rank) if which < 0)
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ class MetaCache:
 
     def __init__(self, workers: WorkerSet) -> None:
         self._workers = workers
-        # Whoever has a tensor of it, or a signature with it, keeps it.
+        # Tensors and signatures keep the metadata that they use.
         self._same: weakref.WeakValueDictionary[Any, Meta] = weakref.WeakValueDictionary()
         self._by_rank: weakref.WeakValueDictionary[tuple[Meta | None, ...], Meta] = weakref.WeakValueDictionary()
 
@@ -126,13 +126,11 @@ class MetaCache:
         )
 
     def sent(self, tensor: torch.Tensor, device: torch.device) -> Meta:
-        """Return the metadata of a tensor of this process after it was sent: a new storage, from its first element
-        on.
-        """
+        """Return the metadata of a tensor of this process after it was sent: a new storage, with offset 0."""
         return self.same(tuple(tensor.shape), tuple(tensor.stride()), 0, tensor.dtype, device)
 
     def by_rank(self, metas: Sequence[Meta | None]) -> Meta:
-        """Return metadata for these of each rank, or None. Raises ValueError where they differ in more than sizes."""
+        """Return metadata for each rank's, or None. Raises ValueError if they differ in more than sizes."""
         key = tuple(metas)
         found = self._by_rank.get(key)
         if found is None:
@@ -160,7 +158,7 @@ class MetaCache:
 
 
 def refuse_sparse(tensor: torch.Tensor) -> None:
-    """Raises RemoteTensorError: shards, records and messages are of tensors with strides."""
+    """Raise RemoteTensorError for a sparse tensor: shards, commands and messages need tensors with strides."""
     if tensor.layout is not torch.strided:
         raise RemoteTensorError(
             f"a tensor with layout {tensor.layout}: those of the workers of one controller are dense. Use its "

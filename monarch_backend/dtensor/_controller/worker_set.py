@@ -35,18 +35,19 @@ _serials = itertools.count(1)
 
 
 class WorkerSet:
-    """Location of tensors for the controller. ``line``: channel to the workers; ``first``: global rank of the first
-    one.
+    """Location of tensors for the controller.
+
+    ``line``: channel to the workers; ``first``: global rank of the first one.
     """
 
     def __init__(self, name: str, size: int, first: int, device: torch.device, line: Any) -> None:
         self.name, self.size, self.first, self.device = name, size, first, device
-        self.meshes: dict[Any, Any] = {}  # that were made of them, by ranks, sizes and names
-        self.serial = next(_serials)  # no other in this program has it, ever
+        self.meshes: dict[Any, Any] = {}  # meshes of these workers, by ranks, sizes and names
+        self.serial = next(_serials)  # never reused in this program
         self.line = line
         self.metas = MetaCache(self)
         self.ids = itertools.count(1)
-        self.kept: dict[Any, Any] = {}  # what a room knows of these workers, for as long as there are any
+        self.kept: dict[Any, Any] = {}  # data of other modules about these workers, for their lifetime
         self.stream = Stream(line)
         self._words = self.stream.words
         self.unreachable = self.stream.unreachable
@@ -60,10 +61,10 @@ class WorkerSet:
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
         self._defined_groups: set[str] = set()
         self._defining = threading.Lock()
-        self._checks_raised = 0  # up to this one of the workers' words
+        self._checks_raised = 0  # number of failures that were raised
         self._raising = threading.Lock()
-        self._under_way: set[Any] = set()  # what needs more than the records: see begin
-        self._at_rest: list[Callable[[], None]] = []  # called when there is nothing of it
+        self._under_way: set[Any] = set()  # work that needs more than commands: see begin
+        self._at_rest: list[Callable[[], None]] = []  # called when none of it is left
         self._settling = threading.Lock()
 
     @property
@@ -106,7 +107,7 @@ class WorkerSet:
             self._full()
 
     def _full(self) -> None:
-        """Return whether there are enough words for a batch, or each record is a batch."""
+        """Return whether there are enough words for a batch, or each command is a batch."""
         self.stream.flush()
         self.sink.limit = min(2 * self.sink.limit, MOST)
         if self.debug:
@@ -133,8 +134,9 @@ class WorkerSet:
         return number
 
     def define_by_rank(self, numbers: Sequence[int], of_rank: Sequence[int]) -> int:
-        """Define the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing where that is -1. Return its
-        number.
+        """Define the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing if that is -1.
+
+        Return its number.
         """
         key = (tuple(numbers), tuple(of_rank))
         number = self._by_rank.get(key)
@@ -145,7 +147,7 @@ class WorkerSet:
         return number
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Delete these signatures on the workers. No later record has one of them."""
+        """Delete these signatures on the workers. No later command uses them."""
         if numbers:
             if not self._words:
                 self.stream.wake()
@@ -157,16 +159,17 @@ class WorkerSet:
     # Groups -----------------------------------------------------------------------------------------------------
 
     def add_group(self, name: str, rows: list[list[int]]) -> None:
-        """The group of this name is, on each rank, the row that the rank is in. Global ranks."""
+        """Define a group that is, on each rank, the row of global ranks that contains the rank."""
         self._groups[name] = [[rank - self.first for rank in row] for row in rows]
 
     def has_group(self, name: str) -> bool:
-        """Whether it is one of these workers."""
+        """Whether a name is a group of these workers."""
         return name in self._groups
 
     def group_name(self, value: Any) -> str | None:
-        """The name, if it is a group or the name of one; the workers know it afterwards. Raises MeshMismatchError for
-        one of other workers.
+        """Return the name of a group, or a group's name itself, after the workers know the group.
+
+        Raises MeshMismatchError for a group of other workers.
         """
         from monarch_backend.dtensor._controller import controller_process_group
 
