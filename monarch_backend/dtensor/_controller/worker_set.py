@@ -188,11 +188,11 @@ class WorkerSet:
         return str(name)
 
     def rows(self, values: Sequence[Any]) -> list[list[int]]:
-        """Those of the group that is among these: its ranks, for each slice."""
+        """Return the rows of the group among these values: its ranks, for each slice."""
         return [row for name in map(self.group_name, values) if name is not None for row in self._groups[name]]
 
     def outside(self, values: Sequence[Any]) -> set[int]:
-        """The ranks that are in no row of the group that is among these."""
+        """Return the ranks that are in no row of the group among these values."""
         rows = self.rows(values)
         return set(range(self.size)).difference(*rows) if rows else set()
 
@@ -212,7 +212,7 @@ class WorkerSet:
         return RemoteTensor(self.metas.sent(tensor, where), Ref(self, number))
 
     def _number(self, value: float, dtype: torch.dtype) -> RemoteTensor:
-        """A record in place of a message: fused optimizers have one for each parameter, in each step another."""
+        """Send a number by a command, not by a message: fused optimizers have a new one per parameter and step."""
         from monarch_backend.dtensor._dispatch import dispatch
 
         options = {"dtype": dtype, "device": self.device}
@@ -226,7 +226,7 @@ class WorkerSet:
         return dispatch.create(self, torch.ops.aten.zeros.default, [list(size)], options)  # type: ignore[no-any-return]
 
     def put_shape(self, value: torch.Tensor) -> RemoteTensor:
-        """One of the meta device, on all workers; its sizes may differ by rank."""
+        """Put a tensor of the meta device on all workers; its sizes may differ by rank."""
         from monarch_backend.dtensor._dispatch import dispatch
 
         options = {"dtype": value.dtype, "device": torch.device("meta")}
@@ -235,7 +235,7 @@ class WorkerSet:
         return made
 
     def put_by_rank(self, values: Sequence[torch.Tensor | None]) -> RemoteTensor:
-        """Send each rank its own tensor; nothing where there is none."""
+        """Send each rank its own tensor; nothing to ranks with None."""
         dense = [None if value is None else _dense(value) for value in values]
         meta = self.metas.by_rank([None if value is None else self.metas.sent(value, self.device) for value in dense])
         number = next(self.ids)
@@ -252,7 +252,7 @@ class WorkerSet:
         return self.put_by_rank([None if rank in outside else value for rank in range(self.size)])
 
     def without(self, tensor: RemoteTensor, outside: frozenset[int]) -> RemoteTensor:
-        """The same tensor, which these ranks do not have: they would not see what the others do to it."""
+        """Return the same tensor without these ranks, which would not execute the other ranks' changes."""
         from monarch_backend.dtensor._dispatch import dispatch
         from monarch_backend.dtensor._worker import membership
 
@@ -267,9 +267,9 @@ class WorkerSet:
         return dispatch.call(membership.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
 
     def read(self, tensor: RemoteTensor, how: str = "tensor") -> Callable[[], Any]:
-        """Begin to read, and return a function that waits for the value, that of the first rank that has one.
+        """Start to read, and return a function that waits for the value of the first rank that has one.
 
-        It waits for all workers to have come this far, and raises what any of them could not do.
+        It waits until all workers have reached this point, and raises their failures.
         """
         meta = tensor._meta
         rank = 0 if meta.classes is None else next(i for i, each in enumerate(meta.of_rank) if each >= 0)
@@ -294,8 +294,9 @@ class WorkerSet:
         self.stream.flush(wait=False)
 
     def synchronize(self) -> None:
-        """Wait until the workers have done everything so far. Raises RemoteOpError for what failed since the last time,
-        unless that has been raised already.
+        """Wait until the workers have executed all commands.
+
+        Raises RemoteOpError for failures since the last call, unless they were raised already.
         """
         self.ask("failed_since")
 
@@ -323,8 +324,9 @@ class WorkerSet:
         return new
 
     def error_of(self, report: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> RemoteOpError:
-        """Return the error for a failure that a worker reports. ``others``: failures that will not be reported
-        again.
+        """Return the error for a failure that a worker reports.
+
+        ``others``: failures that will not be reported again.
         """
         also = "".join(
             f"\nBefore this was read, {each['failed']} raised as well, on rank {each['rank']}: {each['message']}\n"
@@ -339,12 +341,12 @@ class WorkerSet:
     # The end ----------------------------------------------------------------------------------------------------
 
     def begin(self, what: Any) -> None:
-        """The workers have to hear more of it, or others to take something from them, before they may end."""
+        """Register work that workers or other processes must finish before the workers may end."""
         with self._settling:
             self._under_way.add(what)
 
     def end(self, what: Any) -> None:
-        """They have, or never will."""
+        """End registered work, done or not."""
         with self._settling:
             self._under_way.discard(what)
             calls = [] if self._under_way else self._at_rest[:]
@@ -353,7 +355,7 @@ class WorkerSet:
             call()
 
     def before_stop(self, then: Callable[[], None]) -> None:
-        """Send all records, and call ``then`` when nothing is in transit."""
+        """Send all commands, and call ``then`` when nothing is in transit."""
         self.stream.send_the_rest()
         with self._settling:
             if self._under_way:
@@ -362,7 +364,7 @@ class WorkerSet:
         then()
 
     def close(self, why: str) -> None:
-        """Refuse all further records."""
+        """Refuse all further commands."""
         self.stream.closed = self.stream.closed or MeshClosedError(f"the processes of {self.name} have ended: {why}")
 
 
@@ -381,25 +383,25 @@ class ActorCommandChannel:
         self._ranks = [executors] if len(executors) == 1 else list(_each(executors))
 
     def send(self, batch: bytes) -> None:
-        """Send to all, without an answer."""
+        """Send to all, without a reply."""
         self._executors.run.broadcast(batch)
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
-        """Send to all, and return a function that waits for the answers."""
+        """Send to all, and return a function that waits for the replies."""
         future = self._executors.run_counted.call(batch)
         return lambda: future.get()
 
     def send_at_the_end(self, batch: bytes) -> None:
-        """To all, without an answer, and without waiting for any of them."""
+        """Send to all, without a reply and without waiting."""
         self._executors.run.push(batch)
 
     def has_room(self) -> bool:
-        """None of them is so far behind that a message would have to wait."""
+        """True if no worker is so far behind that a message would have to wait."""
         room: bool = self._executors.run.has_room()
         return room
 
     def raised(self, order: int) -> None:
-        """The checks up to this one have failed, and that has been raised."""
+        """Report that the failed checks up to this one were raised."""
         self._executors.raised.broadcast(order)
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
@@ -417,7 +419,7 @@ class ActorCommandChannel:
                 mine.put.broadcast(number, tensor)
 
     def ask(self, what: str, *args: Any) -> Callable[[], list[Any]]:
-        """Begin to ask, and return a function that waits for all replies, by rank."""
+        """Start to ask, and return a function that waits for all replies, by rank."""
         future = getattr(self._executors, what).call(*args)
         return lambda: list(future.get().values())
 
@@ -425,36 +427,36 @@ class ActorCommandChannel:
 
     @functools.cached_property
     def sides(self) -> Any:
-        """The actors beside the executors; see worker/_side.py."""
+        """The control actors beside the executors; see _worker/control_actor.py."""
         from monarch_backend.dtensor._worker import ControlActor
 
-        self._executors.initialized.get()  # two threads that import these modules at once would wait for each other
+        self._executors.initialized.get()  # two threads that import these modules at once would deadlock
         return self.procs.spawn("dtensor_side", ControlActor, self._device_type)
 
     def sides_of(self, ranks: Sequence[int]) -> Any:
-        """Those beside these ranks."""
+        """Return the control actors of these ranks."""
         return _those(self.sides, ranks)
 
     def execute(self, ranks: Sequence[int], run: int, *args: Any) -> Any:
-        """Call a function on these ranks, which then wait for `say`; a future of their results."""
+        """Call a function on these ranks, which then wait for `say`; return a future of their results."""
         assert self.sides is not None  # set before any wait for them
         executors = _those(self._executors, ranks)
         call = executors.execute.call(run, *args)
-        with contextlib.suppress(SupervisionError):  # of which the call's future tells
+        with contextlib.suppress(SupervisionError):  # the call's future reports it
             executors.settle.broadcast(run)
         return call
 
     def say(self, ranks: Sequence[int], run: int, verdict: str, why: str) -> None:
-        """How a run has ended: "done", or "failed", after which all workers meet in new groups."""
+        """Report the end of a run to the workers: "done", or "failed", after which all workers make new groups."""
         dead = set(self._executors.failed_ranks)
-        if dead:  # the rest can't meet without them
+        if dead:  # the others can't make groups without them
             verdict = "dead"
         alive = [rank for rank in ranks if rank not in dead]
         if not alive:
             return
         try:
             _those(self.sides, alive).say.broadcast(run, verdict, why)
-        except SupervisionError:  # one more is
+        except SupervisionError:  # another one has died
             if not set(self._executors.failed_ranks) - dead:
                 raise
             self.say(ranks, run, verdict, why)
@@ -469,23 +471,23 @@ class ActorCommandChannel:
                     each.line.join_again(run)
 
     def join_again(self, run: int) -> None:
-        """After what was sent before: the executors of another device have ended the groups in this run."""
+        """Make new groups, after earlier messages: executors of another device have closed the groups in this run."""
         self._executors.join_again.broadcast(run)
 
     def aside(self, call: Callable[[], None]) -> None:
-        """On a thread of its own."""
+        """Call a function on a thread of its own."""
         self._program.aside(call)
 
 
 def _those(actors: Any, ranks: Sequence[int]) -> Any:
-    """These ranks of them, in this order."""
+    """Return these ranks' actors, in this order."""
     if list(ranks) == list(range(len(actors))):
         return actors
     return actors._new_with_shape(Shape.from_ranks(Extent.of({"rank": len(ranks)}), ranks))
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
-    """As it arrives: tensors travel without gaps, over the CPU, and what has no gaps keeps its strides."""
+    """Return the tensor as workers receive it: without gaps, on the CPU. A tensor without gaps keeps its strides."""
     tensor = value.detach()
     refuse_sparse(tensor)
     if tensor.is_cuda:

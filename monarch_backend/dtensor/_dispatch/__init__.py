@@ -1,1 +1,1 @@
-"""Dispatch of operations on DTensors, up to the records for workers."""
+"""Dispatch of operations on DTensors, up to the commands for workers."""

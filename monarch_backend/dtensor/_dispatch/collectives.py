@@ -1,4 +1,4 @@
-"""Eager collectives of ``torch.distributed`` on remote tensors: records of functions in _worker/collectives.py.
+"""Eager collectives of ``torch.distributed`` on remote tensors: commands that call functions of _worker/collectives.py.
 
 Functional collectives are ordinary operations.
 """
@@ -28,13 +28,11 @@ if TYPE_CHECKING:
 SIGNATURE_CACHE_SIZE = 1024
 """Limit of signatures of one set of workers. Beyond it the older half is dropped."""
 _WRITTEN = ("tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists")
-"""What torch calls the arguments that its collectives change, of which their schemas say nothing."""
+"""torch's names of arguments that its collectives change, which their schemas do not declare."""
 
 
 class _Known(NamedTuple):
-    """``numbers`` of a signature: the one that records have, and those of the classes of ranks. ``origin``: of what it
-    writes.
-    """
+    """``numbers`` of a signature: the one in commands, and those of the classes of ranks. ``origin``: of its result."""
 
     numbers: list[int]
     origin: shard_origins.Origin | None
@@ -44,12 +42,12 @@ _known: dict[WorkerSet, dict[Any, _Known]] = {}
 
 
 def forget(workers: WorkerSet) -> None:
-    """They have ended."""
+    """Drop the signatures of workers that have ended."""
     _known.pop(workers, None)
 
 
 def eager(func: Any, args: Any, kwargs: Any) -> Any:
-    """``dist.all_reduce(tensor)`` and its like: the operator has the group and the operation in boxes."""
+    """Run ``dist.all_reduce(tensor)`` and others; the operator has the group and the reduction in boxes."""
     name = func._schema.name.split("::")[1]
     if not hasattr(there, name):
         raise RemoteTensorError(
@@ -73,7 +71,7 @@ def _unboxed(value: Any) -> Any:
 
 
 def issue(name: str, given: dict[str, Any]) -> None:
-    """The collective of this name, with these arguments, by theirs."""
+    """Run the collective of this name, with these arguments by name."""
     operands: list[RemoteTensor] = []
 
     def operand(value: Any) -> int | None:
@@ -120,7 +118,7 @@ def _signature(
 
 
 def _define(workers: WorkerSet, target: str, places: dict[str, Any], writes: list[int], metas: list[Meta]) -> list[int]:
-    """A rank for which an operand is not there takes part with zeros of its sizes, others on each rank perhaps."""
+    """Define the signature. A rank without an operand takes part with zeros of its sizes, which may differ by rank."""
     by_rank = [[_form(meta.on(rank)) for meta in metas] for rank in range(workers.size)]
     classes = [form for form, _ in itertools.groupby(sorted(by_rank, key=repr)) if None not in form]
     parts = [workers.define(target, [], places, len(metas), _protocol.Kind.NONE, 0, writes, form) for form in classes]

@@ -1,6 +1,4 @@
-"""Checks of values that a single process would refuse. Workers check their shards, and the next read raises the
-failure.
-"""
+"""Checks of values that a single process would refuse; workers check their shards, and the next read raises."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from monarch_backend.dtensor._worker import value_checks
 
 
 def require(check: Callable[..., None], x: Any, *others: Any) -> None:
-    """Of the values of a tensor that is on workers, or stands for one in a trace; of others, nothing."""
+    """Check the values of a tensor on workers, or of its stand-in in a trace; nothing for other tensors."""
     local = x
     if isinstance(x, DTensor):
         whole = [Replicate() if each.is_partial() else each for each in x.placements]

@@ -1,4 +1,4 @@
-"""Dispatch of operations on remote tensors: one record for all workers, mostly with a known signature.
+"""Dispatch of operations on remote tensors: one command for all workers, usually with a known signature.
 
 The hot path is csrc/records/controller_dispatch.cpp: a key from the arguments, one lookup in a dict, some words. This
 module does what is needed once for each operator and each signature. special_ops.py handles special operations;
@@ -28,30 +28,30 @@ if TYPE_CHECKING:
 SIGNATURE_CACHE_SIZE = 8192
 """Limit of signatures of one set of workers. Beyond it the least recently used half is dropped."""
 
-_TRUE, _FALSE = object(), object()  # 1 == True, and they are not the same argument
+_TRUE, _FALSE = object(), object()  # 1 == True, but they are different arguments
 
 
 class _NotPlainError(Exception):
-    """An argument that has no place in a key."""
+    """An argument that can't be part of a key."""
 
 
-_plans: dict[int, _native.Plan] = {}  # by the identity of the operator, which lives for ever
+_plans: dict[int, _native.Plan] = {}  # by the identity of the operator, which is never deleted
 special: dict[Any, Callable[[Any, Any, Any], Any]] = {}
-"""Operators that are no plain operations; filled by special_ops.py."""
+"""Handlers of operators that are no plain operations; filled by special_ops.py."""
 specials: list[Callable[[Any], Callable[[Any, Any, Any], Any] | None]] = []
-"""As `special`, for whole kinds of operators."""
+"""Functions that return a handler as in `special`, for whole kinds of operators."""
 statistics = {"misses": 0}
 _known: dict[WorkerSet, int] = {}
-"""How many signatures there are of them."""
+"""Number of signatures by workers."""
 
 
 def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operator's result, as remote tensors."""
+    """Return an operator's result, as remote tensors."""
     return _native.dispatch(func, args, kwargs)
 
 
 def forget(workers: WorkerSet) -> None:
-    """They have ended: no signature of theirs is used again."""
+    """Drop the signatures of workers that have ended."""
     for _, plan, key in _entries_of(workers):
         plan.entries.pop(key, None)
     _known.pop(workers, None)
@@ -67,7 +67,7 @@ def _entries_of(workers: WorkerSet) -> list[tuple[Entry, _native.Plan, Any]]:
 
 
 def _forget_half(workers: WorkerSet) -> None:
-    """What has not been used for the longest time, here and there. Used again, it is found out again."""
+    """Drop the least recently used half, here and on workers. A later use makes the signature again."""
     entries = sorted(_entries_of(workers), key=lambda each: each[0].used)
     for entry, plan, key in entries[: len(entries) // 2]:
         plan.entries.pop(key, None)
@@ -83,10 +83,10 @@ def run_plain(func: Any, args: Any, kwargs: Any) -> Any:
 def call(
     function: Callable[..., Any], name: str, args: Any, kwargs: Any, schema: Any = None, writes: tuple[int, ...] = ()
 ) -> Any:
-    """A function's result on every worker, each with its own numbers where they differ by rank.
+    """Return a function's result on every worker, each with its own numbers where they differ by rank.
 
-    It may only calculate with its arguments. ``name``: ``module:function``, as workers find it. ``schema``: as an
-    operator's, of a function that changes arguments; or ``writes``: the positions of those.
+    The function may only calculate with its arguments. ``name``: ``module:function``, as workers find it. ``schema``:
+    for a function that changes arguments, as an operator's; or ``writes``: the positions of those.
     """
     plan = _plans.get(id(function))
     if plan is None:
@@ -107,7 +107,7 @@ heard = _Heard()
 
 
 def create(workers: WorkerSet, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result, on these workers, of an operator that has no tensor among its arguments."""
+    """Return the result, on these workers, of an operator without tensors among its arguments."""
     return _native.issue(_plan(func), args, kwargs, workers)
 
 
@@ -127,13 +127,13 @@ def _plan(func: Any) -> _native.Plan:
 
 
 def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
-    """Run with tensors of this process; those that the operation changes are read afterwards, which waits.
+    """Run with tensors of this process. Those that the operation changes are read afterwards, which waits.
 
     Otherwise the change of the workers' copy would not be visible here.
     """
     kwargs = kwargs or {}
     if plan.target.call is torch.ops.aten.copy_.default and args[0].is_meta:
-        # It has no values before, and none after; torch looks whether the sizes fit.
+        # It has no values before or after. torch checks that the sizes fit.
         return args[0] if _is_by_rank(args[1].shape) else args[0].copy_(torch.empty(args[1].shape, device="meta"))
     changed = [each for each in op_signatures.written(plan.target.schema, args, kwargs) if _is_host(each)]
     plain = _plain(args, kwargs, plan.target.schema)
@@ -155,9 +155,7 @@ def _is_by_rank(sizes: Any) -> bool:
 
 
 def _where_all_are(sent: RemoteTensor, args: Any, kwargs: Any) -> RemoteTensor:
-    """Return the sent tensor without ranks that lack another argument: they take no part, and would keep the old
-    value.
-    """
+    """Return the sent tensor without ranks that lack another argument; these would keep the old value."""
     others = [each._meta for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
     return sent._meta.workers.without(sent, frozenset[int]().union(*(meta.outside for meta in others)))
 
@@ -167,14 +165,14 @@ def _is_host(value: Any) -> bool:
 
 
 def _part(value: Any) -> Any:
-    """What stands in the key for an argument of a rare kind."""
+    """Return the key's part for an argument of a rare kind."""
     kind = type(value)
     if kind is torch.SymInt:
         return value.node if isinstance(value.node, per_rank_int.PerRankInt) else int(value)
     if isinstance(value, torch.Tensor):
         raise _NotPlainError
     if kind is complex:
-        return complex, repr(value)  # 2 == 2+0j and 0j == -0j, and they are not the same argument
+        return complex, repr(value)  # 2 == 2+0j and 0j == -0j, but they are different arguments
     try:
         hash(value)
     except TypeError:
@@ -183,9 +181,9 @@ def _part(value: Any) -> Any:
 
 
 def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
-    """Return arguments that have a place in a key: tensors of this process are sent to the workers.
+    """Return arguments that can be part of a key: tensors of this process are sent to the workers.
 
-    ``schema``: that of the operator that gets them; no other one uses the copies.
+    ``schema``: that of the operator that gets them; no other operator uses the copies.
     """
     remote = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
     if not remote:
@@ -194,7 +192,7 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
     are_cpus = workers.device.type != "cpu" and all(each._meta.device.type == "cpu" for each in remote)
 
     def send(value: torch.Tensor) -> RemoteTensor:
-        """To where the others are: a worker's device, or, of those that were brought there, its CPU."""
+        """Send a tensor to the device of the others: the workers' device, or their CPU if the others are there."""
         sent = workers.put(value)
         return _devices().moved(sent, "cpu") if are_cpus else sent
 
@@ -214,7 +212,7 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
 
 
 def _missing(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerSet | None) -> Entry:
-    """The entry for a signature that is not known yet."""
+    """Return the entry for an unknown signature."""
     with op_signatures.one_at_a_time:
         return plan.entries.get(key) or _make(plan, key, args, kwargs, workers)
 
@@ -233,7 +231,7 @@ def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerS
         if not _one_by_one(plan.target, args, kwargs):
             raise
         entry = Entry()
-        entry.number, entry.host = 0, None  # it has been done, and is to be done so again the next time
+        entry.number, entry.host = 0, None  # the operation is done, and must be run like this again the next time
         return entry
     _known[workers] = _known.get(workers, 0) + 1
     if _known[workers] > SIGNATURE_CACHE_SIZE:
@@ -242,13 +240,13 @@ def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerS
 
 
 def _devices() -> Any:
-    from monarch_backend.dtensor._controller import device_moves as found  # which needs this module
+    from monarch_backend.dtensor._controller import device_moves as found  # it imports this module
 
     return found
 
 
 def _one_by_one(target: Target, args: Any, kwargs: Any) -> bool:
-    """A list is changed one tensor at a time where they are of several slices; whether it is a list of several."""
+    """Change the tensors of a list one by one if they are of several slices; return whether it did."""
     count = len(args[0]) if target.name.startswith("aten._foreach_") and isinstance(args[0], (list, tuple)) else 1
     if count == 1:
         return False

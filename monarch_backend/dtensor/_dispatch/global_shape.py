@@ -1,6 +1,6 @@
 """Global shapes of DTensors from their shards. The controller knows the sizes of all shards; a rank knows only its own.
 
-This module asks the workers nothing.
+This module sends nothing to workers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 def shape_and_stride(
     local: RemoteTensor, slices: torch.Tensor, first: int, placements: Sequence[Any]
 ) -> tuple[list[Any], list[Any]] | None:
-    """Of shards of unequal sizes; None if they are equal: then torch's own rule is right; or of strided ones.
+    """Return the global shape and strides for shards of unequal sizes.
 
-    ``slices``: a mesh of global ranks for each slice, the workers' first of which is ``first``. Each slice has a tensor
-    of its own; where these differ, so do the numbers by rank. Raises ValueError where no tensor is divided like that.
+    Returns None for equal shards, for which torch's own rule is right, and for strided ones. ``slices``: a mesh of
+    global ranks for each slice; ``first`` is the workers' first rank. Each slice has its own tensor; if these differ,
+    the result has per-rank integers. Raises ValueError if no tensor has such shards.
     """
     if local._meta.classes is None or any(type(each) is _StridedShard for each in placements):
         return None
@@ -56,7 +57,7 @@ def _size(sizes: torch.Tensor, dim: int, placements: Sequence[Any]) -> int:
 
 
 def _divided(whole: int, mesh: Sequence[int], shards: Sequence[int]) -> torch.Tensor:
-    """What each rank has of so many, as torch.chunk divides them."""
+    """Return the length of each rank's shard of a dimension, as torch.chunk divides it."""
     found = torch.full(tuple(mesh), whole)
     for at in shards:
         most = -(-found // mesh[at])
@@ -66,7 +67,7 @@ def _divided(whole: int, mesh: Sequence[int], shards: Sequence[int]) -> torch.Te
 
 
 def _stride(shape: Sequence[int], like: Sequence[int]) -> list[int]:
-    """Dense, its dimensions in the same order."""
+    """Return dense strides with the dimensions in the same order."""
     found, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
         found[dim], step = step, step * max(1, shape[dim])

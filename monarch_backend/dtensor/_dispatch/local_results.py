@@ -1,5 +1,4 @@
-"""Helpers for handwritten operators (_ops/): DTensors of one mesh, and results from each rank's part with a global
-size.
+"""Helpers for handwritten operators (_ops/): DTensors on one mesh, and results from each rank's part.
 
 The operators choose the placements.
 """
@@ -25,50 +24,48 @@ class _Tensor(NamedTuple):
 
 
 def distributed(tensor: Any, mesh: Any) -> Any:
-    """A DTensor of the mesh: a plain tensor is the same on all ranks. None stays None."""
+    """Return a DTensor on the mesh: a plain tensor is the same on all ranks. None stays None."""
     if tensor is None or isinstance(tensor, DTensor):
         return tensor
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def on_one_mesh(tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The mesh of those that are DTensors, and all of them there: any other may be a tensor of the controller."""
+    """Return the mesh of the DTensors, and all tensors on it; the others may be tensors of the controller."""
     mesh = next(each.device_mesh for each in tensors if isinstance(each, DTensor))
     return mesh, [distributed(each, mesh) for each in tensors]
 
 
 def everywhere(tensor: Any) -> Any:
-    """A DTensor that each rank has all of; anything else as it is."""
+    """Return a replicated DTensor; other values are unchanged."""
     if not isinstance(tensor, DTensor) or all(each.is_replicate() for each in tensor.placements):
         return tensor
     return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
 def local_of(tensor: Any) -> Any:
-    """What each rank has of a DTensor; anything else as it is."""
+    """Return the local tensor of a DTensor; other values are unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def workers_of(tensor: Any) -> Any:
-    """None: it is a tensor of this process."""
+    """Return the workers of a tensor, None for a tensor of this process."""
     local = local_of(tensor)
     return local._meta.workers if isinstance(local, RemoteTensor) else None
 
 
 def of_parts(local: Any, whole: TensorMeta, mesh: Any, placements: Sequence[Any]) -> Any:
-    """The DTensor of which each rank has this part."""
+    """Return the DTensor with this part on each rank."""
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=whole), requires_grad=False)
 
 
 def meta_of(tensor: Any) -> TensorMeta:
-    """Of this tensor, as if it were all."""
+    """Return the metadata of this tensor as a whole."""
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def wholes(func: Any, args: Any, kwargs: Any = None) -> tuple[Any, ...]:
-    """TensorMetas of what the operator returns if each of these tensors is in one piece; None where it returns none.
-    Found out once.
-    """
+    """Return TensorMetas of the operator's results for whole tensors, None for results that are None. Cached."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
     return _wholes(func, spec, *map(_said, leaves))
 
@@ -77,7 +74,7 @@ def _said(leaf: Any) -> Any:
     return _Tensor(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
-# By type, too: 1 and True are equal. Not for ever: a program may have other lengths each time.
+# typed: 1 and True are equal. Bounded: a program may have new lengths each time.
 @functools.lru_cache(1024, typed=True)
 def _wholes(func: Any, spec: pytree.TreeSpec, *leaves: Any) -> tuple[Any, ...]:
     made = [

@@ -1,8 +1,8 @@
-"""Signatures: the effect of an operation on metadata, computed once, with the number under which workers know it.
+"""Signatures: the effect of an operation on metadata, computed once, with its number on the workers.
 
 A signature is an operation with the metadata of its tensors and its other arguments. Floats, torch's "Scalars" and
-numbers without effect on metadata are not part of it. They are sent with each record, since a learning rate or a step
-count differs in each step. The effect is found by running the operation on fake tensors.
+numbers without effect on metadata are not part of it. They are sent with each command, because a learning rate or a
+step count differs in each step. The effect is found by running the operation on fake tensors.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 Entry = _native.Entry
-"""Cached effect of a signature. ``number`` 0: no record is sent, and ``host`` is the result.
+"""Cached effect of a signature. ``number`` 0: no command is sent, and ``host`` is the result.
 
-``kind``, ``outs``: of results, None in place of a value that is not a tensor. ``sequence``: list or tuple, of several
-results. An operation that changes an argument returns number ``at``, or ``returns(args, kwargs)``. ``parts``: all
-numbers under which workers know it. ``used``: time of the last use, counted in records.
+``kind``, ``outs``: of results, None for a value that is not a tensor. ``sequence``: list or tuple, of several results.
+An operation that changes an argument returns number ``at``, or ``returns(args, kwargs)``. ``parts``: all its numbers on
+the workers. ``used``: time of the last use, counted in commands.
 """
 
 
@@ -44,18 +44,19 @@ class Target(NamedTuple):
     """The operator or function that workers run."""
 
     name: str
-    """As `_protocol.Signature.target`."""
+    """Same as `_protocol.Signature.target`."""
     call: Callable[..., Any]
     schema: Any = None
-    """torch's, of an operator."""
+    """torch's schema of an operator."""
     writes: tuple[int, ...] = ()
-    """Of a function without a schema: the positions of the arguments that it changes."""
+    """Positions of the arguments that a function without a schema changes."""
 
 
 def scalars_of(schema: Any) -> tuple[int, frozenset[str]]:
-    """Which arguments may be ints that say nothing about the result's metadata: bits by position, and names.
+    """Return the arguments that may be ints without effect on the result's metadata: bits by position, and names.
 
-    torch's Scalars, and numbers in place of tensors. Not of what makes a tensor of numbers alone, as arange does.
+    These are torch's Scalars, and numbers in place of tensors. Operators that make a tensor only from numbers, such as
+    arange, have none.
     """
     if not any("Tensor" in str(each.type) for each in schema.arguments):
         return 0, frozenset()
@@ -70,7 +71,7 @@ def _takes_a_number(kind: Any) -> bool:
 
 
 def with_numbers(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments, with ints that each record has of its own as such."""
+    """Return the arguments, with ints that each command sends marked as such."""
     if schema is None:
         return args, kwargs
     positions, names = scalars_of(schema)
@@ -118,18 +119,18 @@ def _make(workers: WorkerSet, target: Target, args: Any, kwargs: Any) -> Entry:
 
 
 def _origin_of_numbers(flat: Sequence[Any]) -> Origin | None:
-    """Of what is calculated with numbers that differ by rank."""
+    """Return the origin of results of numbers that differ by rank."""
     columns = [values for values in map(per_rank_int.values_of, flat) if values is not None]
     streams = shard_origins.numbered(list(zip(*columns, strict=True)))
     return None if streams is None else shard_origins.Origin(streams)
 
 
 class OldValuesError(RemoteTensorError):
-    """A tensor would be changed on some only of the ranks that have it."""
+    """A tensor would be changed on only some of its ranks."""
 
 
 def refuse_old_values(what: str, changed: Sequence[Any], of_rank: Sequence[int]) -> None:
-    """Raise OldValuesError where ranks that have one of these tensors take no part in its change."""
+    """Raise OldValuesError if ranks that have one of these tensors take no part in its change."""
     for each in changed:
         if not isinstance(each, RemoteTensor):
             continue
@@ -146,9 +147,9 @@ _SPLIT = "aten.split.Tensor"
 
 
 def _chunked(target: Target, given: list[Any]) -> list[tuple[Target, Any, Any]]:
-    """``torch.chunk`` is a split into pieces of a size, but of nothing it is a split into so many pieces of nothing.
+    """Return ``torch.chunk`` as a split for each rank, since a split of an empty tensor has a number of empty pieces.
 
-    C++ has asked all ranks together, and goes on as for those that have something.
+    C++ has made one decision for all ranks, that for tensors with elements.
     """
     with_sizes = torch.ops.aten.split_with_sizes.default
     nothing = Target("aten.split_with_sizes.default", with_sizes, with_sizes._schema)
@@ -164,7 +165,7 @@ def _chunked(target: Target, given: list[Any]) -> list[tuple[Target, Any, Any]]:
 
 
 def _on(value: Any, rank: int) -> Any:
-    """The argument as this rank has it; of a tensor, its metadata."""
+    """Return the argument on this rank; for a tensor, its metadata."""
     if isinstance(value, RemoteTensor):
         return Operand(value._meta.on(rank))
     values = per_rank_int.values_of(value)
@@ -172,7 +173,7 @@ def _on(value: Any, rank: int) -> Any:
 
 
 class Operand:
-    """Replacement of a tensor, for a class of ranks."""
+    """Placeholder of a tensor, for a class of ranks."""
 
     __slots__ = ("meta",)
 
@@ -189,8 +190,9 @@ def other_workers(what: str, one: WorkerSet, other: WorkerSet) -> MeshMismatchEr
 
 
 def _classes(workers: WorkerSet, flat: Sequence[Any]) -> tuple[list[int], list[int]] | None:
-    """Return for each rank its class, -1 if it takes no part, and the first rank of each class. None if all are
-    alike.
+    """Return each rank's class, -1 if it takes no part, and the first rank of each class.
+
+    None if all ranks are alike.
     """
     varied: list[Sequence[int | None]] = []
     for each in flat:
@@ -231,7 +233,7 @@ def _classes(workers: WorkerSet, flat: Sequence[Any]) -> tuple[list[int], list[i
 def _without(
     outside: set[int], classes: tuple[list[int], list[int]] | None, size: int
 ) -> tuple[list[int], list[int]] | None:
-    """These classes, without the ranks that are not in the group of a collective: nothing comes of it there."""
+    """Return these classes without the ranks outside a collective's group, which have no result."""
     if not outside:
         return classes
     of_rank, _ = classes or ([0] * size, [0])
@@ -268,7 +270,7 @@ def _combine(workers: WorkerSet, entries: list[Entry], of_rank: list[int]) -> En
 
 
 def _host(entries: list[Entry], of_rank: list[int]) -> Any:
-    """What is no tensor, as one value: ints may differ, and what is asked of a tensor must hold on all ranks."""
+    """Return results that are no tensors as one value. Ints may differ by rank; other values must be equal."""
     flats = [pytree.tree_flatten(each.host) for each in entries]
     leaves = []
     for column in zip(*(flat for flat, _ in flats), strict=True):
@@ -284,15 +286,15 @@ def _host(entries: list[Entry], of_rank: list[int]) -> Any:
 
 
 Place = tuple[int, str, int]
-"""Of an argument that an operation changes: its position, its name, and its place in a list of tensors."""
+"""Place of an argument that an operation changes: its position, its name, its index in a list of tensors."""
 
 
 def _make_same(
     workers: WorkerSet, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
 ) -> tuple[Entry, dict[Place, Origin | None]]:
-    """For ranks that are all alike. Also returns the origins of the arguments that are changed.
+    """Make the entry for ranks that are all alike. Also returns the origins of the arguments that are changed.
 
-    ``differing``: of the numbers among the arguments that differ by rank.
+    ``differing``: origin of the numbers among the arguments that differ by rank.
     """
     entry = Entry()
     entry.workers, entry.outs, entry.kind, entry.sequence, entry.host = workers, (), Kind.NONE, tuple, None
@@ -300,7 +302,7 @@ def _make_same(
     entry.at = writes[0][0] if entry.returns is not None and len(target.schema.returns) == 1 else -1
     writes += [(i, "") for i in target.writes]
     of_result = _origins_of(workers, target, args, kwargs, differing)
-    # First what may be refused; only then workers hear of it.
+    # All checks come before the definition on workers.
     if entry.returns is None:
         result, device = _propagated(workers, target.call, args, kwargs)
         result = output_strides.as_cpus_have_it(target.call, list(map(_meta_of, args)), result)
@@ -346,7 +348,7 @@ def _as_list(value: Any) -> Sequence[Any]:
 
 
 def _noting(entry: Entry, changed: dict[Place, Origin | None], args: Any, kwargs: Any) -> Entry:
-    """Let each call note the origins of what it changes, where they are others afterwards."""
+    """Make each call store the new origins of the arguments that it changes."""
     returns = entry.returns
 
     def written(place: Place, args: Any, kwargs: Any) -> Any:
@@ -382,8 +384,10 @@ def set_origin(tensor: Any, origin: Origin | None) -> None:
 
 
 def _check_sizes(target: Target, args: Any, kwargs: Any) -> None:
-    """torch resizes an ``out=`` of other sizes, with a warning that it will not for long. Empty ones, which it always
-    resizes, are the caller's; also one of this process that was sent, for that one is read afterwards.
+    """Raise for an ``out=`` of other sizes, which torch resizes with a warning of deprecation.
+
+    Empty ones, which torch always resizes, are the caller's task. So is a sent tensor of this process, which is read
+    afterwards.
     """
     for out, size in out_sizes(target.call, args, kwargs):
         if isinstance(out, RemoteTensor) and 0 not in out._meta.shape and tuple(out._meta.shape) != size:
@@ -394,7 +398,7 @@ def _check_sizes(target: Target, args: Any, kwargs: Any) -> None:
 
 
 def out_sizes(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """What an operator is to write its results into, and the sizes that these have."""
+    """Return the tensors into which an operator writes results, with the results' sizes."""
     fakes: list[tuple[Any, Any]] = []
 
     def fake(value: Any) -> Any:
@@ -419,7 +423,7 @@ def _stand_in(operand: Any) -> list[Any] | None:
 
 
 def _returned(schema: Any) -> tuple[Callable[[Any, Any], Any] | None, list[Any]]:
-    """Of an operation that changes arguments: what it returns, and which arguments those are."""
+    """Return what an operation that changes arguments returns, and which arguments it changes."""
     if schema is None:
         return None, []
     writes = _writes(schema)
@@ -433,7 +437,7 @@ def _returned(schema: Any) -> tuple[Callable[[Any, Any], Any] | None, list[Any]]
     def one(at: int, name: str) -> Callable[[Any, Any], Any]:
         return lambda args, kwargs: args[at] if at < len(args) else kwargs[name]
 
-    # What is changed and not said, batch norm's running values, is not returned.
+    # Changed arguments that the schema does not declare, batch norm's running values, are not returned.
     returned = [one(*each) for each in writes if schema.arguments[each[0]].alias_info is not None]
     if len(schema.returns) == 1:
         return returned[0], writes
@@ -445,7 +449,7 @@ _BATCH_NORMS = ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miop
 
 
 def _writes(schema: Any) -> list[tuple[int, str]]:
-    """Return positions and names of the arguments that it changes."""
+    """Return positions and names of the arguments that the operator changes."""
     unsaid = ("running_mean", "running_var") if schema.name in _BATCH_NORMS else ()
     return [
         (i, each.name)
@@ -455,7 +459,7 @@ def _writes(schema: Any) -> list[tuple[int, str]]:
 
 
 _known: dict[int, tuple[Any, list[tuple[int, str]]]] = {}
-"""What schemas change, by their ids, and the schemas, which last: with a list for a default they have no hash."""
+"""Changed arguments of schemas by id, with the schemas, which stay alive. Schemas with list defaults have no hash."""
 
 
 def _known_writes(schema: Any) -> list[tuple[int, str]]:
@@ -466,7 +470,7 @@ def _known_writes(schema: Any) -> list[tuple[int, str]]:
 
 
 def written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the tensors among the arguments that it changes; none for a function that is not an operator."""
+    """Return the tensors among the arguments that the operator changes; none for another function."""
     if schema is None:
         return []
     found = [args[i] if i < len(args) else kwargs.get(name) for i, name in _known_writes(schema)]
@@ -474,7 +478,7 @@ def written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _written(writes: list[Any], places: list[Any], named: dict[str, Any]) -> list[int]:
-    """The positions among the operands of what is changed."""
+    """Return the positions of changed tensors among the operands."""
     found: list[int] = []
     for i, name in writes:
         at = places[i] if i < len(places) else named.get(name)
@@ -484,7 +488,7 @@ def _written(writes: list[Any], places: list[Any], named: dict[str, Any]) -> lis
 
 
 def propagate_there(workers: WorkerSet, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """As propagate, of fake tensors on the workers' device, where the results are, too."""
+    """Run `propagate` on fake tensors of the workers' device, where the results are, too."""
     metas = workers.metas
     result, device = _propagated(workers, call, args, kwargs)
     if device is None:
@@ -495,11 +499,11 @@ def propagate_there(workers: WorkerSet, call: Callable[..., Any], args: Any, kwa
 def _propagated(
     workers: WorkerSet, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, torch.device | None]:
-    """What it returns on fake tensors, and where that is, if not where it says."""
+    """Return the results on fake tensors, and their device if it is not the one that they report."""
     try:
         return propagate(call, args, kwargs), None
     except RuntimeError as error:
-        # Some of torch's C++ wants to switch to the device, of which a build that has not got it knows nothing.
+        # Some of torch's C++ switches to the device, which fails in a build without it.
         if "not linked with support" not in str(error) or not _are_on(workers.device, args, kwargs):
             raise
         metas = workers.metas
@@ -508,7 +512,7 @@ def _propagated(
 
 
 def _are_on(device: torch.device, args: Any, kwargs: Any) -> bool:
-    """Whether no tensor among the arguments is elsewhere, and none is to be."""
+    """Whether no tensor among the arguments is on another device, or is to be."""
     leaves = [_meta_of(each) or each for each in pytree.tree_leaves((args, kwargs))]
     devices = [each if isinstance(each, torch.device) else getattr(each, "device", device) for each in leaves]
     return all(each.type == device.type for each in devices)
@@ -521,7 +525,7 @@ def _meta_of(value: Any) -> Meta | None:
 def _origins_of(
     workers: WorkerSet, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
 ) -> shard_origins.OfResult:
-    """Return what finds the origin of a result, or of what is changed."""
+    """Return a function that finds the origin of a result, or of a changed argument."""
     if target.name.startswith(_protocol.COLLECTIVES):
         flat = pytree.tree_leaves((args, kwargs))
         metas = [meta for meta in map(_meta_of, flat) if meta is not None]
@@ -540,7 +544,7 @@ def _origins_of(
 def _shape_results(
     workers: WorkerSet, entry: Entry, result: Any, device: torch.device | None, origin: shard_origins.OfResult
 ) -> None:
-    """``device``: where the results are, if that is not where they say."""
+    """Set the entry's results. ``device``: the results' device, if they report another one."""
 
     def meta(tensor: torch.Tensor, at: int = 0) -> Meta:
         return workers.metas.like(tensor, device, origin(at, tuple(tensor.shape), tensor.stride()))
@@ -562,15 +566,15 @@ _CPU = torch.device("cpu")
 _fake = FakeTensorMode()
 _fake.cache_enabled = False  # its cache keeps all entries without limit; callers here have their own caches
 one_at_a_time = threading.RLock()
-"""Lock for all uses of fake tensors: the device that one reports depends on the state of its mode, which all share."""
+"""Lock for all uses of fake tensors: the device that one reports depends on the state of their common mode."""
 stands_in: dict[Any, Callable[..., Any]] = {}
-"""What finds the shapes of operators whose own way to do so asks which rank this is."""
+"""Shape functions of operators whose own shape function needs this process's rank."""
 
 
 def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.device | None = None) -> Any:
-    """What it returns on fake tensors. Raises what torch raises, as it would with real ones.
+    """Return the results on fake tensors. Raises what torch raises for real ones.
 
-    ``device``: where all of them are, if not where the arguments are.
+    ``device``: the tensors' device, if it is not the arguments'.
     """
 
     def fake(value: Any) -> Any:
@@ -579,7 +583,7 @@ def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.de
         meta = _meta_of(value)
         return value if meta is None else fake_of(meta, device)
 
-    # What a program sets for its own functions, as torch.set_default_device does, is not for these.
+    # Modes of the program, such as torch.set_default_device, must not apply here.
     with one_at_a_time, torch._C.DisableTorchFunction(), torch.no_grad():
         args, kwargs = pytree.tree_map(fake, (args, kwargs))
         with tracing_state.quiet, _fake:

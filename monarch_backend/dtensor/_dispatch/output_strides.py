@@ -1,9 +1,8 @@
-"""Memory order of results: workers keep the strides that the controller computed, before any worker has run the
-operation.
+"""Memory order of results: workers use the strides that the controller computed before any worker ran the operation.
 
 For some operators torch's shape functions give other strides than a device's kernels: `batch_norm` of a transposed
 input, the gradient of `layer_norm`. A `view` is accepted or refused by the computed strides. So the definition has
-them. A worker compares its results with them at the first execution, and copies into that order where they differ.
+them. At the first execution a worker compares its results with them. If they differ, it copies results into that order.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ _BATCH_NORMS = {
 
 
 def as_cpus_have_it(func: Any, arguments: Sequence[Any], result: Any) -> Any:
-    """What was found out on fake tensors, with the strides of a CPU's batch norm, where torch says: those of the input.
+    """Return results of fake tensors with a CPU's strides for batch norm, which are the input's.
 
-    Dropout after it fills memory in its order. Of eager code only: a trace is torch's. ``arguments``: metadata.
+    A dropout after it fills memory in its order. For eager code only, because a trace has torch's strides.
+    ``arguments``: metadata.
     """
     at = _BATCH_NORMS.get(func)
     if at is None or result[0] is None or result[0].device.type != "cpu":
@@ -45,7 +45,7 @@ def as_cpus_have_it(func: Any, arguments: Sequence[Any], result: Any) -> Any:
 
 @functools.lru_cache(1024)
 def _of_a_batch_norm(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of what a CPU returns for this input, and of its gradient."""
+    """Return the strides of a CPU's result for this input, and of its gradient."""
     like = torch.empty_strided(shape, strides, device="meta")
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(like.ndim, torch.contiguous_format)
     is_last = not like.is_contiguous() and like.is_contiguous(memory_format=last)
@@ -53,7 +53,7 @@ def _of_a_batch_norm(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[
 
 
 def as_part(whole: Any, local: Any) -> Any:
-    """A whole's metadata, in the order that its parts have: what is a view of it is to be one of them."""
+    """Return a whole tensor's metadata in its parts' order, so that a view of it is a view of its parts."""
     sizes, strides = ([_largest(each) for each in of] for of in (local.shape, local.stride()))
     if -1 in (*sizes, *strides) or not all(type(each) is int for each in (*whole.shape, *whole.stride)):
         return whole
@@ -68,7 +68,7 @@ def as_part(whole: Any, local: Any) -> Any:
 
 
 def _largest(number: Any) -> int:
-    """Of all ranks'; -1 of a symbol."""
+    """Return the largest value of all ranks; -1 for a symbol."""
     values = per_rank_int.values_of(number)
     if values is not None:
         return max(each for each in values if each is not None)
@@ -76,7 +76,7 @@ def _largest(number: Any) -> int:
 
 
 def said(results: Any, device: torch.device) -> list[Strides]:
-    """For workers of this device: the strides of each of these, metadata or fake tensors. XLA has orders of its own."""
+    """Return the strides of results (metadata or fake tensors) for workers of this device. XLA has its own orders."""
     many = results if isinstance(results, (list, tuple)) else [results]
     if device.type == "xla":
         return [None] * len(many)
@@ -84,16 +84,16 @@ def said(results: Any, device: torch.device) -> list[Strides]:
 
 
 def _strides(one: Any) -> Strides:
-    stride = getattr(one, "stride", None)  # None of an int beside tensors, of a list of them
+    stride = getattr(one, "stride", None)  # None for an int beside tensors, or a list of them
     return None if stride is None else list(stride() if callable(stride) else stride)
 
 
 def is_wrong(tensor: Any, strides: Strides) -> bool:
-    """Return whether a result has another order than this."""
+    """Return whether a result has another order."""
     if strides is None or not isinstance(tensor, torch.Tensor) or tensor.numel() < 2 or tensor._is_view():
         return False
     steps = [each for each in zip(tensor.shape, tensor.stride(), strides, strict=True) if each[0] > 1]
-    # Nothing can be copied into places that are one.
+    # Overlapping elements can't be written by a copy.
     return any(has != right for _, has, right in steps) and all(right for _, _, right in steps)
 
 

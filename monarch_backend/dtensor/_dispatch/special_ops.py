@@ -39,7 +39,7 @@ def _same_handle(_func: Any, args: Any, _kwargs: Any) -> Any:
 
 
 def _as_it_is_padded(_func: Any, _args: Any, _kwargs: Any) -> bool:
-    """Whether `nn.TransformerEncoder` may take a batch with a mask for a nested tensor, of which workers have none."""
+    """Whether `nn.TransformerEncoder` may use a nested tensor for a masked batch: no, workers have none."""
     return False
 
 
@@ -56,20 +56,23 @@ def _strides(_func: Any, args: Any, _kwargs: Any) -> Any:
 
 
 def _offset(_func: Any, args: Any, _kwargs: Any) -> Any:
-    """Of one rank, where they differ: a DTensor of it has plain sizes, and no C++ asks it for them by another way."""
+    """Return one rank's offset if they differ.
+
+    A DTensor of it has plain sizes, and C++ asks for the offset only here.
+    """
     meta = args[0]._meta
     return meta.offset if meta.classes is None else meta.classes[0].offset
 
 
 def _size_by_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result's size depends on the values: the workers are asked for it."""
+    """Run an operator whose result's size depends on values: the workers are asked for it."""
     first = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor))
     args, kwargs = pytree.tree_map(dispatch._plain(args, kwargs), (list(args), dict(kwargs)))
     return fetch.run_and_measure(first._meta.workers, str(func), args, kwargs)
 
 
 def _pack(func: Any, args: Any, kwargs: Any) -> Any:
-    """The sizes of the batches stay here, where the loop over them is."""
+    """Pack a sequence; the sizes of the batches stay on the controller, which runs the loop over them."""
     x, lengths, batch_first = args
     lengths = fetch.as_host(lengths) if isinstance(lengths, RemoteTensor) else lengths
     sizes = func(torch.empty(*x.shape[:2], 1), lengths, batch_first)[1]
@@ -77,12 +80,12 @@ def _pack(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _set_metadata(func: Any, args: Any, kwargs: Any) -> Any:
-    """``t_``, ``squeeze_`` and others: the same tensor, here and there, with other sizes."""
+    """Run ``t_``, ``squeeze_`` and others, which change the sizes of the same tensor here and on workers."""
     tensor = args[0]
     if not isinstance(tensor, RemoteTensor):
         raise TypeError(f"{func}: a tensor of the controller can't take the memory of one that lives on workers")
-    changed = _changed(func, args, kwargs)  # first what may be refused
-    # What was detached from it has the same id, and keeps its sizes: so from now on this one has another.
+    changed = _changed(func, args, kwargs)  # before anything is changed, because it may raise
+    # A detached tensor has the same id and keeps its sizes, so this tensor gets a new id.
     own = dispatch.dispatch(_aten.alias.default, (tensor,), {})
     dispatch.run_plain(func, (own, *args[1:]), kwargs)
     device_mesh_and_api.set_metadata(func, args, kwargs)
@@ -91,7 +94,7 @@ def _set_metadata(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _into(func: Any, args: Any, kwargs: Any) -> Any:
-    """``out=``: torch gives one without values the result's sizes. Others are as they are: _signatures looks."""
+    """Set an empty ``out=`` to the result's sizes, as torch does. op_signatures.py checks other sizes."""
     if any(map(_is_empty, pytree.tree_leaves(list(kwargs.values())))):
         _resize_empty(func, args, kwargs)
     return dispatch.run_plain(func, args, kwargs)
@@ -107,19 +110,19 @@ def _resize_empty(func: Any, args: Any, kwargs: Any) -> None:
     try:
         sizes = out_sizes(func, args, kwargs)
     except Exception:
-        return  # the operation itself says what is wrong, or finds its sizes in another way
+        return  # the operation itself reports the error, or finds its sizes in another way
     for out, size in sizes:
         if _is_empty(out) and tuple(out.shape) != size:
             out.resize_(size)
 
 
 def _is_empty(value: Any) -> bool:
-    # Where ranks have different sizes, some may have nothing of it, and that is what they are to have.
+    # If ranks have different sizes, an empty part on some of them is intended.
     return type(value) is RemoteTensor and value._meta.classes is None and 0 in value.shape
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> Any:
-    """The first argument's metadata, afterwards."""
+    """Return the first argument's metadata after the operation."""
     meta = args[0]._meta
     metas = meta.workers.metas
 

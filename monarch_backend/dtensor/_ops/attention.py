@@ -20,14 +20,14 @@ TENSORS = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 6,
 }
-"""The operators, and the number of tensors before the other arguments of each."""
+"""Operators with their number of tensors before the other arguments."""
 
 
 def masked(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result, or the gradients, for a mask that is a tensor. ``args``: with at least one DTensor."""
+    """Return the result, or the gradients, for a tensor mask. ``args``: with at least one DTensor."""
     count, mask = TENSORS[func], kwargs["attn_mask"]
     mesh, (*given, mask) = local_results.on_one_mesh([*args[:count], mask])
-    query, key = given[-3:-1] if count == 3 else given[1:3]  # behind its result's gradient
+    query, key = given[-3:-1] if count == 3 else given[1:3]  # after its result's gradient
     there = [_kept(each, query, key) for each in query.placements]
     of_mask = [each if _has(mask, each, query) else Replicate() for each in there]
     local = [_local(each, there) for each in given]
@@ -37,7 +37,7 @@ def masked(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _kept(placement: Any, query: Any, key: Any) -> Any:
-    """By batch, or by heads, where each rank has some."""
+    """Return the placement if it is by batch, or by heads with some on each rank; else Replicate."""
     if not (placement.is_shard(0) or placement.is_shard(1)):
         return Replicate()
     size = query._local_tensor.size(placement.dim)
@@ -46,7 +46,7 @@ def _kept(placement: Any, query: Any, key: Any) -> Any:
 
 
 def _has(mask: Any, placement: Any, query: Any) -> bool:
-    """Other values for other batches, or heads; else it is the same for all of them."""
+    """Whether the mask differs by batch, or by head; else it is the same for all of them."""
     return bool(placement.is_shard() and mask.ndim == 4 and mask.shape[placement.dim] == query.shape[placement.dim])
 
 

@@ -1,7 +1,6 @@
 """Autocast rules by kind of device: the operators that autocast handles, and the dtype of each.
 
-As torch's documentation lists it for GPUs, and as torch_xla 2.9 has it. How calls get here is
-dtensor/_patches/semantics/autocast.py's.
+They follow torch's documentation for GPUs, and torch_xla 2.9. _patches/semantics/autocast.py applies them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import dataclasses
 class Rules:
     """Rules of one kind of device: operators in the lower precision, and those in the widest dtype of their arguments.
 
-    All other operators that it handles run in float32.
+    All other operators that autocast handles run in float32.
     """
 
     lower: frozenset[str]
@@ -41,7 +40,7 @@ CUDA = Rules(
     ),
     refused=frozenset({"binary_cross_entropy"}),
 )  # fmt: skip
-"""Which others torch knows on GPUs, it says itself."""
+"""Rules of GPUs. torch itself reports further operators."""
 
 XLA = Rules(
     lower=frozenset(
@@ -65,4 +64,4 @@ XLA_OPERATORS = (
     "smooth_l1_loss", "soft_margin_loss", "softmax.int", "stack", "svd", "trace",
     "triangular_solve", "triplet_margin_loss",
 )  # fmt: skip
-"""All operators that torch_xla handles, without those of named dimensions. The controller has no torch_xla to ask."""
+"""All operators that torch_xla handles, without those of named dimensions. The controller has no torch_xla to query."""

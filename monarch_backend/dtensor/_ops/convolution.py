@@ -35,7 +35,7 @@ class _Options(NamedTuple):
     groups: int
 
     def ways(self, x: Any, w: Any, has_bias: bool) -> list[Way]:
-        """By dimension of the mesh, so that what is sharded stays where it is, if it can."""
+        """Return placements by dimension of the mesh; sharded tensors keep their placements if possible."""
         made, given = (1, 0) if self.transposed else (0, 1)  # the weight's dimensions of the channels
         by_made = {"x": Replicate(), "w": Shard(made), "b": Shard(0), "y": Shard(1)}
         by_given = {"x": Shard(1), "w": Shard(given), "b": Replicate(), "y": Partial()}
@@ -96,13 +96,13 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 def _everywhere(w: Any, dim: int) -> bool:
-    """Each rank has channels of it: torch's kernels take none without."""
+    """Whether each rank has channels of the weight, without which torch's kernels fail."""
     size = w._local_tensor.size(dim)
     return 0 not in (per_rank_int.values_of(size) or (size,))
 
 
 def _gradient(way: Way, letter: str) -> Any:
-    """Where the gradient is of what was there: what each rank had, it only has its own share of."""
+    """Return the placement of the gradient for this input: a replicated input has a partial gradient."""
     if way is WHOLE or not way[letter].is_replicate():
         return way[letter]
     return Replicate() if letter == "b" and way["y"].is_partial() else Partial()

@@ -1,9 +1,9 @@
-"""Operators for which torch's DTensor gives wrong results on shards, done in another way.
+"""Replacements of operators for which torch's DTensor gives wrong results on shards.
 
-Losses use torch's own decompositions. Some in-place additions are done out of place. Operators that only look as if
-they were in place get another name.
+Losses use torch's own decompositions. Some in-place additions are done out of place. Operators whose names only look
+in-place get another name.
 
-torch computes a loss on each rank's shard and takes the mean over ranks. That is right only for equal shards: shards of
+torch computes a loss on each rank's shard and takes the mean over ranks. That is right only for equal shards. Shards of
 unequal sizes, or with unequal numbers of ignored labels, get equal weight. Its gradient is divided by the number of the
 shard's elements, and is that of one loss for each rank. In the decomposition torch does each part right, with the
 number of elements of the whole tensor. A tensor that is whole on all ranks remains one operation.
@@ -61,7 +61,7 @@ def _handler(func: Any) -> Callable[..., Any]:
 
 
 def _looks(local: Any) -> bool:
-    """Whether the operator itself does look at its numbers: its parts, Inductor's code and XLA take any."""
+    """Whether the operator checks its labels. Its decomposition, Inductor's code and XLA do not."""
     return not tracing_state.is_traced(local) and local.device.type != "xla"
 
 
@@ -71,15 +71,15 @@ def _with_all_classes(scores: Any) -> Any:
 
 
 def _index_add(_func: Any, args: Any, kwargs: Any) -> Any:
-    """torch would take the source's shards for those of a tensor that is whole on all ranks."""
+    """Add out of place: torch would take the source's shards for those of a replicated tensor."""
     added = _aten.index_add.default(*args, **(kwargs or {}))
-    if any(placement.is_partial() for placement in args[0].placements):  # no shard becomes a part of a sum
+    if any(placement.is_partial() for placement in args[0].placements):  # a shard can't become a part of a sum
         added = local_results.everywhere(added)
     return args[0].copy_(added)
 
 
 def _named(operator: Any) -> Callable[..., Any]:
-    """By another name: torch takes what ends with "_" for an operator that changes its argument, ``x >> 1`` too."""
+    """Return the operator under another name: torch takes names that end with "_" for in-place, as ``x >> 1``."""
     return lambda _func, args, kwargs: operator(*args, **(kwargs or {}))
 
 

@@ -1,7 +1,7 @@
 """torch's fused optimizers, operators on lists of tensors: each rank runs them on its shards.
 
-torch's DTensor moves a step's other tensors to the placement of the parameter. Moments and sums with another placement
-would be changed in a copy. They may have one: a momentum is made like the first gradient, and a state can be loaded.
+torch's DTensor moves a step's other tensors to the placement of the parameter. Then moments and sums with another
+placement would be changed in a copy. A momentum has one if the first gradient had, and a loaded state may have one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _GRADIENTS = 1
 
 
 def _step(func: Any, args: Any, kwargs: Any) -> None:
-    """``args``: lists of parameters, gradients, and states, of which some may be empty; last, the steps' numbers."""
-    of_workers: dict[Any, list[int]] = {}  # those of several meshes are several records
+    """Run a step.
+
+    ``args``: lists of parameters, gradients, and states, of which some may be empty; last, the steps' numbers.
+    """
+    of_workers: dict[Any, list[int]] = {}  # tensors of several meshes need several commands
     for i, parameter in enumerate(args[0]):
         of_workers.setdefault(local_results.workers_of(parameter), []).append(i)
     for places in of_workers.values():
@@ -49,7 +52,7 @@ def _step_of(func: Any, lists: Sequence[Any], options: dict[str, Any]) -> None:
 
 
 def _beside(tensor: Any, parameter: Any) -> Any:
-    """What each rank has of it, by what it has of the parameter; all of a step's number."""
+    """Return the local tensor in the parameter's placement; a step's number is whole on each rank."""
     if tensor is parameter:
         return tensor
     if not isinstance(parameter, DTensor):
@@ -57,14 +60,15 @@ def _beside(tensor: Any, parameter: Any) -> Any:
     if tensor.ndim == 0 and parameter.ndim:
         return local_results.everywhere(tensor)
     there = local_results.distributed(tensor, parameter.device_mesh)
-    if there.placements == parameter.placements:  # a plain tensor is where it should be, too: replicated
+    if there.placements == parameter.placements:  # a plain tensor must be in the right placement, too: replicated
         return tensor
     return there.redistribute(parameter.device_mesh, parameter.placements)
 
 
 def _in_order(local: Any, of_parameter: Any) -> Any:
-    """With its values where the parameter has its own: the kernels go through all memory at once. A gradient that was
-    scattered along another dimension than the first lies between what pads it.
+    """Return the tensor with the parameter's strides, because the kernels process all memory in order.
+
+    A gradient that was scattered along another dimension than the first has padding in between.
     """
     if local is of_parameter or local.ndim == 0 or _is_like(local, of_parameter):
         return local

@@ -1,6 +1,6 @@
-"""GradScaler's operator on lists of gradients: each is checked and scaled on the ranks that have it.
+"""GradScaler's operator on lists of gradients: each is checked and scaled on its ranks.
 
-An overflow on one rank is known to all. torch's own rule applies the first gradient's placements to all gradients.
+All ranks learn of an overflow on one rank. torch's own rule applies the first gradient's placements to all gradients.
 Beside DTensors there may be plain tensors: gradients of parameters that no plan names.
 """
 
@@ -26,7 +26,7 @@ def _check_and_unscale(_func: Any, args: Any, kwargs: Any) -> None:
     distributed = sorted((each for each in gradients if isinstance(each, DTensor)), key=lambda x: x.device_mesh.size())
     of_workers = {local_results.workers_of(each): each.device_mesh for each in distributed}  # the largest
     for gradient in gradients:
-        # Each rank has a plain one of its own: what it finds there is told to the others with the rest.
+        # Each rank has its own plain gradient; its flag is reduced with the others.
         mesh = (
             gradient.device_mesh
             if isinstance(gradient, DTensor)
@@ -39,12 +39,12 @@ def _check_and_unscale(_func: Any, args: Any, kwargs: Any) -> None:
         _check([_to_look_at(each, factor) for each in of_mesh], of_rank, factor, **(kwargs or {}))
         parts = local_results.of_parts(of_rank, local_results.meta_of(of_rank), mesh, [Partial("max")] * mesh.ndim)
         _tell(found, parts.full_tensor())
-    if others:  # of this process, or of processes that have no DTensor among these
+    if others:  # of this process, or of processes without a DTensor among these
         _check(others, found, inverse, **(kwargs or {}))
 
 
 def check_and_unscale_plain(func: Any, args: Any, kwargs: Any) -> None:
-    """The operator itself, of gradients that are no DTensors; those of slices have the flag of all told by members."""
+    """Run the operator on gradients that are no DTensors. Flags of slices are sent to all ranks by their members."""
     gradients, found, inverse = args
     by_members: dict[frozenset[int], list[Any]] = {}
     for each in gradients:
@@ -53,7 +53,7 @@ def check_and_unscale_plain(func: Any, args: Any, kwargs: Any) -> None:
         if not isinstance(found, RemoteTensor) or outside <= _outside(found):
             dispatch.run_plain(func, (of_members, found, inverse), kwargs or {})
             continue
-        flag = found._meta.workers.without(found.clone(), outside)  # type: ignore[arg-type] # of this class as well
+        flag = found._meta.workers.without(found.clone(), outside)  # type: ignore[arg-type]  # of this class as well
         dispatch.run_plain(func, (of_members, flag, inverse), kwargs or {})
         _tell(found, flag)
 
@@ -63,7 +63,7 @@ def _outside(tensor: Any) -> frozenset[int]:
 
 
 def _tell(found: Any, flag: Any) -> None:
-    """To all ranks that have what is known to those of a slice."""
+    """Send a slice's flag to all ranks that have the total flag."""
     if isinstance(found, RemoteTensor) and not _outside(flag) <= _outside(found):
         found.fill_(flag.item())
     else:
@@ -71,8 +71,10 @@ def _tell(found: Any, flag: Any) -> None:
 
 
 def _to_look_at(gradient: Any, factor: Any) -> Any:
-    """This rank's part, which is scaled with the looking. Of partial values the sum may overflow where none of them
-    does, or be finite where one is not a number yet: those are scaled here, and a reduced copy is looked at.
+    """Return this rank's part, which is scaled during the check.
+
+    For partial values the sum may overflow although no part does, or be finite although a part is not. Their parts are
+    scaled here, and a reduced copy is checked.
     """
     if not isinstance(gradient, DTensor):
         return gradient

@@ -1,7 +1,7 @@
 """Normalisations of DTensors: of batches by channels, of groups by batch, or whole.
 
-torch's batch norm writes its running values into shards that exist only during the operation, so they are lost. Its
-group norm has a gradient for a whole batch only.
+torch's batch norm writes its running values into temporary shards, which are lost. Its group norm has a gradient for a
+whole batch only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _batch_norm(func: Any, args: Any, _kwargs: Any) -> Any:
     placed = [_placed(each, Shard(0 if i else 1), by_channel) for i, each in enumerate(whole)]
     keeps = bool(args[5]) and None not in args[_RUNNING]
     if keeps and tracing_state.is_traced(local_results.local_of(x)):
-        func = _aten._native_batch_norm_legit.default  # which says what it writes, and a graph is to have it
+        func = _aten._native_batch_norm_legit.default  # it declares its changes, which a graph needs
     found = func(*map(local_results.local_of, placed), *args[5:])
     if keeps:
         for running, there in zip(args[_RUNNING], placed[_RUNNING], strict=True):
@@ -52,7 +52,7 @@ def _batch_norm_backward(func: Any, args: Any, _kwargs: Any) -> Any:
 
 
 def _by_channel(x: Any) -> list[bool]:
-    """By dimension of the mesh. Not where a rank has none: torch's kernels take no image without channels."""
+    """Return, by dimension of the mesh, whether channels are sharded; not if a rank has none, for torch's kernels."""
     size = x._local_tensor.size(1)
     everywhere = 0 not in (per_rank_int.values_of(size) or (size,))
     return [everywhere and each.is_shard(1) for each in x.placements]
@@ -65,13 +65,13 @@ def _where(shard: Any, is_sharded: Sequence[bool]) -> list[Any]:
 def _placed(tensor: Any, shard: Any, is_sharded: Sequence[bool]) -> Any:
     if tensor is None:
         return None
-    if tensor.numel() == 0:  # as the batch's mean in `eval()`
+    if tensor.numel() == 0:  # such as the batch's mean in `eval()`
         is_sharded = [False] * len(is_sharded)
     return tensor.redistribute(tensor.device_mesh, _where(shard, is_sharded))
 
 
 def _keep(running: Any, there: Any) -> None:
-    """What the operation has written is where the program has it."""
+    """Copy the changed running value to the program's tensor."""
     if isinstance(running, DTensor) and running.placements == there.placements:
         return
     if isinstance(running, DTensor):
@@ -81,7 +81,7 @@ def _keep(running: Any, there: Any) -> None:
 
 
 def _of_channels(local: Any, x: Any, by_channel: Sequence[bool]) -> Any:
-    """A value for each channel, or for none."""
+    """Return a value for each channel, or for none."""
     if local is None:
         return None
     mesh, size = x.device_mesh, local.size(0)
@@ -116,4 +116,4 @@ HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
-"""Handlers of operators for which torch's DTensor has none."""
+"""Handlers of operators that torch's DTensor lacks."""

@@ -1,4 +1,4 @@
-"""Sharding rules for operators for which torch's DTensor has none or wrong ones, added by torch's public function."""
+"""Sharding rules for operators that torch's DTensor lacks or has wrong, added by torch's public function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def _attention(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any]:
-    """By heads, by batch, or whole, as torch has it for GPUs. A mask may have neither, so with one it is whole."""
+    """Shard attention by heads or batch, as torch does for GPUs; not with a mask, which may lack these dimensions."""
     rest = [None] * (len(args) - 3)
     whole: Any = ([Replicate()] * 2, [*[Replicate()] * 3, *rest])
     if attn_mask is not None:
@@ -48,23 +48,23 @@ def _attention_backward(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any
 
 
 def _shared(tensors: Any) -> list[int]:
-    """The batch, and heads where each rank has some: torch's kernel divides by their number."""
+    """Return the batch dimension, and heads if each rank has some: torch's kernel divides by their number."""
     return [0] if any(has_nothing(_scattered(each, 1), 1) for each in tensors) else [1, 0]
 
 
 def _scattered(spec: Any, dim: int) -> DTensorSpec:
-    """Return the spec with partial sums scattered along ``dim``: no other rule would choose that."""
+    """Return the spec with partial sums scattered along ``dim``, which no other rule would choose."""
     placements = tuple(Shard(dim) if each.is_partial() else each for each in spec.placements)
     return DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
 
 
 def shards(placement: Any, dim: int) -> bool:
-    """Also in turns."""
+    """Whether a placement shards ``dim``, in stripes as well."""
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
 def has_nothing(spec: DTensorSpec, dim: int) -> bool:
-    """Whether there is a rank without any of this dimension."""
+    """Whether there is a rank without any part of this dimension."""
     sizes: Any = spec.shape
     if not sizes:  # a number, which has a dimension 0 for torch
         return False
@@ -76,31 +76,31 @@ def has_nothing(spec: DTensorSpec, dim: int) -> bool:
 
 
 def _fill(tensor: Any, value: Any) -> list[Any]:
-    """As ``x[1:] = 0`` does; each rank fills what it has, and no part of a sum, as torch would."""
+    """Fill as ``x[1:] = 0`` does: each rank its shard. Parts of a sum, which torch would fill, are excluded."""
     filled = None if isinstance(value, (int, float, bool, complex)) else Replicate()
     return [([each], [each, filled]) for each in (Replicate(), *map(Shard, range(len(tensor.shape))))]
 
 
 def _along(tensor: Any, dim: int, **_: Any) -> list[Any]:
-    """Each row for itself. torch takes -1 for another dimension than the last."""
+    """Shard rows independently. torch takes -1 for another dimension than the last."""
     return [([each], [each, None]) for each in _but(tensor, dim)]
 
 
 def _index_add(tensor: Any, dim: int, _index: Any, _source: Any, **_: Any) -> list[Any]:
-    """The gradient of `index_select`: rows of each are added, which are the same rows on all ranks."""
+    """Shard the gradient of `index_select` by other dimensions: the added rows must be the same on all ranks."""
     return [([each], [each, None, Replicate(), each]) for each in _but(tensor, dim)]
 
 
 def _but(tensor: Any, dim: int) -> list[Any]:
-    """Whole, or by another dimension than this."""
+    """Replicate, or shard by another dimension than this."""
     return [Replicate(), *(Shard(each) for each in range(len(tensor.shape)) if each != dim % len(tensor.shape))]
 
 
 def _images(x: Any, *_: Any, **__: Any) -> list[Any]:
-    """Each image for itself: its channels, height and width belong together."""
+    """Shard images by batch: channels, height and width belong together."""
     return [([each], [each, None]) for each in (Replicate(), *map(Shard, range(len(x.shape) - 3)))]
 
 
 def _pooled_backward(gradient: Any, _x: Any, **_: Any) -> list[Any]:
-    """By batch and by channels: torch takes the first two dimensions for these, and an image alone has no batch."""
+    """Shard by batch and by channels. torch takes the first two dimensions, but a single image has no batch."""
     return [([each], [each, each]) for each in (Replicate(), *map(Shard, range(gradient.ndim - 2)))]

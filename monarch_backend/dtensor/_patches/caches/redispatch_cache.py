@@ -1,9 +1,9 @@
-"""What torch does in Python for an operation whose arguments it places anew is, the second time, what it was before.
+"""Cache of redistribution plans for DTensor operations that redistribute arguments or change sizes.
 
-That is a view (its sizes are a shard's), and whatever is gathered first: ``x[0]``, ``torch.cat``, a product. C++ knows
-the sharding, and has Python take the arguments apart, compare each spec with the one that is wanted, redistribute, and
-put them together again, in 14 us besides the operations. What is to be done with which argument is kept here with the
-sharding, `RedispatchPlan`, and done.
+Examples are a view, which has a shard's sizes, ``x[0]``, ``torch.cat`` and a product. C++ knows the sharding. For each
+call it makes Python flatten the arguments, compare each spec with the wanted one, redistribute, and rebuild the
+arguments. That takes 14 us. A `RedispatchPlan` on the cached sharding stores what is to be done with each argument, and
+replays it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from monarch_backend.dtensor._patches.fixes import view_writeback
 from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
 
 _ADDED = "_monarch_way"
-"""On an OutputSharding: its `RedispatchPlan`; None where it has none."""
+"""Attribute of an OutputSharding: its `RedispatchPlan`; None if it has none."""
 _number_of_modes = torch._C._len_torch_dispatch_stack
 _is_excluded, _VIEWS = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.ADInplaceOrView
 _explicit: Any = ExplicitRedistributionContext._local
 
 
 class NotCacheableError(Exception):
-    """Torch's own does it."""
+    """torch's own code must run the operation."""
 
 
 class OpInfo:
-    """In place of torch's of this name, which takes the arguments apart: done when somebody asks for more than this."""
+    """Replacement of torch's OpInfo, which flattens the arguments: done only if more than these attributes is used."""
 
     def __init__(self, own: Callable[[], Any], args: Any, kwargs: Any) -> None:
         self.own, self.args, self.kwargs = own, args, kwargs
@@ -45,17 +45,18 @@ class OpInfo:
         return getattr(self.torchs(), name)
 
     def torchs(self) -> Any:
-        """Torch's own."""
+        """Return torch's own OpInfo."""
         found = self.own()
         found.output_sharding = self.output_sharding
         return found
 
 
 class RedispatchPlan(NamedTuple):
-    """``call``: the operator that is done. ``wanted``: for each argument, a list's tensors one by one, the spec or the
-    value that it is to have; ``has_values``: values, too. ``parts``: how many of them each list has, None of what is
-    one. ``rows``: the placements of what is gathered for a view; ``last``: by place, the spec that was last there, and
-    whether it is the one that is wanted.
+    """Plan of an operation. ``call``: the operator to run.
+
+    ``wanted``: for each argument, and each tensor of a list, the wanted spec or value. ``has_values``: True if there
+    are values. ``parts``: number of tensors of each list, None for single arguments. ``rows``: placements of what is
+    gathered for a view. ``last``: by position, the last spec, and whether it is the wanted one.
     """
 
     call: Any
@@ -66,7 +67,7 @@ class RedispatchPlan(NamedTuple):
     last: dict[int, tuple[Any, bool]]
 
     def results(self, args: Any, kwargs: Any) -> Any:
-        """Of this operation on remote tensors. Raises NotCacheableError where an argument is something else."""
+        """Return the operation's results on remote tensors. Raises NotCacheableError for other arguments."""
         if len(args) != len(self.parts) or (kwargs and _has_tensors(kwargs)):
             raise NotCacheableError
         at, local = 0, []
@@ -80,7 +81,7 @@ class RedispatchPlan(NamedTuple):
             local.append([self._local(part, at + i) for i, part in enumerate(each)])
             at += parts
         local.extend(self.wanted[at:])
-        if _is_excluded(_VIEWS) and not _number_of_modes():  # as everywhere below autograd: nobody is to see it
+        if _is_excluded(_VIEWS) and not _number_of_modes():  # no mode is to see it, as everywhere below autograd
             return _native.dispatch(self.call, local, kwargs)
         return self.call(*local, **kwargs)
 
@@ -98,13 +99,13 @@ class RedispatchPlan(NamedTuple):
             last = self.last[at] = spec, spec == wanted
         if last[1]:
             return local
-        if getattr(_explicit, "_active", None) is not None:  # which torch asks whether this may be
+        if getattr(_explicit, "_active", None) is not None:  # torch checks it before redistributing
             raise NotCacheableError
         return op_dispatch.redistribute_local_tensor(local, spec, wanted)
 
 
 def _way(dispatcher: Any, op_call: Any, args: Any, kwargs: Any, info: Any) -> RedispatchPlan | None:
-    """None: torch's own does it, each time."""
+    """Return the plan, or None if torch's own code must run the operation each time."""
     sharding = info.output_sharding
     schema = sharding.redistribute_schema
     if not sharding.needs_redistribute or schema is None or op_call in dispatcher._random_ops:
@@ -132,14 +133,14 @@ def _has_tensors(kwargs: Any) -> bool:
 
 
 def _rows(op_call: Any, args: Any, schema: Any) -> Any:
-    """See `_torch_views`."""
+    """Return the placements of gathered arguments of a view; see view_writeback.py."""
     gathered = schema.args_spec[0].placements if op_call._schema._is_view_op() else None
     return None if gathered is None or gathered == args[0].placements else gathered
 
 
 def _later(own: Any) -> Replacement:
     def _unwrap_to_op_info_impl(self: Any, op_call: Any, args: Any, kwargs: Any, create_schema: bool) -> Any:
-        if create_schema:  # what becomes of the operation is not known yet
+        if create_schema:  # the operation's schema is not known yet
             return own(self, op_call, args, kwargs, create_schema)
         return OpInfo(lambda: own(self, op_call, args, kwargs, create_schema), args, kwargs)
 

@@ -1,9 +1,11 @@
-"""A redistribution is what it was the last time: torch finds out once which operations it is, here they are repeated.
+"""Cache of redistributions: the operations that torch found for one are recorded and repeated.
 
-torch plans one, and asks the mesh, groups and placements, in some 60 us of Python; the result depends on nothing but
-the metadata of the shards, the two placements and the mesh. What comes of it are operations on remote tensors, mostly
-one or two. Others, whose placements have a state of their own (an embedding's mask), are torch's each time. And what
-torch has no way for, from one kind of partial values to another, goes by the whole.
+torch plans a redistribution from the mesh, groups and placements in about 60 us of Python. The result depends only on
+the metadata of the shards, the two placements and the mesh. It is a list of operations on remote tensors, mostly one or
+two.
+
+Placements with a state of their own (an embedding's mask) are left to torch each time. Where torch has no path, from
+one kind of partial values to another, the tensor is replicated first.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Repla
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 CACHE_SIZE = 1024
-"""So many of one set of workers are known; when there are more, all are found out again."""
+"""Limit of redistributions of one set of workers. Beyond it all are dropped."""
 MAX_TRIES = 3
-"""So often it is tried to record one. The first time an operation's metadata may have to be found out, too."""
+"""Attempts to record one. At the first an operation's metadata may be computed, too."""
 _STATELESS = (Shard, Replicate, Partial)
 _number_of_modes = torch._C._len_torch_dispatch_stack
 
 
 class Value:
-    """In the arguments of a step: the tensor that is redistributed (0), or the n-th that a step has made."""
+    """Reference in the arguments of a step: the redistributed tensor (0), or the result of the n-th step."""
 
     __slots__ = ("at",)
 
@@ -47,7 +49,7 @@ class Value:
 
 
 class Step(NamedTuple):
-    """``call(args, kwargs)``, with tensors in the place of Values."""
+    """An operation: ``call(args, kwargs)``, with Values in place of tensors."""
 
     call: Callable[[Any, Any], Any]
     args: tuple[Any, ...]
@@ -55,7 +57,7 @@ class Step(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """``mesh``: the one that it was recorded with, whose ``groups`` the steps name."""
+    """Recorded steps. ``mesh``: the mesh of the recording, whose ``groups`` the steps name."""
 
     mesh: Any
     groups: Any
@@ -63,11 +65,11 @@ class Recorded(NamedTuple):
     result: int
 
     def is_of(self, mesh: Any) -> bool:
-        """Of a mesh that is equal to its own: a slice that was asked for again has the same groups, others have not."""
+        """True for a mesh that is equal to its own and has the same groups, as a slice that is made again."""
         return self.mesh is mesh or (self.groups is not None and self.groups == _groups_of(mesh))
 
     def repeat(self, tensor: RemoteTensor) -> Any:
-        """The result, of another tensor of the same metadata."""
+        """Return the result for another tensor of the same metadata."""
         values: list[Any] = [tensor]
         for call, args, kwargs in self.steps:
             named = {name: _filled(each, values) for name, each in kwargs.items()} if kwargs else kwargs
@@ -76,7 +78,7 @@ class Recorded(NamedTuple):
 
 
 def _groups_of(mesh: Any) -> list[str] | None:
-    """Their names, by dimension; None where they are not made yet."""
+    """Return the groups' names by dimension; None if they are not made yet."""
     return getattr(mesh, "_dim_group_names", None)
 
 
@@ -99,13 +101,13 @@ def _tensors_of(result: Any) -> Sequence[Any]:
 
 
 class Recorder(TorchDispatchMode):
-    """Inside, notes what is done on remote tensors in this thread. ``is_plain``: it can be repeated."""
+    """Mode that records this thread's operations on remote tensors. ``is_plain``: they can be repeated."""
 
     def __init__(self, tensor: RemoteTensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._values: list[Any] = [tensor]  # which keeps them: none gets the place of another in memory
+        self._values: list[Any] = [tensor]  # it keeps them alive, so that no id is reused
         self._steps: list[Step] = []
-        self._views: dict[int, tuple[int, Any]] = {}  # by place: the step and the operator that has made it
+        self._views: dict[int, tuple[int, Any]] = {}  # by id: the step and the operator that has made it
         self.is_plain = True
 
     def __enter__(self) -> Any:
@@ -143,25 +145,23 @@ class Recorder(TorchDispatchMode):
         args, kwargs = pytree.tree_map(noted, (tuple(args), dict(kwargs)))
         self._steps.append(Step(call, args, kwargs))
         made = _tensors_of(result)
-        self.is_plain = self.is_plain and all(
-            type(each) is RemoteTensor for each in made
-        )  # metadata is found out, else
+        self.is_plain = self.is_plain and all(type(each) is RemoteTensor for each in made)  # else metadata is computed
         self._values += made
 
     def recorded(self, mesh: Any, result: Any) -> Recorded | None:
-        """None: it can't be repeated."""
+        """Return the recording, or None if it can't be repeated."""
         places = [at for at, each in enumerate(self._values) if each is result]
         if not self.is_plain or not places:
             return None
         steps = list(self._steps)
-        if places[-1] in self._views:  # who saves it for a backward looks at the version of what it is a view of
+        if places[-1] in self._views:  # autograd compares the version of a saved view's base
             at, func = self._views[places[-1]]
             steps[at] = steps[at]._replace(call=functools.partial(_by_torch, func))
         return Recorded(mesh, _groups_of(mesh), steps, places[-1])
 
 
 def _on_the_way(current: DTensorSpec, target: DTensorSpec) -> DTensorSpec | None:
-    """What to be first, where torch's own sharding of an operator wants a step that its redistribution has not."""
+    """Return an intermediate spec if an operator's sharding needs a step that torch's redistribution lacks."""
     pairs = list(zip(current.placements, target.placements, strict=True))
     if not any(_has_no_way(*pair) for pair in pairs):
         return None
@@ -172,8 +172,9 @@ def _on_the_way(current: DTensorSpec, target: DTensorSpec) -> DTensorSpec | None
 
 
 def _in_order(local: Any, spec: DTensorSpec) -> Any:
-    """With its dimensions in memory as the whole tensor says: by its strides ``view`` is allowed, or not. What was
-    gathered is contiguous; of what ranks have exchanged torch leaves rows out, where sizes do not divide.
+    """Return the tensor with its dimensions in the order of the whole tensor's strides, by which ``view`` is checked.
+
+    Gathered tensors are contiguous. From exchanged ones torch removes rows if sizes do not divide.
     """
     shape, strides = spec.tensor_meta.shape, spec.tensor_meta.stride  # type: ignore[union-attr]
     if not all(type(each) is int and each > 0 for each in strides):
@@ -192,7 +193,7 @@ def _has_no_way(current: Any, target: Any) -> bool:
 
 
 def _is_in_order(spec: DTensorSpec) -> bool:
-    return DTensorSpec.is_default_device_order(spec.shard_order)  # False, where a placement has its own order
+    return DTensorSpec.is_default_device_order(spec.shard_order)  # False for a placement with its own order
 
 
 def _redistribute(own: Any) -> Replacement:
@@ -200,13 +201,13 @@ def _redistribute(own: Any) -> Replacement:
         local_tensor: Any, current_spec: Any, target_spec: Any, *, async_op: bool = False,
         use_graph_based_transform: bool | None = None, is_explicit: bool = False,
     ) -> Any:  # fmt: skip
-        # torch keeps a trace's specs, in which the mesh is the trace's own object, and uses them for real tensors.
+        # torch keeps a trace's specs, with the trace's own mesh object, and uses them for real tensors.
         mesh = tracing_state.real(current_spec.mesh)
         by_torch = functools.partial(
             _by_torchs_plan, own, local_tensor, current_spec, target_spec, mesh, async_op=async_op,
             use_graph_based_transform=use_graph_based_transform, is_explicit=is_explicit,
         )  # fmt: skip
-        # A mode is there to see what torch does; a history is made by torch's operators only.
+        # A mode must see torch's operations, and only they make a history.
         if (
             type(local_tensor) is not RemoteTensor
             or async_op
@@ -218,9 +219,7 @@ def _redistribute(own: Any) -> Replacement:
             use_graph_based_transform,
             redistribution._DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION,
             redistribution._FORCE_MIN_COST_REDISTRIBUTION_PLAN,
-            len(mesh._get_root_mesh()._flatten_mapping)
-            if mesh.ndim > 1
-            else 0,  # which makes one collective of several
+            len(mesh._get_root_mesh()._flatten_mapping) if mesh.ndim > 1 else 0,  # it makes one collective of several
         )
         known = local_tensor._meta.workers.kept.setdefault("redistributions", {})
         key = (local_tensor._meta, current_spec, target_spec, settings)
@@ -257,8 +256,9 @@ def _by_torchs_plan(
 
 
 def _maker_of_indices(local: Any, mesh: Any) -> Any:
-    """torch makes some on the device of the workers: those of this mesh do. A trace's are its own, also where it makes
-    a view of its input once more, outside of its mode.
+    """Return the function that makes torch's indices on this mesh's workers instead of any workers of the device.
+
+    A trace makes its own, also if it views its input once more outside of its mode.
     """
     if type(local) is RemoteTensor:
         return mesh
@@ -266,7 +266,7 @@ def _maker_of_indices(local: Any, mesh: Any) -> Any:
 
 
 def _of_one_mesh(own: Any) -> Replacement:
-    # Each operator of torch has other words for it, and none has a way out.
+    # Each operator of torch would report it differently, and none has an alternative.
     def _propagate_op_sharding_dispatch_slow_path(
         self: Any, op_call: Any, args: Any, kwargs: Any, *rest: Any, **options: Any
     ) -> Any:

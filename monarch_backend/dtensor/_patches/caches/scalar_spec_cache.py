@@ -1,7 +1,7 @@
-"""The spec that torch makes of a number beside a DTensor (``x * 2``), in each operation, is the same each time.
+"""Cache of the spec that torch makes for a number beside a DTensor (``x * 2``) in each operation.
 
-The number is a tensor of no dimensions, replicated, and torch checks in 12 us what it makes for it. Here the fields of
-one are copied, for each mesh and dtype, those that torch made the first time; and two with the same ones are equal.
+The number is a replicated tensor of no dimensions, for which torch takes 12 us of checks. Here the fields of torch's
+first spec are copied, for each mesh and dtype. Two specs with the same fields object are equal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import ControllerMesh, Replacement
 
 _KNOWN = "_monarch_numbers"
-"""On a mesh of a controller: the fields of such specs, but for the mesh, by dtype and number of placements."""
+"""Attribute of a controller's mesh: the specs' fields except the mesh, by dtype and number of placements."""
 
 
 def _made(own: Any) -> Replacement:
@@ -52,13 +52,13 @@ def _made(own: Any) -> Replacement:
 
 def _keep(spec: DTensorSpec, mesh: Any) -> None:
     assert spec.tensor_meta is not None
-    hash(spec)  # which is one of the fields
+    hash(spec)  # the hash is one of the fields
     fields = {name: value for name, value in spec.__dict__.items() if name != "mesh"}
     mesh.__dict__.setdefault(_KNOWN, {})[spec.tensor_meta.dtype, len(spec.placements)] = fields
 
 
 def _equal(own: Any) -> Replacement:
-    # By which torch finds what it knows of an operation: `own` is seven functions, each time.
+    # torch finds its cached operations by this comparison; `own` is seven functions each time.
     def __eq__(self: Any, other: Any) -> Any:
         if (
             type(other) is DTensorSpec

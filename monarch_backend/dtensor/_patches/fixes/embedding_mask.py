@@ -1,8 +1,7 @@
-"""The masks of what a rank has not of a table's rows, which torch keeps in a placement until the rows are added up.
+"""Masks for rows of a table that a rank does not have, which torch keeps in a placement until the rows are added up.
 
-All tensors of such a sharding have the same placement, as torch remembers it by the operation's arguments. So what
-leaves a mask there leaves it to others, who find it in the place of their own. A row that no rank has is no rank's to
-leave out: looking it up fails.
+All tensors of such a sharding share one placement, because torch caches it by the operation's arguments. So a mask that
+is left there replaces the mask of another tensor. A row that no rank has raises at its lookup.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Repla
 from monarch_backend.dtensor._worker import value_checks
 
 MASKED = (torch.ops.aten.embedding.default, torch.ops.aten.gather.default)
-"""Operators of which a rank has some of the rows."""
+"""Operators whose table may be sharded by rows."""
 
 _rows_here: Any = maybe_run_for_local_tensor(value_checks.rows_here)
 
@@ -41,7 +40,7 @@ def _partition(own: Any) -> Replacement:
 
 
 def _local_results(own: Any) -> Replacement:
-    """torch makes the mask before it calls the operator. Where that raises, nobody will add up its rows."""
+    """Remove the mask if the operator raises, because its rows are never added up. torch makes the mask before."""
 
     def _dispatch_get_local_results_slow_path(self: Any, op_call: Any, args: Any, op_info: Any) -> Any:
         if op_call not in MASKED:
@@ -60,11 +59,11 @@ def _local_results(own: Any) -> Replacement:
 
 
 def masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
-    """Rows that a rank has not are 0 from the beginning.
+    """Set rows that a rank does not have to 0 at once.
 
-    torch writes these zeros when the ranks' rows are added up. Operators in between that keep sums, as ``t()`` and
-    ``sum(0)`` do, have other rows by then, and wrong ones become 0. Where a trace ends in between, its mask, without
-    values, would be found by the next trace, and by real tensors.
+    torch writes these zeros when the ranks' rows are added up. Operators in between that keep sums, such as ``t()`` and
+    ``sum(0)``, have other rows by then, and wrong ones become 0. If a trace ends in between, the next trace and real
+    tensors would find its mask, which has no values.
     """
     dispatcher = DTensor._op_dispatcher
     if func is MASKED[0]:
@@ -80,8 +79,9 @@ def masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _with_one_mask(table: Any) -> Any:
-    """Rows that are sharded over several dimensions of a mesh would have a mask for each of these, in one place. A rank
-    without any can't look up one.
+    """Return the table with one mask: rows sharded over several dimensions of a mesh would have several in one place.
+
+    A rank without rows can't look up one.
     """
     if not isinstance(table, DTensor):
         return table
@@ -100,12 +100,12 @@ def _without_mask(placement: Any, local: Any) -> Any:
     if not is_masked(placement):
         return placement
     mask: Any = placement.mask_buffer.data
-    # Not by an index, as torch does it: it would read a mask of one number.
+    # Not by an index as in torch, which would read a mask of one number.
     local.masked_fill_(mask if mask.ndim == local.ndim else mask.unsqueeze(-1), 0)
     placement.mask_buffer.release_mask()
     return Partial(placement.reduce_op)
 
 
 def is_masked(placement: Any) -> bool:
-    """Whether it has one."""
+    """Whether a placement has a mask."""
     return isinstance(placement, _MaskPartial)

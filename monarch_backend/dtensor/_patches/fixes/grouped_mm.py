@@ -1,4 +1,4 @@
-"""Sizes of `F.grouped_mm` of float32 and float16, which its kernels take and torch's meta function refuses."""
+"""Fix of `F.grouped_mm` of float32 and float16: torch's meta function refuses sizes that its kernels accept."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def corrected(own: Any) -> Callable[..., Any]:
 
 
 def _as_bfloat16(matrix: Any) -> Any:
-    """With as many bytes from row to row, which must be a multiple of 16."""
+    """Return the matrix with as many bytes from row to row, which must be a multiple of 16."""
     width = matrix.element_size() // 2
     strides = [each if each == 1 else each * width for each in matrix.stride()]
     return torch.empty_strided(matrix.shape, strides, dtype=torch.bfloat16, device=matrix.device)
 
 
 def install_on_worker() -> None:
-    """Put it in place where no controller has, for Inductor. An older torch has no such function."""
+    """Install it for Inductor on a worker, whose process has no controller. An older torch has no such function."""
     own = getattr(_meta_registrations, NAME, None)
     if own is not None and not hasattr(own, "__wrapped__"):
         setattr(_meta_registrations, NAME, functools.wraps(own)(corrected(own)))

@@ -1,9 +1,9 @@
-"""Operators for which torch's DTensor has no sharding at all, or none for these arguments: each rank does all of it.
+"""Fallback for operators without a sharding in torch's DTensor, or without one for these arguments: each rank does all.
 
-An LSTM, attention's fast path, `nonzero`, `bincount`, rows that a mask takes (`x[x > 0]`), most of linear algebra:
-torch says that there is no strategy, and a program would have to gather its tensors itself. That is what is done here:
-what is sharded, or a sum over ranks, is gathered, each rank does the operation on whole tensors, and has the whole
-result. What the operator has changed goes back to where it was.
+Examples are an LSTM, attention's fast path, `nonzero`, `bincount`, rows selected by a mask (`x[x > 0]`), and most of
+linear algebra. torch raises that there is no strategy, and a program would have to gather its tensors itself. Here
+sharded tensors and sums over ranks are gathered. Each rank runs the operation on whole tensors, and has the whole
+result. Changed arguments return to their placements.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GATHERED = (
     "Cannot unflatten unevenly sharded tensor", "Cannot shard unevenly distributed tensor",
     "would remove or reshape sharded ",
 )  # fmt: skip
-"""torch's words where an argument, or what is changed or written (``out=``), would have to be gathered for it."""
+"""torch's error texts if an argument, or a changed or written tensor (``out=``), would have to be gathered."""
 _PARTS = "_local_tensor", "_spec"
 _said: set[Any] = set()
 _OUT_OF_PLACE = {
@@ -51,16 +51,16 @@ _OUT_OF_PLACE = {
     _aten.unsqueeze_.default: _aten.unsqueeze.default, _aten.squeeze_.default: _aten.squeeze.default,
     _aten.squeeze_.dim: _aten.squeeze.dim, _aten.squeeze_.dims: _aten.squeeze.dims,
 }  # fmt: skip
-"""What gives a tensor other sizes, and what gives a view of these sizes."""
+"""In-place operators that change a tensor's sizes, with the operator for a view of these sizes."""
 _OTHER_SIZES = _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default
-"""What has a tensor's values in other sizes."""
+"""Operators that return a tensor's values in other sizes."""
 _NEVER_EMPTY = (
     "_adaptive_", "_fft_", "_upsample_", "adaptive_", "aminmax", "avg_pool", "fractional_max_pool", "grid_sampler",
     "max_pool", "reflection_pad", "replication_pad", "upsample_",
 )  # fmt: skip
-"""How the names of operators begin whose kernels take no tensor without channels, or without anything at all."""
+"""Prefixes of operators whose kernels accept no tensor without channels, or without elements."""
 _SQUEEZED = _aten.squeeze_.default, _aten.squeeze_.dim, _aten.squeeze_.dims
-"""Those that torch has a sharding for: it leaves the old sizes to autograd where the placements stay the same."""
+"""Operators with a sharding in torch, which leaves the old sizes to autograd if the placements stay the same."""
 
 
 def _or_whole(own: Any) -> Replacement:
@@ -94,8 +94,9 @@ def _or_whole(own: Any) -> Replacement:
 
 
 def _parts_strides(x: Any, sizes: Any) -> bool:
-    """A dimension of which ranks have parts of parts, in turns, becomes a part of another, or several: torch takes the
-    turns for those of the new dimension. Right is only what stays, and an even one that comes first.
+    """Whether a view splits or merges a dimension of strided shards, whose strides torch applies to the new dimension.
+
+    A view is right only if that dimension stays, or if it is even and comes first.
     """
     if not isinstance(x, DTensor) or not any(isinstance(each, _StridedShard) for each in x.placements):
         return False
@@ -123,7 +124,7 @@ def _is_never_empty(op_call: Any) -> bool:
 
 
 def _has_nothing(tensor: Any) -> bool:
-    """On some rank."""
+    """Whether a rank has no elements of the tensor."""
     return any(sharding_rules.has_nothing(tensor._spec, dim) for dim in range(tensor.ndim))
 
 
@@ -132,7 +133,7 @@ def _given(args: Any, kwargs: Any) -> list[Any]:
 
 
 def _are_ours(args: Any, kwargs: Any) -> bool:
-    """A controller's."""
+    """Whether a controller's tensor is among the arguments."""
     return all(device_mesh_and_api.workers_of(each.device_mesh) is not None for each in _given(args, kwargs))
 
 
@@ -150,12 +151,12 @@ def _can_be_whole(op_call: Any, args: Any, kwargs: Any, error: BaseException) ->
         return True
     is_by_values = isinstance(error, _BY_VALUES) or isinstance(error.__cause__, _BY_VALUES)
     if is_by_values and any(tracing_state.is_traced(each._local_tensor) for each in given):
-        raise error if isinstance(error, _BY_VALUES) else error.__cause__ or error  # dynamo knows it: a graph break
+        raise error if isinstance(error, _BY_VALUES) else error.__cause__ or error  # dynamo handles it by a graph break
     return is_by_values
 
 
 def _is_moved(op_call: Any, args: Any, found: Any) -> bool:
-    """Whether torch would change a copy: what an operator in place changes, placed in another way for it."""
+    """Whether torch would change a copy, because an in-place operator needs its argument in another placement."""
     if not isinstance(found, OutputSharding) or torch.Tag.inplace_view in op_call.tags:
         return False
     first = op_call._schema.arguments[0] if args else None
@@ -171,8 +172,9 @@ def _is_moved(op_call: Any, args: Any, found: Any) -> bool:
 
 
 def _is_of_other_sizes(op_call: Any, args: Any, found: Any) -> bool:
-    """Whether a rank's shard can't have these sizes: where a dimension is shared by two of a mesh, torch looks whether
-    each of them shares it evenly, not both.
+    """Whether a rank's shard can't have these sizes.
+
+    If two dimensions of a mesh share a dimension, torch checks that each of them divides it evenly, but not both.
     """
     if op_call not in _OTHER_SIZES or not isinstance(found, OutputSharding) or not isinstance(args[0], DTensor):
         return False
@@ -197,7 +199,7 @@ def _numel_on(spec: DTensorSpec, rank: Sequence[int]) -> int:
 
 
 def strided(own: Replacement) -> Replacement:
-    """Torch has a view by strides (`fill_diagonal_` makes one) of nothing but all of a tensor."""
+    """Handle a view by strides, as `fill_diagonal_` makes one. torch has it only for a whole tensor."""
 
     def as_strided_handler(func: Any, args: Any, kwargs: Any) -> Any:
         try:
@@ -254,7 +256,7 @@ def _put_back(changed: Any, local: Any, placements: Any) -> None:
 
 
 def _as_view(op_call: Any, args: Any, kwargs: Any, found: Any, placements: Any) -> Any:
-    """To autograd it is one; what is written into what had to be gathered is written back as that of other rows is."""
+    """Return the result as a view for autograd; writes into gathered rows are written back as for other rows."""
     if args[0].placements != placements:
         taken = view_writeback._Taken(op_call, tuple(args), placements, None)
         locals_, specs = (pytree.tree_map(lambda each, name=name: getattr(each, name), found) for name in _PARTS)
