@@ -1,5 +1,4 @@
-"""Imports of a mesh's workers. The fork server of a program with DTensors imports this module, so that workers need
-not.
+"""Imports of a mesh's workers: the fork server of a program with DTensors imports this module once for all workers.
 
 If it fails, processes start all the same. A worker reports the reason when a device mesh is made.
 """

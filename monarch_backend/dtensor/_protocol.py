@@ -1,10 +1,11 @@
-"""Messages between controller and workers: batches of definitions and records.
+"""Messages between controller and workers: batches of definitions and commands.
 
-A batch is msgpack of ``[definitions, words]``. A *record* consists of words: a signature's number, the number of the
-place in the program that issued it, the ids of the operands (or floats, which are operands, too), the ids of the
-results. A *definition* is sent once, before its first use. It describes a signature (its function and arguments), one
-that differs by rank, or a process group. Constants in it are tagged lists of plain values; a value without a tag is
-pickled.
+A batch is msgpack of ``[definitions, words]``. A command (in csrc/ a record) consists of words: a signature's number,
+the number of the program's place that issued it, the ids of the operands, the ids of the results. Floats are operands,
+too, in place of ids.
+
+A *definition* is sent once, before its first use. It describes a signature (its function and arguments), one that
+differs by rank, or a process group. Constants in it are tagged lists of plain values; a value without a tag is pickled.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from monarch_backend._serialization.pickling import dumps_in_band, loads
 from monarch_backend.dtensor._controller import per_rank_int
 
 DELETE = 0
-"""The signature of the record ``[DELETE, count, *ids]``, which deletes tensors."""
+"""Signature of the command ``[DELETE, count, *ids]``, which deletes tensors."""
 FORGET = -1
-"""The signature of the record ``[FORGET, count, *numbers]``: no later record has one of these signatures."""
+"""Signature of the command ``[FORGET, count, *numbers]``: no later command has one of these signatures."""
 COLLECTIVES = ("_c10d_functional.", "_dtensor.shard_dim_alltoall")
 """Prefixes of the names of operators in which ranks wait for each other."""
 MEETINGS = (*COLLECTIVES, "monarch_backend.dtensor._worker.collectives:")
@@ -68,7 +69,7 @@ class Kind(enum.IntEnum):
 
 
 class Signature(NamedTuple):
-    """Layout of the records of one number. ``target``: an operator's name, or ``module:function``.
+    """Layout of the commands of one number. ``target``: an operator's name, or ``module:function``.
 
     ``writes``: operands that it changes. ``ins``: for a collective, shape and dtype of each operand, for ranks that
     take part without having it. ``orders``: the results' strides on the controller; empty if any strides are accepted.
@@ -102,9 +103,9 @@ class Step(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """Layout of the records of one captured step: many operations at once.
+    """Layout of the commands of one captured step: many operations at once.
 
-    Its values are the tensors of the record, then its numbers, then its random draws, then the result of each step.
+    Its values are the tensors of the command, then its numbers, then its random draws, then the result of each step.
     ``numbers``: for each the dtype that it has as a tensor, "" if it is not one. ``results``: the values that are
     returned. ``writes``, ``ins``: as a signature's. ``draws``: for each the arguments of ``drawn`` in
     _worker/random_ops.py.
@@ -122,7 +123,7 @@ class Graph(NamedTuple):
 
 
 class Number(int):
-    """An int that each record contains, as it does all floats."""
+    """An int that each command contains, as it does all floats."""
 
 
 class RemoteRef:

@@ -1,7 +1,8 @@
 """Manifest of the names of torch that are replaced for DTensors of a controller.
 
 ``MESH`` is applied with the first mesh of a process, ``COMPILE`` with the first trace by torch.compile. A replacement
-calls torch's own object for meshes that are not a controller's. ``WORKER_XLA`` is of workers with XLA devices.
+calls torch's own object for meshes that are not a controller's. ``WORKER_XLA`` is for workers with XLA devices.
+
 docs/reference/torch-patches.md is generated from these rows: ``python -m monarch_backend.dtensor._patches.manifest``.
 """
 
@@ -12,7 +13,7 @@ from monarch_backend._core.patches import Kind, Patch, Release
 TORCH: Release = (2, 13)
 """The release that a controller needs; its rows end before the next one."""
 XLA: Release = (2, 9)
-"""The release of torch that torch_xla stands on."""
+"""Release of torch that torch_xla needs."""
 
 _HERE = "monarch_backend.dtensor._patches"
 _SEMANTICS, _FIXES, _CACHES = f"{_HERE}.semantics", f"{_HERE}.fixes", f"{_HERE}.caches"

@@ -1,7 +1,7 @@
-"""What torch's own strategies get wrong: shardings with which an operator has another result than in one process.
+"""Fixes of torch's sharding strategies that give an operator another result than in one process.
 
-Operators that need another way to be done, not another sharding, are in dtensor/_ops/decomposed_losses.py (how they
-stay in their place is here); shardings of our own, in dtensor/_ops/sharding_rules.py.
+_ops/decomposed_losses.py has operators that need other code, not another sharding. This module only keeps them in
+place. _ops/sharding_rules.py has our own shardings.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ _BY_ONE_NUMBER = (
 
 
 def correct() -> None:
-    """In torch's tables, before _strategies has its own put there."""
+    """Correct torch's tables, before special_ops and sharding_rules add their entries."""
     propagator = api.DTensor._op_dispatcher.sharding_propagator
     known = propagator.op_strategy_funcs
-    known[_aten.empty_like.default] = known[_aten.zeros_like.default]  # without values, it is no part of a sum
+    # It has no values, so it can't be a part of a sum.
+    known[_aten.empty_like.default] = known[_aten.zeros_like.default]
     known[_aten.gather.default] = _aligned(known[_aten.gather.default])
     known[_aten.cat.default] = _beside_empty(known[_aten.cat.default])
     for operator in (_aten.select_backward.default, _aten.slice_backward.default):
         known[operator] = _counted_from_the_start(known[operator])
     known[_aten.linalg_vector_norm.default] = _of_values(known[_aten.linalg_vector_norm.default])
-    # The sum of bools, which torch takes, is 2 as a float where two ranks have one.
+    # torch takes the sum of bools, which as a float is 2 where two ranks have one.
     math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
     known[_aten.any.dims] = _where_none_is_none(known[_aten.any.dims])
     known[_aten.logsumexp.default] = _also_of_a_number(known[_aten.logsumexp.default])
@@ -77,8 +78,7 @@ def _of_norms(own: Any) -> Replacement:
         input_strategy: Any, reduce_dims: Any, keep_dim: bool = False, reduction_linear: bool = True,
         reduction_op: Any = "sum",
     ) -> Any:  # fmt: skip
-        # A rank that has nothing has no largest value. Norms of which each has a part: their sum is not the sum of the
-        # norms.
+        # A rank without elements has no largest value. The sum of partial norms is not the norm.
         specs = [way.output_spec for way in input_strategy.strategies]
         if reduction_op != "sum" and any(
             sharding_rules.has_nothing(spec, dim) for spec in specs for dim in reduce_dims
@@ -97,7 +97,7 @@ def _of_nothing(own: Any) -> Replacement:
     def view_groups(from_size: Any, to_size: Any) -> Any:
         if not any(type(size) is int and size == 0 for size in from_size):
             return own(from_size, to_size)
-        # torch goes round for ever: its products stay 0. Dimensions from the start that stay may be sharded.
+        # torch's loop does not end, because its products stay 0. Leading dimensions that stay may be sharded.
         sizes = view_ops.infer_size(0, view_ops.normalize_sizes(to_size))
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(from_size, sizes, strict=False))
         kept = len(list(same))
@@ -114,16 +114,17 @@ def _of_a_number(own: Any) -> Replacement:
 
 
 def _aligned(own: Replacement) -> Replacement:
-    """Rows of the index belong to the same rows of the input: where there are more of these, shards do not fit."""
+    """Shard only where the index has as many rows as the input: its rows belong to the same rows of the input."""
 
     def gather_strategy(op_schema: Any) -> Any:
         x, dim, index, *rest = op_schema.args_schema
         is_strided = any(map(_is_strided, (*_placements_of(x), *_placements_of(index))))
-        if is_strided:  # from such shards torch knows no way to a mask
+        if is_strided:  # torch has no path from such shards to a mask
             args = (_from_whole(x), dim, _from_whole(index), *rest)
             op_schema = dataclasses.replace(op_schema, args_schema=args)
         gathered = dim % max(x.ndim, 1)
-        args = (op_schema.args_schema[0], gathered, *op_schema.args_schema[2:])  # torch takes -1 of a number for -1
+        # Torch takes the literal -1 of a number for a dimension.
+        args = (op_schema.args_schema[0], gathered, *op_schema.args_schema[2:])
         found = own(dataclasses.replace(op_schema, args_schema=args))
 
         def fits(each: Any) -> bool:
@@ -132,7 +133,7 @@ def _aligned(own: Replacement) -> Replacement:
             return each.dim == gathered or bool(x.shape[each.dim] == index.shape[each.dim])
 
         def has_all_it_masks(way: Any) -> bool:
-            """The mask is made of all of the index, and of rows that there are."""
+            """Whether each rank has the whole index and some rows, from which the mask is made."""
             given, rows = (each.placements for each in way.input_specs)
             masked = [embedding_mask.is_masked(each) for each in rows]
             if not any(masked):
@@ -157,7 +158,7 @@ def _aligned(own: Replacement) -> Replacement:
 
 
 def _beside_empty(own: Replacement) -> Replacement:
-    """An empty tensor of one dimension may be beside tensors of several; it has no dimension to shard alike.
+    """Handle an empty tensor of one dimension beside tensors of several; it has no dimension to shard alike.
 
     torch takes the number of dimensions from the first tensor and all shardings from the others.
     """
@@ -190,13 +191,13 @@ def _placements_of(strategy: Any) -> Iterator[Any]:
 
 
 def _from_whole(strategy: Any) -> OpStrategy:
-    """As if what is sharded with strides were gathered."""
+    """Return the strategy as if tensors with strided shards were gathered."""
     specs = [each.output_spec for each in strategy.strategies]
     return OpStrategy([OpSpec(_without(spec, list(map(_is_strided, spec.placements)))) for spec in specs])
 
 
 def _of_all_indices(own: Replacement) -> Replacement:
-    """Gradients that are divided by how often a row was looked up: a rank counts the indices that it has."""
+    """Replicate indices for gradients that are divided by a row's number of lookups, which a rank can't count alone."""
 
     def embedding_dense_backward_strategy(op: Any, args: Any, kwargs: Any) -> Any:
         found = own(op, args, kwargs)
@@ -207,7 +208,7 @@ def _of_all_indices(own: Replacement) -> Replacement:
 
 
 def _counted_from_the_start(own: Replacement) -> Replacement:
-    """The gradient of ``x.select(-1, i)`` has -1, too, which torch compares with the dimensions that are sharded."""
+    """Normalise the dimension in the gradient of ``x.select(-1, i)``; torch compares -1 with sharded dimensions."""
 
     def strategy(op_schema: Any) -> Any:
         gradient, sizes, dim, *rest = op_schema.args_schema
@@ -218,7 +219,7 @@ def _counted_from_the_start(own: Replacement) -> Replacement:
 
 
 def _by_masks(own: Replacement) -> Replacement:
-    """A mask has as many of a tensor's dimensions as it has itself, not one: its shards would not fit the tensor's."""
+    """Handle masks: one stands for as many dimensions of a tensor as it has, not for one, so shards must agree."""
 
     def index_put_strategy(op: Any, args: Any, kwargs: Any) -> Any:
         found = own(op, args, kwargs)
@@ -230,7 +231,7 @@ def _by_masks(own: Replacement) -> Replacement:
 
 
 def _unless_parallel(parallel: Replacement, own: Replacement) -> Replacement:
-    """`loss_parallel` puts its own in these places, for the time, and would leave none there."""
+    """Let `loss_parallel` replace a handler for a time and restore ours afterwards; it would remove it."""
     handlers = api.DTensor._op_dispatcher._custom_op_handlers
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
@@ -241,7 +242,7 @@ def _unless_parallel(parallel: Replacement, own: Replacement) -> Replacement:
 
 
 def _from_the_start(own: Replacement) -> Replacement:
-    """A dimension counted from the end is not found among those that are sharded."""
+    """Count a dimension from the start, because torch compares it with the sharded ones."""
 
     def argminmax_handler(func: Any, args: Any, kwargs: Any) -> Any:
         if len(args) > 1 and args[1] is not None and args[1] < 0:
@@ -258,13 +259,13 @@ def _from_the_start(own: Replacement) -> Replacement:
 
 
 def _by_a_whole_number(func: Any, args: Any, kwargs: Any) -> Any:
-    """The first of the list says for all whether the number may be a sum over ranks: of others it would be wrong."""
+    """Replicate the number of a list operator: torch decides by the first tensor whether it may be a sum over ranks."""
     tensors, number, *rest = args
     return device_mesh_and_api._in_torchs_way(func, (tensors, local_results.everywhere(number), *rest), kwargs)
 
 
 def _of_values(own: Replacement) -> Replacement:
-    """The largest value of several ranks' is not that of the largest magnitude."""
+    """Handle a norm that is a largest value of values, not of magnitudes."""
 
     def norm_strategy(op_schema: Any) -> Any:
         found = own(op_schema)
@@ -292,7 +293,7 @@ _mode = _Mode()
 
 
 def _where_none_is_none(own: Replacement) -> Replacement:
-    """For an operator that does not take no dimensions for all of them; ``all`` is done by this one."""
+    """Handle an empty list of dimensions for an operator that does not take it for all dimensions."""
 
     def strategy(op_schema: Any) -> Any:
         _mode.none_is_none = True
@@ -305,7 +306,7 @@ def _where_none_is_none(own: Replacement) -> Replacement:
 
 
 def _also_of_a_number(own: Replacement) -> Replacement:
-    """For an operator whose dimensions torch does not know where there are none."""
+    """Handle a tensor without dimensions for an operator whose dimensions torch then gets wrong."""
 
     def strategy(op_schema: Any) -> Any:
         of = op_schema.args_schema[0]
@@ -315,7 +316,7 @@ def _also_of_a_number(own: Replacement) -> Replacement:
 
 
 def _reduced(own: Any) -> Replacement:
-    """No dimensions are all of them. torch itself asks for the gradient of ``amax()`` so."""
+    """Treat no dimensions as all of them. torch itself asks so for the gradient of ``amax()``."""
 
     def _infer_reduction_dims(dims_arg: Any, ndim: int) -> Any:
         is_all = isinstance(dims_arg, (list, tuple)) and not dims_arg and not _mode.none_is_none
@@ -325,7 +326,7 @@ def _reduced(own: Any) -> Replacement:
 
 
 def _of_weighted_classes(own: Any) -> Replacement:
-    # torch looks up the weight of labels that are ignored, too, which are no classes.
+    # torch also looks up the weight of ignored labels, which are no classes.
     def _nll_loss_and_log_softmax_backward(
         grad_output: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, *rest: Any
     ) -> Any:
@@ -340,7 +341,7 @@ def _of_weighted_classes(own: Any) -> Replacement:
 
 
 def _one_hot(own: Any) -> Replacement:
-    # C++ looks at the values of plain tensors only.
+    # C++ checks the values of plain tensors only.
     def one_hot(tensor: Any, num_classes: int = -1) -> Any:
         if not torch.compiler.is_compiling() and isinstance(tensor, (DTensor, RemoteTensor)):
             deferred_checks.require(worker_checks.classes, tensor, num_classes)

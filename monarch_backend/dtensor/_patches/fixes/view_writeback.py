@@ -1,9 +1,9 @@
-"""Rows taken of what is sharded by rows (``x[1:]``) are no view of a shard: torch gathers them first, into a copy.
+"""Write-back for rows of a tensor that is sharded by rows (``x[1:]``), which torch gathers into a copy.
 
-To the program, and to autograd, the result is a view nevertheless, and what it writes into one (``x[1:] = 0``) is to be
-in ``x``. torch writes it into the copy. Here the tensor that it was taken of is written, too, and what is written into
-that one, by itself or through another copy, is in all copies of it that there are. An index of several parts
-(``x[1:, 0] = 0``), or one of rows (``x[1:][0] = 0``), is a view of such a copy: it has the copy in ``_through``.
+For the program and autograd the result is a view. A write into it (``x[1:] = 0``) must change ``x``, but torch changes
+the copy. Here the tensor behind the copy is written, too. A write into that tensor, directly or through another copy,
+also updates all its existing copies. An index of several parts (``x[1:, 0] = 0``), or of rows of rows (``x[1:][0] =
+0``), is a view of such a copy: its ``_through`` is the copy.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _Base: Any = torch.Tensor
 
 
 class _Taken:
-    """How a copy was made: ``place`` is its own among several (``x.split(2)``); ``placements``: of the gathered.
-    ``version``: of what it was taken of, and of what has been written into the copy since.
+    """Origin of a copy. ``place``: its index among several (``x.split(2)``); ``placements``: of the gathered tensor.
+
+    ``version``: of the source, and of writes into the copy since.
     """
 
     def __init__(self, func: Any, args: Any, placements: Any, place: int | None) -> None:
@@ -42,7 +43,7 @@ class _Taken:
         self.spec: Any = None  # of the copy
 
     def check(self) -> None:
-        """Raises RemoteTensorError where what the copy was taken of has changed: its rows would be written over."""
+        """Raise RemoteTensorError if the copy's source has changed, because a write-back would overwrite its rows."""
         if _version(self.args[0]) > self.version:
             raise RemoteTensorError(
                 f"these rows were taken of a tensor ({self.func}) which has changed since, and they are a copy: each "
@@ -51,7 +52,7 @@ class _Taken:
 
 
 _copies: Any = WeakIdKeyDictionary()
-"""Of what tensor, in the end, by its local one: the local tensors of its copies, weakly, by id, the oldest first."""
+"""By the source's local tensor: the local tensors of its copies, weakly, by id, oldest first."""
 
 
 class _Indexing(threading.local):
@@ -59,7 +60,7 @@ class _Indexing(threading.local):
 
 
 _indexing = _Indexing()
-"""``copies``: those that the index has made which this thread does, and that have not been written back."""
+"""``copies``: made by this thread's present index, and not written back yet."""
 
 
 def _version(tensor: Any) -> int:
@@ -84,14 +85,14 @@ def _note_copies(own: Any) -> Replacement:
 
 
 def note(taken: _Taken, locals_: Any, specs: Any) -> None:
-    """That these, the local tensors of one result or of several, are copies."""
+    """Record that these local tensors, of one result or several, are copies."""
     if isinstance(locals_, (list, tuple)):
         for place, (local, spec) in enumerate(zip(locals_, specs, strict=True)):
             note(_Taken(taken.func, taken.args, taken.placements, place), local, spec)
         return
     locals_._taken, taken.spec = taken, specs
     base = _base(taken.args[0])._local_tensor
-    base._copied = _copies.setdefault(base, {})  # found at once there: each operation in place asks
+    base._copied = _copies.setdefault(base, {})  # a fast lookup: each operation in place uses it
     _keep(base._copied, locals_)
     if _indexing.copies is not None:
         _indexing.copies.append(DTensor(locals_, specs, requires_grad=False))
@@ -103,7 +104,7 @@ def _keep(kept: dict[int, Any], copy: Any) -> None:
 
 
 class IndexMethods:
-    """Base class of DTensor: an index of a controller's DTensor notes copies, and writes them back."""
+    """Base class of DTensor: an index of a controller's DTensor records copies, and writes them back."""
 
     __slots__ = ()
 
@@ -161,7 +162,7 @@ def _source(local: Any) -> Any:
 
 
 def _chain(tensor: Any) -> list[tuple[_Taken, Any]]:
-    """What is to be written when this has been: how a copy was made, and the copy; up to what is none."""
+    """Return what must be written after this tensor: (origin, copy) pairs, up to a tensor that is no copy."""
     found = []
     while (source := _source(tensor._local_tensor)) is not None:
         if isinstance(source, _Taken):
@@ -181,7 +182,7 @@ def _after_each(own: Any) -> Replacement:
             spec = sharding.output_spec
             stays = type(spec) is DTensorSpec and spec.placements == args[0]._spec.placements
             if stays and op_dispatch.get_active_debug_mode() is None:
-                return args[0]  # as torch's own, and there is nothing to write back
+                return args[0]  # as torch's own, without a write-back
         result = own(
             self, op_call, args, kwargs, mesh, sharding, results, participating, is_inplace_op, is_out_variant_op
         )
@@ -207,7 +208,7 @@ def _changes_first_only(op_call: Any) -> bool:
 
 
 def _is_alone(tensor: Any) -> bool:
-    """Whether it shares its values with no other tensor of the program that is known here."""
+    """Whether it shares its values with no other tensor that is known here."""
     if type(tensor) is not DTensor or type(tensor._local_tensor) is not RemoteTensor:
         return False
     marks = tensor._local_tensor.__dict__
@@ -215,7 +216,7 @@ def _is_alone(tensor: Any) -> bool:
 
 
 def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
-    """What this operator has changed, of what was taken of another tensor, is in that tensor, too."""
+    """Write what this operator has changed in copies into their sources."""
     if not _changes(op_call):
         return
     written = op_signatures.written(op_call._schema, args, kwargs or {})
@@ -224,7 +225,7 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
     steps = [step for chain in chains for step in chain]
     for taken, _ in steps:
         taken.check()
-    behind = 1  # torch counts it when this is over, but for lists, which it does not count
+    behind = 1  # torch increments it after this, except for lists
     if _changes_a_list(op_call):
         behind = 0
         counted = (each for each in ours.values() if device_mesh_and_api._is_remote(each) and not each.is_inference())
@@ -236,7 +237,7 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
         if _indexing.copies is not None:
             _indexing.copies = [each for each in _indexing.copies if each._local_tensor is not copy._local_tensor]
     if _indexing.copies is None:
-        with torch.no_grad():  # when all are written: one's copy may be among them, too
+        with torch.no_grad():  # after all writes: another's copy may be among them
             for changed, chain in zip(ours.values(), chains, strict=True):
                 _write_through(chain[-1][0].args[0] if chain else changed)
             for changed in ours.values():
@@ -244,15 +245,13 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
 
 
 def _base(tensor: Any) -> Any:
-    """What it is a view of, to autograd; what it was taken of, too, whose rows it may have."""
+    """Return the tensor that it is a view of for autograd, or the source of the copy, whose rows it may have."""
     base = tensor._base if tensor._is_view() else tensor
     return base if isinstance(base, DTensor) else tensor
 
 
 def _renew(changed: Any, behind: int, but: Iterable[Any]) -> None:
-    """Copies, other than these, get the values of what they were taken of. ``behind``: changes that autograd has not
-    counted yet.
-    """
+    """Update copies other than these from their sources. ``behind``: changes that autograd has not counted yet."""
     kept = _copies.get(_base(changed)._local_tensor) if _copies else None
     if kept is None:
         return
@@ -260,7 +259,7 @@ def _renew(changed: Any, behind: int, but: Iterable[Any]) -> None:
     for copy in [each() for each in list(kept.values())]:
         if copy is not None and id(copy) not in known:
             taken = copy._taken
-            key = id(taken.args[0]), taken.placements  # of a copy it has been made anew by now: that one is older
+            key = id(taken.args[0]), taken.placements  # of a copy that is updated by now, and older
             if key not in gathered:
                 gathered[key] = _as_placed(taken.args[0], taken.placements)
             view = _retaken(taken, gathered[key])
@@ -269,7 +268,7 @@ def _renew(changed: Any, behind: int, but: Iterable[Any]) -> None:
 
 
 def _write_through(changed: Any) -> None:
-    """A view that C++ has made of others, as autograd does in the backward of ``x[1:, 0] = 0``: they are made again."""
+    """Write through a view that C++ has made of copies, as autograd does in the backward of ``x[1:, 0] = 0``."""
     base = changed._base if changed._is_view() else None
     if not isinstance(base, DTensor) or not _is_ours(base) or all(p.is_replicate() for p in base.placements):
         return
@@ -286,7 +285,7 @@ def _write_through(changed: Any) -> None:
 
 
 def _written(taken: _Taken, copy: Any) -> None:
-    """Below autograd, which has a gradient for this already: it takes the copy for a view."""
+    """Write below autograd, which takes the copy for a view and has a gradient for the write already."""
     source = taken.args[0]
     whole = _as_placed(source, taken.placements)
     view = _retaken(taken, whole)

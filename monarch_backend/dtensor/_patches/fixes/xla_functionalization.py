@@ -1,8 +1,8 @@
-"""What an XLA worker needs of a private part of its torch (2.9): what a DTensor changes in place has changed for all.
+"""Fix for XLA workers (torch 2.9): an in-place change of a DTensor also changes the tensors that share its memory.
 
-torch_xla keeps a tensor and its views together by the dispatch key Functionalize. torch calls `__torch_dispatch__`, in
-which a DTensor calls the operator on its local tensor, without the keys that come before it, this one too: an operation
-in place would change the local tensor, a view, and not what that is a view of.
+torch_xla connects a tensor and its views by the dispatch key Functionalize. A DTensor calls the operator on its local
+tensor within `__torch_dispatch__`, where torch excludes earlier keys, this one too. An in-place operation would change
+the local tensor, a view, and not its base.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KEY: Any = "Functionalize"
 
 
 def keep_views_together() -> None:
-    """From now on, of this process's DTensors; again: nothing."""
+    """Install the fix for this process's DTensors; a second call does nothing."""
     own: Any = OpDispatcher.dispatch  # type: ignore[attr-defined]
     if hasattr(own, "__wrapped__"):
         return

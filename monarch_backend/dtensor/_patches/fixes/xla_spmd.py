@@ -1,6 +1,6 @@
-"""Functions of torch's that take any mesh of XLA devices for one of torch_xla's SPMD mode, without this case.
+"""Copies of torch's functions that treat every mesh of XLA devices as torch_xla's SPMD mode, without this case.
 
-In that mode one process has all devices, and a mesh no groups. Ours have one process for each device.
+In that mode one process has all devices, and a mesh has no groups. Our meshes have one process for each device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _api as api
 
 FUNCTIONS = (DeviceMesh.__init__, api.distribute_tensor, api.distribute_module)
-"""Each compares the device's type with "xla" once."""
+"""Functions that compare the device's type with "xla" once."""
 
 
 def without_spmd(function: Any) -> Any:
-    """The same for all devices; another function."""
+    """Return a copy of a function that treats all devices alike."""
     made = types.FunctionType(
         _code(function), function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
@@ -27,7 +27,7 @@ def without_spmd(function: Any) -> Any:
 
 
 def leave_out_spmd() -> None:
-    """Of all of them, for whoever calls them in this process: a worker's, which has nothing to do with that mode."""
+    """Install the copies for this process's callers: a worker's process does not use that mode."""
     for function in FUNCTIONS:
         function.__code__ = _code(function)
     own = device_mesh._get_device_handle
@@ -35,7 +35,7 @@ def leave_out_spmd() -> None:
 
 
 def handle_for(own: Any, device_type: str) -> Any:
-    """What torch asks how many devices a host has, to guess what collectives cost: for XLA it has nothing to ask."""
+    """Return the module by which torch counts a host's devices to estimate costs; XLA has none."""
     return torch.cpu if device_type == "xla" else own(device_type)
 
 

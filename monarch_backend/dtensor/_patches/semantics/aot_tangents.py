@@ -1,6 +1,6 @@
-"""What the backward of a captured step is given, and what it refuses. A part of _torch_compile, of AOTAutograd's.
+"""Gradients that the backward of a captured step accepts or refuses; part of the AOTAutograd replacements.
 
-A gradient that nobody has comes as zeros: torch makes them in C++, as a tensor of this process, where the trace has a
+A missing gradient arrives as zeros. torch makes them in C++, as a tensor of this process, where the trace has a
 DTensor.
 """
 
@@ -21,8 +21,9 @@ from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 
 
 class _Step:
-    """Of one call. ``meshes``: of each result, None for what is no DTensor. ``has_plain``: whether its backward, which
-    runs, was given tensors of this process by somebody.
+    """State of one call. ``meshes``: of each result, None for results that are no DTensors.
+
+    ``has_plain``: whether its running backward was given tensors of this process.
     """
 
     def __init__(self, results: Sequence[Any]) -> None:
@@ -30,24 +31,26 @@ class _Step:
         self.has_plain = True
 
     def look_at(self, gradients: Any) -> None:
-        """Refuse to be differentiated: torch's own connects a gradient's gradient to a leaf that nobody has, unless a
-        tensor that the backward was given wants one; what comes of it would be missing, without a word.
+        """Raise under create_graph=True.
+
+        torch connects a gradient's gradient to an unused leaf, unless a tensor given to the backward requires one. The
+        second derivative would be missing without an error.
         """
-        if torch.is_grad_enabled():  # as it is in a backward with create_graph
+        if torch.is_grad_enabled():  # as in a backward with create_graph
             raise RemoteTensorError(
                 "create_graph=True in the backward of a captured step, which has no second derivative, as no step of "
                 "torch.compile has: leave this one to eager code"
             )
-        self.has_plain = any(type(each) is torch.Tensor for each in gradients)  # what nobody has is None here
+        self.has_plain = any(type(each) is torch.Tensor for each in gradients)  # a missing gradient is None here
 
 
 _STEP = "monarch_backend.step"
 SAMPLE_SIZE = 4096
-"""So many numbers say that a gradient is of zeros, where nobody is known to have given one."""
+"""Numbers that are checked to decide that a gradient is zeros, if no explicit gradient is known."""
 
 
 def with_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """What is called looks, in its backward, at what that is given."""
+    """Return the compiled function with a hook that checks the gradients given to its backward."""
 
     def call(*args: Any) -> Any:
         results = compiled(*args)
@@ -55,7 +58,7 @@ def with_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
             made = pytree.tree_leaves(results)
             step = _Step(made)
             for node in set(itertools.chain.from_iterable(map(_steps_of, made))):
-                # Another one's: of the step before, whose result is an argument here.
+                # It may belong to the step before, whose result is an argument here.
                 if node.metadata.setdefault(_STEP, step) is step:
                     node.register_prehook(step.look_at)
         return results
@@ -64,15 +67,16 @@ def with_hooks(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _steps_of(result: Any) -> list[Any]:
-    """The backward of a captured step that made this; it may be a view of what one made."""
+    """Return the captured steps whose backward made this result, or the tensor that it is a view of."""
     node = result.grad_fn if isinstance(result, torch.Tensor) else None
     nearest = [] if node is None else [node, *(each for each, _ in node.next_functions)]
     return [each for each in nearest if each is not None and each.name().startswith("CompiledFunction")]
 
 
 def process(own: Any) -> Any:
-    """In place of torch's function of this name: a gradient of this process that belongs to a DTensor goes there, and a
-    DTensor that belongs to a plain tensor of all ranks is one.
+    """Replace torch's function of this name: a gradient of this process for a DTensor is distributed.
+
+    A DTensor for a plain tensor of all ranks becomes a plain one.
     """
 
     def process_runtime_tangent(x: Any, meta: Any, at: Any = None, desc: Any = None, *rest: Any) -> Any:
@@ -92,7 +96,7 @@ def process(own: Any) -> Any:
 
 
 def _mesh_of(step: _Step, desc: Any) -> Any:
-    """Of the result whose gradient this is; of what a result is a view of, if all results have the same."""
+    """Return the mesh of the result whose gradient this is; for a base of results, their common mesh."""
     output = getattr(desc, "output", None)
     if isinstance(output, PlainAOTOutput):
         return step.meshes[output.idx] if output.idx < len(step.meshes) else None
@@ -103,7 +107,7 @@ def _mesh_of(step: _Step, desc: Any) -> Any:
 def _there(x: torch.Tensor, step: _Step, mesh: Any, placements: Sequence[Any]) -> DTensor:
     exact = [each if type(each) is Shard else Replicate() for each in placements]  # own() makes any other of these
     with torch.no_grad():
-        # A hook that came after ours may have given one all the same; of logits that nobody has, not all are looked at.
+        # A later hook may still have given a gradient. Of large missing gradients (logits) only a sample is checked.
         looked_at = x if step.has_plain else x.reshape(-1)[:: 1 + x.numel() // SAMPLE_SIZE]
         if bool(looked_at.any()):
             return distribute_tensor(x, mesh, exact)

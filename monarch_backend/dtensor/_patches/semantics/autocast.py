@@ -1,8 +1,8 @@
 """``torch.autocast("cuda")`` and ``torch.autocast("xla")`` of remote tensors.
 
-torch decides by where C++ has a tensor, which for a remote one is the CPU, and the CPU's lists of operators are others.
-So from the first such block of a controller of such devices on, kernels of ours are in the place of torch's, or of
-torch_xla's, which look at the workers' device, too. What each operator wants is dtensor/_ops/autocast_rules.py's.
+torch decides by the device that C++ has for a tensor. For a remote one that is the CPU, whose lists of operators
+differ. From a controller's first such block on, our kernels replace torch's or torch_xla's. They also check the
+workers' device. _ops/autocast_rules.py has the dtype of each operator.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _RULES = {"cuda": autocast_rules.CUDA, "xla": autocast_rules.XLA}
 _KEYS = {"cuda": "AutocastCUDA", "xla": "AutocastXLA"}
 _libraries: dict[str, list[torch.library.Library]] = {}
 _cast: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
-"""Parameters, as they have been cast, until the outermost autocast ends."""
+"""Cast parameters, until the outermost autocast ends."""
 
 
 def operators(kind: str) -> list[Any]:
-    """Those for which torch, or torch_xla, has a rule on this kind of device."""
+    """Return the operators with a rule of torch or torch_xla on this kind of device."""
     if kind == "xla":
         known = (name for name in autocast_rules.XLA_OPERATORS if hasattr(torch.ops.aten, name.partition(".")[0]))
-        return [_operator(name) for name in known]  # 2.14 has some of them no more, as "cholesky"
+        return [_operator(name) for name in known]  # 2.14 lacks some of them, such as "cholesky"
     names = torch._C._dispatch_get_registrations_for_dispatch_key(_KEYS[kind])
     return [_operator(name.removeprefix("aten::")) for name in names if name.startswith("aten::")]
 
@@ -51,7 +51,7 @@ def _operator(name: str) -> Any:
 def _register(kind: str) -> None:
     library = torch.library.Library("aten", "IMPL")
     _libraries[kind] = [library]
-    if kind == "xla" and "torch_xla" not in sys.modules:  # which brings this
+    if kind == "xla" and "torch_xla" not in sys.modules:  # it registers this key
         others = torch.library.Library("_", "IMPL")
         others.fallback(torch.library.fallthrough_kernel, _KEYS[kind])
         _libraries[kind].append(others)

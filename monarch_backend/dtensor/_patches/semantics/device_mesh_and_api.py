@@ -1,4 +1,4 @@
-"""Functions of torch that act for "the rank that I am", and what stands in for them where one controller acts for all.
+"""Replacements of torch's functions that act for this process's rank, where one controller acts for all ranks.
 
 `install` applies the manifest with the first mesh; a mesh that is not a controller's gets torch's own functions.
 """
@@ -55,18 +55,18 @@ Replacement = Callable[..., Any]
 
 
 def install() -> None:
-    """Apply the rows of the manifest that a mesh needs, and register operators; again: nothing."""
+    """Apply the rows of the manifest that a mesh needs, and register operators; a second call does nothing."""
     global _installed
     if _installed:
         return
     _installed = True
-    from monarch_backend.dtensor._patches import manifest  # imports this module
+    from monarch_backend.dtensor._patches import manifest  # it imports this module
     from monarch_backend.dtensor._patches.fixes import sharding_fixes
     from monarch_backend.dtensor._patches.semantics import per_rank_int_operands
 
     patches.apply(manifest.MESH)
     modes: list[Any] = local_tensor._PROCESS_LOCAL_TENSOR_MODE
-    modes.insert(0, _mode)  # where torch looks for its LocalTensorMode
+    modes.insert(0, _mode)  # torch looks for its LocalTensorMode there
     handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = _item
     handlers[torch.ops.aten.is_nonzero.default] = lambda func, args, kwargs: bool(_item(func, args, kwargs))
@@ -82,7 +82,7 @@ def install() -> None:
     per_rank_int_operands.install()
     sharding_fixes.correct()
     sharding_rules.install()
-    # A host's tensor beside distributed ones is the same on all ranks: there is no other rank that could have another.
+    # A host's tensor beside distributed ones is the same on all ranks, because only this process has one.
     torch._C._set_dtensor_allow_implicit_replication(True)
 
 
@@ -103,7 +103,7 @@ def set_metadata(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def workers_of(mesh: Any) -> WorkerSet | None:
-    """Those that a mesh is made of; None if it is no controller's."""
+    """Return the workers of a mesh; None if it is no controller's."""
     found = mesh.__dict__.get("_monarch_workers", False)
     if found is False:
         found = mesh.__dict__["_monarch_workers"] = controller_process_group.owner_of(mesh._flatten_rank_map)
@@ -111,14 +111,14 @@ def workers_of(mesh: Any) -> WorkerSet | None:
 
 
 def slices_of(mesh: Any) -> int:
-    """How many meshes of its form there are: it stands for each rank's own."""
+    """Return the number of meshes of its form: a sliced mesh stands for each rank's own."""
     return len(mesh._layout.remap_to_tensor(mesh._rank_map))
 
 
 def coordinate(mesh: Any, workers: WorkerSet) -> list[Any]:
-    """By mesh dimension the coordinate of each rank; in a mesh that was sliced, in that rank's own slice.
+    """Return each rank's coordinate by mesh dimension; in a sliced mesh, within that rank's slice.
 
-    In a trace, of the ranks that it stands for.
+    In a trace, only for the ranks that it stands for.
     """
     found = _coordinates(mesh, workers)
     return [rank_classes.seen(each, workers) for each in found] if rank_classes.is_tracing() else found
@@ -139,14 +139,14 @@ def _coordinates(mesh: Any, workers: WorkerSet) -> list[Any]:
 
 
 def rows_of(mesh: Any) -> torch.Tensor:
-    """Global ranks: one mesh of this shape for each slice."""
+    """Return the global ranks: one mesh of this shape for each slice."""
     return mesh._layout.remap_to_tensor(mesh._rank_map)  # type: ignore[no-any-return]
 
 
 def outside(mesh: Any) -> frozenset[int]:
-    """Those of the workers that are not in the mesh, nor in another one of its slices; none of what is no controller's.
+    """Return the workers outside the mesh and its other slices; none for a mesh that is no controller's.
 
-    What belongs to the mesh they do not have. They would not take part in what changes it, and would have old values.
+    They do not have tensors of the mesh. They would not take part in changes, and would keep old values.
     """
     found = mesh.__dict__.get("_monarch_outside")
     if found is None:
@@ -158,12 +158,12 @@ def outside(mesh: Any) -> frozenset[int]:
 
 
 def root_of(mesh: Any) -> DeviceMesh:
-    """The mesh that it was sliced from, or itself."""
+    """Return the mesh that it was sliced from, or itself."""
     return mesh._get_root_mesh()  # type: ignore[no-any-return]
 
 
 def check_mesh(what: str, one: Any, other: Any) -> None:
-    """Raises MeshMismatchError if these are two meshes, and a controller's."""
+    """Raise MeshMismatchError if these are two meshes, and a controller's."""
     meshes = tracing_state.real(one), tracing_state.real(other)
     if meshes[0] is meshes[1] or meshes[0] == meshes[1]:
         return
@@ -176,20 +176,21 @@ def check_mesh(what: str, one: Any, other: Any) -> None:
 
 
 def remote_of(tensor: DTensor) -> RemoteTensor | None:
-    """Its shards, if they are on workers of this controller."""
+    """Return the DTensor's shards if they are on workers of this controller, else None."""
     local = tensor._local_tensor
     return local if isinstance(local, RemoteTensor) else None
 
 
 class ControllerMesh(DeviceMesh):
-    """A mesh of a controller: ranks and coordinates are those of all of its processes."""
+    """A mesh of a controller, with the ranks and coordinates of all of its processes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         _init_without_spmd(self, *args, **options)
 
     def get_coordinate(self) -> Any:
         known = self.__dict__.get("_monarch_coordinate")
-        if known is not None and not _mode.disabled and not rank_classes.is_tracing():  # each operation on one asks
+        # Called by each operation on a mesh.
+        if known is not None and not _mode.disabled and not rank_classes.is_tracing():
             return known
         workers = None if _mode.disabled else workers_of(self)
         return super().get_coordinate() if workers is None else coordinate(self, workers)
@@ -213,16 +214,16 @@ class ControllerMesh(DeviceMesh):
 
     @staticmethod
     def _get_mesh_tensor_from_full_mesh(full_mesh: torch.Tensor, current_rank: int | None = None) -> Any:
-        # The slice of the first rank: all have the same shape.
+        # The slice of the first rank: all slices have the same shape.
         own = DeviceMesh._get_mesh_tensor_from_full_mesh
         return full_mesh[0] if current_rank is None else own(full_mesh, current_rank)
 
     def _setup_world_group_and_device(self) -> Any:
-        return None  # no device of the controller's is used
+        return None  # no device of the controller is used
 
     def _compute_coordinate_on_dim(self) -> Any:
-        # torch caches what it found out by what meshes are equal to. Ranks come again when processes are started anew;
-        # a mesh of those that have ended must not be found for one of the new ones.
+        # torch's caches compare meshes by value. Ranks are reused when processes are started anew. A mesh of ended
+        # processes must not be found for a mesh of new ones.
         self._thread_id = _workers(self).serial
         return (0,) * self.ndim
 
@@ -262,7 +263,7 @@ def make_mesh(_own: Any) -> Replacement:
 
 
 class _Mode(threading.local):
-    """What torch sees as its LocalTensorMode, without the mode: that would cost each operation, and loop over ranks.
+    """Stand-in for torch's LocalTensorMode. The real mode would cost time in each operation, and loop over ranks.
 
     Each thread disables its own.
     """
@@ -278,12 +279,12 @@ class _Mode(threading.local):
         return self.disabled
 
     def disable(self) -> _Disabled:
-        """Inside, torch's functions act for one rank."""
+        """Return a context in which torch's functions act for one rank."""
         return _Disabled(self)
 
 
 class _Disabled:
-    """Entered twice for each redistribution: a generator would take a microsecond more."""
+    """Context that is entered twice for each redistribution; a generator would take a microsecond more."""
 
     __slots__ = ("_before", "_mode")
 
@@ -320,9 +321,9 @@ def _for_each_rank(own: Any) -> Replacement:
 
 
 def _are_alike(values: Iterable[Any]) -> bool:
-    """Whether these are remote tensors, and others that are no tensors, and all ranks have the same.
+    """Whether these are remote tensors, or no tensors, and all ranks have the same.
 
-    Then a function that acts for one rank acts for all. That is so each time that even shards are gathered.
+    Then a function that acts for one rank acts for all, as when even shards are gathered.
     """
     for each in values:
         kind = type(each)
@@ -360,7 +361,7 @@ def _local_shape(own: Any) -> Replacement:
 
 def _rank_in(own: Any) -> Replacement:
     def get_rank(group: Any = None) -> Any:
-        # torch asks it when it logs an error, of any group: the controller is in none.
+        # torch calls it for any group when it logs an error; the controller is in none.
         return group.rank() if isinstance(group, controller_process_group.ControllerGroup) else own(group)
 
     return get_rank
@@ -370,8 +371,8 @@ def _one_collective(own: Any) -> Replacement:
     def _optimize_transform_infos(
         transform_infos: Any, device_mesh: Any, src_placements: Any, dst_placements: Any
     ) -> Any:
-        # Over two dimensions of a mesh, shards of unequal sizes are not those over the flattened one, which torch 2.13
-        # takes them for when it gathers.
+        # torch 2.13 gathers shards over two dimensions of a mesh as those over the flattened one. With unequal sizes
+        # the two differ.
         if (
             len(transform_infos) > 1
             and workers_of(device_mesh) is not None
@@ -396,18 +397,18 @@ def _is_uneven(info: Any, mesh: Any, placements: Any) -> bool:
 
 
 def _rank_of_a_trace(own: Any) -> Replacement:
-    # Asked for the size of what a rank gets of a tensor that is sharded anew, which is the same for all.
+    # Called for the size of a rank's part in a resharding, which is the same for all.
     return lambda group, rank: 0 if isinstance(group, controller_process_group.ControllerGroup) else own(group, rank)
 
 
 def _wrap(own: Any) -> Replacement:
-    # Workers wait for a collective when its result is used: nothing need be wrapped to wait here.
+    # Workers wait for a collective when its result is used, so no wrapper has to wait here.
     return lambda tensor: tensor if type(tensor) is RemoteTensor else own(tensor)
 
 
 def _broadcast_objects(own: Any) -> Replacement:
     def broadcast_object_list(object_list: Any, src: Any = None, group: Any = None, *rest: Any, **options: Any) -> Any:
-        # Every rank has the controller's objects. torch would unpickle an empty buffer where src is not rank 0.
+        # Every rank has the controller's objects. torch would unpickle an empty buffer if src is not rank 0.
         if not isinstance(
             group or (controller_process_group.is_controller() and controller_process_group.universe()),
             controller_process_group.ControllerGroup,
@@ -443,7 +444,7 @@ def _handle(own: Any) -> Replacement:
 
 
 def _without_values(own: Any) -> Replacement:
-    # For shapes only. Some of torch's C++ would switch to the device, which it refuses for XLA's; the CPU's is there.
+    # For shapes only. Some of torch's C++ would switch to the device, which fails for XLA; the CPU always works.
     def _rebuild_tensor_from_dtensor_meta(arg: Any) -> Any:
         meta = arg.tensor_meta
         if arg.mesh.device_type != "xla" or meta is None or workers_of(arg.mesh) is None:
@@ -488,7 +489,7 @@ def _distribute(own: Any) -> Replacement:
             _check_workers("distribute_tensor()", tensor, workers)
         is_host = not isinstance(tensor, (DTensor, RemoteTensor)) and not tensor.is_meta and tensor.is_leaf
         if workers is not None and is_host and tensor.device != workers.device:
-            # Else torch moves it to a device that is not here.
+            # Else torch moves it to a device that this process lacks.
             tensor = per_rank_host_tensor.belonging(tensor, workers, outside(mesh))
         return (own if workers is None else ours)(tensor, mesh, placements, **options)
 
@@ -538,7 +539,7 @@ before_to_local: Callable[[Any], None] | None = None
 
 
 def _to_local(own: Any) -> Replacement:
-    # A plain tensor does not say whether it is a shard; random operations on it have to know.
+    # A plain tensor does not have its sharding, which random operations on it need.
     def to_local(self: Any, *args: Any, **options: Any) -> Any:
         if before_to_local is not None and (tracing_state.is_traced(self._local_tensor) or tracing_state.is_dynamos()):
             before_to_local(self)
@@ -556,7 +557,7 @@ def _to_local(own: Any) -> Replacement:
 
 
 def origin_of(spec: Any) -> Any:
-    """Of the local tensors of DTensors like this, as `shard_origins.Origin`."""
+    """Return the `shard_origins.Origin` of local tensors of DTensors like this."""
     found = spec.__dict__.get("_monarch_origin", False)
     if found is False:
         found = spec.__dict__["_monarch_origin"] = _origin_of_new(spec)
@@ -564,7 +565,7 @@ def origin_of(spec: Any) -> Any:
 
 
 def _origin_of_new(spec: Any) -> Any:
-    """torch makes a spec for each gradient: a mesh remembers the origins of specs like these."""
+    """Return a cached origin: torch makes a spec for each gradient, so a mesh keeps the origins of equal specs."""
     mesh = tracing_state.real(spec.mesh)
     workers = workers_of(mesh)
     if workers is None:
@@ -589,7 +590,7 @@ def _from_local_here(
     local: Any, mesh: Any, placements: Any = None, *, run_check: bool = False, shape: Any = None, stride: Any = None,
     grad_placements: Any = None,
 ) -> Any:  # fmt: skip
-    """As torch's, of a trace, and with no way to the mesh's device, which C++ refuses where torch_xla is not."""
+    """Run from_local as in a trace, without a move to the mesh's device, which fails without torch_xla."""
     placed = [Replicate()] * mesh.ndim if placements is None else placements
     placed = [Shard(each.dim + local.ndim) if type(each) is Shard and each.dim < 0 else each for each in placed]
     back = None if grad_placements is None else tuple(grad_placements)
@@ -598,7 +599,7 @@ def _from_local_here(
 
 def _on_its_mesh(own: Any) -> Replacement:
     def redistribute(self: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
-        # torch's own looks at the placements first: where they are the same, it returns what is on the old mesh.
+        # torch compares placements first. If they are equal, it returns the tensor on the old mesh.
         is_other = isinstance(device_mesh, DeviceMesh) and device_mesh is not self.device_mesh
         if is_other and not torch.compiler.is_compiling():
             check_mesh("redistribute()", self.device_mesh, device_mesh)
@@ -614,7 +615,7 @@ def _on_its_mesh(own: Any) -> Replacement:
 
 
 def _whole_of_shards(own: Any) -> Replacement:
-    # torch's own multiplies one rank's sizes, for from_local and for the gradient of to_local.
+    # torch multiplies one rank's sizes, for from_local and for the gradient of to_local.
     def compute_global_tensor_info(tensor: Any, mesh: Any, placements: Any) -> Any:
         workers = workers_of(mesh) if type(tensor) is RemoteTensor else None
         if workers is None:
@@ -691,18 +692,18 @@ def _load(own: Any) -> Replacement:
 
 
 def _checkpoint() -> Any:
-    from monarch_backend.dtensor._controller import checkpoint as found  # which needs this module
+    from monarch_backend.dtensor._controller import checkpoint as found  # it imports this module
 
     return found
 
 
 def _made(own: Any) -> Replacement:
-    # torch's own does nothing outside of a trace, by way of six functions, for each result of each operation.
+    # torch's own does nothing outside of a trace, through six functions, for each result of each operation.
     def __init__(self: Any, local_tensor: Any = None, *args: Any, **options: Any) -> None:
         if type(local_tensor) is not RemoteTensor:
             own(self, local_tensor, *args, **options)
         else:
-            no_pointer(self)  # C++ that wants the memory gets an error, as of its shard
+            no_pointer(self)  # C++ code that needs the memory gets an error, as for its shard
 
     return __init__
 
@@ -712,7 +713,7 @@ def _wrap_result(own: Any) -> Replacement:
 
     def wrap(res: Any, spec: Any) -> Any:
         if type(res) is RemoteTensor and type(spec) is DTensorSpec:
-            made = new(DTensor, res, spec, requires_grad=res.requires_grad)  # all that __init__ would do is this
+            made = new(DTensor, res, spec, requires_grad=res.requires_grad)  # __init__ would do no more than this
             no_pointer(made)
             return made
         if type(res) in (list, tuple) and isinstance(spec, (list, tuple)):
@@ -724,7 +725,7 @@ def _wrap_result(own: Any) -> Replacement:
 
 def _device_for_whom(own: Any) -> Replacement:
     def _lazy_init() -> None:
-        # Each function of torch with a device among its arguments calls it, also where it is the workers' device.
+        # Each function of torch with a device argument calls it, also for the workers' device.
         if torch.cuda.is_available() or not controller_process_group.is_controller():
             own()
 
@@ -735,11 +736,11 @@ def _device_for_whom(own: Any) -> Replacement:
 
 
 def _first_trace(own: Any) -> Replacement:
-    """Dynamo traces remote tensors for each backend; what this needs takes a second to import, so not with a mesh."""
+    """Install the rows for traces at dynamo's first trace for any backend; their imports take a second."""
 
     def __call__(self: Any, *args: Any, skip: int = 0, **options: Any) -> Any:
         if controller_process_group.is_controller():
-            from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # which needs this module
+            from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # it imports this module
 
             dynamo_and_aot.install()
         return own(self, *args, skip=skip + 1, **options)
@@ -751,7 +752,7 @@ def _first_trace(own: Any) -> Replacement:
 
 
 def _or_torchs(ours: Replacement) -> Replacement:
-    """For an operator that torch has no handler for."""
+    """Return a handler that calls torch's for meshes that are no controller's."""
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         is_ours = all(_is_remote(each) or _is_traced(each) for each in _distributed(args))
@@ -761,7 +762,7 @@ def _or_torchs(ours: Replacement) -> Replacement:
 
 
 def _in_torchs_way(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of meshes that are no controller's."""
+    """Run an operator as torch does, for meshes that are no controller's."""
     handlers = api.DTensor._op_dispatcher._custom_op_handlers
     mine = handlers.pop(func)
     try:
@@ -771,7 +772,7 @@ def _in_torchs_way(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_controllers(ours: Replacement, own: Replacement) -> Replacement:
-    """For an operator that torch's DTensor does by talking from rank to rank."""
+    """Return a handler that calls torch's communication between ranks for meshes that are no controller's."""
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         is_ours = any(_is_remote(each) or _is_traced(each) for each in _distributed(args))
@@ -781,13 +782,13 @@ def _of_controllers(ours: Replacement, own: Replacement) -> Replacement:
 
 
 def _distributed(args: Any) -> Iterator[DTensor]:
-    """Those among an operator's arguments, also in its lists."""
+    """Yield the DTensors among an operator's arguments, also in its lists."""
     given = itertools.chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in args)
     return (each for each in given if isinstance(each, DTensor))
 
 
 def _register_lists() -> None:
-    """An operator on lists of tensors, which are calculated one value at a time, that torch has left out."""
+    """Register operators on lists of tensors, calculated value by value, that torch lacks."""
     known = api.DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
     if _aten._foreach_copy_.default not in known:
         pointwise._register_single_dim_pointwise(_aten._foreach_copy_.default)
@@ -801,7 +802,7 @@ def _is_remote(tensor: Any) -> bool:
 
 
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
-    """``.item()``, ``bool()``, ``float()``: of the whole tensor, not of what a rank has of it."""
+    """Read ``.item()``, ``bool()`` and ``float()`` from the whole tensor, not from a rank's shard."""
     tensor = args[0]
     if _is_remote(tensor):
         return fetch.item(tensor.detach().full_tensor())
@@ -839,7 +840,7 @@ def _of_the_host(own: Any) -> Replacement:
 
 
 def _in_parts(own: Any) -> Replacement:
-    # By its parts: oneDNN's operator for CPUs, a whole layer, leaves out on workers what its backward needs.
+    # By its parts: oneDNN's operator for a whole layer on CPUs keeps nothing for the backward on workers.
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         given = args[0] if args else options.get("input")
         if not isinstance(getattr(given, "data", None), DTensor):  # a tensor's, or a packed sequence's
@@ -862,14 +863,14 @@ def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, 
         tensors = [each for each in args if isinstance(each, DTensor)]
         if all(map(_is_remote, tensors)) or (func not in random_ops.BY_VALUES and all(map(_is_traced, tensors))):
             result = handle(func, args, dict(kwargs))
-            from monarch_backend.dtensor._patches.fixes import view_writeback  # which needs this module
+            from monarch_backend.dtensor._patches.fixes import view_writeback  # it imports this module
 
             view_writeback.write_back(func, args, kwargs)
             return result
         if any(map(_is_traced, tensors)):
             if random_ops.is_bernoulli_on_a_cpu(func, args, kwargs):
                 return random_ops.bernoulli_in_a_trace(args[0])
-            from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # with dynamo, which is there now
+            from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # needs dynamo, which is imported now
 
             dynamo_and_aot.break_graph(str(func), RemoteTensorError(f"{func} draws as many numbers as its values say"))
         return _in_torchs_way(func, args, kwargs)
@@ -907,7 +908,7 @@ def _on_the_host(own: Any) -> Replacement:
     def init(tensor: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(tensor, DTensor) or not _is_remote(tensor) or tensor.device.type == "meta":
             return own(tensor, *args, **options)
-        # No sharding of a factorisation gives the whole's: once, here, is what each rank would have to do.
+        # No sharding of a factorisation gives the whole's result, so it is done once, here.
         whole = own(torch.empty(tensor.shape, dtype=tensor.dtype), *args, **options)
         with torch.no_grad():
             return tensor.copy_(api.distribute_tensor(whole, tensor.device_mesh, tensor.placements))
@@ -936,10 +937,10 @@ def _parallelize(own: Any) -> Replacement:
 
 
 class _AtFirstCall:
-    """A hook of a module that was parallelized: when it is first called, what no style has taken goes to the workers.
+    """Hook of a parallelized module: its first call puts what no style has taken on the workers.
 
-    Not before, since a style or `fully_shard` may still be on its way, who send each worker its shard only. It is here
-    because dynamo traces it, and of this package this file only.
+    Not earlier, since a style or `fully_shard` may follow, which send each worker its shard only. It is here because
+    dynamo traces it, and of this package only this file.
     """
 
     def __init__(self, mesh: Any) -> None:
@@ -959,16 +960,17 @@ class _AtFirstCall:
         self.put(module)
 
     def put(self, module: Any) -> None:
-        """What no style has taken goes to the workers, and the hook away."""
+        """Put what no style has taken on the workers, and remove the hook."""
         for key in [key for key, each in module._forward_pre_hooks.items() if each is self]:  # of a copy, too
             del module._forward_pre_hooks[key]
-        if workers_of(self.mesh) is not None:  # else it has travelled to a worker, who has everything
+        if workers_of(self.mesh) is not None:  # else it was sent to a worker, which has everything
             _modules().put_module(module, self.mesh)
 
 
 def _put_in_a_trace(context: Any) -> None:
-    """Dynamo calls it while it traces the hook, with the names that the hook has. It begins anew, with what is there
-    then: once, for all hooks of the modules that the traced function has.
+    """Put tensors on the workers in a trace of the hook, and restart the trace with them.
+
+    Dynamo calls this with the hook's names. It is done once for all hooks of the modules in the traced function.
     """
     from torch._dynamo.exc import UnspecializeRestartAnalysis
 
@@ -985,40 +987,40 @@ def _put_in_a_trace(context: Any) -> None:
 
 
 def exchange(parameter: Any, remote: Any) -> str:
-    """Let the object ``parameter``, which others know, be ``remote``; returns why it can't be, if it can't."""
+    """Let the object ``parameter``, to which others refer, become ``remote``; return why that is impossible, or ""."""
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         return "it has hooks of its own"
     try:
         torch.utils.swap_tensors(parameter, remote)
-    except RuntimeError as error:  # a graph, or somebody's weak reference, has the tensor that it was
+    except RuntimeError as error:  # a graph or a weak reference has the old tensor
         return str(error).split("\n")[0]
     return ""
 
 
 def _modules() -> Any:
-    from monarch_backend.dtensor._controller import module_placement as found  # which needs this module
+    from monarch_backend.dtensor._controller import module_placement as found  # it imports this module
 
     return found
 
 
 def grouped_by_device(own: Any) -> Replacement:
-    """In place of torch's for lists of tensors. Here, and not in device_queries.py, since dynamo traces it."""
+    """Replace torch's grouping of tensor lists. It is here and not in device_queries.py, because dynamo traces it."""
 
     def _group_tensors_by_device_and_dtype(tensorlistlist: Any, with_indices: bool = False) -> Any:
         found = own(tensorlistlist, with_indices)
-        if torch.compiler.is_compiling():  # a trace is of the CPU
+        if torch.compiler.is_compiling():  # a trace is on the CPU
             return found
         first = next((each for each in tensorlistlist[0] if each is not None), None)
         if not isinstance(first, RemoteTensor) and not (isinstance(first, DTensor) and _is_remote(first)):
             return found
-        # C++ has found them all on the CPU. Who moves a number to that device would move it away from the gradients.
+        # C++ has found them all on the CPU. A caller that moves a number there would move it away from the gradients.
         return {(lists[0][0].device, dtype): (lists, at) for (_, dtype), (lists, at) in found.items()}
 
     return _group_tensors_by_device_and_dtype
 
 
 def _total_norm(own: Any) -> Replacement:
-    """Of gradients on several meshes: the norm of each mesh's, then the norm of these as plain tensors."""
+    """Return the norm of gradients on several meshes: the norm of each mesh's norms as plain tensors."""
 
     def _get_total_norm(
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
@@ -1053,7 +1055,7 @@ def _clip_by_norm(own: Any) -> Replacement:
 
 
 def _by_mesh(values: list[Any], tensors: list[Any]) -> list[list[Any]]:
-    """The values of tensors on one mesh each; nothing where all DTensors of a controller are on one."""
+    """Group the values by the mesh of the tensors; nothing if all DTensors of a controller are on one."""
     if torch.compiler.is_compiling():
         return []
     meshes = [each.device_mesh if isinstance(each, DTensor) and _is_remote(each) else None for each in tensors]

@@ -1,7 +1,6 @@
-"""Functions of torch that ask this process for a GPU, and what stands in for them where only the workers have any.
+"""Replacements of torch's functions that ask this process for a GPU, where only the workers have any.
 
-As device_mesh_and_api.py has it for the rest of torch. Each leaves torch's own alone where this process has a GPU
-itself, or is no controller.
+Each calls torch's own function where this process has a GPU itself, or is no controller.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from monarch_backend.process_group._c10d_patches import overriding
 
 
 def stands_for_gpus() -> bool:
-    """Whether "cuda" means the workers' here: this is their controller, and has no GPU itself."""
+    """Whether "cuda" means the workers' here: this is a controller without a GPU."""
     return controller_process_group.is_controller() and not torch.cuda.is_available()
 
 
@@ -64,26 +63,26 @@ _libraries: dict[str, torch.library.Library] = {}
 
 
 def register_factories(device_type: str) -> None:
-    """Let the operators that make tensors, where the device is of this type, make them on the workers; again: nothing.
+    """Let factory operators make tensors of this device type on the workers; a second call does nothing.
 
-    A build of torch for CPUs has nothing there. In one for GPUs, without a GPU, what is there could only fail.
+    A build of torch for CPUs has no kernels there. Those of a build for GPUs could only fail without a GPU.
     """
     if device_type in _libraries or _is_here(device_type):
         return
     library = torch.library.Library("aten", "IMPL")
-    with overriding():  # where there is no such device, nobody could call what was there
+    with overriding():  # without such a device, the old kernels could only fail
         for name in _FACTORIES:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
             library.impl(operator, _factory(operator, device_type), device_type.upper())
     for name in ("_fused_sgd_", "_fused_adagrad_"):
-        # Their shapes are found by running them on a device that is not here; all that they do is to change values.
+        # Their shapes are found by running them on a device that is missing here; they only change values.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             library.impl(name, lambda *_, **__: None, "Meta")
             library.impl(name + ".tensor_lr", lambda *_, **__: None, "Meta")
     _libraries[device_type] = library
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(1.0, device=...): made here, then sent as any other
-    torch._C._ensureCUDADeviceGuardSet()  # there is nothing to switch to: a program may say "cuda" all the same
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(1.0, device=...): made here, then sent
+    torch._C._ensureCUDADeviceGuardSet()  # there is no device to switch to, but a program may name "cuda"
 
 
 def _is_here(device_type: str) -> bool:
@@ -147,10 +146,10 @@ def _current_device(own: Any) -> Replacement:
 
 def _device_module(own: Any) -> Replacement:
     def _get_device_module(device: str = "cuda") -> Any:
-        # It saves the numbers that the workers' GPUs draw, of which torch.cuda would say that there are none.
+        # It saves the random numbers of the workers' GPUs; torch.cuda would report no GPUs.
         if device == "cuda" and stands_for_gpus():
             return _checkpointed
-        # XLA's are those of the CPU, which it saves in any case; and there is no module torch.xla.
+        # XLA's random numbers are the CPU's, which are saved anyway; a module torch.xla does not exist.
         return torch.cpu if device == "xla" and _stands_for_xla() else own(device)
 
     return _get_device_module
@@ -169,20 +168,20 @@ def _fork_rng(own: Any) -> Replacement:
 
 
 class _Checkpointed:
-    """As the module torch.cuda, for an activation checkpoint."""
+    """Module like torch.cuda, for an activation checkpoint."""
 
     _initialized = True
 
     def device(self, _device: Any) -> contextlib.AbstractContextManager[None]:
-        """There is nothing to switch."""
+        """Do nothing: there is no device to switch to."""
         return contextlib.nullcontext()
 
     def get_rng_state(self) -> torch.Tensor:
-        """Of the workers' GPUs."""
+        """Return the state of the workers' GPUs."""
         return torch.cuda.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """As get_rng_state had it."""
+        """Set a state that get_rng_state returned."""
         torch.cuda.set_rng_state(state)
 
 
@@ -203,7 +202,7 @@ def _exchange(own: Any) -> Replacement:
 def _kernels(own: Any) -> Replacement:
     def _sdpa_kernel(backends: Any, set_priority: bool = False) -> None:
         backends = list(backends)
-        # On the CPU, where C++ takes remote tensors to be, one is fused; on GPUs it stands for whichever they have.
+        # The CPU, where C++ has remote tensors, has one fused kernel; it stands for any of the GPUs'.
         if controls("cuda") and _FUSED.intersection(backends) and SDPBackend.FLASH_ATTENTION not in backends:
             backends.append(SDPBackend.FLASH_ATTENTION)
         own(backends, set_priority)
@@ -221,7 +220,7 @@ def _module_to(own: Any) -> Replacement:
     def to(self: Any, *args: Any, **options: Any) -> Any:
         if not stands_for_gpus() and not _stands_for_xla():
             return own(self, *args, **options)
-        # Torch without GPUs knows no device without a number; with one, it asks for a tensor there.
+        # Torch without GPUs knows only devices with a number; with one, it asks for a tensor there.
         args = tuple(_with_number(each) for each in args)
         options = {name: _with_number(each) for name, each in options.items()}
         # A parameter of this process would take the memory of a remote tensor, which has none.

@@ -37,7 +37,7 @@ def _property(name: str) -> Any:
 
 
 class _Devices(DeviceMethods):
-    """The device: for C++ a remote tensor is on the CPU, and so is a DTensor of it."""
+    """Device: for C++ a remote tensor is on the CPU, and so is a DTensor of it."""
 
     __slots__ = ()
 
@@ -68,7 +68,7 @@ def _reading(name: str) -> Any:
 
 
 class _Values:
-    """Values: of the whole tensor, not of a rank's shard."""
+    """Values of the whole tensor, not of a rank's shard."""
 
     __slots__ = ()
 
@@ -78,7 +78,7 @@ class _Values:
         return format(self.item(), spec) if _is_remote(self) and self.ndim == 0 and spec else super().__format__(spec)
 
     def __iter__(self: Any) -> Any:
-        if _is_remote(self) and self.ndim:  # no rank has all rows of what is sharded by rows
+        if _is_remote(self) and self.ndim:  # no rank has all rows of a tensor that is sharded by rows
             keep = [p if not p.is_shard(0) and not p.is_partial() else Replicate() for p in self.placements]
             self = self.redistribute(self.device_mesh, keep)
         return _Base.__iter__(self)
@@ -87,7 +87,7 @@ class _Values:
         if _is_remote(self):
             if not isinstance(other, api.DTensor):
                 other = api.distribute_tensor(other, self.device_mesh, self.placements)
-            # torch gives it the other's sizes only: the values of a DTensor are in attributes.
+            # torch copies only the other's sizes; a DTensor's values are in attributes.
             self._local_tensor, self._spec = other.detach()._local_tensor, other._spec
         _Base.data.__set__(self, other)
 
@@ -95,7 +95,7 @@ class _Values:
 
 
 def _is_torch() -> bool:
-    """Whether the caller of the function that asks is a module of torch."""
+    """Whether the calling function's caller is a module of torch."""
     caller: str = sys._getframe(2).f_globals.get("__name__", "")
     return caller.partition(".")[0] == "torch"
 
@@ -112,10 +112,10 @@ def _memory(name: str) -> Any:
 
 
 class _Memory:
-    """Memory, which a controller's DTensor does not have: torch's own methods would take an address and read there.
+    """Memory, which a controller's DTensor does not have: torch's own methods would read at an address.
 
     torch's modules ask a DTensor for its address to learn that it has none (`deepcopy`, `nn.LSTM`,
-    `get_model_state_dict`): they get the 0 that they expect.
+    `get_model_state_dict`). They get the 0 that they expect.
     """
 
     __slots__ = ()

@@ -1,6 +1,6 @@
 """Private parts of torch that captured steps need: dynamo and AOTAutograd.
 
-Applied once torch.compile has this backend (`manifest.COMPILE`). A trace is lowered by dtensor/_compile/lowering.py.
+Applied with the first trace by torch.compile (`manifest.COMPILE`). _compile/lowering.py lowers a trace.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ Compiler = Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 def two_graphs(forward: Compiler, backward: Compiler) -> Callable[..., Any]:
-    """A backend of torch.compile: local operations of DTensors and functional collectives, one graph each way.
+    """Return a backend of torch.compile with one graph each way: local operations of DTensors, functional collectives.
 
-    What is compiled changes inputs itself, where torch allows it: no copies afterwards.
+    The compiled code changes inputs itself where torch allows it, without copies afterwards.
     """
 
     return _traced(forward, backward, min_cut_rematerialization_partition)
@@ -97,10 +97,10 @@ def _traced(forward: Compiler, backward: Compiler, partition: Callable[..., Any]
 
 
 def in_classes(compilers: Sequence[Compiler], standing_for: Callable[[int], Any]) -> Callable[..., Any]:
-    """As two_graphs, traced once for each class of ranks; called is what the first trace makes.
+    """Return a backend like `two_graphs` that traces once for each class of ranks and calls the first trace's result.
 
-    Raises RemoteTensorError where the traces differ in more than sizes. What is kept for backward does not depend on
-    sizes: all keep the same.
+    Raises RemoteTensorError if the traces differ in more than sizes. The values kept for backward do not depend on
+    sizes: all classes keep the same.
     """
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ def in_classes(compilers: Sequence[Compiler], standing_for: Callable[[int], Any]
 
 
 def _specialize() -> None:
-    """Each number and size that could be another in the next call: it is what it is, and the next is a graph anew."""
+    """Turn each number and size that may change into a constant; another value makes a new graph."""
     context = TracingContext.try_get()
     shape_env = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
     for tracked in (shape_env.tracked_fakes or ()) if shape_env is not None else ():
@@ -133,8 +133,9 @@ def _specialize() -> None:
 
 
 def _keep_sizes_of_shards(fake: Any) -> None:
-    """Where the whole has a size that is always the same: torch has a shard's for one that may change if it was sharded
-    otherwise in the last call, and asks nobody then for that of the whole.
+    """Keep a shard's size constant if the whole's size is.
+
+    torch makes it variable after another sharding in the last call, and then never asks for the whole's size.
     """
     for whole, part in zip(fake.shape, fake._local_tensor.shape, strict=True):
         if isinstance(whole, int) and isinstance(part, torch.SymInt) and per_rank_int.values_of(part) is None:
@@ -142,7 +143,7 @@ def _keep_sizes_of_shards(fake: Any) -> None:
 
 
 def _strided_again(own: Any) -> Any:
-    """torch writes down the order when it takes a DTensor apart, and not that it was said."""
+    """Restore a spec's explicit order, which torch drops when it takes a DTensor apart."""
 
     def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
         placements, meta, order, requires_grad = context
@@ -155,8 +156,9 @@ def _strided_again(own: Any) -> Any:
 
 
 def _in_order(order: Any, mesh: Any, placements: Any, meta: Any) -> DTensorSpec | None:
-    """What a view has made of shards (``x.view(-1)`` of columns) is in the order of the mesh's dimensions that it says;
-    torch takes it for one that says so by its strides. None for what is no such view.
+    """Return the spec of a view of shards (``x.view(-1)`` of columns), whose placements have the order of the mesh.
+
+    torch takes the order from the strides. None for other tensors.
     """
     if order is None or not any(isinstance(each, _StridedShard) for each in placements):
         return None
@@ -164,7 +166,7 @@ def _in_order(order: Any, mesh: Any, placements: Any, meta: Any) -> DTensorSpec 
 
 
 def _places_of_strided(own: Any) -> Any:
-    """torch reads them out of a tensor that it makes, which in a trace has no values."""
+    """Return offsets that torch reads from a new tensor, which has no values in a trace."""
 
     def local_shard_size_and_offset(self: Any, size: Any, chunks: int, rank: Any, *rest: Any, **options: Any) -> Any:
         if isinstance(size, torch.SymInt) and per_rank_int.values_of(size) is None:
@@ -176,7 +178,7 @@ def _places_of_strided(own: Any) -> Any:
 
 
 def _effects(metadata: Any) -> Any:
-    """What calls of a trace's result do with their arguments."""
+    """Return the effects of a trace's calls on their arguments."""
     return (
         [(each.mutates_data, each.mutates_metadata, each.requires_grad) for each in metadata.input_info],
         [(each.output_type, each.base_idx, each.requires_grad) for each in metadata.output_info],
@@ -184,10 +186,10 @@ def _effects(metadata: Any) -> Any:
 
 
 def _keep_drawn(joint: torch.fx.GraphModule) -> None:
-    """What has been drawn is kept for backward, also in a checkpoint, which would draw it again.
+    """Keep random numbers for backward, also in a checkpoint, which would draw them again.
 
-    So is what torch has only marked as random, attention without dropout: it would have operators around it that
-    keep the generator's state, and those have functions in them, which can't be sent.
+    The same holds for operators that torch has only marked as random, such as attention without dropout. torch would
+    wrap them in operators that keep the generator's state. These contain functions, which can't be sent.
     """
     for node in joint.graph.nodes:
         is_operator = isinstance(node.target, torch._ops.OpOverload)
@@ -196,14 +198,14 @@ def _keep_drawn(joint: torch.fx.GraphModule) -> None:
             for each in results or [node]:
                 each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             if results:
-                node.meta.pop("recompute", None)  # torch has it so that a tuple is not kept itself
+                node.meta.pop("recompute", None)  # torch sets it to avoid keeping the tuple itself
 
 
 _installed = False
 
 
 def install() -> None:
-    """Apply the rows of the manifest that a trace needs, after those that a mesh needs; again: nothing."""
+    """Apply the rows of the manifest that a trace needs, after those that a mesh needs; a second call does nothing."""
     global _installed
     device_mesh_and_api.install()
     if _installed:
@@ -214,14 +216,14 @@ def install() -> None:
     _leave_alone()
     _have_nothing_captured()
     _take_plain_tensors()
-    # Dynamo finds functions of torch by their names, once: what has been replaced is to be found as what it is now.
+    # Dynamo looks functions of torch up by name, once. It must find the replacements.
     trace_rules.clear_lru_cache()
 
 
 def _have_nothing_captured() -> None:
-    """In no function of ours is anything to capture, but in what stands in for one of torch's, which may be traced.
+    """Exclude our functions from capture, except replacements of torch's functions, which may be traced.
 
-    Also programs with meshes of their own call that, in processes that have controlled others.
+    Programs with meshes of their own may also call these, in processes that have been controllers.
     """
     for module in pkgutil.iter_modules(monarch_backend.__path__, f"{monarch_backend.__name__}."):
         if module.name != dtensor.__name__:
@@ -232,9 +234,9 @@ def _have_nothing_captured() -> None:
 
 
 def _take_plain_tensors() -> None:
-    """Inputs of a graph are also remote tensors that are no DTensor's: parameters that no plan names, `to_local()`'s.
+    """Accept remote tensors without a DTensor as inputs of a graph: parameters outside plans, `to_local()`'s.
 
-    Dynamo asks a class with a `__torch_dispatch__` for the tensors inside, of which these have none.
+    Dynamo asks a class with a `__torch_dispatch__` for inner tensors, which these lack.
     """
     torch._dynamo.config.traceable_tensor_subclasses.add(RemoteTensor)
     builder.VariableBuilder._type_dispatch()[RemoteTensor] = _wrap_plain
@@ -247,27 +249,27 @@ def _wrap_plain(self: Any, value: RemoteTensor) -> Any:
 
 @contextlib.contextmanager
 def _no_word_of_grad() -> Iterator[None]:
-    """Dynamo looks at `.grad` of what is no leaf, too, and silences it less well."""
+    """Silence the warning about `.grad` of tensors that are no leaves, which dynamo also reads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         yield
 
 
 def _leave_alone() -> None:
-    """What DTensors do, and all that they call, is no program to compile where it runs eagerly.
+    """Exclude the code of DTensors and its callees from compilation where it runs eagerly.
 
-    It does after a graph break, and in the backward pass: there dynamo would look at each function that is called, and
-    compile some, with ints that differ by rank as if they were one. In a trace all of it is traced as ever.
+    It runs after a graph break, and in the backward pass. There dynamo would check each called function, and compile
+    some with ints that differ by rank as single ints. In a trace all of it is traced as before.
     """
     alone = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(RemoteTensor.__torch_dispatch__.__func__.__code__, alone)  # type: ignore[attr-defined]
-    # A hook of a module that was compiled itself is called by code that dynamo leaves out, and so comes alone.
+    # A hook of a compiled module is called by code that dynamo excludes, so it arrives alone.
     set_code_exec_strategy(device_mesh_and_api._AtFirstCall.__call__.__code__, alone)
     for handler in api.DTensor._op_dispatcher._custom_op_handlers.values():
         code = getattr(handler, "__code__", None)
         if (
             isinstance(code, CodeType) and code.co_filename == device_mesh_and_api.__file__
-        ):  # for what torch has no handler of
+        ):  # for operators without a handler in torch
             set_code_exec_strategy(code, alone)
     files = (device_mesh_and_api.__file__, dtensor_methods.__file__, device_methods.__file__)
     ours = [*DTensor.__mro__, *type(DTensor._op_dispatcher).__mro__, device_mesh_and_api.ControllerMesh]
@@ -284,7 +286,7 @@ def _leave_alone() -> None:
 
 
 def break_graph(what: str, error: Exception) -> NoReturn:
-    """Let dynamo leave this operation to eager code; with ``fullgraph=True`` it raises what is said here."""
+    """Let dynamo run this operation eagerly; with ``fullgraph=True`` it raises this text."""
     hint = "Without fullgraph=True it runs eagerly; or put it into a function with torch.compiler.disable."
     unimplemented(
         gb_type="What differs by rank", context=what, explanation=str(error), from_exc=error, hints=[hint]
@@ -292,18 +294,18 @@ def break_graph(what: str, error: Exception) -> NoReturn:
 
 
 Restart = RestartAnalysis
-"""Dynamo's word to itself, through a backend: trace again, with this number as a constant."""
+"""Dynamo's exception for a restart of the trace, with this number as a constant; passes through a backend."""
 
 
 class LeftToEagerError(UnsupportedOperatorException):
-    """Raised by a backend: what was to be compiled runs eagerly, which dynamo reports as a graph break."""
+    """Raised by a backend: the code runs eagerly, which dynamo reports as a graph break."""
 
     def __str__(self) -> str:
         return str(self.func)
 
 
 def _wrap_input(own: Any) -> Any:
-    """A graph has sizes that are the same for all ranks, and no mask that is kept beside a tensor."""
+    """Break the graph at inputs with sizes that differ by rank, or with a mask beside the tensor."""
 
     def wrap_to_fake_tensor_and_record(value: Any, tx: Any, **options: Any) -> Any:
         local = value._local_tensor if isinstance(value, DTensor) else value
@@ -314,7 +316,7 @@ def _wrap_input(own: Any) -> Any:
         ):
             rows = "rows that an embedding has found on each rank, not yet reduced"
             break_graph(rows, RemoteTensorError(f"{rows}: torch keeps beside them which ones those are"))
-        differs = _is_uneven(value) and len(value._meta.classes) > 1  # else some ranks have nothing of it
+        differs = _is_uneven(value) and len(value._meta.classes) > 1  # else some ranks have no part of it
         if differs and getattr(options["source"], "member", "") != "_local_tensor":
             size = f"shards of sizes {', '.join(map(str, value.shape))}"
             break_graph(size, RankDependentError(size, "differ by rank"))
@@ -328,7 +330,7 @@ def _wrap_input(own: Any) -> Any:
             found = own(value, tx, **options)
         if _is_ours(found):
             _keep_sizes_of_shards(found)
-        if _is_uneven(value):  # guarded by the DTensor's
+        if _is_uneven(value):  # guarded by the DTensor's guards
             known = tx.output.input_source_to_sizes_strides[options["source"]]
             known.update(size=value.size(), stride=value.stride())
         return found
@@ -337,7 +339,7 @@ def _wrap_input(own: Any) -> Any:
 
 
 def _wrap_value(own: Any) -> Any:
-    """Nor has it ints that differ by rank: who branches on one hears of it as in eager code."""
+    """Break the graph at ints that differ by rank; a branch on one raises as in eager code."""
 
     def wrap(self_or_tx: Any, value: Any) -> Any:
         if isinstance(value, torch.SymInt) and per_rank_int.values_of(value) is not None:
@@ -349,23 +351,23 @@ def _wrap_value(own: Any) -> Any:
 
 
 def _same_strides(own: Any) -> Any:
-    """A gradient with other strides than in the trace: torch makes it anew with a factory, which knows no workers."""
+    """Convert a gradient with other strides than in the trace; torch's own uses a factory that ignores workers."""
 
     def coerce_to_expected_memory_format(value: Any, expected: Any) -> Any:
         if not isinstance(value, RemoteTensor) or expected.memory_format is not None:
             return own(value, expected)
-        meta = rank_classes.meta_seen(value._meta)  # of the ranks that the trace of what is called stood for
+        meta = rank_classes.meta_seen(value._meta)  # of the ranks that the called graph's trace stood for
         if meta.shape == tuple(expected.size) and meta.stride == tuple(expected.stride):
             return value
         if meta is not value._meta:
-            return value.contiguous()  # each rank's graph is made for what comes
+            return value.contiguous()  # each rank's graph is made for such a gradient
         return value.new_empty_strided(expected.size, expected.stride).copy_(value)
 
     return coerce_to_expected_memory_format
 
 
 def _view_of(own: Any) -> Any:
-    """A result that is a view of an input is made outside of the graph, for which torch has no way with DTensors."""
+    """Make a result that is a view of an input outside of the graph; torch can't do it for DTensors."""
 
     def gen_alias_from_base(base: Any, target: Any, requires_grad: bool, *rest: Any, **options: Any) -> Any:
         if not (isinstance(base, DTensor) and isinstance(base._local_tensor, RemoteTensor)):
@@ -387,7 +389,7 @@ def _view_of(own: Any) -> Any:
 
 
 class _Strided(torch.autograd.Function):
-    """``as_strided`` with numbers that differ by rank: torch's own gradient of it asks which strides are larger."""
+    """``as_strided`` with numbers that differ by rank: torch's own gradient of it compares strides."""
 
     @staticmethod
     def forward(ctx: Any, base: Any, like: Any) -> Any:
@@ -397,19 +399,20 @@ class _Strided(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         base, view = ctx.of_base, ctx.of_view
-        count = base.offset + 1  # as far as its memory goes
+        count = base.offset + 1  # up to the end of its memory
         for size, stride in zip(base.shape, base.stride, strict=True):
             count = count + (size - 1) * stride
         places = gradient.new_ones((torch.sym_max(count, 0),), dtype=torch.int64).cumsum(0) - 1
-        # Some of them more than once: expand, unfold.
+        # Some elements occur several times: expand, unfold.
         seen = places.as_strided(view.shape, view.stride, view.offset).reshape(-1)
         flat = torch.zeros_like(places, dtype=gradient.dtype).index_add_(0, seen, gradient.reshape(-1))
         return flat.as_strided(base.shape, base.stride, base.offset), None
 
 
 def _gathered_alike(base: DTensor, target: DTensor) -> DTensor:
-    """Rows taken of what is sharded by rows (``x[1:]``) are no view of a shard: torch gathers it first, and may shard
-    it by columns over ranks that all had it (from 2.14 on).
+    """Return the base gathered as its view (``x[1:]``) was, which is no view of a shard.
+
+    torch 2.14 and later may shard it by columns over ranks that all had it.
     """
     placements = []
     for old, new in zip(base.placements, target.placements, strict=True):
@@ -421,7 +424,7 @@ def _gathered_alike(base: DTensor, target: DTensor) -> DTensor:
 
 
 def _origin(base: DTensor, target: DTensor, dim: int) -> int:
-    """The dimension of the base that is sharded where this one of its view is: the outermost of what makes it up."""
+    """Return the base's dimension that is sharded where this one of its view is: the outermost of its parts."""
     extent = target.stride(dim) * target.size(dim)
     for each in range(base.ndim):
         if base.size(each) > 1 and base.stride(each) * base.size(each) == extent:
@@ -437,14 +440,14 @@ def _is_uneven(tensor: Any) -> bool:
 
 
 def _seen(tensor: Any) -> RemoteTensor:
-    """A shard whose size differs by rank, in a trace: what the ranks have of it that this one stands for."""
+    """Return a shard whose size differs by rank as the present trace sees it."""
     shown = RemoteTensor(rank_classes.meta_seen(tensor._meta), tensor._ref)
     shown.requires_grad_(tensor.requires_grad)
     return shown
 
 
 def _has_gradient_of_another_kind(tensor: Any) -> bool:
-    """A plain parameter's, a DTensor, which torch would convert as if it was as plain."""
+    """Whether a plain parameter has a DTensor as gradient, which torch would convert as a plain one."""
     with _no_word_of_grad():
         gradient = tensor.grad
     is_there = isinstance(gradient, DTensor) and isinstance(gradient._local_tensor, RemoteTensor)
@@ -472,7 +475,7 @@ def before_to_local(tensor: Any) -> None:
 
 
 def _note_origin(tensor: Any) -> None:
-    """In the graph that is traced, at what is a DTensor's local tensor there: its random numbers depend on it."""
+    """Record in the traced graph the origin of a DTensor's local tensor, on which its random numbers depend."""
     mode = get_proxy_mode()
     origin = None if mode is None or not _is_ours(tensor) else device_mesh_and_api.origin_of(tensor._spec)
     if mode is None or origin is None:
@@ -511,7 +514,7 @@ def _refuse_sizes(spec: DTensorSpec) -> NoReturn:
 
 
 def _between_devices(own: Any) -> Any:
-    """A trace has the tensors of GPUs, and XLA's, where C++ has them: on the CPU. In it no tensor goes to the other."""
+    """Break the graph at moves between devices: a trace has all tensors on the CPU, where C++ has them."""
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         moves = name in ("cpu", "cuda") or (name == "to" and _names_a_device([*args, *kwargs.values()]))
@@ -523,13 +526,13 @@ def _between_devices(own: Any) -> Any:
 
 
 def _names_a_device(values: Sequence[Any]) -> bool:
-    """As a program says it, and not as a tensor of the trace does, whose device is torch.device("cpu")."""
+    """Whether the program names a device. A tensor of the trace has torch.device("cpu")."""
     constants = [each.as_python_constant() for each in values if each.is_python_constant()]
     return any(isinstance(each, str) or (isinstance(each, torch.device) and each.type != "cpu") for each in constants)
 
 
 def _made_there(own: Any) -> Any:
-    """What a trace makes on a device that is not here, it makes where it has the tensors of such devices."""
+    """Make tensors on missing devices where the trace has the tensors of such devices."""
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         device = kwargs.get("device")
@@ -542,7 +545,7 @@ def _made_there(own: Any) -> Any:
 
 
 def _number_of_the_rank(own: Any) -> Any:
-    """Dynamo takes no graph break in what it calls of a mesh, as if no graph could be broken there."""
+    """Break the graph at a method of a mesh that returns a per-rank integer; dynamo takes the break for an error."""
 
     def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         try:
@@ -556,11 +559,10 @@ def _number_of_the_rank(own: Any) -> Any:
 
 
 def _static(own: Any) -> Any:
-    """Sizes that differ by rank are no symbols, and the next ones are traced anew.
+    """Make sizes constant if they differ by rank; other sizes are traced anew.
 
-    Nor are those of a DTensor that is a view, which torch makes once more of its base: what it has by then calculated
-    of the symbols of base and view are symbols of no input, for which dynamo can write no guard. Nor any in what
-    `trace_with_sizes` was for.
+    So are sizes of a DTensor that is a view, which torch makes once more from its base. Expressions of both symbols
+    would be symbols of no input, for which dynamo can't write guards. The same holds for code of `trace_with_sizes`.
     """
 
     def _automatic_dynamic(tensor: Any, tx: Any, source: Any, static_shapes: bool, *rest: Any, **options: Any) -> Any:
@@ -577,25 +579,23 @@ def _static(own: Any) -> Any:
 
 
 _with_sizes: weakref.WeakSet[CodeType] = weakref.WeakSet()
-"""What could not be traced for all sizes at once: random numbers, and what remembers sizes. Each is a graph anew."""
+"""Code that could not be traced for all sizes: random numbers, caches by sizes. Each size makes a new graph."""
 _in_vain: weakref.WeakSet[CodeType] = weakref.WeakSet()
-"""And could not with sizes either."""
+"""Code that could not be traced with sizes either."""
 
 
 def trace_with_sizes() -> None:
-    """To be called when a trace has failed. It begins anew, once, with the sizes that DTensors have in this call, if it
-    had symbols for them.
-    """
+    """Restart a failed trace once, with the sizes of this call's DTensors, if it had symbols for them."""
     tx = getattr(dynamos, "current_tx", None)
     if tx is None:
         return
     code = tx.output.root_tx.f_code
-    if code in _with_sizes:  # sizes were not what it wanted
+    if code in _with_sizes:  # sizes were not the reason
         _with_sizes.discard(code)
         _in_vain.add(code)
     elif code not in _in_vain and any(_has_symbols(each.fake) for each in tx.output.tracked_fakes):
         _with_sizes.add(code)
-        # The one that dynamo also takes from a backend.
+        # The one that dynamo also accepts from a backend.
         raise TensorifyScalarRestartAnalysis(restart_reason="an operation wants a DTensor's sizes")
 
 
@@ -604,7 +604,7 @@ def _has_symbols(fake: Any) -> bool:
 
 
 def _is_ours(fake: Any) -> bool:
-    """A DTensor, in a trace, of a controller's mesh."""
+    """Whether a tensor in a trace is a DTensor on a controller's mesh."""
     return type(fake) is DTensor and device_mesh_and_api.workers_of(tracing_state.real(fake.device_mesh)) is not None
 
 
@@ -620,7 +620,7 @@ def _or_with_sizes(own: Any) -> Any:
 
 
 class _Before(torch.autograd.Function):
-    """The history of an input that has one, in a trace."""
+    """History of an input that has one, in a trace."""
 
     @staticmethod
     def forward(_ctx: Any, tensor: Any) -> Any:
@@ -632,7 +632,7 @@ class _Before(torch.autograd.Function):
 
 
 def _with_history(own: Any) -> Any:
-    """torch's is an operator, for which DTensors remember what becomes of these sizes; symbols can't be remembered."""
+    """Return the input with a history; torch's operator for it has DTensors cache sizes, which fails for symbols."""
 
     def _backward_error(converter: Any, tensor: Any) -> Any:
         if _is_ours(tensor):
@@ -643,12 +643,12 @@ def _with_history(own: Any) -> Any:
 
 
 def _on_workers(own: Any) -> Any:
-    """Inductor's code reads memory, which is the workers': there it compiles, as backend="monarch" has it."""
+    """Compile on the workers in place of Inductor here, whose code reads memory, as backend="monarch" does."""
 
     def __call__(self: Any, model: Any, inputs: Any, **options: Any) -> Any:
         if type(self) is not torch._TorchCompileInductorWrapper or not any(map(_is_of_workers, inputs)):
             return own(self, model, inputs, **options)
-        from monarch_backend.dtensor._compile import compile_backend  # which needs this module
+        from monarch_backend.dtensor._compile import compile_backend  # it imports this module
 
         if self.config:
             warnings.warn(
@@ -671,5 +671,5 @@ def _is_of_workers(value: Any) -> bool:
 
 
 def autocasts(graph: torch.fx.GraphModule) -> set[str]:
-    """The kinds of devices for which the graph of a function enters an autocast."""
+    """Return the device types for which a function's graph enters an autocast."""
     return {str(node.args[0]) for node in graph.graph.nodes if node.target is _enter_autocast}

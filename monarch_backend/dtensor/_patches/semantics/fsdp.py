@@ -1,8 +1,6 @@
-"""Functions of FSDP2 that act for one rank, and their replacements on a controller.
+"""Replacements of FSDP2's functions that act for one rank.
 
-With device_mesh_and_api.py and c10d_registry.py the only module here that touches torch's private parts. `fully_shard`
-itself stays as it is; what differs by rank there is a parameter's shard, and a process group's rank() gives that
-already.
+`fully_shard` itself is unchanged. A parameter's shard differs by rank, which a process group's rank() already gives.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ def _init_group(own: Any) -> Replacement:
 
 def _is_by_another_dimension(placement_fn: Any, param: Any) -> bool:
     found = None if placement_fn is None else placement_fn(param)
-    found = getattr(found, "placement", found)  # it may say on which mesh, too
+    found = getattr(found, "placement", found)  # it may also have the mesh
     return found is not None and found.dim % param.ndim != 0
 
 
@@ -163,7 +161,7 @@ def _divide_factors(own: Any) -> Replacement:
         force_sum: bool = False,
     ) -> Any:  # fmt: skip
         ours = isinstance(scatter_group or reduce_group, ControllerGroup)
-        # An own factor would go into the operation of the collective, whose record has no place for a number.
+        # A factor would be in the collective's reduction, for which a command has no place.
         force_sum = force_sum or (ours and factor is not None)
         return own(scatter_group, reduce_group, dtype, device_type, factor, force_sum)
 
@@ -174,7 +172,7 @@ def _divide_factors(own: Any) -> Replacement:
 
 
 class _ControllerState(FSDPState):
-    """The state of a module on a mesh of a controller."""
+    """State of a module on a controller's mesh."""
 
     _monarch_workers: Any
 

@@ -1,7 +1,7 @@
 """Subclasses of the objects with which DTensor dispatches operators, in place of their own classes.
 
-torch has one `OpDispatcher` for all DTensors. Its class becomes a subclass whose methods are layers of functions, each
-of which calls the one below for what is not its case, down to torch's own.
+torch has one `OpDispatcher` for all DTensors. Its class becomes a subclass whose methods are layers of functions. Each
+layer handles its case and calls the next one for others, down to torch's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DISPATCHER: Layers = {
     "redistribute_local_args": (trace_sizes.seen_arguments,),
     "wrap": (device_mesh_and_api._wrap_result,),
 }  # fmt: skip
-"""By method the layers around torch's own, from the inside."""
+"""Layers by method around torch's own, from the inside."""
 PROPAGATOR: Layers = {
     "propagate_op_sharding_non_cached": (submesh_shapes._for_each_slice, trace_sizes.for_all_ranks),
 }

@@ -1,6 +1,6 @@
 """Indices and operands that differ by rank: plain tensors of workers take each rank's own, others RankDependentError.
 
-torch's C++ asks an index for an int, and makes an IndexError of its refusal. For an operand it does not ask: it
+torch's C++ asks an index for an int, and turns its refusal into an IndexError. It does not ask an operand: it
 calculates with 7777777, which only tensors that are dispatched to Python replace by the number.
 """
 
@@ -60,13 +60,13 @@ _OPERATORS = [
     for name in packet.overloads()
     if name.startswith("Tensor")
 ]  # fmt: skip
-"""Those for which torch makes a tensor of a number."""
+"""Operators for which torch makes a tensor of a number."""
 _library: torch.library.Library | None = None
 _BELOW = torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
 
 
 def install() -> None:
-    """Let torch's stand-ins for such numbers be seen: they get the bit of a negation, whose kernels are here then."""
+    """Make torch's stand-ins for such numbers visible: they get the key of a negation, whose kernels are here."""
     global _library
     _library = torch.library.Library("aten", "IMPL")
     for each in _OPERATORS:
@@ -77,12 +77,12 @@ _NUMBER = "_monarch_wrapped_number"
 
 
 def wrapped_number(_own: None) -> property:
-    """Return the property that torch's C++ sets on a tensor that it makes of a number, and reads of every operand."""
+    """Return the property that torch's C++ sets on a tensor made of a number, and reads of every operand."""
     return property(operator.attrgetter(_NUMBER), _stand_in)  # a getter in Python would cost 1 us
 
 
 def _stand_in(tensor: Any, number: Any) -> None:
-    """torch's C++ sets this attribute of the tensor that it calculates with, also for numbers of traces."""
+    """Setter of the property: torch's C++ sets it on the tensor that it calculates with, also for numbers of traces."""
     setattr(tensor, _NUMBER, number)
     if _differs(number):
         torch._C._set_neg(tensor, True)
@@ -102,7 +102,7 @@ def _calculate(op: Any, *args: Any, **kwargs: Any) -> Any:
         raise RankDependentError(
             f"{op} of a tensor of the controller and {number}", "is another one on each rank", per_rank_int.INSTEAD
         )
-    # What torch itself does of tensors whose negation is not calculated yet, also into them.
+    # As torch does for tensors with a lazy negation, also as outputs.
     resolved = {id(each): each.resolve_neg() for each in tensors if each.is_neg()}
     given = pytree.tree_map_only(torch.Tensor, lambda each: resolved.get(id(each), each), (args, kwargs))
     with torch._C._ExcludeDispatchKeyGuard(_BELOW):
@@ -116,7 +116,7 @@ def _has_number(index: Any) -> bool:
 
 
 def _selected(tensor: Any, index: Any) -> tuple[Any, Any]:
-    """Each rank's part of the tensor, and what is left of the index. torch selects with ints first, too.
+    """Return each rank's part of the tensor, and the rest of the index; like torch, ints come first.
 
     Raises RankDependentError for a tensor that is not each rank's own.
     """
@@ -136,7 +136,7 @@ def _selected(tensor: Any, index: Any) -> tuple[Any, Any]:
 
 
 def _dims(index: Iterable[Any]) -> int:
-    """How many dimensions of a tensor these are for."""
+    """Return the number of dimensions that an index takes."""
     return sum(
         0 if each is None or each is Ellipsis or isinstance(each, bool)
         else each.ndim if isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)

@@ -1,4 +1,4 @@
-"""What torch has one rank do for the others, or each rank for itself, beside DTensors: here is none of the ranks.
+"""Replacements of functions that torch runs on one rank for the others, or on each rank for itself.
 
 A whole state dict is the controller's, which broadcasts nothing; a picture of a DTensor is drawn once.
 """
@@ -30,7 +30,7 @@ def _broadcast(own: Any) -> Replacement:
             return
         wanted = {key: each for key, each in full_state_dict.items() if key in local_state_dict}
         before = dict(local_state_dict)
-        # From where they are: `distribute_tensor` sends each worker its part.
+        # Values stay where they are: `distribute_tensor` sends each worker its part.
         state_dicts._distribute_state_dict(wanted, local_state_dict, torch.device("cpu"), pg)
         for key in wanted:
             local_state_dict[key] = _filled(before[key], local_state_dict[key])
@@ -44,10 +44,10 @@ def _broadcast(own: Any) -> Replacement:
 
 
 def _filled(there: Any, received: Any) -> Any:
-    """As what a rank receives: written into the DTensor that is there, if it has values.
+    """Return a received value, written into the present DTensor if that has values.
 
-    A replicated one that was distributed of a tensor on the workers is that tensor: an optimizer would have its state
-    in the caller's state dict, and change it there.
+    A replicated DTensor of a tensor on workers would be that tensor. An optimizer would then share its state with the
+    caller's state dict.
     """
     if not isinstance(there, DTensor) or not isinstance(received, DTensor) or there.is_meta:
         return received
@@ -56,7 +56,7 @@ def _filled(there: Any, received: Any) -> Any:
 
 
 def _device_of_all(own: Any) -> Replacement:
-    # Where a state dict's values are put that belong to tensors without any, on "meta".
+    # Device for a state dict's values of tensors on "meta".
     def _get_pg_default_device(group: Any = None) -> torch.device:
         if not controller_process_group.is_controller():
             return own(group)  # type: ignore[no-any-return]
@@ -67,7 +67,7 @@ def _device_of_all(own: Any) -> Replacement:
 
 
 def _of_one_rank(own: Any) -> Replacement:
-    # What DistributedDataParallel does first.
+    # DistributedDataParallel calls it first.
     def _verify_param_shape_across_processes(process_group: Any, tensors: Any, logger: Any = None) -> Any:
         if controller_process_group.is_controller():
             raise RemoteTensorError(
@@ -83,13 +83,13 @@ def _of_one_rank(own: Any) -> Replacement:
 
 
 class _OnRank0:
-    """A mesh as the rank sees it that draws."""
+    """A mesh as the drawing rank sees it."""
 
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
 
     def get_local_rank(self, mesh_dim: Any = None) -> int:
-        """The first, in each dimension."""
+        """Return the first coordinate of each dimension."""
         return 0
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,8 @@
-"""DTensors on a slice of a mesh whose sizes are not the same on all slices: what torch finds out, for each of them.
+"""Sharding decisions for DTensors on a sliced mesh whose sizes differ by slice: torch decides once for each slice.
 
 A batch of 5 on two rows of ranks is 3 rows of one tensor and 2 of the other, and on ``mesh["tp"]`` each is a whole
-tensor. Such a size is an int that differs by rank. torch decides by sizes how an operation is sharded, so it is asked
-once for each slice, with plain ints; what it says must be the same but for sizes.
+tensor. Such a size is an int that differs by rank. torch decides by sizes how an operation is sharded. So it is called
+once for each slice, with plain ints. The results must be equal except for sizes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ LOCALLY = (
     "(DTensor.from_local(x.to_local() * number, x.device_mesh, x.placements)), or do it on the workers: "
     "monarch_backend.dtensor.run(mesh, function, ...)"
 )
-"""What to do where an operation of a DTensor got a number that differs by rank."""
+"""Advice for an operation of a DTensor with a number that differs by rank."""
 
 
 def _hash(own: Any) -> Replacement:
-    # Of a DTensor's sizes, by which torch remembers what becomes of an operation.
+    # torch caches operations by this hash of a DTensor's sizes.
     def __hash__(self: Any) -> int:
         values = per_rank_int.values_of(self)
         return own(self) if values is None else hash(values)
@@ -58,7 +58,7 @@ def _for_each_slice(own: Any) -> Replacement:
 
 
 def _not_remembered(own: Any) -> Replacement:
-    # torch's propagator, which is older than these replacements, remembers what its own function finds.
+    # torch's propagator, which is older than these replacements, caches results of its own function.
     def __call__(self: Any, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and isinstance(args[0], OpSchema) and numbers(args[0]):
             return DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(args[0])
@@ -98,7 +98,7 @@ def _parts(value: Any) -> Sequence[Any] | None:
 
 
 def _on_rank(value: Any, rank: int) -> Any:
-    """The same, with the ints that this rank has."""
+    """Return the value with this rank's ints."""
     if type(value) is torch.SymInt:
         values = per_rank_int.values_of(value)
         return value if values is None else values[rank]
@@ -117,7 +117,7 @@ def _on_rank(value: Any, rank: int) -> Any:
 
 
 def _merged(column: Sequence[Any], what: str) -> Any:
-    """One of what the ranks have, None for a rank that takes no part."""
+    """Return one value for the ranks' values; None for a rank that takes no part."""
     first = next(each for each in column if each is not None)
     if type(first) in (int, torch.SymInt):
         numbers = [_on_rank(each, rank) for rank, each in enumerate(column)]

@@ -15,7 +15,7 @@ from monarch_backend.dtensor._torch_internals import tracing_state
 def for_all_ranks(own: Any) -> Any:
     """Layer over `ShardingPropagator.propagate_op_sharding_non_cached`.
 
-    torch caches its result, also for eager code and for the other classes of ranks: so it is found without a class.
+    torch caches its result, also for eager code and for the other classes of ranks. So it is computed without a class.
     """
 
     def propagate_op_sharding_non_cached(self: Any, op_schema: Any) -> Any:
