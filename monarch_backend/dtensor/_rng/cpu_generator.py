@@ -1,4 +1,4 @@
-"""Moves of a controller's CPU generator as an operation would move it, without the operation.
+"""Advance of a controller's CPU generator by an operation's random numbers, without running the operation.
 
 torch's CPU generator (mt19937) uses some words for each element of an operation. Their number is not documented. It is
 measured once for each operation and dtype, on tensors of a few dozen elements. This module uses no workers or DTensors.
@@ -30,7 +30,7 @@ _words_of_block: dict[Any, int] = {}
 def state_of(generator: Any) -> bytes:
     """Return everything that the next numbers depend on."""
     state = generator.get_state()
-    return ctypes.string_at(state.data_ptr(), state.numel())  # as numpy would do it, which need not be there
+    return ctypes.string_at(state.data_ptr(), state.numel())  # as numpy would do it, which may be missing
 
 
 def set_state(generator: Any, state: bytes | bytearray) -> None:
@@ -53,11 +53,11 @@ def skip(generator: Any, words: int) -> None:
 
 
 class Move:
-    """What ``fill`` of a tensor of this shape, strides and dtype does to a generator.
+    """Effect of ``fill`` on a generator, for a tensor of this shape, strides and dtype.
 
-    ``key``: which operation it is, with all arguments that the number of words may depend on. A large tensor's words
-    are skipped, all but those of a last, small part, which is really filled: so what the generator keeps besides words
-    (the second of two normal numbers) is right, too.
+    ``key``: the operation, with all arguments that the number of words may depend on. For a large tensor the words are
+    skipped, except for a last, small part, which is really filled. So other state of the generator (the second of two
+    normal numbers) is right, too.
     """
 
     def __init__(self, key: Any, shape: Any, stride: Any, dtype: torch.dtype) -> None:
@@ -71,12 +71,12 @@ class Move:
         self._more = self._part(last + BLOCK, dtype)
 
     def _part(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Some of it, in memory as the whole is, as far as operations look at that."""
+        """Return a part of the tensor, with its memory format as far as operations depend on it."""
         part = torch.empty(numel, dtype=dtype)
         return part if self._is_contiguous else torch.empty(2 * numel, dtype=dtype)[::2]
 
     def make(self, generator: Any, fill: Fill) -> None:
-        """Move it. ``fill`` draws from this generator."""
+        """Advance the generator. ``fill`` draws from it."""
         if self._blocks:
             skip(generator, self._blocks * self._measured(generator, fill))
         fill(self._last)

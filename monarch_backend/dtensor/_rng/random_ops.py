@@ -1,14 +1,16 @@
 """Random operations: every mesh and placement gets the numbers of a single process, by the controller's generator.
 
-An operation on a DTensor is one record. Each worker draws the whole tensor's numbers from the state that the
-controller's generator had, and keeps those of its own shard. The controller's generator then moves as if it had drawn
-them (see cpu_generator.py). So the next numbers, here or there, are those of a single process, too.
+An operation on a DTensor is one command. Each worker draws the whole tensor's numbers from the state that the
+controller's generator had, and keeps those of its own shard. The controller's generator then advances as if it had
+drawn them (see cpu_generator.py). So the next numbers, here or there, are those of a single process, too.
 
-A plain RemoteTensor draws the same numbers on all ranks, those of a single process with a tensor of its shape: values
+A plain RemoteTensor draws the same numbers on all ranks, those of a single process with a tensor of its shape. Values
 that tensor parallelism has replicated stay the same on all ranks. A plain tensor that is a DTensor's shard
-(`shard_origins.Origin`) draws as the DTensor does. One that is computed from shards, but is not a shard, draws other
-numbers on ranks with other shards, with a warning. `own_random_numbers` does the same for all plain tensors. These
-numbers follow from one number of the controller's generator and the rank's stream.
+(`shard_origins.Origin`) draws as the DTensor does.
+
+One that is computed from shards, but is not a shard, draws other numbers on ranks with other shards, with a warning.
+`own_random_numbers` does the same for all plain tensors. These numbers follow from one number of the controller's
+generator and the rank's stream.
 
 _worker/random_ops.py runs the operations on a worker.
 """
@@ -49,7 +51,7 @@ _WORKER = "monarch_backend.dtensor._worker.random_ops:"
 Handler = Callable[[Any, Any, Any], Any]
 
 
-# The generator, here and there ----------------------------------------------------------------------------------
+# The generator on the controller and on workers -----------------------------------------------------------------
 
 
 class _Step:
@@ -63,19 +65,22 @@ class _Step:
         self._state = b""
         self._members: Members = None
         self.streams: tuple[int, ...] | None = None
-        """Of plain tensors' numbers: ranks of one stream have the same. None: all ranks are of one."""
+        """Stream of each rank for plain tensors; ranks of one stream have the same numbers.
+
+        None: one stream for all.
+        """
 
     def bring(self, state: bytes, members: Members) -> None:
-        """These workers' generators are in this state, for the next record."""
+        """Set these workers' generators to this state for the next command."""
         if self._state != state or self._members not in (None, members):
             self.workers.write((self._number, call_sites.here(), state))
 
     def left(self, state: bytes, members: Members) -> None:
-        """In this one the last record has left them, and no others."""
+        """Record the state of the workers' generators after the last command, and these workers."""
         self._state, self._members = state, members
 
     def differ(self, streams: list[int]) -> None:
-        """By rank, which stream it is of."""
+        """Set each rank's stream."""
         if self.streams != tuple(streams):
             self.streams = tuple(streams)
             place = [_protocol.Tag.BY_RANK, streams]
@@ -83,7 +88,7 @@ class _Step:
             self.workers.write((number, call_sites.here()))
 
     def agreed(self, func: Any, members: Members) -> bytes:
-        """How the workers say that this operation has left them. Waits."""
+        """Return the state that all workers report after this operation. Waits."""
         states = self.workers.ask("generator_state")
         those = {state: rank for rank, state in enumerate(states) if members is None or members[rank]}
         if len(those) > 1:
@@ -94,7 +99,7 @@ class _Step:
         return bytes(next(iter(those)))
 
     def of_the_first(self, members: Members) -> tuple[bytes, Members]:
-        """How the first of the workers says that it was left, and which ones were left so. Waits."""
+        """Return the state that the first worker reports, and the workers in this state. Waits."""
         states = self.workers.ask("generator_state")
         those = [members is None or members[rank] for rank in range(len(states))]
         state = states[those.index(True)]
@@ -104,8 +109,8 @@ class _Step:
 
 Generator = torch.Generator | philox.Philox
 Members = tuple[bool, ...] | None
-"""By rank, whether it takes part; None: all do."""
-_in_step = threading.RLock()  # a record and the state before it are not parted
+"""Whether each rank takes part; None: all do."""
+_in_step = threading.RLock()  # a command and the state before it must stay together
 
 
 def _step_of(local: RemoteTensor) -> _Step:
@@ -120,7 +125,7 @@ def _step_of_workers(workers: WorkerSet) -> _Step:
 
 
 def _local(tensor: Any) -> RemoteTensor:
-    """A DTensor's, or itself."""
+    """Return a DTensor's local tensor, or the tensor itself."""
     return tensor if type(tensor) is RemoteTensor else tensor._local_tensor
 
 
@@ -128,14 +133,15 @@ def _workers(tensor: Any) -> WorkerSet:
     local = _local(tensor)
     if type(local) is RemoteTensor:
         return local._meta.workers
-    from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # which needs this module
+    from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # it imports this module
 
     return workers_of(tensor.device_mesh)  # type: ignore[return-value]
 
 
 def _on_cpu(workers: WorkerSet) -> bool:
-    """Return whether the workers' CPUs draw. XLA's own numbers differ, and the position of its generator is not
-    known.
+    """Return whether the workers' CPUs draw.
+
+    XLA's own numbers differ, and the position of its generator is not known.
     """
     return workers.device.type in _worker.DRAWN_ON_THE_CPU
 
@@ -146,7 +152,10 @@ def _members(local: RemoteTensor) -> Members:
 
 
 def _generator_of(workers: WorkerSet, kwargs: dict[str, Any]) -> Generator:
-    """Takes the argument out. Raises RemoteTensorError for the generator of another device than the numbers'."""
+    """Remove the generator argument and return it.
+
+    Raises RemoteTensorError for the generator of another device than the numbers'.
+    """
     found = kwargs.pop("generator", None)
     if found is None:
         return philox.default_generator(workers.device.type)
@@ -159,11 +168,11 @@ def _generator_of(workers: WorkerSet, kwargs: dict[str, Any]) -> Generator:
     return found  # type: ignore[no-any-return]
 
 
-# Filling a DTensor with numbers that don't depend on what is in it ----------------------------------------------
+# Filling a DTensor with numbers that don't depend on its values -------------------------------------------------
 
 
 class _Shards(NamedTuple):
-    """The part of the whole that a rank has: along these dimensions, start and length.
+    """A rank's part of the whole: dimensions with start and length.
 
     ``keeps``: 0 on ranks that have zeros, so that the sum over a Partial dimension is the whole.
     """
@@ -178,9 +187,9 @@ class _Fill:
     __slots__ = ("members", "move", "number", "numbers")
 
     move: cpu_generator.Move | None
-    """What it does to a CPU's generator."""
+    """Effect on a CPU's generator."""
     numbers: int | None
-    """How far it moves a GPU's; None until workers have said it, which waits once."""
+    """Advance of a GPU's generator; None until workers have reported it, which waits once."""
 
     def __init__(self, func: Any, tensor: Any, shards: _Shards, args: tuple[Any, ...]) -> None:
         local = _local(tensor)
@@ -190,7 +199,7 @@ class _Fill:
         self.numbers, self.move = None, None
         if _on_cpu(workers):
             self.move = cpu_generator.Move((func, *_fixed(args)), whole.shape, whole.stride, whole.dtype)
-        floats = [1]  # how many operands there are: the tensor, then floats
+        floats = [1]  # the operands: the tensor, then floats
 
         def place(value: Any) -> Any:
             if isinstance(value, float):
@@ -209,7 +218,7 @@ class _Fill:
 
 
 def _places(workers: WorkerSet, draw: TracedRandomOp, place: Callable[[Any], Any]) -> list[Any]:
-    """The arguments of `worker/_random.py`'s functions that draw."""
+    """Return the arguments of _worker/random_ops.py's functions that draw."""
     return [
         str(draw.func), *map(place, (draw.shape, draw.stride, draw.dtype)),
         [_protocol.Tag.DEVICE, workers.device.type], place(draw.cuts), place(draw.keeps), *map(place, draw.args),
@@ -217,11 +226,14 @@ def _places(workers: WorkerSet, draw: TracedRandomOp, place: Callable[[Any], Any
 
 
 _SAME_EVERYWHERE = ("avg", "max", "min")
-"""Of what is Partial in these ways, all ranks have the value itself."""
+"""Partial reductions for which all ranks have the value itself."""
 
 
 def _shards(spec: DTensorSpec) -> _Shards | None:
-    """None if it is in no one piece. Raises RemoteTensorError for what random numbers can't be written into."""
+    """Return the ranks' parts, None if a part is not contiguous.
+
+    Raises RemoteTensorError for tensors that can't be filled with random numbers.
+    """
     keeps: Any = 1
     for dim, placement in enumerate(spec.placements):
         if type(placement) is Partial and placement.reduce_op in ("sum", *_SAME_EVERYWHERE):
@@ -247,17 +259,17 @@ def _is_first(coordinate: Any) -> Any:
 
 
 def _fixed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What of the arguments belongs to the signature."""
+    """Return the arguments that belong to the signature."""
     return tuple([float if type(each) is float else each for each in args])
 
 
 def _fill(func: Any, tensor: Any, args: tuple[Any, ...], generator: Generator) -> Any:
-    """``func(tensor, *args)``, which changes the tensor."""
+    """Run ``func(tensor, *args)``, which changes the tensor."""
     local = _local(tensor)
     if tracing_state.is_traced(local):
         return _fill_in_a_trace(func, tensor, args, generator)
     if local._meta.device.type == "meta":
-        return tensor  # has no values, and draws none
+        return tensor  # it has no values, and draws none
     step = _step_of(local)
     key = (func, local._meta if tensor is local else tensor._spec, *_fixed(args))
     known = step.fills.get(key)
@@ -269,7 +281,7 @@ def _fill(func: Any, tensor: Any, args: tuple[Any, ...], generator: Generator) -
         known = step.fills[key] = _Fill(func, tensor, shards, args)
     with _in_step:
         before = cpu_generator.state_of(generator)
-        if known.move is not None:  # first: it refuses what is no argument
+        if known.move is not None:  # first, because it refuses invalid arguments
             known.move.make(generator, lambda part: func(part, *args, generator=generator))
         step.bring(before, known.members)
         floats = [each for each in args if type(each) is float]
@@ -300,21 +312,21 @@ def _fill_in_a_trace(func: Any, tensor: Any, args: tuple[Any, ...], generator: G
 
 
 def bernoulli_in_a_trace(p: Any) -> Any:
-    """``torch.bernoulli(p)``, as a CPU does it: a number between 0 and 1 for each element, of the dtype of ``p``."""
+    """Run ``torch.bernoulli(p)`` as a CPU does: a number between 0 and 1 for each element, of the dtype of ``p``."""
     drawn = torch.empty_like(p)
     _fill_in_a_trace(_aten.uniform_.default, drawn, (0.0, 1.0), philox.default_generator(_workers(p).device.type))
     return (drawn < p).to(p.dtype)
 
 
 def is_bernoulli_on_a_cpu(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether `bernoulli_in_a_trace` has the numbers that this operation has."""
+    """Whether `bernoulli_in_a_trace` gives this operation's numbers."""
     p = args[0]
     known = func is _aten.bernoulli.default and kwargs.get("generator") is None and _workers(p).device.type == "cpu"
     return known and p.dtype in (torch.float32, torch.float64) and p.is_contiguous() and not _is_partial(p)
 
 
 class RandomOps:
-    """What a captured step draws at each call. ``members``: as `_Fill`'s, the ranks that do."""
+    """Random draws of each call of a captured step. ``members``: ranks that draw, as in `_Fill`."""
 
     def __init__(self, workers: WorkerSet, draws: list[TracedRandomOp], members: Members = None) -> None:
         self.members = members
@@ -324,7 +336,10 @@ class RandomOps:
         self._numbers: int | None = None  # as `_Fill.numbers`
 
     def around(self, write: Callable[[], None]) -> None:
-        """``write`` the record, as `_fill` does. Raises RemoteTensorError where ranks are to have other numbers."""
+        """Run ``write``, which sends the command, as `_fill` does.
+
+        Raises RemoteTensorError if ranks need different numbers.
+        """
         if any(each.is_plain for each in self._draws):
             check_streams(self._step.workers)
         generator = philox.default_generator(self._step.workers.device.type)
@@ -342,7 +357,7 @@ class RandomOps:
 
 
 def check_streams(workers: WorkerSet) -> None:
-    """Raise RemoteTensorError where a captured step cannot draw numbers of plain tensors."""
+    """Raise RemoteTensorError if a captured step cannot draw numbers of plain tensors."""
     if _step_of_workers(workers).streams is not None:
         raise RemoteTensorError(
             "a captured step draws random numbers of plain tensors, the same on all ranks, which they must not be "
@@ -355,14 +370,14 @@ def _filling(draw: TracedRandomOp, generator: Generator) -> Callable[[torch.Tens
 
 
 def places(workers: WorkerSet, draw: TracedRandomOp) -> list[Any]:
-    """Of `worker/_random.py`'s ``drawn``, in the definition of a graph."""
+    """Return the arguments of _worker/random_ops.py's ``drawn``, for the definition of a graph."""
     return _places(workers, draw, lambda value: _protocol.place(value, lambda _: None, lambda _: None))
 
 
 def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) -> TracedRandomOp:
-    """Which elements a dropout keeps of a plain tensor; of one that is a shard of another, that one's.
+    """Return the mask of a dropout of a plain tensor; for a shard, its part of the whole's mask.
 
-    Raises RemoteTensorError where it is not known which elements of the other it has.
+    Raises RemoteTensorError if the tensor's part of the whole is not known.
     """
     shards = _Shards([], 1)
     if origin is not None:
@@ -376,7 +391,7 @@ def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) ->
 
 
 def check_origin(origin: Origin | None, what: str) -> None:
-    """Raise RemoteTensorError where a captured step cannot draw for a tensor of this origin."""
+    """Raise RemoteTensorError if a captured step cannot draw for a tensor of this origin."""
     if origin is not None and (origin.whole is None or origin.whole.is_strided):
         raise RemoteTensorError(
             f"{what} in a captured step draws random numbers for a plain tensor that is computed from a DTensor's "
@@ -391,7 +406,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _like(func: Any, defaults: Callable[[Any], tuple[Any, ...]]) -> Handler:
-    """Of an operation that is ``func`` of an empty tensor like its first argument."""
+    """Return the handler of an operation that is ``func`` of an empty tensor like its first argument."""
 
     def make(_func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
@@ -418,12 +433,14 @@ def _is_partial(tensor: Any) -> bool:
     return isinstance(tensor, DTensor) and any(each.is_partial() for each in tensor._spec.placements)
 
 
-# Numbers that depend on what is in a tensor ---------------------------------------------------------------------
+# Numbers that depend on a tensor's values -----------------------------------------------------------------------
 
 
 def _by_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """The whole operation on each worker. How many numbers it draws may depend on values, too, so this one waits:
-    the workers say how they have left the generator."""
+    """Run the whole operation on each worker, and wait for the states of their generators.
+
+    The count of its numbers may depend on values, too.
+    """
     first = next(each for each in args if isinstance(each, DTensor))
     mesh = first.device_mesh
     inner = [local_results.everywhere(each)._local_tensor if isinstance(each, DTensor) else each for each in args]
@@ -436,8 +453,11 @@ def _by_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _whole(func: Any, first: RemoteTensor, args: Any, kwargs: dict[str, Any], *, is_plain: bool) -> Any:
-    """``first``: one of the arguments. Ranks whose plain tensors have other values may draw more numbers than others:
-    the controller goes on as the first of them, whose values a program reads."""
+    """Run the operation on whole tensors. ``first``: one of the arguments.
+
+    Ranks whose plain tensors have other values may draw more numbers. The controller continues with the state of the
+    first rank, whose values a program reads.
+    """
     step, members = _step_of(first), _members(first)
     generator = _generator_of(step.workers, kwargs)
     writes = tuple([at + 1 for at in _changed(func)])
@@ -452,7 +472,7 @@ def _whole(func: Any, first: RemoteTensor, args: Any, kwargs: dict[str, Any], *,
 
 @functools.cache
 def _changed(func: Any) -> list[int]:
-    """The positions of what it changes."""
+    """Return the positions of changed arguments."""
     infos = [each.alias_info for each in func._schema.arguments]
     return [at for at, info in enumerate(infos) if info is not None and info.is_write]
 
@@ -468,17 +488,17 @@ def _distributed(local: Any, mesh: Any) -> Any:
 
 
 def _as_before(tensor: Any, like: Any) -> Any:
-    """Placed as the argument was, if it has its shape."""
+    """Return the result with the argument's placements, if it has its shape."""
     if tensor.shape != like.shape or _is_partial(like):
         return tensor
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
-# Tensors that are no DTensor's ----------------------------------------------------------------------------------
+# Plain tensors --------------------------------------------------------------------------------------------------
 
 
 def own_random_numbers(mesh: DeviceMesh) -> None:
-    """Give plain tensors different random numbers on ranks that differ by their place in this mesh.
+    """Give plain tensors different random numbers on ranks with different coordinates in this mesh.
 
     Without it all ranks get the same numbers. Use it for the mesh over which a batch is split, when its parts are not
     DTensors: DTensors get the numbers of their shards, as before. It has no effect on a mesh that belongs to no
@@ -495,7 +515,7 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
     False
     >>> procs.stop().get()
     """
-    from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # which needs this module
+    from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # it imports this module
 
     workers = workers_of(mesh)
     if workers is None:
@@ -530,7 +550,7 @@ def _plain(func: Any) -> Handler:
 
 
 def _as_whole(func: Any, args: Any, kwargs: Any) -> DTensorSpec | None:
-    """Return the spec of the DTensor that all arguments are shards of; None where there is no such DTensor."""
+    """Return the spec of the DTensor that all arguments are shards of; None if there is no such DTensor."""
     local = _first(args, kwargs)
     origin = local._meta.origin
     if origin is None or origin.whole is None or func in _OF_OTHER_SIZES or not _will_draw(func, args, kwargs):
@@ -560,7 +580,7 @@ def _of_shards(func: Any, args: Any, spec: DTensorSpec, kwargs: dict[str, Any]) 
 
 
 def _plain_by_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """As `_by_values`: what all ranks have sampled from the same chances is to be what one process samples."""
+    """Run as `_by_values`, if all ranks sample from the same probabilities, as one process does."""
     if not _will_draw(func, args, kwargs):
         return dispatch.call(func, str(func), args, kwargs, func._schema)
     result = _whole(func, _first(args, kwargs), args, kwargs, is_plain=True)
@@ -573,7 +593,7 @@ def _first(args: Any, kwargs: Any) -> RemoteTensor:
 
 
 def _by_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Each rank has numbers that follow from one of the controller's numbers and the rank's stream."""
+    """Draw numbers that follow from one of the controller's numbers and the rank's stream."""
     own = kwargs.pop("generator", None)
     seed = float(_seed.random_(0, _SEEDS, generator=own if own is None or own.device.type == "cpu" else None).item())
     local = _first(args, kwargs)
@@ -588,11 +608,11 @@ def _by_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 _warned: set[int] = set()
-"""Places in the program that have been warned of."""
+"""Call sites with a warning."""
 
 
 def _warn_of_shards(func: Any) -> None:
-    """Once for each line of the program."""
+    """Warn once for each call site."""
     place = call_sites.here()
     if place in _warned:
         return
@@ -607,12 +627,12 @@ def _warn_of_shards(func: Any) -> None:
 
 
 def _will_draw(func: Any, args: Any, kwargs: Any) -> bool:
-    """Not without values, and not if nothing is to be dropped."""
+    """Whether it draws: not without values, and not if nothing is to be dropped."""
     return _first(args, kwargs)._meta.device.type != "meta" and may_draw(func, args, kwargs)
 
 
 def may_draw(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it is a random operation: an attention without dropout is none, whatever torch has marked it as."""
+    """Whether it is a random operation; an attention without dropout is none, although torch marks it as one."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     names = {each.name: each.default_value for each in func._schema.arguments}
@@ -620,7 +640,7 @@ def may_draw(func: Any, args: Any, kwargs: Any) -> bool:
     return given.get("dropout_p") != 0.0 and False not in (given.get("train"), given.get("training"))
 
 
-_SEEDS = 1 << 53  # a float has them all: ints would be part of the signature
+_SEEDS = 1 << 53  # floats represent all of them; ints would be part of the signature
 _seed = torch.empty((), dtype=torch.int64)
 
 
@@ -636,7 +656,7 @@ def _draws(func: Any) -> Handler | None:
 dispatch.specials.append(_draws)
 
 
-# Which operation is what ----------------------------------------------------------------------------------------
+# Handlers by operator -------------------------------------------------------------------------------------------
 
 
 _IN_PLACE = (
@@ -652,7 +672,7 @@ BY_VALUES = (
 
 
 _OF_OTHER_SIZES = (_aten.multinomial.default,)
-"""What samples rows: its results are no shards where its argument is one."""
+"""Operators that sample rows: their results for a shard are no shards."""
 
 
 def _uniform(_args: Any) -> tuple[Any, ...]:
@@ -682,7 +702,7 @@ handlers: dict[Any, Handler] = {
             (_aten.randint_like, _random_from, _from_to, ("low_dtype", "low_generator_dtype")),
         )
         for overload in overloads
-        if hasattr(packet, overload)  # those with a generator are new in torch 2.10
+        if hasattr(packet, overload)  # torch 2.10 added those with a generator
     },
 }
-"""Return the handlers of random operators."""
+"""Handlers of random operators."""

@@ -1,8 +1,8 @@
 """Origin of a plain tensor: the DTensor shard that it is computed from, which decides its random numbers.
 
 Ranks with different shards must not draw the same numbers. A tensor that is itself a shard of a known whole draws its
-part of the whole's numbers, which are those of a single process. Origins are found once per signature: a call whose
-signature is known costs nothing. An alias that exists before an in-place write keeps the origin that it had.
+part of the whole's numbers, which are those of a single process. Origins are found once per signature, so a call with a
+known signature costs nothing. An alias that exists before an in-place write keeps its origin.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Whole(NamedTuple):
 
     @property
     def is_strided(self) -> bool:
-        """Whether a shard is several pieces of the whole, as of heads after batch and heads became one dimension."""
+        """Whether a shard is several pieces of the whole, such as of heads after they were merged with the batch."""
         return any(type(each) is _StridedShard for each in self.placements)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
@@ -64,19 +64,19 @@ class Operand:
 
     @property
     def whole(self) -> Any:
-        """The DTensor that it is a shard of; None where there is none."""
+        """DTensor that it is a shard of; None if there is none."""
         return None if self.origin is None else self.origin.whole
 
 
 MARK = "monarch_origin"
-"""Key in the ``meta`` of a trace's nodes: the origin of the local tensor that the program asked a DTensor for."""
+"""Key in the ``meta`` of a trace's nodes: the origin of a local tensor that the program took from a DTensor."""
 
 
 # Shards of DTensors ---------------------------------------------------------------------------------------------
 
 
 def of_shard(spec: DTensorSpec, mesh: Any, coordinates: Sequence[Any]) -> Origin | None:
-    """Return the origin of a DTensor's local tensor; None where all ranks have the same, or parts of a sum.
+    """Return the origin of a DTensor's local tensor; None if all ranks have the same, or parts of a sum.
 
     ``coordinates``: for each dimension of the mesh, those of all ranks.
     """
@@ -87,7 +87,7 @@ def of_shard(spec: DTensorSpec, mesh: Any, coordinates: Sequence[Any]) -> Origin
 
 
 def _whole(spec: DTensorSpec, mesh: Any) -> Whole | None:
-    """None where ranks have parts of a sum, or shards in another order than that of the mesh."""
+    """Return the whole; None if ranks have parts of a sum, or shards in another order than the mesh's."""
     shape, stride = tuple(spec.shape), tuple(spec.stride)
     if not all(type(each) in (Shard, Replicate, _StridedShard) for each in spec.placements):
         return None
@@ -102,7 +102,7 @@ def _whole(spec: DTensorSpec, mesh: Any) -> Whole | None:
 
 
 def numbered(places: Sequence[Any]) -> tuple[int, ...] | None:
-    """Return the same number for the same place; None where there is one only."""
+    """Return a number for each place, equal for equal places; None if there is only one."""
     known = {place: number for number, place in enumerate(dict.fromkeys(places))}
     return tuple(known[each] for each in places) if len(known) > 1 else None
 
@@ -113,7 +113,7 @@ def together(streams: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def common(origins: Sequence[Origin | None]) -> Origin | None:
-    """Return what holds of a tensor on all ranks where classes of ranks found these."""
+    """Return the origin of a tensor on all ranks, from those of its classes of ranks."""
     different = set(origins)
     if len(different) == 1:
         return origins[0]
@@ -125,11 +125,11 @@ def common(origins: Sequence[Origin | None]) -> Origin | None:
 
 Sizes = Sequence[Any]
 OfResult = Callable[[int, Sizes, Sizes], Origin | None]
-"""The origin of a result from its number among the results, its shape and its strides."""
+"""Function from a result's number, shape and strides to its origin."""
 
 
 def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
-    """Return what finds the origins of an operation's results. ``args``: `Operand`s in place of tensors."""
+    """Return a function that finds the origins of an operation's results. ``args``: `Operand`s in place of tensors."""
     known = [each for each in pytree.tree_leaves((args, kwargs)) if type(each) is Operand and each.origin is not None]
     if not known:
         return lambda *_: None
@@ -166,7 +166,7 @@ def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
 
 
 def _is_of_lists(call: Any) -> bool:
-    """Whether it does the same to each element of lists of tensors."""
+    """Whether it treats all elements of lists of tensors alike."""
     return getattr(getattr(call, "_schema", None), "name", "").startswith(("aten::_foreach_", "aten::_fused_"))
 
 
@@ -181,13 +181,13 @@ def _element(args: Any, at: int) -> Any:
 
 
 def _pointwise(*_: Any) -> None:
-    """Stands for an operation on elements of lists."""
+    """Placeholder of an operation on elements of lists."""
 
 
 def _is_same_order(operand: Operand, stride: Sizes) -> bool:
     """Whether a result with these strides has its elements in the operand's order, also in the whole.
 
-    Strides of a dimension of one element say nothing.
+    The stride of a dimension of one element is ignored.
     """
     whole = operand.whole
     is_told = all(mine > 1 or all_ <= 1 for mine, all_ in zip(operand.shape, whole.shape, strict=True))
@@ -195,7 +195,7 @@ def _is_same_order(operand: Operand, stride: Sizes) -> bool:
 
 
 def _ordered(shape: Sizes, local_stride: Sizes) -> tuple[int, ...]:
-    """Return the strides of a whole with the order of dimensions that these strides have."""
+    """Return the strides of a whole whose dimensions have the order of these strides."""
     strides, count = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (local_stride[dim], -dim)):
         strides[dim] = count
@@ -208,8 +208,8 @@ def _propagated(
 ) -> Iterator[list[Whole | None]]:
     """Yield the wholes of the results, by the operation on the operands' wholes.
 
-    DTensor's own rules say where the result of the local operation is a shard of the whole's result. ``sizes``: of a
-    shard, if they are an argument. Each of them in turn is left to torch.
+    DTensor's own rules tell whether the local result is a shard of the whole's result. ``sizes``: of a shard, if they
+    are an argument. One after the other is left to torch.
     """
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     strategies = propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs, propagator.op_to_rules
@@ -233,7 +233,7 @@ def _propagated(
         try:
             with tracing_state.outside(), tracing_state.quiet:
                 sharding = propagator.propagate_op_sharding_non_cached(schema)
-        except Exception:  # the whole has no such operation: its sizes are others
+        except Exception:  # the whole has no such operation, because of its sizes
             yield []
             continue
         moved, results = sharding.redistribute_schema, sharding.output_spec
@@ -305,7 +305,7 @@ def _of_copy(written: Operand, source: Operand) -> Origin | None:
     """Return the origin of a tensor into which another one was copied."""
     mine, other = written.origin, source.origin
     is_spread = tuple(source.shape) != tuple(written.shape)
-    if other is None:  # a shard with the same number everywhere is a shard still
+    if other is None:  # a shard filled with one number is still a shard
         return mine if is_spread and mine is not None and mine.whole is not None else None
     if other.whole is None or is_spread:
         return other._replace(whole=None)
@@ -330,12 +330,12 @@ def after_write(base: Origin | None, part: Origin | None) -> Origin | None:
 
 
 def of_collective(name: str, given: Sequence[Origin], rows: Sequence[Sequence[int]], size: int) -> Origin | None:
-    """Return the origin of a collective's result, of the ranks in each of these rows.
+    """Return the origin of a collective's result, for the ranks in each of these rows.
 
-    Ranks of one row have the same, or each its part. Rows have the same where their ranks' operands are the same.
+    Ranks of one row have the same result, or each its part. Rows have equal results if their ranks' operands are equal.
     """
     streams = together([origin.streams for origin in given]) if given else (0,) * size
-    is_scattered = any(part in name for part in _SCATTERED) or name == "reduce_"  # which the root alone has
+    is_scattered = any(part in name for part in _SCATTERED) or name == "reduce_"  # only the root has it
     places: list[Any] = [None] * size
     for row in rows:
         of_row = tuple(streams[rank] for rank in row)
@@ -353,7 +353,7 @@ _SCATTERED = ("scatter", "alltoall", "all_to_all", "permute")
 
 
 def is_pointwise(call: Any) -> bool:
-    """Whether each element of the results is made of those in its place."""
+    """Whether each element of the results depends only on elements in the same place."""
     return call is _pointwise or call in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(call, "tags", ())
 
 
@@ -362,7 +362,7 @@ def _overloads(*packets: Any) -> frozenset[Any]:
 
 
 _MADE_ANEW = _overloads(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided)
-"""Operations whose result has the sizes of an argument, or others, and not its values."""
+"""Operations whose result has an argument's sizes, or others, but not its values."""
 _COPIES = (_aten.copy_.default, _aten.copy.default)
 _OF_SIZES = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.expand.default)
 _ALSO_POINTWISE = {

@@ -1,8 +1,7 @@
 """Operator in traces for random numbers: each worker draws its part of those of a whole tensor.
 
-A captured step (see dtensor/_compile/lowering.py) draws everything before its other operations, in the program's order.
-So changes by a compiler do not change the numbers. As with dtensor/_compile/per_rank_op.py, it never runs on real
-tensors.
+A captured step (see _compile/lowering.py) draws all its random numbers before its other operations, in the program's
+order. So changes by a compiler do not change the numbers. Like _compile/per_rank_op.py, it never runs on real tensors.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import torch
 
 
 class TracedRandomOp(NamedTuple):
-    """``func`` of a whole tensor of this shape, strides and dtype, with these arguments; no ``cuts``: kept whole.
+    """``func`` of a whole tensor of this shape, strides and dtype, with these arguments; whole without ``cuts``.
 
-    ``cuts``, ``keeps``: as `_random.Shards`. ``is_plain``: of a tensor that is no DTensor's.
+    ``cuts``, ``keeps``: as in `random_ops._Shards`. ``is_plain``: the tensor is no DTensor's.
     """
 
     func: Any
@@ -32,14 +31,14 @@ _draws: list[TracedRandomOp] = []
 
 
 def draw(like: torch.Tensor, what: TracedRandomOp) -> torch.Tensor:
-    """What it draws, in a trace; ``like``: of its shape and dtype on each rank. TypeError: its sizes are symbols."""
+    """Draw in a trace; ``like`` has the shape and dtype on each rank. Raises TypeError if its sizes are symbols."""
     hash((what.shape, what.stride))
     _draws.append(what)
     return torch.ops.monarch_backend.draw(like, len(_draws) - 1)  # type: ignore[no-any-return]
 
 
 def drawn(number: int) -> TracedRandomOp:
-    """That of this number."""
+    """Return the operation of this number."""
     return _draws[number]
 
 

@@ -1,7 +1,6 @@
-"""What torch.distributed keeps of process groups in private tables, as far as a controller must write there.
+"""Private tables of torch.distributed with process groups, in which a controller must write.
 
-With device_mesh_and_api.py the only module here that touches torch's private parts; tests/dtensor/test_torch.py says
-when they move.
+tests/dtensor/test_torch.py fails when they move.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ DEVICES = "cpu:monarch,cuda:monarch,xla:monarch"
 
 
 def register(group: Any, name: Any, ranks: Sequence[int]) -> None:
-    """torch finds the group by its name, and its ranks."""
+    """Register a group by its name, with its ranks."""
     world: Any = c10d._world
     world.pg_map[group] = ("monarch", native.HashStore())
     world.pg_names[group] = name
@@ -33,38 +32,38 @@ def register(group: Any, name: Any, ranks: Sequence[int]) -> None:
 
 
 def register_name(group: Any, name: Any) -> None:
-    """torch finds the group by its name, for as long as somebody has it."""
+    """Register a group by its name, for as long as it is referenced."""
     c10d._register_process_group(name, group)
 
 
 def set_ranks(group: Any, ranks: Sequence[int]) -> None:
-    """These global ranks, in their order, are its ranks."""
+    """Set a group's global ranks, in their order."""
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
 
 
 def set_default(group: Any) -> None:
-    """It is what torch.distributed's functions take where no group is given."""
+    """Make a group the default of torch.distributed's functions."""
     c10d._update_default_pg(group)
     c10d._world.group_count = max(1, c10d._world.group_count)  # its name is "0", as in init_process_group
 
 
 def default() -> Any:
-    """The default group, which there is."""
+    """Return the default group, which must exist."""
     return c10d._get_default_group()
 
 
-# What workers need ----------------------------------------------------------------------------------------------
+# Groups of workers ----------------------------------------------------------------------------------------------
 
 
 _SORTS = "sort_ranks" not in inspect.signature(c10d.new_group).parameters
-"""An older torch, of a worker: it has the ranks in their own order, whatever order they are given in."""
+"""True for a worker's older torch, which sorts the ranks of a new group."""
 
 
 def new_group(name: str, ranks: Sequence[int]) -> Any:
-    """As dist.new_group, called by its ranks only.
+    """Make a group as dist.new_group does, called by its ranks only.
 
-    torch would name it after how many groups a process has: ranks that are in different ones would look for each other
-    under different names.
+    torch would name it by the number of a process's groups. Ranks with different numbers of groups would use different
+    names and not find each other.
     """
     own, private = c10d._process_group_name, c10d.__dict__
     private["_process_group_name"] = lambda *_, **__: name
@@ -79,31 +78,31 @@ def new_group(name: str, ranks: Sequence[int]) -> Any:
 
 
 def by_name(name: Any) -> Any:
-    """The group of this name, which there is."""
+    """Return the group of this name, which must exist."""
     return c10d._resolve_process_group(name)
 
 
 def default_store() -> Any:
-    """Where the ranks of the default group have met."""
+    """Return the store of the default group."""
     return c10d._get_default_store()
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The value of a collective that may be under way; any other tensor itself."""
+    """Return the value of a collective in flight; any other tensor itself."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def mesh_of_context() -> Any:
-    """The mesh of the innermost ``with mesh:``; None outside of any."""
+    """Return the mesh of the innermost ``with mesh:``; None outside of any."""
     stack = _mesh_resources.mesh_stack
     return stack[-1] if stack else None
 
 
 def done() -> Any:
-    """What a collective returns of which nothing is left to wait for."""
+    """Return the result of a collective that needs no wait."""
     return FakeWork()
 
 
 def says_gone(error: BaseException) -> bool:
-    """Whether a collective has not found its group any more: torch has no type for that."""
+    """Whether an error says that a collective's group is gone; torch has no type for that."""
     return isinstance(error, RuntimeError) and "Could not resolve the process group" in str(error)

@@ -1,4 +1,4 @@
-"""What torch knows of an operator and does not publish: how to say it in others, and which devices have it."""
+"""Unpublished data of torch about operators: their decompositions, and the devices that have them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ _OF_METADATA = {
         "storage_offset", "stride", "sym_is_contiguous", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride",
     )
 }  # fmt: skip
-"""What C++ asks of a tensor that has its metadata in Python: by these, whose own kernels ask the same again."""
+"""Operators by which C++ queries a tensor with metadata in Python; their own kernels query the same again."""
 
 
 def is_there(operator: Any, backend: str) -> bool:
-    """Whether a backend ("XLA") has it, or torch has it for all of them."""
+    """Whether a backend ("XLA") has the operator, or torch has it for all of them."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     return any(has(operator.name(), key) for key in (backend, *_FOR_ALL))
 
 
 @functools.cache
 def made_of_others(operator: Any) -> Callable[..., Any] | None:
-    """What autograd calls for an operator that it only knows by others (`linear`, `item`, `reshape`); None for another.
-    Without autograd, in `torch.inference_mode`, such an operator comes as it is.
+    """Return autograd's decomposition of an operator such as `linear`, `item` or `reshape`; None for others.
+
+    Without autograd, in `torch.inference_mode`, such operators are not decomposed before they arrive.
     """
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    if operator._schema.name in _OF_METADATA:  # some of which the dispatcher does not even know
+    if operator._schema.name in _OF_METADATA:  # the dispatcher does not even know some of them
         return None
     if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
         return None
-    # Not `operator.decompose`: that prefers a version in Python for compilers, whose dropout draws other numbers.
+    # Not `operator.decompose`, which prefers a Python version for compilers, whose dropout draws other numbers.
     return functools.partial(operator._op_dk, key)
 
 
 def in_others(operator: Any) -> Callable[..., Any] | None:
-    """A function that does the same in other operators, where torch has one."""
+    """Return a function that does the same by other operators, if torch has one."""
     return decomposition_table.get(operator)

@@ -1,8 +1,8 @@
-"""The shortest way to an operator from Python: a worker calls one a hundred thousand times in a second.
+"""Fastest Python function for an operator; a worker calls operators a hundred thousand times in a second.
 
-torch has two. An operator of `torch.ops` looks up, for each call, how its arguments become C++ values; the functions
-that programs use (``torch.add``) have that compiled, which is 0.6 us less. Which operator such a function is, depends
-on the arguments; so both are asked, without doing anything.
+torch has two. An operator of `torch.ops` looks up for each call how to convert its arguments to C++. The functions that
+programs use (``torch.add``) have that compiled, which takes 0.6 us less. The operator of such a function depends on the
+arguments. So both are called without execution to compare them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROOMS = (_C._VariableFunctions, _C.TensorBase, _C._nn)
 
 
 def quickest(operator: Callable[..., Any], args: Any, kwargs: Any) -> Callable[..., Any]:
-    """What does the same as the operator with arguments of these types, and needs less time."""
+    """Return the fastest function that equals the operator for arguments of these types."""
     if not isinstance(operator, torch._ops.OpOverload):
         return operator
     if operator.namespace == "aten":
@@ -35,11 +35,11 @@ def quickest(operator: Callable[..., Any], args: Any, kwargs: Any) -> Callable[.
 
 
 class _AskedError(Exception):
-    """Raised in place of doing it."""
+    """Raised in place of an execution."""
 
 
 class _Asking(UntracedMode):
-    """What torch would do first."""
+    """Mode that intercepts the first operator."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class _Asking(UntracedMode):
 
 
 def _asked(function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any] | None:
-    """The first operator that it comes to, and with what; None if it refuses these arguments."""
+    """Return the first operator that a function calls, with its arguments; None if it refuses these arguments."""
     asking = _Asking()
     with contextlib.suppress(Exception), asking:
         function(*args, **kwargs)
@@ -71,7 +71,7 @@ def _are_same(one: Any, other: Any) -> bool:
 
 
 def above_autograd() -> contextlib.AbstractContextManager[None]:
-    """Inside, operations have histories, also in an operator's own implementation, which is below that."""
+    """In this context operations have histories, also in an operator's own implementation, which is below autograd."""
     keys = [_C.DispatchKey.AutogradFunctionality, _C.DispatchKey.ADInplaceOrView]
     excluded = _C._dispatch_tls_local_exclude_set()
     for each in keys:

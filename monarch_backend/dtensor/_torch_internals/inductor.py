@@ -1,4 +1,4 @@
-"""What captured steps need of torch's private parts on a worker: Inductor, and tensors without values to trace with."""
+"""Private parts of torch that captured steps use on a worker: Inductor, and fake tensors for traces."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from monarch_backend.dtensor._patches.fixes import grouped_mm
 
 MAX_ATTEMPTS = 3
-"""Workers of one host compile the same at the same time, and may remove a broken file after each other."""
+"""Attempts to compile. Workers of one host compile concurrently, and may remove a broken file after each other."""
 
 grouped_mm.install_on_worker()
 
 
 def compiled(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """The function, which takes and returns tensors like these, as Inductor compiles it."""
+    """Return the function compiled by Inductor, for tensors like these."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad():
         fakes = [mode.from_tensor(each, static_shapes=True) for each in tensors]
@@ -39,9 +39,9 @@ def compiled(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> C
 
 
 def _broken(error: InductorError) -> Path | None:
-    """A library in Inductor's cache that can't be loaded: a worker was killed while it was written.
+    """Return the path of a library in Inductor's cache that can't be loaded, because a worker was killed while writing.
 
-    Inductor takes what is there, so that nobody on this host could compile this ever again.
+    Inductor uses existing files, so without its removal no process of this host could ever compile this.
     """
     inner = error.inner_exception
     path = inner.path if isinstance(inner, ImportError) else None

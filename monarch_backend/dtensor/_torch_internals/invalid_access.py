@@ -1,8 +1,10 @@
-"""What happens when C++ that was given a tensor of the workers uses its address: it has zeros, and Python an error.
+"""Errors for C++ code that uses the address of a workers' tensor: it reads zeros, and Python gets an exception.
 
-Typed access and what may write are errors of torch's at once. An untyped `const_data_ptr()`, and the storage's
-`data()`, get an address at which nothing is mapped; using it is the error. Where there is no such address (a torch that
-_torch_addresses does not know, a limit of addresses) it is 0, and the program ends with words that say what that was.
+torch itself raises for typed access and for writes. An untyped `const_data_ptr()`, and the storage's `data()`, get an
+unmapped address, whose use is the error.
+
+Without such an address it is 0, and the process ends with a message about the access. That is the case for a torch
+whose layout tensor_impl_layout.py does not know, or under a limit of address space.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _INSTEAD = (
 
 
 class AddressUsedError(NotReadableError):
-    """Raised by C, which names the class only; so this happens where it is raised, in the thread whose it is."""
+    """Raised by C, which can only name the class; it is constructed in the thread that accessed the memory."""
 
     def __init__(self) -> None:
         _native.close_absent_memory()
@@ -44,13 +46,13 @@ _native.set_up_tensor_address(torch.Tensor, torch._C._set_throw_on_mutable_data_
 
 
 def prepare() -> bool:
-    """From now on tensors get such addresses, if there are any: whether there are.
+    """Give tensors unmapped addresses from now on; return whether that works.
 
-    In any case who uses one that does not go on says what it was, with the lines of Python, before the process ends.
-    With each mesh, for another handler may have come since.
+    An access that cannot continue prints its cause and Python's stack before the process ends. Called with each mesh,
+    because another signal handler may have been installed since.
     """
     if not faulthandler.is_enabled():
-        with contextlib.suppress(Exception):  # a stderr that is closed, or no file, does not matter to a mesh
+        with contextlib.suppress(Exception):  # a closed stderr does not matter to a mesh
             faulthandler.enable()
     _native.explain_absent_memory(
         f" on host {socket.gethostname()}, where nothing is. If C++ asked a tensor of a mesh's workers for its untyped "
@@ -64,7 +66,7 @@ def _reserve() -> bool:
     places = tensor_impl_layout.places()
     if places is None or not _native.reserve_tensor_address(*places):
         return False
-    # A finaliser of an argument's, or a callback of a weak reference, runs before the line that called C++ goes on, and
-    # has the error: nobody could catch it.
+    # A finaliser or a weak reference's callback may run before the line that called C++ continues. It would get the
+    # error, where no code can catch it.
     sys.unraisablehook = _native.unraisable_hook(sys.unraisablehook)
     return True

@@ -1,8 +1,9 @@
-"""Where in a tensor of torch's its address stands: C++ takes it from there without asking anybody.
+"""Location of the address in torch's tensors, which C++ reads there directly.
 
 An untyped `const_data_ptr()`, and the storage's `data()`, are inline functions of torch's headers. torch has a switch
-that has them raise (StorageImpl's throw_on_immutable_data_ptr_), and its own dispatch of a DTensor's views runs into it
-(`isSharedStorageAlias` asks both sides). So a remote tensor has an address whose use is an error: _absent_memory.
+that makes them raise (StorageImpl's throw_on_immutable_data_ptr_). But its own dispatch of a DTensor's views calls them
+(`isSharedStorageAlias` checks both sides). So a remote tensor has an address whose use is an error: see
+invalid_access.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import ctypes
 import torch
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
-_STORAGE_WITHIN = 8  # words at the beginning of torch's TensorImpl, which has more of them
+_STORAGE_WITHIN = 8  # first words of torch's TensorImpl that are searched
 _ADDRESS_WITHIN = 6  # and of its StorageImpl
 _RESIZABLE_WITHIN = 10
 
@@ -22,10 +23,9 @@ class _Wrapper(torch.Tensor):
 
 
 def places() -> tuple[int, int, int, int] | None:
-    """How many bytes into a tensor is the pointer to its C++ part, into that its storage's, into that the address, and
-    the byte that says whether it can be resized.
+    """Return byte offsets: the C++ object in a tensor, its storage in that, the address in that, the resizable flag.
 
-    None where a torch has them elsewhere: then addresses stay 0.
+    None if a torch has another layout; then addresses stay 0.
     """
     real = [torch.ones(3), torch.ones(2, 5, dtype=torch.int8), torch.nn.Parameter(torch.ones(4))]
     found = {_places_of(each) for each in real}
@@ -41,7 +41,7 @@ def places() -> tuple[int, int, int, int] | None:
 
 def _places_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
     impl, storage = tensor._cdata, tensor.untyped_storage()._cdata
-    # The address stands there twice: what to free comes behind it.
+    # The address occurs twice: the second one is the pointer to free.
     at = (
         _first(_words(id(tensor), type(tensor).__basicsize__ // _WORD), impl),
         _first(_words(impl, _STORAGE_WITHIN), storage),
@@ -51,10 +51,10 @@ def _places_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
 
 
 def _may_say_resizable(can: list[torch.Tensor], cannot: list[torch.Tensor]) -> list[int]:
-    """The bytes that are 1 in these tensors' storages, and 0 in those of others' memory.
+    """Return the bytes that are 1 in these tensors' storages, and 0 in storages of foreign memory.
 
-    More than one now and then: there is a pointer, too, to the allocator of a tensor that can be resized, and the
-    system chooses its bytes.
+    Sometimes there are several. One may belong to a pointer to the allocator of resizable tensors, whose bytes the
+    system chooses.
     """
     can_be, cannot_be = ([_bytes(each.untyped_storage()._cdata) for each in tensors] for tensors in (can, cannot))
     return [
@@ -65,7 +65,7 @@ def _may_say_resizable(can: list[torch.Tensor], cannot: list[torch.Tensor]) -> l
 
 
 def _is_right(to_impl: int, to_storage: int, to_address: int, to_resizable: int) -> bool:
-    """Whether torch itself says so of a tensor without memory, when it is written there."""
+    """Check the offsets: torch must report an address that is written there, for a tensor without memory."""
     made = torch.Tensor._make_wrapper_subclass(_Wrapper, (3,))
     storage = _word(_word(id(made) + to_impl) + to_storage)
     if storage != made.untyped_storage()._cdata or _word(storage + to_address) != 0:

@@ -1,4 +1,4 @@
-"""What of torch's private parts tells what is traced from what is not. Imports nothing of ours, and not dynamo."""
+"""Private parts of torch that tell traced tensors from others. Imports nothing of this package, and not dynamo."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def is_traced(value: Any) -> bool:
-    """Whether it is a tensor of a trace, without values."""
+    """Whether a value is a tensor of a trace, without values."""
     return isinstance(value, (FakeTensor, FunctionalTensor))
 
 
@@ -23,27 +23,27 @@ _mode_of, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FA
 
 
 def is_dynamos() -> bool:
-    """Whether what runs now is an operation that torch.compile traces."""
+    """Whether torch.compile traces the operation that runs now."""
     return _mode_of(_FAKE) is not None and TracingContext.try_get() is not None
 
 
 def mode_of(tensor: Any) -> Any:
-    """The mode that made it, of a tensor without values; None of any other."""
+    """Return the mode of a tensor without values; None for other tensors."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
 def share_memory(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    """Whether it is a view of one of these, or one of them."""
+    """Whether a tensor is one of these, or a view of one."""
     return any(torch._C._is_alias_of(tensor, each) for each in others)  # type: ignore[attr-defined]
 
 
 def real(value: Any) -> Any:
-    """What a trace has in the place of an object (a placement, a mesh) is that object again."""
+    """Return the real object for a trace's stand-in (of a placement, a mesh)."""
     return value.real_obj if isinstance(value, FakeScriptObject) else value
 
 
 outside = _disable_current_modes
-"""In its context real tensors are calculated with, also while torch traces."""
+"""In this context real tensors are calculated with, also while torch traces."""
 
 
 class _Quiet(logging.Filter):

@@ -1,7 +1,8 @@
 """Attention on a worker's GPU, by the kernel that torch chooses there.
 
-Remote tensors are CPU tensors for the controller's C++, so it records the CPU's operators. `install` makes a GPU run
-them. The worker chooses the kernel because that depends on its GPU: flash, cuDNN, memory-efficient, or plain products.
+Remote tensors are CPU tensors for the controller's C++, so its commands have the CPU's operators. `install` makes a GPU
+run them. The worker chooses the kernel because that depends on its GPU: flash, cuDNN, memory-efficient, or plain
+products.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def install(key: str = "CUDA") -> None:
-    """In this process, for tensors of this dispatch key; again: nothing."""
+    """Install the kernels in this process for tensors of this dispatch key; a second call does nothing."""
     if _libraries:
         return
     library = torch.library.Library("aten", "IMPL")
@@ -31,7 +32,7 @@ def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The result, and in place of the sums of each row something of their size that has the graph for `backward`."""
+    """Return the result, and a tensor of the row sums' size that carries the graph for `backward` in their place."""
     out, leaves = _attended(query, key, value, dropout_p, is_causal, attn_mask, scale)
     batch, heads, rows, _ = query.shape
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -45,7 +46,7 @@ def backward(
     sums: torch.Tensor, dropout_p: float, is_causal: bool,
     *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """The gradients. Where the sums have come another way (a compiled graph's), the attention is done again."""
+    """Return the gradients. If the sums lost their graph (in a compiled graph), the attention is computed again."""
     found: Any = getattr(sums, "_graph", None)
     out, leaves = found or _attended(query, key, value, dropout_p, is_causal, attn_mask, scale)
     with fast_op_lookup.above_autograd():
@@ -65,13 +66,13 @@ def _attended(
 
 
 def _by_rows(shape: torch.Size) -> tuple[int, ...]:
-    """The strides that the controller takes the gradients to have: heads beside each other."""
+    """Return the strides that the controller expects of the gradients: heads beside each other."""
     _, heads, rows, width = shape
     return heads * rows * width, width, heads * width, 1
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """With the strides that the controller knows: a view that it has found possible must be."""
-    if tensor.stride() == stride or tensor.device.type == "xla":  # whose tensors have no strides to speak of
+    """Return the tensor with the controller's strides, because it accepted views by them."""
+    if tensor.stride() == stride or tensor.device.type == "xla":  # its tensors have no strides
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor._torch_internals import c10d_registry
 
 _groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
-"""Of some of the ranks, by the default group. Kept: a new one of that name would meet what the old one has left."""
+"""Groups of some of the ranks, by the default group. Cached: a new group of the same name would read old keys."""
 
 
 def _group(mesh: DeviceMesh) -> Any:
-    """Of the ranks of the mesh: None, which is all, or a group of some of them."""
+    """Return the group of the mesh's ranks: None for all, or a group of some of them."""
     ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
     if len(ranks) == dist.get_world_size():
         return None
@@ -31,7 +31,7 @@ def _group(mesh: DeviceMesh) -> Any:
 def save(
     _unfailed: None, mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool
 ) -> Any:
-    """What the first rank has to say of it."""
+    """Save this rank's part; return torch's result on the first rank."""
     metadata = dcp.save(
         state_dict, storage_writer=storage_writer, planner=planner, process_group=_group(mesh),
         use_collectives=use_collectives,
@@ -40,7 +40,7 @@ def save(
 
 
 def load(mesh: DeviceMesh, state_dict: Any, storage_reader: Any, planner: Any) -> Any:
-    """On the first rank: what is no DTensor. Those have been filled where they are."""
+    """Load this rank's part; return values that are no DTensors on the first rank. DTensors are filled in place."""
     dcp.load(state_dict, storage_reader=storage_reader, planner=planner, process_group=_group(mesh))
     if not _is_first(mesh):
         return None

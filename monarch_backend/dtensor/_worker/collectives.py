@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def shard_dim_alltoall(tensor: torch.Tensor, gather_dim: int, shard_dim: int, group_name: str) -> torch.Tensor:
-    """From shards of one dimension to shards of another."""
+    """Change shards of one dimension to shards of another."""
     group = _group_of(group_name)
     parts = [part.contiguous() for part in torch.chunk(tensor, group.size(), shard_dim)]
     received = [torch.empty_like(parts[group.rank()]) for _ in range(group.size())]
@@ -81,7 +81,7 @@ def alltoall_base_(
 
 
 def allreduce_coalesced_(tensors: Any, **given: Any) -> None:
-    """``dist.all_reduce_coalesced``, and what a coalescing manager makes of several ``dist.all_reduce``."""
+    """``dist.all_reduce_coalesced``, and several ``dist.all_reduce`` in a coalescing manager."""
     _call("allreduce_coalesced", options.AllreduceCoalescedOptions(), [tensors], given)
 
 
@@ -91,12 +91,12 @@ def allgather_coalesced_(output_lists: Any, input_list: Any, **given: Any) -> No
 
 
 def allgather_into_tensor_coalesced_(outputs: Any, inputs: Any, **given: Any) -> None:
-    """What a coalescing manager makes of several ``dist.all_gather_into_tensor``."""
+    """Several ``dist.all_gather_into_tensor`` in a coalescing manager."""
     _call("allgather_into_tensor_coalesced", options.AllgatherOptions(), [outputs, inputs], given)
 
 
 def reduce_scatter_tensor_coalesced_(outputs: Any, inputs: Any, **given: Any) -> None:
-    """What a coalescing manager makes of several ``dist.reduce_scatter_tensor``."""
+    """Several ``dist.reduce_scatter_tensor`` in a coalescing manager."""
     _call("reduce_scatter_tensor_coalesced", options.ReduceScatterOptions(), [outputs, inputs], given)
 
 

@@ -1,6 +1,6 @@
 """`ControlActor`: actor beside the executor for messages that cannot wait until the executor is free.
 
-It stores them in `ControlInbox` for the executor: how a run ended on other ranks, and parcels from other workers. It
+It stores them in `ControlInbox` for the executor: the end of a run on other ranks, and transfers from other workers. It
 has no tensors and runs no operations.
 """
 
@@ -20,7 +20,7 @@ CANCEL_CHECK_INTERVAL_S = 1.0
 """Seconds after which a wait is repeated: a cancelled call can be interrupted only between two waits."""
 
 MAX_FORGOTTEN = 1024
-"""Limit of dropped parcels for which messages may still arrive."""
+"""Limit of dropped transfers for which messages may still arrive."""
 
 
 class Ended(RuntimeError):
@@ -36,12 +36,12 @@ class ControlInbox:
         self._parcels: defaultdict[int, dict[int, Any]] = defaultdict(dict)
         self._refused: dict[int, str] = {}
         self._kept: dict[int, Callable[[], object]] = {}
-        self._readers: defaultdict[int, int] = defaultdict(int)  # that are still to come; below 0: came too early
-        self._forgotten: dict[int, str] = {}  # and why
+        self._readers: defaultdict[int, int] = defaultdict(int)  # readers still to come; below 0: came too early
+        self._forgotten: dict[int, str] = {}  # with the reason
         self._running: int | None = None
 
     def begin(self, run: int) -> None:
-        """Note that the executor runs this run. Raises Ended if it has ended on another rank."""
+        """Record that the executor runs this run. Raises Ended if it has ended on another rank."""
         with self._changed:
             verdict, why = self._verdicts.get(run, ("", ""))
             if verdict:
@@ -49,12 +49,12 @@ class ControlInbox:
             self._running = run
 
     def end(self) -> None:
-        """Note that the executor has left this run."""
+        """Record that the executor has left this run."""
         with self._changed:
             self._running = None
 
     def say(self, run: int, verdict: str, why: str) -> None:
-        """Note how a run ended; if it continues here, its collectives end now."""
+        """Record the end of a run; if it continues here, its collectives end now."""
         from monarch_backend.process_group import abort_all
 
         with self._changed:
@@ -64,28 +64,28 @@ class ControlInbox:
             self._changed.notify_all()
 
     def verdict(self, run: int) -> str:
-        """Wait until the run has ended on all ranks, and return how."""
+        """Wait until the run has ended on all ranks, and return its verdict."""
         with self._changed:
             while run not in self._verdicts:
                 self._changed.wait(CANCEL_CHECK_INTERVAL_S)
             return self._verdicts.pop(run)[0]
 
     def deliver(self, parcel: int, sender: int, content: Any) -> None:
-        """Store a parcel from another worker."""
+        """Store a part of a transfer from another worker."""
         with self._changed:
             if parcel not in self._forgotten:
                 self._parcels[parcel][sender] = content
                 self._changed.notify_all()
 
     def refuse(self, parcel: int, why: str) -> None:
-        """Note that a parcel will not come."""
+        """Record that a transfer will not arrive."""
         with self._changed:
             if parcel not in self._forgotten:
                 self._refused[parcel] = why
                 self._changed.notify_all()
 
     def take(self, parcel: int, count: int) -> list[Any]:
-        """What so many senders have delivered, by sender; waits for the last of them. Raises RuntimeError."""
+        """Return the parts of ``count`` senders, by sender; waits for the last of them. Raises RuntimeError."""
         with self._changed:
             while not (len(self._parcels[parcel]) >= count or parcel in self._refused or parcel in self._forgotten):
                 self._changed.wait(CANCEL_CHECK_INTERVAL_S)
@@ -96,7 +96,7 @@ class ControlInbox:
         return [found[sender] for sender in sorted(found)]
 
     def keep(self, parcel: int, count: int, release: Callable[[], object]) -> None:
-        """Keep a parcel until it was let go this many times; then ``release`` it."""
+        """Keep a transfer's data until they were let go ``count`` times; then ``release`` them."""
         with self._changed:
             is_wanted = parcel not in self._forgotten
             if is_wanted:
@@ -107,7 +107,7 @@ class ControlInbox:
             release()
 
     def let_go(self, parcel: int) -> None:
-        """By one of those that it was kept for. After a failure that may be before it is kept, if it ever is."""
+        """End one reader's use. After a failure that may be before the data are kept, or they never are."""
         self._count(parcel, -1)
 
     def _count(self, parcel: int, more: int) -> None:
@@ -122,7 +122,7 @@ class ControlInbox:
         release()
 
     def forget(self, parcel: int, why: str) -> None:
-        """Drop a parcel after a failure: calls that would take or release it will never begin.
+        """Drop a transfer after a failure: calls that would take or release it will never begin.
 
         Calls that wait for it stop waiting. Messages that were sent before may still arrive.
         """
@@ -136,7 +136,7 @@ class ControlInbox:
             release = self._kept.pop(parcel, None)
             self._changed.notify_all()
         if release is not None:
-            # Somebody may be in the middle of it, whose run has failed elsewhere: not on the thread that hears of runs.
+            # Not on this thread, which receives verdicts: a call whose run has failed elsewhere may still use the data.
             threading.Thread(target=_release, args=(release,), name="monarch-forget", daemon=True).start()
 
 
@@ -148,31 +148,31 @@ def _release(kept: Callable[[], object]) -> None:
 
 
 boards: defaultdict[str, ControlInbox] = defaultdict(ControlInbox)
-"""Of this process, by the type of the executor's device."""
+"""Inboxes of this process, by the type of the executor's device."""
 
 
 class Meetings:
-    """The runs after which this process has joined a new default group."""
+    """Runs after which this process has joined a new default group."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._runs: set[int] = set()
 
     def note(self, run: int) -> None:
-        """It has."""
+        """Record a run after which the process has joined."""
         with self._changed:
             self._runs.add(run)
             self._changed.notify_all()
 
     def wait(self, run: int) -> None:
-        """Until it has."""
+        """Wait until the process has joined after this run."""
         with self._changed:
             while run not in self._runs:
                 self._changed.wait(CANCEL_CHECK_INTERVAL_S)
 
 
 meetings = Meetings()
-"""The runs of this process, whatever device its executors are for."""
+"""Runs of this process, for executors of all devices."""
 
 
 class ControlActor(Actor):

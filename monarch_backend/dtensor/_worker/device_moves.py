@@ -6,10 +6,10 @@ import torch
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on this device, with the same strides."""
+    """Return a copy on this device, with the same strides."""
     return tensor.to(device, copy=True)
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """In pinned memory, if this process has a GPU."""
+    """Return a copy in pinned memory, if this process has a GPU."""
     return tensor.pin_memory() if torch.accelerator.is_available() else tensor.clone()

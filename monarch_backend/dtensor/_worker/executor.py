@@ -1,6 +1,6 @@
-"""`Executor`: the actor that holds this worker's tensors and executes what the controller sends, in order.
+"""`Executor`: the actor that holds this worker's tensors and executes the controller's commands, in order.
 
-What an operation could not do is kept in the place of its results, and of theirs, until somebody reads one of them.
+A failed operation's `Failure` is stored in place of its results, and of results that depend on them, until a read.
 """
 
 from __future__ import annotations
@@ -32,58 +32,58 @@ from monarch_backend.process_group._errors import GroupClosedError, RankFailedEr
 
 
 class Executor(Actor):
-    """One for each process of a device mesh."""
+    """Executor in one process of a device mesh."""
 
     def __init__(self, device_type: str, timeout: float) -> None:
         self._rank = current_rank().rank
         self._timeout = datetime.timedelta(seconds=timeout)
         self.groups = WorkerGroups(self._rank, self._timeout)
         self.meshes: dict[str, Any] = {}
-        """This worker's own, by their description; see remote_call_args.py."""
+        """This worker's own meshes, by their description; see remote_call_args.py."""
         self.board = boards[device_type]
         self._device = _own_device(device_type)
         self._tensors: dict[int, Any] = {}
         self._functions: dict[int, Function | None] = {}
-        self._calls: dict[int, Any] = {}  # of those functions that the compiled core can execute by itself
+        self._calls: dict[int, Any] = {}  # of functions that the compiled core can execute by itself
         self._results = PendingResults(self._tensors, self._failure)
         self._pending = self._results.pending
         self._failures = failures.Failures()
-        self._before = 0  # words in the batches that are done
-        self._waiting = 0  # words since XLA did what they say
-        self._recorded: xla_device.Recorded | None = None  # what they say
+        self._before = 0  # words in finished batches
+        self._waiting = 0  # words since XLA last executed
+        self._recorded: xla_device.Recorded | None = None  # XLA's recorded operations
         torch.set_grad_enabled(False)
 
-    # What comes from the controller -----------------------------------------------------------------------------
+    # Messages of the controller ---------------------------------------------------------------------------------
 
     @endpoint
     def missing(self) -> str:
-        """Why this process has no such device, and what to do; or ""."""
+        """Return why this process has no such device, and what to do; or ""."""
         return xla_device.missing() if self._device.type == "xla" else ""
 
     @endpoint
     def start(self) -> None:
-        """Nothing is missing."""
+        """Start; nothing is missing."""
         if self._device.type == "xla":
             self._device, self._recorded = xla_device.start(), xla_device.Recorded()
 
     @endpoint
     def run(self, batch: bytes) -> None:
-        """Execute it."""
+        """Execute a batch."""
         self._run(batch)
 
     @endpoint
     def run_counted(self, batch: bytes) -> None:
-        """Execute it, and say so."""
+        """Execute a batch and reply."""
         self._run(batch)
 
     @endpoint
     def put(self, number: int, tensor: torch.Tensor) -> None:
-        """Keep it under this id."""
+        """Store a tensor under this id."""
         self._tensors[number] = tensor.to(self._device) if self._device.type != "cpu" else tensor
 
     @endpoint
     def read(self, number: int, rank: int, how: str) -> Any:
-        """The value, on this rank; on others, which need not have it, nothing. What failed, on any."""
+        """Return the value on this rank, None on other ranks, which may lack it. Returns failures on all ranks."""
         return self._failures.beside(self._read(number, rank, how))
 
     def _read(self, number: int, rank: int, how: str) -> Any:
@@ -102,7 +102,7 @@ class Executor(Actor):
 
     @endpoint
     def equal(self, one: int, other: int) -> Any:
-        """Whether they have the same values; None where this rank has none."""
+        """Return whether two tensors have the same values; None if this rank has none."""
         return self._failures.beside(self._equal(one, other))
 
     def _equal(self, one: int, other: int) -> Any:
@@ -115,9 +115,9 @@ class Executor(Actor):
 
     @endpoint
     def measure(self, name: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
-        """Run an operator and keep its results under these ids; returns their sizes, strides and dtypes.
+        """Run an operator and keep its results under these ids; return their sizes, strides and dtypes.
 
-        None where this rank takes no part.
+        None if this rank takes no part.
         """
         return self._failures.beside(self._measure(name, args, kwargs, numbers))
 
@@ -140,37 +140,37 @@ class Executor(Actor):
 
     @endpoint
     def failed_since(self) -> Any:
-        """What was sent before has been done; the first of it that failed, if that was not told."""
+        """Wait for earlier commands; return their first unreported failure."""
         return self._failures.beside(self._failures.first_untold())
 
     @endpoint
     def raised(self, order: int) -> None:
-        """Who has read was told of all checks that had failed up to this one."""
+        """Record that failed checks up to this one were raised by a read."""
         self._failures.raised(order)
 
     @endpoint
     def pid(self) -> int:
-        """This process."""
+        """Return this process's id."""
         return os.getpid()
 
     @endpoint
     def generator_state(self) -> bytes:
-        """How the last operation has left the random numbers of this worker."""
+        """Return the state of this worker's random generator after the last operation."""
         return random_ops.state_of(self._device)
 
     @endpoint
     def count(self) -> int:
-        """How many tensors are held here."""
+        """Return the number of tensors held here."""
         return len(self._tensors)
 
     @endpoint
     def known(self) -> int:
-        """How many signatures are known here."""
+        """Return the number of signatures known here."""
         return len(self._functions)
 
     @endpoint
     def live_bytes(self) -> int:
-        """How many bytes their storages have, each storage once."""
+        """Return the bytes of their storages, each storage once."""
         return storage_module.live_bytes(self._tensors.values())
 
     # Functions --------------------------------------------------------------------------------------------------
@@ -186,32 +186,32 @@ class Executor(Actor):
 
     @endpoint
     def settle(self, run: int) -> None:
-        """Go on when it has ended on all ranks; where it failed on one, with new groups."""
+        """Continue once the run has ended on all ranks, with new groups if it failed on one."""
         if self.board.verdict(run) == "failed":
             self._meet_again(run)
 
     @endpoint
     def meet_again(self, run: int) -> None:
-        """Others have ended their groups in this run."""
+        """Join new groups after a run in which other ranks have closed theirs."""
         self._meet_again(run)
 
     @endpoint
     def join_again(self, run: int) -> None:
-        """The groups were those of all executors in these processes, and one of another device has ended them."""
+        """Join new groups, because an executor of another device in these processes has closed the old ones."""
         meetings.wait(run)
         self._join_again()
 
     @property
     def rank(self) -> int:
-        """Of this worker."""
+        """Return this worker's rank."""
         return self._rank
 
     def held(self, number: int) -> Any:
-        """What is under this id: a tensor, or a Failure."""
+        """Return the tensor or Failure under this id."""
         return self._results.settled(number)
 
     def failed_check(self) -> Failure | None:
-        """One that has failed and was not raised yet."""
+        """Return a failed check that was not raised yet."""
         beside = self._failures.beside(None)
         if beside is None:
             return None
@@ -219,11 +219,11 @@ class Executor(Actor):
         return Failure(first, first["order"], is_end=False)
 
     def keep(self, number: int, value: Any) -> None:
-        """Under this id."""
+        """Store a value under this id."""
         self._tensors[number] = value
 
     def new_failure(self, operation: str, site: int, error: BaseException) -> Failure:
-        """For what could not be done just now; who calls this tells of it."""
+        """Return a new failure; the caller reports it."""
         return self._new_failure(operation, site, self._before, error)
 
     def _new_failure(self, operation: str, site: int, order: int, error: BaseException) -> Failure:
@@ -231,7 +231,7 @@ class Executor(Actor):
         return Failure(failures.report_of(operation, site, self._rank, error), order, is_end=is_end)
 
     def told(self, failure: Failure) -> dict[str, Any]:
-        """As the controller gets it: nobody else need tell of it."""
+        """Return a failure's report for the controller, and mark it as reported."""
         return self._failures.told(failure)
 
     # Batches ----------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class Executor(Actor):
             i = self._run_one(words, i)
 
     def _run_one(self, words: list[Any], i: int) -> int:
-        """The record there; returns where the next one is."""
+        """Execute the command at ``i``; return the position of the next one."""
         number = words[i]
         if number == _protocol.DELETE:
             return self._delete(words, i)
@@ -293,7 +293,7 @@ class Executor(Actor):
             under_way = [*function.results(words, i), *written]
             self._pending.update(dict.fromkeys(under_way, origin))
             self._results.note_readers(under_way, self._results.memory_of(function.operands(words, i)))
-            for each in written:  # others may share their memory, for which nobody would wait
+            for each in written:  # other tensors may share the memory, and would not wait for it
                 self._results.settled(each)
         return i + function.length
 
@@ -339,15 +339,15 @@ class Executor(Actor):
         self.groups.reinitialize(run)
         try:
             self._join_again()
-        finally:  # not before: torch can't make two groups at once
+        finally:  # not earlier: torch can't make two groups at once
             meetings.note(run)
 
     def _join_again(self) -> None:
-        """The default group is a new one."""
+        """Join all groups again after the default group was replaced."""
         self.meshes.clear()
         self._calls.clear()
         self.groups.join_again()
-        for number, function in list(self._functions.items()):  # which name groups
+        for number, function in list(self._functions.items()):  # functions that name groups
             if isinstance(function, graph_executor.GraphFunction):
                 self._functions[number] = graph_executor.make(
                     function.graph, self._rank, self._device, self.groups.name_of
@@ -359,13 +359,13 @@ class Executor(Actor):
     # Failures ---------------------------------------------------------------------------------------------------
 
     def _failed(self, function: Function, words: list[Any], i: int, error: Exception) -> int:
-        """What depends on it gets the first cause. Returns the record's length."""
+        """Store the first cause in all results. Return the command's length."""
         signature = function.signature
         operands = function.operands(words, i)
         ids = [each for each in operands if each]  # the others are numbers themselves
         causes = [found for each in ids if isinstance(found := self._tensors.get(each), Failure)]
         if not causes and isinstance(error, KeyError) and any(each not in self._tensors for each in ids):
-            return function.length  # this rank takes no part in the operand, and so not in the result
+            return function.length  # this rank takes no part in the operand, nor in the result
         written = [number for at in signature.writes if (number := operands[at])]
         made = [number for number in function.results(words, i) if number]
         if causes:
@@ -381,7 +381,7 @@ class Executor(Actor):
         return function.length
 
     def _spoil(self, number: int, failure: Failure) -> None:
-        """What was to be written there is missing in all that shares this memory: in what it is a view of, say."""
+        """Store the failure in all tensors that share memory with a result that was to be written."""
         written = self._tensors.get(number)
         self._tensors[number] = failure
         if isinstance(written, torch.Tensor):
@@ -390,7 +390,7 @@ class Executor(Actor):
                     self._tensors[each] = failure
 
     def _order(self, i: int) -> int:
-        """Of what is at ``i`` in this batch, among all that was ever sent: every rank says the same of it."""
+        """Return the position of word ``i`` among all words ever sent, the same on every rank."""
         return self._before + i + 1
 
     def _failure(
@@ -401,19 +401,22 @@ class Executor(Actor):
         return failure
 
     def __cleanup__(self, exc: BaseException | None) -> None:
-        """What nobody has read may have failed."""
+        """Print failures that no read has reported."""
         if exc is None:
             self._failures.tell_at_the_end()
 
     def _stand_in(self, function: Function, words: list[Any], i: int) -> None:
-        """The others are in the collective: they get zeros from here, and who reads asks all ranks."""
+        """Take part in a collective with zeros, because other ranks are in it.
+
+        A read gets the failure, since it asks all ranks.
+        """
         operands = {}
         for at, number in enumerate(function.operands(words, i)):
             if isinstance(self._tensors.get(number), Failure):
                 shape, dtype = function.signature.ins[at]
                 operands[number] = torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
         held = ChainMap(operands, self._tensors)
-        with contextlib.suppress(Exception):  # what failed has been reported
+        with contextlib.suppress(Exception):  # the failure has been reported
             function.stand_in(held, words, i)  # type: ignore[arg-type]
 
 

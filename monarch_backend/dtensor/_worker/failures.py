@@ -9,7 +9,7 @@ import traceback
 from typing import Any
 
 MAX_FAILURES = 8
-"""Limit of failed checks that are kept for the next read. A loop that never reads may have any number of them."""
+"""Limit of failed checks that are kept for the next read. A loop without reads may have any number of them."""
 
 MAX_MESSAGE_LENGTH = 500
 """Characters of a message that is printed without a read."""
@@ -18,8 +18,8 @@ MAX_MESSAGE_LENGTH = 500
 class Failure:
     """Reason for a missing tensor, in its place.
 
-    ``order``: position in the controller's words; the same on all ranks. ``is_end``: not an error of its own. The group
-    was closed, or another rank has gone, which other reports tell.
+    ``order``: position in the controller's words; the same on all ranks. ``is_end``: not an error of its own: the group
+    was closed, or another rank has ended, which other reports say.
     """
 
     __slots__ = ("is_end", "order", "report")
@@ -29,8 +29,9 @@ class Failure:
 
 
 class Failures:
-    """The failures of this worker. A *check* has no result (`_assert_async`): no tensor depends on it, and any read
-    reports it.
+    """Failures of this worker.
+
+    A *check* has no result (`_assert_async`): no tensor depends on it, and any read reports it.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class Failures:
         self._checks: list[Failure] = []
 
     def add(self, failure: Failure, *, is_check: bool) -> None:
-        """Note a new failure."""
+        """Record a new failure."""
         self._untold = self._untold or failure
         if is_check and not failure.is_end and len(self._checks) < MAX_FAILURES:
             self._checks.append(failure)
@@ -58,8 +59,9 @@ class Failures:
         return {"reply": reply, "checks": [each.report for each in self._checks]} if self._checks else reply
 
     def raised(self, order: int) -> None:
-        """Drop all checks up to this one, which the controller has raised. A reply alone may arrive after its caller
-        has gone.
+        """Drop all checks up to this one, which the controller has raised.
+
+        A reply alone may arrive after its caller has gone.
         """
         for each in [each for each in self._checks if each.order <= order]:
             self._checks.remove(each)
@@ -71,7 +73,7 @@ class Failures:
             report = self._untold.report
             print(
                 f"monarch_backend: {report['failed']} raised on rank {report['rank']} (host {report['host']}, pid "
-                f"{report['pid']}), and nobody has read what depends on it: {_shortly(report['message'])}",
+                f"{report['pid']}), and no read has reported it: {_shortly(report['message'])}",
                 file=sys.stderr,
             )
 

@@ -11,11 +11,11 @@ from monarch_backend._actor.actor import Actor, endpoint
 
 
 class Gpus(Actor):
-    """In each process of a mesh of GPUs, for that question only."""
+    """Probe actor in each process of a mesh of GPUs."""
 
     @endpoint
     def missing(self) -> str:
-        """Why this process has none that its torch can use; or ""."""
+        """Return why this process has no GPU that its torch can use; or ""."""
         if torch.cuda.is_available():
             return ""
         built = torch.version.cuda or torch.version.hip

@@ -1,4 +1,4 @@
-"""Captured steps on a worker: many operations in one record, compiled by Inductor or run one by one.
+"""Captured steps on a worker: many operations in one command, compiled by Inductor or run one by one.
 
 op_functions.py handles single operations. A rank that fails within a step still takes part in its remaining
 collectives.
@@ -26,7 +26,7 @@ Values = Sequence[Any]
 
 
 class GraphFunction(Function):
-    """``run`` of a graph. In its record there are numbers between tensors and results."""
+    """Function that runs a graph. Its command has numbers between tensors and results."""
 
     __slots__ = (
         "_all",
@@ -61,16 +61,17 @@ class GraphFunction(Function):
         self._meetings = _meetings(self._steps, self._source)
         self._groups = {meeting.group for meeting in self._meetings}
         self.meets_others = bool(self._meetings)
-        self._wants_inductor = graph.inductor and device.type != "xla"  # XLA compiles what runs one by one, later
+        # XLA compiles operations that run one by one, later.
+        self._wants_inductor = graph.inductor and device.type != "xla"
         self._compiled: Callable[..., Any] | None = None
-        self._numbers_on = device if device.type == "xla" else None  # beside whose tensors a CPU's are refused
+        self._numbers_on = device if device.type == "xla" else None  # its operators refuse a CPU's tensors
 
     def results(self, words: list[Any], i: int) -> list[int]:
-        """As Function's."""
+        """See `Function.results`."""
         return words[i + self.length - self.signature.results : i + self.length]
 
     def stand_in(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
-        """As Function's."""
+        """See `Function.stand_in`."""
         for meeting in self._meetings:
             meeting.attend()
 
@@ -87,7 +88,7 @@ class GraphFunction(Function):
                 torch.tensor(number, dtype=getattr(torch, dtype), device=self._numbers_on) if dtype else number
             )
         given += drawn
-        if self._all is None:  # now, since what can't be done is then this record's failure
+        if self._all is None:  # now, so that an error is this command's failure
             self._all = self._plain = _function(self.graph, self._steps, self._source)
             if self._wants_inductor:
                 self._compile(given)
@@ -106,7 +107,7 @@ class GraphFunction(Function):
         tensors.update(zip(self.results(words, i), found, strict=True))
 
     def _drawn(self, before: dict[str, int]) -> list[torch.Tensor]:
-        """First, as `_random.fill`: whatever is wrong with its operands costs this worker no number."""
+        """Draw before all else, as `random_ops.fill` does, so that invalid operands do not skip numbers."""
         try:
             return [draw() for draw in self._draws]
         except Exception:
@@ -116,7 +117,7 @@ class GraphFunction(Function):
     # Compiling --------------------------------------------------------------------------------------------------
 
     def _compile(self, given: Values) -> None:
-        """At the first call. A worker that can't compile runs the operations one by one: the results are the same."""
+        """Compile at the first call. If that fails, the operations run one by one, with the same results."""
         self._wants_inductor = False
         try:
             from monarch_backend.dtensor._torch_internals import inductor
@@ -131,7 +132,7 @@ class GraphFunction(Function):
     # Failing ----------------------------------------------------------------------------------------------------
 
     def _attend_the_rest(self, before: dict[str, int]) -> None:
-        """Other ranks are in the collectives that this one did not come to. ``before``: what was past in each group."""
+        """Take part in the remaining collectives. ``before``: each group's count of collectives at the step's start."""
         attended = {group: _past(group) - number for group, number in before.items()}
         for meeting in self._meetings:
             attended[meeting.group] -= 1
@@ -139,7 +140,7 @@ class GraphFunction(Function):
                 meeting.attend()
 
     def _tell_where(self, error: Exception) -> None:
-        """The operation and the program's line, if it was one by one: the lines of the function are the steps."""
+        """Add the operation and the program's line to the error, if steps ran one by one, each as a line of code."""
         frame = error.__traceback__
         while frame is not None:
             if frame.tb_frame.f_code is self._all.__code__:
@@ -149,9 +150,9 @@ class GraphFunction(Function):
 
 
 class _Orders:
-    """Puts the results of steps into the order in memory that the graph was traced with.
+    """Puts the results of steps into the memory order with which the graph was traced.
 
-    Until `found` is asked it looks of which steps that must be done.
+    Before `found` is called it determines which steps need this.
     """
 
     def __init__(self, steps: list[Step]) -> None:
@@ -166,12 +167,12 @@ class _Orders:
         return k in (self._orders if self._looks else self._wrong)
 
     def found(self) -> bool:
-        """Whether there are any; from now on it has those."""
+        """Whether there are such steps; fixes the list."""
         self._looks = False
         return bool(self._wrong)
 
     def put(self, k: int, found: Any) -> Any:
-        """The results of step k, with strides as they should be."""
+        """Return the results of step k with the expected strides."""
         orders = self._orders[k]
         many = [found] if isinstance(found, torch.Tensor) else found
         if self._looks:
@@ -184,7 +185,7 @@ class _Orders:
 
 
 class _Meeting:
-    """A collective of a graph: attended with zeros by a rank that has nothing better."""
+    """A collective of a graph, in which a failed rank takes part with zeros."""
 
     def __init__(self, step: Step, group: str, call: Callable[[Values], Any], device: torch.device) -> None:
         self.group, self._step, self._call, self._device = group, step, call, device
@@ -198,17 +199,17 @@ class _Meeting:
 
 
 def _past(group: str) -> int:
-    """How many collectives there have been in it."""
+    """Return the count of collectives in a group so far."""
     return int(c10d._resolve_process_group(group)._get_sequence_number_for_group())  # type: ignore[attr-defined, arg-type]
 
 
 def make(graph: Graph, rank: int, device: torch.device, group: Callable[[str], Any]) -> GraphFunction:
-    """``group``: from the controller's name of a group to this worker's."""
+    """Return a graph's function. ``group``: maps the controller's name of a group to this worker's."""
     return GraphFunction(graph, rank, device, group)
 
 
 def by_rank(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """What stands in a trace as `_by_rank_op`: the function of this name, here with this rank's numbers."""
+    """Run the function of this name with this rank's numbers; per_rank_op.py has its place in a trace."""
     tensors = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.Tensor)]
     return per_rank_op.tensors_of(op_functions.find(name)(*args, **kwargs), tensors)
 
@@ -216,7 +217,7 @@ def by_rank(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
 def _function(
     graph: Graph, steps: list[Step], source: Source, orders: _Orders | None = None
 ) -> Callable[..., list[Any]]:
-    """All steps, a line for each, that forgets what is not needed any more."""
+    """Return a function with a line for each step, which drops values after their last use."""
     first = graph.operands + len(graph.numbers) + len(graph.draws)
     last: dict[int, int] = {}
     for k, step in enumerate(steps):

@@ -6,5 +6,5 @@ import torch
 
 
 def own(tensor: torch.Tensor, _inside: torch.Tensor) -> torch.Tensor:
-    """The tensor, of a rank that has the other one, too: the others do not come here, and have nothing of it."""
+    """Return the tensor on a rank that also has the other one; other ranks do not run this, and have no result."""
     return tensor.detach()

@@ -24,10 +24,10 @@ class TransferBuffers(NamedTuple):
 
 def offer(x: DTensor, desk: TransferBuffers) -> None:
     """Offer this source rank's part to the readers, as a copy that is kept until all have read."""
-    rank = dist.get_rank()  # of all; that of this call may count those of a slice
+    rank = dist.get_rank()  # in the default group; in this call ranks may be those of a slice
     if rank not in desk.senders:
         return
-    copy = _in_memory(x) if _is_elsewhere(x) else x.clone()  # the controller goes on, and may change x
+    copy = _in_memory(x) if _is_elsewhere(x) else x.clone()  # the controller continues, and may change x
     part = ShardedState.register({"x": copy})
     boards[x.device_mesh.device_type].keep(desk.parcel, len(desk.readers), part.drop)
     desk.target.deliver.broadcast(desk.parcel, rank, part)

@@ -1,6 +1,6 @@
-"""Functions that execute records, made from the definitions of signatures.
+"""Functions that execute commands, made from the definitions of signatures.
 
-Each is a `Call` of the compiled core (csrc/records/worker_execute.cpp). Some hundred thousand records are executed in a
+Each is a `Call` of the compiled core (csrc/records/worker_execute.cpp). It executes some hundred thousand commands in a
 second, so lookups are done once, at the definition.
 """
 
@@ -24,7 +24,7 @@ Run = Callable[[dict[int, Any], list[Any], int], None]
 
 
 class Function:
-    """``run(tensors, words, i)`` executes the record at ``words[i]``, which has ``length`` words."""
+    """``run(tensors, words, i)`` executes the command at ``words[i]``, which has ``length`` words."""
 
     __slots__ = ("_floats", "call", "is_collective", "length", "meets_others", "orders", "run", "signature")
 
@@ -38,18 +38,18 @@ class Function:
         """Strides of its results, until they were compared once."""
 
     def operands(self, words: list[Any], i: int) -> list[Any]:
-        """The record's tensors; 0, which is no tensor's id, for an operand that is a number."""
+        """Return the command's tensors; 0, which is no tensor's id, for an operand that is a number."""
         found = words[i + 2 : i + 2 + self.signature.operands]
         return [0 if at in self._floats else each for at, each in enumerate(found)] if self._floats else found
 
     def results(self, words: list[Any], i: int) -> list[int]:
-        """The ids of the record's results."""
+        """Return the ids of the command's results."""
         return words[i + 2 + self.signature.operands : i + self.length]
 
     def quick(self, tensors: dict[int, Any], words: list[Any], i: int) -> Call | None:
-        """What executes its records from now on, where nothing but its operands must be waited for or looked after.
+        """Return the compiled call for later commands, if only operands have to be checked and waited for.
 
-        To be asked when it has executed this one.
+        Called after this command was executed.
         """
         if self.call is None or self.is_collective:
             return None
@@ -57,7 +57,7 @@ class Function:
         return self.call
 
     def put_in_order(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
-        """When it has executed this record, its first one: this one's results, and from then on all others'."""
+        """Put the results of the first command in order after its execution, and from then on all others'."""
         wrong = {
             at: order
             for at, (number, order) in enumerate(zip(self.results(words, i), self.orders, strict=True))
@@ -89,7 +89,7 @@ class Function:
 
 
 def skip(other: Function) -> Function:
-    """For a rank that takes no part: of the same length, and does nothing."""
+    """Return a function of the same length that does nothing, for a rank that takes no part."""
     made = Function(other.signature, lambda _tensors, _words, _i: None)
     made.length = other.length
     made.is_collective = made.meets_others = False
@@ -97,7 +97,7 @@ def skip(other: Function) -> Function:
 
 
 def refuse(signature: Signature, error: Exception) -> Function:
-    """For what can't be made here: an operator that only the controller has, say. Its records fail, others do not."""
+    """Return a function whose commands fail, such as for an operator that only the controller has."""
 
     def run(_tensors: dict[int, Any], _words: list[Any], _i: int) -> None:
         raise error
@@ -106,7 +106,7 @@ def refuse(signature: Signature, error: Exception) -> Function:
 
 
 def make(signature: Signature, rank: int, device: torch.device, group: Callable[[str], Any]) -> Function:
-    """``group``: from the controller's name of a group to this worker's; None where it is not in it."""
+    """Return a signature's function. ``group``: maps the controller's name of a group to this worker's, or to None."""
     source = Source(rank, device, group)
     arguments = [source.argument(each) for each in [*signature.args, *signature.kwargs.values()]]
     names = tuple(signature.kwargs)
@@ -119,7 +119,7 @@ def make(signature: Signature, rank: int, device: torch.device, group: Callable[
 
 
 class Source:
-    """Calls, as Python or as `Call` has them, and the constants in them."""
+    """Builder of calls, as Python code or as `Call` has them, with their constants."""
 
     def __init__(self, rank: int, device: torch.device, group: Callable[[str], Any]) -> None:
         self.constants: dict[str, Any] = {}
@@ -127,7 +127,7 @@ class Source:
         self._rank, self.device, self.group = rank, device, group
 
     def call(self, target: str, args: list[Any], kwargs: dict[str, Any], operand: Callable[[int], str]) -> str:
-        """An expression. ``operand``: that of an operand."""
+        """Return an expression. ``operand``: function from an operand's position to its expression."""
         named = [f"{name}={self._expression(each, operand)}" for name, each in kwargs.items()]
         given = ", ".join([*(self._expression(each, operand) for each in args), *named])
         return f"{self._constant(find(target))}({given})"
@@ -140,7 +140,7 @@ class Source:
         return self._constant(self._value(place))
 
     def argument(self, place: Any) -> tuple[str, Any]:
-        """As `Call` wants it."""
+        """Return an argument in the form of `Call`."""
         if isinstance(place, list) and place[0] == Tag.OPERAND:
             return ("tensor" if len(place) == 2 else "number"), place[1]
         if isinstance(place, list) and place[0] == Tag.LIST:
@@ -165,7 +165,7 @@ class Source:
 
 
 def _floats(signature: Signature) -> set[int]:
-    """The operands that are numbers and stand in the record themselves."""
+    """Return the operands that are numbers in the command itself."""
     found = set()
 
     def look(place: Any) -> None:
@@ -182,7 +182,7 @@ def _floats(signature: Signature) -> set[int]:
 
 
 def find(target: str) -> Any:
-    """An operator of torch's, or a function by module and name."""
+    """Return an operator of torch, or a function by module and name."""
     target = _REPLACED.get(target, target)
     module, _, name = target.partition(":")
     if name:
@@ -202,7 +202,7 @@ def find(target: str) -> Any:
 
 
 def replace(targets: dict[str, str], adapted: Callable[[Any], Any]) -> None:
-    """What `find` finds for these, from now on; and what it makes of operators."""
+    """Set replacements that `find` returns for these targets, and a function that adapts operators."""
     global _adapted
     _REPLACED.update(targets)
     _adapted = adapted
@@ -210,7 +210,7 @@ def replace(targets: dict[str, str], adapted: Callable[[Any], Any]) -> None:
 
 _adapted: Callable[[Any], Any] | None = None
 _DEFINED_IN = {"fsdp": "torch.distributed.fsdp"}
-"""Operators of torch's that are there once this has been imported."""
+"""Operators of torch that exist after an import."""
 _REPLACED = {
     "_dtensor.shard_dim_alltoall.default": "monarch_backend.dtensor._worker.collectives:shard_dim_alltoall",
     "aten._weight_norm_interface.default": "monarch_backend.dtensor._worker.empty_shard_ops:weight_norm",
@@ -219,4 +219,4 @@ _REPLACED = {
     ),
     **torch_compat.replaced(),
 }
-"""Operators that CPU groups of torch can't do, or CPUs of what is empty; and functions that this torch has not."""
+"""Replacements of operators that CPU groups lack or that fail for empty tensors, and of newer torch's functions."""

@@ -29,13 +29,13 @@ class PendingResults:
         self._readers: dict[int, set[int]] = {}  # by storage: the results
 
     def wait_for_operands(self, function: Function | None, words: list[Any], i: int) -> None:
-        """Wait for the operands of a record."""
+        """Wait for the operands of a command."""
         for each in function.operands(words, i):  # type: ignore[union-attr]
             if each in self.pending:
                 self.settled(each)
 
     def wait_for_readers(self, function: Function, words: list[Any], i: int) -> None:
-        """Wait for collectives that still read memory which a record writes."""
+        """Wait for collectives that still read memory which a command writes."""
         writes = function.signature.writes
         if not writes:
             return
@@ -45,7 +45,7 @@ class PendingResults:
             self.settled(each)
 
     def note_readers(self, results: list[int], storages: frozenset[int]) -> None:
-        """Note the storages that the collective of these results reads."""
+        """Record the storages that the collective of these results reads."""
         self._sources.update(dict.fromkeys(results, storages))
         for storage in storages:
             self._readers.setdefault(storage, set()).update(results)
@@ -62,14 +62,14 @@ class PendingResults:
         return frozenset(each for each in found if each is not None)
 
     def settled(self, number: int) -> Any:
-        """Wait for a result; return it, a `Failure`, or None where this rank has no part in it."""
+        """Wait for a result; return it, a `Failure`, or None if this rank has no part in it."""
         found = self._tensors.get(number)  # None: this rank takes no part in it
         origin = self.pending.pop(number, None)
         self._forget_reader(number)
         if origin is not None and not isinstance(found, Failure):
             try:
                 found = funcol.wait_tensor(found)
-            except Exception as error:  # another rank has died, say
+            except Exception as error:  # such as the death of another rank
                 found = self._new_failure(*origin, error)
             self._tensors[number] = found
         return found

@@ -17,12 +17,12 @@ from monarch_backend.dtensor._worker import op_functions
 from monarch_backend.process_group._xla import graph_hash_workaround
 
 _lost: list[BaseException] = []
-"""What kept this worker from drawing numbers that the others have drawn: it does not know its place any more."""
+"""Error that kept this worker from drawing numbers that the others have drawn; its generator is out of step."""
 _stream = 0
-"""Of numbers that differ by rank: which ones are this worker's."""
+"""This worker's stream of numbers that differ by rank."""
 _find = functools.cache(op_functions.find)
 DRAWN_ON_THE_CPU = ("cpu", "xla")
-"""Devices whose numbers are those of the CPU's generator, the same in any process."""
+"""Devices that use the CPU's generator, whose numbers are the same in any process."""
 
 
 def _generator(device: torch.device) -> torch.Generator:
@@ -33,12 +33,12 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def state_of(device: torch.device) -> bytes:
-    """All that the next numbers depend on."""
+    """Return the state on which the next numbers depend."""
     return _generators.state_of(_generator(device))
 
 
 def set_state(state: bytes, device: torch.device) -> None:
-    """The next numbers are those after this state, the controller's."""
+    """Set the controller's state for the next numbers."""
     _generators.set_state(_generator(device), state)
     _lost.clear()
 
@@ -47,9 +47,9 @@ def fill(
     tensor: torch.Tensor, name: str, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype,
     device: torch.device, cuts: Sequence[Sequence[int]], keeps: int, *args: Any,
 ) -> None:  # fmt: skip
-    """Into a shard its part of what the operation writes into a tensor of this shape.
+    """Write a shard's part of the numbers that the operation writes into a tensor of this shape.
 
-    Draws before it looks at the shard: a shard that an earlier failure has left missing costs this worker no number.
+    Draws before it checks the shard, so that a missing shard of an earlier failure does not skip numbers.
     """
     whole = _drawn(name, shape, stride, dtype, device, args)
     for dim, start, length in cuts:
@@ -61,7 +61,7 @@ def drawn(
     name: str, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device,
     cuts: Sequence[Sequence[int]], keeps: int, *args: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """As fill, a tensor of its own."""
+    """Return a new tensor with the shard's numbers, as `fill` writes them."""
     whole = _drawn(name, shape, stride, dtype, device, args)
     for dim, start, length in cuts:
         whole = whole.narrow(dim, start, length)
@@ -69,7 +69,7 @@ def drawn(
 
 
 def dropped(tensor: Any, mask: Any, p: float) -> tuple[Any, Any]:
-    """What ``native_dropout`` returns, where it has drawn this mask."""
+    """Return the results of ``native_dropout`` for this mask."""
     return (tensor * mask) * (0.0 if p == 1 else 1 / (1.0 - p)), mask
 
 
@@ -91,12 +91,12 @@ def _drawn(name: str, shape: Any, stride: Any, dtype: torch.dtype, device: torch
 
 
 def whole(name: str, *args: Any, **kwargs: Any) -> Any:
-    """The operation as it is: its arguments are whole tensors."""
+    """Run the operation unchanged; its arguments are whole tensors."""
     return _beside(_find(name), args, kwargs)
 
 
 def _beside(function: Any, args: Any, kwargs: Any) -> Any:
-    """Call it, where XLA tensors are the arguments with copies on the CPU, which draws."""
+    """Call a function; XLA tensors are replaced by copies on the CPU, which draws."""
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     device = next((each.device for each in tensors if each.device.type == "xla"), None)
     if device is None:
@@ -109,13 +109,13 @@ def _beside(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def set_stream(stream: int) -> None:
-    """From now on."""
+    """Set this worker's stream."""
     global _stream
     _stream = stream
 
 
 def own(*args: Any, _name: str, _seed: float, _own_stream: int | None = None, **kwargs: Any) -> Any:
-    """The operation, with numbers that follow from the seed and this stream, or this worker's."""
+    """Run the operation with numbers that follow from the seed and the given stream, or this worker's."""
     device = next(each.device for each in args if isinstance(each, torch.Tensor))
     generator = _generator(device)
     before = generator.get_state()
@@ -127,7 +127,7 @@ def own(*args: Any, _name: str, _seed: float, _own_stream: int | None = None, **
 
 
 def _mixed(seed: int, stream: int) -> int:
-    """splitmix64: neighbours become strangers."""
+    """Mix seed and stream by splitmix64, so that neighbouring seeds give unrelated numbers."""
     mixed = (seed + (stream + 1) * 0x9E3779B97F4A7C15) % (1 << 64)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % (1 << 64)

@@ -1,4 +1,4 @@
-"""A user's function on this worker: with its arguments made here, gradients enabled, and its results kept.
+"""A user's function on this worker: makes its arguments, enables gradients, and keeps its results.
 
 The executor and control_actor.py define how all ranks continue after one has failed.
 """
@@ -29,7 +29,7 @@ class RunFailed(Exception):  # only the controller catches it by this name
 
 
 def execute(executor: Executor, run: int, number: int, site: int, meshes: list[Any], body: Any, buffers: Any) -> Any:
-    """Its result as `_parcels.pack` makes it, without what is kept, and how much that is. Raises RunFailed."""
+    """Return the packed result and the size of the kept part. Raises RunFailed."""
     name = "run"
     try:
         executor.board.begin(run)
@@ -40,7 +40,7 @@ def execute(executor: Executor, run: int, number: int, site: int, meshes: list[A
         body, buffers, kept = remote_call_args.pack(result, own)
     except CancelledError:  # of the actor, not the function's
         raise
-    except BaseException as error:  # also a KeyboardInterrupt; torch's CheckpointException is no Exception
+    except BaseException as error:  # also KeyboardInterrupt; torch's CheckpointException is no Exception
         failure = error.failure if isinstance(error, NotThereError) else executor.new_failure(name, site, error)
         executor.keep(number, failure)
         raise RunFailed(executor.told(failure)) from None

@@ -1,4 +1,4 @@
-"""Arguments and results of a function on a worker: ids become this worker's tensors, and the reverse.
+"""Arguments and results of a function on a worker: ids become this worker's tensors, and vice versa.
 
 The controller's _controller/remote_call_args.py packs messages that call the functions here.
 """
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._worker.executor import Executor
 
 
-@dataclass(frozen=True)  # no tuple: trees would be taken to go on inside
+@dataclass(frozen=True)  # not a tuple, which pytrees would flatten
 class Returned:
-    """Replacement of a DTensor in a result. ``mesh``: its number in the call. The DTensor has this slice of it, or
-    all.
+    """Placeholder of a DTensor in a result. ``mesh``: its number in the call.
+
+    The DTensor is on this slice of the mesh, or on all of it.
     """
 
     index: int
@@ -41,7 +42,7 @@ class Returned:
 
     @property
     def whole(self) -> tuple[Any, ...]:
-        """What all ranks must say alike."""
+        """The parts that must be equal on all ranks."""
         return tuple(getattr(self, each.name) for each in fields(self) if each.name != "local")
 
 
@@ -64,7 +65,7 @@ _here = _Here()
 
 
 def unpack(executor: Executor, described: list[Any], body: Any, buffers: Any) -> tuple[Any, list[DeviceMesh | None]]:
-    """The arguments, and the call's meshes. Raises NotThereError."""
+    """Return the arguments, and the call's meshes. Raises NotThereError."""
     _here.executor, _here.meshes = executor, []
     try:
         for each in described:
@@ -77,7 +78,7 @@ def unpack(executor: Executor, described: list[Any], body: Any, buffers: Any) ->
 
 
 def _made(executor: Executor, described: Any) -> DeviceMesh | None:
-    """This worker's own; None where it is no part of it."""
+    """Return this worker's own mesh; None if it is not in it."""
     key = repr(described)
     if isinstance(described[0], int):
         root = _here.meshes[described[0]]
@@ -105,19 +106,19 @@ def _mesh_of(executor: Executor, device_type: str, names: Any, groups: list[str]
 
 
 def mesh(number: int) -> DeviceMesh | None:
-    """Of this call."""
+    """Return a mesh of this call."""
     return _here.meshes[number]
 
 
 def tensor(held: int, requires_grad: bool, is_parameter: bool, grad: Any) -> torch.Tensor:
-    """This worker's, on the memory that the controller's tensor has here."""
+    """Return this worker's tensor on the memory of the controller's tensor."""
     return _as(_local(held), requires_grad, is_parameter, grad)
 
 
 def dtensor(
     held: int, number: int, placements: Any, shape: Any, stride: Any, requires_grad: bool, is_parameter: bool, grad: Any
 ) -> Any:
-    """A genuine one, on this worker's own mesh; None where this worker is no part of it."""
+    """Return a DTensor on this worker's own mesh; None if the worker is not in it."""
     where = _here.meshes[number]
     if where is None:
         return None
@@ -135,8 +136,9 @@ def _local(held: int) -> torch.Tensor:
 
 
 class Unfailed:
-    """Among the arguments of a function that keeps values for later: it is not called where a check has failed that
-    nobody has been told of. There it is None.
+    """Argument of a function that stores values for later.
+
+    The function is not called after a failed check that was not reported. There the argument is None.
     """
 
     def __reduce__(self) -> Any:
@@ -162,12 +164,12 @@ def _as(made: torch.Tensor, requires_grad: bool, is_parameter: bool, grad: Any) 
 
 
 def part(held: list[torch.Tensor], index: int) -> torch.Tensor:
-    """Of what a function returned."""
+    """Return a tensor of a function's result."""
     return held[index]
 
 
 def pack(result: Any, meshes: list[DeviceMesh | None]) -> tuple[bytes, list[memoryview], list[torch.Tensor]]:
-    """As it is sent, and what stays here. Plain tensors are sent as values, from the host's memory."""
+    """Return the message, and the tensors that stay here. Plain tensors are sent by value, from the host's memory."""
     kept: list[torch.Tensor] = []
 
     def reduce(value: Any) -> Any:

@@ -8,19 +8,19 @@ import torch
 
 
 def resize(tensor: torch.Tensor, nbytes: int) -> None:
-    """The tensor's storage has so many bytes now; 0 frees it."""
+    """Resize the tensor's storage to ``nbytes``; 0 frees it."""
     tensor.untyped_storage().resize_(nbytes)
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether it has values, and no memory for them."""
-    if tensor.is_meta or tensor.device.type == "xla":  # those never show any
+    """Whether it has elements, but no memory for them."""
+    if tensor.is_meta or tensor.device.type == "xla":  # their tensors never show memory
         return False
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def live_bytes(tensors: Iterable[object]) -> int:
-    """The bytes of all storages that these tensors have, each storage once."""
+    """Return the bytes of these tensors' storages, each storage once."""
     storages = {}
     for each in tensors:
         if isinstance(each, torch.Tensor) and not each.is_meta:
@@ -38,8 +38,8 @@ def identity(tensor: object) -> int | None:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether what is written into one may be seen in the other."""
-    if one.layout != torch.strided or other.layout != torch.strided:  # others have no storage
+    """Whether a write into one may change the other."""
+    if one.layout != torch.strided or other.layout != torch.strided:  # other layouts have no storage
         return False
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
         return False
@@ -48,7 +48,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """From its first byte in the storage to behind its last."""
+    """Return the first byte in the storage and the byte after the last."""
     begin, steps = int(tensor.storage_offset()), zip(tensor.shape, tensor.stride(), strict=True)
     size = 1 + sum((n - 1) * step for n, step in steps) if tensor.numel() else 0
     return begin * tensor.itemsize, (begin + size) * tensor.itemsize

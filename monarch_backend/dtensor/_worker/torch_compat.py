@@ -1,7 +1,7 @@
 """Functions of the controller's torch that a worker's older torch (2.9, with torch_xla) lacks or has in another form.
 
-A controller names them in records. torch's DTensor runs them once for each rank, with that rank's numbers. All of them
-are functions of tensors, with the results of the controller's torch.
+Commands of the controller name them. torch's DTensor runs them once for each rank, with that rank's numbers. All of
+them are functions of tensors, with the results of the controller's torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 from monarch_backend._core import torch_version
 
 NEWEST = (2, 13)
-"""From here on torch has them itself."""
+"""Release from which torch has all of them."""
 _PLACEMENTS = "torch.distributed.tensor.placement_types:"
 _HERE = "monarch_backend.dtensor._worker.torch_compat:"
 
 
 def replaced() -> dict[str, str]:
-    """For this process's torch: by what a record names, what is called."""
+    """Return, for this process's torch, the called function by its name in commands."""
     return {} if torch_version.torch_version() >= NEWEST else _REPLACED
 
 
@@ -42,9 +42,9 @@ _KINDS = (Shard, Replicate, Partial, _StridedShard)
 
 
 def reduce_placement(value: Any) -> Any:
-    """A pickler's answer for a placement on its way to a newer torch, where it is made by its constructor.
+    """Pickle a placement for a newer torch, where its constructor makes it.
 
-    There it is an object of C++, which what an older torch's pickle makes would leave without its content.
+    There it is a C++ object. An older torch's pickle would restore it without its content.
     """
     if type(value) not in _KINDS or not replaced():
         return NotImplemented
@@ -64,7 +64,7 @@ def _unpad(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def _chunks(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
-    """So many, the last ones empty where there is too little."""
+    """Return ``count`` chunks; the last ones are empty if there are too few elements."""
     found = list(torch.chunk(tensor, count, dim))
     return found + [tensor.narrow(dim, 0, 0)] * (count - len(found))
 
@@ -79,7 +79,7 @@ def select_split(
     placement: Any, tensor: torch.Tensor, num_chunks: int, index: int,
     *, with_padding: bool = True, contiguous: bool = True, clone: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """One of the shards."""
+    """Return one of the shards."""
     dim = placement.dim
     found = _chunks(tensor, num_chunks, dim)[index]
     if with_padding:
@@ -91,7 +91,7 @@ def select_strided(
     placement: Any, tensor: torch.Tensor, num_chunks: int, index: int,
     *, with_padding: bool = True, contiguous: bool = True, clone: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """One of the shards of a dimension that is sharded from right to left. None is padded, as in torch."""
+    """Return a shard of a dimension that is sharded from right to left; not padded, as in torch."""
     del with_padding
     parts = [
         _chunks(each, num_chunks, placement.dim)[index]
@@ -101,25 +101,25 @@ def select_strided(
 
 
 def select(shards: list[torch.Tensor], shard_index: int) -> torch.Tensor:
-    """A copy of it."""
+    """Return a copy of one of the shards."""
     return shards[shard_index].clone()
 
 
 def pad_uneven(placement: Any, local: torch.Tensor, logical_dim_size: int, num_chunks: int) -> torch.Tensor:
-    """To the size of the largest shard."""
+    """Pad to the size of the largest shard."""
     if logical_dim_size % num_chunks:
         local = _pad(local, placement.dim, -(-logical_dim_size // num_chunks) - local.size(placement.dim))
     return local.contiguous()
 
 
 def unpad_uneven(placement: Any, local: torch.Tensor, logical_dim_size: int, num_chunks: int) -> torch.Tensor:
-    """What has been gathered of shards that were padded."""
+    """Remove the padding of gathered shards."""
     del num_chunks
     return _unpad(local, placement.dim, local.size(placement.dim) - logical_dim_size).contiguous()
 
 
 def unpad_by_sizes(dim: int, local: torch.Tensor, pad_sizes: Any, mine: int, make_contiguous: bool) -> torch.Tensor:
-    """A shard that was padded by so much."""
+    """Remove a shard's padding."""
     if pad_sizes[mine] > 0:
         local = _unpad(local, dim, pad_sizes[mine])
         return local.contiguous() if make_contiguous else local
@@ -129,7 +129,7 @@ def unpad_by_sizes(dim: int, local: torch.Tensor, pad_sizes: Any, mine: int, mak
 def pad_for_new_dim(
     current_logical_shape: Any, local: torch.Tensor, num_chunks: int, old_shard_dim: int, new_shard_dim: int
 ) -> torch.Tensor:
-    """Before an all-to-all from shards of one dimension to those of another."""
+    """Pad before an all-to-all from shards of one dimension to those of another."""
     for dim, times in ((old_shard_dim, 1), (new_shard_dim, num_chunks)):
         size = current_logical_shape[dim]
         if size % num_chunks:
@@ -141,7 +141,7 @@ def unpad_for_new_dim(
     current_logical_shape: Any, local: torch.Tensor, num_chunks: int, old_shard_dim: int, new_shard_dim: int,
     local_rank: int,
 ) -> torch.Tensor:  # fmt: skip
-    """And after it."""
+    """Remove the padding after that all-to-all."""
     old, new = current_logical_shape[old_shard_dim], current_logical_shape[new_shard_dim]
     if old % num_chunks:
         local = _unpad(local, old_shard_dim, -(-old // num_chunks) * num_chunks - old)
@@ -153,6 +153,6 @@ def unpad_for_new_dim(
 
 
 def mask(tensor: torch.Tensor, local_offset_on_dim: int, local_shard_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which indices are of other shards, and the indices in this one, 0 for others."""
+    """Return the mask of indices in other shards, and the indices in this one, 0 for others."""
     others = (tensor < local_offset_on_dim) | (tensor >= local_offset_on_dim + local_shard_size)
     return others, (tensor - local_offset_on_dim).masked_fill(others, 0)

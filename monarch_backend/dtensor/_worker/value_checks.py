@@ -1,6 +1,6 @@
-"""Checks of values that a single process would refuse, and that shards or torch's way to do an operation would accept.
+"""Checks of values that a single process would refuse, but that shards or torch's decompositions would accept.
 
-Each is one record of a function without a result. It fails where a value is wrong, and the next read reports that. In a
+Each is one command with a function without a result. It fails for a wrong value, and the next read reports that. In a
 captured step it is part of the graph (see `require` of deferred_checks.py).
 """
 
@@ -15,9 +15,7 @@ def probabilities(x: torch.Tensor) -> None:
 
 
 def classes(x: torch.Tensor, count: int) -> None:
-    """Check for `one_hot`. Raises RuntimeError for an invalid class. ``count``: -1 where the largest value defines
-    it.
-    """
+    """Check for `one_hot`. Raises RuntimeError for an invalid class. ``count``: -1 if the largest value defines it."""
     are_classes = ((x >= 0) & (x < count)).all() if count >= 0 else (x >= 0).all()
     torch._assert_async(are_classes, "Class values must be non-negative and smaller than num_classes")
 

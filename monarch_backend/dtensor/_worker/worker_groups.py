@@ -49,7 +49,7 @@ class WorkerGroups:
     def reinitialize(self, run: int) -> None:
         """Replace the default group after a failed run.
 
-        The ranks may be at different collectives, or have given up in one, so the old groups are of no use.
+        The ranks may be in different collectives, or have failed in one, so the old groups are unusable.
         """
         rank, size = dist.get_rank(), dist.get_world_size()
         if self._store is None:

@@ -1,8 +1,10 @@
-"""Decompositions of operators that XLA's tensors lack or do in another way than torch.
+"""Decompositions of operators that torch_xla lacks or implements differently.
 
-torch_xla makes operations functional that write into memory. torch can do that for its own operators only: those of
-FSDP write into views, or return some. Their results here are torch's, see fsdp/_fully_shard/_fsdp_collectives.py. Two
-operators of torch_xla are right in a single process only, and one differs from torch. Operators that it lacks are
+torch_xla makes operations that write into memory functional. torch can do that for its own operators only. FSDP's
+operators write into views, or return some. Their results here equal torch's, see
+fsdp/_fully_shard/_fsdp_collectives.py.
+
+Two operators of torch_xla are right in a single process only, and one differs from torch. Operators that it lacks are
 decomposed where torch knows how, else run on the CPU.
 """
 
@@ -32,13 +34,13 @@ REPLACED = {
     "aten.nll_loss_backward.default": _HERE + "nll_loss_backward",
     "aten.nll_loss2d_backward.default": _HERE + "nll_loss_backward",
 }
-"""Functions in a worker of XLA devices by the name in a record."""
+"""Functions of a worker with XLA devices, by the name in commands."""
 
 
 def all_gather_copy_in(
     inputs: list[torch.Tensor], output: torch.Tensor, split_sizes: Sequence[int], numel: int, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's part of the output, with the inputs in it; and the output."""
+    """Return this rank's part of the output, filled with the inputs, and the output."""
     mine = output.narrow(0, numel * rank, numel)
     for part, each in zip(torch.split(mine, list(split_sizes)), inputs, strict=True):
         part.copy_(each)
@@ -48,13 +50,13 @@ def all_gather_copy_in(
 def split_with_sizes_copy(
     gathered: torch.Tensor, split_sizes: Sequence[int], dim: int = 0, *, out: list[torch.Tensor]
 ) -> None:
-    """Each part into its tensor."""
+    """Copy each part into its tensor."""
     for mine, part in zip(out, torch.split(gathered, list(split_sizes), dim), strict=True):
         mine.copy_(part)
 
 
 def chunk_cat(tensors: list[torch.Tensor], dim: int, num_chunks: int, *, out: torch.Tensor) -> None:
-    """Chunks of all, padded to one size, beside each other."""
+    """Write the chunks of all tensors, padded to one size, beside each other."""
     rows = [_padded(each, dim, num_chunks).reshape(num_chunks, -1) for each in tensors]
     out.copy_(torch.cat(rows, 1).view(out.shape))
 
@@ -72,7 +74,7 @@ def _padded(tensor: torch.Tensor, dim: int, num_chunks: int) -> torch.Tensor:
 def nll_loss_forward(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With the total weight of the targets here, in the place of which torch_xla returns 1."""
+    """Return the loss and the total weight of these targets, for which torch_xla returns 1."""
     if x.ndim == 1:
         out, total = nll_loss_forward(x[None], target.reshape(1), weight, reduction, ignore_index)
         return (out[0] if reduction == 0 else out), total
@@ -85,7 +87,7 @@ def nll_loss_forward(
 
 
 def _chosen(x: torch.Tensor, target: torch.Tensor, weight: Any, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A class for each target, and its weight, 0 for one that is ignored."""
+    """Return a class for each target, and its weight, 0 for an ignored one."""
     kept = target != ignore_index
     classes = target.masked_fill(~kept, 0)
     return classes, (kept.to(x.dtype) if weight is None else weight[classes] * kept)
@@ -95,7 +97,7 @@ def nll_loss_backward(
     gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int,
     ignore_index: int, total_weight: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """By the total weight that is given. torch_xla counts that of the targets here instead, a part of the batch."""
+    """Return the gradient by the given total weight; torch_xla takes that of this rank's part of the batch."""
     if x.ndim == 1:
         given = x[None], target.reshape(1), weight, reduction, ignore_index, total_weight
         return nll_loss_backward(gradient.reshape(-1) if reduction == 0 else gradient, *given)[0]
@@ -110,7 +112,7 @@ def native_batch_norm(
     x: torch.Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """With torch's running variance. torch_xla's is that of the batch, without Bessel's correction."""
+    """Normalise with torch's running variance. torch_xla's is the batch's, without Bessel's correction."""
     operator = torch.ops.aten.native_batch_norm
     if not training or running_var is None:
         return operator(x, weight, bias, running_mean, running_var, training, momentum, eps)  # type: ignore[no-any-return]
@@ -124,7 +126,7 @@ def batch_norm_functional(
     x: torch.Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """As a captured step has it: with new running values instead of changed ones."""
+    """Normalise for a captured step: return new running values instead of changing them."""
     running_mean, running_var = running_mean.clone(), running_var.clone()
     found = native_batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
     return *found, running_mean, running_var
@@ -134,7 +136,7 @@ def native_batch_norm_backward(
     gradient: torch.Tensor, x: torch.Tensor, weight: Any, running_mean: Any, running_var: Any, save_mean: Any,
     save_invstd: Any, train: bool, eps: float, output_mask: Any,
 ) -> Any:  # fmt: skip
-    """By the running values, if they were used. torch_xla takes what a batch would have left."""
+    """Return gradients by the running values, if they were used. torch_xla takes saved values of a batch."""
     operator = torch.ops.aten.native_batch_norm_backward.default
     call = operator if train else decompositions.in_others(operator)
     given = gradient, x, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
@@ -145,26 +147,27 @@ def resize(_tensor: torch.Tensor, _nbytes: int) -> None:
     """Do nothing: XLA's tensors have no memory that could be freed and allocated again."""
 
 
-# What torch_xla has not -----------------------------------------------------------------------------------------
+# Operators that torch_xla lacks ---------------------------------------------------------------------------------
 
 
 def adapted(operator: Any) -> Any:
-    """For one that torch_xla would do on the CPU, another function.
+    """Return a replacement of an operator that torch_xla would run on the CPU.
 
-    torch_xla would do on the spot all that was recorded, by a graph that it may take for another (_xla_graphs).
+    torch_xla would execute all recorded operations at once, by a graph that it may take for another (see
+    process_group/_xla/graph_hash_workaround.py).
     """
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten":
         return operator
     schema = operator._schema
     if any(each.alias_info for each in (*schema.arguments, *schema.returns)):
-        return operator  # it makes views, or changes something: torch says that in other operators first
+        return operator  # it makes views or changes something: torch decomposes it first
     if decompositions.is_there(operator, "XLA"):
         return operator
     return decompositions.in_others(operator) or functools.partial(on_the_cpu, operator)
 
 
 def on_the_cpu(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call it with copies, and bring back what it returns."""
+    """Call an operator with CPU copies, and move its results back."""
     tensors = filter(graph_hash_workaround.is_on_xla, pytree.tree_leaves((args, kwargs)))
     device = next((each.device for each in tensors), None)
     if device is None:

@@ -18,8 +18,9 @@ _HERE = "monarch_backend.dtensor._worker.xla.op_overrides:"
 
 
 def _of_all(operator: Any) -> Callable[..., Any]:
-    """No dimensions are all of them. torch_xla reduces none then, and has a result of another shape. And a number has
-    a dimension 0, for torch.
+    """Return the operator with no dimensions as all of them.
+
+    torch_xla reduces none then, and returns another shape. For torch a number has a dimension 0.
     """
     arguments = operator._schema.arguments
     names = [each.name for each in arguments]
@@ -48,36 +49,36 @@ _mean_dim = _of_all(_aten.mean.dim)
 
 
 def mean_dim(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    """Also of ints, where it is a float's that is asked for: torch_xla raises."""
+    """Also accept ints if a float result is requested: torch_xla raises."""
     return _mean_dim(x if dtype is None else x.to(dtype), dim, keepdim)
 
 
 def mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """As mean_dim."""
+    """See `mean_dim`."""
     return _aten.mean.default(x if dtype is None else x.to(dtype))
 
 
 def count_nonzero(x: torch.Tensor, dim: Any = None) -> torch.Tensor:
-    """An int, where torch_xla has a float."""
+    """Return an int; torch_xla returns a float."""
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
     return (x != 0).sum(dims)
 
 
 def cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    """Ints and bools add up to int64. torch_xla's stay what they are: two that are True are True."""
+    """Add ints and bools in int64. torch_xla keeps the dtype: two True values add up to True."""
     if dtype is None and not (x.is_floating_point() or x.is_complex()):
         dtype = torch.int64
     return _aten.cumsum.default(x, dim, dtype=dtype) if x.numel() else x.to(dtype or x.dtype, copy=True)
 
 
 def roll(x: torch.Tensor, shifts: Any, dims: Any = ()) -> Any:
-    """Also of nothing, as a shard may be. torch_xla divides by its size then, which ends the process."""
+    """Also accept empty tensors, as shards may be. torch_xla divides by the size, which ends the process."""
     return _aten.roll.default(x, shifts, dims) if x.numel() else x.clone()
 
 
 def pack_padded_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> Any:
-    """Step by step. torch_xla takes other rows where sequences end at different steps."""
-    # Sizes, and what torch says of lengths that are none, are those of a tensor without values.
+    """Pack step by step. torch_xla takes wrong rows if sequences end at different steps."""
+    # A tensor without values gives the sizes, and torch's errors for invalid lengths.
     like = torch.zeros(*x.shape[:2], 1) if x.ndim > 1 else torch.zeros(x.shape)
     _, sizes = _aten._pack_padded_sequence.default(like, lengths.cpu(), batch_first)
     steps = x.transpose(0, 1) if batch_first else x
@@ -85,8 +86,10 @@ def pack_padded_sequence(x: torch.Tensor, lengths: torch.Tensor, batch_first: bo
 
 
 def _with_indices(operator: Any) -> Callable[..., Any]:
-    """Where values were, or these, too. By indices that come out of an operation with several results torch_xla looks
-    up no rows: it asks for the shape of all results, and XLA ends the process ("buffer != nullptr"). A sum has but one.
+    """Return the operator with indices that have been summed.
+
+    torch_xla can't look up rows by indices from an operation with several results. It asks for the shape of all
+    results, and XLA ends the process ("buffer != nullptr"). A sum has only one.
     """
 
     def found(*args: Any, **options: Any) -> Any:
@@ -108,8 +111,10 @@ topk = _with_indices(_aten.topk.default)
 
 
 def _by_scale(operator: Any) -> Callable[..., Any]:
-    """An image of another size, by the factor that is given. torch_xla takes that of the sizes, which have no fractions
-    of a pixel. Where it is another one, the worker's CPU does it.
+    """Return the operator that resizes an image by the given factor.
+
+    torch_xla computes the factor from the sizes, which have no fractions of a pixel. If the two differ, the worker's
+    CPU runs the operator.
     """
     names = [each.name for each in operator._schema.arguments]
 
@@ -148,4 +153,4 @@ REPLACED = {
         "upsample_nearest2d_backward.default": "nearest_backward",
     }.items()
 }  # fmt: skip
-"""Functions in a worker of XLA devices by the name in a record."""
+"""Functions of a worker with XLA devices, by the name in commands."""

@@ -1,8 +1,8 @@
 """XLA device of a worker: the check that it exists, its start, and the limit of recorded operations.
 
-XLA compiles what was recorded since the last `sync`. That is executed at a read of a value, and at a collective through
-the host. This module bounds it for a program that does neither. It must not import torch_xla before a worker has such a
-device: the import takes seconds.
+XLA compiles the operations recorded since the last `sync`. They are executed at a read of a value, and at a collective
+through the host. This module limits them for a program that does neither. It must not import torch_xla before a worker
+has such a device: the import takes seconds.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.process_group._xla import graph_hash_workaround
 
 MAX_RECORDED_WORDS = 20_000
-"""Limit of words of records, about four per operation, before the recorded operations are executed."""
+"""Limit of words of commands, about four per operation, before the recorded operations are executed."""
 
 
 def missing() -> str:
-    """Why this process has no XLA device, and what to do; or ""."""
+    """Return why this process has no XLA device, and what to do; or ""."""
     from monarch_backend.process_group._xla import xla_backend
 
     try:
         why = xla_backend.missing()
         if not why:
             _device()
-    except Exception as error:  # whatever the loader, or the client, says
+    except Exception as error:  # any error of the loader or the client
         why = f"torch_xla can't be used: {type(error).__name__}: {error}"
     here = f"host {socket.gethostname()}, pid {os.getpid()}, torch {torch.__version__}"
     return why and f"{why} ({here})"
@@ -44,7 +44,7 @@ def _device() -> torch.device:
 
 
 def start() -> torch.device:
-    """This process's device. From here on operations that only a controller's CPU has are done there, too."""
+    """Return this process's device; afterwards operations that only a controller's CPU has also run on it."""
     from monarch_backend.dtensor._patches.fixes import xla_functionalization, xla_spmd
     from monarch_backend.dtensor._worker import attention, op_functions
     from monarch_backend.dtensor._worker.xla import op_decompositions, op_overrides
@@ -62,9 +62,9 @@ def start() -> torch.device:
 
 
 class Recorded:
-    """What was recorded since it was last done, as far as it says which tensors meet in it; see `_xla_graphs`.
+    """Key of the operations since the last execution: which tensors are used where; see graph_hash_workaround.py.
 
-    Tensors count by the order in which they come up, so that a step is the same each time, whatever their ids are.
+    Tensors are numbered in their order of use, so that a step is the same each time, whatever their ids are.
     """
 
     def __init__(self) -> None:
@@ -72,11 +72,11 @@ class Recorded:
 
     def _begin(self) -> None:
         self._places: dict[int, Any] = {}  # by a tensor's id
-        self._memory: dict[int, int] = {}  # that was there before, by its storage
+        self._memory: dict[int, int] = {}  # existing before, by its storage
         self._said: int | None = 0
 
     def note(self, words: list[Any], functions: dict[int, Any], tensors: dict[int, Any]) -> None:
-        """These records come next."""
+        """Add the commands that follow."""
         said: list[Any] = [self._said]
         i, places = 0, self._places
         while i < len(words):
@@ -97,16 +97,16 @@ class Recorded:
 
     def _place_of(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor):
-            return None  # a number, or of no rank's here
+            return None  # a number, or a tensor that this rank lacks
         memory = self._memory.setdefault(tensor.untyped_storage()._cdata, len(self._memory))
         return len(self._places), memory
 
     def lose_track(self) -> None:
-        """Note that a function has recorded unknown operations."""
+        """Record that a function has run unknown operations."""
         self._said = None
 
     def do(self, tensors: Iterable[Any]) -> None:
-        """All of it. ``tensors``: what this worker holds."""
+        """Execute all of it. ``tensors``: this worker's tensors."""
         held = [each for each in tensors if isinstance(each, torch.Tensor) and each.device.type == "xla"]
         graph_hash_workaround.sync(held, self._said)
         self._begin()
