@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from monarch_backend._verbs.work_requests import Request
 
 CONNECT_TIMEOUT_S = 10.0
-"""For the control plane to return the reply."""
+"""Seconds for the control plane to return the reply."""
 
 DRAIN_TIMEOUT_S = 10.0
-"""For the other queue pairs to finish their posted work requests when one has broken."""
+"""Seconds for the other queue pairs to finish their posted work requests when one has broken."""
 
 MIN_SILENCE_S = 10.0
 """Least seconds for a device to complete any posted work request, also if settings allow less, for slow machines."""
@@ -68,7 +68,7 @@ class Host(Protocol):
         """Return all open devices."""
 
     def finish(self, request: Request) -> None:
-        """Complete a request of which nothing is posted any more; callbacks run on the engine's thread."""
+        """Complete a request without posted work requests; callbacks run on the engine's thread."""
 
     def dial(self, peer: Hashable) -> bool:
         """Start connecting by the control plane, from the engine's thread; False if there is no control plane."""

@@ -157,7 +157,7 @@ def check_rank(group: Collectives, collective: str, role: str, rank: int) -> Non
 
 
 def check_count(group: Collectives, collective: str, what: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse a list of tensors that has not one tensor per rank."""
+    """Refuse a list that does not have one tensor per rank."""
     if len(tensors) != group.size():
         raise bad_argument(
             group,

@@ -205,7 +205,7 @@ class GraphLowering:
         if self._random(node):
             return
         _check(node)
-        is_collective = str(node.target).startswith(_protocol.COLLECTIVES)  # this process is no rank of a mesh
+        is_collective = str(node.target).startswith(_protocol.COLLECTIVES)  # this process is not a rank of a mesh
         if any(isinstance(each, _There) for each in inputs) or is_collective:
             self._step(node)
         elif any(isinstance(each, _Here) for each in inputs):

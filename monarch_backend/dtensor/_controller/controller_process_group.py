@@ -1,4 +1,4 @@
-"""`ControllerGroup`: torch.distributed's process groups on the controller, which is no rank of them.
+"""`ControllerGroup`: torch.distributed's process groups on the controller, which is not a rank of them.
 
 torch gets sizes, names and ranks. Collectives of remote tensors are commands (see _dispatch/special_ops.py). Those of
 this process's own tensors are computed here (see host_collectives.py).
@@ -250,7 +250,7 @@ def owners() -> list[WorkerSet]:
 
 
 def owner_of(ranks: Sequence[int]) -> WorkerSet | None:
-    """Return the WorkerSet of all these global ranks; None in a process that is no controller.
+    """Return the WorkerSet of all these global ranks; None in a process that is not a controller.
 
     Raises ValueError if they belong to several or to none, MeshClosedError if their processes have ended.
     """

@@ -23,7 +23,7 @@ _KNOWN = frozenset({
 
 
 class RemoteStorage:
-    """Storage of a tensor that is no view, because only its own size is known here. ``own``: its storage in torch."""
+    """Storage of a tensor that is not a view, since only its own size is known here. ``own``: its storage in torch."""
 
     __slots__ = ("__weakref__", "_own", "_tensor")  # dynamo refers to storages weakly
 

@@ -239,7 +239,7 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
 
 
 def _beside_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what DTensor does with this tensor as a replicated one; None if a plain tensor is to change."""
+    """Leave operations with DTensors to DTensor, except for those that change a plain tensor of workers."""
     written = func._schema.arguments[0].alias_info
     if written is None or not written.is_write or not isinstance(args[0], RemoteTensor):
         return NotImplemented

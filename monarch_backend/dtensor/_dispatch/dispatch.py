@@ -37,7 +37,7 @@ class _NotPlainError(Exception):
 
 _plans: dict[int, _native.Plan] = {}  # by the identity of the operator, which is never deleted
 special: dict[Any, Callable[[Any, Any, Any], Any]] = {}
-"""Handlers of operators that are no plain operations; filled by special_ops.py."""
+"""Handlers of operators that are not plain operations; filled by special_ops.py."""
 specials: list[Callable[[Any], Callable[[Any, Any, Any], Any] | None]] = []
 """Functions that return a handler as in `special`, for whole kinds of operators."""
 statistics = {"misses": 0}

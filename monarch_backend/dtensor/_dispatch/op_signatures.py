@@ -147,7 +147,7 @@ _SPLIT = "aten.split.Tensor"
 
 
 def _chunked(target: Target, given: list[Any]) -> list[tuple[Target, Any, Any]]:
-    """Return ``torch.chunk`` as a split for each rank, since a split of an empty tensor has a number of empty pieces.
+    """Return the split of ``torch.chunk`` for each rank; an empty tensor is split into as many empty pieces.
 
     C++ has made one decision for all ranks, that for tensors with elements.
     """
@@ -270,7 +270,7 @@ def _combine(workers: WorkerSet, entries: list[Entry], of_rank: list[int]) -> En
 
 
 def _host(entries: list[Entry], of_rank: list[int]) -> Any:
-    """Return results that are no tensors as one value. Ints may differ by rank; other values must be equal."""
+    """Return results that are not tensors as one value. Ints may differ by rank; other values must be equal."""
     flats = [pytree.tree_flatten(each.host) for each in entries]
     leaves = []
     for column in zip(*(flat for flat, _ in flats), strict=True):

@@ -25,7 +25,7 @@ _GRADIENTS = 1
 def _step(func: Any, args: Any, kwargs: Any) -> None:
     """Run a step.
 
-    ``args``: lists of parameters, gradients, and states, of which some may be empty; last, the steps' numbers.
+    ``args``: lists of parameters, gradients, and states, some of them empty; last, the steps' numbers.
     """
     of_workers: dict[Any, list[int]] = {}  # tensors of several meshes need several commands
     for i, parameter in enumerate(args[0]):

@@ -19,7 +19,7 @@ _check = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def _check_and_unscale(_func: Any, args: Any, kwargs: Any) -> None:
-    """``args``: the gradients, which are changed in place, the flag that is 1 after an overflow, and 1 / scale."""
+    """Scale gradients in place and set the flag to 1 after an overflow. ``args``: gradients, flag, 1 / scale."""
     gradients, found, inverse = args
     by_mesh: dict[Any, list[Any]] = {}
     others: list[Any] = []
@@ -44,7 +44,7 @@ def _check_and_unscale(_func: Any, args: Any, kwargs: Any) -> None:
 
 
 def check_and_unscale_plain(func: Any, args: Any, kwargs: Any) -> None:
-    """Run the operator on gradients that are no DTensors. Flags of slices are sent to all ranks by their members."""
+    """Run the operator on gradients that are not DTensors. Flags of slices are sent to all ranks by their members."""
     gradients, found, inverse = args
     by_members: dict[frozenset[int], list[Any]] = {}
     for each in gradients:

@@ -82,7 +82,7 @@ def _fill(tensor: Any, value: Any) -> list[Any]:
 
 
 def _along(tensor: Any, dim: int, **_: Any) -> list[Any]:
-    """Shard rows independently. torch takes -1 for another dimension than the last."""
+    """Shard by dimensions other than ``dim``. torch takes -1 for another dimension than the last."""
     return [([each], [each, None]) for each in _but(tensor, dim)]
 
 

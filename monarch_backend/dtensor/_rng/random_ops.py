@@ -580,7 +580,7 @@ def _of_shards(func: Any, args: Any, spec: DTensorSpec, kwargs: dict[str, Any]) 
 
 
 def _plain_by_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run as `_by_values`, if all ranks sample from the same probabilities, as one process does."""
+    """Run as `_by_values` does: with equal probabilities all ranks sample what one process samples."""
     if not _will_draw(func, args, kwargs):
         return dispatch.call(func, str(func), args, kwargs, func._schema)
     result = _whole(func, _first(args, kwargs), args, kwargs, is_plain=True)
@@ -672,7 +672,7 @@ BY_VALUES = (
 
 
 _OF_OTHER_SIZES = (_aten.multinomial.default,)
-"""Operators that sample rows: their results for a shard are no shards."""
+"""Operators that sample rows: their results for a shard are not shards."""
 
 
 def _uniform(_args: Any) -> tuple[Any, ...]:

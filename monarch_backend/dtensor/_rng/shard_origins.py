@@ -47,7 +47,7 @@ class Whole(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """``streams``: a number for each rank, equal where shards are equal. ``whole``: None if the tensor is no shard."""
+    """``streams``: a number for each rank, equal for equal shards. ``whole``: None if the tensor is not a shard."""
 
     streams: tuple[int, ...]
     whole: Whole | None = None

@@ -40,7 +40,7 @@ def save(
 
 
 def load(mesh: DeviceMesh, state_dict: Any, storage_reader: Any, planner: Any) -> Any:
-    """Load this rank's part; return values that are no DTensors on the first rank. DTensors are filled in place."""
+    """Load this rank's part; return values that are not DTensors on the first rank. DTensors are filled in place."""
     dcp.load(state_dict, storage_reader=storage_reader, planner=planner, process_group=_group(mesh))
     if not _is_first(mesh):
         return None

@@ -38,7 +38,7 @@ class Function:
         """Strides of its results, until they were compared once."""
 
     def operands(self, words: list[Any], i: int) -> list[Any]:
-        """Return the command's tensors; 0, which is no tensor's id, for an operand that is a number."""
+        """Return the command's tensors; 0, which is not a tensor's id, for an operand that is a number."""
         found = words[i + 2 : i + 2 + self.signature.operands]
         return [0 if at in self._floats else each for at, each in enumerate(found)] if self._floats else found
 
@@ -106,7 +106,7 @@ def refuse(signature: Signature, error: Exception) -> Function:
 
 
 def make(signature: Signature, rank: int, device: torch.device, group: Callable[[str], Any]) -> Function:
-    """Return a signature's function. ``group``: maps the controller's name of a group to this worker's, or to None."""
+    """Return a signature's function. ``group``: maps the controller's name of a group to this worker's or None."""
     source = Source(rank, device, group)
     arguments = [source.argument(each) for each in [*signature.args, *signature.kwargs.values()]]
     names = tuple(signature.kwargs)

@@ -40,7 +40,7 @@ def execute(executor: Executor, run: int, number: int, site: int, meshes: list[A
         body, buffers, kept = remote_call_args.pack(result, own)
     except CancelledError:  # of the actor, not the function's
         raise
-    except BaseException as error:  # also KeyboardInterrupt; torch's CheckpointException is no Exception
+    except BaseException as error:  # also KeyboardInterrupt; torch's CheckpointException is not an Exception
         failure = error.failure if isinstance(error, NotThereError) else executor.new_failure(name, site, error)
         executor.keep(number, failure)
         raise RunFailed(executor.told(failure)) from None

@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._values: list[Any] = [tensor]  # it keeps them alive, so that no id is reused
         self._steps: list[Step] = []
-        self._views: dict[int, tuple[int, Any]] = {}  # by id: the step and the operator that has made it
+        self._views: dict[int, tuple[int, Any]] = {}  # by index of a value: its step and operator
         self.is_plain = True
 
     def __enter__(self) -> Any:

@@ -94,9 +94,9 @@ def _or_whole(own: Any) -> Replacement:
 
 
 def _parts_strides(x: Any, sizes: Any) -> bool:
-    """Whether a view splits or merges a dimension of strided shards, whose strides torch applies to the new dimension.
+    """Whether torch gets a view wrong: it applies the strides of a dimension's shards to the new dimension.
 
-    A view is right only if that dimension stays, or if it is even and comes first.
+    It is right only if that dimension stays, or if it is even and comes first.
     """
     if not isinstance(x, DTensor) or not any(isinstance(each, _StridedShard) for each in x.placements):
         return False
@@ -133,7 +133,7 @@ def _given(args: Any, kwargs: Any) -> list[Any]:
 
 
 def _are_ours(args: Any, kwargs: Any) -> bool:
-    """Whether a controller's tensor is among the arguments."""
+    """Whether all DTensors among the arguments are a controller's."""
     return all(device_mesh_and_api.workers_of(each.device_mesh) is not None for each in _given(args, kwargs))
 
 

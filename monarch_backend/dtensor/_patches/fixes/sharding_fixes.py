@@ -219,7 +219,7 @@ def _counted_from_the_start(own: Replacement) -> Replacement:
 
 
 def _by_masks(own: Replacement) -> Replacement:
-    """Handle masks: one stands for as many dimensions of a tensor as it has, not for one, so shards must agree."""
+    """Drop shardings for masks of several dimensions, which torch takes for one dimension of the tensor."""
 
     def index_put_strategy(op: Any, args: Any, kwargs: Any) -> Any:
         found = own(op, args, kwargs)
@@ -231,7 +231,7 @@ def _by_masks(own: Replacement) -> Replacement:
 
 
 def _unless_parallel(parallel: Replacement, own: Replacement) -> Replacement:
-    """Let `loss_parallel` replace a handler for a time and restore ours afterwards; it would remove it."""
+    """Call the handler of `loss_parallel` while it is active, else ours; its own exit would remove ours."""
     handlers = api.DTensor._op_dispatcher._custom_op_handlers
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
@@ -265,7 +265,7 @@ def _by_a_whole_number(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_values(own: Replacement) -> Replacement:
-    """Handle a norm that is a largest value of values, not of magnitudes."""
+    """Replicate a norm's partial values: the largest value of the ranks' parts may not have the largest magnitude."""
 
     def norm_strategy(op_schema: Any) -> Any:
         found = own(op_schema)
@@ -326,7 +326,7 @@ def _reduced(own: Any) -> Replacement:
 
 
 def _of_weighted_classes(own: Any) -> Replacement:
-    # torch also looks up the weight of ignored labels, which are no classes.
+    # torch also looks up the weight of ignored labels, which are not classes.
     def _nll_loss_and_log_softmax_backward(
         grad_output: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, *rest: Any
     ) -> Any:

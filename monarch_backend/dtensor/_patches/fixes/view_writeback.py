@@ -162,7 +162,7 @@ def _source(local: Any) -> Any:
 
 
 def _chain(tensor: Any) -> list[tuple[_Taken, Any]]:
-    """Return what must be written after this tensor: (origin, copy) pairs, up to a tensor that is no copy."""
+    """Return what must be written after this tensor: (origin, copy) pairs, up to a tensor that is not a copy."""
     found = []
     while (source := _source(tensor._local_tensor)) is not None:
         if isinstance(source, _Taken):

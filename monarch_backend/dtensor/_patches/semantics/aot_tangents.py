@@ -21,7 +21,7 @@ from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 
 
 class _Step:
-    """State of one call. ``meshes``: of each result, None for results that are no DTensors.
+    """State of one call. ``meshes``: of each result, None for results that are not DTensors.
 
     ``has_plain``: whether its running backward was given tensors of this process.
     """

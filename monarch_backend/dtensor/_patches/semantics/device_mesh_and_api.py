@@ -103,7 +103,7 @@ def set_metadata(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def workers_of(mesh: Any) -> WorkerSet | None:
-    """Return the workers of a mesh; None if it is no controller's."""
+    """Return the workers of a mesh; None if it is not a controller's."""
     found = mesh.__dict__.get("_monarch_workers", False)
     if found is False:
         found = mesh.__dict__["_monarch_workers"] = controller_process_group.owner_of(mesh._flatten_rank_map)
@@ -144,7 +144,7 @@ def rows_of(mesh: Any) -> torch.Tensor:
 
 
 def outside(mesh: Any) -> frozenset[int]:
-    """Return the workers outside the mesh and its other slices; none for a mesh that is no controller's.
+    """Return the workers outside the mesh and its other slices; none for a mesh that is not a controller's.
 
     They do not have tensors of the mesh. They would not take part in changes, and would keep old values.
     """

@@ -1,6 +1,6 @@
 """Replacements of torch's functions that ask this process for a GPU, where only the workers have any.
 
-Each calls torch's own function where this process has a GPU itself, or is no controller.
+Each calls torch's own function where this process has a GPU itself, or is not a controller.
 """
 
 from __future__ import annotations

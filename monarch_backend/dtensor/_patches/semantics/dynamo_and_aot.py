@@ -249,7 +249,7 @@ def _wrap_plain(self: Any, value: RemoteTensor) -> Any:
 
 @contextlib.contextmanager
 def _no_word_of_grad() -> Iterator[None]:
-    """Silence the warning about `.grad` of tensors that are no leaves, which dynamo also reads."""
+    """Silence the warning about `.grad` of tensors that are not leaves, which dynamo also reads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
         yield
@@ -410,7 +410,7 @@ class _Strided(torch.autograd.Function):
 
 
 def _gathered_alike(base: DTensor, target: DTensor) -> DTensor:
-    """Return the base gathered as its view (``x[1:]``) was, which is no view of a shard.
+    """Return the base gathered as its view (``x[1:]``) was, which is not a view of a shard.
 
     torch 2.14 and later may shard it by columns over ranks that all had it.
     """
