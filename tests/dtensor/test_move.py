@@ -117,7 +117,7 @@ def test_what_failed_before_is_told_where_the_moved_is_read(mesh_of: Callable[[s
     index = distribute_tensor(torch.tensor([7]), mesh_of("2"), [Replicate()])
     broken = DTensor.from_local(failing.look_up(index.to_local(), x.to_local()), mesh_of("2"), [Replicate()])
     moved = move(broken, mesh_of("3"), [Replicate()]) + 1
-    with pytest.raises(RemoteOpError, match=f"has not come: .*{failing.OPERATION}"):
+    with pytest.raises(RemoteOpError, match=f"have not come: .*{failing.OPERATION}"):
         moved.tolist()
     assert (move(x, mesh_of("3")) + 1).sum().item() == 12
     nothing_is_left(mesh_of("2"), mesh_of("3"))
@@ -137,7 +137,7 @@ def test_a_failure_leaves_nothing_with_those_that_had_not_begun() -> None:
     board.refuse(1, "so was this")
     board.let_go(1)
     assert not (board._parcels or board._refused or 1 in board._kept or 1 in board._readers)
-    with pytest.raises(RuntimeError, match="has not come: another one could not take it"):
+    with pytest.raises(RuntimeError, match="have not come: another one could not take it"):
         board.take(1, 2)
     assert not board._parcels
     board.let_go(2)
@@ -156,7 +156,7 @@ def test_a_failure_leaves_nothing_with_those_that_had_not_begun() -> None:
     waits.start()
     board.forget(3, "no")
     waits.join(10)
-    assert failed == ["what was to be moved here has not come: no"]
+    assert failed == ["the data of a transfer to this rank have not come: no"]
     for parcel in range(3, 3 + 2 * MAX_FORGOTTEN):
         board.forget(parcel, "")
     assert len(board._forgotten) == MAX_FORGOTTEN

@@ -39,7 +39,7 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
     if mode is not None or any(name not in OPTIONS for name in given):
         raise ValueError(
             f"torch.compile(backend='monarch') with mode={mode!r}, options={given}: the options are "
-            f"{', '.join(OPTIONS)}, and there are no modes"
+            f"{', '.join(OPTIONS)}; modes are not supported"
         )
     inductor = bool(given.get("inductor", True))
     try:

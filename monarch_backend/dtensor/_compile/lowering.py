@@ -540,8 +540,8 @@ def _written(node: fx.Node, args: Any, kwargs: Any) -> list[_There]:
         if each.index[0] in ("sent", "number"):
             raise RemoteTensorError(
                 f"a captured step changes a tensor of this process with values of the workers, at\n{_line_of(node)}\n"
-                "Put it on the workers first: monarch_backend.dtensor.put_module(model, mesh) for what no plan names, "
-                "distribute_tensor for any other"
+                "Put it on the workers first: monarch_backend.dtensor.put_module(model, mesh) for a parameter "
+                "outside all plans, distribute_tensor for any other tensor"
             )
     return found
 

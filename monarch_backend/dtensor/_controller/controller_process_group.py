@@ -153,14 +153,14 @@ def _are_of_workers(name: str, given: Any) -> bool:
     for each in own:
         if isinstance(each, DTensor):
             raise RemoteTensorError(
-                f"{name}() of a DTensor: a collective is of what each rank has of it, x.to_local(), or it is "
-                "x.redistribute(...)"
+                f"{name}() of a DTensor: call it with each rank's part, x.to_local(), or call "
+                "x.redistribute(...) instead"
             )
         if isinstance(each, PerRankTensor) or len(own) < len(tensors):
             raise RemoteTensorError(
-                f"{name}() of a tensor of the controller beside tensors of workers: give all of them as one kind. "
-                "Distribute the tensor first (distribute_tensor), make the one that the result goes into from one that "
-                "is there (torch.empty_like), or run the function on the workers (monarch_backend.dtensor.run)"
+                f"{name}() of a tensor of the controller beside tensors of workers: give tensors of one kind. "
+                "Distribute the tensor first (distribute_tensor), make the output from a tensor of the workers "
+                "(torch.empty_like), or run the function on the workers (monarch_backend.dtensor.run)"
             )
     return False
 
@@ -209,9 +209,9 @@ def refuse_a_rank() -> None:
     """Raise RemoteTensorError if torch's default group is not a controller's."""
     if dist.is_initialized() and not is_controller():
         raise RemoteTensorError(
-            "this process is a rank of a torch.distributed group already; a controller of device meshes is none: "
-            "call torch.distributed.destroy_process_group() first, or make the mesh in a program of its own. What "
-            "a function of run() needs it calls itself, on every rank"
+            "this process is a rank of a torch.distributed group already; a controller of device meshes can't be one: "
+            "call torch.distributed.destroy_process_group() first, or make the mesh in a program of its own. A "
+            "function of run() makes its own calls, on every rank"
         )
 
 

@@ -279,7 +279,7 @@ class WorkerSet:
         def wait(_keep: Any = tensor) -> Any:
             value = self._first_or_failure(replies())[rank]
             if value is None:
-                raise RemoteTensorError(f"rank {rank} of {self.name} has no part in this tensor, and there is no value")
+                raise RemoteTensorError(f"rank {rank} of {self.name} has no part of this tensor, so it has no value")
             return value
 
         return wait

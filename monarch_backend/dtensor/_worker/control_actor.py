@@ -92,7 +92,7 @@ class ControlInbox:
             found, refused = self._parcels.pop(parcel), self._refused.pop(parcel, None)
             refused = self._forgotten.get(parcel, refused)
         if refused is not None:
-            raise RuntimeError(f"what was to be moved here has not come: {refused}")
+            raise RuntimeError(f"the data of a transfer to this rank have not come: {refused}")
         return [found[sender] for sender in sorted(found)]
 
     def keep(self, parcel: int, count: int, release: Callable[[], object]) -> None:

@@ -96,7 +96,9 @@ class Executor(Actor):
         if rank != self._rank:
             return None
         if storage_module.is_freed(found):  # reading it would end this process
-            why = "the tensor's memory was freed, as FSDP does with a parameter that it shards again: read the module's"
+            why = (
+                "the tensor's memory was freed, as FSDP frees a gathered parameter: read the module's parameter instead"
+            )
             return self.new_failure("reading", 0, RuntimeError(why)).report
         return found.item() if how == "item" else found.cpu().clone(memory_format=torch.contiguous_format)
 

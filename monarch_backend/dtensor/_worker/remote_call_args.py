@@ -50,7 +50,7 @@ class NotThereError(RuntimeError):
     """An argument of the function is the result of an operation that failed."""
 
     def __init__(self, failure: Any) -> None:
-        super().__init__("an argument is not there")
+        super().__init__("the operation of an argument has failed")
         self.failure = failure
 
 

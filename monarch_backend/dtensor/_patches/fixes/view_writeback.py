@@ -46,8 +46,8 @@ class _Taken:
         """Raise RemoteTensorError if the copy's source has changed, because a write-back would overwrite its rows."""
         if _version(self.args[0]) > self.version:
             raise RemoteTensorError(
-                f"these rows were taken of a tensor ({self.func}) which has changed since, and they are a copy: each "
-                "rank had a part of them. Take them again before you change them"
+                f"these rows are a copy ({self.func}), because each rank had a part of them, and their tensor has "
+                "changed since. Index it again before you change them"
             )
 
 

@@ -872,7 +872,9 @@ def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, 
                 return random_ops.bernoulli_in_a_trace(args[0])
             from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # needs dynamo, which is imported now
 
-            dynamo_and_aot.break_graph(str(func), RemoteTensorError(f"{func} draws as many numbers as its values say"))
+            dynamo_and_aot.break_graph(
+                str(func), RemoteTensorError(f"{func} draws a count of numbers that depends on values")
+            )
         return _in_torchs_way(func, args, kwargs)
 
     return operation
@@ -983,7 +985,7 @@ def _put_in_a_trace(context: Any) -> None:
     for module in modules:
         for hook in [each for each in module._forward_pre_hooks.values() if isinstance(each, _AtFirstCall)]:
             hook.put(module)
-    raise UnspecializeRestartAnalysis(restart_reason="what no plan names was put on the workers")
+    raise UnspecializeRestartAnalysis(restart_reason="parameters outside all plans were put on the workers")
 
 
 def exchange(parameter: Any, remote: Any) -> str:
