@@ -115,7 +115,7 @@ class MonarchProcessGroup(Collectives):
         """Return the devices whose inner groups are made with this group.
 
         Gloo's constructor is a rendezvous of all ranks. On first use it would hang whenever only some ranks use the
-        group, as in a send from 0 to 1 in a group of 4. An accelerator's group must exist before a C++ caller asks the
+        group, as in a send between two of four ranks. An accelerator's group must exist before a C++ caller asks the
         base class for it. NCCL still connects on first use.
         """
         devices = ["cpu"] if _backend_selection.choose("cpu", self._creation.device_map).available else []

@@ -52,7 +52,7 @@ class WorkerSet:
         self._words = self.stream.words
         self.unreachable = self.stream.unreachable
         self._by_rank: dict[Any, int] = {}
-        self._keys: dict[int, Any] = {}  # of these
+        self._keys: dict[int, Any] = {}  # of `_by_rank`
         self.sink = _native.Sink(
             self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
         )  # for csrc/records/controller_dispatch.cpp

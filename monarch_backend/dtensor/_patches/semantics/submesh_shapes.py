@@ -1,6 +1,6 @@
 """Sharding decisions for DTensors on a sliced mesh whose sizes differ by slice: torch decides once for each slice.
 
-A batch of 5 on two rows of ranks is 3 rows of one tensor and 2 of the other, and on ``mesh["tp"]`` each is a whole
+A batch of 5 on two rows of ranks is 3 rows of one tensor and 2 of the other. On ``mesh["tp"]`` each is a whole
 tensor. Such a size is an int that differs by rank. torch decides by sizes how an operation is sharded. So it is called
 once for each slice, with plain ints. The results must be equal except for sizes.
 """
