@@ -1,4 +1,4 @@
-"""``torch.compile(function, backend="monarch")``: a captured step is one record for all workers.
+"""``torch.compile(function, backend="monarch")``: a captured step is one command for all workers.
 
 torch traces the function on the controller, forward and backward, to local operations and functional collectives. The
 workers get the graph once, compile it with Inductor, and run it at each call. With ``options={"inductor": False}`` they

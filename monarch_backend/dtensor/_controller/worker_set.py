@@ -93,7 +93,7 @@ class WorkerSet:
     # Writing ----------------------------------------------------------------------------------------------------
 
     def write(self, record: tuple[Any, ...], nbytes: int = 0) -> None:
-        """Write one record after all others. ``nbytes``: bytes that it allocates on a worker."""
+        """Write one command after all others. ``nbytes``: bytes that it allocates on a worker."""
         words = self._words
         self.sink.made += nbytes
         if self.sink.made >= DELETE_THRESHOLD_BYTES:
