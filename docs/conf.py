@@ -15,6 +15,7 @@ import monarch_backend
 sys.path.insert(0, str(Path(__file__).parent))
 
 import api
+import cli
 
 project = "monarch_backend"
 author = "the monarch_backend authors"
@@ -36,7 +37,7 @@ python_use_unqualified_type_names = True
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the conversions of api.py."""
+    """Connect the conversions of api.py and cli.py."""
     app.connect("source-read", convert_page)
     app.connect("autodoc-process-docstring", api.convert_docstring)
     app.connect("env-check-consistency", check_reference)
@@ -55,5 +56,9 @@ def check_reference(app: Sphinx, environment: BuildEnvironment) -> None:
 
 
 def convert_page(app: Sphinx, name: str, source: list[str]) -> None:
-    """Insert the API entries; replace links to files outside docs/, which have no page here, by their paths."""
+    """Insert the API entries and the help of commands; replace links to files outside docs/ by their paths."""
     source[0] = api.with_entries(api.without_outside_links(source[0], Path(app.srcdir) / f"{name}.md"))
+    if name == "reference/cli":
+        source[0] = cli.with_help(source[0])
+        for path in cli.SOURCES:
+            app.env.note_dependency(str(path))

@@ -99,6 +99,19 @@ def _has_printed_what_it_promises(script: str, printed: str) -> None:
         assert line.strip() in out, printed
 
 
+def test_the_reference_of_the_command_line_has_each_command_and_option() -> None:
+    namespace = runpy.run_path(str(DOCS / "cli.py"))
+    page = (DOCS / "reference" / "cli.md").read_text()
+    commands = namespace["commands"]()
+    assert {"doctor", "up", "run"} <= set(commands)
+    assert re.findall(r"^<!-- help: ?(.*?) -->$", page, re.MULTILINE) == ["", *commands]
+    assert re.findall(r"^## monarch-backend (.+)$", page, re.MULTILINE) == commands
+    built = namespace["with_help"](page)
+    assert "<!-- help" not in built
+    for option in ("--version", "--json", "--address", "--workers", "--secret-from-stdin", "--detach", "--controller"):
+        assert re.search(rf"^  (-\w, )?{option}\b", built, re.MULTILINE), f"{option} is not in:\n{built}"
+
+
 def test_diagrams_are_current() -> None:
     namespace = runpy.run_path(str(DOCS / "diagrams" / "draw.py"))
     sources = sorted((DOCS / "diagrams").glob("*.txt"))
