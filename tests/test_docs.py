@@ -16,15 +16,26 @@ from tests.actor.scripts import WarmInterpreter, with_meshes
 
 DOCS = Path(__file__).parent.parent / "docs"
 RUN = [
+    "concepts/meshes.md",
+    "concepts/supervision.md",
     "guides/actors.md",
     "guides/dtensor.md",
+    "guides/from-ray.md",
+    "guides/rdma-buffers.md",
     "guides/rdma.md",
+    "guides/simulation.md",
+    "guides/two-machines.md",
+    "operate/logs.md",
+    "operate/stacks.md",
     "start/actors.md",
     "start/controller.md",
     "tutorials/actors.md",
 ]
-COMMANDS = ["tutorials/checkpoints.md", "tutorials/rl.md"]
-TORCHRUN = {"start/backend.md": ["tensor([3., 3., 3., 3.])"] * 2, "tutorials/ddp.md": None}
+TORCHRUN = {
+    "guides/ddp-fsdp2.md": None,
+    "start/backend.md": ["tensor([3., 3., 3., 3.])"] * 2,
+    "tutorials/ddp.md": None,
+}
 
 
 def blocks(page: Path, language: str = "python") -> list[str]:
