@@ -71,7 +71,7 @@ def _run_once(args: argparse.Namespace) -> None:
     os.environ["MONARCH_NPROC_PER_NODE"] = str(torchrun.determine_local_world_size(args.nproc_per_node))
     script = ["-m", args.training_script] if args.module else [args.training_script]
     args.training_script_args = [*script, *args.training_script_args]
-    args.training_script, args.module, args.nproc_per_node = "monarch_backend._job.controller_main", True, "1"
+    args.training_script, args.module, args.nproc_per_node = "monarch_backend.cli.controller", True, "1"
 
 
 def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:

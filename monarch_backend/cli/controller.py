@@ -1,6 +1,6 @@
 """Main program of `monarch-backend run --controller` on each node: a host, and on the first node the script as well.
 
-``python -m monarch_backend._job.controller_main [-m MODULE | SCRIPT] ARGUMENTS...``, with a launcher's variables.
+``python -m monarch_backend.cli.controller [-m MODULE | SCRIPT] ARGUMENTS...``, with a launcher's variables.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 
-from monarch_backend._job.spmd import host_mesh_from_env
+from monarch_backend.job import host_mesh_from_env
 
 
 def main() -> None:
