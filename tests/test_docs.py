@@ -23,6 +23,7 @@ RUN = [
     "guides/from-ray.md",
     "guides/rdma-buffers.md",
     "guides/rdma.md",
+    "guides/restart.md",
     "guides/simulation.md",
     "guides/two-machines.md",
     "operate/logs.md",
