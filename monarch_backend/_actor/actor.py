@@ -1,7 +1,6 @@
-"""`Actor`, the decorators that make endpoints of its methods, and what is known of a class before any of it runs.
+"""`Actor`, the decorators of its endpoints, and the static description of an actor class.
 
-No messages and no meshes: what happens when an endpoint is called is in endpoint.py (at the caller) and runner.py (at
-the actor).
+This module sends no messages. The caller's side of an endpoint is endpoint.py, the actor's side is runner.py.
 """
 
 from __future__ import annotations
@@ -23,28 +22,30 @@ _MARK = "__monarch_endpoint__"
 
 @dataclass(frozen=True)
 class EndpointSpec:
-    """How a method is to be called."""
+    """Kind and options of an endpoint, read from its method."""
 
     name: str
     is_async: bool
     is_generator: bool
     concurrent: bool = False
     explicit_port: bool = False
-    check: Callable[..., None] | None = None  # takes what the method takes, `self` and the port left out
+    check: Callable[..., None] | None = None  # the method's signature without `self` and the port
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "check": None}  # made anew where it is needed
+        return {**self.__dict__, "check": None}  # not picklable; each process makes its own
 
 
 class EndpointMethod(Generic[P, R]):
-    """A decorated method. On an actor it is the plain method; on a mesh, something to call from afar."""
+    """A decorated method. On an actor it is the plain method; an `ActorMesh` makes an `Endpoint` of it."""
 
     def __init__(self, method: Callable[..., Any], *, concurrent: bool, explicit_port: bool) -> None:
         self.method = method
         self.concurrent, self.explicit_port = concurrent, explicit_port
         functools.update_wrapper(self, method)  # type: ignore[arg-type]
         if concurrent and not (inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)):
-            raise TypeError(f"@concurrent_endpoint is for `async def`: {method.__qualname__} is a plain function")
+            raise TypeError(
+                f"@concurrent_endpoint needs an `async def` method: {method.__qualname__} is a plain function"
+            )
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -62,19 +63,43 @@ def endpoint(method: Callable[..., R], /) -> Any: ...
 @overload
 def endpoint(*, explicit_response_port: bool = False) -> Callable[[Callable[..., R]], Any]: ...
 def endpoint(method: Callable[..., Any] | None = None, /, *, explicit_response_port: bool = False) -> Any:
-    """Make a method of an Actor one that others can send to.
+    """Make a method of an `Actor` callable from other processes, through `Endpoint`.
 
-    One message at a time is taken by an actor, in the order of arrival. A method that yields gives its values one by
-    one while it runs. With ``explicit_response_port`` the method gets a Port before its arguments, and answers through
-    it, later or several times, instead of by returning.
+    An actor handles one message at a time, in the order of arrival. A generator method sends each value as it is
+    yielded. With ``explicit_response_port=True`` the method receives a `Port` as its first argument. It, or any actor
+    it passes the port to, sends the reply at any later time, once or several times.
 
-    Raises TypeError for what is no function.
+    Raises TypeError if the decorated object is not a function.
+
+    >>> from monarch_backend.actor import Actor, endpoint, this_proc
+    >>> class Doubler(Actor):
+    ...     @endpoint
+    ...     def double(self, x):
+    ...         return 2 * x
+    ...     @endpoint(explicit_response_port=True)
+    ...     def double_later(self, port, x):
+    ...         port.send(2 * x)
+    >>> mesh = this_proc().spawn("doubler", Doubler)
+    >>> mesh.double.call_one(3).get(), mesh.double_later.call_one(4).get()
+    (6, 8)
     """
     return _decorate(method, concurrent=False, explicit_port=explicit_response_port)
 
 
 def concurrent_endpoint(method: Callable[..., Any] | None = None, /, *, explicit_response_port: bool = False) -> Any:
-    """As `endpoint`, for ``async def`` only: calls start in the order of arrival and then run interleaved."""
+    """Make an ``async def`` method an endpoint whose calls run interleaved. They start in the order of arrival.
+
+    The parameters are those of `endpoint`. Raises TypeError for a method that is not ``async def``.
+
+    >>> from monarch_backend.actor import Actor, concurrent_endpoint, this_proc
+    >>> class Doubler(Actor):
+    ...     @concurrent_endpoint
+    ...     async def double(self, x):
+    ...         return 2 * x
+    >>> mesh = this_proc().spawn("doubler", Doubler)
+    >>> mesh.double.call_one(3).get()
+    6
+    """
     return _decorate(method, concurrent=True, explicit_port=explicit_response_port)
 
 
@@ -88,15 +113,31 @@ def _decorate(method: Any, *, concurrent: bool, explicit_port: bool) -> Any:
 
 
 class Actor:
-    """Base of what lives in a process of a mesh and is sent messages.
+    """Base class of actors: objects in the processes of a mesh that handle messages.
 
-    Subclasses are not instantiated but spawned: ``proc_mesh.spawn("name", MyActor, *args)`` builds one in each process.
-    They may define ``__supervise__(self, failure) -> bool``, asked when a mesh that this actor spawned has failed, and
-    ``__cleanup__(self, exc)``, called when the actor stops; both may be ``async``.
+    ``proc_mesh.spawn("name", MyActor, *args)`` constructs one in each process. Calling a subclass directly raises
+    TypeError, and so does pickling an actor.
+
+    A subclass may define two further methods, plain or ``async``:
+
+    - ``__supervise__(self, failure) -> bool`` receives the `MeshFailure` of a mesh that this actor has spawned.
+      Return True if it is handled; otherwise this actor fails, too.
+    - ``__cleanup__(self, exc)`` runs when the actor ends. ``exc`` is the error that ended it, or None.
+
+    >>> from monarch_backend.actor import Actor, endpoint, this_proc
+    >>> class Counter(Actor):
+    ...     def __init__(self, start):
+    ...         self.value = start
+    ...     @endpoint
+    ...     def add(self, n):
+    ...         self.value += n
+    ...         return self.value
+    >>> this_proc().spawn("counter", Counter, 40).add.call_one(2).get()
+    42
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG004 # __init__ takes them
-        """An actor is built by its process, see the class."""
+        """Construct an actor in its process. Raises TypeError when called by other code."""
         if not _building.get(cls, 0):
             raise TypeError(
                 f"{cls.__name__} is an actor: spawn it, proc_mesh.spawn('name', {cls.__name__}, ...), "
@@ -105,11 +146,11 @@ class Actor:
         return super().__new__(cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(f"{type(self).__name__} is an actor and stays in its process: send its mesh, or what it holds")
+        raise TypeError(f"{type(self).__name__} is an actor and cannot leave its process: send its mesh, or its values")
 
     @property
     def logger(self) -> Any:
-        """A logger with the actor's name."""
+        """Logger with the name of the actor's module and the actor's name."""
         import logging
 
         from monarch_backend._actor.context import current_actor_name
@@ -121,7 +162,7 @@ _building: dict[type, int] = {}
 
 
 def build(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """An instance of an actor's class; the one place that may make one."""
+    """Construct an actor. Only this function may call an actor's class."""
     _building[cls] = _building.get(cls, 0) + 1
     try:
         return cls(*args, **kwargs)
@@ -133,21 +174,21 @@ def build(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class ActorClassInfo:
-    """What is known of an actor class: its endpoints, and whether it needs an event loop."""
+    """Description of an actor class: its endpoints, and whether they need an event loop."""
 
     cls: type
     endpoints: Mapping[str, EndpointSpec]
     is_async: bool
 
     def spec(self, name: str) -> EndpointSpec:
-        """The endpoint of this name. Raises UnknownEndpointError, which says what there is."""
+        """Return the endpoint of this name. Raises UnknownEndpointError, whose text lists the endpoints."""
         found = self.endpoints.get(name)
         if found is not None:
             return found
         here = ", ".join(sorted(self.endpoints)) or "none"
         if callable(getattr(self.cls, name, None)) and not name.startswith("__"):
             raise UnknownEndpointError(
-                f"{self.cls.__name__}.{name} is no endpoint: decorate it with @endpoint, or call it through "
+                f"{self.cls.__name__}.{name} is not an endpoint: decorate it with @endpoint, or call it through "
                 f"as_endpoint(mesh.{name}); its endpoints are: {here}"
             )
         raise UnknownEndpointError(f"{self.cls.__name__} has no endpoint {name!r}; its endpoints are: {here}")
@@ -162,12 +203,14 @@ def _reserved() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def blueprint(cls: type) -> ActorClassInfo:
-    """Read an actor's class. Raises TypeError for another class and ValueError for endpoints that don't fit
-    together.
+    """Return the description of an actor class.
+
+    Raises TypeError for a class that is not an `Actor`. Raises ValueError for an endpoint whose name every mesh has,
+    and for a class that mixes `def` and `async def` endpoints.
     """
     if not (isinstance(cls, type) and issubclass(cls, Actor)):
         raise TypeError(
-            f"{getattr(cls, '__name__', cls)!r} is no Actor: derive the class from monarch_backend.actor.Actor"
+            f"{getattr(cls, '__name__', cls)!r} is not an Actor: derive the class from monarch_backend.actor.Actor"
         )
     found: dict[str, EndpointSpec] = {}
     reserved = _reserved()
@@ -192,7 +235,7 @@ def blueprint(cls: type) -> ActorClassInfo:
 def specify(
     name: str, method: Callable[..., Any], concurrent: bool = False, explicit_port: bool = False
 ) -> EndpointSpec:
-    """What is known of one method."""
+    """Return the description of one method."""
     generator = inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
     is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
     return EndpointSpec(
@@ -201,8 +244,9 @@ def specify(
 
 
 def _checker(name: str, method: Callable[..., Any], skip: int) -> Callable[..., None] | None:
-    """A function that does nothing but take what the method takes: Python's own binding, at a tenth of inspect's
-    cost.
+    """Return an empty function with the method's signature: a call of it checks arguments.
+
+    Python binds the arguments itself, in a tenth of the time of `inspect.Signature.bind`.
     """
     signature = inspect.signature(method)
     parameters = list(signature.parameters.values())[skip:]

@@ -1,4 +1,4 @@
-"""`ActorMesh`: actors of one class, one in each process of a mesh; its attributes are their endpoints."""
+"""`ActorMesh`: actors of one class, one in each process of a mesh. Its attributes are their endpoints."""
 
 from __future__ import annotations
 
@@ -32,9 +32,21 @@ def _from_reference(
 
 
 class ActorMesh(MeshBase):
-    """Actors, one for each rank; from ``proc_mesh.spawn(name, Class, ...)``. ``mesh.method`` is an Endpoint.
+    """Actors of one class, one for each rank. ``mesh.method`` is an `Endpoint`.
 
-    Slices show some of the actors; references may be sent to any actor.
+    ``proc_mesh.spawn(name, Class, ...)`` makes it. A slice is an `ActorMesh` of some of the actors. A mesh can be sent
+    to any actor, as an argument or a reply. An unknown method raises UnknownEndpointError.
+
+    >>> from monarch_backend.actor import Actor, endpoint, this_proc
+    >>> class Echo(Actor):
+    ...     @endpoint
+    ...     def say(self, text):
+    ...         return text
+    >>> mesh = this_proc().spawn("echo", Echo)
+    >>> mesh.initialized.get()
+    >>> mesh.name, mesh.say.call_one("hello").get()
+    ('echo', 'hello')
+    >>> mesh.stop().get()
     """
 
     def __init__(self, core: ActorMeshState, shape: Shape | None = None) -> None:
@@ -63,50 +75,60 @@ class ActorMesh(MeshBase):
 
             return NonEndpointMethod(self, name)  # type: ignore[return-value]
         found: Endpoint[Any] = Endpoint(self, self._core.blueprint.spec(name))
-        self.__dict__[name] = found  # the next time without coming here
+        self.__dict__[name] = found  # the next access does not come here
         return found
 
     @property
     def name(self) -> str:
-        """As given to ``spawn``."""
+        """Name that was given to ``spawn``."""
         return self._core.name
 
     @property
     def proc_mesh(self) -> ProcMesh:
-        """The processes of these actors."""
+        """Processes of these actors, as a `ProcMesh` of the same shape."""
         bases = [self._core.bases[rank] for rank in self._shape.ranks]
         return ProcMesh(self._core.procs, Shape.from_ranks(self.extent, bases))
 
     @property
     def initialized(self) -> Future[None]:
-        """Done when every actor of the mesh is built; it fails if a constructor has."""
+        """`Future` that is done when every actor of the mesh is constructed.
+
+        It raises `MeshFailure` if a constructor has raised. Raises RuntimeError for a mesh that another process has
+        spawned.
+        """
         from monarch_backend._actor.runtime import program
 
         return program().built(self._core)
 
     @property
     def failed_ranks(self) -> tuple[int, ...]:
-        """Ranks of this mesh or slice that are known here to be dead: ``mesh.without(mesh.failed_ranks)`` goes on."""
+        """Ranks of this mesh or slice that are known here to be dead.
+
+        ``mesh.without(mesh.failed_ranks)`` is the mesh of the others.
+        """
         core = self._core
         return tuple(i for i, r in enumerate(self._shape.ranks) if core.failure_of(r) or core.peer(r).gone is not None)
 
     def stop(self, reason: str = "stopped by its owner", timeout: float | None = None) -> Future[None]:
-        """Let the actors finish the messages that they have, and clean up. The processes stay.
+        """Stop the actors after the messages in their queues, and call their ``__cleanup__``. The processes stay.
 
-        What is still there after ``timeout`` seconds is aborted: CancelledError is raised in the constructor or message
-        that runs. If that does not end within 3 seconds, the process is killed, and a line says where it was.
+        Return a `Future` that is done when all actors have ended. Actors that still run after ``timeout`` seconds are
+        aborted: CancelledError is raised in the constructor or message that runs. If that does not end within 3
+        seconds, the process is killed, and a line on its stderr shows where it was.
 
-        Raises ValueError for a slice or a wrong timeout, and RuntimeError for a mesh that another process has spawned.
+        Raises ValueError for a slice or an invalid timeout, and RuntimeError for a mesh that another process has
+        spawned.
         """
         from monarch_backend._actor.runtime import program
 
         return program().stop_actors(whole(self, "stop"), "stop", reason, timeout)
 
     def abort(self, reason: str = "aborted by its owner") -> Future[None]:
-        """End the actors after the constructor or message that runs; within 10 seconds, and the time to clean up.
+        """End the actors after the constructor or message that runs; at most 10 seconds, and the time to clean up.
 
-        What runs is interrupted after 5 seconds, by CancelledError. If it does not end within 3 more, the process is
-        killed, and a line says where it was. That is a failure of the process mesh only if other actors lived there.
+        Return a `Future` that is done when all actors have ended. Running code is interrupted after 5 seconds, by
+        CancelledError. If it does not end within 3 more, the process is killed, and a line on its stderr shows where it
+        was. That is a failure of the process mesh only if other actors lived there.
 
         Raises ValueError for a slice, and RuntimeError for a mesh that another process has spawned.
         """

@@ -1,4 +1,4 @@
-"""Which actor runs here, and which message it has: `context()`, `current_rank()` and the like."""
+"""The running actor and its message: `context()`, `current_rank()` and related functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALONE = Extent((), ())
 
 
 class ActorInstance:
-    """The actor that runs: who it is, and how it ends itself."""
+    """The running actor: its name and rank, and ways to end it. Pickling it raises TypeError."""
 
     __slots__ = ("_cell",)
 
@@ -25,60 +25,67 @@ class ActorInstance:
         self._cell = running
 
     def __reduce__(self) -> Any:
-        raise TypeError("context().actor_instance is the actor that asks, and stays with it: send its name and rank")
+        raise TypeError("context().actor_instance cannot be sent: send its name and rank")
 
     @property
     def name(self) -> str:
-        """As given to ``spawn``; "main" for the program itself."""
+        """Name that was given to ``spawn``; "main" for the main program."""
         return "main" if self._cell is None else self._cell.name
 
     @property
     def rank(self) -> Point:
-        """Its place in the whole mesh that it was spawned on."""
+        """Point of the actor in the whole mesh that it was spawned on."""
         return Point(0, _ALONE) if self._cell is None else self._cell.point
 
     @property
     def proc_mesh(self) -> Any:
-        """The mesh of processes that it was spawned on; None for the main program."""
+        """Mesh of processes that the actor was spawned on; None for the main program."""
         return None if self._cell is None else self._cell.mesh
 
     @property
     def proc(self) -> Any:
-        """The one process of it that this actor is in."""
+        """This process, as a mesh of one process."""
         from monarch_backend._actor.this_proc import this_proc
 
         return this_proc()
 
     @property
     def creator(self) -> str:
-        """The name of what spawned it."""
+        """Name of the actor that spawned this one, "main" if the main program did; "" in the main program."""
         return "" if self._cell is None else self._cell.creator
 
     @property
     def cancelled(self) -> bool:
-        """True when the caller of the running message has given it up: a long computation may ask."""
+        """True if the caller has cancelled the running message. A long computation may check it."""
         return False if self._cell is None else self._cell.is_cancelled()
 
     def stop(self, reason: str = "stopped by itself") -> None:
-        """End after the messages that are here already."""
+        """Stop this actor after the messages in its queue. Raises RuntimeError in the main program."""
         self._end("stop", reason)
 
     def abort(self, reason: str = "aborted by itself") -> None:
-        """Fail after the running message: the owner is told."""
+        """Fail after the running message; the owner is informed. Raises RuntimeError in the main program."""
         self._end("abort", reason)
 
     def kill(self, reason: str = "killed by itself") -> None:
-        """End the whole process at once."""
+        """Kill this process at once. Raises RuntimeError in the main program."""
         self._end("kill", reason)
 
     def _end(self, how: str, reason: str) -> None:
         if self._cell is None:
-            raise RuntimeError("the main program is not stopped like an actor: return from it, or sys.exit()")
+            raise RuntimeError(
+                "the main program is not an actor and cannot be stopped so: return from it, or call sys.exit()"
+            )
         self._cell.end(how, reason)
 
 
 class Context:
-    """What runs here and now."""
+    """The running actor, ``actor_instance``, and ``message_rank``, its `Point` in the mesh or slice of the message.
+
+    >>> from monarch_backend.actor import context
+    >>> context().message_rank.rank
+    0
+    """
 
     __slots__ = ("actor_instance", "message_rank")
 
@@ -88,7 +95,7 @@ class Context:
 
 
 def context() -> Context:
-    """Of the running endpoint; outside of actors, of the main program.
+    """Return the `Context` of the running endpoint; outside of actors, of the main program.
 
     >>> from monarch_backend.actor import context
     >>> context().actor_instance.name
@@ -98,7 +105,14 @@ def context() -> Context:
 
 
 def current_rank() -> Point:
-    """This actor's place in the mesh or slice that the running message was sent to."""
+    """Return the `Point` of this actor in the mesh or slice that the running message was sent to.
+
+    Outside of messages it is the point in the whole mesh of the actor; outside of actors, rank 0 of a mesh of one.
+
+    >>> from monarch_backend.actor import current_rank
+    >>> current_rank().rank
+    0
+    """
     sent = message.get()
     if sent is not None:
         return Point(*sent)
@@ -107,12 +121,26 @@ def current_rank() -> Point:
 
 
 def current_size() -> dict[str, int]:
-    """The sizes of the mesh or slice that the running message was sent to."""
+    """Return the size of each dimension of the mesh or slice that the running message was sent to.
+
+    >>> from monarch_backend.actor import Actor, current_size, endpoint, this_proc
+    >>> class Sizes(Actor):
+    ...     @endpoint
+    ...     def get(self):
+    ...         return current_size()
+    >>> this_proc().spawn("sizes", Sizes).get.call_one().get()
+    {}
+    """
     extent = current_rank().extent
     return dict(zip(extent.labels, extent.sizes, strict=True))
 
 
 def current_actor_name() -> str:
-    """The name given to ``spawn``; "main" outside of actors."""
+    """Return the running actor's name, as given to ``spawn``; "main" outside of actors.
+
+    >>> from monarch_backend.actor import current_actor_name
+    >>> current_actor_name()
+    'main'
+    """
     running = cell.get()
     return "main" if running is None else str(running.name)

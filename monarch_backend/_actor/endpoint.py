@@ -1,4 +1,4 @@
-"""Sending: what can be done with ``mesh.method``. At the caller; the actor's side is runner.py."""
+"""The caller's side of endpoints: `Endpoint` and its ways of sending. The actor's side is runner.py."""
 
 from __future__ import annotations
 
@@ -30,10 +30,30 @@ _call = int(Kind.CALL)
 
 
 class Endpoint(Generic[R]):
-    """An endpoint of the actors of a mesh or slice.
+    """An endpoint of the actors of a mesh or slice: the attribute ``mesh.method``.
 
-    Arguments are checked against its signature here (TypeError), and always serialized, so that nothing is shared with
-    the actor. What a call returns is one Future (`call`, `call_one`, `choose`) or a stream of them.
+    `call_one`, `choose` and `call` return one `Future`; `stream` returns a `Stream`; `broadcast` has no reply. Every
+    argument is serialized, also for an actor in this process, so that caller and actor share no objects.
+
+    All of them raise TypeError if the arguments do not fit the method's signature, and SerializationError if one of
+    them cannot be pickled. They block while the queue of a receiver is full. The future raises:
+
+    - `ActorError` if the endpoint raised,
+    - `SupervisionError` if the actor or its process has ended,
+    - `CancelledError` after `Future.cancel`,
+    - TimeoutError if ``options(timeout=...)`` has set a limit.
+
+    >>> from monarch_backend.actor import Actor, endpoint, this_proc
+    >>> class Echo(Actor):
+    ...     @endpoint
+    ...     def say(self, text):
+    ...         return text
+    >>> mesh = this_proc().spawn("echo", Echo)
+    >>> mesh.say.call_one("hello").get()
+    'hello'
+    >>> list(mesh.say.options(timeout=30.0).call("hello").get().values())
+    ['hello']
+    >>> mesh.say.broadcast("hello")
     """
 
     def __init__(self, mesh: ActorMesh, spec: EndpointSpec, plain: int = 0) -> None:
@@ -55,8 +75,13 @@ class Endpoint(Generic[R]):
         return self._spec.name
 
     def options(self, timeout: float | None = None) -> Endpoint[R]:
-        """The same endpoint with ``timeout``: calls that take longer, in seconds, are cancelled, also at the actor, and
-        their futures raise TimeoutError.
+        """Return the same endpoint with a limit of ``timeout`` seconds for each call.
+
+        A call that takes longer is cancelled, also at the actor, and its future raises TimeoutError. None sets no
+        limit.
+
+        Raises ValueError for 0, a negative number or NaN. Raises TypeError for a value that is neither a number of
+        seconds nor a timedelta.
         """
         timeout = check_timeout(timeout, zero=False)
         other: Endpoint[R] = object.__new__(type(self))
@@ -65,13 +90,13 @@ class Endpoint(Generic[R]):
 
     def __reduce__(self) -> Any:
         if self._plain:
-            raise TypeError(f"as_endpoint({self.name!r}) stays where it was made: send the mesh, and make it there")
+            raise TypeError(f"as_endpoint({self.name!r}) cannot be sent: send the mesh, and call as_endpoint there")
         return _endpoint_of, (self._mesh, self.name, self._timeout)
 
-    # ---- verbs
+    # ---- ways of sending
 
     def call_one(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the one actor of this mesh; a Future of what it returns, or a Stream of what it yields.
+        """Call the only actor of this mesh. Return a `Future` of its result, or a `Stream` for a generator method.
 
         Raises ValueError if the mesh or slice has several ranks.
         """
@@ -84,7 +109,11 @@ class Endpoint(Generic[R]):
         return self._send_one(rank, args, kwargs)
 
     def choose(self, *args: Any, **kwargs: Any) -> Any:
-        """Call one of the actors, one that has the fewest of this process's `choose` calls waiting. As `call_one`."""
+        """Call one actor: one with the fewest pending `choose` calls of this process. Ranks known to be dead are
+        avoided.
+
+        Return a `Future` of its result, or a `Stream` for a generator method.
+        """
         load, core, count = self._core.load, self._core, len(self._ranks)
         self._turn = (self._turn + 1) % count
         best, least = -1, None
@@ -96,9 +125,9 @@ class Endpoint(Generic[R]):
         return self._send_one(chosen, args, kwargs, self._ranks.index(chosen), counted=True)
 
     def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[Any]]:
-        """Call all actors; a Future of the ValueMesh of what they return, or of lists of what they yield.
+        """Call all actors. Return a `Future` of the `ValueMesh` of their results, or of lists for a generator method.
 
-        It raises the first error as soon as it comes.
+        The future raises the first error as soon as it arrives.
         """
         if self._spec.is_generator:
             return self._collect(args, kwargs)
@@ -113,19 +142,22 @@ class Endpoint(Generic[R]):
         return call
 
     def stream(self, *args: Any, **kwargs: Any) -> Stream[Any]:
-        """Call all actors; iterate over Futures of the replies (or of what generators yield) as they come."""
+        """Call all actors. Return a `Stream` of Futures, one for each reply or yielded value, as they arrive."""
         stream: Stream[Any] = self._stream(tuple(self._ranks), args, kwargs, futures=True)
         return stream
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """Send to all actors, without a reply. An exception in the endpoint ends the actor.
 
-        Raises SupervisionError if one of the ranks is known to be dead; then nothing was sent.
+        Raises SupervisionError, and sends nothing, if one of the ranks is known to be dead.
         """
         self._broadcast(self._prefix, args, kwargs)
 
     def push(self, *args: Any, **kwargs: Any) -> None:
-        """As `broadcast`, without waiting for any of them, full windows or not: what comes before the word to stop."""
+        """Send to all actors as `broadcast` does, but never block on a full queue.
+
+        For messages that must precede the message to stop. Raises SupervisionError as `broadcast` does.
+        """
         body, buffers = self._arguments(args, kwargs)
         self._refuse_dead(range(len(self._ranks)))
         for place, rank in enumerate(self._ranks):
@@ -134,7 +166,7 @@ class Endpoint(Generic[R]):
             )
 
     def has_room(self) -> bool:
-        """Whether `broadcast` would wait for none of the actors to process what they have been sent before."""
+        """Return True if `broadcast` would not block on a full queue."""
         return all(self._program.router.has_room(self._core.peer(rank)) for rank in self._ranks)
 
     def send(
@@ -144,9 +176,13 @@ class Endpoint(Generic[R]):
         port: Any = None,
         selection: str = "all",
     ) -> None:
-        """The raw form: ``selection`` is "all" or "choose"; each reply is sent to ``port``, if there is one."""
+        """Send to "all" actors, or to one of them in turn with ``selection="choose"``. Each reply goes to ``port``.
+
+        Without ``port`` there is no reply. Raises ValueError for another selection, and SupervisionError as `broadcast`
+        does.
+        """
         if selection not in ("all", "choose"):
-            raise ValueError(f"selection={selection!r}: it can be 'all' or 'choose'")
+            raise ValueError(f"selection={selection!r}: it must be 'all' or 'choose'")
         only = None
         if selection == "choose":
             only = self._turn % len(self._ranks)
@@ -154,7 +190,7 @@ class Endpoint(Generic[R]):
         reply_to = None if port is None else port.address
         self._broadcast(prefix_of(self.name, self._mesh.extent, reply_to, self._plain), args, dict(kwargs or {}), only)
 
-    # ---- what they stand on
+    # ---- implementation
 
     def _arguments(self, args: Any, kwargs: Any) -> Any:
         if self._check is not None:
@@ -162,7 +198,7 @@ class Endpoint(Generic[R]):
         return dumps((args, kwargs))
 
     def _send_one(self, rank: int, args: Any, kwargs: Any, at: int = 0, counted: bool = False) -> Any:
-        """To this rank of the whole mesh, which is the one at this place of the mesh or slice that is sent to."""
+        """Call one rank of the whole mesh. ``at`` is its place in the mesh or slice that is called."""
         if self._spec.is_generator:
             return self._stream((rank,), args, kwargs, futures=False, first=at)
         if self._check is not None:
@@ -296,8 +332,8 @@ class Endpoint(Generic[R]):
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise TypeError(
-            f"{self._label()} is an endpoint of a mesh: say how to send, mesh.{self.name}.call(...), .call_one(...), "
-            ".choose(...), .stream(...) or .broadcast(...)"
+            f"{self._label()} is an endpoint of a mesh: choose a way to send, mesh.{self.name}.call(...), "
+            ".call_one(...), .choose(...), .stream(...) or .broadcast(...)"
         )
 
     def __repr__(self) -> str:
@@ -305,7 +341,7 @@ class Endpoint(Generic[R]):
 
 
 def _call_site() -> CallSite:
-    """The line outside this module that makes a call."""
+    """Return the place of the innermost caller outside of this module."""
     frame = _getframe(1)
     while frame.f_globals is _here and frame.f_back is not None:
         frame = frame.f_back
@@ -320,23 +356,31 @@ def _endpoint_of(mesh: Any, name: str, timeout: float | None) -> Any:
 
 
 class NonEndpointMethod:
-    """A method of the actors that is no endpoint: for `as_endpoint` only."""
+    """A method of the actors that is not an endpoint: an argument of `as_endpoint` only."""
 
     def __init__(self, mesh: ActorMesh, name: str) -> None:
         self._mesh, self._name = mesh, name
 
     def __getattr__(self, verb: str) -> Any:
-        self._mesh._core.blueprint.spec(self._name)  # raises, and says what to do
-        raise UnknownEndpointError(f"{self._name} is no endpoint")
+        self._mesh._core.blueprint.spec(self._name)  # raises, with advice in its text
+        raise UnknownEndpointError(f"{self._name} is not an endpoint")
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         self._mesh._core.blueprint.spec(self._name)
 
 
 def as_endpoint(method: Any, *, explicit_response_port: bool = False) -> Endpoint[Any]:
-    """``as_endpoint(mesh.method)``: an undecorated method of the actors, as an endpoint.
+    """Return an undecorated method of the actors as an `Endpoint`: ``as_endpoint(mesh.method)``.
 
-    Raises TypeError for what is no method of a mesh.
+    Raises TypeError if the argument is not a method of a mesh, or is ``async def`` while the class's endpoints are not.
+
+    >>> from monarch_backend.actor import Actor, as_endpoint, this_proc
+    >>> class Echo(Actor):
+    ...     def say(self, text):
+    ...         return text
+    >>> mesh = this_proc().spawn("echo", Echo)
+    >>> as_endpoint(mesh.say).call_one("hello").get()
+    'hello'
     """
     if isinstance(method, Endpoint):
         return method
@@ -347,7 +391,7 @@ def as_endpoint(method: Any, *, explicit_response_port: bool = False) -> Endpoin
     if spec.is_async and not method._mesh._core.blueprint.is_async:
         raise TypeError(
             f"{method._name} is `async def`, and the endpoints of {method._mesh._core.blueprint.cls.__name__} are not: "
-            "an actor has one kind"
+            "all endpoints of an actor must be of one kind"
         )
     return Endpoint(method._mesh, spec, plain=2 if explicit_response_port else 1)
 
@@ -355,22 +399,46 @@ def as_endpoint(method: Any, *, explicit_response_port: bool = False) -> Endpoin
 def send(
     endpoint: Endpoint[Any], args: Any = (), kwargs: Any = None, port: Port[Any] | None = None, selection: str = "all"
 ) -> None:
-    """The raw form of sending, see Endpoint.send."""
+    """Send to an endpoint as `Endpoint.send` does, whose errors it raises.
+
+    >>> from monarch_backend.actor import Actor, Channel, endpoint, send, this_proc
+    >>> class Echo(Actor):
+    ...     @endpoint
+    ...     def say(self, text):
+    ...         return text
+    >>> mesh = this_proc().spawn("echo", Echo)
+    >>> port, receiver = Channel.open()
+    >>> send(mesh.say, ("hello",), port=port)
+    >>> receiver.recv().get()
+    'hello'
+    """
     endpoint.send(args, kwargs, port, selection)
 
 
 class Accumulator(Generic[A]):
-    """``combine(... combine(combine(identity, reply 0), reply 1) ...)`` over the replies of all ranks, in order of
-    rank.
+    """Fold of the replies of all ranks, in order of rank: ``combine(combine(identity, reply 0), reply 1)``, and so on.
 
     The order is fixed, so that sums of floats have the same bits every time.
+
+    >>> from monarch_backend.actor import Accumulator, Actor, endpoint, this_proc
+    >>> class Loss(Actor):
+    ...     @endpoint
+    ...     def value(self, scale):
+    ...         return 2 * scale
+    >>> mesh = this_proc().spawn("loss", Loss)
+    >>> Accumulator(mesh.value, 1, lambda total, loss: total + loss).accumulate(10).get()
+    21
     """
 
     def __init__(self, endpoint: Endpoint[Any], identity: A, combine: Callable[[A, Any], A]) -> None:
         self._endpoint, self._identity, self._combine = endpoint, identity, combine
 
     def accumulate(self, *args: Any, **kwargs: Any) -> Future[A]:
-        """Call all ranks; a Future of the fold over their replies."""
+        """Call all ranks. Return a `Future` of the fold of their replies.
+
+        The future raises the first error of a rank, or the error of ``combine``. Arguments are checked as by
+        `Endpoint.call`.
+        """
         replies = self._endpoint.call(*args, **kwargs)
         future: Future[A] = Future(self._endpoint._program.wait, replies.cancel)
 

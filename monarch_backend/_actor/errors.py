@@ -1,7 +1,7 @@
-"""What can go wrong with actors, as exceptions. Nothing is decided here.
+"""Exceptions of actors.
 
-Who catches what: `ActorError` means that the endpoint ran and raised; `SupervisionError` that whoever should have
-answered is dead, and its ``delivery`` whether the call can have run; `MeshFailure` is what supervisors are told.
+`ActorError`: the endpoint ran and raised. `SupervisionError`: the actor or its process has ended; its ``delivery``
+tells whether the call may have run. `MeshFailure`: the report of a failure to supervisors.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from monarch_backend._core.errors import MonarchError, public
 
 @dataclass(frozen=True)
 class Death:
-    """How one rank of a mesh ended."""
+    """End of one rank of a mesh: where it was, and why it ended.
+
+    >>> from monarch_backend.actor import Death
+    >>> print(Death(3, "gpus 3", "node1", 1234, "killed by signal 9 (SIGKILL)", -9))
+    gpus 3 (host node1, pid 1234): killed by signal 9 (SIGKILL)
+    """
 
     rank: int
     where: str  # "gpus 3"
     host: str
     pid: int
     what: str  # "killed by signal 9 (SIGKILL)"
-    returncode: int | None = (
-        None  # as in subprocess: negative for a signal; None: the process lives, its actor does not
-    )
+    returncode: int | None = None  # as in subprocess, negative for a signal; None if only the actor has ended
     error: BaseException | None = None
-    trace: str = ""  # the remote traceback of that error
-    last_words: tuple[str, ...] = ()  # of its stderr
-    at_start: bool = False  # before the process was up, in its ``bootstrap=``
+    trace: str = ""  # remote traceback of that error
+    last_words: tuple[str, ...] = ()  # the end of its stderr
+    at_start: bool = False  # in ``bootstrap=``, before the process was ready
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended the process, if one did."""
+        """Number of the signal that ended the process; None if it ended otherwise."""
         return -self.returncode if self.returncode is not None and self.returncode < 0 else None
 
     def __str__(self) -> str:
@@ -41,7 +44,7 @@ class Death:
 
 
 def in_words(returncode: int, oom: bool = False) -> str:
-    """How a process ended, for people.
+    """Return a text for the end of a process. ``returncode`` is as in subprocess.
 
     >>> in_words(-9), in_words(3), in_words(-9, oom=True)
     ('killed by signal 9 (SIGKILL)', 'exited with status 3', 'killed by signal 9 (SIGKILL): out of memory')
@@ -57,9 +60,21 @@ def in_words(returncode: int, oom: bool = False) -> str:
 
 @public("monarch_backend.actor")
 class ActorError(MonarchError, RuntimeError):
-    """An endpoint raised. ``__cause__`` is its exception; the text has the remote traceback. The actor lives on.
+    """An endpoint raised. ``__cause__`` is its exception, and the text has the remote traceback. The actor goes on.
 
-    ``rank`` is the rank in the mesh or slice that was called; ``delivery`` is always "ran".
+    ``actor`` and ``endpoint`` are names, ``rank`` is the rank in the mesh or slice that was called. ``delivery`` is
+    "ran".
+
+    >>> from monarch_backend.actor import Actor, ActorError, endpoint, this_proc
+    >>> class Loader(Actor):
+    ...     @endpoint
+    ...     def load(self):
+    ...         raise ValueError("no data")
+    >>> try:
+    ...     this_proc().spawn("loader", Loader).load.call_one().get()
+    ... except ActorError as error:
+    ...     print(error.actor, error.endpoint, error.rank, repr(error.__cause__))
+    loader load 0 ValueError('no data')
     """
 
     delivery = "ran"
@@ -77,10 +92,23 @@ class ActorError(MonarchError, RuntimeError):
 
 @public("monarch_backend.actor")
 class SupervisionError(MonarchError, RuntimeError):
-    """A call on a mesh of which a rank is dead. ``endpoint`` names what was called.
+    """A call could not be completed because a called rank is dead. ``endpoint`` names the endpoint.
 
-    ``delivery`` says what became of the call there: "not sent", or "unknown" if it may have run. ``failure`` is the
-    MeshFailure, ``rank``, ``host``, ``pid`` and ``signal`` tell of the first death in it.
+    ``delivery`` is "not sent" if the call did not run, and "unknown" if it may have run. ``failure`` is the
+    `MeshFailure`; ``rank``, ``host``, ``pid`` and ``signal`` describe its first death.
+
+    >>> from monarch_backend.actor import Actor, SupervisionError, endpoint, this_proc
+    >>> class Echo(Actor):
+    ...     @endpoint
+    ...     def say(self, text):
+    ...         return text
+    >>> mesh = this_proc().spawn("echo", Echo)
+    >>> mesh.stop().get()
+    >>> try:
+    ...     mesh.say.call_one("hello").get()
+    ... except SupervisionError as error:
+    ...     print(error.endpoint, error.delivery, error.rank)
+    echo.say not sent 0
     """
 
     def __init__(
@@ -94,25 +122,25 @@ class SupervisionError(MonarchError, RuntimeError):
 
     @property
     def rank(self) -> int | None:
-        """Of the first death, in the whole mesh."""
+        """Rank of the first death, in the whole mesh; None if it is unknown."""
         rank: int | None = self._first("rank")
         return rank
 
     @property
     def host(self) -> str | None:
-        """Of the first death."""
+        """Host name of the first death; None if it is unknown."""
         host: str | None = self._first("host")
         return host
 
     @property
     def pid(self) -> int | None:
-        """Of the first death."""
+        """Process id of the first death; None if it is unknown."""
         pid: int | None = self._first("pid")
         return pid
 
     @property
     def signal(self) -> int | None:
-        """The signal that ended that process, if one did."""
+        """Number of the signal that ended that process; None if it ended otherwise."""
         number: int | None = self._first("signal")
         return number
 
@@ -122,10 +150,17 @@ class SupervisionError(MonarchError, RuntimeError):
 
 @public("monarch_backend.actor")
 class MeshFailure(MonarchError):
-    """Ranks of a mesh are dead. What supervisors get, and at last the program.
+    """Ranks of a mesh are dead. The argument of ``__supervise__`` and of ``unhandled_fault_hook``.
 
-    ``mesh`` is the mesh as its owner knows it (None once it has travelled), ``ranks`` the failed ones, ``deaths`` tells
-    of each; ``__cause__`` is the failure or the exception that led to it.
+    ``mesh`` is the mesh in the process that owns it, and None in other processes. ``deaths`` has a `Death` for each
+    failed rank. ``__cause__`` is the failure or exception that led to this one.
+
+    >>> from monarch_backend.actor import Death, MeshFailure
+    >>> failure = MeshFailure("trainers", [Death(3, "gpus 3", "node1", 1234, "killed by signal 9 (SIGKILL)", -9)])
+    >>> failure.ranks
+    (3,)
+    >>> print(failure)
+    trainers: gpus 3 (host node1, pid 1234): killed by signal 9 (SIGKILL)
     """
 
     def __init__(self, mesh_name: str, deaths: Sequence[Death], mesh: Any = None) -> None:
@@ -136,11 +171,11 @@ class MeshFailure(MonarchError):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The failed ranks of the mesh."""
+        """Failed ranks of the mesh."""
         return tuple(death.rank for death in self.deaths)
 
     def report(self) -> str:
-        """Several lines for people: the root cause first, then what followed from it."""
+        """Return a report of several lines: the root cause first, then its consequences."""
         chain: list[BaseException] = [self]
         while (cause := chain[-1].__cause__) is not None and cause not in chain:
             chain.append(cause)
@@ -172,12 +207,31 @@ def _told(failure: BaseException) -> str:
 
 @public("monarch_backend.actor")
 class CancelledError(BaseException):
-    """Raised in an endpoint whose caller has cancelled the call, and in whoever waits for a cancelled future.
+    """Raised in an endpoint whose caller has cancelled the call, and by the cancelled future.
 
-    A BaseException, as asyncio's: code that catches Exception does not swallow it.
+    A BaseException, as asyncio's: code that catches Exception does not catch it.
+
+    >>> from monarch_backend.actor import Channel
+    >>> port, receiver = Channel.open()
+    >>> value = receiver.recv()
+    >>> value.cancel("not needed")
+    True
+    >>> value.exception()
+    CancelledError('not needed')
     """
 
 
 @public("monarch_backend.actor")
 class UnknownEndpointError(MonarchError, AttributeError):
-    """The mesh's class has no such endpoint; the text lists those it has."""
+    """The class of the mesh has no such endpoint. The text lists its endpoints.
+
+    >>> from monarch_backend.actor import Actor, endpoint, this_proc
+    >>> class Echo(Actor):
+    ...     @endpoint
+    ...     def say(self, text):
+    ...         return text
+    >>> this_proc().spawn("echo", Echo).speak
+    Traceback (most recent call last):
+        ...
+    monarch_backend.actor.UnknownEndpointError: Echo has no endpoint 'speak'; its endpoints are: say
+    """

@@ -1,6 +1,6 @@
-"""What a call gives at once: a value that comes later. For threads and for asyncio alike.
+"""Results of calls: a value or an error that arrives later, for threads and for asyncio.
 
-No messages here: whoever answers calls `_set` or `_fail`.
+This module sends no messages. `_set`, `_fail`, `set_lazy_result` and `set_lazy_exception` finish a future.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ T = TypeVar("T")
 
 
 class Future(Generic[T]):
-    """A value to come, or the error in its place. May be observed any number of times, from any thread.
+    """A value that arrives later, or the error in its place. Any thread may read it, any number of times.
 
-    An error that is never read is logged once, when the future is collected or the program ends; see `ignore`.
+    An error that is never read is logged once, when the future is collected or the program ends. `ignore` prevents
+    that. A future can be awaited in asyncio; pickling it raises TypeError.
 
     >>> from monarch_backend.actor import Future
     >>> done = Future.of(3)
@@ -36,7 +37,7 @@ class Future(Generic[T]):
     (3, None)
     """
 
-    # _unread is not set before the call fails: calls that succeed spend no time on it.
+    # _unread stays unset until the call fails: a call that succeeds spends no time on it.
     __slots__ = (
         "__weakref__", "_callbacks", "_cancel", "_error", "_lock", "_raw", "_unread", "_value", "_wait", "gate",
         "ready",
@@ -53,13 +54,18 @@ class Future(Generic[T]):
         self._cancel = cancel
         self._value: Any = None
         self._error: BaseException | None = None
-        self._raw: Callable[[], T] | None = None  # makes the value, the first time that somebody wants it
+        self._raw: Callable[[], T] | None = None  # makes the value at the first read
         self._callbacks: list[Callable[[Future[T]], None]] | None = None
         self._lock: threading.Lock | None = None
 
     @classmethod
     def of(cls, value: T) -> Future[T]:
-        """One that has its value already."""
+        """Return a future that has its value already.
+
+        >>> from monarch_backend.actor import Future
+        >>> Future.of(3).done()
+        True
+        """
         future: Future[T] = cls(no_wait)
         future._value, future.ready = value, True
         return future
@@ -67,12 +73,13 @@ class Future(Generic[T]):
     # ---- for users
 
     def get(self, timeout: float | None = None) -> T:
-        """Wait for the value, at most so many seconds, and return it.
+        """Wait for the value, at most ``timeout`` seconds, and return it. None waits without limit.
 
-        Raises what the call raised; TimeoutError when it is late, after which one may wait again. Warns inside a
-        running event loop, which it would hold up: there, ``await`` the future.
+        Raises the error of the call. Raises TimeoutError if the value does not arrive in time; the call goes on, and
+        `get` may be called again. Raises ValueError for a negative timeout or NaN, and TypeError for a value that is
+        neither a number of seconds nor a timedelta.
 
-        Raises ValueError for a negative timeout or NaN, TypeError for what is no number of seconds nor a timedelta.
+        Warns with RuntimeWarning inside a running event loop, which it would block: ``await`` the future there.
         """
         if timeout is not None:
             timeout = check_timeout(timeout)
@@ -83,7 +90,7 @@ class Future(Generic[T]):
         return self.result()
 
     def result(self, timeout: float | None = None) -> T:
-        """As `get`, under the name of concurrent.futures."""
+        """Wait and return the value as `get` does. concurrent.futures has this name."""
         if not self.ready or timeout is not None:
             return self.get(timeout)
         if self._raw is not None:
@@ -95,8 +102,11 @@ class Future(Generic[T]):
         return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as `get`, and return the error in place of the value, or None."""
-        timeout = check_timeout(timeout)  # outside: a bad argument is not the call's error
+        """Wait as `get` does. Return the error of the call, or None if it has a value.
+
+        Raises TimeoutError, ValueError and TypeError as `get` does.
+        """
+        timeout = check_timeout(timeout)  # outside of `try`: its errors are not the call's
         try:
             self.get(timeout)
         except TimeoutError:
@@ -108,13 +118,14 @@ class Future(Generic[T]):
         return self._error
 
     def done(self) -> bool:
-        """True once there is a value or an error."""
+        """Return True if there is a value or an error."""
         return self.ready
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
-        """Give up the call, also at the actor: a waiting message is dropped, a running endpoint is interrupted.
+        """Cancel the call, also at the actor: a queued message is dropped, a running endpoint is interrupted.
 
-        Returns False if there was a result already. Afterwards the future raises CancelledError.
+        The future then raises `CancelledError`. Return False, and change nothing, if there is a value or an error
+        already.
         """
         if self.ready:
             return False
@@ -125,12 +136,13 @@ class Future(Generic[T]):
         return True
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
-        """Call it with this future when it is done: at once if it is, else on the thread that reads; it must not
-        wait.
+        """Call ``call(future)`` when the future is done: at once if it is, else on the thread that reads messages.
+
+        The callback must not block. An exception that it raises is logged.
         """
         with _guard:
             self._callbacks = [*(self._callbacks or ()), call]
-        if self.ready:  # perhaps since a moment ago, by somebody who did not see the callback
+        if self.ready:  # perhaps finished before the callback was in the list
             self._call_back()
 
     def ignore(self) -> Future[T]:
@@ -147,14 +159,17 @@ class Future(Generic[T]):
         return self
 
     def _forget_unread(self) -> None:
-        """The error was read, or is of no interest."""
+        """Drop the report of the error: it was read, or is to be ignored."""
         unread: UnreadError | None = getattr(self, "_unread", None)
         if unread is not None:
             unread.forget()
             self._unread = None
 
     def as_asyncio(self) -> asyncio.Future[T]:
-        """An asyncio future of the running loop that ends as this one does; cancelling it cancels the call."""
+        """Return an asyncio future of the running loop that ends as this one does.
+
+        Cancelling it cancels the call. Raises RuntimeError if no event loop runs.
+        """
         return self._as_asyncio(self.result)
 
     def _as_asyncio(self, result: Callable[[], T]) -> asyncio.Future[T]:
@@ -177,7 +192,7 @@ class Future(Generic[T]):
         def told(_: Future[T]) -> None:
             try:
                 loop.call_soon_threadsafe(end)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed, and with it every task that waited
                 return
 
         def given_up(outer: asyncio.Future[T]) -> None:
@@ -195,13 +210,13 @@ class Future(Generic[T]):
         return (yield from self.as_asyncio().__await__())
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Future stays in its process: send what it gives, future.get()")
+        raise TypeError("a Future cannot leave its process: send its value, future.get()")
 
     def __repr__(self) -> str:
         state = "waiting" if not self.ready else f"failed: {self._error!r}" if self._error is not None else "done"
         return f"<Future {state}>"
 
-    # ---- for whoever answers
+    # ---- for the sender of the result
 
     def _set(self, value: T) -> None:
         if not self.ready:
@@ -209,15 +224,15 @@ class Future(Generic[T]):
             self._finish()
 
     def set_lazy_result(self, cook: Callable[[], T]) -> None:
-        """The value is made when somebody asks for it, on their thread."""
+        """Finish with a value that the first reader makes, on its own thread, by ``cook()``."""
         if not self.ready:
             self._raw = cook
             self._finish()
 
     def set_lazy_exception(self, make: Callable[[], BaseException], unread: UnreadError | None = None) -> None:
-        """Fail with an error that is made when it is read: no code of a user's runs on the thread that reads.
+        """Finish with an error that the first reader makes: no user code runs on the thread that reads messages.
 
-        ``unread`` reports it if it is never read.
+        ``unread`` reports the error if it is never read.
         """
         if not self.ready:
             self._unread = unread
@@ -237,7 +252,7 @@ class Future(Generic[T]):
             self._finish()
 
     def _label(self) -> str:
-        """The name of what has failed, for reports."""
+        """Return the name of the failed operation, for reports."""
         return "an operation"
 
     def _finish(self) -> None:
@@ -266,10 +281,7 @@ class Future(Generic[T]):
                 return
             try:
                 self._value = cook()
-            except (
-                KeyboardInterrupt,
-                SystemExit,
-            ):  # of this thread, not of the call: the next one to ask gets the value
+            except (KeyboardInterrupt, SystemExit):  # of this thread, not of the call: the next read tries again
                 raise
             except BaseException as error:
                 self._error = error
@@ -277,27 +289,27 @@ class Future(Generic[T]):
 
     def _warn_in_loop(self) -> None:
         if "ipykernel" in sys.modules:
-            return  # a notebook's loop runs while its cells do, and nobody minds
-        if asyncio._get_running_loop() is None:  # and not the one that raises: this is on the way of each wait
+            return  # a notebook's loop runs during its cells, and blocking it is usual there
+        if asyncio._get_running_loop() is None:  # get_running_loop() raises: too slow for each wait
             return
         warnings.warn(
-            "Future.get() holds up the running event loop: await the future instead", RuntimeWarning, stacklevel=3
+            "Future.get() blocks the running event loop: await the future instead", RuntimeWarning, stacklevel=3
         )
 
 
 _guard = threading.Lock()
 
 _REPORTED_ELSEWHERE = (CancelledError, MeshFailure, SupervisionError)
-"""Errors of futures that need no report: the failure of a mesh goes to its supervisor, a cancellation was asked for."""
+"""Errors of futures without a report: a mesh's failure goes to its supervisor, a cancellation was requested."""
 
 
 def no_wait(_what: Any, _seconds: float | None) -> bool:
-    """Of a future that is done."""
+    """Return True: the wait function of a future that is done."""
     return True
 
 
 class DoneFuture(Future[None]):
-    """`Future.of(None)` for whom that takes too long: all that is to be known of it is known of the class."""
+    """`Future.of(None)` without its cost: all state is in the class."""
 
     __slots__ = ()
 
@@ -306,19 +318,26 @@ class DoneFuture(Future[None]):
     _wait = staticmethod(no_wait)
 
     def __init__(self) -> None:
-        """Nothing is its own."""
+        """Set nothing: an instance has no state."""
 
     def get(self, timeout: float | None = None) -> None:
-        """None."""
+        """Return None."""
         check_timeout(timeout)
 
     def add_done_callback(self, call: Callable[[Future[None]], None]) -> None:
-        """As Future's."""
+        """Call ``call(self)`` at once."""
         Future.of(None).add_done_callback(lambda _: call(self))
 
 
 def gather(futures: Iterable[Future[T]]) -> list[T]:
-    """The values of all, in their order. Raises the first error of them, in their order; later errors are ignored."""
+    """Wait for all futures and return their values, in the order of the futures.
+
+    Raises the first error in that order; later errors are ignored.
+
+    >>> from monarch_backend.actor import Future, gather
+    >>> gather([Future.of(1), Future.of(2)])
+    [1, 2]
+    """
     waiting = list(futures)
     try:
         return [future.get() for future in waiting]

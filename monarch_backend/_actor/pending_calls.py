@@ -1,5 +1,6 @@
-"""Calls that wait for their replies: futures and streams that know whom they asked. At the caller; sends nothing but
-cancellations and the tale of what a stream has taken.
+"""Calls that wait for replies: futures and streams at the caller.
+
+They send only cancellations, and the credit of a stream.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 STREAM_WINDOW = 64
-"""Values of one generator that may be under way or waiting to be taken; then the generator waits."""
+"""Values of one generator that may be in flight or not yet taken. The generator waits beyond this."""
 
 
 def _delivery(peer: Peer, failure: MeshFailure) -> str:
-    """What became of a call of a process that is gone."""
+    """Return what is known of a call to a process that has ended: "not sent" or "unknown"."""
     if any(death.at_start for death in failure.deaths):
         return "not sent"
-    # What we have started and what never came had its messages kept here; others have ways without a link of ours.
+    # Messages to own processes are kept here until these connect. Others may be reached without a link of this process.
     return "not sent" if peer.expected and peer.link < 0 else "unknown"
 
 
@@ -47,7 +48,7 @@ def _error_of(item: Future[Any]) -> BaseException:
 
 
 loading = threading.RLock()
-"""For counts of calls under way."""
+"""Lock of the counts of pending `choose` calls."""
 
 
 class UnaryCall(Future[T]):
@@ -81,7 +82,7 @@ class UnaryCall(Future[T]):
         self.site = site
 
     def on_reply(self, frame: Frame) -> None:
-        self.program.pending.pop(self.ref, None)  # or it has just been cancelled
+        self.program.pending.pop(self.ref, None)  # absent if it has just been cancelled
         status = frame.prefix
         if status == Status.VALUE:
             self.set_lazy_result(partial(loads, frame.body, frame.buffers))
@@ -106,21 +107,21 @@ class UnaryCall(Future[T]):
         return True
 
     def expire(self, error: BaseException) -> None:
-        """Given up, with this error; the actor is told."""
+        """Fail with this error, and cancel the call at the actor."""
         self._fail(error)
         self.program.withdraw(self.core, self.ref, [self.peer], str(error))
 
     def _finish(self) -> None:
         if self.load is not None:
             with loading:
-                load, self.load = self.load, None  # an answer and a cancellation may both be here at once
+                load, self.load = self.load, None  # a reply and a cancellation may arrive at once
                 if load is not None:
                     load[self.base_rank] -= 1
         super()._finish()
 
 
 class BroadcastCall(Future[ValueMesh[T]]):
-    """A call of all ranks of a mesh or slice: done with the last reply, or with the first error."""
+    """A call of all ranks of a mesh or slice. It is done with the last reply, or with the first error."""
 
     __slots__ = ("_bodies", "_left", "bases", "core", "endpoint", "extent", "peers", "program", "ref", "site")
 
@@ -180,18 +181,31 @@ class BroadcastCall(Future[ValueMesh[T]]):
         return True
 
     def expire(self, error: BaseException) -> None:
-        """Given up, with this error; the actors that have not answered are told."""
+        """Fail with this error, and cancel the call at the actors that have not replied."""
         waiting = [peer for peer, body in zip(self.peers, self._bodies, strict=True) if body is None]
         self._fail(error)
         self.program.withdraw(self.core, self.ref, waiting, str(error))
 
 
 class Stream(Generic[T]):
-    """Values that come one after the other: replies of many ranks, or what a generator yields.
+    """Values that arrive one after the other: replies of many ranks, or the values of a generator.
 
-    Iterate it, with ``for`` or ``async for``. What has not been taken holds the actors up: at most STREAM_WINDOW
-    values of each rank are under way. `close` (or leaving a ``with``) ends generators that still run, and so does
-    letting go of the stream: else its actors would wait for a reader for ever.
+    Iterate over it with ``for`` or ``async for``. `Endpoint.stream` gives Futures, `Endpoint.call_one` and
+    `Endpoint.choose` give values. Actors wait for the reader: at most 64 values of each rank are in flight. `close`,
+    the end of a ``with`` block and the collection of the stream end generators that still run.
+
+    Iteration raises the errors that a call's future raises, see `Endpoint`. Pickling a stream raises TypeError.
+
+    >>> from monarch_backend.actor import Actor, endpoint, this_proc
+    >>> class Counter(Actor):
+    ...     @endpoint
+    ...     def count(self, n):
+    ...         yield from range(n)
+    >>> mesh = this_proc().spawn("counter", Counter)
+    >>> list(mesh.count.call_one(3))
+    [0, 1, 2]
+    >>> [future.get() for future in mesh.count.stream(2)]
+    [0, 1]
     """
 
     def __init__(
@@ -223,15 +237,15 @@ class Stream(Generic[T]):
         self._first = first  # the rank in the mesh or slice of bases[0]
         self._queue: deque[tuple[int, Any]] = deque()
         self._open = set(range(len(peers)))
-        self._unended = set(self._open)  # of which nobody has said yet that they have ended
+        self._unended = set(self._open)  # ranks whose end was not noted yet
         self._taken = [0] * len(peers)
         self._waiting: deque[Future[Any]] = deque()
         self._closed = False
 
-    # ---- for the program
+    # ---- for the runtime
 
     def pending(self) -> Any:
-        """What the program keeps while replies are to come. The stream itself is its reader's alone."""
+        """Return the object that the runtime keeps while replies are expected. It does not keep the stream alive."""
         return _Watched(self)
 
     def on_reply(self, frame: Frame) -> None:
@@ -243,7 +257,7 @@ class Stream(Generic[T]):
             return
         if not self._ends(rank):
             return
-        # First what it says: a reader that finds nothing, and nothing open, has come to the end.
+        # The value before the mark: a reader that finds no value and no open rank ends.
         if status == Status.VALUE:
             self._put(-1, partial(loads, frame.body, frame.buffers), None)
         elif status != Status.END:
@@ -265,14 +279,14 @@ class Stream(Generic[T]):
         self._settle()
 
     def refuse(self, rank: int, error: BaseException) -> None:
-        """This rank was not sent anything."""
+        """Note that nothing was sent to this rank."""
         if self._ends(rank):
             self._put(-1, None, error)
             self._open.discard(rank)
             self._settle()
 
     def _ends(self, rank: int) -> bool:
-        """True for the first who says so: a death may be heard of by who reads and by who has just sent, at once."""
+        """Return True for the first caller. The reading and the sending thread may both find the same death."""
         try:
             self._unended.remove(rank)
         except KeyError:
@@ -322,7 +336,7 @@ class Stream(Generic[T]):
         return self
 
     def __next__(self) -> Any:
-        if self._closed:  # what has come since is dropped, too
+        if self._closed:  # values that have arrived since are dropped
             raise StopIteration
         while not self._queue:
             if not self._open:
@@ -351,7 +365,7 @@ class Stream(Generic[T]):
         return self._take()
 
     def close(self, reason: str = "the stream was closed by its reader") -> None:
-        """Nothing more is wanted: generators that still run are closed, values and errors on their way are dropped."""
+        """End generators that still run, and drop values and errors that have not been taken."""
         for _, item in list(self._queue):
             item.ignore()
         self._close(reason)
@@ -369,7 +383,7 @@ class Stream(Generic[T]):
     cancel = close
 
     def expire(self, error: BaseException) -> None:
-        """Its time is up: ranks that have not ended raise this error, and are told."""
+        """Fail the ranks that have not ended with this error, and cancel the call at their actors."""
         late = sorted(self._open)
         for rank in late:
             self.refuse(rank, error)
@@ -385,14 +399,14 @@ class Stream(Generic[T]):
         if self._open and not self._closed:
             if self._generator:
                 self.program.soon(partial(self._close, "the stream was dropped by its reader"))
-            else:  # its calls are made all the same, and errors among their replies are reported
+            else:  # its calls run all the same, and errors in their replies are reported
                 left = {rank + self._first: self.bases[rank] for rank in list(self._open)}
                 self.program.pending[self.ref] = _Unread(
                     self.program, self.core, self.endpoint, self.ref, left, self.site
                 )
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Stream stays in its process: send what it gives")
+        raise TypeError("a Stream cannot leave its process: send its values")
 
     def __repr__(self) -> str:
         where = ranks_in_words(self.core.extent, self.bases)
@@ -400,7 +414,7 @@ class Stream(Generic[T]):
 
 
 class _Unread:
-    """In the place of a stream that was dropped: waits for the replies of its calls, and reports errors among them."""
+    """Replaces a stream that was collected: waits for the replies of its calls, and reports their errors."""
 
     __slots__ = ("_left", "core", "endpoint", "program", "ref", "site")
 
@@ -414,12 +428,12 @@ class _Unread:
         site: CallSite | None,
     ) -> None:
         self.program, self.core, self.endpoint, self.ref, self.site = program, core, endpoint, ref, site
-        self._left = left  # the rank in the mesh of actors of each reply that is missing
+        self._left = left  # reply's rank -> rank in the whole mesh, of missing replies
 
     def on_reply(self, frame: Frame) -> None:
         base_rank = self._left.pop(frame.rank, None)
         if base_rank is not None:
-            self.core.unread_error(frame, self.endpoint, base_rank, self.site)  # dropped at once, which reports it
+            self.core.unread_error(frame, self.endpoint, base_rank, self.site)  # collected at once, which reports it
         self._settle()
 
     def on_gone(self, peer: Peer, _: MeshFailure) -> None:
@@ -429,7 +443,7 @@ class _Unread:
         self._settle()
 
     def expire(self, error: BaseException) -> None:
-        """Its time is up: the calls are cancelled at their actors."""
+        """Cancel the calls at their actors."""
         self.program.withdraw(self.core, self.ref, [self.core.peer(rank) for rank in self._left.values()], str(error))
 
     def _settle(self) -> None:
@@ -438,7 +452,7 @@ class _Unread:
 
 
 class _Watched:
-    """Passes on what comes for a stream, as long as somebody has it."""
+    """Weak reference to a stream that passes on its replies."""
 
     __slots__ = ("_stream",)
 
@@ -459,15 +473,15 @@ class _Watched:
 
 
 class StreamCollector(Stream[T]):
-    """All that generators yield, by rank: ``whole`` is done once all have ended, and fails with the first error."""
+    """All values of generators, by rank. ``whole`` is done when all have ended, and fails with the first error."""
 
     whole: Future[ValueMesh[list[T]]]
 
     def pending(self) -> Any:
-        return self  # read by nobody but itself
+        return self  # its only reader is itself
 
     def start(self, extent: Extent) -> None:
-        """Before anything is sent."""
+        """Prepare the result, before anything is sent."""
         self.whole = Future(self.program.wait, self.close)
         self._extent = extent
         self._values: list[list[Future[T]]] = [[] for _ in self.peers]

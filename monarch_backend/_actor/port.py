@@ -1,4 +1,4 @@
-"""Ports: where values can be sent to from anywhere, and the receivers that wait for them."""
+"""Ports, one-way addresses that values can be sent to, and their receivers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,30 @@ T = TypeVar("T")
 
 @public("monarch_backend.actor")
 class PortClosedError(MonarchError, RuntimeError):
-    """The receiver is gone, or took its one value already."""
+    """No value can arrive any more: the receiver is closed, or has received its only value.
+
+    `PortReceiver.recv` raises it, and so do futures that wait when the receiver is closed.
+
+    >>> from monarch_backend.actor import Channel
+    >>> port, receiver = Channel.open()
+    >>> receiver.close()
+    >>> receiver.recv()
+    Traceback (most recent call last):
+        ...
+    monarch_backend.actor.PortClosedError: this receiver was closed, or had its one value already
+    """
 
 
 class Port(Generic[T]):
-    """Sends values to its receiver, in order. Can itself be sent in messages."""
+    """One-way address of a `PortReceiver`. Values arrive in the order of sending. It can be sent to any actor.
+
+    >>> from monarch_backend.actor import Channel
+    >>> port, receiver = Channel.open()
+    >>> port.send(1)
+    >>> port.exception(ValueError("no data"))
+    >>> receiver.recv().get(), repr(receiver.recv().exception().__cause__)
+    (1, "ValueError('no data')")
+    """
 
     def __init__(self, token: str, number: int, rank: int = 0) -> None:
         self._address = (token, number)
@@ -37,15 +56,22 @@ class Port(Generic[T]):
 
     @property
     def address(self) -> Address:
-        """For calls whose replies go here."""
+        """Address for calls whose replies go to this port."""
         return (*self._address, -1)
 
     def send(self, value: T) -> None:
-        """Raises SerializationError for what can't be sent, PeerGoneError if the receiver's process is gone."""
+        """Send a value. Blocks while the receiver's queue is full.
+
+        Raises SerializationError if the value cannot be pickled, and PeerGoneError if the receiver's process has ended.
+        A value for a closed receiver is dropped.
+        """
         self._send(Status.VALUE, *dumps(value))
 
     def exception(self, error: BaseException) -> None:
-        """The receiver's ``recv`` raises ActorError with this cause."""
+        """Send an error: the future of the receiver's ``recv`` raises `ActorError` with this error as its cause.
+
+        Raises PeerGoneError if the receiver's process has ended.
+        """
         self._send(Status.ERROR, pack_error(error), None)
 
     def _send(self, status: bytes, body: Any, buffers: Any) -> None:
@@ -63,7 +89,7 @@ class Port(Generic[T]):
 
 
 class ReplyPort(Port[T]):
-    """The way back to a caller, for endpoints with an explicit response port. Elsewhere it is a `HandedPort`."""
+    """Port to the caller, for endpoints with an explicit response port. In other processes it is a `HandedPort`."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer
@@ -88,10 +114,10 @@ class ReplyPort(Port[T]):
 
 
 class HandedPort(Port[T]):
-    """The way back to a caller, with whomever the actor that was called has given it to.
+    """Port to a caller that the called actor has passed on to another process.
 
-    The call fails if the process of that actor ends. Of those who have the port the caller knows nothing: if they end
-    without a word, it waits for ever, or for its timeout. What is sent to a caller that is gone is dropped.
+    The call fails if the process of the called actor ends. If the process that holds the port ends without a reply, the
+    caller is not informed: it waits until its timeout. A value for a caller that has ended is dropped.
     """
 
     @property
@@ -103,7 +129,7 @@ class HandedPort(Port[T]):
 
         router = program().router
         token, ref = self._address
-        if ref:  # else nobody waits for it
+        if ref:  # 0: the call has no reply
             router.reply(router.peer(token), ref, self._rank, status, body, buffers)
 
     def __repr__(self) -> str:
@@ -111,25 +137,25 @@ class HandedPort(Port[T]):
 
 
 def port_at(address: Address, rank: int) -> Port[Any]:
-    """The port with this address, for the replies of this rank."""
+    """Return the port with this address, for the replies of this rank."""
     token, number, answers = address
     return Port(token, number, rank) if answers < 0 else HandedPort(token, number, answers)
 
 
 class _Arrival:
-    """A value that has come, and its place in the order."""
+    """A value that has arrived, and its place in the order."""
 
     __slots__ = ("frame", "peer", "place", "processed")
 
     def __init__(self, place: int, peer: Peer, frame: Frame) -> None:
         self.place, self.peer, self.frame = place, peer, frame
-        self.processed = False  # its sender has been told
+        self.processed = False  # its credit went back to the sender
 
 
 class _Next(Future[T]):
-    """The next value of a receiver. One that nobody holds any more, after a timeout perhaps, takes none.
+    """Future of a receiver's next value. Once it is collected, after a timeout for example, it takes no value.
 
-    If its value came in that very moment, the value goes back.
+    A value that arrives at that moment goes back to the receiver.
     """
 
     __slots__ = ("_awaiting", "_given", "_home", "_receiver")
@@ -138,14 +164,14 @@ class _Next(Future[T]):
         super().__init__(receiver._program.wait)
         self._receiver: PortReceiver[T] | None = receiver
         self._home = receiver
-        self._awaiting = 0  # tasks
-        self._given: _Arrival | None = None  # and not seen by anybody
+        self._awaiting = 0  # number of tasks
+        self._given: _Arrival | None = None  # given, and not read yet
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
         receiver = self._receiver
         if receiver is not None and not self.ready:
             receiver._keep(self)
-            if self.done():  # since then
+            if self.done():  # finished meanwhile
                 receiver._let_go(self)
         super().add_done_callback(call)
 
@@ -155,7 +181,7 @@ class _Next(Future[T]):
         return super().result(timeout)
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Until the task that waits runs again, it may be cancelled: only then has it seen the value."""
+        """Await the value. It goes back if the task is cancelled between its arrival and the task's next step."""
         self._awaiting += 1
         try:
             value = yield from self._as_asyncio(super().result).__await__()
@@ -183,16 +209,24 @@ class _Next(Future[T]):
 
 
 class PortReceiver(Generic[T]):
-    """Takes what is sent to its port, in the order of each sender."""
+    """Receiver of a port's values. Values of one sender arrive in the order of sending. Pickling it raises TypeError.
+
+    >>> from monarch_backend.actor import Channel
+    >>> port, receiver = Channel.open()
+    >>> value = receiver.recv()
+    >>> port.send("hello")
+    >>> value.get(timeout=30.0)
+    'hello'
+    """
 
     def __init__(self, program: Runtime, number: int, once: bool, ranked: bool) -> None:
         self._program, self.number, self._once, self._ranked = program, number, once, ranked
-        self._lock = threading.RLock()  # values and those who wait; a signal's handler may send in between
+        self._lock = threading.RLock()  # of values and futures; reentrant, as a signal handler may send
         self._values: deque[_Arrival] = deque()
-        self._returned: deque[_Arrival] = deque()  # by whoever was given them and did not look
+        self._returned: deque[_Arrival] = deque()  # given to futures that were never read
         self._waiting: deque[weakref.ref[_Next[Any]]] = deque()
         self._places = itertools.count()
-        self._kept: set[_Next[Any]] = set()  # those that somebody hears of by a callback
+        self._kept: set[_Next[Any]] = set()  # futures with callbacks
         self._closed = False
 
     def _take(self, peer: Peer, frame: Frame) -> None:
@@ -210,13 +244,13 @@ class PortReceiver(Generic[T]):
         self._match()
 
     def _take_back(self, arrival: _Arrival) -> None:
-        """Wherever the garbage collection has struck: no lock here."""
+        """Put back a value. Takes no lock, because the garbage collector may call it anywhere."""
         self._returned.append(arrival)
         if self._waiting:
             self._program.soon(self._match)
 
     def _match(self) -> None:
-        """Give the values to those who wait, the first to the first."""
+        """Give values to waiting futures, both in their order."""
         while True:
             with self._lock:
                 while self._returned:
@@ -224,7 +258,7 @@ class PortReceiver(Generic[T]):
                 future = self._next() if self._values else None
                 if future is None:
                     return
-                if not self._values:  # a signal's handler has taken it
+                if not self._values:  # a signal handler has taken it
                     self._waiting.appendleft(weakref.ref(future))
                     continue
                 arrival = self._values.popleft()
@@ -250,22 +284,23 @@ class PortReceiver(Generic[T]):
             future.set_lazy_result(lambda: loads(frame.body, frame.buffers))
 
     def recv(self) -> Future[Any]:
-        """A Future of the next value; of (rank, value) for ranked ports.
+        """Return a `Future` of the next value, or of (rank, value) for a port of `Channel.open_ranked`.
 
-        Raises PortClosedError when nothing can come any more.
+        The future raises `ActorError` for an error that was sent. Raises PortClosedError if no value can arrive any
+        more.
         """
         future: _Next[Any] = _Next(self)
         with self._lock:
             if self._closed and not self._values and not self._returned:
                 raise PortClosedError("this receiver was closed, or had its one value already")
-            while self._waiting and self._waiting[0]() is None:  # given up: who polls with a timeout leaves many
+            while self._waiting and self._waiting[0]() is None:  # collected: polling with a timeout leaves many
                 self._waiting.popleft()
             self._waiting.append(weakref.ref(future))
         self._match()
         return future
 
     def _next(self) -> _Next[Any] | None:
-        """The first that still waits."""
+        """Return the first future that still waits."""
         while self._waiting:
             future = self._waiting.popleft()()
             if future is not None and not future.ready:
@@ -273,7 +308,7 @@ class PortReceiver(Generic[T]):
         return None
 
     def _keep(self, future: _Next[Any]) -> None:
-        """It has a callback: it is there until it is done, and so are we, whether or not somebody holds us."""
+        """Keep a future with a callback, and this receiver, alive until the future is done."""
         self._kept.add(future)
         self._program.expecting.add(self)
 
@@ -283,7 +318,7 @@ class PortReceiver(Generic[T]):
             self._program.expecting.discard(self)
 
     def close(self) -> None:
-        """Nothing more is taken, what has come is dropped; whoever waits hears of it."""
+        """Receive nothing more, and drop the values that have arrived. Waiting futures raise `PortClosedError`."""
         with self._lock:
             self._closed = True
             dropped = [*self._values, *self._returned]
@@ -299,15 +334,15 @@ class PortReceiver(Generic[T]):
 
     def __del__(self) -> None:
         program, values = self._program, list(self._values)
-        if values:  # places in the window; not here, wherever the garbage collection has struck
+        if values:  # return their credit; not here, where the garbage collector may have interrupted any code
             program.soon(lambda: _give_back(program, values))
 
     def __reduce__(self) -> Any:
-        raise TypeError("a receiver stays where it was opened: send its port")
+        raise TypeError("a receiver cannot leave its process: send its port")
 
 
 def _give_back(program: Runtime, values: list[_Arrival]) -> None:
-    """Values that nobody will take leave their places in the window to others."""
+    """Return the credit of values that will not be received."""
     for arrival in values:
         if not arrival.processed:
             arrival.processed = True
@@ -326,12 +361,12 @@ class Channel:
 
     @staticmethod
     def open(once: bool = False) -> tuple[Port[Any], PortReceiver[Any]]:
-        """A port and its receiver; with ``once`` for a single value."""
+        """Return a new port and its receiver. With ``once=True`` it receives a single value."""
         return _open(once, ranked=False)
 
     @staticmethod
     def open_ranked(once: bool = False) -> tuple[Port[Any], PortReceiver[Any]]:
-        """As `open`; the receiver gives (rank of the sender in the mesh that was called, value)."""
+        """Return a port as `open` does; the receiver gives (sender's rank in the called mesh or slice, value)."""
         return _open(once, ranked=True)
 
 

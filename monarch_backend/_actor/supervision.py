@@ -1,6 +1,6 @@
-"""Failures: what a supervisor is told, the policy of restarting, and what becomes of a failure that nobody handles.
+"""Supervision: restart policy, reports of failures to owners, and the end of the program.
 
-Detection is elsewhere (links, spawner, cells); here is what is decided about it.
+Failures are detected elsewhere: by links, the spawner and actor runners.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Restart:
-    """What to do about ranks that die: start them anew, but not for ever.
+    """Policy for ranks that die: restart them, with back-off and a limit.
 
-    ``strategy``: "one_for_one" starts the dead ones, "all" the whole mesh. After ``backoff`` seconds, twice as long
-    after each further death, at most ``most_backoff``. More than ``max_restarts`` deaths within ``within`` seconds are
-    a failure of the mesh, which goes to its owner.
+    ``strategy`` "one_for_one" restarts the dead rank, "all" restarts the whole mesh. The first restart comes after
+    ``backoff`` seconds, each further one after twice the time, at most ``most_backoff`` seconds. More than
+    ``max_restarts`` deaths within ``within`` seconds are a failure of the mesh, which is reported to its owner.
+
+    Raises ValueError for another strategy, for negative ``max_restarts`` or ``backoff``, for ``within`` of 0 or less,
+    and for ``most_backoff`` below ``backoff``.
 
     >>> Restart(max_restarts=2, within=10).delay(2)
     0.2
@@ -40,33 +43,33 @@ class Restart:
 
     def __post_init__(self) -> None:
         if self.strategy not in ("one_for_one", "all"):
-            raise ValueError(f"strategy={self.strategy!r}: it can be 'one_for_one' or 'all'")
+            raise ValueError(f"strategy={self.strategy!r}: it must be 'one_for_one' or 'all'")
         if self.max_restarts < 0 or self.within <= 0 or self.backoff < 0 or self.most_backoff < self.backoff:
             raise ValueError(
-                "max_restarts and backoff can't be negative, within is more than 0, most_backoff at least backoff"
+                "max_restarts and backoff must not be negative, within must be above 0, most_backoff at least backoff"
             )
 
     def delay(self, nth: int) -> float:
-        """Seconds before the nth restart in a row, the first being 1."""
+        """Return the seconds before the nth restart in a row. The first is 1."""
         return min(self.backoff * 2.0 ** (nth - 1), self.most_backoff)
 
 
 def check_policy(restart: Any) -> None:
-    """Raise TypeError for what is neither a Restart nor None."""
+    """Raise TypeError for a value that is neither a Restart nor None."""
     if restart is not None and not isinstance(restart, Restart):
         raise TypeError(f"restart={restart!r}: give a policy, such as Restart(max_restarts=3), or nothing")
 
 
 @dataclass
 class RestartLimiter:
-    """How often a mesh has been restarted lately."""
+    """Times of a mesh's recent restarts."""
 
     policy: Restart
     clock: Clock
     _times: deque[float] = field(default_factory=deque)
 
     def allow(self) -> float | None:
-        """Seconds until the restart after one more death, or None if there have been too many."""
+        """Return the seconds until the restart after one more death, or None if there were too many."""
         now = self.clock.now()
         while self._times and self._times[0] <= now - self.policy.within:
             self._times.popleft()
@@ -76,12 +79,12 @@ class RestartLimiter:
         return self.policy.delay(len(self._times))
 
     def last_restart(self, delay: float) -> str:
-        """For people: the restart that was just allowed, 'restart 2 of 3 within 60 s, in 0.2 s'."""
+        """Return a text for the restart that was just allowed: 'restart 2 of 3 within 60 s, in 0.2 s'."""
         policy = self.policy
         return f"restart {len(self._times)} of {policy.max_restarts} within {policy.within:g} s, in {delay:.2g} s"
 
     def used_up(self) -> str:
-        """For people: why `allow` has refused, '3 restarts were used up in 0.7 s (max_restarts=3, within=60 s)'."""
+        """Return a text for a refusal of `allow`: '3 restarts were used up in 0.7 s (max_restarts=3, within=60 s)'."""
         policy, count = self.policy, len(self._times)
         limits = f"(max_restarts={policy.max_restarts}, within={policy.within:g} s)"
         if not count:
@@ -91,16 +94,24 @@ class RestartLimiter:
 
 
 def interactive() -> bool:
-    """True in a REPL or a notebook, whose process must not end because of a mesh."""
+    """Return True in a REPL or a notebook. Its process must not end because of a mesh."""
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules or bool(sys.flags.interactive)
 
 
 def end_program(failure: MeshFailure) -> None:
-    """The default of ``monarch_backend.actor.unhandled_fault_hook``: the report on stderr, then exit with status 1.
+    """Write the report of a failure that no actor handles to stderr, then exit with status 1.
 
-    The main thread is interrupted as by Ctrl-C, so that ``finally`` blocks and ``atexit`` hooks run, for at most 10
-    seconds. The processes of the program are killed before that, and open files are flushed. In a REPL or a notebook
-    only the report is written. To exit at once, set a hook that prints ``failure.report()`` and calls ``os._exit(1)``.
+    This is the default of ``monarch_backend.actor.unhandled_fault_hook``. A program may assign another function there.
+
+    The processes of the program are killed, open files are flushed, and the main thread is interrupted as by Ctrl-C. So
+    ``finally`` blocks and ``atexit`` hooks run, for at most 10 seconds. In a REPL or a notebook only the report is
+    written. To exit at once, assign a hook that prints ``failure.report()`` and calls ``os._exit(1)``. A hook that
+    raises is reported, and then this function is called.
+
+    >>> from monarch_backend import actor
+    >>> default = actor.unhandled_fault_hook
+    >>> actor.unhandled_fault_hook = lambda failure: print(failure.report())
+    >>> actor.unhandled_fault_hook = default
     """
     from monarch_backend._actor.runtime import program
 
@@ -121,21 +132,22 @@ def end_program(failure: MeshFailure) -> None:
 
 
 def _hook() -> Callable[[MeshFailure], object]:
-    """Return what the program has put into ``monarch_backend.actor.unhandled_fault_hook``."""
+    """Return the value of ``monarch_backend.actor.unhandled_fault_hook``."""
     hook: Callable[[MeshFailure], object] = extension("actor module").unhandled_fault_hook
     return hook
 
 
 class Supervision:
-    """Passes each failure to whoever owns the mesh: an actor of this process or, at last, the program."""
+    """Reports failures to the owner of the mesh: an actor of this process, or the main program."""
 
     def __init__(self, program: Runtime) -> None:
         self._program = program
-        self._failed = False  # the program has been told
+        self._failed = False  # the program has had a failure
 
     def failed(self, owner: Any, failure: MeshFailure) -> None:
-        """A mesh that ``owner`` (a Cell, or None for the main program) has spawned has failed. On the reading
-        thread.
+        """Report the failure of a mesh to its owner: an actor's runner, or None for the main program.
+
+        Called on the reading thread.
         """
         if owner is not None:
             owner.supervise(failure)
@@ -143,22 +155,22 @@ class Supervision:
             self._reached_program(failure)
 
     def is_asked(self, owner: Any) -> bool:
-        """True if the program handles failures of what this owner has spawned: by ``__supervise__`` or a hook."""
+        """Return True if failures of this owner's meshes have a handler: ``__supervise__`` or a hook."""
         if owner is None:
             return _hook() is not end_program
         return owner.blueprint is not None and hasattr(owner.blueprint.cls, "__supervise__")
 
     def is_final(self, owner: Any) -> bool:
-        """True if a failure of what this owner has spawned ends the program at once."""
+        """Return True if a failure of this owner's meshes ends the program at once."""
         return owner is None and _hook() is end_program and not self._program.closing
 
     def _reached_program(self, failure: MeshFailure) -> None:
         hook = _hook()
         if hook is end_program and self._failed and not interactive():
-            return  # the first one is being told, and ends the program
+            return  # the first failure is being reported, and ends the program
         self._failed = True
         if hook is end_program:
-            end_program(failure)  # here and now, before anybody's `except` can end the program with another status
+            end_program(failure)  # at once, before an `except` of the program can end it with another status
         else:
             self._program.aside(lambda: self._call(hook, failure))
 

@@ -1,4 +1,4 @@
-"""Where one is: this process as a mesh of one, and actors of which there is one in the whole program."""
+"""This process as a mesh of one, and actors that exist once in the whole program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
 
 
 def this_proc() -> ProcMesh:
-    """This process, as a mesh of one process without dimensions: actors can be spawned in it."""
+    """Return this process as a mesh of one process, without dimensions. Actors can be spawned in it.
+
+    >>> from monarch_backend.actor import this_proc
+    >>> len(this_proc())
+    1
+    """
     here = program()
     with here.naming:
         core = here.this_proc
@@ -28,8 +33,25 @@ def this_proc() -> ProcMesh:
 
 
 def get_or_spawn_controller(name: str, cls: type, /, *args: Any, **kwargs: Any) -> Any:
-    """The one actor of this name in the program, built by whoever asks first; a Future of its ActorMesh.
+    """Return a `Future` of the `ActorMesh` of the only actor with this name; the first call spawns it.
 
-    It lives in the process of the main program, whoever asks, and however many at once.
+    It lives in the process of the main program, whichever process makes the call. Concurrent calls get the same actor.
+    ``args`` and ``kwargs`` are for the constructor, and later calls ignore them.
+
+    Raises TypeError, in the main program, if the name belongs to an actor of another class; in other processes the
+    future raises `ActorError` with this cause.
+
+    >>> from monarch_backend.actor import Actor, endpoint, get_or_spawn_controller
+    >>> class Counter(Actor):
+    ...     def __init__(self, start):
+    ...         self.value = start
+    ...     @endpoint
+    ...     def add(self, n):
+    ...         self.value += n
+    ...         return self.value
+    >>> get_or_spawn_controller("counter", Counter, 40).get().add.call_one(1).get()
+    41
+    >>> get_or_spawn_controller("counter", Counter, 40).get().add.call_one(1).get()
+    42
     """
     return program().named_actor(name, cls, args, kwargs)

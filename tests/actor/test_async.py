@@ -301,7 +301,7 @@ def test_calls_from_a_loop(one: ActorMesh, procs: ProcMesh) -> None:
 def test_get_in_an_actors_loop_warns(one: ActorMesh, procs: ProcMesh) -> None:
     holding = procs.slice(gpus=2).spawn("holding", Holding)
     found = one.get_in_the_loop.call_one(holding).get(PATIENCE)
-    assert found == ["RuntimeWarning: Future.get() holds up the running event loop: await the future instead"]
+    assert found == ["RuntimeWarning: Future.get() blocks the running event loop: await the future instead"]
     holding.stop().get(PATIENCE)
 
 

@@ -249,7 +249,7 @@ def test_what_stays_where_it_is(victims: ActorMesh, one: ActorMesh, alive: None)
     with pytest.raises(TypeError, match="send its port"):
         pickle.dumps(receiver)
     receiver.close()
-    with pytest.raises(SerializationError, match="send what it gives"):
+    with pytest.raises(SerializationError, match="send its value"):
         one.echo.call_one(one.echo.call_one(1))
     with pytest.raises(SerializationError, match="send the mesh"):
         one.echo.call_one(as_endpoint(one.say))
@@ -257,7 +257,10 @@ def test_what_stays_where_it_is(victims: ActorMesh, one: ActorMesh, alive: None)
 
 def test_what_belongs_to_an_actor_stays_with_it(procs: ProcMesh, alive: None) -> None:
     one = procs.slice(gpus=0, hosts=0).spawn("itself", Returns)
-    for method, text in ((one.itself, "stays in its process: send its mesh"), (one.instance, "send its name and rank")):
+    for method, text in (
+        (one.itself, "cannot leave its process: send its mesh"),
+        (one.instance, "send its name and rank"),
+    ):
         error = method.call_one().exception(PATIENCE)
         assert isinstance(error, ActorError) and text in str(error)
     one.stop().get(PATIENCE)
@@ -344,7 +347,7 @@ def test_call_one_of_many(select: dict[str, int], victims: ActorMesh, alive: Non
 
 
 def test_a_selection_that_there_is_not(victims: ActorMesh, alive: None) -> None:
-    with pytest.raises(ValueError, match=r"selection='some': it can be 'all' or 'choose'"):
+    with pytest.raises(ValueError, match=r"selection='some': it must be 'all' or 'choose'"):
         send(victims.note, (1,), selection="some")
 
 
@@ -411,7 +414,7 @@ def test_an_endpoint_that_hides_an_attribute_of_meshes(name: str, procs: ProcMes
 def test_what_is_no_method_is_no_endpoint() -> None:
     with pytest.raises(TypeError, match="an endpoint is a method, not 5"):
         endpoint(5)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match=r"is for `async def`: .*method is a plain function"):
+    with pytest.raises(TypeError, match=r"needs an `async def` method: .*method is a plain function"):
 
         @concurrent_endpoint
         def method(self: Any) -> None: ...
@@ -419,7 +422,7 @@ def test_what_is_no_method_is_no_endpoint() -> None:
 
 @pytest.mark.parametrize("what", [int, 5, lambda: None, "Victim", threading.Lock], ids=str)
 def test_only_actors_are_spawned(what: Any, procs: ProcMesh, alive: None) -> None:
-    with pytest.raises(TypeError, match=r"is no Actor: derive the class from monarch_backend\.actor\.Actor"):
+    with pytest.raises(TypeError, match=r"is not an Actor: derive the class from monarch_backend\.actor\.Actor"):
         procs.spawn("wrong", what)
 
 
@@ -508,10 +511,10 @@ def test_a_wrong_binding(kind: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"strategy": "some"}, "it can be 'one_for_one' or 'all'"),
-        ({"max_restarts": -1}, "can't be negative"),
-        ({"within": 0}, "within is more than 0"),
-        ({"backoff": -0.1}, "can't be negative"),
+        ({"strategy": "some"}, "it must be 'one_for_one' or 'all'"),
+        ({"max_restarts": -1}, "must not be negative"),
+        ({"within": 0}, "within must be above 0"),
+        ({"backoff": -0.1}, "must not be negative"),
         ({"backoff": 2.0, "most_backoff": 1.0}, "most_backoff at least backoff"),
     ],
 )

@@ -1309,7 +1309,7 @@ def test_only_owners_stop_a_mesh(single: ProcMesh, faults: Faults) -> None:
         nested.stop()
     with pytest.raises(RuntimeError, match="stopped by who has spawned it"):
         nested.proc_mesh.stop()
-    with pytest.raises(RuntimeError, match="the main program is not stopped like an actor"):
+    with pytest.raises(RuntimeError, match="the main program is not an actor and cannot be stopped so"):
         context().actor_instance.stop()
     assert nested.echo.call_one(1).get(PATIENCE) == 1
 

@@ -296,7 +296,7 @@ def test_context_of_the_main_program() -> None:
     assert (instance.name, current_actor_name(), instance.creator) == ("main", "main", "")
     assert (instance.rank.rank, current_rank().rank, current_size(), instance.proc_mesh) == (0, 0, {}, None)
     assert len(instance.proc) == 1
-    with pytest.raises(RuntimeError, match="the main program is not stopped like an actor"):
+    with pytest.raises(RuntimeError, match="the main program is not an actor and cannot be stopped so"):
         instance.stop()
 
 
@@ -356,7 +356,7 @@ def test_error_in_the_combining_function_is_the_futures(actors: dict[type[Actor]
 
 
 def test_selection_is_all_or_choose(actors: dict[type[Actor], ActorMesh]) -> None:
-    with pytest.raises(ValueError, match=r"selection='some': it can be 'all' or 'choose'"):
+    with pytest.raises(ValueError, match=r"selection='some': it must be 'all' or 'choose'"):
         send(actors[Sync].square, (1,), selection="some")
 
 
@@ -698,7 +698,9 @@ def test_as_endpoint_takes_methods_of_meshes_only(mixed: ActorMesh) -> None:
 
 @pytest.mark.parametrize("verb", ["call", "call_one", "choose", "stream", "broadcast"])
 def test_a_method_without_decorator_says_what_to_do(mixed: ActorMesh, verb: str) -> None:
-    message = r"Mixed\.plain is no endpoint: decorate it with @endpoint, or call it through as_endpoint\(mesh\.plain\)"
+    message = (
+        r"Mixed\.plain is not an endpoint: decorate it with @endpoint, or call it through as_endpoint\(mesh\.plain\)"
+    )
     with pytest.raises(UnknownEndpointError, match=message):
         getattr(mixed.plain, verb)(1)
     with pytest.raises(UnknownEndpointError, match=message):
@@ -712,7 +714,7 @@ def test_unknown_endpoint_lists_what_there_is(mixed: ActorMesh) -> None:
 
 
 def test_an_endpoint_is_not_called_like_a_method(mixed: ActorMesh) -> None:
-    with pytest.raises(TypeError, match=r"say how to send, mesh\.same\.call\(\.\.\.\), \.call_one"):
+    with pytest.raises(TypeError, match=r"choose a way to send, mesh\.same\.call\(\.\.\.\), \.call_one"):
         mixed.same(1)
 
 
