@@ -1,4 +1,4 @@
-"""Actor meshes that this process has spawned: their construction, restarts and end."""
+"""Actor meshes that this process has spawned: construction, restart and end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("monarch_backend")
 
 
 class ActorMeshOwner:
-    """The owner's part for its actor meshes; `ProcessOwner` is the same for processes."""
+    """Owner of actor meshes. `ProcessOwner` is the same for processes."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -40,7 +40,11 @@ class ActorMeshOwner:
     def spawn(
         self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
     ) -> ActorMesh:
-        """Build an actor in each process."""
+        """Construct an actor in each process. Return its `ActorMesh` at once.
+
+        Raises SupervisionError if the mesh was stopped or the calling actor has ended, ValueError for an empty name,
+        and TypeError for arguments that the constructor does not take.
+        """
         plan = blueprint(cls)
         if procs._core.stopped is not None:
             raise SupervisionError(
@@ -48,7 +52,7 @@ class ActorMeshOwner:
                 "spawn",
             )
         if not isinstance(name, str) or not name:
-            raise ValueError(f"an actor mesh has a name, not {name!r}")
+            raise ValueError(f"the name of an actor mesh must be a string that is not empty, not {name!r}")
         _check_constructor(cls, args, kwargs)
         check_policy(restart)
         body, buffers = dumps((cls, args, kwargs, procs))
@@ -75,7 +79,7 @@ class ActorMeshOwner:
         return ActorMesh(core)
 
     def construct(self, core: ActorMeshState, rank: int) -> None:
-        """Construct one rank of an actor mesh, for the first time or again."""
+        """Construct one rank of an actor mesh, for the first time or at a restart."""
         owned = core.owned
         owned.left.add(rank)
         owned.constructing.add(rank)
@@ -94,11 +98,12 @@ class ActorMeshOwner:
         self._runtime.router.tell(peer, plan, owned.body, owned.buffers)
 
     def stop(self, core: ActorMeshState, how: str, reason: str, timeout: float | None = None) -> Future[None]:
-        """End actors; a Future that is done when they have. After ``timeout`` seconds they are interrupted."""
+        """End actors, interrupted after ``timeout`` seconds. Return a Future that is done when they have ended."""
         timeout = check_timeout(timeout)
         if core.owned is None:
             raise RuntimeError(
-                "a mesh of actors is stopped by who has spawned it; an actor may stop itself: context().actor_instance"
+                "only the program or actor that has spawned an actor mesh can stop it; "
+                "an actor can stop itself: context().actor_instance"
             )
         if core.stopped is None:
             death = [
@@ -131,22 +136,22 @@ class ActorMeshOwner:
                 self._runtime.router.tell(core.peer(rank), Stop(core.actor, how, reason))
 
     def _end_late(self, core: ActorMeshState, ended: Future[None], timeout: float | None, reason: str) -> None:
-        """Interrupt what has not ended after ``timeout`` seconds; an abort was told to all at once.
+        """Interrupt actors that have not ended after ``timeout`` seconds. An abort was sent to all of them at once.
 
-        A process kills itself if that does not help. From here those are killed that do not read their messages, and
-        those that are not up yet are not waited for.
+        A process kills itself if the interruption fails. This process kills those that do not read their messages, and
+        does not wait for those that have not started yet.
         """
 
         def interrupt() -> None:
             if not ended.ready:
-                self._tell_to_end(core, "interrupt", f"{reason}; {timeout:g} s are over")
+                self._tell_to_end(core, "interrupt", f"{reason}; {timeout:g} s have passed")
 
         def give_up() -> None:
             for rank in list(core.owned.left):
                 peer = core.peer(rank)
                 if peer is not self._runtime.router.me and not self._runtime.owner.kill_if_deaf(peer):
                     log.warning(
-                        "%s of %s is not waited for: its process is not up yet, and ends the actor when it is",
+                        "%s of %s counts as ended: its process has not started yet, and will end the actor when it has",
                         core.where(rank), core.name,
                     )  # fmt: skip
                     core.owned.is_gone(rank)
@@ -166,7 +171,7 @@ class ActorMeshOwner:
         ended.add_done_callback(cancel)
 
     def on_constructed(self, peer: Peer, message: Constructed, _: Frame) -> None:
-        """Note that an actor, or for number 0 a process, is ready."""
+        """Note that an actor is constructed, or, for number 0, that a process is ready."""
         if message.actor == 0:
             self._runtime.owner.bootstrapped(peer)
             return
@@ -181,7 +186,7 @@ class ActorMeshOwner:
             core.owned.is_gone(message.rank)
 
     def on_failed(self, peer: Peer, message: Failed, frame: Frame) -> None:
-        """Handle the failure of an actor, or for number 0 of a process at its start."""
+        """Handle the failure of an actor, or, for number 0, of a process at its start."""
         if message.actor == 0:
             self._runtime.owner.bootstrap_failed(peer, unpack_exception(bytes(frame.body)))
             return
@@ -200,11 +205,11 @@ class ActorMeshOwner:
         if core.stopped is not None or core.procs.stopped is not None or self._runtime.closing:
             return
         if core.dead.get(rank) is not None:
-            return  # known already, from its process's end or from its own word
+            return  # reported already, by its process's end or by itself
         delay = owned.intensity.allow() if owned.intensity is not None else None
         gone = core.peer(rank).gone is not None
         if delay is not None and gone and core.procs.owned is not None:
-            return  # what its process's own mesh tells of, and mends
+            return  # the mesh of its process reports and restarts it
         cause = failure.deaths[0].what if failure.deaths else str(failure)
         if delay is not None and not gone:
             log.info("%s of %s: %s; %s", core.where(rank), core.name, cause, owned.intensity.last_restart(delay))
@@ -225,7 +230,7 @@ class ActorMeshOwner:
         mesh_failure.__cause__ = failure.__cause__
         core.dead[rank] = mesh_failure
         if owned.intensity is not None and core.peer(rank).gone is None:
-            self._runtime.router.tell(core.peer(rank), Stop(core.actor, "stop", "it died too often"))
+            self._runtime.router.tell(core.peer(rank), Stop(core.actor, "stop", "it has died too often"))
         owned.built._fail(mesh_failure)
         if not self._runtime.owner.failed_to_start(core.peer(rank)) or self._runtime.supervision.is_asked(
             owned.owner_cell
@@ -236,17 +241,17 @@ class ActorMeshOwner:
         if core.stopped is not None:
             for rank, generation, _ in homes:
                 if core.owned.generations[rank] == generation:
-                    core.owned.is_gone(rank)  # its predecessor has ended, and there will be no other
+                    core.owned.is_gone(rank)  # its predecessor has ended and gets no successor
         if core.stopped is not None or core.procs.stopped is not None:
             return
         for rank, generation, peer in homes:
-            # Or its process has ended, which is told by itself; or it has been started anew for another reason.
+            # Otherwise its process has ended, which is reported separately, or another restart has replaced it.
             if core.peer(rank) is peer and peer.gone is None and core.owned.generations[rank] == generation:
                 self.construct(core, rank)
 
 
 def living_owner(what: str) -> Any:
-    """The actor that spawns; None for the main program. One that has failed owns nothing more."""
+    """Return the runner of the actor that spawns; None in the main program. Raises SupervisionError if it has ended."""
     cell = context.cell.get()
     if cell is not None and cell.failure is not None:
         raise SupervisionError(f"{cell.name} has ended and can't spawn {what}: {cell.failure}", "spawn", cell.failure)
@@ -256,11 +261,13 @@ def living_owner(what: str) -> Any:
 def _check_constructor(cls: type, args: Any, kwargs: Any) -> None:
 
     if cls.__init__ is object.__init__ and (args or kwargs):  # type: ignore[misc]
-        raise TypeError(f"{cls.__name__} has no __init__ that takes the arguments which it is given")
+        raise TypeError(f"{cls.__name__} has no __init__, so it takes no arguments")
     try:
         inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except TypeError as error:
-        raise TypeError(f"{cls.__name__} is built by __init__{inspect.signature(cls.__init__)}: {error}") from None  # type: ignore[misc]
+        raise TypeError(
+            f"{cls.__name__} is constructed by __init__{inspect.signature(cls.__init__)}: {error}"
+        ) from None  # type: ignore[misc]
 
 
 def _joined(body: Any) -> bytes:

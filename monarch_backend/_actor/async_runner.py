@@ -1,4 +1,4 @@
-"""Actors whose endpoints are ``async def``: the same life as in runner.py, on an event loop of their own."""
+"""Runner of an actor whose endpoints are ``async def``: as in runner.py, on an event loop of its own."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from monarch_backend._transport.local.peer import Peer
 log = logging.getLogger("monarch_backend")
 
 BLOCKED_S = 0.1
-"""After a cancellation, until an event loop that has not run counts as blocked."""
+"""Seconds after a cancellation in which an event loop that has not run counts as blocked."""
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed."""
+    """Return a new event loop, of uvloop if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -45,7 +45,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class AsyncActorRunner(ActorRunner):
-    """One message at a time, but for those of concurrent endpoints."""
+    """Runs one message at a time; messages of concurrent endpoints run interleaved."""
 
     _blocked_by = "C code does not return to Python, or a task that the message has started blocks the event loop"
 
@@ -56,10 +56,10 @@ class AsyncActorRunner(ActorRunner):
         self._scheduled = False
         self._tasks: dict[tuple[Peer, int], asyncio.Task[None]] = {}
         self._others: set[asyncio.Task[Any]] = set()
-        self._withdrawn: set[tuple[Peer, int]] = set()  # calls that their callers have given up
-        self._to_cancel: dict[tuple[Peer, int], str] = {}  # why, until the loop runs
-        self._interrupted_tasks: set[tuple[Peer, int]] = set()  # interrupted for the actor's end
-        self._last: list[BaseException | None] = []  # what __cleanup__ is to be given
+        self._withdrawn: set[tuple[Peer, int]] = set()  # calls that their callers have cancelled
+        self._to_cancel: dict[tuple[Peer, int], str] = {}  # reasons of cancellations that the loop has not handled yet
+        self._interrupted_tasks: set[tuple[Peer, int]] = set()  # interrupted to end the actor
+        self._last: list[BaseException | None] = []  # arguments of pending __cleanup__ calls
 
     # ---- from any thread
 
@@ -74,12 +74,12 @@ class AsyncActorRunner(ActorRunner):
         self._scheduled = True
         try:
             loop.call_soon_threadsafe(self._look)
-        except RuntimeError:  # it is closed
+        except RuntimeError:  # the loop is closed
             return
 
     def _look(self) -> None:
         self._scheduled = False
-        if self._there is not None:  # else the first look is still to come
+        if self._there is not None:  # else the loop has not started yet
             self._there.set()
 
     def _interrupt(self, peer: Peer, ref: int, reason: str) -> None:
@@ -87,7 +87,7 @@ class AsyncActorRunner(ActorRunner):
         if self._loop is None or key not in self._tasks:
             _soon(self._loop, self._cancel_task, peer, ref, reason)
             return
-        if not self._to_cancel:  # else a row of cancellations would never find the loop's thread standing still
+        if not self._to_cancel:  # further cancellations must not reset its time
             self._standstill = blocking_calls.Standstill()
         self._to_cancel[key] = reason
         _soon(self._loop, self._cancel_task, peer, ref, reason)
@@ -103,7 +103,7 @@ class AsyncActorRunner(ActorRunner):
                 log.warning("%s is to end, and a message runs: %s", self._who(), blocking_calls.place_of_task(task))
 
     def _unblock(self, key: tuple[Peer, int]) -> None:
-        """The loop has not run for a while: a coroutine blocks it."""
+        """Interrupt a coroutine that blocks the loop, which has not run for a while."""
         if key in self._to_cancel and blocking_calls.can_interrupt(self._thread_id):
             blocking_calls.interrupt(self)
             self.program.pump.later(MAX_RETRY_S, lambda: self._unblock(key))
@@ -117,7 +117,7 @@ class AsyncActorRunner(ActorRunner):
             self._limits.append(self.program.pump.later(MAX_RETRY_S, lambda: self._interrupt_what_runs(reason)))
 
     def raise_in(self, frame: FrameType | None) -> None:
-        """Raise CancelledError in this frame if it is of a coroutine that is cancelled and blocks the loop."""
+        """Raise CancelledError in this frame if it is of a cancelled coroutine that blocks the loop."""
         loop = self._loop
         if loop is None:
             super().raise_in(frame)
@@ -137,7 +137,7 @@ class AsyncActorRunner(ActorRunner):
             raise asyncio.CancelledError(reason)
 
     def _running_key(self, loop: asyncio.AbstractEventLoop) -> tuple[Peer, int] | None:
-        """Return (peer, number) of the message whose task runs; None between tasks. Call it on the loop's thread."""
+        """Return (peer, number) of the message whose task runs; None between tasks. Called on the loop's thread."""
         task = asyncio.current_task(loop)
         return next((key for key, each in self._tasks.items() if each is task), None)
 
@@ -150,7 +150,7 @@ class AsyncActorRunner(ActorRunner):
         key = self._running_key(loop)
         if key is None:
             return False
-        if key in self._interrupted_tasks:  # it is tried again anyway
+        if key in self._interrupted_tasks:  # its interruption is repeated anyway
             self._interrupted_tasks.discard(key)
             return True
         if key not in self._withdrawn:
@@ -172,10 +172,10 @@ class AsyncActorRunner(ActorRunner):
         if getattr(self.instance, "__supervise__", None) is None or self._loop is None:
             super().supervise(failure)
         else:
-            # Beside the running message, which may be waiting for the very mesh that has failed.
+            # Concurrently with the running message, which may wait for the mesh that has failed.
             _soon(self._loop, lambda: self._start(self._ask_async(failure)))
 
-    # ---- its life
+    # ---- construction and messages
 
     def _serve(self) -> None:
         self._loop = loop = new_event_loop()
@@ -235,7 +235,7 @@ class AsyncActorRunner(ActorRunner):
         if spec is None or not spec.concurrent:
             await asyncio.wait({task})
         else:
-            await asyncio.sleep(0)  # so that it starts before the next one
+            await asyncio.sleep(0)  # it starts before the next message
 
     def _forget(self, key: tuple[Peer, int]) -> None:
         self._tasks.pop(key, None)
@@ -258,7 +258,7 @@ class AsyncActorRunner(ActorRunner):
             elif self._aborted is not None:
                 self._die_aborted(answer)
             else:
-                self._raised(RuntimeError("the endpoint was cancelled from inside"), answer, error)
+                self._raised(RuntimeError("the endpoint was cancelled by its own code"), answer, error)
         except BaseException as error:
             self._raised(error, answer)
 
@@ -314,12 +314,12 @@ class AsyncActorRunner(ActorRunner):
         if not handled:
             self.die(failure)
 
-    # ---- its end
+    # ---- end
 
     def _end(self, failure: MeshFailure, final: bool = False, tell: Callable[[], None] = lambda: None) -> bool:
         ended = super()._end(failure, final, tell)
         if ended:
-            _soon(self._loop, self._cancel_all)  # it may have failed because of something else
+            _soon(self._loop, self._cancel_all)  # other tasks may run when the actor fails
         return ended
 
     def _cancel_all(self) -> None:
@@ -361,14 +361,14 @@ _CALLERS |= {AsyncActorRunner._call_async.__code__, AsyncActorRunner._drain_asyn
 
 
 def _soon(loop: asyncio.AbstractEventLoop | None, call: Callable[..., object], *args: Any) -> None:
-    """On the loop, from any thread; nothing if it has ended, or ends meanwhile."""
+    """Call a function on the loop, from any thread. Does nothing if the loop has ended or ends meanwhile."""
     if loop is not None:
-        with contextlib.suppress(RuntimeError):  # it is closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(call, *args)
 
 
 class AsyncFlow(StreamCredit):
-    """Told on the reading thread, waited for on the loop."""
+    """Credit that the reading thread adds and a coroutine awaits."""
 
     __slots__ = ("_event", "_loop")
 
@@ -385,7 +385,7 @@ class AsyncFlow(StreamCredit):
         self._event.set()
 
     async def wait(self) -> None:
-        """Until the reader has taken some."""
+        """Wait until the reader has taken values."""
         self._event.clear()
         if self.room <= 0:
             await self._event.wait()

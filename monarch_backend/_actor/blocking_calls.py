@@ -1,7 +1,7 @@
-"""Interruption of blocking code on a worker's main thread, and where a thread is blocked.
+"""Interruption of blocking code on the main thread of a process of a mesh, and the place where a thread is blocked.
 
-A signal ends the system call, and Python runs its handler before it repeats the call. The handler asks the cell to
-raise in the interrupted frame. Python runs handlers on the main thread only, so other threads stay blocked.
+A signal ends the system call, and Python runs its handler before it repeats the call. The handler makes the actor
+runner raise in the interrupted frame. Python runs handlers on the main thread only, so other threads stay blocked.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from monarch_backend._actor.runner import ActorRunner
 
 CANCEL_SIGNAL = signal.SIGURG
-"""Sent to processes of a mesh only: program_exit.py interrupts the program. Without a handler it is ignored."""
+"""Signal that interrupts processes of a mesh; program_exit.py interrupts the main program. Ignored without handler."""
 
 _PACKAGE = str(Path(__file__).parent.parent) + "/"
 _STDLIB = sysconfig.get_path("stdlib") + "/"
 _SITE = f"{_STDLIB}site-packages/"
 
 STILL_S = 0.05
-"""Code of the standard library is interrupted when it has stood still for this long: it blocks."""
+"""Seconds without progress after which standard library code counts as blocked and is interrupted."""
 
 MAX_MOVING_S = 0.5
-"""The same where it does not stand still."""
+"""Seconds after which standard library code that makes progress is interrupted."""
 
 _target: ActorRunner | None = None
 
 
 def install() -> None:
-    """Install the handler and the hook, on the main thread of a worker."""
+    """Install the handler and the hook, on the main thread of a process of a mesh."""
     signal.signal(CANCEL_SIGNAL, _on_signal)
     fork.register(fork.Step.CANCEL_SIGNAL, after_in_child=_uninstall)
     former = sys.unraisablehook
@@ -56,18 +56,18 @@ def install() -> None:
 
 
 def _uninstall() -> None:
-    """In a fork, which may become a main program: that installs its own handler where there is none."""
+    """Remove the handler in a fork. It may become a main program, which installs its own only if there is none."""
     if signal.getsignal(CANCEL_SIGNAL) is _on_signal:
         signal.signal(CANCEL_SIGNAL, signal.SIG_DFL)
 
 
 def can_interrupt(thread_id: int) -> bool:
-    """Whether blocking code of this thread can be interrupted."""
+    """Return whether blocking code of this thread can be interrupted."""
     return thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is _on_signal
 
 
 def why_not(thread_id: int) -> str | None:
-    """Reason why `can_interrupt` is false."""
+    """Return the reason why `can_interrupt` is false, or None."""
     if can_interrupt(thread_id):
         return None
     if thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is not signal.SIG_DFL:
@@ -79,14 +79,14 @@ def why_not(thread_id: int) -> str | None:
 
 
 def interrupt(cell: ActorRunner) -> None:
-    """Have ``cell.raise_in(frame)`` called on the main thread."""
+    """Call ``cell.raise_in(frame)`` on the main thread."""
     global _target
     _target = cell
     signal.pthread_kill(cell._thread_id, CANCEL_SIGNAL)
 
 
 def raise_soon(thread_id: int) -> None:
-    """Raise CancelledError at the next instruction of Python that this thread runs."""
+    """Raise CancelledError at the next Python instruction of this thread."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(CancelledError))
 
 
@@ -94,8 +94,8 @@ def discard_exception() -> None:
     """Discard the exception of `raise_soon` on this thread, if it has not been raised yet.
 
     An exception is set and caught. Setting None discards it as well, but up to Python 3.12 the interpreter's flag for
-    "an exception is pending" then stays set for the life of the process. Every check of the flag takes longer from
-    then on, and in Python 3.11 the next call under ``sys.settrace``, of a debugger for example, never ends.
+    "an exception is pending" then stays set. Every later check of the flag takes longer. In Python 3.11 the next call
+    under ``sys.settrace``, of a debugger for example, never ends.
     """
     try:
         raise_soon(threading.get_ident())
@@ -112,9 +112,9 @@ def _on_signal(_number: int, frame: FrameType | None) -> None:
 
 
 class Standstill:
-    """Looks at the frame of one cancelled message, to raise only where that leaves no half-done standard library.
+    """Progress of one cancelled message, which decides where an exception may be raised.
 
-    An exception in the middle of subprocess.Popen(), for example, would leave a process that nothing waits for.
+    In the middle of subprocess.Popen(), for example, an exception would leave a process that is never waited for.
     """
 
     __slots__ = ("_begun", "_position", "_since")
@@ -124,7 +124,7 @@ class Standstill:
         self._position: tuple[int, int] | None = None
 
     def allows(self, frame: FrameType) -> bool:
-        """Whether it is the user's frame, or one that has not moved for a while."""
+        """Return whether the frame is user code, or has made no progress for a while."""
         if not _is_of_runtime(frame):
             return True
         now, position = time.monotonic(), (id(frame), frame.f_lasti)
@@ -134,7 +134,7 @@ class Standstill:
 
 
 def place(thread_id: int) -> str:
-    """Where a thread is, for people: the user's innermost line, as 'train.py:12 in step'."""
+    """Return the user's innermost line of a thread, for messages: 'train.py:12 in step'."""
     frame = innermost = sys._current_frames().get(thread_id)
     while frame is not None:
         if not _is_of_runtime(frame):
@@ -144,7 +144,7 @@ def place(thread_id: int) -> str:
 
 
 def place_of_task(task: asyncio.Task[Any]) -> str:
-    """As `place`, of the innermost coroutine that a task awaits. From any thread: the task may go on meanwhile."""
+    """Return the innermost line that a task awaits, as `place` does. Any thread may call it while the task runs."""
     found = "an unknown line"
     coroutine: Any = task.get_coro()
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:

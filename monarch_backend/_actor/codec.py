@@ -1,4 +1,4 @@
-"""What travels in the bodies of calls and replies: arguments, values, errors; and the prefix that names an endpoint."""
+"""Encoding of calls and replies: arguments, values, errors, and the prefix that names an endpoint."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ HOST = env.get("MONARCH_HOST_NAME") or socket.gethostname()
 
 
 Address = tuple[str, int, int]
-"""Of a port: token, number, -1; or of the way back to a caller: token, the call's number, the rank that answers."""
+"""Address of a port (token, number, -1), or of a call's reply (token, number of the call, replying rank)."""
 
 
 class CallHeader(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The prefix of a call: the endpoint, the mesh or slice it was sent to, and where the reply goes if not back."""
+    """Prefix of a call: its endpoint, the mesh or slice that is called, and the port for replies, if any."""
 
     method: str
     labels: tuple[str, ...]
     sizes: tuple[int, ...]
     port: Address | None = None
-    plain: int = 0  # 1: a method that is no endpoint, called as one; 2: as one with an explicit port
+    plain: int = 0  # 1: an undecorated method; 2: one with an explicit response port
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -38,12 +38,12 @@ _known: dict[bytes, tuple[CallHeader, Extent]] = {}
 
 
 def prefix_of(method: str, extent: Extent, port: Address | None = None, plain: int = 0) -> bytes:
-    """The prefix of a call."""
+    """Encode the prefix of a call."""
     return _encoder.encode(CallHeader(method, tuple(extent.labels), tuple(extent.sizes), port, plain))
 
 
 def read_prefix(prefix: bytes) -> tuple[CallHeader, Extent]:
-    """The endpoint and the extent of a call's prefix; remembered, since they are few."""
+    """Decode the prefix of a call: its endpoint and extent. Results are cached. Raises FrameError for other bytes."""
     found = _known.get(prefix)
     if found is None:
         called = decode(_decoder, prefix, "the prefix of a call")
@@ -58,25 +58,25 @@ def read_prefix(prefix: bytes) -> tuple[CallHeader, Extent]:
 
 
 def pack_error(error: BaseException) -> Any:
-    """The body of a reply with an error in it."""
+    """Encode an exception as the body of a reply."""
     return dumps((pack_exception(error), remote_traceback(error), HOST, getpid()))[0]
 
 
 def pack_failure(failure: MeshFailure) -> bytes:
-    """The body of a reply of a dead actor."""
+    """Encode the failure of a dead actor as the body of a reply."""
     return pack_exception(failure)
 
 
 def text_of(error: BaseException) -> str:
-    """Type and message, also of exceptions that can't say theirs."""
+    """Return type and message of an exception, also if its ``__str__`` raises."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception as again:
-        return f"{type(error).__name__} (whose text can't be had: {type(again).__name__})"
+        return f"{type(error).__name__} (its text is unknown, because __str__ raised {type(again).__name__})"
 
 
 def read_error(status: bytes, body: Any, actor: str, endpoint: str, where: str, rank: int) -> BaseException:
-    """The exception that a caller gets for a reply that is no value."""
+    """Return the caller's exception for a reply that is not a value."""
     if status == Status.ERROR:
         packed, trace, host, pid = loads(body, None)
         cause = unpack_exception(packed)
@@ -92,13 +92,13 @@ def read_error(status: bytes, body: Any, actor: str, endpoint: str, where: str, 
 
 
 def describe_error(body: Any, actor: str, endpoint: str, where: str) -> str:
-    """The text of the error in a reply, without unpickling the exception, which may run code of the user's."""
+    """Return the text of the error in a reply. The exception is not unpickled, as that may run user code."""
     _, trace, host, pid = loads(body, None)
     return f"{actor}.{endpoint} raised on {where} (host {host}, pid {pid})\n\n{trace.rstrip()}\n"
 
 
 def supervision_error(failure: MeshFailure, endpoint: str, delivery: str) -> SupervisionError:
-    """The error of a call on a dead rank."""
+    """Return the error of a call on a dead rank."""
     became = "it was not sent" if delivery == "not sent" else "it may have run"
     text = f"{endpoint} was called on a rank that is dead ({became}): {failure}"
     error = SupervisionError(text, endpoint, failure, delivery)

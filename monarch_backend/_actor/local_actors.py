@@ -1,4 +1,4 @@
-"""Actors that live in this process: their construction, the messages for them, and their end."""
+"""Actors in this process: their construction, their messages and their end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
 
 PENDING_ACTOR_TIMEOUT_S = 30.0
-"""Seconds that messages wait for an actor that is not built yet."""
+"""Seconds that messages wait for an actor that is not constructed yet."""
 
 
 class LocalActors:
@@ -26,7 +26,7 @@ class LocalActors:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.cells: dict[int, ActorRunner] = {}  # also those that have ended
+        self.cells: dict[int, ActorRunner] = {}  # also of ended actors
         self._pending: dict[int, list[Message]] = {}
 
     def receive(self, peer: Peer, frame: Frame, via: ReplyAggregator | None) -> None:
@@ -37,7 +37,7 @@ class LocalActors:
         if cell is not None:
             cell.put((peer, frame, via))
             return
-        # A reference may arrive before the owner's message: this message waits for it, for a limited time.
+        # A reference can overtake the owner's Construct message: this message waits for it, for a limited time.
         waiting = self._pending.get(frame.target)
         if waiting is None:
             waiting = self._pending[frame.target] = []
@@ -52,7 +52,7 @@ class LocalActors:
         )
         for peer, frame, via in self._pending.pop(actor, ()):
             self._runtime.router.processed(peer, frame)
-            what = f"its actor was not built here within {PENDING_ACTOR_TIMEOUT_S:.0f} s"
+            what = f"its actor was not constructed here within {PENDING_ACTOR_TIMEOUT_S:.0f} s"
             failure = pack_failure(MeshFailure("?", [Death(frame.rank, where, HOST, self._runtime.pid, what)]))
             if frame.ref and via is not None:
                 via.own(frame.rank, Status.DEAD, failure, None)
@@ -70,19 +70,19 @@ class LocalActors:
         return cell
 
     def cancel(self, peer: Peer, message: Cancel, _: Frame) -> None:
-        """Cancel a call."""
+        """Cancel a call, queued or running."""
         cell = self.cells.get(message.actor)
         if cell is not None:
             cell.cancel(peer, message)
 
     def add_credit(self, peer: Peer, message: MoreCredit, _: Frame) -> None:
-        """Let a stream of values go on."""
+        """Let a generator send more values."""
         cell = self.cells.get(message.actor)
         if cell is not None:
             cell.more(peer, message)
 
     def construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
-        """Construct an actor, perhaps as the successor of one that is restarted."""
+        """Construct an actor, or the successor of an actor that is restarted."""
         former = self.cells.get(plan.actor)
         cell = (AsyncActorRunner if plan.is_async else ActorRunner)(
             self._runtime, plan, peer, frame.body, frame.buffers
@@ -96,7 +96,7 @@ class LocalActors:
             self._runtime.run_cell(cell)
 
     def stop(self, _peer: Peer, message: Stop, _: Frame) -> None:
-        """End an actor, or for number 0 this process."""
+        """End an actor; number 0 stands for this process."""
         if message.actor == 0:
             self._runtime.on_exit(message.how, message.reason)
             return

@@ -1,4 +1,4 @@
-"""Meshes that are known in this process: one state object for each, and what is known of their processes' exits."""
+"""Meshes that are known in this process: one state for each, and the exits of their processes."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class MeshReferences:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        # Of meshes that are in use: the owner of one holds it until it has ended.
+        # Weak: references and, until its end, the owner keep the state of a mesh.
         self.procs: weakref.WeakValueDictionary[str, ProcMeshState] = weakref.WeakValueDictionary()
         self.actors: weakref.WeakValueDictionary[int, ActorMeshState] = weakref.WeakValueDictionary()
         self.naming = threading.RLock()  # held to look up a state and add it
 
     def proc_core(self, data: ProcReference) -> ProcMeshState:
-        """The one ProcMeshState of a mesh in this process."""
+        """Return the state of a mesh of processes, the only one in this process."""
         core = self.procs.get(data.id)
         if core is not None and not _is_newer(data, core):
             return core
         self._runtime.known_hosts.update(data.host_names)
         owner = self._runtime.router.peer(data.owner)
-        with self.naming:  # which takes no other lock
+        with self.naming:  # takes no other lock inside
             core = self.procs.get(data.id)
             if core is None:
                 extent = Extent(data.labels, data.sizes)
@@ -55,15 +55,15 @@ class MeshReferences:
         return core
 
     def _find_peer(self, core: ProcMeshState, rank: int) -> Peer:
-        """Looked up when it is needed: meshes are large, and most of their processes never talk to each other."""
+        """Return the peer of a rank. Looked up when needed: most processes of a large mesh exchange no messages."""
         peer = self._runtime.router.peer(core.tokens[rank], core.owner)
         peer.label = label_of(core, rank)
-        if peer.gone is not None and not peer.peace:  # what has become of it we may have missed
+        if peer.gone is not None and not peer.peace:  # a restart may have been missed
             self._runtime.router.ask_owner(peer)
         return peer
 
     def find_peers_on(self, host: str) -> None:
-        """Look up the peers of all known processes on a lost host, so that each of them is marked as gone."""
+        """Look up the peers of all known processes on a lost host, so that each of them is marked as lost."""
         for core in alive(self.procs):
             for rank, token in enumerate(core.tokens):
                 if host_of(token) == host:
@@ -72,7 +72,7 @@ class MeshReferences:
     def actor_core(
         self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str
     ) -> ActorMeshState:
-        """The one ActorMeshState of a mesh in this process."""
+        """Return the state of an actor mesh, the only one in this process."""
         proc_core, owner_peer = self.proc_core(procs), self._runtime.router.peer(owner)
         with self.naming:
             core = self.actors.get(actor)
@@ -83,7 +83,7 @@ class MeshReferences:
             return core
 
     def failure_of(self, core: ActorMeshState, rank: int) -> MeshFailure:
-        """Why this rank can't be called."""
+        """Return the failure of a rank that cannot be called."""
         known = core.failure_of(rank)
         if known is not None:
             return known
@@ -94,7 +94,7 @@ class MeshReferences:
         return failure
 
     def death_of(self, core: ProcMeshState, rank: int, peer: Peer, mesh_name: str = "") -> MeshFailure:
-        """A failure that tells of a process's end, as far as it is known here."""
+        """Return the failure of a process that has ended, as far as its end is known here."""
         if core.stopped is not None:
             what, code = f"it was stopped: {core.stopped}", None
         else:
@@ -109,7 +109,7 @@ class MeshReferences:
         return failure
 
     def exit_of(self, peer: Peer) -> MeshFailure:
-        """Return the failure of an exited process, with the mesh it is known from here."""
+        """Return the failure of an exited process, for the first mesh by which it is known here."""
         for core in alive(self.procs):
             rank = core.rank_of(peer.token)
             if rank is not None:
@@ -120,12 +120,12 @@ class MeshReferences:
 
 
 def alive(table: weakref.WeakValueDictionary[Any, T]) -> list[T]:
-    """Return the values of a table to which other threads may add: iteration over it could fail."""
+    """Return the values of a table to which other threads may add, where plain iteration could fail."""
     return [value for reference in table.valuerefs() if (value := reference()) is not None]
 
 
 def _is_newer(data: ProcReference, core: ProcMeshState) -> bool:
-    """It knows successors of processes that we have not heard of."""
+    """Return whether the reference has successors of processes that are not known here."""
     if core.owned is not None:
         return False
     return any(epoch_of(token) > epoch_of(known) for token, known in zip(data.tokens, core.tokens, strict=True))

@@ -1,4 +1,4 @@
-"""What all references to one mesh of actors share in a process. No messages here."""
+"""State of one actor mesh, shared by all references to it in a process. It sends no messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from monarch_backend._transport.local.peer import Peer
 
 @dataclass(eq=False)
 class ActorMeshState:
-    """A mesh of actors: the rank r of it lives in process ``bases[r]`` of its mesh of processes."""
+    """State of an actor mesh. Rank r is in process ``bases[r]`` of the mesh of processes."""
 
     actor: int
     name: str
@@ -30,29 +30,29 @@ class ActorMeshState:
     dead: dict[int, MeshFailure] = field(default_factory=dict)
     stopped: MeshFailure | None = None
     owned: Any = None
-    load: list[int] = field(default_factory=list)  # calls under way that `choose` has sent, by rank
+    load: list[int] = field(default_factory=list)  # pending `choose` calls, by rank
 
     def __post_init__(self) -> None:
         self.load = [0] * len(self.bases)
 
     def peer(self, rank: int) -> Peer:
-        """The process in which this rank lives now."""
+        """Return the current process of this rank."""
         return self.procs.peer(self.bases[rank])
 
     def where(self, rank: int) -> str:
-        """For people: "gpus 3"."""
+        """Return text for messages: "gpus 3"."""
         return ranks_in_words(self.extent, [rank])
 
     def error_of(self, frame: Frame, endpoint: str, base_rank: int) -> BaseException:
-        """The exception in a reply that is no value."""
+        """Return the exception in a reply that is not a value."""
         return read_error(frame.prefix, frame.body, self.name, endpoint, self.where(base_rank), frame.rank)
 
     def unread_error(self, frame: Frame, endpoint: str, base_rank: int, site: CallSite | None) -> UnreadError | None:
-        """The report of the exception in a reply; None for the failure of a mesh, which its supervisor reports."""
+        """Return the report of the exception in a reply; None for a mesh's failure, which supervision reports."""
         if frame.prefix != Status.ERROR:
             return None
         return UnreadError(partial(describe_error, frame.body, self.name, endpoint, self.where(base_rank)), site)
 
     def failure_of(self, rank: int) -> MeshFailure | None:
-        """Why this rank can't be called, if so."""
+        """Return the failure of this rank, or None if it can be called."""
         return self.stopped or self.dead.get(rank)

@@ -1,4 +1,4 @@
-"""Actors of which there is one in the whole program, by name. They live in the main program's process."""
+"""Actors that exist once in the whole program, by name. They live in the main program's process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
 
 SERVICE_ACTOR_NUMBER = 2
-"""The number of the actor that the others ask; numbers of other actors are odd."""
+"""Number of the actor that finds named actors for other processes. Other actors have odd numbers."""
 
 
 class Registry:
-    """In the main program: what there is, built by whoever asks first."""
+    """Named actors of the main program. The first request for a name spawns its actor."""
 
     def __init__(self, program: Runtime) -> None:
         self._program = program
@@ -30,7 +30,7 @@ class Registry:
         self._lock = threading.Lock()
 
     def get(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
-        """Build it, or find it. Raises TypeError if the name belongs to another class."""
+        """Return the actor of this name, and spawn it if needed. Raises TypeError if it is of another class."""
         from monarch_backend._actor.this_proc import this_proc
 
         with self._lock:
@@ -39,19 +39,16 @@ class Registry:
                 mesh = self._meshes[name] = this_proc().spawn(name, cls, *args, **kwargs)
         found = mesh._core.blueprint.cls
         if found.__qualname__ != cls.__qualname__:
-            raise TypeError(
-                f"the actor {name!r} is a {found.__qualname__}, not a {cls.__qualname__}: "
-                "give the other one another name"
-            )
+            raise TypeError(f"the actor {name!r} is a {found.__qualname__}, not a {cls.__qualname__}: use another name")
         return Future.of(mesh)
 
 
 class NamedActorService(Actor):
-    """In the main program: the registry, for processes that ask from elsewhere."""
+    """The registry for requests of other processes, in the main program."""
 
     @endpoint
     def find(self, name: str, cls: type, args: Any, kwargs: Any) -> Any:
-        """As Registry.get; what is built belongs to the program, not to this actor."""
+        """Return the actor as `Registry.get` does. Its owner is the main program, not this actor."""
         from monarch_backend._actor.runtime import program
 
         running = context.cell.set(None)
@@ -62,12 +59,12 @@ class NamedActorService(Actor):
 
 
 def plan() -> Construct:
-    """How the registrar is built, when somebody asks for it first."""
+    """Return the construction plan of the service actor, which the first request needs."""
     return Construct(SERVICE_ACTOR_NUMBER, "registrar", 0, (), (), 0, "main")
 
 
 def ask(program: Runtime, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
-    """Ask the main program, from another process."""
+    """Request a named actor from the main program, in another process."""
     from monarch_backend._actor.actor_mesh import ActorMesh
 
     root = program.root

@@ -1,6 +1,6 @@
-"""What a process has spawned: its records of processes and actors, how they ended, and starting them again.
+"""Meshes that this process has spawned: records of processes and actors, their exits and restarts.
 
-Only the process that has spawned a mesh keeps such records. What is decided about a failure is supervision.py's part.
+Only the process that has spawned a mesh keeps such records. supervision.py decides about failures.
 """
 
 from __future__ import annotations
@@ -60,34 +60,37 @@ PRELOAD = (
     "monarch_backend._actor.process_groups",
     "monarch_backend.process_group",
 )
-"""Imported once, by the fork server."""
+"""Modules that the fork server imports once."""
 
 PRELOAD_WITH_DTENSORS = "monarch_backend.dtensor._preload"
-"""Before the first process, if this program has DTensors: half a second, and 64 MB of memory that they share. Not when
-the server starts: it may be there for a gateway to other hosts only.
+"""Module imported before the first process starts, if this program has DTensors.
+
+The import takes half a second, and the processes share its 64 MB. The server does not import it at its own start,
+because it may only serve a gateway to other hosts.
 """
 
 SHUTDOWN_GRACE_S = 10.0
-"""Seconds after which processes told to stop are looked at: those that don't listen, or were aborted, are killed."""
+"""Seconds that processes have to end. Then those that were aborted or do not read messages are killed."""
 
 DESCRIPTORS_PER_PROCESS = 8
-"""Open files here for each process: two pipes while it starts; then what is read of them, a link, a pidfd."""
+"""Open files of this process for each process: two pipes at its start; then two of its output, a link, a pidfd."""
 
 CHECK_INTERVAL_S = 1.0
 UNREADY_REPORT_S = 2.0
 STUCK_READER_TIMEOUT_S = 5.0
-"""Seconds between two looks for processes that do not read, after which one is killed if it was to end, and reported
-in any case."""
+"""CHECK_INTERVAL_S: seconds between checks for processes that do not read messages. UNREADY_REPORT_S: seconds after
+which such a process is killed if it was to end. STUCK_READER_TIMEOUT_S: seconds after which it is reported.
+"""
 
 EXIT_STATUS_TIMEOUT_S = 0.04
-"""Seconds that the fork server gets to say how a process ended whose link has closed."""
+"""Seconds for the fork server to report the exit status of a process whose link has closed."""
 
 SIGKILL_STATUS_TIMEOUT_S = 2.0
-"""The same where it alone knows: that memory was short or the server has died (SIGKILL), or how it ended at all."""
+"""The same where only the fork server knows the cause, such as lack of memory, or the fork server itself has died."""
 
 
 class OwnedActors:
-    """The owner's record of a mesh of actors."""
+    """The owner's record of an actor mesh."""
 
     def __init__(
         self,
@@ -103,35 +106,35 @@ class OwnedActors:
         self.body, self.buffers = body, buffers  # the constructor's arguments
         self.intensity, self.built = intensity, built
         self.generations = [0] * len(core.bases)
-        self.left = set(range(len(core.bases)))  # that have not ended
+        self.left = set(range(len(core.bases)))  # ranks that have not ended
         self._unbuilt = set(range(len(core.bases)))
         self.constructing: set[int] = set()
-        self.homes: dict[int, Peer] = {}  # the process that was told to build each rank, while another may replace it
+        self.homes: dict[int, Peer] = {}  # process that constructs each rank; it may be replaced meanwhile
         self.ended: Future[None] = Future(built._wait)
 
     def is_built(self, rank: int) -> None:
-        """Its constructor has returned."""
+        """Note that the constructor of a rank has returned."""
         self._unbuilt.discard(rank)
         self.constructing.discard(rank)
         if not self._unbuilt:
             self.built._set(None)
             below = self.core.procs.owned
             if self.intensity is None and (below is None or below.intensity is None):
-                self.body, self.buffers = b"", None  # it is never built again
+                self.body, self.buffers = b"", None  # it is never constructed again
 
     def is_gone(self, rank: int) -> None:
-        """It has stopped or failed."""
+        """Note that a rank has stopped or failed."""
         self.left.discard(rank)
         self.settle()
 
     def settle(self) -> None:
-        """Whoever waits for the end of a mesh that was stopped."""
+        """Finish the future of `stop` when all ranks have ended."""
         if not self.left and self.core.stopped is not None:
             self.ended._set(None)
             self.let_go()
 
     def let_go(self) -> None:
-        """It has ended: from now on only those remember it who hold it."""
+        """Drop the records of an ended mesh, so that only its references keep it alive."""
         self.body, self.buffers = b"", None
         below = self.core.procs.owned
         for holder in (self._siblings, below.actors if below is not None else []):
@@ -141,28 +144,28 @@ class OwnedActors:
 
 @dataclass
 class _Member:
-    """One process of ours."""
+    """Record of one process."""
 
     core: ProcMeshState
     rank: int
     peer: Peer
-    number: int = -1  # the spawner's
+    number: int = -1  # in the spawner
     spawner: Any = None
-    lost: str | None = None  # with its host
+    lost: str | None = None  # why its host is lost, if it is
     exited: Exited | None = None
     failed: str | None = None  # why it was never started
-    gone: bool = False  # its end has been told
-    replaced: bool = False  # it has a successor, or will have
+    gone: bool = False  # its end was reported
+    replaced: bool = False  # it has a successor, or gets one
     is_bootstrapped: bool = False
     bootstrap_failure: MeshFailure | None = None
-    restart: str = ""  # in words: that restart, or why there is none
-    constructing: str | None = None  # in words: the actors whose constructors ran when it ended
-    knocked: bool = False  # it has read that it is to stop
+    restart: str = ""  # text: the restart, or why there is none
+    constructing: str | None = None  # text: actors whose constructors ran when it ended
+    knocked: bool = False  # it has read the message to stop
     killed_at: float | None = None  # when SIGKILL was sent because it did not stop
 
     @property
     def is_over(self) -> bool:
-        """Its spawner has nothing more to say of it."""
+        """True if its spawner will report nothing more of it."""
         return self.exited is not None or self.failed is not None or self.lost is not None
 
 
@@ -180,11 +183,11 @@ class OwnedProcs:
     actors: list[ActorMeshState] = field(default_factory=list)
     ready: list[Future[None]] = field(default_factory=list)
     ended: list[Future[None]] = field(default_factory=list)
-    looks: list[Any] = field(default_factory=list)  # timers: whether those who were told to stop have done so
+    looks: list[Any] = field(default_factory=list)  # timers of `_hurry`
     over: bool = False  # stopped, and all of its processes have ended
     has_bootstrap: bool = False
-    was_up: bool = False  # all of its processes have been up at once
-    says_start_failed: bool = False  # it was logged
+    was_up: bool = False  # all of its processes were ready at the same time
+    says_start_failed: bool = False  # a failed start was logged
 
 
 def _with_dtensors() -> list[str]:
@@ -196,15 +199,15 @@ def _spawner(on_event: Callable[[Any], None], server: str | None) -> Spawner:
 
 
 class ProcessOwner:
-    """The processes of this program."""
+    """Owner of the processes that this process has spawned."""
 
     def __init__(self, program: Runtime) -> None:
         self._program = program
-        # The seam of process creation: a simulator has its own processes, which write nothing.
+        # A simulator replaces these: its processes write no output.
         self.make_spawner: Callable[[Callable[[Any], None], str | None], Any] = _spawner
         self.stands_still = linux.stands_still
         self.collect_output = True
-        self._making = threading.RLock()  # the two that follow
+        self._making = threading.RLock()  # of _spawner and _logs
         self._spawner: Any = None
         self._logs: LogCollector | None = None
         self._by_number: dict[int, _Member] = {}
@@ -212,9 +215,7 @@ class ProcessOwner:
         self._meshes: list[OwnedProcs] = []
         self._early: dict[int, list[Any]] = {}
         self._watching = False
-        self._unread: dict[
-            str, tuple[int, float, bool]
-        ] = {}  # token -> bytes not read, since when, whether it was said
+        self._unread: dict[str, tuple[int, float, bool]] = {}  # token -> unread bytes, since when, whether logged
 
     # ---- starting
 
@@ -230,12 +231,17 @@ class ProcessOwner:
         env: Mapping[str, str] | None,
         hosts: tuple[str, ...] | None = None,
     ) -> ProcMesh:
-        """A process for each rank of the extent; as many in a row on each of ``hosts``."""
+        """Start a process for each rank of the extent, consecutive ranks on each of ``hosts``. Return its `ProcMesh` at
+        once.
+
+        Raises TypeError and ValueError for invalid arguments, SpawnLimitError if the system has no room for the
+        processes, and RuntimeError for a host that is lost.
+        """
         program = self._program
         check_policy(restart)
         _check_start(bootstrap, env)
         if hosts is not None and proc_bind is not None:
-            raise ValueError("proc_bind is for processes of this host; on others, bind them in bootstrap=")
+            raise ValueError("proc_bind works for processes of this host only; on others, bind them in bootstrap=")
         count = extent.nelements
         check_count(count // len(hosts or (0,)), here=hosts is None and self.collect_output)
         homes = program.placement.homes(hosts, count)
@@ -267,7 +273,7 @@ class ProcessOwner:
         except BaseException:
             for peer in core.peers:
                 peer.gone = "it was never started"
-            for member in owned.members.values():  # on the hosts that came first
+            for member in owned.members.values():  # processes that other hosts have started already
                 self._kill(member)
                 self._by_token.pop(member.peer.token, None)
                 self._by_number.pop(member.number, None)
@@ -293,7 +299,7 @@ class ProcessOwner:
         environment = {**settings.without_secrets(os.environ), **(env or {})}
         path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
         imports, main_of_program = _with_dtensors(), main_module()
-        neighbours = count // max(1, len({host_of(token) for token in core.tokens}))  # on each host
+        neighbours = count // max(1, len({host_of(token) for token in core.tokens}))  # number on each host
 
         def make(rank: int, peer: Peer) -> ProcessSpec:
             host = program.host(peer.token)
@@ -322,7 +328,7 @@ class ProcessOwner:
             self._start_with(spawner, owned, those)
 
     def _by_spawner(self, owned: OwnedProcs, ranks: Any) -> list[tuple[Any, list[int]]]:
-        """Of each host's ranks."""
+        """Return the spawner of each host and its ranks."""
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(host_of(owned.core.tokens[rank]), []).append(rank)
@@ -359,12 +365,12 @@ class ProcessOwner:
                 self._heard(event)
 
     def fork_server_address(self) -> str:
-        """Of this host, where others of this user's processes find it."""
+        """Return the address of this host's fork server, for other processes of this user."""
         address: str = self._spawner_of_this_process().address
         return address
 
     def tell_all(self, message: Any) -> None:
-        """To every process that this one has started on this host."""
+        """Send a message to every process that this one has started on this host."""
         for member in list(self._by_token.values()):
             if not member.gone and self._program.host(member.peer.token) is None:
                 self._program.router.tell(member.peer, message)
@@ -384,10 +390,10 @@ class ProcessOwner:
                 self._program.end_first()
             return self._logs
 
-    # ---- what becomes of them
+    # ---- exits and restarts
 
     def _event(self, event: Any) -> None:
-        """On the spawner's thread."""
+        """Handle an event of a spawner. Called on the spawner's thread."""
         self._program.soon(lambda: self._heard(event))
 
     def _heard(self, event: Any) -> None:
@@ -404,7 +410,7 @@ class ProcessOwner:
             member.lost = event.reason
         elif isinstance(event, Exited):
             member.exited = event
-            if member.core.owned.over:  # the last word of it
+            if member.core.owned.over:  # its last event
                 self._by_number.pop(event.id, None)
                 return
         how, _ = self.how_it_ended(member.peer)
@@ -412,17 +418,17 @@ class ProcessOwner:
             self._program.router.never_came(member.peer, how)
         elif member.peer.gone is not None:
             self._tell(member)
-        elif self._program.host(member.peer.token) is not None:  # its gateway tells of it, after its last frames
+        elif self._program.host(member.peer.token) is not None:  # its gateway reports it, after its last frames
             self._program.pump.later(
                 SIGKILL_STATUS_TIMEOUT_S, lambda: self._program.router.never_came(member.peer, how)
             )
 
     def member(self, peer: Peer) -> _Member | None:
-        """Of a process that this one has spawned."""
+        """Return the record of a process that this one has spawned, or None."""
         return self._by_token.get(peer.token)
 
     def how_it_ended(self, peer: Peer) -> tuple[str, int | None]:
-        """In words, and as a return code where it is known."""
+        """Return the end of a process as text, and its return code if that is known."""
         member = self._by_token.get(peer.token)
         if member is not None and member.failed is not None:
             return f"it could not be started: {member.failed}", None
@@ -442,14 +448,14 @@ class ProcessOwner:
         return in_words(code), code
 
     def tell_successor(self, peer: Peer, token: str) -> None:
-        """To a process that asks for one of ours, as it may not know that it was started anew."""
+        """Send the successor of an owned process to a process that asks, because it may have missed the restart."""
         member = self._by_token.get(token)
         if member is not None and member.replaced:
             core, rank = member.core, member.rank
             self._program.router.tell(peer, Replaced(core.id, [rank], [core.tokens[rank]]))
 
     def met(self, peer: Peer) -> None:
-        """A process has connected."""
+        """Note that a process has connected."""
         member = self._by_token.get(peer.token)
         if member is not None:
             owned = member.core.owned
@@ -459,7 +465,7 @@ class ProcessOwner:
                 owned.ready.clear()
 
     def _is_up(self, owned: OwnedProcs) -> bool:
-        """All of its processes have connected, and their bootstraps have returned."""
+        """Return whether all processes have connected, and their bootstraps have returned."""
         if all(peer.link >= 0 for peer in owned.core.peers) and (
             not owned.has_bootstrap or all(member.is_bootstrapped for member in owned.members.values())
         ):
@@ -468,22 +474,22 @@ class ProcessOwner:
         return False
 
     def bootstrapped(self, peer: Peer) -> None:
-        """The bootstrap of a process has returned."""
+        """Note that the bootstrap of a process has returned."""
         member = self._by_token.get(peer.token)
         if member is not None:
             member.is_bootstrapped = True
             self.met(peer)
 
     def bootstrap_failed(self, peer: Peer, failure: BaseException) -> None:
-        """The bootstrap of a process has raised; the process ends."""
+        """Note that the bootstrap of a process has raised. The process ends."""
         member = self._by_token.get(peer.token)
         if member is not None and isinstance(failure, MeshFailure):
             member.bootstrap_failure = failure
 
     def failed_to_start(self, peer: Peer) -> bool:
-        """Its bootstrap failed, or the process ended in it, in a mesh that was never up.
+        """Return whether the process ended before its bootstrap returned, in a mesh that was never ready.
 
-        Such a failure is raised where the program waits; a supervisor is told only if the program has one.
+        Such a failure is raised where the program waits. It is reported to a supervisor only if the program has one.
         """
         member = self._by_token.get(peer.token)
         if member is None:
@@ -492,13 +498,13 @@ class ProcessOwner:
         return owned.has_bootstrap and not owned.was_up and not member.is_bootstrapped and peer.gone is not None
 
     def bootstrap_error(self, peer: Peer) -> tuple[BaseException | None, str]:
-        """The exception of its bootstrap, and the remote traceback."""
+        """Return the exception of its bootstrap, and the remote traceback."""
         member = self._by_token.get(peer.token)
         failure = None if member is None else member.bootstrap_failure
         return (None, "") if failure is None else (failure.__cause__, failure.deaths[0].trace)
 
     def ended(self, peer: Peer) -> None:
-        """A link has closed, or a process never came; the fork server may know more in a moment."""
+        """Handle a closed link, or a process that never connected. The fork server may report the cause later."""
         member = self._by_token[peer.token]
         owned = member.core.owned
         if (
@@ -507,7 +513,7 @@ class ProcessOwner:
             and not self._program.closing
             and owned.intensity is not None
         ):
-            # At once, so that whoever hears of the death and tries again finds the successor.
+            # Before the end is reported, so that a repeated call finds the successor.
             self._replace(owned, member)
         if member.is_over:
             self._tell(member)
@@ -600,7 +606,7 @@ class ProcessOwner:
         error, trace = self.bootstrap_error(member.peer)
         death = replace(failure.deaths[0], error=error, trace=trace, at_start=True)
         if trace:
-            death = replace(death, last_words=())  # which are the traceback's end
+            death = replace(death, last_words=())  # they are the end of the traceback
         found = MeshFailure(failure.mesh_name, [death], failure.mesh)
         found.__cause__ = error
         return found
@@ -612,7 +618,7 @@ class ProcessOwner:
                     self._program.router.tell(other.peer, Setting("abort_groups", str(failure)))
 
     def _replace(self, owned: OwnedProcs, member: _Member) -> None:
-        """A dead process gets a successor, or the whole mesh does, unless that has been too often."""
+        """Replace a dead process, or all processes of its mesh, unless the restart limit is reached."""
         core, program, intensity = owned.core, self._program, owned.intensity
         if intensity is None or member.replaced:
             return
@@ -631,11 +637,11 @@ class ProcessOwner:
                 self._kill(old)
                 killed.add(old.peer.token)
             token = _token(former.epoch + 1, program.placement.home_again(old.peer.token, core.tokens))
-            program.router.expect(token, old.peer.label)  # before anybody sends to it
+            program.router.expect(token, old.peer.label)  # before the first message to it
             core.replace(rank, token)
         self._tell_successors(core, ranks, killed)
         for former in formers:
-            if former.token not in self._by_token:  # and never will be: who waits for it is told
+            if former.token not in self._by_token:  # it was never started, so its calls fail here
                 program.router.never_came(former, "it was replaced before it was started")
         for actors in list(owned.actors):
             for other, base in enumerate(actors.bases):
@@ -645,7 +651,7 @@ class ProcessOwner:
 
         chosen = {rank: core.tokens[rank] for rank in ranks}
 
-        def wanted() -> list[int]:  # those that have not been replaced once more
+        def wanted() -> list[int]:  # ranks that were not replaced again
             return [rank for rank, token in chosen.items() if core.tokens[rank] == token]
 
         def again() -> None:
@@ -653,9 +659,9 @@ class ProcessOwner:
                 return
             try:
                 self._start(owned, wanted())
-            except Exception as error:  # no room for them any more
-                if not isinstance(error, HostLostError):  # in the meantime: there may be others
-                    log.exception("ranks of %s can't be started anew", core.name)
+            except Exception as error:  # no room for them
+                if not isinstance(error, HostLostError):  # other hosts may take them
+                    log.exception("ranks of %s cannot be restarted", core.name)
                 for rank in ranks:
                     if rank in wanted():
                         self._not_started(owned, rank, str(error))
@@ -663,9 +669,10 @@ class ProcessOwner:
         program.pump.later(delay, again)
 
     def _tell_successors(self, core: ProcMeshState, ranks: Sequence[int], killed: Container[str]) -> None:
-        """All of them in one message, since each of a large mesh that told of itself would go to each of the others.
+        """Send the tokens of all successors to all processes, in few messages.
 
-        Those that were killed for this need not know.
+        If each successor reported itself, a large mesh would send a message from each to each. Processes in ``killed``
+        were killed for this restart and need no message.
         """
         router, tokens = self._program.router, core.tokens
         for first in range(0, len(ranks), MAX_REPLACED_RANKS):
@@ -676,18 +683,18 @@ class ProcessOwner:
                     router.tell(peer, message)
 
     def _not_started(self, owned: OwnedProcs, rank: int, why: str) -> None:
-        """A successor that there will not be; of a host that was asked before another one failed, there is one."""
+        """Note that a successor cannot be started, unless its host has started it before another host failed."""
         peer = owned.core.peer(rank)
         if peer.token not in self._by_token:
             member = _Member(owned.core, rank, peer, failed=why)
             owned.members[rank] = self._by_token[peer.token] = member
             if peer.gone is None:
-                self._program.router.never_came(peer, f"it could not be started anew: {why}")
-            else:  # marked with its host, before there was a record of it
+                self._program.router.never_came(peer, f"it could not be restarted: {why}")
+            else:  # lost with its host, before it had a record
                 self.ended(peer)
 
     def _look_for_the_stuck(self) -> None:
-        """Processes that do not even read: reported, not killed, since only the user knows what they are doing."""
+        """Report processes that do not read messages. They are not killed: only the user knows what they do."""
         self._watching = bool(self._meshes)
         if self._watching:
             self._program.pump.later(CHECK_INTERVAL_S, self._look_for_the_stuck)
@@ -704,7 +711,7 @@ class ProcessOwner:
             if now - since >= STUCK_READER_TIMEOUT_S and not said:
                 said = True
                 log.warning(
-                    "%s has not read its messages for %.0f s: C code keeps its interpreter's lock, or it is stopped. "
+                    "%s has not read its messages for %.0f s: C code holds the GIL, or it is stopped by a signal. "
                     "It is not killed; `py-spy dump --pid %d` shows what it does.", peer, now - since, peer.pid
                 )  # fmt: skip
             self._unread[peer.token] = (unread, since, said)
@@ -712,12 +719,12 @@ class ProcessOwner:
     # ---- stopping
 
     def ready(self, core: ProcMeshState) -> Future[None]:
-        """Done when all processes of the mesh have connected."""
+        """Return a Future that is done when all processes have started. Raises RuntimeError if others own the mesh."""
         future: Future[None] = Future(self._program.wait)
         owned = core.owned
         if owned is None:
-            raise RuntimeError("only the program or actor that has spawned processes can wait for them to be there")
-        owned.ready.append(future)  # before the look: what happens in between is told to it
+            raise RuntimeError("only the program or actor that has spawned processes can wait for their start")
+        owned.ready.append(future)  # before the check, so that it gets events in between
         dead = [m for m in owned.members.values() if m.gone and not m.replaced]
         if dead:
             future._fail(self._program.death_of(core, dead[0].rank, dead[0].peer))
@@ -731,13 +738,16 @@ class ProcessOwner:
     def stop(
         self, core: ProcMeshState | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
     ) -> Future[None]:
-        """Told to stop, and killed if they don't listen or time is up; all meshes (on ``hosts``) if none is given."""
+        """Stop processes. Kill those that do not read messages, and all after ``timeout`` seconds.
+
+        Without ``core``: all meshes, or those on ``hosts``. Return a Future that is done when the processes have ended.
+        """
         program, timeout = self._program, check_timeout(timeout)
         meshes = list(self._meshes) if core is None else [m for m in self._meshes if m.core is core]
         if hosts is not None:
             meshes = [owned for owned in meshes if program.placement.is_on(owned.core.tokens, hosts)]
         if core is not None and core.owned is None:
-            raise RuntimeError(f"mesh {core.name!r} is stopped by who has spawned it, not by who has a reference to it")
+            raise RuntimeError(f"only the program or actor that has spawned mesh {core.name!r} can stop it")
         future: Future[None] = Future(program.wait)
         waiting = [owned for owned in meshes if any(not m.gone for m in owned.members.values())]
         left = len(waiting)
@@ -753,7 +763,7 @@ class ProcessOwner:
         for owned in meshes:
             owned.core.stopped = owned.core.stopped or reason
             for peer in owned.core.peers:
-                if peer.token not in self._by_token and peer.gone is None:  # a successor that waits to be started
+                if peer.token not in self._by_token and peer.gone is None:  # a successor that is not started yet
                     program.router.never_came(peer, f"it was stopped: {reason}")
         for owned in meshes:
             if owned not in waiting:
@@ -770,7 +780,7 @@ class ProcessOwner:
                 _after(owned.core.before_stop if how == "stop" else (), tell)
                 end = None if timeout is None else program.clock.now() + timeout
                 self._look_again(owned, how, end)
-            self._settle(owned)  # the last of them may have gone while this was written down
+            self._settle(owned)  # the last of them may have ended meanwhile
         return future
 
     def _tell_to_end(self, owned: OwnedProcs, how: str, reason: str) -> None:
@@ -780,15 +790,15 @@ class ProcessOwner:
 
     def _look_again(self, owned: OwnedProcs, how: str, end: float | None) -> None:
         now = self._program.clock.now()
-        # After the deadline all are killed: the next look is only for those that the kernel cannot end.
+        # After the deadline all are killed. The next check is only for those that the kernel cannot end.
         left = SHUTDOWN_GRACE_S if end is None or now >= end else min(SHUTDOWN_GRACE_S, end - now)
         owned.looks.append(self._program.pump.later(left, functools.partial(self._hurry, owned, how, end)))
 
     def _hurry(self, owned: OwnedProcs, how: str, end: float | None) -> None:
-        """What has been told to stop is still there: whoever may be at work is waited for, others are killed."""
+        """Check processes that were told to end: wait for those that may be at work, and kill others."""
         program, busy, now = self._program, [], self._program.clock.now()
         late = how == "abort" or (end is not None and now >= end)
-        # Whoever works may wait for one that has died, in a collective, for ever.
+        # A process at work may wait for a dead one without end, in a collective.
         bereft = any(each.gone and not each.replaced and not each.peer.peace for each in owned.members.values())
         for member in owned.members.values():
             if member.gone:
@@ -803,22 +813,24 @@ class ProcessOwner:
                 self._kill(member)
                 continue
             unread = peer.link >= 0 and program.links.unread(peer.link) > 0
-            # Who has read that it is to stop, and since then holds the interpreter's lock, is at work.
+            # A process that has read the message to stop, and holds the GIL since then, is at work.
             deaf = peer.link < 0 or (unread and (not member.knocked or self.stands_still(peer.pid)))
             if late or deaf or bereft:
-                why = "it does not read its messages" if deaf else "it still works"
+                why = "it does not read its messages" if deaf else "it is still at work"
                 if peer.link < 0:
-                    why = "it is not up yet"
+                    why = "it has not started yet"
                 why += ", and another process of its mesh has died" if bereft and not (late or deaf) else ""
-                log.warning("%s is killed, %s: %s", peer, "for its time is up" if late else "since it was to stop", why)
+                log.warning(
+                    "%s is killed (%s): %s", peer, "its time to stop is over" if late else "it was to stop", why
+                )
                 member.killed_at = now
                 self._kill(member)
             else:
                 if program.host(peer.token) is not None:
                     member.spawner.kill_if_deaf(member.number, member.knocked)
                 busy.append(str(peer))
-                # Stopped by a signal just after it had read that it is to stop, it would be "at work" for ever:
-                # whoever works has read this by the next look.
+                # A process that a signal has stopped after it read the message to stop would be "at work" without end.
+                # One that works has read the following message by the next check.
                 member.knocked = True
                 if not unread:
                     program.router.tell(peer, Setting(REPORT_BUSY, None))
@@ -832,7 +844,7 @@ class ProcessOwner:
             self._look_again(owned, how, end)
 
     def kill_if_deaf(self, peer: Peer) -> bool:
-        """Kill a process of ours that has not read for a while. False if it is not up yet."""
+        """Kill an owned process that has not read for a while. Return False if it has not started yet."""
         if peer.link < 0:
             return False
         member = self._by_token.get(peer.token)
@@ -841,12 +853,12 @@ class ProcessOwner:
             if self._program.host(peer.token) is not None:
                 member.spawner.kill_if_deaf(member.number, True)
             elif self._program.clock.now() - since >= UNREADY_REPORT_S:
-                log.warning("%s is killed: an actor of it was to end, and it does not read its messages", peer)
+                log.warning("%s is killed: its actor was to end, and it does not read its messages", peer)
                 self._kill(member)
         return True
 
     def at_work(self) -> str:
-        """Processes that there still are, for people."""
+        """Return text that lists the processes which still run."""
         return _some([str(m.peer) for owned in self._meshes for m in owned.members.values() if not m.gone])
 
     def _kill(self, member: _Member) -> None:
@@ -888,16 +900,16 @@ class ProcessOwner:
             self._program.aside(lambda: collector.remove(logs))
 
     def any(self) -> bool:
-        """True while there are processes."""
+        """Return True while there are processes."""
         return bool(self._meshes)
 
     def flush_logs(self) -> None:
-        """What they have written is out."""
+        """Wait until the output of the processes was written, at most 2 s."""
         if self._logs is not None:
             self._logs.flush(timeout=2.0)
 
     def close(self) -> None:
-        """Kill what is left, and the fork server if it is ours."""
+        """Kill all processes that are left, and the fork server if this process has started it."""
         if self._spawner is not None:
             self._spawner.close()
         if self._logs is not None:
@@ -905,7 +917,7 @@ class ProcessOwner:
 
 
 def _in_constructors(owned: OwnedProcs, member: _Member) -> str:
-    """For people: which actors were being constructed when this process ended."""
+    """Return text that names the actors whose constructors ran when this process ended."""
     if member.peer.link < 0 or (owned.has_bootstrap and not member.is_bootstrapped):
         return ""
     names = [
@@ -917,7 +929,7 @@ def _in_constructors(owned: OwnedProcs, member: _Member) -> str:
 
 
 def _was_to_end(owned: OwnedProcs, rank: int) -> bool:
-    """All actors of this process were told to end, and one could not: the process was killed for it."""
+    """Return whether all actors of this process were to end, and one did not: the process was killed for it."""
     here = [actors for actors in owned.actors if rank in actors.bases]
     return bool(here) and all(
         actors.stopped is not None and actors.bases.index(rank) in actors.owned.left for actors in here
@@ -925,12 +937,12 @@ def _was_to_end(owned: OwnedProcs, rank: int) -> bool:
 
 
 def _token(epoch: int, home: str) -> str:
-    """A new process's: its host, 80 random bits, and how often it has been started anew."""
+    """Return the token of a new process: its host, 80 random bits, and the number of its restarts."""
     return home + secrets.token_hex(10) + f"{epoch & 0xFFFF:04x}"
 
 
 def _after(first: Sequence[Callable[[Callable[[], None]], None]], then: Callable[[], None]) -> None:
-    """Call each of ``first``, the next when the one before says so, and ``then`` at last."""
+    """Call each of ``first`` with a continuation that calls the next one, and ``then`` at the end."""
     calls = list(first)
     if calls:
         calls[0](lambda: _after(calls[1:], then))
@@ -943,7 +955,7 @@ def _some(names: list[str]) -> str:
 
 
 def _check_start(bootstrap: Any, env: Mapping[str, str] | None) -> None:
-    """Before anything is started: what would only fail in the new process."""
+    """Check arguments here that would otherwise fail in the new process only."""
     if bootstrap is not None and not callable(bootstrap):
         raise TypeError(f"bootstrap={bootstrap!r}: give a function without arguments")
     for name, value in (env or {}).items():
@@ -962,7 +974,7 @@ def _packed(bootstrap: Any) -> bytes:
 
 
 def _pipes() -> tuple[int, int, int, int]:
-    """Two: where to read and write stdout, then stderr."""
+    """Return descriptors of two pipes: read and write ends of stdout, then of stderr."""
     first = os.pipe()
     try:
         return (*first, *os.pipe())
@@ -973,7 +985,7 @@ def _pipes() -> tuple[int, int, int, int]:
 
 
 def _last_words(tail: list[str]) -> tuple[str, ...]:
-    """What of a dead process's stderr belongs into a report: what faulthandler said, else the last lines."""
+    """Return the end of a dead process's stderr for a report: the text of faulthandler, or the last lines."""
     for i, line in enumerate(tail):
         if line.startswith("Fatal Python error"):
             return tuple(tail[i : i + 12])

@@ -18,21 +18,21 @@ class Placement:
         self._runtime = runtime
 
     def homes(self, hosts: tuple[str, ...] | None, count: int) -> list[str]:
-        """The host of each rank. Raises RuntimeError for hosts that are lost, or that another process has attached."""
+        """Return the host of each rank. Raises RuntimeError for a lost host, or if another process has attached it."""
         if hosts is None:
             return [host_of(self._runtime.router.token)] * count
         for each in hosts:
             known = self._runtime.find_host(each)
             if known is None:
                 raise RuntimeError(
-                    f"host {each} was attached by another process: only that one can start processes there"
+                    f"host {each} was attached by another process: only that process can start processes there"
                 )
             if known.lost is not None:
                 raise RuntimeError(f"{known.lost}: take a slice of the hosts without it, or attach it again")
         return [hosts[rank * len(hosts) // count] for rank in range(count)]
 
     def home_again(self, token: str, others: Sequence[str]) -> str:
-        """Where the successor of a process is started: on its host, or, where that is lost, on another of its mesh."""
+        """Return the host of a restarted process: its former host or, if that is lost, another one of its mesh."""
         host = self._runtime.host(token)
         if host is None or host.lost is None:
             return host_of(token)
@@ -44,6 +44,6 @@ class Placement:
         return min(sorted(set(alive)), key=alive.count, default=host_of(token))
 
     def is_on(self, tokens: Sequence[str], hosts: Sequence[str]) -> bool:
-        """Some of these processes are on some of these hosts; none given: on this one."""
+        """Return whether one of the processes is on one of these hosts. Without hosts: on this host."""
         wanted = set(hosts) or {host_of(self._runtime.router.token)}
         return any(host_of(token) in wanted for token in tokens)

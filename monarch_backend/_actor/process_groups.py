@@ -1,7 +1,7 @@
-"""Ordinary torch.distributed code inside actors: one world for each mesh (or slice) of processes.
+"""torch.distributed's process groups inside actors: one default group for each mesh or slice of processes.
 
-The group itself is torch's and process_group/'s; here the processes only meet. What ends the groups of survivors when a
-process dies is told by the owner (see runtime.py).
+This module does the rendezvous only; torch and process_group/ make the group. When a process dies, its owner ends the
+groups of the survivors (see runtime.py).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class World(Actor):
 
     @endpoint
     def comes(self) -> None:
-        """In every rank: what was called before has ended."""
+        """Return when earlier calls have ended, in every rank."""
 
     @endpoint
     def listen(self, host: str, seconds: float) -> int:
-        """In rank 0: the port of a new store."""
+        """Return the port of a new store, in rank 0."""
         import torch._C._distributed_c10d as c10d
 
         size, timeout = current_rank().extent.nelements, datetime.timedelta(seconds=seconds)
@@ -46,7 +46,7 @@ class World(Actor):
 
     @endpoint
     def join(self, backend: str, host: str, port: int, seconds: float, homes: list[str]) -> None:
-        """In every rank; ``homes`` has the host of each."""
+        """Join the group, in every rank. ``homes`` has the host of each rank."""
         import torch._C._distributed_c10d as c10d
         import torch.distributed as dist
 
@@ -65,9 +65,9 @@ class World(Actor):
             self._store = None
 
     def __cleanup__(self, exc: BaseException | None) -> None:
-        """Leave the group, if all is well; after a failure the others have left it, too.
+        """Leave the group, unless this actor failed: then the other ranks have left it, too.
 
-        Not before the process's other actors have ended, which still have something to do with it perhaps.
+        If the process ends, its other actors end first, because they may still use the group.
         """
         from monarch_backend._actor.runtime import program
 
@@ -88,7 +88,7 @@ class World(Actor):
 
 
 def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
-    """A Future that is done when every process of the mesh or slice is in the group."""
+    """Return a Future that is done when every process of the mesh or slice is in the group."""
     timeout = check_bounded(timeout)
     core = procs._core
     key = tuple(procs._shape.ranks)
@@ -117,8 +117,8 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
 
     def join() -> None:
         try:
-            # A call fails with its first rank, and another one may still be on its way to the store that `listen` would
-            # replace: it would look for it until its timeout.
+            # A call fails with its first rank. Another rank may still connect to the store that `listen` replaces, and
+            # would try until its timeout.
             world.comes.call().get()
             master = _master_address(host, others)
             port = first.listen.call_one(master, timeout).get()
@@ -131,10 +131,10 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
 
 
 def _master_address(host: str, others: list[str]) -> str:
-    """The address of rank 0's host for all ranks; ``others`` are the hosts of the mesh.
+    """Return the address of rank 0's host for all ranks. ``others`` are addresses of the mesh's hosts.
 
-    Resolved here, because on the host itself its name may be that of loopback. A host that this program reaches by
-    loopback is this one: other hosts reach it at the address that it has on the way to them.
+    It is resolved here, because on the host itself its name may resolve to loopback. A host that this program reaches
+    by loopback is this one. Other hosts reach it at its address on the route to them.
     """
     own = numeric_address(host)
     if is_loopback(own):
@@ -143,7 +143,7 @@ def _master_address(host: str, others: list[str]) -> str:
 
 
 def abort_groups(why: str) -> None:
-    """In a survivor: end the groups of this process, whatever its actors are doing with them."""
+    """End the groups of this process after another process has died, whatever its actors do with them."""
     groups = sys.modules.get("monarch_backend.process_group")
     if groups is not None:
         groups.abort_all(why)

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
 
 EXIT_SIGNAL = signal.SIGURG
-"""Interrupts the main thread. The system ignores it where no handler is installed."""
+"""Signal that interrupts the main thread. The system ignores it where no handler is installed."""
 
 UNWIND_TIMEOUT_S = 10.0
-"""Time for `finally` blocks and atexit hooks; after it the program is ended by os._exit."""
+"""Seconds for `finally` blocks and atexit hooks. After it the program is ended by os._exit."""
 
 FLUSH_TIMEOUT_S = 2.0
-"""Time for flushing files at the end: a pipe without a reader must not keep the program alive."""
+"""Seconds for flushing files at the end: a pipe without a reader must not keep the program alive."""
 
 RETRY_S = 0.001
-"""Until the next attempt, where the main thread was in the middle of sending or reading."""
+"""Seconds to the next attempt, where the main thread was sending or reading a message."""
 
 _FILES = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
@@ -45,7 +45,7 @@ class FailureExit(SystemExit):
 
     @property
     def code(self) -> int:  # type: ignore[override] # an attribute of SystemExit
-        """Status 1. The interpreter reads it when nothing has caught the exception."""
+        """Exit status 1. The interpreter reads it when nothing has caught the exception."""
         FailureExit.is_uncaught = True
         return 1
 
@@ -55,18 +55,18 @@ _since = 0.0
 
 
 def is_ending() -> bool:
-    """Whether this program ends because of an unhandled failure."""
+    """Return whether this program ends because of an unhandled failure."""
     return _ending is not None
 
 
 def prepare() -> None:
-    """Install the handler of EXIT_SIGNAL; on the main thread only, and not in the place of another one."""
+    """Install the handler of EXIT_SIGNAL, on the main thread only, unless there is another handler."""
     if signal.getsignal(EXIT_SIGNAL) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
         signal.signal(EXIT_SIGNAL, _on_signal)
 
 
 def end_main_thread(program: Runtime) -> bool:
-    """Have FailureExit raised in the main thread, on any thread. False if the main thread can't be interrupted."""
+    """Raise FailureExit in the main thread. Return False if the main thread cannot be interrupted."""
     global _ending, _since
     interrupts = program.interrupts
     if signal.getsignal(EXIT_SIGNAL) is not _on_signal and interrupts.waiting_for is None:
@@ -81,19 +81,22 @@ def end_main_thread(program: Runtime) -> bool:
 
 
 def exit_now() -> None:
-    """End this process with status 1, at once but for open files."""
+    """End this process with status 1. Only open files are flushed."""
     flush_files()
     os._exit(1)
 
 
 def flush_files() -> bool:
-    """Flush open files, each on a thread of its own: one that blocks keeps no other one. False if some still block."""
+    """Flush open files. Return False if some still block.
+
+    Each has a thread of its own, so that one that blocks does not delay the others.
+    """
 
     def flush(file: Any) -> None:
         with contextlib.suppress(Exception):
             file.flush()
 
-    files = [thing for thing in gc.get_objects() if issubclass(type(thing), _FILES)]  # isinstance runs code of theirs
+    files = [thing for thing in gc.get_objects() if issubclass(type(thing), _FILES)]  # isinstance could run user code
     threads = [threading.Thread(target=flush, args=(file,), daemon=True) for file in (sys.stdout, *files)]
     deadline = time.monotonic() + FLUSH_TIMEOUT_S
     for thread in threads:
@@ -106,7 +109,7 @@ def flush_files() -> bool:
 def _interrupt_main(program: Runtime) -> None:
     interrupts = program.interrupts
     if interrupts.exit_request is None:
-        return  # it was raised
+        return  # raised already
     interrupts.release_main()
     if signal.getsignal(EXIT_SIGNAL) is _on_signal:
         signal.pthread_kill(interrupts.main, EXIT_SIGNAL)
@@ -117,7 +120,7 @@ def _on_signal(_number: int, frame: FrameType | None) -> None:
     if program is None or program.disowned or program.interrupts.exit_request is None:
         return
     if _runs(frame, threading._shutdown.__code__):  # type: ignore[attr-defined]
-        # The main module is over. Hooks run when the threads that it waits for have ended.
+        # The main module has ended. Hooks run when the threads have ended for which it waits.
         program.interrupts.exit_request, program.interrupts.noted = None, False
         return
     if program.interrupts.may_raise_in(frame, _since):
@@ -135,7 +138,7 @@ def _runs(frame: FrameType | None, code: CodeType) -> bool:
 
 
 def _without_the_failure(hook: Any) -> Any:
-    """threading.excepthook without what the failure raises in other threads: it was reported."""
+    """Return threading.excepthook without the errors of the failure in other threads: it was reported."""
 
     def report(arguments: Any) -> None:
         if not issubclass(arguments.exc_type, (SupervisionError, MeshFailure)):
@@ -155,9 +158,9 @@ def _end_late() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Last of all hooks that were registered after the import of this package."""
+    """Exit with status 1. Runs after all hooks that were registered after the import of this package."""
     if _ending is None or _ending.pid != os.getpid():
         return
-    # A file that blocks would block the interpreter's end, too. An exception that was caught has left another status.
+    # A file that blocks would block the interpreter's end, too. A caught exception has left another status.
     if not flush_files() or not FailureExit.is_uncaught:
         os._exit(1)

@@ -1,8 +1,8 @@
-"""An actor in its process: its queue, its thread, its life from construction to the end.
+"""The loop of one actor: its queue, its thread, and its life from construction to the end.
 
-A cell has a thread of its own (the process's main thread for the first one), so that what a thread keeps for itself,
-such as the current device, is the actor's. A plain actor takes its messages there one by one; an async one has an
-event loop there (async_runner.py). Endpoints are called here and nowhere else.
+Each runner has a thread, which is the process's main thread for the first one. So thread-local state, such as the
+current device, belongs to one actor. A plain actor handles messages one by one on that thread; an async actor has an
+event loop there (async_runner.py). Endpoints are called in these two modules only.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ Message = tuple[Peer, Frame, ReplyAggregator | None]
 Job = Callable[[], Any]
 
 CLEANUP_TIMEOUT_S = 10.0
-"""How long ``__cleanup__`` may take before a process that stops no longer waits for it."""
+"""Seconds that an ending process waits for ``__cleanup__``."""
 
 INTERRUPT_AFTER_S = 5.0
-"""Time that ``abort`` gives the constructor or message that runs; then it is interrupted."""
+"""Seconds that ``abort`` gives to the running constructor or message, which is then interrupted."""
 
 KILL_AFTER_S = 3.0
-"""Time that interrupted code gets to end; then its process is killed."""
+"""Seconds that interrupted code has to end. Then its process is killed."""
 
 REPORT_AFTER_S = 2.0
-"""After a cancellation, until an actor that is still busy is reported."""
+"""Seconds after a cancellation until a log line reports an actor that is still busy."""
 
 RETRY_S, MAX_RETRY_S = 0.001, 0.05
-"""Between two attempts to interrupt: the first pause, and the longest one."""
+"""Seconds between two attempts to interrupt: the first pause, and the longest one."""
 
 _CONSTRUCTOR = object()
-"""Stands for the constructor, where a running message is (peer, number)."""
+"""Marks a running constructor, where a running message is (peer, number)."""
 
 
 def _leave_fork(error: BaseException) -> NoReturn:
-    """An endpoint's os.fork() has come back to us in the child, where there is no actor: the child ends."""
+    """End a forked child in which an endpoint has returned from os.fork(): it has no actor."""
     code: Any = 1
     if isinstance(error, SystemExit):
         code = 0 if error.code is None else error.code
@@ -89,7 +89,7 @@ def _leave_fork(error: BaseException) -> NoReturn:
 
 
 class StreamCredit:
-    """How much of a generator's output its reader has not taken yet."""
+    """Number of values that a generator may still send to its reader."""
 
     __slots__ = ("gate", "ready", "room")
 
@@ -99,14 +99,14 @@ class StreamCredit:
         self.gate: threading.Lock | None = None
 
     def more(self, count: int) -> None:
-        """The reader has taken some."""
+        """Add credit, after the reader has taken values."""
         self.room += count
         self.ready = True
         release(self)
 
 
 class ReplyHandle:
-    """The way back for one message."""
+    """Sends the reply of one message."""
 
     __slots__ = ("__weakref__", "_due", "_frame", "_peer", "_program", "_sent", "_via", "explicit", "port")
 
@@ -115,12 +115,12 @@ class ReplyHandle:
         self._peer, self._frame, self._via = message
         self.port = port
         self._sent = False
-        self.explicit = False  # the endpoint answers through a port
-        self._due = True  # it has neither been given nor handed on
+        self.explicit = False  # the endpoint replies through a port
+        self._due = True  # neither sent nor passed on
 
     @property
     def wanted(self) -> bool:
-        """Somebody waits for it."""
+        """True if the caller waits for a reply."""
         return self._frame.ref != 0 or self.port is not None
 
     def __call__(self, status: bytes, body: Any, buffers: Any = None) -> None:
@@ -138,7 +138,7 @@ class ReplyHandle:
             self._program.router.reply(self._peer, frame.ref, frame.rank, status, body, buffers)
 
     def hand_on(self) -> Port[Any]:
-        """The way back for others to use."""
+        """Return a port for the reply that other processes can use."""
         self._due = False
         if self.port is not None:
             return port_at(self.port, self._frame.rank)
@@ -148,24 +148,26 @@ class ReplyHandle:
         return HandedPort(self._peer.token, self._frame.ref, self._frame.rank)
 
     def dropped(self) -> None:
-        """Nobody has the port any more. Wherever the garbage collection has struck: no lock here."""
+        """Send an error, as the endpoint's port was collected. Takes no lock: the garbage collector may call it
+        anywhere.
+        """
         if self.wanted and self._due:
-            error = RuntimeError("the endpoint has let go of its port without an answer")
+            error = RuntimeError("the endpoint has dropped its port without a reply")
             self._program.soon(lambda: self(Status.ERROR, pack_error(error)))
 
     def lost(self, failure: MeshFailure) -> None:
-        """The actor has ended. What it has handed on, others may still answer."""
+        """Report the end of the actor, unless the reply was passed on."""
         if self.wanted and self._due:
             self(Status.LOST, pack_failure(failure))
 
     def settle(self) -> None:
-        """Nobody wants an answer any more; but where answers are collected on their way, this one is waited for."""
+        """Finish a reply that is no longer wanted: reply aggregation waits for one from each rank."""
         if self._via is not None and not self._sent:
             self._sent = True
             self._via.own(self._frame.rank, Status.END, b"", None)
 
     def value(self, value: Any) -> None:
-        """What the endpoint returned; an error if it can't be serialized."""
+        """Send the endpoint's result, or an error if it cannot be serialized."""
         if not self.wanted:
             return
         try:
@@ -177,7 +179,7 @@ class ReplyHandle:
 
 
 class ActorRunner:
-    """One actor. `put` may be called from any thread; the rest runs on the actor's own, but where said otherwise."""
+    """Runner of one actor. Any thread may call `put`. Other methods run on the actor's thread unless stated."""
 
     _blocked_by = "C code does not return to Python"
 
@@ -188,40 +190,40 @@ class ActorRunner:
         self.extent = Extent(plan.labels, plan.sizes)
         self.rank = plan.rank
         self.point = Point(plan.rank, self.extent)
-        self.children: list[Any] = []  # what this actor has spawned, to be stopped with it
-        self.mesh: Any = None  # its processes
-        self._asked: weakref.WeakSet[ReplyHandle] = weakref.WeakSet()  # those that are given through ports
+        self.children: list[Any] = []  # meshes that this actor has spawned, stopped with it
+        self.mesh: Any = None  # mesh of its processes
+        self._asked: weakref.WeakSet[ReplyHandle] = weakref.WeakSet()  # replies through explicit ports
         self.instance: Any = None
-        self.failure: MeshFailure | None = None  # why it is dead or stopped
+        self.failure: MeshFailure | None = None  # why it has ended
         self.ready = False
         self.gate: threading.Lock | None = None
         self.blueprint: ActorClassInfo | None = None
         self._plan_body, self._plan_buffers = body, buffers
         self._inbox: deque[Message | Job] = deque()
         self._running: Any = None  # the message, as (peer, number), or _CONSTRUCTOR
-        self._current: ReplyHandle | None = None  # of that message
-        self._hit = False  # the caller has given the running message up
-        self._is_interrupted = False  # and it has been interrupted, or will be with its next step
+        self._current: ReplyHandle | None = None  # reply of that message
+        self._hit = False  # the running message was cancelled
+        self._is_interrupted = False  # and interrupted, at the latest at its next instruction
         self._reason = ""
         self._standstill = blocking_calls.Standstill()
-        self._report: Timer | None = None  # that it is still busy
-        self._aborted: str | None = None  # why what runs is interrupted for the actor's end
-        self._limits: list[Timer] = []  # of the time that the end may take
+        self._report: Timer | None = None  # timer of the report that it is still busy
+        self._aborted: str | None = None  # why running code is interrupted to end the actor
+        self._limits: list[Timer] = []  # timers that bound the time of the end
         self.over = False  # it has ended and cleaned up
         self.successor: ActorRunner | None = None
         self._lock = threading.Lock()
         self._flows: dict[tuple[str, int], StreamCredit] = {}
         self._methods: dict[tuple[str, int], Any] = {}
         self._thread_id = 0
-        self.waiting_for: Any = None  # what its thread waits for, so that it can be interrupted
+        self.waiting_for: Any = None  # set while its thread waits, so that the wait can be interrupted
 
     # ---- from any thread
 
     def put(self, item: Message | Job) -> None:
-        """A message, or something to do, after what is here already."""
+        """Queue a message, or a function to call."""
         self._inbox.append(item)
         if self.failure is not None and isinstance(item, tuple):
-            # Looked at last: where it ends at this moment, one of the two finds the message. Or it is for the next one.
+            # Checked after the append: if the actor ends meanwhile, one of the two threads finds the message.
             if not self.restarts:
                 self._refuse_all()
             return
@@ -230,13 +232,13 @@ class ActorRunner:
             release(self)
 
     def take_over(self, former: ActorRunner) -> None:
-        """Come after the former one of this rank: its messages first, and not before it has ended."""
+        """Succeed the former runner of this rank: take its messages once it has ended."""
         with former._lock:
             if not former.over:
                 former.successor = self
         if former.successor is self:
             if former.failure is None:
-                former.end("abort", "it is started anew")
+                former.end("abort", "it is restarted")
         else:
             self._inherit(former)
 
@@ -249,9 +251,10 @@ class ActorRunner:
         self.program.soon(lambda: self.program.run_cell(self))
 
     def end(self, how: str, reason: str) -> None:
-        """Stop after what is here already, or fail after the running message, or end the process.
+        """End the actor, its process, or both.
 
-        "restart" is "abort" for one that is to be followed by another, which gets its messages.
+        ``how`` is "stop": after the messages in the queue; "abort": fail after the running message; "kill": end the
+        process. "restart" is "abort" for an actor whose successor gets its messages.
         """
         if self.failure is not None:
             if how != "restart":
@@ -267,9 +270,9 @@ class ActorRunner:
             self._wake()
 
     def end_in_time(self, how: str, reason: str) -> None:
-        """`end`, for an owner: "abort" interrupts what runs after a while, "interrupt" at once. Then the process dies.
+        """End the actor as `end` does, on behalf of its owner. Called on the reading thread.
 
-        On the reading thread.
+        "abort" interrupts running code after a while, "interrupt" at once. If that fails, the process is killed.
         """
         self.end("abort" if how == "interrupt" else how, reason)
         if how in ("abort", "interrupt") and self.failure is None:
@@ -294,7 +297,7 @@ class ActorRunner:
             self._limits.append(self.program.pump.later(MAX_RETRY_S, lambda: self._interrupt_what_runs(reason)))
 
     def _kill_process(self, reason: str) -> None:
-        """Time is up, and something still runs that cannot be interrupted."""
+        """Kill the process, because running code could not be interrupted in time."""
         if self.failure is not None:
             return
         why = f"{self._who()} was aborted ({reason}), and {self._activity()} could not be interrupted"
@@ -307,7 +310,7 @@ class ActorRunner:
             self._ended()
 
     def report_busy(self) -> None:
-        """On the reading thread: log where this actor is, which is to end and does not."""
+        """Log the place of an actor that is to end and still runs. Called on the reading thread."""
         if self.failure is None and self._running is not None:
             log.warning("%s is to end, and %s runs: %s", self._who(), self._activity(), self._place())
 
@@ -321,7 +324,7 @@ class ActorRunner:
         return "its constructor" if self.instance is None else "its running message"
 
     def _give_up(self) -> None:
-        """There will be no successor: what was kept for it is refused."""
+        """Refuse messages that were kept for a successor, because there will be none."""
         self.restarts = False
         self._refuse_all()
 
@@ -331,46 +334,46 @@ class ActorRunner:
                 self._refuse(item)
 
     def _taken(self) -> Iterator[Message | Job]:
-        """What waits, one after the other; another thread may be taking, too."""
+        """Take the queued items one by one. Another thread may take items, too."""
         with contextlib.suppress(IndexError):
             while True:
                 yield self._inbox.popleft()
 
     def is_cancelled(self) -> bool:
-        """Of the running message."""
+        """Return whether the running message was cancelled."""
         return self._hit
 
     def cancel(self, peer: Peer, message: Cancel) -> None:
-        """On the reading thread: the caller no longer wants this call."""
+        """Cancel a call, queued or running. Called on the reading thread."""
         for item in list(self._inbox):
             if isinstance(item, tuple) and item[0] is peer and item[1].ref == message.ref:
                 try:
                     self._inbox.remove(item)
                 except ValueError:
-                    break  # it has just begun
+                    break  # it has just started
                 self.program.router.processed(peer, item[1])
                 ReplyHandle(self.program, item, None).settle()
                 return
         self._interrupt(peer, message.ref, message.reason)
 
     def more(self, peer: Peer, message: MoreCredit) -> None:
-        """On the reading thread: the reader of a generator has taken some."""
+        """Add credit for a generator. Called on the reading thread."""
         flow = self._flows.get((peer.token, message.ref))
         if flow is not None:
             flow.more(message.count)
 
     def reader_gone(self, peer: Peer) -> None:
-        """On the reading thread: nobody takes what generators yield for this process."""
+        """Let generators for this ended process run to their end. Called on the reading thread."""
         for (token, _), flow in list(self._flows.items()):
             if token == peer.token:
                 flow.more(STREAM_WINDOW)
 
     def supervise(self, failure: MeshFailure) -> None:
-        """On the reading thread: something that this actor has spawned has failed."""
+        """Handle the failure of a mesh that this actor has spawned. Called on the reading thread."""
         if self.failure is not None:
             return
         if self.instance is not None and getattr(self.instance, "__supervise__", None) is None:
-            # Nobody to ask: its own failure, also while it waits for something in the middle of a message.
+            # Without a handler the actor fails, also if it waits in the middle of a message.
             self.die(failure)
             self._wake()
         else:
@@ -393,12 +396,12 @@ class ActorRunner:
         self._interrupt_running(running)
 
     def _interrupt_running(self, running: Any, pause: float = RETRY_S) -> None:
-        """Raise CancelledError in what runs: in the user's code, also where it blocks, or where it waits for a reply.
+        """Raise CancelledError in running user code, also where it blocks or waits for a reply.
 
-        Never inside of this package, where an unexpected exception would leave an inconsistent state. It is tried again
-        until it was possible or the message has ended.
+        It is never raised inside of this package, where it would leave inconsistent state. Attempts are repeated until
+        one succeeds or the message has ended.
         """
-        time.sleep(0)  # a new slice of the interpreter: no other thread runs between the look and the exception
+        time.sleep(0)  # start a new GIL interval: no other thread runs between the check and the exception
         with self._lock:
             if self._running != running or self._is_interrupted:
                 return
@@ -418,13 +421,15 @@ class ActorRunner:
         self.program.pump.later(pause, lambda: self._interrupt_running(running, min(2 * pause, MAX_RETRY_S)))
 
     def raise_in(self, frame: FrameType | None) -> None:
-        """In a signal handler of the main thread, which has interrupted this frame: raise CancelledError there."""
-        # Only the runtime's frames hold the lock, so the user's code cannot be waited for here.
+        """Raise CancelledError in this frame, which a signal has interrupted. Called in the handler, on the main
+        thread.
+        """
+        # Only frames of this package hold the lock, so it is free when user code was interrupted.
         if threading.get_ident() == self._thread_id and self._is_users(frame):
             self.interrupt_here()
 
     def repeat_interruption(self, error: BaseException | None) -> bool:
-        """Interrupt again if this exception, which Python has ignored, was an interruption. On the actor's thread."""
+        """Interrupt again if Python has ignored this exception and it was an interruption. On the actor's thread."""
         with self._lock:
             running = self._running
             if (
@@ -452,11 +457,11 @@ class ActorRunner:
         )  # fmt: skip
 
     def interrupt_pending(self) -> bool:
-        """The running message was given up, and does not know yet."""
+        """Return whether the running message was cancelled and not interrupted yet."""
         return self._hit and not self._is_interrupted
 
     def interrupt_here(self) -> None:
-        """On the actor's thread, which has waited for something: raise CancelledError, if that is to be."""
+        """Raise a pending CancelledError, after a wait. Called on the actor's thread."""
         with self._lock:
             if not self.interrupt_pending() or self._thread_id != threading.get_ident():
                 return
@@ -464,12 +469,12 @@ class ActorRunner:
         raise CancelledError(self._reason)
 
     def _is_users(self, frame: FrameType | None) -> bool:
-        """Whether this frame runs the user's code, called by the runtime at a place that expects exceptions."""
+        """Return whether this frame runs user code, called by this package where exceptions are handled."""
         if frame is None:
             return False
         first, innermost = frame, True
         while frame is not None:
-            if frame.f_code is loads.__code__:  # code that unpickling runs, if it is of the constructor or message
+            if frame.f_code is loads.__code__:  # unpickling of a constructor's or message's arguments
                 is_run = frame.f_back is not None and frame.f_back.f_code in _CALLERS
                 return is_run and not innermost and self._standstill.allows(first)
             if frame.f_code in _CALLERS:
@@ -488,19 +493,19 @@ class ActorRunner:
             body = pack_failure(self.failure)
             self.program.without_waiting(lambda: answer(Status.DEAD, body))
 
-    # ---- its life
+    # ---- construction and messages
 
     def run(self) -> None:
-        """On its own thread, from construction to the end."""
+        """Run the actor from its construction to its end, on its own thread."""
         self._thread_id = threading.get_ident()
         context.cell.set(self)
-        context.message.set(None)  # of the actor that had this thread before
+        context.message.set(None)  # left by the former actor of this thread
         if self.construct():
             self._serve()
         context.cell.set(None)
 
     def construct(self) -> bool:
-        """Build the instance; False if that failed, of which the owner is told."""
+        """Construct the instance. Return False if that failed, which is reported to the owner."""
         self._running = _CONSTRUCTOR
         try:
             try:
@@ -532,24 +537,24 @@ class ActorRunner:
                         wait(self)
                         continue
                 self.step()
-            except CancelledError:  # it came a moment too late, between two messages
+            except CancelledError:  # raised between two messages, too late for the cancelled one
                 if self._aborted is not None:
                     self._die_aborted(self._current)
 
     def step(self) -> None:
-        """Take the next message, or do the next thing that there is to do."""
+        """Handle the next item of the queue."""
         self.ready = True
         try:
             item = self._inbox.popleft()
         except IndexError:
-            return  # a cancelled message was taken out
+            return  # a cancelled message was removed
         if isinstance(item, tuple):
             self._execute(item)
         else:
             item()
 
     def _find(self, name: str, plain: int) -> Any:
-        """The method, and how it is to be called. Raises AttributeError."""
+        """Return a method and its description. Raises AttributeError."""
         assert self.blueprint is not None
         if plain:
             method = getattr(self.instance, name)
@@ -582,7 +587,7 @@ class ActorRunner:
         self._current = None
 
     def _end_run(self) -> None:
-        """Nothing runs any more; an exception on its way must not hit the next message."""
+        """Note that nothing runs any more, so that a pending interruption cannot hit the next message."""
         with self._lock:
             self._running = None
             if self._report is not None:
@@ -594,7 +599,7 @@ class ActorRunner:
             blocking_calls.discard_exception()
 
     def _die_aborted(self, answer: ReplyHandle | None = None) -> None:
-        """What ran was interrupted, so that the actor ends; ``answer`` is of the message that was interrupted."""
+        """Fail after an interruption that was to end the actor. ``answer`` is of the interrupted message."""
         self._end_run()
         self.die(RuntimeError(f"aborted: {self._aborted}"), told=True)
         if answer is not None and self.failure is not None:
@@ -629,7 +634,7 @@ class ActorRunner:
                     self.interrupt_here()
                 if not answer.wanted:
                     continue
-                if answer.port is not None:  # whose window holds us up
+                if answer.port is not None:  # sending blocks when the port's queue is full
                     answer.value(value)
                     continue
                 while flow.room <= 0:
@@ -662,8 +667,8 @@ class ActorRunner:
             answer(Status.LOST, pack_failure(failure))
 
     def _ask(self, failure: MeshFailure) -> None:
-        """What does the actor say to a failure of what it has spawned?"""
-        if getattr(self.instance, "__supervise__", None) is None:  # it was still being built when this was asked for
+        """Call the actor's ``__supervise__`` for the failure of a mesh that it has spawned."""
+        if getattr(self.instance, "__supervise__", None) is None:  # it was not constructed yet when the failure arrived
             self.die(failure)
             return
         try:
@@ -678,10 +683,10 @@ class ActorRunner:
         if not handled:
             self.die(failure)
 
-    # ---- its end
+    # ---- end
 
     def die(self, error: BaseException, told: bool = False) -> MeshFailure | None:
-        """The actor has failed; its owner is told. None if it had ended before."""
+        """Fail, and report it to the owner. Return None if the actor had ended before."""
         if self.program.disowned:
             _leave_fork(error)
         what = str(error) if told else f"its actor failed: {text_of(error)}"
@@ -695,7 +700,7 @@ class ActorRunner:
         failure = MeshFailure(self.name, [death])
         failure.__cause__ = cause
         message = Failed(self.actor, self.rank, self.generation)
-        # The owner first: a failure that nobody handles ends the program before its callers go on with their errors.
+        # The owner first: an unhandled failure ends the program before callers continue with their errors.
         body = pack_failure(failure)
         if not self._end(failure, tell=lambda: self.program.router.tell(self.owner, message, body)):
             return None
@@ -703,7 +708,7 @@ class ActorRunner:
         return failure
 
     def stop(self, reason: str) -> None:
-        """The actor has been told to stop."""
+        """End the actor as its owner has requested."""
         failure = MeshFailure(
             self.name, [Death(self.rank, str(self.point), HOST, self.program.pid, f"it was stopped: {reason}")]
         )
@@ -723,9 +728,9 @@ class ActorRunner:
         return True
 
     def _finish(self, error: BaseException | None) -> None:
-        """What it owns goes first, then it cleans up; on its own thread, if it is not there already."""
+        """End the actor's meshes, then call its ``__cleanup__`` on its own thread, or on a new one."""
         children, self.children = self.children, []
-        for child in reversed(list(children)):  # what has ended is taken out of it
+        for child in reversed(list(children)):  # a copy: ended meshes are removed from the list
             self.program.end_child(child, self.failure, "stop" if error is None else "abort")
         if self.instance is None:
             self._ended()
@@ -748,13 +753,17 @@ class ActorRunner:
 
     def _give_up_cleanup(self) -> None:
         if not self.over:
-            log.warning("__cleanup__ of %s has not returned after %.0f s: it is given up", self.name, CLEANUP_TIMEOUT_S)
+            log.warning(
+                "__cleanup__ of %s has not returned after %.0f s: it is not waited for any more",
+                self.name,
+                CLEANUP_TIMEOUT_S,
+            )
             self._ended()
             if self.program.leaving and self._thread_id == threading.main_thread().ident:
-                self.program.exit_now("it was to stop, and does not come back from __cleanup__")
+                self.program.exit_now("it was to stop, and __cleanup__ does not return")
 
     def _ended(self) -> None:
-        """All is done here, whatever the reason was. What is kept for references to it is why it has ended, no more."""
+        """Release all state except the reason of the end, which references need, and report the end to the owner."""
         with self._lock:
             if self.over:
                 return
@@ -773,7 +782,7 @@ class ActorRunner:
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _CALLERS = {ActorRunner._call.__code__, ActorRunner._drain.__code__, ActorRunner.construct.__code__, build.__code__}
-"""Functions that call the user's code, and expect that it raises."""
+"""Functions that call user code and handle its exceptions."""
 
 
 async def _awaited(awaitable: Any) -> Any:

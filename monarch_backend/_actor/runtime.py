@@ -1,8 +1,8 @@
-"""This process as a program of actors: what it has spawned, what it waits for, what lives in it.
+"""Runtime of one process: its meshes, pending calls and actors.
 
-One `Runtime` per process, of the controller and of every worker alike; made on first use. It ties the rooms together:
-frames (transport), processes (mesh) and cells (actor). What it owns of processes is in ownership.py, policy in
-supervision.py.
+Each process, of the controller or of a mesh, has one `Runtime`, made at its first use. It connects frames
+(_transport/), processes (_mesh/) and actors (this package). ownership.py has the records of owned processes,
+supervision.py the policy.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ log = logging.getLogger("monarch_backend")
 E = TypeVar("E", bound=RuntimeExtension)
 
 SHUTDOWN_NOTICE_S, SHUTDOWN_KILL_S = 1.0, 5.0
-"""Seconds that processes get to stop when the program ends."""
+"""Seconds after which the end of the program reports processes that still run, and then kills them."""
 
 
 class Runtime:
-    """This process among those of its meshes."""
+    """Runtime of this process."""
 
     def __init__(self, links: Links, pump: Any, clock: Clock, _epoch: int = 0) -> None:
         self.links, self.pump, self.clock = links, pump, clock
         self.pid = os.getpid()
         self.ids = itertools.count(1)
-        self.pending: dict[int, Any] = {}  # calls that wait for replies, by number
-        # A receiver that nobody holds can't be read any more, unless somebody waits for its next value.
+        self.pending: dict[int, Any] = {}  # calls without replies yet, by number
+        # A receiver without references cannot be read any more, unless a callback waits for its next value.
         self.expecting: set[PortReceiver[Any]] = set()
         self.ports: weakref.WeakValueDictionary[int, PortReceiver[Any]] = weakref.WeakValueDictionary()
         self.local_actors, self.actor_owner = LocalActors(self), ActorMeshOwner(self)
@@ -90,22 +90,23 @@ class Runtime:
         self.proc_core, self.actor_core = references.proc_core, references.actor_core
         self.failure_of, self.death_of = references.failure_of, references.death_of
         self.this_proc: ProcMeshState | None = None
-        self.main_children: list[Any] = []  # what the program itself has spawned
+        self.main_children: list[Any] = []  # meshes that the main program has spawned
         self.closing = False
         self.leaving = False  # this process has been told to end
-        self.last: list[Callable[[], None]] = []  # what this process does when all of its actors have ended
-        self.disowned = False  # this process is a fork of the one that all this is about
-        self.at_exit = False  # this program ends itself when the interpreter ends
-        self.home_extent: Extent | None = None  # of the mesh that this process is a member of; None in the main program
+        self.last: list[Callable[[], None]] = []  # called when all actors of this process have ended
+        self.disowned = False  # this process is a fork of the runtime's process
+        self.at_exit = False  # `shutdown` is registered with atexit
+        self.home_extent: Extent | None = None  # extent of this process's mesh; None in the main program
         self.home_rank = 0
         self.root: Peer | None = None  # the main program; None if this is it
         self.registry = named_actors.Registry(self)
         self.interrupts = Interrupts(self)
-        self.server_address = ""  # of the fork server, in a worker
-        self.gateway = ""  # token of this host's, once there are other hosts
-        self.known_hosts: dict[str, str] = {}  # names of others, by number, that have come with meshes
-        self.extensions: dict[type[RuntimeExtension], RuntimeExtension] = {}
-        self._extending = threading.RLock()
+        self.server_address = ""  # address of the fork server, in a process of a mesh
+        self.gateway = ""  # token of this host's gateway, once there are other hosts
+        self.hosts: Any = None  # HostRegistry of a controller that has attached hosts
+        self.known_hosts: dict[str, str] = {}  # names of other hosts by number, received with meshes
+        self.memory: Any = None  # registered memory and its transfer engine, set by _rdma/
+        self.mover: Any = None
         self.run_cell: Callable[[ActorRunner], None] = self._run_in_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
@@ -139,7 +140,7 @@ class Runtime:
     # ---- waiting and threads
 
     def wait(self, what: Any, seconds: float | None = None) -> bool:
-        """Wait for something, reading meanwhile; an actor's thread can be interrupted in it."""
+        """Wait for ``what``, and read messages meanwhile. An actor's thread can be interrupted in it."""
         cell = context.cell.get()
         if cell is None:
             if threading.get_ident() == self.interrupts.main:
@@ -156,15 +157,15 @@ class Runtime:
         return done
 
     def _refuse_to_wait(self, cell: ActorRunner, what: Any) -> None:
-        """An actor that waits for its own answer would wait for ever: it takes one message at a time."""
+        """Raise RuntimeError where an actor waits for its own reply: it handles one message at a time."""
         core = getattr(what, "core", None)
         if core is None or core.actor != cell.actor or what.ready or cell._thread_id != threading.get_ident():
             return
         me = self.router.me
         if getattr(what, "peer", None) is me or me in getattr(what, "peers", ()):
             raise RuntimeError(
-                f"{cell.name} would wait for ever: it takes one message at a time, and {what.endpoint} is for it to "
-                "answer. Call the method, self.method(...), or make the endpoints concurrent (async)"
+                f"{cell.name} would never continue: it handles one message at a time, and waits for its own reply to "
+                f"{what.endpoint}. Call the method, self.method(...), or make the endpoints concurrent (async)"
             )
 
     def _wait_on_main(self, what: Any, seconds: float | None) -> bool:
@@ -180,19 +181,19 @@ class Runtime:
         return done
 
     def _wait_for_room(self, what: Any, seconds: float | None, whole: bool) -> bool:
-        """As `wait`. In the middle of sending something, ``whole``, nobody is interrupted."""
+        """Wait as `wait` does. With ``whole``, in the middle of a message, it cannot be interrupted."""
         return bool(self.pump.wait(what, seconds)) if whole else self.wait(what, seconds)
 
     def soon(self, call: Callable[[], None]) -> None:
-        """On the thread that reads, in a moment."""
+        """Call a function on the reading thread, soon."""
         self.pump.later(0.0, call)
 
     def aside(self, call: Callable[[], object]) -> None:
-        """On a thread of its own: what may wait."""
+        """Call a function that may wait, on a new thread."""
         start_thread(threading.Thread(target=call, name="monarch-aside", daemon=True))
 
     def without_waiting(self, call: Callable[[], None]) -> None:
-        """Now, or in a moment on a thread that may wait, if this one reads."""
+        """Call a function that may wait: now, or on a new thread if this is the reading thread."""
         if self.pump.reading:
             self.aside(call)
         else:
@@ -204,7 +205,7 @@ class Runtime:
     # ---- references
 
     def named_actor(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
-        """The one actor of this name in the whole program."""
+        """Return the only actor of this name in the whole program, as a Future."""
         if self.root is None:
             return self.registry.get(name, cls, args, kwargs)
         return named_actors.ask(self, name, cls, args, kwargs)
@@ -212,11 +213,11 @@ class Runtime:
     # ---- spawning
 
     def children_of(self, owner_cell: Any) -> list[Any]:
-        """What an actor, or for None the program itself, has spawned."""
+        """Return the list of meshes that an actor has spawned; for None, the main program."""
         return self.main_children if owner_cell is None else owner_cell.children
 
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
-        """Start a process for each rank of the extent."""
+        """Start a process for each rank of the extent. Return a ProcMesh at once."""
         program_exit.prepare()
         return self.owner.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
 
@@ -242,26 +243,19 @@ class Runtime:
         return cast("E | None", self.extensions.get(kind))
 
     def host(self, token: str) -> Any:
-        """The Host of a process elsewhere; None if it is here, or was attached by somebody else."""
-        return self.find_host(host_of(token))
-
-    def find_host(self, host_id: str) -> Any:
-        """Return the Host with this id; None if this program has not attached it."""
-        for part in self.extensions.values():
-            if (found := part.hosts.get(host_id)) is not None:
-                return found
-        return None
+        """Return the Host of a remote process; None if the process is here or another process attached its host."""
+        return None if self.hosts is None else self.hosts.hosts.get(host_of(token))
 
     def host_name(self, token: str) -> str:
-        """For people: where the process with this token runs."""
+        """Return the name of this process's host, for messages."""
         if host_of(token) == host_of(self.router.token):
             return HOST
         host = self.host(token)
         return self.known_hosts.get(host_of(token), host_of(token)) if host is None else str(host.name)
 
     def host_names(self, tokens: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """See MeshProgram.host_names."""
-        if not self.gateway:  # whoever gets them is on this host
+        """Return host numbers and names, see `MeshProgram.host_names`."""
+        if not self.gateway:  # all receivers are on this host
             return ()
         numbers = sorted({host_of(token) for token in tokens})
         return tuple((number, name) for number in numbers if (name := self.host_name(number)) != number)
@@ -269,28 +263,28 @@ class Runtime:
     def spawn_actors(
         self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
     ) -> ActorMesh:
-        """Build an actor in each process."""
+        """Construct an actor in each process. Return an ActorMesh at once."""
         return self.actor_owner.spawn(procs, name, cls, args, kwargs, restart)
 
     def process_group(self, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
-        """Make the processes the ranks of a torch process group."""
+        """Make the processes the ranks of a torch process group. Return a Future."""
         from monarch_backend._actor import process_groups
 
         return process_groups.meet(self, procs, backend, timeout)
 
     def set_log_level(self, core: ProcMeshState, level: int | str) -> None:
-        """What the processes' ``logging`` makes at all; what is shown of it is the collector's part."""
+        """Set the level of ``logging`` in the processes. The log collector filters what is shown."""
         for peer in core.peers:
             self.router.tell(peer, Setting("log_level", level))
 
     def ready(self, core: ProcMeshState) -> Future[None]:
-        """Done when all processes are there."""
+        """Return a Future that is done when all processes have started."""
         return self.owner.ready(core)
 
     def built(self, core: ActorMeshState) -> Future[None]:
-        """Done when all actors are built; elsewhere than at the owner, when all answer."""
+        """Return a Future that is done when all actors are constructed. Raises RuntimeError if others own the mesh."""
         if core.owned is None:
-            raise RuntimeError("only the program or actor that has spawned a mesh can wait for it to be built")
+            raise RuntimeError("only the program or actor that has spawned a mesh can wait for its construction")
         future: Future[None] = core.owned.built
         return future
 
@@ -299,15 +293,15 @@ class Runtime:
     def stop_procs(
         self, core: ProcMeshState | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
     ) -> Future[None]:
-        """End processes; a Future that is done when they have gone."""
+        """End processes. Return a Future that is done when they have exited."""
         return self.owner.stop(core, how, reason, timeout, hosts)
 
     def stop_actors(self, core: ActorMeshState, how: str, reason: str, timeout: float | None = None) -> Future[None]:
-        """End actors; a Future that is done when they have. After ``timeout`` seconds they are interrupted."""
+        """End actors, interrupted after ``timeout`` seconds. Return a Future that is done when they have ended."""
         return self.actor_owner.stop(core, how, reason, timeout)
 
     def end_child(self, child: Any, failure: MeshFailure | None, how: str) -> None:
-        """What an actor owns ends with it. Waits for it, for a while, where it may wait."""
+        """End a mesh whose owner has ended. Waits at most 10 s for it, unless on the reading thread."""
         reason = ("its owner has ended" if failure is None else f"its owner has ended: {failure}")[:4096]
         stop = self.stop_procs if isinstance(child, ProcMeshState) else self.stop_actors
         future = stop(child, how, reason)
@@ -329,11 +323,11 @@ class Runtime:
             self.router.processed(peer, frame)
 
     def withdraw(self, core: ActorMeshState, ref: int, peers: Sequence[Peer], reason: str) -> None:
-        """A call is no longer wanted."""
+        """Cancel a call at these processes."""
         for peer in peers:
             if peer.gone is None:
                 self.router.tell(peer, Cancel(core.actor, ref, reason))
-        self.pump.wake()  # a thread that waits for it reads perhaps, and must look up
+        self.pump.wake()  # a thread that waits for the call may be the reader
 
     # ---- actors of this process
 
@@ -341,7 +335,7 @@ class Runtime:
         core = self.procs.get(message.mesh)
         if core is None or core.owned is not None or core.owner is not peer:
             return
-        for rank, token in zip(message.ranks, message.tokens):  # noqa: B905 (of another process: they may not add up)
+        for rank, token in zip(message.ranks, message.tokens):  # noqa: B905 (another process may send unequal lengths)
             if rank < len(core.tokens):
                 core.replace(rank, token)
                 if token in self.router.peers:
@@ -365,19 +359,19 @@ class Runtime:
             self.aside(lambda: extension(name)(self, peer, message.name, message.value))
 
     def exit_now(self, reason: str) -> None:
-        """This process is gone with the next instruction."""
+        """Kill this process at once, after a line on stderr."""
         sys.stderr.write(f"monarch_backend: {reason}\n")
         sys.stderr.flush()
         os.kill(os.getpid(), 9)
 
     def _leave(self, how: str, reason: str) -> None:
-        """A worker's part is set by worker_main.py."""
+        """Do nothing: worker_main.py sets the function of a process of a mesh."""
 
-    # ---- processes that come and go
+    # ---- start and end of processes
 
     def _met(self, peer: Peer) -> None:
         self.owner.met(peer)
-        if peer.owner is None:  # it has called us: whose it is, a reference that we have may say
+        if peer.owner is None:  # it has connected to this process: a known mesh may name its owner
             for core in alive(self.procs):
                 rank = core.rank_of(peer.token)
                 if rank is not None:
@@ -388,14 +382,14 @@ class Runtime:
             part.on_disconnected(peer)
         owned = self.owner.member(peer)
         if owned is not None:
-            self.owner.ended(peer)  # it tells us when it knows how it ended
+            self.owner.ended(peer)  # calls on_process_lost when the exit status is known
         else:
             self.on_process_lost(peer, None)
             if not peer.peace and peer.owner is not None and peer.owner.link < 0:
                 self.router.ask_owner(peer)
 
     def on_process_lost(self, peer: Peer, failure: MeshFailure | None) -> None:
-        """Whoever waits for this process hears of it."""
+        """Fail calls, transfers and actors that need a process which has ended."""
         if failure is None:
             failure = self.references.exit_of(peer)
         for call in list(self.pending.values()):
@@ -415,7 +409,7 @@ class Runtime:
     def _say_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
         cell = context.cell.get()
         if peer is self.router.me and cell is not None and (kind == Kind.PORT or target == cell.actor):
-            # Nobody would take them while it waits here. Other actors of this process do: they have their own threads.
+            # They cannot be received while it waits here. Other actors of this process have threads of their own.
             what = "to a port of its own process" if kind == Kind.PORT else "to itself"
             raise RuntimeError(f"{cell.name} has sent so many messages {what} that the queue is full: {why}")
         _log_wait(why)
@@ -423,23 +417,23 @@ class Runtime:
     # ---- the end
 
     def flush_logs(self) -> None:
-        """What the workers have written is on the terminal."""
+        """Write the output of the processes to the terminal."""
         self.owner.flush_logs()
 
     def kill_all(self) -> None:
-        """Every process that this one has started is gone when it returns."""
+        """Kill every process that this one has started, and return when they have exited."""
         self.closing = True
         self.owner.close()
         for part in self.extensions.values():
             part.kill()
 
     def detach_after_fork(self) -> None:
-        """In a fork of this process: nothing of this program can be used there."""
+        """Make this runtime unusable in a fork of its process."""
         self.disowned, pid = True, self.pid
 
         def refuse(*_: Any, **__: Any) -> Any:
             raise RuntimeError(
-                f"this mesh belongs to process {pid}, of which process {os.getpid()} is a fork: spawn one here instead"
+                f"this mesh belongs to process {pid}, and process {os.getpid()} is a fork of it: spawn a mesh here"
             )
 
         router: Any = self.router
@@ -447,13 +441,13 @@ class Runtime:
         self.wait = self.soon = self.owner.stop = self.pump.wait = refuse  # type: ignore[method-assign]
 
     def end_first(self) -> None:
-        """At exit, before what has just been made ends itself: processes are stopped before they are killed."""
+        """Run `shutdown` at exit before hooks that were registered until now: processes stop before they are killed."""
         if self.at_exit:
             atexit.unregister(self.shutdown)
             atexit.register(self.shutdown)
 
     def shutdown(self) -> None:
-        """Stop everything, in order; with a second Ctrl-C, at once."""
+        """Stop all processes in order; kill them at a second Ctrl-C."""
         if self.closing and not program_exit.is_ending():
             return
         try:
@@ -480,7 +474,7 @@ class Runtime:
                 part.close()
             self.links.host.leave()  # type: ignore[attr-defined]
             self.pump.close()
-            # What still refers to classes of the main module would keep its globals from being finalised.
+            # References to classes of the main module would keep its globals from being finalized.
             blueprint.cache_clear()
             self.main_children.clear()
 
@@ -495,9 +489,9 @@ _guard = threading.Lock()
 
 
 def start(token: str = "", crowded: bool = False) -> Runtime:
-    """A program over shared memory, in this process."""
+    """Start the runtime of this process, over shared memory."""
     global _program
-    _native.park_threads_at_exit()  # actors of the main program wait in the core when the interpreter ends
+    _native.park_threads_at_exit()  # threads of actors wait in C++ code when the interpreter ends
     links = LocalLinks(token, crowded=crowded)
     holder: list[Runtime] = []
     pump = ProgressLoop(links.post, lambda events: holder[0].router.handle(links.translate(events)))
@@ -509,12 +503,12 @@ def start(token: str = "", crowded: bool = False) -> Runtime:
 
 
 def is_of_parent(token: str) -> bool:
-    """A process of the program that this process was forked from, and of none that this one has met itself."""
+    """Return whether the token is of a process that only the parent of this fork knows."""
     return token in _forked_from and (_program is None or token not in _program.router.peers)
 
 
 def program() -> Runtime:
-    """The program of this process, started if need be."""
+    """Return the runtime of this process. The first call starts it."""
     if _program is None:
         with _guard:
             if _program is None:
@@ -527,7 +521,7 @@ def program() -> Runtime:
 
 
 def _in_forked_child() -> None:
-    """A fork of the user's: the meshes are the parent's."""
+    """Drop the runtime in a fork: its meshes are the parent's."""
     global _program, _forked_from
     if _program is not None:
         _forked_from |= {_program.router.token, *_program.router.peers}

@@ -1,11 +1,12 @@
-"""Ctrl-C in the main program: KeyboardInterrupt comes where the user's code runs or waits, never in the middle of
-sending or reading a message or moving memory, of which half would be left behind. Only SIGINT; actors are interrupted
-by runner.py.
+"""Ctrl-C in the main program: raises KeyboardInterrupt where user code runs or waits.
+
+It is never raised while a message is sent or read or memory is moved, which would leave inconsistent state. Only SIGINT
+is handled here; runner.py interrupts actors.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found] # signal.getsignal makes an enum member: too slow for each wait
+import _signal  # type: ignore[import-not-found] # signal.getsignal makes an enum member: too slow for every wait
 import os
 import signal
 import threading
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
 
 RETRY_S = 0.001
-"""Seconds after which an interrupt that came at a bad moment is tried again."""
+"""Seconds to the next attempt, when an interrupt came at a place that cannot be interrupted."""
 
 MAX_DELAY_S = 5.0
-"""Seconds after which it comes all the same: whatever happens in there does not end by itself."""
+"""Seconds after which KeyboardInterrupt is raised anywhere, because the running code does not end by itself."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _RUNTIME_PACKAGES = (
@@ -32,20 +33,22 @@ _OURS = tuple(_PACKAGE + folder + os.sep for folder in _RUNTIME_PACKAGES)
 
 
 class Interrupts:
-    """Stands in for Python's own handler, wherever that is in place; a handler of the user's is left alone."""
+    """Replaces Python's default handler of SIGINT. A handler that the user has installed stays."""
 
     def __init__(self, program: Runtime) -> None:
         self._program = program
         self.main = threading.main_thread().ident or 0
         self.noted = False
         self._since = 0.0
-        self._again = False  # it is ours, tried again
+        self._again = False  # the next signal is a further attempt of this class
         self.waiting_for: Any = None
-        self.exit_request: BaseException | None = None  # raised in the place of KeyboardInterrupt, see program_exit.py
+        self.exit_request: BaseException | None = None  # raised instead of KeyboardInterrupt, see program_exit.py
 
     def guard(self) -> None:
-        """On the main thread: from now on. Notebooks put Python's handler back in place with every cell; and that of
-        another program of this process, such as a simulated one or a fork's parent's, would raise nothing here.
+        """Install the handler, on the main thread.
+
+        Notebooks restore Python's handler with every cell. The handler of another runtime in this process, of a
+        simulation or of a fork's parent, would raise nothing here.
         """
         handler = _signal.getsignal(signal.SIGINT)
         if handler is signal.default_int_handler:
@@ -57,29 +60,29 @@ class Interrupts:
             self._inherit(owner)
 
     def _inherit(self, other: Interrupts) -> None:
-        """What has come to the other and is not raised yet."""
+        """Take over an interrupt that the other handler has not raised yet."""
         if other.noted:
             other.noted, self.noted, self._since = False, True, self._program.clock.now()
             self._program.pump.later(RETRY_S, self._try_again)
 
     def is_noted(self) -> bool:
-        """There was one, and its KeyboardInterrupt is still to come."""
+        """Return True if an interrupt has arrived and its KeyboardInterrupt was not raised yet."""
         return self.noted
 
     def raise_here(self) -> None:
-        """The main thread has waited, and nothing is half done."""
+        """Raise the pending interrupt. Called on the main thread after a wait, where all state is consistent."""
         request, self.exit_request, self.noted = self.exit_request, None, False
         raise KeyboardInterrupt if request is None else request
 
     def may_raise_in(self, frame: FrameType | None, since: float) -> bool:
-        """Whether a request of this time can be raised in this frame of the main thread: nothing is half done there."""
+        """Return whether a request of time ``since`` can be raised in this frame of the main thread."""
         return self.waiting_for is None and (not _is_ours(frame) or time.monotonic() - since > MAX_DELAY_S)
 
     def release_main(self) -> None:
-        """Let the main thread look for a request, if it waits."""
+        """Wake the main thread if it waits, so that it checks for a request."""
         if self.waiting_for is not None:
             release(self.waiting_for)
-        self._program.pump.wake()  # it may be the main thread itself that reads, and is about to sleep
+        self._program.pump.wake()  # the main thread may be the reader, about to sleep
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         again, self._again = self._again, False
@@ -94,10 +97,10 @@ class Interrupts:
         if self.waiting_for is not None:
             release(self.waiting_for)
         self._program.pump.later(RETRY_S, self._try_again)
-        self._program.pump.wake()  # it may be the main thread itself that reads, and is about to sleep
+        self._program.pump.wake()  # the main thread may be the reader, about to sleep
 
     def _try_again(self) -> None:
-        """On the thread that reads."""
+        """Send the signal again, from the reading thread."""
         if not self.noted:
             return
         waiting = self.waiting_for
@@ -106,17 +109,17 @@ class Interrupts:
             self._program.pump.wake()
         handler = _signal.getsignal(signal.SIGINT)
         if not callable(handler):
-            return  # the signal would end the process, or nobody would hear it
+            return  # the signal would end the process, or be ignored
         if getattr(handler, "__self__", None) is self:
             self._again = True
         else:
-            self.noted = False  # it is theirs who have put another one in place since
-        # A signal, and no _thread.interrupt_main(), which ends no time.sleep() that the main thread is in by now.
+            self.noted = False  # another handler was installed meanwhile and gets the signal
+        # Not _thread.interrupt_main(), which would not end a time.sleep() of the main thread.
         signal.pthread_kill(self.main, signal.SIGINT)
 
 
 def _is_ours(frame: FrameType | None) -> bool:
-    """It runs on behalf of this package, perhaps deep below."""
+    """Return whether the frame was called, directly or not, by this package."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(_OURS):
             return True

@@ -1,6 +1,6 @@
-"""Reports of errors of futures that are never read: once, on the log, when the future is collected or at exit.
+"""Reports of futures' errors that are never read: one log record, when the future is collected or at exit.
 
-Only a failure makes an `UnreadError`; a call that succeeds costs nothing here but the place of its caller.
+Only a failure makes an `UnreadError`. A call that succeeds costs nothing here except for its call site.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from monarch_backend._actor import program_exit  # noqa: F401 (its atexit hook i
 log = logging.getLogger("monarch_backend")
 
 CallSite = tuple[CodeType, int]
-"""Where a call was made: the caller's code, and the index of its last instruction (``f_lasti``)."""
+"""Place of a call: the caller's code, and the index of its last instruction (``f_lasti``)."""
 
 REPORTS_IN_FULL = 3
-"""Equal reports (same text, same caller's line) that are all logged; of further ones, the 10th, 100th, 1000th, ..."""
+"""Number of equal reports (same text, same line of the caller) that are all logged. Later ones: the 10th, 100th, ..."""
 
 MAX_COUNTED = 1024
-"""Different reports that are counted at a time."""
+"""Number of different reports that are counted at a time."""
 
 _live: weakref.WeakValueDictionary[int, UnreadError] = weakref.WeakValueDictionary()
 _counts: dict[tuple[str, CallSite | None], int] = {}
 
 
 class UnreadError:
-    """Kept by a future that has failed and was not read yet. `forget` it when the error is read.
+    """Report of a future that has failed and was not read yet. Call `forget` when the error is read.
 
-    ``describe`` gives the text of the report: what failed, on which rank, host and pid, and the traceback. It runs at
-    an arbitrary moment, perhaps inside the garbage collection, so it must run no code of the user's.
+    ``describe`` returns the text of the report: the failed call, its rank, host and pid, and the traceback. It may run
+    at any moment, also during garbage collection, so it must not run user code.
     """
 
     __slots__ = ("__weakref__", "_describe", "_pid", "_site")
@@ -46,11 +46,11 @@ class UnreadError:
         _live[id(self)] = self
 
     def forget(self) -> None:
-        """Report nothing."""
+        """Drop the report."""
         self._describe = None
 
     def report(self) -> None:
-        """Log the error, unless it was read or reported before. Not in a fork: its parent does."""
+        """Log the error once, unless it was read. A fork logs nothing: its parent does."""
         describe, self._describe = self._describe, None
         if describe is None or self._pid != os.getpid():
             return
@@ -81,7 +81,7 @@ def _count(head: str, site: CallSite | None) -> int:
 
 
 def _line_of(site: CallSite) -> str:
-    """The caller's line as a traceback shows it."""
+    """Return the caller's line as a traceback shows it."""
     code, instruction = site
     lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
     line = next(lines, None) or code.co_firstlineno
@@ -89,7 +89,7 @@ def _line_of(site: CallSite) -> str:
 
 
 def describe_local(name: str, error: BaseException) -> str:
-    """The text of an error that was raised in this process."""
+    """Return the text of an error that was raised in this process."""
     return f"{name} [pid {os.getpid()}]\n" + "".join(traceback.format_exception(error)).rstrip()
 
 

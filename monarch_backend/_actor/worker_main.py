@@ -1,4 +1,4 @@
-"""What a spawned process runs: it joins its mesh, and lives as long as its owner wants it to."""
+"""Main function of a process of a mesh: it connects to its owner, runs actors and ends when the owner ends it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from monarch_backend._transport.local.peer import CreditWaiter, Peer
 
 
 class Plan(NamedTuple):
-    """What a process is told of itself."""
+    """Arguments of a new process."""
 
     token: str
     owner: str
@@ -40,17 +40,17 @@ class Plan(NamedTuple):
     labels: tuple[str, ...]
     sizes: tuple[int, ...]
     crowded: bool
-    gateway: str = ""  # of its host, if there are others
-    tether: str = ""  # the process on this host that it does not outlive
-    neighbours: int = 0  # on a host that its owner does not know: processes of the mesh there
-    has_bootstrap: bool = False  # its owner waits for the word that it has succeeded
+    gateway: str = ""  # token of its host's gateway, if there are other hosts
+    tether: str = ""  # token of the process on this host with which it ends
+    neighbours: int = 0  # on a remote host: processes of the mesh there
+    has_bootstrap: bool = False  # the owner waits until it has succeeded
 
 
 _bootstrap_error: BaseException | None = None
 
 
 def run_bootstrap(packed: bytes) -> None:
-    """Call the user's ``bootstrap=``. An error is printed, and kept for `main`, which tells the owner."""
+    """Call the user's ``bootstrap=``. An error is printed, and kept for `main`, which reports it to the owner."""
     global _bootstrap_error
     try:
         cloudpickle.loads(packed)()
@@ -60,11 +60,11 @@ def run_bootstrap(packed: bytes) -> None:
 
 
 FLUSH_TIMEOUT_S = 5.0
-"""Seconds that a process which ends gives its receivers to read what it has sent."""
+"""Seconds that an ending process waits for receivers to read its messages."""
 
 
 class _MainThread:
-    """Gives the process's main thread to the first actor, and to the next when that one has ended."""
+    """Runs one actor at a time on the process's main thread."""
 
     def __init__(self, program: runtime.Runtime) -> None:
         self._program = program
@@ -76,7 +76,7 @@ class _MainThread:
         self.is_aborted = False
 
     def run_cell(self, cell: ActorRunner) -> None:
-        """On the reading thread."""
+        """Run an actor, on a thread of its own if the main thread is taken. Called on the reading thread."""
         if self._busy:
             start_thread(threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True))
             return
@@ -85,14 +85,14 @@ class _MainThread:
         self._wake()
 
     def leave(self, how: str, reason: str) -> None:
-        """On the reading thread: end the process, actors first. The newest end first."""
+        """End the process: its actors first, the newest before older ones. Called on the reading thread."""
         self.leaving = reason
         self.is_aborted = self.is_aborted or how == "abort"
         self._program.leaving = True
         for cell in reversed(list(self._program.cells.values())):
             cell.end_in_time(how, reason)
         self._wake()
-        # An actor that never comes back from its endpoint is not waited for: the owner kills the process.
+        # An endpoint that never returns needs no limit here: the owner kills the process.
 
     def _wake(self) -> None:
         self.ready = True
@@ -100,7 +100,7 @@ class _MainThread:
         self._program.pump.wake()
 
     def run(self) -> None:
-        """On the main thread."""
+        """Run actors until the process is to end. Called on the main thread."""
         while True:
             self._program.pump.wait(self)
             self.ready = False
@@ -112,7 +112,7 @@ class _MainThread:
 
 
 def main(plan: Plan) -> None:
-    """From the fork server, after the bootstrap."""
+    """Run a process of a mesh. The fork server calls it after the bootstrap."""
     worker_logging.install_worker_logging()
     pickling.settle_in(sys.modules["__main__"])
     crowded = plan.neighbours + 1 > (os.cpu_count() or 1) if plan.neighbours else plan.crowded
@@ -127,7 +127,7 @@ def main(plan: Plan) -> None:
     program.on_exit = thread.leave
     if _bootstrap_error is not None:
         program.run_cell = lambda _: None  # no constructor runs here
-    _join(program, owner, plan)  # last: its messages may come at once
+    _join(program, owner, plan)  # last, because messages may arrive at once
     if _bootstrap_error is not None:
         _fail_to_start(program, owner, plan, _bootstrap_error)
     if plan.has_bootstrap:
@@ -136,9 +136,7 @@ def main(plan: Plan) -> None:
     _wait_for_others(program)
     for call in program.last:
         call()
-    for part in program.extensions.values():
-        part.on_actors_ended()
-    # Before the link ends: the owner takes this process for ended then.
+    # Before the link closes, which the owner takes for the end of this process.
     if thread.is_aborted:
         finalization.skip()
     else:
@@ -167,7 +165,7 @@ def _join(program: runtime.Runtime, owner: Peer, plan: Plan) -> None:
     if plan.gateway:
         extension("gateway")(program, plan.gateway)
     while program.router.link_to(owner) < 0 and owner.gone is None:
-        # It is on another host, or it stands still, in a debugger perhaps.
+        # The owner is on another host, or is stopped, by a debugger for example.
         program.pump.wait(CreditWaiter(), 0.05, lambda: owner.link >= 0)
     if owner.gone is not None or not program.links.host.tether(plan.tether or plan.owner):  # type: ignore[attr-defined]
         sys.stderr.write(f"monarch_backend: the owner of {plan.name} is gone; process {os.getpid()} ends\n")
@@ -175,7 +173,7 @@ def _join(program: runtime.Runtime, owner: Peer, plan: Plan) -> None:
 
 
 def _send_what_is_left(program: runtime.Runtime) -> None:
-    """Replies that wait for room, since their receiver has not read for a moment."""
+    """Send replies that are queued because their receivers have not read for a moment."""
     post: Any = program.links.post  # type: ignore[attr-defined]
     end = program.clock.now() + FLUSH_TIMEOUT_S
     while (program.router.stuck or post.kept_back()) and program.clock.now() < end:
@@ -183,7 +181,7 @@ def _send_what_is_left(program: runtime.Runtime) -> None:
 
 
 def _wait_for_others(program: runtime.Runtime) -> None:
-    """Other actors finish what they have, and get a while to clean up. Who never does is killed by the owner."""
+    """Wait for the other actors to finish their messages and clean up. The owner's time limit ends this process."""
     for cell in list(program.cells.values()):
         while not cell.over:
             program.pump.wait(CreditWaiter(), 0.005)

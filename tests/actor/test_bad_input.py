@@ -276,7 +276,7 @@ def test_an_actor_that_waits_for_itself_is_told(procs: ProcMesh, alive: None) ->
     me = procs.slice(gpus=0, hosts=0).spawn("me", Returns)
     for verb in ("call_one", "call"):
         error = me.waits_for.call_one(me, verb).exception(PATIENCE)
-        assert isinstance(error, ActorError) and "would wait for ever" in str(error) and "echo" in str(error)
+        assert isinstance(error, ActorError) and "would never continue" in str(error) and "echo" in str(error)
     assert me.echo.call_one(1).get(PATIENCE) == 1
     me.stop().get(PATIENCE)
 
@@ -432,7 +432,7 @@ def test_a_constructor_s_arguments_are_checked_at_once(procs: ProcMesh, alive: N
         ((ValueError(), (), 3), {}, "too many positional arguments"),
         ((ValueError(), ()), {"rank": 1}, "got an unexpected keyword argument 'rank'"),
     ):
-        with pytest.raises(TypeError, match=re.escape("BadBirth is built by __init__(self, error")) as told:
+        with pytest.raises(TypeError, match=re.escape("BadBirth is constructed by __init__(self, error")) as told:
             procs.spawn("wrong", BadBirth, *args, **kwargs)  # type: ignore[arg-type]
         assert text in str(told.value)
 
@@ -619,6 +619,6 @@ def test_a_wait_that_is_too_short_can_be_repeated(one: ActorMesh, tmp_path: Path
 
 def test_this_process_is_a_mesh_that_nobody_ends() -> None:
     for how in ("stop", "abort", "kill"):
-        with pytest.raises(RuntimeError, match=r"this process|stopped by who"):
+        with pytest.raises(RuntimeError, match=r"this process|only the program or actor that has spawned"):
             getattr(this_proc(), how)()
     assert os.getpid()

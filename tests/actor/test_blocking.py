@@ -450,7 +450,7 @@ def test_end_of_blocking_actor_of_the_program_leaves_the_program(
     error = call.exception(PATIENCE)
     assert isinstance(error, SupervisionError), "it is answered when the code returns"
     assert "it goes on in this program" in caplog.text and "in block" in caplog.text
-    assert "not up yet" not in caplog.text
+    assert "not started yet" not in caplog.text
 
 
 def test_stop_with_timeout_of_blocking_constructor_ends_actor() -> None:

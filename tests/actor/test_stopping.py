@@ -72,7 +72,7 @@ def test_stop_after_deadline_logs_one_line_per_process(
         procs.stop(timeout=0.2).get(PATIENCE)
     lines = [line for line in caplog.messages if "is killed" in line]
     assert len(lines) == len(kills) == len(calls) == 2
-    assert all("its time is up" in line for line in lines)
+    assert all("its time to stop is over" in line for line in lines)
 
 
 def test_stop_of_process_that_survives_kill_repeats_rarely(

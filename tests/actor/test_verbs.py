@@ -573,7 +573,7 @@ def test_others_may_answer_through_an_explicit_port(later: ActorMesh) -> None:
 
 def test_a_port_that_is_let_go_is_an_answer(later: ActorMesh) -> None:
     for call in (later.slice(x=0, y=1).forget.call_one(), later.forget.call(), *later.forget.stream()):
-        with pytest.raises(ActorError, match="has let go of its port without an answer"):
+        with pytest.raises(ActorError, match="has dropped its port without a reply"):
             call.get(PATIENCE)
     later.forget.broadcast()
 
@@ -943,7 +943,7 @@ def test_one_controller_under_races(askers: list[ActorMesh], threads: int, with_
 
 def test_a_controllers_name_belongs_to_its_class(askers: list[ActorMesh]) -> None:
     get_or_spawn_controller("taken", Asker).get(PATIENCE)
-    with pytest.raises(TypeError, match="the actor 'taken' is a Asker, not a Named: give the other one another name"):
+    with pytest.raises(TypeError, match="the actor 'taken' is a Asker, not a Named: use another name"):
         get_or_spawn_controller("taken", Named, 1)
     with pytest.raises(ActorError, match="another name"):
         askers[0].slice(x=0, y=0).ask.call_one("taken", 1).get(PATIENCE)
