@@ -1,7 +1,7 @@
 """Extents, points and shapes: the ranks of a mesh, their names, and the mesh operations.
 
-Only arithmetic on ranks: no process, no message, no import from higher packages. Ranks count in row-major order: the
-last label varies fastest.
+This module is arithmetic on ranks only. It has no processes and no messages. Ranks count in row-major order: the last
+label varies fastest.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 MAX_RANKS = (1 << 31) - 1
 """Limit of ranks of one extent: torch and the wire format count ranks in 32 bits."""
 
-Index: TypeAlias = "int | slice[Any, Any, Any]"  # here, where `slice` is still Python's own
+Index: TypeAlias = "int | slice[Any, Any, Any]"  # defined here, before methods hide Python's `slice`
 
 
 class Extent:
     """Named dimensions and their sizes, as in ``hosts=2, gpus=4``. Immutable, hashable, picklable.
 
-    Iteration gives the points in order of rank and ``len()`` counts them; ``extent["gpus"]`` is a size, ``"gpus" in
-    extent`` and ``dict(extent)`` treat it as a mapping. An extent with no dimensions has one rank.
+    Iteration gives the points in order of rank, and ``len()`` counts them. ``extent["gpus"]`` is a size; ``"gpus" in
+    extent`` and ``dict(extent)`` treat it as a mapping. An extent without dimensions has one rank.
 
-    Raises ValueError for labels and sizes that differ in number, a label twice, a label that is no identifier, a size
-    below 1, more than 2**31 - 1 ranks; TypeError for a label that is no string and a size that is no int.
+    Raises ValueError if labels and sizes differ in number, a label occurs twice or is not an identifier, a size is
+    below 1, or there are more than 2**31 - 1 ranks. Raises TypeError for a label that is not a string and a size that
+    is not an int.
 
     >>> extent = Extent(("hosts", "gpus"), (2, 4))
     >>> extent["gpus"], len(extent), extent.rank_of(hosts=1, gpus=2)
@@ -59,14 +60,16 @@ class Extent:
         stride = self._nelements = math.prod(self._sizes)
         if stride > MAX_RANKS:
             raise ValueError(f"{self} has {stride} ranks; an extent has at most {MAX_RANKS}: give smaller sizes")
-        self._places: dict[str, tuple[int, int]] = {}  # label -> (stride, size): all that a coordinate needs
+        self._places: dict[str, tuple[int, int]] = {}  # label -> (stride, size)
         for label, size in zip(self._labels, self._sizes, strict=True):
             stride //= size
             self._places[label] = (stride, size)
 
     @classmethod
     def of(cls, sizes: Mapping[str, int] | Extent) -> Extent:
-        """The extent with these sizes by label, the outermost first. Raises as Extent does.
+        """Return the extent with these sizes by label, the outermost first.
+
+        Raises TypeError for a value that is not a mapping, and otherwise as `Extent` does.
 
         >>> Extent.of({"gpus": 8}).nelements
         8
@@ -79,12 +82,12 @@ class Extent:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the dimensions, the outermost first."""
+        """Names of the dimensions, the outermost first."""
         return self._labels
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the dimensions, in the order of `labels`."""
+        """Sizes of the dimensions, in the order of `labels`."""
         return self._sizes
 
     @property
@@ -93,15 +96,17 @@ class Extent:
         return self._nelements
 
     def size(self, label: str | None = None) -> int:
-        """Return the size of one dimension, or of all together when `label` is None. KeyError for an unknown label."""
+        """Return the size of one dimension, or of all together if ``label`` is None. Raises KeyError for an unknown
+        label.
+        """
         return self._nelements if label is None else self[label]
 
     def point(self, rank: int) -> Point:
-        """Return the point of this rank. IndexError unless ``0 <= rank < nelements``."""
+        """Return the point of this rank. Raises IndexError unless ``0 <= rank < nelements``."""
         return Point(rank, self)
 
     def rank_of(self, /, **coords: int) -> int:
-        """The rank at these coordinates, one for each label; a negative one counts from the end.
+        """Return the rank at these coordinates, one for each label. A negative one counts from the end.
 
         Raises KeyError for a missing or unknown label, IndexError for a coordinate outside its dimension.
         """
@@ -167,10 +172,11 @@ def _same_extent(labels: tuple[str, ...], sizes: tuple[int, ...]) -> Extent:
 class Point(Mapping[str, int]):
     """One rank of an extent, as an immutable mapping from label to coordinate. Hashable, picklable.
 
-    It is made for every message, so it holds the rank and the extent only; a coordinate is computed when asked for.
-    Points are equal when rank and extent are; beside another mapping the coordinates decide, as for OrderedDict.
+    It holds the rank and the extent only, because one is made for every message; coordinates are computed on access.
+    Points are equal if rank and extent are. Comparison with another mapping compares coordinates.
 
-    Raises IndexError for a rank outside the extent, TypeError for one that is no int.
+    Raises IndexError for a rank outside the extent, TypeError for a rank that is not an int, and KeyError for an
+    unknown label.
 
     >>> point = Extent.of({"hosts": 2, "gpus": 4}).point(5)
     >>> point["hosts"], point["gpus"], point.rank, point.size("gpus")
@@ -189,16 +195,16 @@ class Point(Mapping[str, int]):
 
     @property
     def rank(self) -> int:
-        """The rank, from 0, in row-major order of the extent."""
+        """Rank from 0, in row-major order of the extent."""
         return self._rank
 
     @property
     def extent(self) -> Extent:
-        """The extent in which `rank` counts."""
+        """Extent in which `rank` counts."""
         return self._extent
 
     def size(self, label: str | None = None) -> int:
-        """The size of one dimension of the extent, of all together when `label` is None."""
+        """Return the size of one dimension of the extent, or of all together if ``label`` is None."""
         return self._extent.size(label)
 
     def __getitem__(self, label: str) -> int:
@@ -235,11 +241,11 @@ class Point(Mapping[str, int]):
 class Shape:
     """A selection of the ranks of a base mesh, arranged in an extent, like a view of ``numpy.arange``.
 
-    The base rank at coordinates i, j, ... is ``offset + i * strides[0] + j * strides[1] + ...``; a selection which no
-    strides can describe holds its ranks instead, and `strides` is None. Immutable, hashable, picklable. Shapes are
-    equal when their extents and ranks are.
+    The base rank at coordinates i, j, ... is ``offset + i * strides[0] + j * strides[1] + ...``. A selection that
+    strides cannot describe stores its ranks instead, and `strides` is None. Shapes are equal if their extents and ranks
+    are. Immutable, hashable, picklable.
 
-    Raises ValueError for strides that differ in number from the dimensions, reach a rank twice or one below 0.
+    Raises ValueError for strides that differ in number from the dimensions, reach a rank twice, or reach one below 0.
 
     >>> whole = Shape.of(Extent.of({"hosts": 2, "gpus": 4}))
     >>> every_other = whole.slice(gpus=slice(None, None, 2))
@@ -254,7 +260,7 @@ class Shape:
     _extent: Extent
     _strides: tuple[int, ...] | None
     _offset: int
-    _ranks: tuple[int, ...] | None  # None until asked for where there are strides
+    _ranks: tuple[int, ...] | None  # computed at the first access if there are strides
 
     def __init__(self, extent: Extent, strides: Sequence[int], offset: int = 0) -> None:
         if len(strides) != len(extent.labels):
@@ -267,12 +273,13 @@ class Shape:
 
     @classmethod
     def of(cls, extent: Extent) -> Shape:
-        """All ranks of the extent, in order."""
+        """Return the shape of all ranks of the extent, in order."""
         return cls._make(extent, extent._strides, 0)
 
     @classmethod
     def from_ranks(cls, extent: Extent, ranks: Iterable[int]) -> Shape:
-        """These base ranks, in row-major order of the extent; by strides where there are some that say the same.
+        """Return the shape of these base ranks, in row-major order of the extent. It has strides if they describe the
+        ranks.
 
         Raises ValueError unless there is one distinct rank, 0 or more, for each point of the extent.
 
@@ -289,7 +296,7 @@ class Shape:
 
     @classmethod
     def _from_ranks(cls, extent: Extent, ranks: tuple[int, ...]) -> Shape:
-        # If strides can say it, each is the step from the first rank to its neighbour in that dimension.
+        # If strides describe the ranks, each is the step from the first rank to its neighbor in that dimension.
         strides = tuple(ranks[stride] - ranks[0] if size > 1 else stride for stride, size in extent._places.values())
         if _strided(extent.sizes, strides, ranks[0]) == ranks:
             return cls._make(extent, strides, ranks[0], ranks)
@@ -314,40 +321,40 @@ class Shape:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of the dimensions, the outermost first."""
+        """Names of the dimensions, the outermost first."""
         return self._extent.labels
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the dimensions, in the order of `labels`."""
+        """Sizes of the dimensions, in the order of `labels`."""
         return self._extent.sizes
 
     @property
     def strides(self) -> tuple[int, ...] | None:
-        """The step in base ranks along each dimension; None where no strides describe the ranks."""
+        """Step in base ranks along each dimension; None if strides do not describe the ranks."""
         return self._strides
 
     @property
     def offset(self) -> int:
-        """The base rank of the first point."""
+        """Base rank of the first point."""
         return self._offset
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The base ranks in row-major order: ``ranks[i]`` is the base rank of ``extent.point(i)``."""
+        """Base ranks in row-major order: ``ranks[i]`` is the base rank of ``extent.point(i)``."""
         if self._ranks is None:
             assert self._strides is not None
             self._ranks = _strided(self.sizes, self._strides, self._offset)
         return self._ranks
 
     def rank_of(self, /, **coords: int) -> int:
-        """The base rank at these coordinates. Raises as Extent.rank_of does."""
+        """Return the base rank at these coordinates. Raises as `Extent.rank_of` does."""
         if self._strides is None:
             return self.ranks[self._extent.rank_of(**coords)]
         return self._offset + _dot(self._extent._indices(coords), self._strides)
 
     def at(self, /, **coords: int) -> Shape:
-        """The part at these coordinates, without the dimensions that are named. Raises as MeshBase.slice does."""
+        """Return the part at these coordinates, without the named dimensions. Raises as `MeshBase.slice` does."""
         return self.slice(**{label: _checked_int(f"{label}={index!r}", index) for label, index in coords.items()})
 
     def slice(self, /, **selection: Index) -> Shape:
@@ -416,7 +423,7 @@ class Shape:
         return hash((self._extent, self.ranks))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # With strides the ranks are not sent: they are computed again where they are wanted.
+        # With strides the ranks are not sent: the receiver computes them at the first access.
         return Shape._make, (self._extent, self._strides, self._offset, self.ranks if self._strides is None else None)
 
     def __repr__(self) -> str:
@@ -427,7 +434,7 @@ class Shape:
 
 
 class MeshBase(ABC):
-    """Base of all meshes with their operations on dimensions: hosts, processes, actors, values, devices.
+    """Base class of all meshes with their operations on dimensions: hosts, processes, actors, values, devices.
 
     A subclass has a `_shape`, and makes a similar mesh of another shape in `_new_with_shape`. The ranks of a shape are
     always those of the mesh that all slices come from.
@@ -442,11 +449,11 @@ class MeshBase(ABC):
         """Return this mesh with another selection of its base ranks."""
 
     def slice(self, /, **selection: Index) -> Self:
-        """The part of the mesh that the selection names; dimensions that it does not name stay whole.
+        """Return the selected part of the mesh. Dimensions that are not named stay whole.
 
-        An int drops its dimension, a ``slice`` keeps what it chooses, in its order; both count and step as in Python,
-        negative ones from the end. Raises KeyError for an unknown label, IndexError for an int outside the dimension,
-        ValueError when nothing is chosen, TypeError for anything else.
+        An int drops its dimension, a ``slice`` keeps the selected coordinates in its order. Both count as in Python,
+        negative values from the end. Raises KeyError for an unknown label, IndexError for an int outside the dimension,
+        ValueError for an empty selection, TypeError for another value.
 
         >>> from monarch_backend._mesh.value_mesh import ValueMesh
         >>> mesh = ValueMesh(Extent.of({"hosts": 2, "gpus": 4}), range(8))
@@ -456,11 +463,11 @@ class MeshBase(ABC):
         return self._new_with_shape(self._shape.slice(**selection))
 
     def split(self, /, **how: Sequence[str] | int) -> Self:
-        """The mesh with dimensions split into several, the outermost first; ranks keep their order.
+        """Return the mesh with dimensions split into several, the outermost first. Ranks keep their order.
 
-        A tuple of new labels says what a dimension becomes, an int the size of a new one; of each tuple one size may be
-        left out. Raises KeyError for an unknown label, ValueError when the sizes do not multiply to the dimension's,
-        when more than one is left out, or when a label is there twice.
+        ``dimension=("new", "labels")`` names the new dimensions, ``label=size`` gives the size of one. One size of each
+        tuple may be omitted. Raises KeyError for an unknown label. Raises ValueError if the product of the sizes is not
+        the dimension's size, more than one is omitted, or a label occurs twice.
 
         >>> from monarch_backend._mesh.value_mesh import ValueMesh
         >>> mesh = ValueMesh(Extent.of({"host": 32}), range(32))
@@ -470,21 +477,24 @@ class MeshBase(ABC):
         return self._new_with_shape(self._shape.split(**how))
 
     def flatten(self, name: str) -> Self:
-        """Return the mesh with all its dimensions as one, of this name. Ranks keep their order. ValueError for a bad
+        """Return the mesh with one dimension of this name. Ranks keep their order. Raises ValueError for an invalid
         name.
         """
         return self._new_with_shape(self._shape.flatten(name))
 
     def rename(self, /, **names: str) -> Self:
-        """Return the mesh with new labels, ``old="new"``. KeyError for an unknown label, ValueError for one in use."""
+        """Return the mesh with new labels, ``old="new"``.
+
+        Raises KeyError for an unknown label, ValueError for a label that is in use.
+        """
         return self._new_with_shape(self._shape.rename(**names))
 
     def without(self, ranks: Iterable[int | Point]) -> Self:
-        """The mesh without some of its ranks, in one dimension: what is left of it after a failure.
+        """Return the mesh without some of its ranks, in one dimension. For the survivors of a failure.
 
-        The ranks count in this mesh, as ``extent`` does, or are points of it. The dimension keeps its label where it
-        was the only one and is called "ranks" otherwise. Raises IndexError for a rank outside the mesh, ValueError for
-        a point of another extent or when no rank is left.
+        ``ranks`` are ranks of this mesh, from 0, or points of it. The dimension keeps its label if it was the only one,
+        and is called "ranks" otherwise. Raises IndexError for a rank outside the mesh, ValueError for a point of
+        another extent or if no rank is left, TypeError for a single rank.
 
         >>> from monarch_backend._mesh.value_mesh import ValueMesh
         >>> left = ValueMesh(Extent.of({"gpus": 4}), "abcd").without([2])
@@ -494,7 +504,9 @@ class MeshBase(ABC):
         return self._new_with_shape(self._shape.without(ranks))
 
     def size(self, dim: str | Sequence[str] | None = None) -> int:
-        """Return the number of ranks along one dimension, along several, or in all. KeyError for an unknown dimension.
+        """Return the number of ranks along one dimension, along several, or in all.
+
+        Raises KeyError for an unknown dimension.
 
         >>> from monarch_backend._mesh.value_mesh import ValueMesh
         >>> mesh = ValueMesh(Extent.of({"hosts": 2, "gpus": 4}), range(8))
@@ -507,12 +519,12 @@ class MeshBase(ABC):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each dimension by its label."""
+        """Size of each dimension by its label."""
         return dict(self.extent)
 
     @property
     def extent(self) -> Extent:
-        """The dimensions and their sizes."""
+        """Dimensions and their sizes."""
         return self._shape.extent
 
     @property
@@ -531,9 +543,9 @@ _Runs: TypeAlias = list[list[tuple[int, int]]]  # the same, as first and last of
 
 
 def ranks_in_words(extent: Extent, ranks: Iterable[int]) -> str:
-    """Names a set of ranks in few words, for logs and errors; about 120 characters at most, whatever the set.
+    """Return a short text for a set of ranks, for logs and errors. It has about 120 characters at most.
 
-    IndexError for a rank outside the extent.
+    Raises IndexError for a rank outside the extent.
 
     >>> ranks_in_words(Extent.of({"gpus": 8}), [1, 3, 4, 5])
     'gpus 1,3-5'
@@ -549,7 +561,7 @@ def ranks_in_words(extent: Extent, ranks: Iterable[int]) -> str:
     if not extent.labels:
         return "rank 0"
     boxes = [[_runs(coords) for coords in box] for box in _boxes(extent, chosen)]
-    if sum(len(runs) for box in boxes for runs in box) <= _WORDS:  # else it is long, whatever the labels
+    if sum(len(runs) for box in boxes for runs in box) <= _WORDS:  # else it is too long with any labels
         words = "; ".join(_box_in_words(extent.labels, box) for box in boxes)
         if len(words) <= _WORDS:
             return words
@@ -629,7 +641,7 @@ def _no_dimension(label: object, extent: Extent) -> KeyError:
 
 def _check_label(label: object) -> None:
     if not isinstance(label, str):
-        raise TypeError(f"the label {label!r} is no string; name the dimension, such as 'gpus'")
+        raise TypeError(f"the label {label!r} is not a string; name the dimension, such as 'gpus'")
     if not label.isidentifier() or keyword.iskeyword(label):
         raise ValueError(f"the label {label!r} cannot be a keyword argument; name the dimension, such as 'gpus'")
 
@@ -668,7 +680,7 @@ def _chosen(label: str, index: object, size: int) -> int | range:
         return _checked_index(label, index, size)
     try:
         chosen = range(size)[index]
-    except (TypeError, ValueError) as error:  # bounds that are no ints, a step of 0
+    except (TypeError, ValueError) as error:  # bounds that are not ints, a step of 0
         raise type(error)(f"{label}={index}: {error}") from None
     if not chosen:
         raise ValueError(f"{label}={index} selects nothing: {label} has size {size}; a mesh has at least one rank")
@@ -735,7 +747,7 @@ def _split_sizes(label: str, size: int, names: tuple[str, ...], given: Mapping[s
     if len(unknown) > 1:
         raise ValueError(f"{what}: the sizes of {', '.join(unknown)} are not given; give all but one of them")
     if unknown and size % known:
-        raise ValueError(f"{what}: {size} is no multiple of {known}, the product of the given sizes")
+        raise ValueError(f"{what}: {size} is not a multiple of {known}, the product of the given sizes")
     if not unknown and size != known:
         raise ValueError(
             f"{what}: the given sizes multiply to {known}, not to {size}; leave one out to have it derived"

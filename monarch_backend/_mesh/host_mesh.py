@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
 
 class HostMesh(MeshBase):
-    """Hosts, one for each rank. ``ids``: those of the base ranks, as the controller knows them; None for this host."""
+    """Hosts, one for each rank. `this_host`, `monarch_backend.hosts` and the jobs of `monarch_backend.job` make them.
+
+    Slices are HostMeshes of some of the hosts. ``ids`` are the controller's ids of the base ranks; None stands for this
+    host.
+
+    >>> from monarch_backend.mesh import this_host
+    >>> with this_host().spawn_procs({"gpus": 1}, name="trainers") as procs:
+    ...     print(procs)
+    ProcMesh('trainers', gpus=1)
+    """
 
     def __init__(self, shape: Shape, ids: tuple[str, ...] | None = None, name: str = "") -> None:
         self._shape, self._ids, self._name = shape, ids, name
@@ -42,17 +51,19 @@ class HostMesh(MeshBase):
         restart: Any = None,
         env: Mapping[str, str] | None = None,
     ) -> ProcMesh:
-        """Start processes on each host, ``{"gpus": 8}`` of them; returns the mesh at once.
+        """Start processes on each host, 8 with ``per_host={"gpus": 8}``. Return their `ProcMesh` at once.
 
-        They come from a fork server that has imported torch. ``bootstrap`` is called first of all in each of them,
-        ``env`` is added to their environment before. ``proc_bind``: "cores", "numa", a list of processors for each
-        process, or a function of its rank. ``restart``: a Restart, what to do about processes that die.
+        The processes come from a fork server that has imported torch. ``env`` is added to their environment.
+        ``bootstrap`` is called before other code of the user's. ``proc_bind`` sets their CPU affinity on this host:
+        "cores", "numa", a list with the CPUs of each process, or a function of its rank. ``restart``, a `Restart`, is
+        the policy for processes that die; without it a death is a failure of the mesh.
 
-        A ``bootstrap`` that raises is a MeshFailure of ``initialized`` and a SupervisionError of calls, with its
-        traceback; the program does not end.
+        If ``bootstrap`` raises, ``initialized`` raises `MeshFailure` and calls raise `SupervisionError`, with its
+        traceback. The program does not end.
 
-        Raises ValueError for a mesh without processes, SpawnLimitError (a RuntimeError) for more than the machine
-        allows.
+        Raises ValueError for a dimension that the hosts have, a size below 1, or an invalid ``proc_bind`` or ``env``.
+        Raises TypeError for arguments of a wrong type, `SpawnLimitError` (a RuntimeError) for more processes than the
+        system has room for, and RuntimeError for a host that is lost.
         """
         extent = Extent.of({} if per_host is None else per_host)
         clash = set(extent.labels) & set(self._labels)
@@ -64,22 +75,22 @@ class HostMesh(MeshBase):
         )
 
     def shutdown(self) -> Any:
-        """Stop all processes that this program has started on these hosts. Return a Future of None."""
+        """Stop all processes that this program has started on these hosts. Return a `Future` of None."""
         return program().stop_procs(None, "stop", "its hosts were shut down", hosts=self.hosts or ())
 
     def sync_workspace(
         self, path: str | os.PathLike[str], to: str | None = None, *, ignore: Sequence[str] = (), reload: Any = None
     ) -> Any:
-        """Copy the files below a directory to all hosts. Each host gets once what it lacks. Return a Synced.
+        """Copy the files below a directory to all hosts. Each file that a host lacks is sent once. Return a Synced.
 
-        ``to``: the directory on the hosts, by default the same path; each host expands "~" and variables. Files that
-        an earlier sync wrote and that are gone here are removed there. Permission bits are copied. ``ignore``:
-        patterns of names, beside ``.git`` and caches. ``reload``: a ProcMesh whose processes then reload the
-        workspace's modules; existing objects stay as they are.
+        ``to`` is the directory on the hosts, by default the same path; each host expands "~" and variables. Files that
+        an earlier sync wrote and that are gone here are removed there. Permission bits are copied. ``ignore`` has
+        patterns of names, in addition to ``.git`` and caches. ``reload`` is a `ProcMesh` whose processes then reload
+        the workspace's modules; existing objects do not change.
 
-        Raises NotADirectoryError, and WorkspaceError (a ValueError) before anything is written where a link leads
-        out of the directory or a host's ``.monarch_workspace`` lists a file outside it. A host writes through no
-        link. An error on a host is raised here, with its traceback.
+        Raises NotADirectoryError if ``path`` is not a directory. Raises `WorkspaceError` (a ValueError), before
+        anything is written, if a link leads out of the directory or a host's ``.monarch_workspace`` lists a file
+        outside of it. A host writes through no link. An error on a host is raised here, with its traceback.
         """
         return extension("workspace sync")(self, path, to, ignore, reload)
 

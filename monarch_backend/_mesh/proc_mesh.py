@@ -16,7 +16,7 @@ from monarch_backend._mesh.extent import Extent, MeshBase, Shape, ranks_in_words
 from monarch_backend._mesh.runtime_protocol import program
 
 ERROR_GRACE_S = 10.0
-"""Seconds for actors to finish their messages when an error leaves the ``with`` of their processes."""
+"""Seconds for actors to finish their messages when an error leaves the ``with`` block of their processes."""
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,9 +34,7 @@ class ProcReference(NamedTuple):
     owner: str
     tokens: tuple[str, ...]
     server: str
-    host_names: tuple[
-        tuple[str, str], ...
-    ] = ()  # by number, for failures reported in processes that have not attached the hosts
+    host_names: tuple[tuple[str, str], ...] = ()  # by number, for messages of processes that did not attach the hosts
 
 
 @dataclass(eq=False)
@@ -53,9 +51,7 @@ class ProcMeshState:
     owned: Any = None  # the owner's records, None elsewhere
     stopped: str | None = None  # why it was stopped, if it was
     before_stop: list[Callable[[Callable[[], None]], None]] = field(default_factory=list)
-    """Functions that send remaining operations to the processes, and call their argument when these may be told to
-    stop.
-    """
+    """Functions that send remaining operations to the processes, and then call their argument, which stops these."""
     groups: dict[Any, Any] = field(default_factory=dict)
     former: dict[str, int] = field(default_factory=dict)  # ranks of processes that have successors, by token
     known: list[Peer | None] = field(init=False)
@@ -138,9 +134,19 @@ def whole(mesh: Any, what: str) -> Any:
 
 
 class ProcMesh(MeshBase):
-    """Processes, one for each rank. From ``host_mesh.spawn_procs(...)``, at once: messages wait until they are up.
+    """Processes, one for each rank. ``host_mesh.spawn_procs(...)`` returns it at once.
 
-    Slices show some of the processes; a reference may be sent to any actor.
+    Messages wait until the processes have started. Slices are ProcMeshes of some of the processes. A mesh can be sent
+    to any actor. A ``with`` block stops the processes at its end, after an error at the latest 10 seconds later.
+
+    >>> from monarch_backend.actor import Actor, current_rank, endpoint, this_host
+    >>> class Rank(Actor):
+    ...     @endpoint
+    ...     def number(self):
+    ...         return current_rank().rank
+    >>> with this_host().spawn_procs({"gpus": 1}) as procs:
+    ...     procs.spawn("rank", Rank).number.call_one().get()
+    0
     """
 
     def __init__(self, core: ProcMeshState, shape: Shape | None = None) -> None:
@@ -155,68 +161,86 @@ class ProcMesh(MeshBase):
 
     @property
     def name(self) -> str:
-        """The name given to ``spawn_procs``."""
+        """Name that was given to ``spawn_procs``."""
         return self._core.name
 
     @property
     def initialized(self) -> Any:
-        """A Future, done when all processes are up; it fails if one does not come up."""
+        """`Future` that is done when all processes have started and their ``bootstrap`` has returned.
+
+        It raises `MeshFailure` if one does not start. Raises RuntimeError for a mesh that another process has spawned.
+        """
         return program().ready(self._core)
 
     def spawn(self, name: str, cls: type, /, *args: Any, restart: Any = None, **kwargs: Any) -> Any:
-        """Build ``cls(*args, **kwargs)`` in each process; returns the ActorMesh at once.
+        """Construct an actor ``cls(*args, **kwargs)`` in each process. Return its `ActorMesh` at once.
 
-        A constructor that fails is a failure of the mesh, told to its owner. ``restart``: a Restart, what to do about
-        actors that die. Raises TypeError for a class that is no Actor or arguments that it does not take.
+        ``restart``, a `Restart`, is the policy for actors that die. Without it a constructor or an actor that fails is
+        a failure of the mesh, which is reported to the owner.
+
+        Raises TypeError for a class that is not an `Actor` and for arguments that its constructor does not take. Raises
+        ValueError for an empty name and a class whose endpoints do not fit together, SerializationError for an argument
+        that cannot be pickled, and SupervisionError if the mesh was stopped.
         """
         return program().spawn_actors(self, name, cls, args, kwargs, restart=restart)
 
     def process_group(self, backend: str = "monarch", timeout: float = 300.0) -> Any:
-        """Make these processes the ranks of torch's default process group, as ``torchrun`` would: a Future of None.
+        """Make these processes the ranks of torch's default process group, as ``torchrun`` does. Return a `Future` of
+        None.
 
-        Afterwards ordinary torch.distributed code runs in actors on them: collectives, DDP, FSDP. A slice is a world of
-        its own. If a process dies, the groups of the others end with an error that names it; call this again after a
-        restart. ``timeout``, in seconds, is the group's.
+        Then ordinary torch.distributed code runs in actors on them: collectives, DDP, FSDP. A slice is a world of its
+        own. ``timeout`` is that of the group, in seconds. If a process dies, the groups of the others end with an error
+        that names it. Call this method again after a restart.
+
+        The future raises `ActorError` if a rank cannot join, and `SupervisionError` if a process is dead. Raises
+        ValueError for a negative timeout.
         """
         return program().process_group(self, backend, timeout)
 
     def device_mesh(self, device_type: str = "cpu", timeout: float = 300.0) -> Any:
-        """These processes as a torch DeviceMesh of the same shape, controlled by this program.
+        """Return these processes as a torch DeviceMesh of the same shape, controlled by this program.
 
-        DTensors on it are torch's own; their shards live in the processes: see monarch_backend.dtensor.
-        ``device_type``: "cpu", or "cuda" where the processes have GPUs. ``timeout``, in seconds, is that of their
-        collectives. A slice is a mesh of its own, on the same processes. Raises ValueError for another device, and
-        RemoteTensorError in a process that is a rank of a torch.distributed group.
+        DTensors on it are torch's own, with their shards in the processes: see `monarch_backend.dtensor`.
+        ``device_type`` is "cpu", or "cuda" if the processes have GPUs. ``timeout``, in seconds, is that of their
+        collectives. A slice is a separate mesh on the same processes.
+
+        Raises ValueError for another device, and RemoteTensorError in a process that is a rank of a torch.distributed
+        group.
         """
         return extension("dtensor").device_mesh(self, device_type, timeout)
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function as SPMD code in these processes, with torch.distributed's groups: a Future of its results.
+        """Call a function as SPMD code in these processes, with torch.distributed's groups. Return a `Future` of its
+        results.
 
-        DTensors of `device_mesh` among the arguments are genuine ones there; see `monarch_backend.dtensor.run`.
+        DTensors of `device_mesh` among the arguments are ordinary DTensors there. Errors are those of
+        `monarch_backend.dtensor.run`.
         """
         return extension("dtensor").run(self, function, *args, **kwargs)
 
     def stop(self, reason: str = "stopped by its owner", timeout: float | None = None) -> Any:
-        """Let the actors finish the messages that they have, clean up, and end the processes. A Future of None.
+        """Stop the processes after the messages in their actors' queues. Return a `Future` of None.
 
-        Operations of device meshes that were issued before are among these messages. What is still there after
-        ``timeout`` seconds is killed. Without it a process that works is waited for, with a warning every 10 seconds.
-        Killed after 10 are those that do not read their messages, and where a process of the mesh has died all that
-        are left, since they may wait for it. Raises ValueError for a slice, and RuntimeError for
-        a mesh that another actor or program has spawned; so do ``abort`` and ``kill``.
+        Operations on device meshes that were issued before are among these messages. Processes that still run after
+        ``timeout`` seconds are killed. Without a timeout, a process at work is waited for, with a warning every 10
+        seconds. Processes that do not read their messages are killed after 10 seconds. If a process of the mesh has
+        died, all others are killed then, because they may wait for it.
+
+        Raises ValueError for a slice or an invalid timeout, and RuntimeError for a mesh that another actor or program
+        has spawned.
         """
         return program().stop_procs(whole(self, "stop"), "stop", reason, timeout)
 
     def abort(self, reason: str = "aborted by its owner") -> Any:
-        """End the processes after the messages that run, or after 10 seconds. A Future of None.
+        """End the processes after the running messages, at the latest after 10 seconds. Return a `Future` of None.
 
-        What runs is interrupted after 5 seconds: CancelledError is raised in it, where the interpreter can do that.
+        Running code is interrupted after 5 seconds by CancelledError, where the interpreter can raise it. Raises as
+        `stop` does.
         """
         return program().stop_procs(whole(self, "abort"), "abort", reason)
 
     def kill(self, reason: str = "killed by its owner") -> Any:
-        """End the processes at once, by SIGKILL. Return a Future of None."""
+        """Kill the processes at once, by SIGKILL. Return a `Future` of None. Raises as `stop` does."""
         return program().stop_procs(whole(self, "kill"), "kill", reason)
 
     async def __aenter__(self) -> Self:
@@ -239,14 +263,20 @@ class ProcMesh(MeshBase):
         level: int | str | None = None,
         to_files: str | None = None,
     ) -> None:
-        """What of the processes' output the controller shows; what is not given stays as it is.
+        """Set which output of the processes the controller shows. Omitted options do not change.
 
-        ``aggregate_window_sec``: how long to wait for the same line from other ranks; None: not at all. ``level``: of
-        ``logging`` records. ``to_files``: a folder for a file of each rank and stream.
+        ``stream_to_client``: whether it is shown. ``aggregate_window_sec``: seconds that a line waits for the same line
+        of other ranks; None shows it at once. ``level``: minimum level of ``logging`` records, a number or a name.
+        ``to_files``: directory for one file of each rank and stream.
+
+        Raises ValueError for a slice and for an invalid value, TypeError for a value of a wrong type, and RuntimeError
+        for a mesh that another program has spawned.
         """
         logs = whole(self, "logging_option").owned.logs if self._core.owned is not None else None
         if logs is None:
-            raise RuntimeError("the output of these processes goes to the program that has spawned them: set it there")
+            raise RuntimeError(
+                "the output of these processes goes to the program that has spawned them: set the option there"
+            )
         options: Mapping[str, Any] = {
             name: value
             for name, value in {"stream_to_client": stream_to_client, "level": level, "to_files": to_files}.items()

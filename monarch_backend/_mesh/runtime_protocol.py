@@ -1,4 +1,4 @@
-"""Interface from meshes up to the actor runtime: what host and process meshes need of their program.
+"""Interface from meshes up to the actor runtime: the functions of the runtime that host and process meshes use.
 
 _actor/runtime.py is the one implementation, and installs itself here. So this package imports nothing of _actor.
 """
@@ -19,7 +19,7 @@ class MeshProgram(Protocol):
         ...
 
     def spawn_actors(self, procs: Any, name: str, cls: type, args: Any, kwargs: Any, restart: Any) -> Any:
-        """Build an actor in each process. Return an ActorMesh at once."""
+        """Construct an actor in each process. Return an ActorMesh at once."""
         ...
 
     def stop_procs(self, core: Any, how: str, reason: str, timeout: float | None = None, hosts: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""ValueMesh: one value for each rank of a mesh, such as the replies to a call. It has no processes and no messages."""
+"""ValueMesh: one value for each rank of a mesh, such as the replies of a call. It has no processes and no messages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SHOWN = 6  # values in a repr
 class ValueMesh(MeshBase, Generic[T_co]):
     """One value for each rank, with the operations of every mesh. Picklable.
 
-    `values` holds the value of rank i at index i and is kept, not copied; so do slices. Pickling takes only the values
-    that a slice shows. Meshes are equal when their extents and values are; values are compared as in lists, so those
-    whose ``==`` gives no bool, such as arrays, cannot be.
+    ``values`` holds the value of rank i at index i. It is referenced, not copied, also by slices. Pickling a slice
+    takes only its own values. Meshes are equal if their extents and values are. Values are compared as in lists, so
+    arrays, whose ``==`` is not a bool, cannot be compared.
 
-    Raises ValueError unless there are as many values as ranks.
+    Raises ValueError unless there is one value for each rank.
 
     >>> squares = ValueMesh(Extent.of({"hosts": 2, "gpus": 4}), [i * i for i in range(8)])
     >>> squares.item(hosts=1, gpus=0), list(squares.slice(hosts=1).values())
@@ -51,7 +51,7 @@ class ValueMesh(MeshBase, Generic[T_co]):
         return mesh
 
     def item(self, /, **coords: int) -> T_co:
-        """Return the value at these coordinates, one for each label; a negative one counts from the end.
+        """Return the value at these coordinates, one for each label. A negative one counts from the end.
 
         Raises KeyError for a missing or unknown label, IndexError for a coordinate outside its dimension.
         """
