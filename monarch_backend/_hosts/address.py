@@ -19,7 +19,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """
     found = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\[\]:/\s]+))(?::(\d{1,5}))?/?", text)
     if found is None or not 0 <= int(found[3] or DEFAULT_PORT) <= 65535:
-        raise ValueError(f"{text!r} is no address of a host: write tcp://HOST:PORT, HOST:PORT or [IPv6]:PORT")
+        raise ValueError(f"{text!r} is not an address of a host: write tcp://HOST:PORT, HOST:PORT or [IPv6]:PORT")
     return found[1] or found[2], int(found[3] or DEFAULT_PORT)
 
 

@@ -157,9 +157,7 @@ class AgentProcess:
             self._ways[host_of(plan.root)] = host_of(plan.asker)
         self._asking: dict[PeerConnection, Attach] = {}  # requests to daemons for an agent
         self._until: dict[int, float] = {}  # deadlines of these requests, by id
-        self._awaited: dict[
-            PeerConnection, Attached
-        ] = {}  # first connections to agents, and the message to send once they are up
+        self._awaited: dict[PeerConnection, Attached] = {}  # first connections to agents, and the messages to send then
         self._births = threading.Lock()  # held until a new process has its entry in _numbers
         self._spawner: Spawner | None = None
         self._numbers: dict[int, int] = {}  # the spawner's numbers, by the controller's
@@ -189,7 +187,7 @@ class AgentProcess:
 
     def _end_if_nobody_came(self) -> None:
         if host_of(self._plan.asker) not in self._hosts:
-            self._finish("its controller has never called")
+            self._finish("its controller has never connected")
 
     def _stay_with_the_controller(self) -> None:
         while self._router.link_to(self._root) < 0 and self._root.gone is None:
@@ -263,7 +261,7 @@ class AgentProcess:
         try:
             self._gateway.arrived(prefix, body, functools.partial(self._learn_way, remote))
         except FrameError as error:
-            log.error("host %s: %s; it is not listened to any more", self._name_of(remote), error)
+            log.error("host %s: %s; its messages are not read any more", self._name_of(remote), error)
             self._tcp.hang_up(remote)
             remote.lost = str(error)
             self._lost(remote)
@@ -352,7 +350,7 @@ class AgentProcess:
         try:
             answer = protocol.decode(body)
         except msgspec.DecodeError as error:
-            answer = Unwelcome(f"it answered with what is no message: {error}")
+            answer = Unwelcome(f"it answered with an invalid message: {error}")
         here = Versions.here(asked.any_torch)
         if isinstance(answer, Welcome) and not (differences := here.differences(answer.versions)):
             self._known[host_of(answer.token)] = (asked.host, asked.port, answer.token, answer.host_name)
@@ -381,7 +379,7 @@ class AgentProcess:
 
     def _told(self, peer: Peer, _: AgentFrame, frame: Frame) -> None:
         if peer is not self._root:
-            raise FrameError("only the controller gives orders to an agent")
+            raise FrameError("only the controller can send requests to an agent")
         try:
             message = protocol.decode(frame.body)
         except msgspec.DecodeError as error:

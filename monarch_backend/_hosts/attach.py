@@ -285,21 +285,33 @@ def attach_to_workers(
 ) -> HostMesh:  # fmt: skip
     """Return a HostMesh of machines on which `monarch-backend up` runs. Its one dimension is "hosts".
 
-    ``workers``: their addresses, as "tcp://10.0.0.2:26600". ``name`` is used in messages. ``secret``: the job's, 32
-    bytes. The default is that of MONARCH_SECRET or MONARCH_SECRET_FILE, or else the user's own, which only hosts on
-    this machine know.
+    ``workers`` are their addresses, as "tcp://10.0.0.2:26600". ``name`` is used in messages. ``secret`` is the job's,
+    32 bytes. The default is that of MONARCH_SECRET or MONARCH_SECRET_FILE, or else the user's own, which only hosts on
+    this machine know. Hosts with several secrets may be attached: each secret is used for connections to its own hosts
+    only.
 
     Each host sends a heartbeat every ``heartbeat`` seconds. A host is lost after ``silence`` seconds without any
     message. The values of the first call hold for the whole program.
 
-    ``any_torch``: hosts may have another release of torch than the controller, as hosts with TPUs have. Tensors and
-    code travel all the same. An object of torch whose pickled form differs between the two releases raises where it
-    arrives.
+    With ``any_torch=True`` hosts may have another release of torch than the controller, as hosts with TPUs have.
+    Tensors and code can be sent all the same. An object of torch whose pickled form differs between the two releases
+    raises on arrival.
 
     Raises ConnectionError, with all reasons, unless all hosts are reached within ``timeout`` seconds, prove that they
-    know the secret, and have the same versions. Raises ValueError for an invalid address and for bounds that no host
-    could keep. Raises RuntimeError if this program's own gateway has ended. Hosts with several secrets may be attached:
-    each secret is used for connections to its own hosts only.
+    know the secret, and have the same versions. Raises ValueError for an invalid address, and for ``silence`` below
+    three heartbeats. Raises RuntimeError if this process is not the main program, or if this program's own gateway has
+    ended.
+
+    >>> import subprocess, sys
+    >>> from monarch_backend.hosts import attach_to_workers
+    >>> command = [sys.executable, "-m", "monarch_backend.cli", "up", "--address", "127.0.0.1:0"]
+    >>> daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    >>> address = daemon.stdout.readline().split()[-1]
+    >>> attach_to_workers([address], timeout=60.0)
+    HostMesh('hosts', hosts=1)
+    >>> daemon.terminate()
+    >>> daemon.wait()
+    0
     """
     addresses, timeout = _addresses(workers), check_bounded(timeout)
     with _attaching:
@@ -314,12 +326,25 @@ def attach(
 ) -> HostMesh:  # fmt: skip
     """Return a HostMesh of machines that can be reached from one machine only, such as the login node of a cluster.
 
-    ``address``: that machine, on which `monarch-backend up` runs as on the others. All messages to the others go
-    through it. ``workers``: their addresses, as seen from there. The default is the list that it was started with
+    ``address`` is that machine, on which `monarch-backend up` runs as on the others. All messages to the others go
+    through it. ``workers`` are their addresses, as seen from there. The default is the list that it was started with
     (``--workers``). The machine itself is in the mesh only if it is in the list. The other parameters are those of
     `attach_to_workers`.
 
     Raises as `attach_to_workers` does, and ValueError if there is no list of workers.
+
+    >>> import subprocess, sys
+    >>> from monarch_backend.hosts import attach
+    >>> command = [sys.executable, "-m", "monarch_backend.cli", "up", "--address", "127.0.0.1:0"]
+    >>> daemons = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    >>> login, worker = [daemon.stdout.readline().split()[-1] for daemon in daemons]
+    >>> attach(login, [worker], timeout=60.0)
+    HostMesh('hosts', hosts=1)
+    >>> for daemon in daemons:
+    ...     daemon.terminate()
+    ...     daemon.wait()
+    0
+    0
     """
     addresses, timeout = [] if workers is None else _addresses(workers), check_bounded(timeout)
     with _attaching:
@@ -329,8 +354,8 @@ def attach(
         try:
             if workers is None and not gateway.workers:
                 raise ValueError(
-                    f"{address} was started without --workers, and attach without workers: say in one place which "
-                    "hosts can be reached through it"
+                    f"{address} was started without --workers, and attach was called without workers: give the "
+                    "hosts that can be reached through it in one of both places"
                 )
             behind = addresses or _addresses(gateway.workers)
             made = registry.attach(behind, found, source, timeout, any_torch, gateway)

@@ -1,5 +1,4 @@
-"""`monarch-backend up`: the daemon that makes a machine a host. It checks secrets, and starts an agent for each
-controller.
+"""`monarch-backend up`: the daemon that makes a machine a host. It checks secrets, and starts an agent per controller.
 
 The daemon has a fork server with torch imported, so that agents and their processes start in milliseconds. agent.py
 defines what an agent does. All agents end with the daemon.
@@ -94,7 +93,7 @@ class Daemon:
             if not isinstance(ask, Ask):
                 raise msgspec.DecodeError(f"a {type(ask).__name__} where an Ask is expected")
         except msgspec.DecodeError as error:
-            log.warning("%s said what is no question: %s", remote, error)
+            log.warning("%s sent an invalid request: %s", remote, error)
             self._tcp.hang_up(remote)
             return
         self._tcp.send(remote, b"", [protocol.encode(self._answer(ask, remote.secret))])
@@ -159,19 +158,26 @@ def run_worker_loop_forever(
     workers: Sequence[str] = (),
     on_ready: Any = None,
 ) -> None:
-    """Make this machine a host for controllers, until SIGTERM or Ctrl-C. Processes that run on the host are killed
-    then.
+    """Make this machine a host for controllers, until SIGTERM or Ctrl-C. Then all processes on the host are killed.
 
-    ``address``: where to listen, as "tcp://0.0.0.0:26600"; port 0 stands for any free port. ``workers``: addresses of
-    hosts that controllers may reach through this one, with `attach`. ``on_ready(host, port)`` is called when the host
-    listens.
+    ``address`` is where to listen, as "tcp://0.0.0.0:26600"; port 0 stands for any free port. ``workers`` are addresses
+    of hosts that controllers may reach through this one, with `attach`. ``on_ready(host, port)`` is called when the
+    host listens.
 
-    ``secret``: that of the job, 32 bytes, or those of several jobs, which cannot access each other. The default is
+    ``secret`` is that of the job, 32 bytes, or those of several jobs, which cannot access each other. The default is
     MONARCH_SECRET or the file MONARCH_SECRET_FILE, which has one secret in each line. Without these it is the user's
     own, on loopback only.
 
     Raises ValueError for an invalid address, and OSError if it is not possible to listen on it. Raises PermissionError
-    for an address that other machines can reach without a secret of the job.
+    for an address that other machines can reach without a secret of the job. Call it on the main thread.
+
+    >>> import os, signal
+    >>> from monarch_backend.hosts import run_worker_loop_forever
+    >>> def end(host, port):
+    ...     print("listens on", host)
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    >>> run_worker_loop_forever("tcp://127.0.0.1:0", on_ready=end)
+    listens on 127.0.0.1
     """
     host, port = parse_address(address)
     if isinstance(workers, str):

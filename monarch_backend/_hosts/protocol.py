@@ -28,9 +28,7 @@ REMEDY = "install the same versions on both, or, if torch differs on purpose, at
 
 
 def _torch_version() -> str:
-    """Return the version of torch without importing it. The import takes ten times as long as the rest of a daemon's
-    start.
-    """
+    """Return the version of torch without importing it, which would take most of a daemon's start."""
     loaded = sys.modules.get("torch")
     if loaded is None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -85,7 +83,7 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The daemon's answer: the agent can be reached at the same address. ``workers``: hosts that can be reached from
+    """The daemon's answer: an agent was started, at the same address. ``workers`` are hosts that can be reached from
     there.
     """
 
@@ -217,5 +215,10 @@ def decode(data: Any) -> Any:
 
 
 def host_name() -> str:
-    """Name of this host in messages: MONARCH_HOST_NAME where it is set, else the system's host name."""
+    """Return the name of this host in messages: MONARCH_HOST_NAME if it is set, else the system's host name.
+
+    >>> from monarch_backend.hosts import host_name
+    >>> len(host_name()) > 0
+    True
+    """
     return env.get("MONARCH_HOST_NAME") or socket.gethostname()

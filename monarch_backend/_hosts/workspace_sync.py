@@ -108,7 +108,9 @@ class Keeper(Actor):
     @endpoint
     def settle(self, files: dict[str, Entry]) -> tuple[int, int]:
         """Remove and write files; return how many were written and removed."""
-        removed = sum(self._tree.remove(name) for name in self._obsolete)  # first: a directory may take a file's name
+        removed = sum(
+            self._tree.remove(name) for name in self._obsolete
+        )  # first, because a directory may take a file's name
         for name in self._lacking:
             self._tree.write(name, self._fresh[files[name].digest])
         for name, entry in files.items():
@@ -136,7 +138,9 @@ class Keeper(Actor):
                     raise WorkspaceError(f"{name!r} is not a file that a sync writes")
                 check_name(name)
             except WorkspaceError as error:
-                raise WorkspaceError(f"{record} is not ours: {error}. Remove {record}, then sync again") from None
+                raise WorkspaceError(
+                    f"{record} was not written by a sync: {error}. Remove {record}, then sync again"
+                ) from None
         return names
 
 
@@ -175,7 +179,7 @@ def sync(hosts: Any, path: str | os.PathLike[str], to: str | None, ignore: Seque
     """See HostMesh.sync_workspace."""
     root = Path(path).resolve()
     if not root.is_dir():
-        raise NotADirectoryError(f"{root} is no directory: give the root of the workspace")
+        raise NotADirectoryError(f"{root} is not a directory: give the root of the workspace")
     target = str(root) if to is None else to
     ignored = (*IGNORED, *ignore)
     files = manifest(root, ignored)

@@ -22,7 +22,14 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @public("monarch_backend.hosts")
 class WorkspaceError(MonarchError, ValueError):
-    """A workspace that cannot be synchronised: a name or a link leads out of its root, or a file is in the way."""
+    """A workspace cannot be synchronized: a name or link leads out of its root, or another file is in the way.
+
+    `HostMesh.sync_workspace` raises it, before any file is written or removed. The text names the file and the remedy.
+
+    >>> from monarch_backend.hosts import WorkspaceError
+    >>> issubclass(WorkspaceError, ValueError)
+    True
+    """
 
 
 def check_name(name: str) -> tuple[str, ...]:
@@ -34,7 +41,7 @@ def check_name(name: str) -> tuple[str, ...]:
     parts = tuple(name.split("/"))
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise WorkspaceError(
-            f"{name!r} is no file name relative to a workspace: it must not be absolute or contain '..'"
+            f"{name!r} is not a file name relative to a workspace: it must not be absolute or contain '..'"
         )
     return parts
 

@@ -41,7 +41,16 @@ STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class HostStatus:
-    """A host of a job. ``state``: "up", "gone", "not started", or "unknown" with the reason."""
+    """Status of one host of a job. ``state`` is "up", "gone", "not started", or "unknown: " with the reason.
+
+    ``mesh`` and ``index`` tell its place in the job, ``address`` where it listens, ``log`` the path of its log. The
+    last two are "" for a host that was not started.
+
+    >>> from monarch_backend.job import SSHJob
+    >>> [status] = SSHJob().add_mesh("trainers", ["node1"]).status()
+    >>> status.mesh, status.index, status.state
+    ('trainers', 0, 'not started')
+    """
 
     mesh: str
     index: int
@@ -51,7 +60,15 @@ class HostStatus:
 
 
 class JobState(Mapping[str, HostMesh]):
-    """The attached meshes of a job, as attributes and items by their names."""
+    """The attached meshes of a job, as attributes and items by their names. `Job.state` makes it.
+
+    An unknown name raises AttributeError, or KeyError as an item.
+
+    >>> from monarch_backend.job import LocalJob
+    >>> state = LocalJob(["trainers", "loaders"]).state()
+    >>> list(state), state.trainers
+    (['trainers', 'loaders'], HostMesh(this host))
+    """
 
     def __init__(self, name: str, meshes: Mapping[str, HostMesh]) -> None:
         self._name, self._meshes = name, dict(meshes)
@@ -80,7 +97,7 @@ class JobState(Mapping[str, HostMesh]):
 
 @dataclass(frozen=True)
 class Plan:
-    """How one host is started. ``where``: "" for this machine. ``reach``: its address, if not the one that it
+    """How one host is started. ``where`` is "" for this machine. ``reach`` is its address, if not the one that it
     prints.
     """
 
@@ -100,13 +117,20 @@ class Plan:
 class Job:
     """Meshes of hosts by name, and the file that records which of them run.
 
-    This is the base of LocalJob, ProcessJob and SSHJob. ``name`` distinguishes the jobs of a user. ``path`` is the
-    job's file, by default $XDG_STATE_HOME/monarch_backend/jobs/NAME.json. ``secret_file`` holds the secret of all hosts
-    and of the program. The default is MONARCH_SECRET_FILE's, or a new one for this job.
+    This is the base class of `LocalJob`, `ProcessJob` and `SSHJob`. ``name`` distinguishes the jobs of a user. ``path``
+    is the job's file, by default $XDG_STATE_HOME/monarch_backend/jobs/NAME.json. ``secret_file`` holds the secret of
+    all hosts and of the program. The default is MONARCH_SECRET_FILE's, or a new one for this job.
+
+    Raises ValueError for a name that cannot be a file's.
+
+    >>> from monarch_backend.job import SSHJob
+    >>> job = SSHJob(name="train").add_mesh("trainers", ["node1"])
+    >>> job.path.name, [status.state for status in job.status()]
+    ('train.json', ['not started'])
     """
 
     kind: ClassVar[str]
-    looks_at_once: ClassVar[bool] = False  # whether it is cheap to find out if hosts run
+    looks_at_once: ClassVar[bool] = False  # whether the state of hosts is cheap to find
     _kinds: ClassVar[dict[str, type[Job]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -145,8 +169,15 @@ class Job:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Job:
-        """Return the job of this file, or of this name, for use in a second program. Raises JobError if there is
-        none.
+        """Return the job of this file, or of this name, for use in a second program.
+
+        Raises JobError if there is no such file, or if it is not a job's file.
+
+        >>> from monarch_backend.job import Job
+        >>> Job.load("/nowhere/job.json")
+        Traceback (most recent call last):
+            ...
+        monarch_backend.job.JobError: there is no job: no file /nowhere/job.json
         """
         text = os.fspath(path)
         where = Path(text).expanduser().absolute()
@@ -157,11 +188,13 @@ class Job:
             raise JobError(f"there is no job: no file {where}")
         cls = Job._kinds.get(file.kind)
         if cls is None:
-            raise JobError(f"{where} is of a job of kind {file.kind!r}, which this monarch_backend does not know")
+            raise JobError(
+                f"{where} is of a job of kind {file.kind!r}, which this release of monarch_backend does not have"
+            )
         try:
             job = cls._from_description(file.description)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise JobError(f"{where} is no file of a {cls.__name__}: {error}") from None
+            raise JobError(f"{where} is not the file of a {cls.__name__}: {error}") from None
         job.name, job.path = file.name, where
         job._secret_file = None if file.own_secret else Path(file.secret_file)
         return job
@@ -174,7 +207,8 @@ class Job:
         """Start the hosts that do not run yet, and return when all listen.
 
         The job's file records hosts that this job has started before, also from another program. Raises JobError if a
-        host cannot be started within ``timeout`` seconds; then no new host is left running.
+        host cannot be started within ``timeout`` seconds; then no new host is left running. Raises JobError if the file
+        is of a job with other arguments, and ValueError for a job without hosts or a negative timeout.
         """
         env.check()
         timeout, plans = check_bounded(timeout), self._plans()
@@ -210,7 +244,7 @@ class Job:
         states = self._look(file.hosts)
         unknown = [f"{h.label}: {s}" for h, s in zip(file.hosts, states, strict=True) if s not in ("up", "gone")]
         if unknown:
-            raise JobError("it can't be found out whether these still run: " + "; ".join(unknown))
+            raise JobError("it is unknown whether these hosts still run: " + "; ".join(unknown))
         return {(h.mesh, h.index): h for h, s in zip(file.hosts, states, strict=True) if s == "up"}
 
     def _new_file(self) -> JobFile:
@@ -267,7 +301,8 @@ class Job:
     def state(self, timeout: float = 15.0) -> JobState:
         """Attach the hosts, and return the meshes of the job. Later calls return the same meshes.
 
-        Raises JobError if the job has not been applied, or if hosts of it are gone, with their names and logs.
+        Raises JobError, with names and logs, if the job was not applied, if hosts of it are gone, or if they cannot be
+        attached within ``timeout`` seconds.
         """
         timeout, file = check_bounded(timeout), self._read()
         if file is None:
@@ -312,7 +347,7 @@ class Job:
         return f": {'; '.join(gone)}. apply() starts again what is gone" if gone else ""
 
     def status(self) -> list[HostStatus]:
-        """Return the status of each host, without attaching any."""
+        """Return the `HostStatus` of each host, without attaching it. Raises JobError if the job's file is invalid."""
         file = self._read()
         hosts = [] if file is None else file.hosts
         found = dict(zip(((h.mesh, h.index) for h in hosts), zip(hosts, self._look(hosts), strict=True), strict=True))
@@ -326,8 +361,8 @@ class Job:
     def kill(self) -> None:
         """End all hosts that the job has started, from this program or another one.
 
-        What this program runs on them is stopped before. Raises JobError, naming them, for hosts that could not be
-        ended: they stay in the job's file.
+        This program's processes on them are stopped before. Raises JobError, with their names, for hosts that could not
+        be ended: they stay in the job's file.
         """
         with state_file.locked(self.path):
             file = self._read()
@@ -354,7 +389,7 @@ class Job:
 def check_mesh_name(name: str) -> str:
     """Return ``name``. Raises ValueError where it cannot be an attribute of the job's state."""
     if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or hasattr(JobState, name):
-        raise ValueError(f"{name!r} can't be the name of a mesh: state() has it as an attribute")
+        raise ValueError(f"{name!r} cannot be the name of a mesh, which is an attribute of state()")
     return name
 
 

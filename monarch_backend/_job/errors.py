@@ -5,4 +5,12 @@ from monarch_backend._core.errors import MonarchError, public
 
 @public("monarch_backend.job")
 class JobError(MonarchError, RuntimeError):
-    """A job's hosts could not be started, found or ended; the text names each, says why, and what to do."""
+    """Hosts of a job could not be started, found or ended. The text names each, the reason and the remedy.
+
+    >>> from monarch_backend.job import Job, JobError
+    >>> try:
+    ...     Job.load("/nowhere/job.json")
+    ... except JobError as error:
+    ...     print(error)
+    there is no job: no file /nowhere/job.json
+    """

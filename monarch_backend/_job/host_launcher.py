@@ -36,9 +36,7 @@ class Up(NamedTuple):
 
 
 class Launch:
-    """A host that is being started. ``label`` names it in messages. The secret is on no command line and in no
-    environment.
-    """
+    """A host that is being started. ``label`` names it in messages. No command line or environment has the secret."""
 
     def __init__(
         self, label: str, command: Sequence[str], secret: bytes, environment: Mapping[str, str] | None = None
@@ -67,15 +65,16 @@ class Launch:
         return self._process.pid
 
     def ready(self, until: float) -> Up:
-        """Return the host once it listens. Raises JobError if it has ended, or does not listen before this monotonic
-        time.
+        """Return the host once it listens.
+
+        Raises JobError if it has ended, or does not listen before the monotonic time ``until``.
         """
         says = select.poll()  # select() is limited to 1024 descriptors
         says.register(self._out, select.POLLIN)
         while (up := self._parse()) is None:
             left = until - time.monotonic()
             if left <= 0:
-                raise JobError(f"{self.label} did not say in time that it listens{self._why()}")
+                raise JobError(f"{self.label} did not report in time that it listens{self._why()}")
             if not says.poll(1000 * left):
                 continue
             data = os.read(self._out.fileno(), 4096)

@@ -14,7 +14,14 @@ from monarch_backend._mesh.host_mesh import this_host
 
 
 class LocalJob(Job):
-    """Job in which each mesh is `this_host()`. A program then runs unchanged on a laptop and on a cluster."""
+    """Job in which each mesh is `this_host()`. A program then runs unchanged on a laptop and on a cluster.
+
+    Raises ValueError for a name that is not an identifier.
+
+    >>> from monarch_backend.job import LocalJob
+    >>> LocalJob(["trainers"]).state().trainers
+    HostMesh(this host)
+    """
 
     kind: ClassVar[str] = "local"
 
@@ -40,6 +47,6 @@ class LocalJob(Job):
         state_file.write(self.path, file)
 
     def state(self, timeout: float = 15.0) -> JobState:
-        """Return the meshes, as Job.state does. It needs no apply()."""
+        """Return the meshes, as `Job.state` does. It needs no `apply`. Raises ValueError for a negative timeout."""
         check_bounded(timeout)
         return JobState(self.name, {name: this_host() for name in self._meshes})

@@ -1,4 +1,4 @@
-"""`ProcessJob`: hosts that are processes of this machine, for tests and for trials of programs for many hosts."""
+"""`ProcessJob`: hosts that are processes of this machine, for tests and trials of programs for many hosts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,24 @@ TERM_GRACE_S = 10.0
 
 
 class ProcessJob(Job):
-    """Meshes of hosts on this machine, with a number of hosts each: ``ProcessJob({"trainers": 2, "dataloaders": 1})``.
+    """Meshes of hosts on this machine: ``meshes`` has the number of hosts of each.
 
     The hosts outlive the program; ``kill()`` ends them. ``env`` is added to their environment. Their output goes to
-    files below the folder of the job's file, which errors and ``status()`` name.
+    files in a directory beside the job's file, which errors and ``status()`` name.
+
+    Raises ValueError for a name that is not an identifier, and for a number that is not an int of 1 or more.
+
+    >>> import tempfile
+    >>> from monarch_backend.job import ProcessJob
+    >>> directory = tempfile.TemporaryDirectory()
+    >>> job = ProcessJob({"trainers": 1}, path=f"{directory.name}/job.json")
+    >>> job.apply()
+    >>> [status.state for status in job.status()]
+    ['up']
+    >>> job.kill()
+    >>> [status.state for status in job.status()]
+    ['not started']
+    >>> directory.cleanup()
     """
 
     kind: ClassVar[str] = "process"
@@ -36,7 +50,7 @@ class ProcessJob(Job):
         super().__init__(name, path, secret_file)
         for mesh, count in meshes.items():
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"mesh {mesh!r} can't have {count!r} hosts")
+                raise ValueError(f"mesh {mesh!r}: {count!r} is not a number of hosts; give 1 or more")
         self._meshes = {check_mesh_name(mesh): count for mesh, count in meshes.items()}
         self._env = dict(env or {})
 

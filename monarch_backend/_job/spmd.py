@@ -55,22 +55,29 @@ class Ranks(NamedTuple):
         missing = [name for name in names if not os.environ.get(name)]
         if missing:
             wanted = ", ".join(names)
-            raise JobError(f"{', '.join(missing)} not set: start the script by torchrun, or what else sets {wanted}")
+            raise JobError(
+                f"{', '.join(missing)} not set: start the script by torchrun, or another launcher that sets {wanted}"
+            )
         try:
             numbers = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")]
         except ValueError as error:
-            raise JobError(f"one of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT is no number: {error}") from None
+            raise JobError(f"one of RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT is not a number: {error}") from None
         return cls(numbers[0], numbers[1], numbers[2], os.environ["MASTER_ADDR"], numbers[3])
 
 
 def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_TIMEOUT_S) -> HostMesh:
     """Return a HostMesh with a host for each node, in a script under torchrun. Rank 0 continues as the controller.
 
-    Every rank calls it. In ranks other than 0 it does not return: they wait for the end of rank 0. Then they end with
-    0, or with 1 if rank 0 has died. The job's secret is MONARCH_SECRET's or MONARCH_SECRET_FILE's, or a new one. A new
-    one goes through the rendezvous, which has to be trusted with it, as torchrun trusts it already.
+    Every rank calls it. In ranks other than 0 it does not return: they wait for the end of rank 0. Then they exit with
+    status 0, or with 1 if rank 0 has died. The job's secret is MONARCH_SECRET's or MONARCH_SECRET_FILE's, or a new one.
+    A new one goes through the rendezvous, which must be as trusted as torchrun requires it to be.
 
-    Raises JobError if the launcher's variables are missing, or not all nodes have a host within ``timeout`` seconds.
+    Raises JobError if the launcher's variables are missing, if not all nodes have a host within ``timeout`` seconds, or
+    after `SPMDJob.kill`::
+
+        # torchrun --nnodes 2 --nproc-per-node 1 train.py
+        hosts = host_mesh_from_env()
+        procs = hosts.spawn_procs({"gpus": 8})
     """
     env.check()
     timeout = check_bounded(timeout)
@@ -159,8 +166,9 @@ class _Controller(_Rank):
             raise
 
     def _listen(self) -> socket.socket:
-        """Listen on the host of the rendezvous, if that is this one, else on all addresses. The connections carry only
-        the end.
+        """Listen on the host of the rendezvous if that is this one, else on all addresses.
+
+        The connections carry only the end of rank 0.
         """
         with contextlib.suppress(OSError):
             for family, kind, _, _, at in socket.getaddrinfo(self._ranks.master, 0, type=socket.SOCK_STREAM):
@@ -174,9 +182,7 @@ class _Controller(_Rank):
         return socket.create_server(("", 0), backlog=self._ranks.size)
 
     def _accept(self) -> None:
-        """Accept one connection of each rank, on a thread. The number of other connections is limited; they receive
-        nothing.
-        """
+        """Accept one connection of each rank, on a thread. Others are limited in number and receive nothing."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -200,7 +206,7 @@ class _Controller(_Rank):
             try:
                 said = json.loads(self._get(f"rank/{rank}"))
             except RuntimeError as error:
-                raise JobError(f"rank {rank} did not come: {error}") from None
+                raise JobError(f"rank {rank} did not connect: {error}") from None
             if said["error"]:
                 raise JobError(f"rank {rank}: {said['error']}")
             if said["address"]:
@@ -283,24 +289,26 @@ def _goodbye(secret: bytes) -> bytes:
 class SPMDJob:
     """Job for a launcher's ranks: ``SPMDJob().apply()`` in every rank, then ``state().hosts`` in rank 0.
 
-    It has no file, and no second program can use it, because the launcher owns its processes.
+    It has no file, and no second program can use it, because the launcher owns its processes. ``timeout`` is in
+    seconds. Raises ValueError for an invalid name of the mesh, or a negative timeout.
+
+    >>> from monarch_backend.job import SPMDJob
+    >>> job = SPMDJob("trainers", timeout=60.0)  # then job.apply() in every rank, and job.state().trainers in rank 0
     """
 
     def __init__(self, mesh: str = "hosts", *, timeout: float = START_TIMEOUT_S) -> None:
         self._mesh, self._timeout = check_mesh_name(mesh), check_bounded(timeout)
 
     def apply(self) -> None:
-        """Start the hosts as host_mesh_from_env does. Returns in rank 0 only."""
+        """Start the hosts as `host_mesh_from_env` does, with its errors. Returns in rank 0 only."""
         host_mesh_from_env(self._mesh, timeout=self._timeout)
 
     def state(self) -> JobState:
-        """Return the mesh of all nodes. Raises JobError as host_mesh_from_env does."""
+        """Return the mesh of all nodes. Raises JobError as `host_mesh_from_env` does."""
         return JobState("spmd", {self._mesh: host_mesh_from_env(self._mesh, timeout=self._timeout)})
 
     def kill(self) -> None:
-        """Stop what this program runs on the hosts; then the hosts and the other ranks end. It cannot be applied
-        again.
-        """
+        """Stop this program's processes on the hosts; then hosts and other ranks end. It cannot be applied again."""
         if _mesh:
             with contextlib.suppress(Exception):
                 _mesh[0].shutdown().get(STOP_TIMEOUT_S)

@@ -52,6 +52,8 @@ class SSHJob(Job):
     its command line, such as ``["-o", "ProxyJump=gate"]``. ``python`` runs on the other machine, by default the path of
     this one. ``env`` is added to its environment. It is visible there in ``ps``: do not put secrets into it.
 
+    Raises ValueError if ``options`` is a string, or a variable of ``env`` has an invalid name.
+
     >>> from monarch_backend.job import SSHJob
     >>> job = SSHJob(user="me").add_mesh("trainers", ["node1", "node2"])
     >>> [host.state for host in job.status()]
@@ -74,7 +76,7 @@ class SSHJob(Job):
         self._python, self._env = python or sys.executable, dict(env or {})
         for variable in self._env:
             if not re.fullmatch(r"[A-Za-z_]\w*", variable):
-                raise ValueError(f"{variable!r} is no name of an environment variable")
+                raise ValueError(f"{variable!r} is not a name of an environment variable")
         self._meshes: dict[str, dict[str, Any]] = {}
 
     def add_mesh(
@@ -82,14 +84,17 @@ class SSHJob(Job):
     ) -> Self:
         """Add a mesh of these hosts, named as for ssh; a name may occur twice. Return the job.
 
-        The hosts listen on the address that ssh has reached and any free port, or where ``listen`` says
-        ("0.0.0.0:26600"). ``reach``: address or name under which each of them is reached, if it is another one.
+        The hosts listen on the address that ssh has reached and any free port, or on ``listen``, such as
+        "0.0.0.0:26600". ``reach`` has the address or name of each host for connections, if it differs.
+
+        Raises ValueError for an invalid name of the mesh or of a host, no hosts, a mesh that exists, or a ``reach`` of
+        another length.
         """
         if isinstance(hosts, str) or not hosts:
             raise ValueError(f"the hosts of mesh {name!r} are a list of one or more names")
         for host in hosts:
             if not re.fullmatch(r"[^\s-][^\s]*", host):
-                raise ValueError(f"{host!r} is no name of a host")
+                raise ValueError(f"{host!r} is not a name of a host")
         if reach is not None and (isinstance(reach, str) or len(reach) != len(hosts)):
             raise ValueError(f"mesh {name!r}: reach is a list of one address for each host")
         if name in self._meshes:

@@ -62,7 +62,7 @@ class _OnlyVersion(msgspec.Struct):
 def default_path(name: str) -> Path:
     """Return the default path of a job's file. Raises ValueError for a bad name."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
-        raise ValueError(f"{name!r} is no name for a job: letters, digits, '_', '.' and '-'")
+        raise ValueError(f"{name!r} is not a name for a job: use letters, digits, '_', '.' and '-'")
     return state_folder() / "jobs" / f"{name}.json"
 
 
@@ -91,7 +91,7 @@ def read(path: Path) -> JobFile | None:
         return msgspec.json.decode(data, type=JobFile)
     except msgspec.DecodeError as error:
         raise JobError(
-            f"{path} is no file of a job ({error}): if its hosts are gone, remove it; else end them by hand"
+            f"{path} is not the file of a job ({error}): if its hosts are gone, remove it; else end them by hand"
         ) from None
 
 

@@ -89,7 +89,7 @@ def test_who_can_t_be_reached(anywhere: Anywhere) -> None:
 def test_what_is_no_address(address: str) -> None:
     from monarch_backend.hosts import attach_to_workers
 
-    with pytest.raises(ValueError, match="is no address of a host: write"):
+    with pytest.raises(ValueError, match="is not an address of a host: write"):
         attach_to_workers([address])
 
 
@@ -148,7 +148,7 @@ def test_what_a_daemon_refuses(anywhere: Anywhere, tmp_path: Path) -> None:
         ("0.0.0.0:0", {}, "MONARCH_SECRET_FILE"),
         ("[::]:0", {}, "MONARCH_SECRET_FILE"),
         ("198.18.0.10:0", {}, "MONARCH_SECRET_FILE"),
-        ("nowhere:port", good, "is no address of a host"),
+        ("nowhere:port", good, "is not an address of a host"),
         ("192.0.2.1:26600", good, "192.0.2.1"),
         ("0.0.0.0:0", {"MONARCH_SECRET_FILE": str(public)}, f"chmod 600 {public}"),
         ("0.0.0.0:0", {"MONARCH_SECRET_FILE": str(short)}, "64 hexadecimal digits"),

@@ -50,7 +50,7 @@ def test_record_of_cloned_repository_names_foreign_file_and_is_refused(
     (target / ".git" / "config").write_text("precious")
     recorded = [str(victim) if name == "VICTIM" else name for name in recorded]
     (target / RECORD).write_text(json.dumps(recorded))
-    with pytest.raises(ActorError, match="is not ours"):
+    with pytest.raises(ActorError, match="was not written by a sync"):
         host.sync_workspace(source, str(target))
     assert victim.exists()
     assert (target / ".git" / "config").exists()

@@ -51,11 +51,11 @@ def test_is_private_and_has_no_secret(tmp_path: Path, sleeper: Any) -> None:
     ("text", "message"),
     [
         ('{"version": 2, "hosts": "as they are called then"}', "is of version 2, and this monarch_backend reads 1"),
-        ("{", "is no file of a job"),
-        ("", "is no file of a job"),
-        ('{"version": 1}', "is no file of a job"),
-        ("[1, 2]", "is no file of a job"),
-        ("\0\xff", "is no file of a job"),
+        ("{", "is not the file of a job"),
+        ("", "is not the file of a job"),
+        ('{"version": 1}', "is not the file of a job"),
+        ("[1, 2]", "is not the file of a job"),
+        ("\0\xff", "is not the file of a job"),
     ],
 )
 def test_what_is_no_file_of_a_job(tmp_path: Path, text: str, message: str) -> None:
@@ -72,12 +72,12 @@ def test_what_is_no_file_of_a_job(tmp_path: Path, text: str, message: str) -> No
 def test_of_a_kind_that_is_not_known(tmp_path: Path, sleeper: Any) -> None:
     path = tmp_path / "job.json"
     job = noted(path, Identity.of(sleeper.pid), kind="balloon")
-    with pytest.raises(JobError, match="kind 'balloon', which this monarch_backend does not know"):
+    with pytest.raises(JobError, match="kind 'balloon', which this release of monarch_backend does not have"):
         Job.load(path)
     with pytest.raises(JobError, match="kind 'balloon': give this one another name"):
         job.apply()
     noted(path, Identity.of(sleeper.pid), description={"meshes": {"trainers": 0}})
-    with pytest.raises(JobError, match="is no file of a ProcessJob"):
+    with pytest.raises(JobError, match="is not the file of a ProcessJob"):
         Job.load(path)
 
 

@@ -153,7 +153,7 @@ def test_nothing_stays_of_a_job_that_starts_too_late(tmp_path: Path) -> None:
     late = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     with new_mark() as mark:
         job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={MARK: mark, "PYTHONPATH": late})
-        with pytest.raises(JobError, match=r"trainers\[0\] did not say in time that it listens"):
+        with pytest.raises(JobError, match=r"trainers\[0\] did not report in time that it listens"):
             job.apply(timeout=0.2)
         assert gone(mark, 5.0), marked(mark)
     assert not job.path.exists()

@@ -82,7 +82,7 @@ def test_a_host_that_is_killed(server: Server, tmp_path: Path, mark: str) -> Non
     job.path.write_text(text.replace(f'"port": {server.port}', f'"port": {closed_port()}'))
     away = Job.load(job.path)
     assert away.status()[0].state.startswith("unknown: ssh: connect to host 127.0.0.1")
-    with pytest.raises(JobError, match=r"can't be found out whether these still run: trainers\[0\] \(127.0.0.1\)"):
+    with pytest.raises(JobError, match=r"it is unknown whether these hosts still run: trainers\[0\] \(127.0.0.1\)"):
         away.apply()
     with pytest.raises(JobError, match=r"not ended: trainers\[0\] \(127.0.0.1\): unknown: ssh: connect"):
         away.kill()
