@@ -22,7 +22,14 @@ def short(token: str) -> str:
 
 @public("monarch_backend.actor")
 class PeerGoneError(MonarchError, ConnectionError):
-    """The process is gone; the text says which one, and how it ended. Raised by sends to it. Also a ConnectionError."""
+    """The process that a message was for has ended. The text names it and its end.
+
+    `Port.send` raises it. Calls of actors raise `SupervisionError` in this case.
+
+    >>> from monarch_backend.actor import PeerGoneError
+    >>> issubclass(PeerGoneError, ConnectionError)
+    True
+    """
 
     @classmethod
     def of(cls, peer: Peer) -> PeerGoneError:
