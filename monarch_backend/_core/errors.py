@@ -23,8 +23,12 @@ def public(module: str) -> Callable[[type[E]], type[E]]:
 
 @public("monarch_backend")
 class MonarchError(Exception):
-    """Base class of the exceptions of monarch_backend.
+    """Base class of the exceptions of monarch_backend. Most of them derive from a built-in exception, too.
 
-    It is never raised itself. Most of the others also derive from a built-in exception. The one without this base is
-    `monarch_backend.actor.CancelledError`, which ``except Exception`` must not catch.
+    The only exception without this base is `monarch_backend.actor.CancelledError`, which ``except Exception`` must not
+    catch.
+
+    >>> from monarch_backend.errors import CancelledError, JobError, MonarchError
+    >>> issubclass(JobError, MonarchError), issubclass(CancelledError, MonarchError)
+    (True, False)
     """

@@ -34,9 +34,11 @@ _REFUSALS: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
 
 @public("monarch_backend.errors")
 class ResourceLimitError(MonarchError, RuntimeError):
-    """The system refused memory, a thread, a process or a file; the message names the limits that may be the cause.
+    """The system refused memory, a thread, a process or a file. The text names the limits that may be the cause.
 
-    Raised by the call that needs it, such as ``spawn_procs``. The system's exception is the ``__cause__``.
+    >>> from monarch_backend.errors import ResourceLimitError, SpawnLimitError
+    >>> issubclass(SpawnLimitError, ResourceLimitError)
+    True
     """
 
 

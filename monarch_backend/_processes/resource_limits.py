@@ -31,9 +31,16 @@ MAX_PROCESSES_PER_HOST = 1 << 16
 
 @public("monarch_backend.actor")
 class SpawnLimitError(ResourceLimitError):
-    """More processes requested than the system has room for. The message names the limit.
+    """More processes were requested than the system has room for. None were started.
 
-    Raised by ``spawn_procs``, before any process is started.
+    `HostMesh.spawn_procs` raises it. The text names the limit, its value, and the number of processes that would fit.
+
+    >>> from monarch_backend.actor import SpawnLimitError, this_host
+    >>> try:
+    ...     this_host().spawn_procs({"gpus": 10**6})
+    ... except SpawnLimitError as error:
+    ...     print(str(error).partition(":")[0])
+    can't start 1000000 processes
     """
 
 

@@ -60,7 +60,14 @@ class LostWithHost:
 
 @public("monarch_backend.errors")
 class HostLostError(MonarchError, RuntimeError):
-    """The host is lost: no process can be started there. Raised by ``spawn_procs`` on a mesh with such a host."""
+    """A host is lost, so that no process can be started on it any more.
+
+    `HostMesh.spawn_procs` raises it if the host is lost during the call.
+
+    >>> from monarch_backend.errors import HostLostError
+    >>> issubclass(HostLostError, RuntimeError)
+    True
+    """
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,18 @@ OUT_OF_BAND = 8192
 
 @public("monarch_backend.actor")
 class SerializationError(MonarchError, TypeError):
-    """An object can't be sent. Raised by calls and sends, before anything is sent. Also a TypeError.
+    """An object cannot be sent. ``path`` is the part of it that cannot be pickled, as in ``args[1]['lock']``.
 
-    ``path`` is the part of the object that can't be pickled, such as ``args[1]['lock']``; empty if it is unknown.
+    Calls of endpoints, `Port.send` and ``spawn`` raise it in the sender; nothing was sent.
+
+    >>> import threading
+    >>> from monarch_backend.actor import Channel, SerializationError
+    >>> port, receiver = Channel.open()
+    >>> try:
+    ...     port.send({"lock": threading.Lock()})
+    ... except SerializationError as error:
+    ...     print(error.path)
+    the object['lock']
     """
 
     def __init__(self, message: str, path: str = "") -> None:
@@ -52,10 +61,13 @@ class SerializationError(MonarchError, TypeError):
 
 @public("monarch_backend.actor")
 class DeserializationError(MonarchError, RuntimeError):
-    """A message arrived whole, but the object in it can't be rebuilt here. ``__cause__`` says why.
+    """A message has arrived, but its object cannot be constructed here. ``__cause__`` is the error of unpickling.
 
-    Raised where the object is read: by the future of a call, or in the endpoint's process, whose caller then gets an
-    ActorError with this cause.
+    The future of a call raises it for a reply. In the other direction it is the cause of an `ActorError`.
+
+    >>> from monarch_backend.actor import DeserializationError
+    >>> issubclass(DeserializationError, RuntimeError)
+    True
     """
 
 
