@@ -1,6 +1,6 @@
-"""Provides the lower layers with what the higher ones add to them: see _core/extension_points.py.
+"""Registration of the functions that higher layers provide to lower ones: see _core/extension_points.py.
 
-Imported by the public modules and by the processes of a mesh. Imports the higher layers at their first use only.
+The public modules and the processes of a mesh import this module. It imports higher layers at their first use only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _runtime() -> Any:
 
 
 def run_worker(plan: Any) -> None:
-    """Run a process of a mesh. Processes find this function by its name, so they import this module."""
+    """Run a process of a mesh. A pickled plan names this function, so that the process imports this module."""
     from monarch_backend._actor import worker_main
 
     worker_main.main(plan)

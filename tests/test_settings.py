@@ -101,11 +101,12 @@ def test_bad_value_raises_with_the_valid_ones(name: str) -> None:
 
 
 def test_unknown_name_raises_with_the_nearest_one() -> None:
-    with pytest.raises(ValueError, match=r"MONARCH_DEBUGG is no setting; did you mean MONARCH_DEBUG\? Settings are: "):
+    nearest = r"MONARCH_DEBUGG is not a setting; did you mean MONARCH_DEBUG\? Settings are: "
+    with pytest.raises(ValueError, match=nearest):
         env.check({"MONARCH_DEBUGG": "1"})
-    with pytest.raises(ValueError, match=r"MONARCH_XYZZY is no setting\. Settings are: MONARCH_SHM, "):
+    with pytest.raises(ValueError, match=r"MONARCH_XYZZY is not a setting\. Settings are: MONARCH_SHM, "):
         env.check({"MONARCH_XYZZY": "1"})
-    with pytest.warns(RuntimeWarning, match="MONARCH_XYZZY is no setting"):
+    with pytest.warns(RuntimeWarning, match="MONARCH_XYZZY is not a setting"):
         env.check({"MONARCH_XYZZY": "1", "MONARCH_UNKNOWN_SETTINGS": "warn"})
 
 
@@ -143,7 +144,7 @@ def test_first_use_with_a_bad_setting_fails(use: str) -> None:
         timeout=120,
     )
     assert done.returncode in (1, 2), done
-    assert "MONARCH_BUSY_POL is no setting; did you mean MONARCH_BUSY_POLL?" in done.stderr, done.stderr
+    assert "MONARCH_BUSY_POL is not a setting; did you mean MONARCH_BUSY_POLL?" in done.stderr, done.stderr
 
 
 def test_import_ignores_settings() -> None:

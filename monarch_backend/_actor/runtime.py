@@ -92,7 +92,7 @@ class Runtime:
         self.this_proc: ProcMeshState | None = None
         self.main_children: list[Any] = []  # meshes that the main program has spawned
         self.closing = False
-        self.leaving = False  # this process has been told to end
+        self.leaving = False  # this process is to end
         self.last: list[Callable[[], None]] = []  # called when all actors of this process have ended
         self.disowned = False  # this process is a fork of the runtime's process
         self.at_exit = False  # `shutdown` is registered with atexit
@@ -441,7 +441,7 @@ class Runtime:
         self.wait = self.soon = self.owner.stop = self.pump.wait = refuse  # type: ignore[method-assign]
 
     def end_first(self) -> None:
-        """Run `shutdown` at exit before hooks that were registered until now: processes stop before they are killed."""
+        """Run `shutdown` at exit before the hooks registered until now, which would kill processes that can be stopped."""
         if self.at_exit:
             atexit.unregister(self.shutdown)
             atexit.register(self.shutdown)

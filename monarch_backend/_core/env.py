@@ -178,7 +178,7 @@ def check(environment: Mapping[str, str] | None = None) -> None:
     ...     check({"MONARCH_SMH": "1"})
     ... except ValueError as error:
     ...     print(str(error).partition("?")[0])
-    MONARCH_SMH is no setting; did you mean MONARCH_SHM
+    MONARCH_SMH is not a setting; did you mean MONARCH_SHM
     """
     given = os.environ if environment is None else environment
     for name in given:
@@ -195,7 +195,8 @@ def _unknown(name: str, *, warn: bool) -> None:
     words = {setting.removeprefix(PREFIX): setting for setting in SETTINGS}
     close = [words[word] for word in difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)]
     text = (
-        f"{name} is no setting{f'; did you mean {close[0]}?' if close else '.'} Settings are: {', '.join(SETTINGS)}. "
+        f"{name} is not a setting{f'; did you mean {close[0]}?' if close else '.'} "
+        f"Settings are: {', '.join(SETTINGS)}. "
     )
     text += "Unset it, or set MONARCH_UNKNOWN_SETTINGS=warn if it belongs to another program"
     if not warn:

@@ -67,7 +67,7 @@ class _Phase:
                 try:
                     if (handler := find()) is not None:
                         handler()
-                except BaseException:  # as in Python: a fork goes on, and so do the other handlers
+                except BaseException:  # as in Python: the fork and the other handlers continue
                     _report(step)
 
 

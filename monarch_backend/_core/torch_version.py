@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-# The tests were run on 2.9.0, 2.13.0, 2.14.1 and 2.15.0; README.md says which of them on which.
+# The tests were run on 2.9.0, 2.13.0, 2.14.1 and 2.15.0; README.md has the combinations.
 OLDEST = (2, 9)
 NEWEST = (2, 15)
 
@@ -24,6 +24,6 @@ def remark() -> str:
     if OLDEST <= torch_version() <= NEWEST:
         return ""
     tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    line = f"monarch_backend was tested with torch {tested}; this is {torch.__version__}: expect the unexpected"
+    line = f"monarch_backend was tested with torch {tested}; this is {torch.__version__}: parts of it may not work"
     warnings.warn(line, stacklevel=3)
     return line

@@ -274,7 +274,7 @@ class AgentProcess:
             if caller not in self._known and caller not in self._hosts:
                 self._ways.setdefault(caller, _host_of(remote))
 
-    # ---- hosts that come and go
+    # ---- start and loss of hosts
 
     def _name_of(self, remote: PeerConnection) -> str:
         host = _host_of(remote)
@@ -372,7 +372,7 @@ class AgentProcess:
             self._attached.add(host_of(answer.token))
             self._awaited[remote] = Attached(asked.id, answer.token, answer.host_name, answer.workers)
 
-    # ---- what the controller wants
+    # ---- requests of the controller
 
     def _tell(self, message: Any) -> None:
         self._router.tell(self._root, AgentFrame(), protocol.encode(message))

@@ -62,14 +62,14 @@ def fork() -> tuple[ForkedServer | None, str]:
         return None, f"fork is not safe on {sys.platform}"
     if threading.current_thread() is not threading.main_thread() or threading.active_count() > 1:
         names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-        return None, f"the launcher has other threads than its main one, which a forked process would lack: {names}"
+        return None, f"the launcher has threads besides its main one, which a forked process would lack: {names}"
     fork_server.preload()
     ours, theirs = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()  # otherwise both processes would print it
     launcher = os.getpid()
-    # What is imported is there to stay. The collector, which would write to all of it, leaves it alone from now on; at
+    # Imported objects stay. The collector, which would write to all of their memory, skips them from now on; at
     # the launcher's end, too, where a last collection takes half a second.
     gc.freeze()
     pid = os.fork()
@@ -78,8 +78,8 @@ def fork() -> tuple[ForkedServer | None, str]:
         _serve(theirs, launcher)
     theirs.close()
     server = ForkedServer(pid, ours)
-    # OpenBLAS, which NumPy has loaded, has threads; it ends them before a fork and makes them anew when it needs some.
-    # Whoever is still here now is another's, and the server a torso.
+    # OpenBLAS, which NumPy has loaded, has threads; it ends them before a fork and starts new ones when needed.
+    # Threads that exist now belong to other libraries, and the forked server would lack them.
     others = len(os.listdir("/proc/self/task")) - 1
     if others:
         server.discard()

@@ -161,7 +161,7 @@ def _remark(process: RankProcess, event: Exited) -> None:
         _log.error("%s (pid %d) was lost: %s", process.label, event.pid, event.reason)
     if event.oom_killed:
         _log.error(
-            "%s (pid %d) was killed by the kernel for want of memory: start fewer ranks, or let each take less",
+            "%s (pid %d) was killed by the kernel for lack of memory: start fewer ranks, or let each use less",
             process.label,
             event.pid,
         )

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-# More than this waiting at once is shown before its window ends.
+# Limits of waiting lines. Beyond them the oldest are shown before their window ends.
 MAX_PENDING_LINES = 1 << 16
 MOST_WAITING_BYTES = 32 << 20
 
@@ -28,9 +28,7 @@ _CACHED_SETS = 1024
 
 
 class _Entry:
-    """A line, the ranks that wrote it, and those for which it is not shown yet. Sets of ranks are bits of an
-    integer.
-    """
+    """A line, the ranks that wrote it, and the ranks for which it is not shown yet. Bits of integers are ranks."""
 
     __slots__ = ("at_head", "born", "in_ready", "number", "ranks", "said", "text")
 
@@ -40,17 +38,17 @@ class _Entry:
         self.number = number  # order of first occurrence
         self.said = 0  # all ranks that wrote it
         self.ranks = 0  # of these, those not shown yet
-        self.at_head = 0  # of these, those in whose queue it is first
+        self.at_head = 0  # of these, those whose queue it heads
         self.in_ready = False
 
 
-_Queue = tuple[int, deque[_Entry]]  # a rank's bit, and what it has said and is not shown yet
+_Queue = tuple[int, deque[_Entry]]  # a rank's bit, and its lines that are not shown yet
 
 
 class _Repeated:
-    """The waiting entries of one text that a rank has written more than once, numbered from the first one on.
+    """Waiting entries of one text that a rank has written more than once, numbered from the first one on.
 
-    Most texts have one entry, which then is in the index by itself: each object costs time in the garbage collector.
+    Most texts have one entry, which is in the index itself: each object costs time in the garbage collector.
     """
 
     __slots__ = ("entries", "first", "last_of")
@@ -58,14 +56,14 @@ class _Repeated:
     def __init__(self, entry: _Entry) -> None:
         self.entries = [entry]
         self.first = 0
-        self.last_of = dict.fromkeys(ranks_of(entry.said), 0)  # rank -> number of the entry that it said last
+        self.last_of = dict.fromkeys(ranks_of(entry.said), 0)  # rank -> number of its last entry
 
     def next_for(self, rank: int) -> _Entry | None:
         """Return the entry for the next occurrence from ``rank``, or None for a new one, which the caller appends."""
         number = max(self.last_of.get(rank, -1) + 1, self.first)
         waiting = len(self.entries)
         while (index := number - self.first) < waiting and not self.entries[index].ranks:
-            number += 1  # shown already, after one that is not
+            number += 1  # shown already, behind one that is not
         self.last_of[rank] = number
         return self.entries[index] if index < waiting else None
 
@@ -78,12 +76,11 @@ class _Repeated:
 
 
 class LineDeduplicator:
-    """Folds the lines of the ranks of one mesh on one stream.
+    """Folds equal lines of the ranks of one mesh on one stream.
 
-    Args:
-        window: how long a line waits for other ranks to say it too, in seconds; 0: not at all, and nothing is folded.
+    Args: window: seconds that a line waits for other ranks to write it, too. 0 folds nothing.
 
-    What comes out is a list of ``(ranks, line)``, where ``ranks`` has bit r set for rank r (`ranks_of` lists them).
+    Results are lists of ``(ranks, line)``, where ``ranks`` has bit r set for rank r (`ranks_of` lists them).
 
     >>> fold = LineDeduplicator(window=1.0)
     >>> for rank in range(3):
@@ -106,7 +103,7 @@ class LineDeduplicator:
         self._index: dict[bytes, _Entry | _Repeated] = {}  # waiting entries by their text
         self._by_age: deque[_Entry] = deque()  # also entries that are shown, until they are the oldest
         self._ready: list[tuple[int, _Entry]] = []
-        self._complete: list[_Entry] = []  # said by everyone; the last of each `add`, which has the others before it
+        self._complete: list[_Entry] = []  # written by all ranks; the last one of each `add`, which follows the others
         self._shown: list[tuple[int, bytes]] = []
         self._bytes = 0
         self._said = 0
@@ -152,7 +149,7 @@ class LineDeduplicator:
             self._make_room()
 
     def take(self, now: float) -> list[tuple[int, bytes]]:
-        """Return what is to be shown at ``now``: everything, when no rank is left that could write it too."""
+        """Return the lines to show at ``now``: all of them if no rank is left that could write them, too."""
         if not self._everyone:
             self._show_all()
         for entry in self._complete:
@@ -224,7 +221,7 @@ class LineDeduplicator:
         while ready:
             _, entry = heappop(ready)
             entry.in_ready = False
-            if entry.at_head == entry.ranks != 0:  # another rank may have said it, behind other lines, since
+            if entry.at_head == entry.ranks != 0:  # another rank may have written it since, behind other lines
                 return entry
         return min((queue[0] for _, queue in self._queues.values() if queue), key=lambda entry: entry.number)
 
@@ -278,7 +275,7 @@ class RateLimit:
     def __init__(self, per_second: float | None, burst: int) -> None:
         self._per_second = per_second
         self._burst = burst
-        self._left: dict[int, tuple[float, float]] = {}  # rank -> lines it may say, as of when
+        self._left: dict[int, tuple[float, float]] = {}  # rank -> lines that it may write, and the time of that number
         self._ranks = 0
         self._lines = 0
         self._since = 0.0

@@ -36,10 +36,10 @@ class LineSplitter:
     __slots__ = ("_cutting", "_rest", "_taken", "has_records")
 
     def __init__(self) -> None:
-        self.has_records = False  # once a mark was seen, `read_records` is worth its time
+        self.has_records = False  # a mark was seen, so `read_records` is needed
         self._rest = b""
-        self._cutting = False  # inside a line whose beginning has been given out with the note
-        self._taken = False  # the beginning of this line went out as a partial one
+        self._cutting = False  # inside a long line whose beginning was returned
+        self._taken = False  # the beginning of this line was returned as a partial one
 
     @property
     def has_partial(self) -> bool:
@@ -64,7 +64,7 @@ class LineSplitter:
         if self._taken and lines:
             self._taken = False
             if not lines[0]:
-                del lines[0]  # the end of a line that is already out
+                del lines[0]  # the end of a line that was already returned
         if size > MAX_LINE_BYTES:
             lines = [_cut(line) for line in lines]
             if len(rest) > MAX_LINE_BYTES:
@@ -82,7 +82,7 @@ class LineSplitter:
         if text.startswith(b"\r"):
             text = _left_standing(text)
             if not text.strip():
-                return None  # a progress bar that was wiped away
+                return None  # an erased progress bar
         if not final:
             complete = _whole_characters(text)
             text, self._rest = text[:complete], text[complete:]

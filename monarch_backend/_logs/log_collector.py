@@ -56,7 +56,7 @@ class _Pipe:
 class LogCollector:
     r"""Reads the output of every process of every mesh and shows it on the controller's stdout and stderr.
 
-    Lines are prefixed with the ranks that said them, in words. Lines of one rank on one stream keep their order;
+    Lines are prefixed with text for the ranks that wrote them. Lines of one rank on one stream keep their order;
     nothing is promised between stdout and stderr, which are two pipes. The thread starts with the first pipe and ends,
     closing all descriptors, with the last one. When the interpreter exits, `close` is called: construct the collector
     before registering exit hooks that stop workers, so that those run first.
@@ -86,12 +86,12 @@ class LogCollector:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._held: dict[int, list[threading.Lock]] = {}  # by a thread that forks
+        self._held: dict[int, list[threading.Lock]] = {}  # locks that the forking thread holds
         self._outbox: deque[tuple[int, bytes]] = deque()
         self._pipes: dict[int, _Pipe] = {}
-        self._partial: dict[_Pipe, float] = {}  # when what has no line end yet is shown
-        self._waiting: dict[MeshLog, float] = {}  # when a mesh has something to show
-        self._touched: set[MeshLog] = set()  # meshes with news since they were last asked
+        self._partial: dict[_Pipe, float] = {}  # time at which a line without an end is shown
+        self._waiting: dict[MeshLog, float] = {}  # time of each mesh's next output
+        self._touched: set[MeshLog] = set()  # meshes with new lines since the last round
         self._selector: selectors.BaseSelector | None = None
         self._waker: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
@@ -218,7 +218,7 @@ class LogCollector:
             if pipe is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(key.fd, _READ_BYTES)
-            elif self._pipes.get(pipe.fd) is pipe:  # else it was closed since
+            elif self._pipes.get(pipe.fd) is pipe:  # otherwise it was closed meanwhile
                 self._read(pipe, now)
         for partial in [pipe for pipe, due in self._partial.items() if due <= now]:
             self._say_partial(partial, now, final=False)
@@ -234,7 +234,7 @@ class LogCollector:
             data = os.read(pipe.fd, most)
         except BlockingIOError:
             return 0
-        except OSError:  # a terminal says EIO where a pipe says the end
+        except OSError:  # a terminal reports EIO where a pipe reports its end
             data = b""
         if not data:
             self._end(pipe, now)
@@ -305,7 +305,7 @@ class LogCollector:
 
     def _wake(self) -> None:
         if self._waker is not None:
-            with contextlib.suppress(BlockingIOError):  # full: awake enough
+            with contextlib.suppress(BlockingIOError):  # a full pipe wakes it, too
                 os.write(self._waker[1], b"\0")
 
     def _finish(self) -> None:

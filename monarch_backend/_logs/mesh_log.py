@@ -29,20 +29,16 @@ _CACHED_PREFIXES = 1024
 
 @dataclass(frozen=True)
 class LogOptions:
-    """How the output of a mesh is shown; what `logging_option` takes.
+    """Options of a mesh's output; the arguments of `logging_option`.
 
-    Args:
-        stream_to_client: show the lines on the controller's own stdout and stderr.
-        aggregate_window_sec: how long a line waits for other ranks that say the same, in seconds; 0 or None: every
-            line is shown at once and nothing is folded. A line that all ranks have said never waits.
-        level: records of `logging` below this level are not shown; a number or a name such as "WARNING".
-        to_files: a directory; every line is appended to ``<to_files>/<mesh name>/<rank in words>.stdout`` or
-            ``.stderr``, also those that level and rate keep from the screen. None: no files.
-        lines_per_sec: how many lines per second one rank may show in the long run; None: no limit.
-        burst: how many lines one rank may show at once after a silence.
+    Args: stream_to_client: show the lines on the controller's own stdout and stderr. aggregate_window_sec: seconds that
+    a line waits for the same line of other ranks. 0 or None: every line is shown at once and nothing is folded. A line
+    that all ranks have written never waits. level: minimum level of shown records of `logging`; a number or a name such
+    as "WARNING". to_files: a directory. Every line is appended to ``<to_files>/<mesh name>/<ranks>.stdout`` or
+    ``.stderr``, also lines that level and rate suppress on the screen. None: no files. lines_per_sec: lines per second
+    that one rank may show in the long run. None: no limit. burst: lines that one rank may show at once after a silence.
 
-    Raises:
-        TypeError, ValueError: for a value that means nothing, naming it.
+    Raises: TypeError, ValueError: for an invalid value, with the name of its option.
 
     >>> LogOptions(level="warning").level
     30
@@ -84,18 +80,16 @@ def level_number(level: int | str) -> int:
     if isinstance(level, str):
         number: Any = logging.getLevelName(level.upper())
         if not isinstance(number, int):
-            raise ValueError(f"level must be a number or a name that logging knows, such as 'WARNING'; got {level!r}")
+            raise ValueError(f"level must be a number or a name of logging, such as 'WARNING'; got {level!r}")
         return number
     return int(level)
 
 
 class MeshLog:
-    """The output of one mesh: its options, what waits to be shown, the last lines of every rank.
+    """The output of one mesh: its options, its waiting lines, and the last lines of every rank.
 
-    Args:
-        name: the mesh's name, which names its directory of files.
-        label_of: says some ranks of the mesh in words, such as "gpus 0-7".
-        options: where they start; `configure` changes them.
+    Args: name: name of the mesh, and of its directory of files. label_of: function that returns text for ranks of the
+    mesh, such as "gpus 0-7". options: initial options; `configure` changes them.
 
     >>> log = MeshLog("trainers", lambda ranks: "gpus " + ",".join(map(str, ranks)))
     >>> log.configure(level="ERROR", aggregate_window_sec=3)
@@ -124,10 +118,9 @@ class MeshLog:
         return self.options.aggregate_window_sec or 0.0
 
     def configure(self, **changes: Any) -> None:
-        """Change some of the options, from now on; may be called by any thread.
+        """Change some of the options, from now on. Any thread may call it.
 
-        Raises:
-            TypeError, ValueError: as `LogOptions` does; nothing is changed then.
+        Raises: TypeError, ValueError: as `LogOptions` does. Then nothing is changed.
         """
         with self._configuring:
             self.options = replace(self.options, **changes)
@@ -175,7 +168,7 @@ class MeshLog:
             self._folds[stream].add(rank, shown if passed == len(shown) else shown[:passed], now)
 
     def due(self, now: float) -> list[tuple[int, bytes]]:
-        """Return what is to be written now: pairs of stream and text."""
+        """Return the text to write now, as pairs of stream and text."""
         for stream, fold in self._folds.items():
             self._render(stream, fold.take(now))
         self._report_dropped(now, early=False)
@@ -198,7 +191,7 @@ class MeshLog:
         return text.split("\n")[-TAIL_LINES:] if text else []
 
     def close_files(self) -> None:
-        """Close the files. The next line opens them again, where the options say."""
+        """Close the files. The next line opens them again if ``to_files`` is set."""
         for file in self._files.values():
             os.close(file)
         self._files.clear()
@@ -232,7 +225,7 @@ class MeshLog:
     def _label(self, ranks: list[int]) -> str:
         try:
             return self._label_of(ranks) or self.name
-        except Exception as error:  # not ours, and no reason to lose the line
+        except Exception as error:  # an error of label_of must not lose the line
             return f"{self.name} ranks {ranks}, unnamed: {type(error).__name__}"
 
     def _note(self, ranks: int, text: str) -> None:

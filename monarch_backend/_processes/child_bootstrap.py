@@ -33,7 +33,7 @@ from monarch_backend._processes.spawn_protocol import Spawn
 def main(argument: str) -> NoReturn:
     """Bootstrap a plainly spawned process. ``argument`` is the descriptor of a file with its Spawn message."""
     with without_collector():
-        importlib.import_module("torch")  # a forked child has it, and here its threads and random numbers are seen to
+        importlib.import_module("torch")  # a forked child has torch; here its threads and random seed are set
     finalization.remember_preloaded()
     with open(int(argument), "rb") as file:
         spec = msgspec.msgpack.decode(file.read(), type=Spawn)
@@ -75,19 +75,19 @@ def run(spec: Spawn) -> NoReturn:
 def _become(spec: Spawn) -> None:
     with contextlib.suppress(OSError):  # forked or spawned with setsid it leads its session already
         os.setsid()
-    linux.adopt_orphans()  # so that at this process's death the fork server adopts and kills its descendants
+    linux.adopt_orphans()  # if this process dies, the fork server adopts and kills its descendants
     linux.set_title(f"monarch {spec.label}")
     set_environment(spec.environment)
     os.chdir(spec.cwd)
     sys.path[:] = map(os.fsdecode, spec.path)
     sys.argv[:] = map(os.fsdecode, spec.argv)
     for entry in [entry for entry, finder in sys.path_importer_cache.items() if finder is None]:
-        del sys.path_importer_cache[entry]  # it may exist by now
+        del sys.path_importer_cache[entry]  # it may have been created meanwhile
     # multiprocessing's children call the main module __mp_main__, also in what they send back.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = empty_main_module(
         spec.main_module[0], os.fsdecode(spec.main_module[1])
     )
-    # What the controller's interpreter would have printed at once, a log must get at once.
+    # The controller's interpreter flushes each line to a terminal; a log needs the same.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=bool(os.environ.get("PYTHONUNBUFFERED")))
@@ -122,7 +122,7 @@ def _stdin_is_null() -> bool:
 
 
 def set_environment(environment: Mapping[bytes, bytes]) -> None:
-    """Make ``environment`` this process's, with few calls where most of it is equal."""
+    """Set ``environment`` as this process's, with few calls where most of it is equal."""
     for name in os.environb.keys() - environment.keys():
         del os.environb[name]
     for name, value in environment.items():
@@ -131,7 +131,7 @@ def set_environment(environment: Mapping[bytes, bytes]) -> None:
 
 
 def _forget_the_server(label: str) -> None:
-    """Drop secrets and random numbers that siblings would share. `random` reseeds itself after a fork."""
+    """Drop secrets and random states that siblings would share. `random` reseeds itself after a fork."""
     process: Any = multiprocessing.process.current_process()
     process.name = label
     process.authkey = os.urandom(32)
@@ -150,9 +150,10 @@ def _from_environment(*names: str) -> int | None:
 
 
 def _use_threads(spec: Spawn) -> None:
-    """Set threads of torch and NumPy's OpenBLAS: the environment's number, else the spec's, else one per bound cpu.
+    """Set the number of threads of torch and NumPy's OpenBLAS: of the environment, else the spec, else one per bound
+    CPU.
 
-    Both have read the environment when they were loaded, in a forked child that of the server.
+    Both have read the environment when they were loaded. In a forked child that was the server's environment.
     """
     asked = spec.threads or (len(spec.cpus) if spec.cpus else None)
     torch = sys.modules.get("torch")
@@ -183,9 +184,7 @@ def openblas() -> list[tuple[Callable[[], int], Callable[[int], object]]]:
 
 
 def report_exception(error: BaseException) -> None:
-    """Print a traceback as an interpreter does, without frames of this module and those marked as hidden, as for
-    pytest.
-    """
+    """Print a traceback as an interpreter does, without frames of this module and frames that are marked as hidden."""
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
     while trace is not None and "__tracebackhide__" in trace.tb_frame.f_locals:
         trace = trace.tb_next
@@ -204,7 +203,7 @@ def _exit_code(request: SystemExit) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End as an interpreter does, without tearing down torch."""
+    """End as an interpreter does, but do not tear down torch."""
     finalization.finalize_user_code()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

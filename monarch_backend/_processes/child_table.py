@@ -19,7 +19,7 @@ import msgspec
 from monarch_backend._processes import cgroup, interpreter_args, linux
 from monarch_backend._processes.spawn_protocol import Method, Spawn
 
-# Variables that a running process cannot apply: a child with another value than the server's is spawned plainly.
+# Variables that a running process cannot apply. A child whose value differs from the server's is spawned plainly.
 _READ_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED")
 
 
@@ -38,7 +38,7 @@ class ChildStarted:
 
 @dataclass(frozen=True)
 class ChildExited:
-    """A process has ended; the fields are those of _spawn_messages.Exited."""
+    """A process has ended. The fields are those of spawn_protocol.Exited."""
 
     pid: int
     returncode: int
@@ -53,14 +53,14 @@ def why_not_fork(environment: Mapping[bytes, bytes], own: Mapping[bytes, bytes])
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         names = sorted(_thread_name(thread) for thread in threads if int(thread) != os.getpid())
-        return f"the fork server has other threads than its main one, which a forked process would lack: {names}"
+        return f"the fork server has threads besides its main one, which a forked process would lack: {names}"
     for name in ("cuda", "xpu"):
         device = getattr(sys.modules.get("torch"), name, None)
         if device is not None and device.is_initialized():
-            return f"torch.{name} is initialised in the fork server, and does not work after a fork"
+            return f"torch.{name} is initialized in the fork server, and does not work after a fork"
     for variable in _READ_AT_START:
         if environment.get(os.fsencode(variable)) != own.get(os.fsencode(variable)):
-            return f"{variable} differs from what it was when the fork server started, and is only read at a start"
+            return f"{variable} has changed since the fork server started, and is read only at a start"
     return None
 
 
@@ -79,7 +79,7 @@ class Processes:
         self._environment = dict(os.environb)
         self._alive: set[int] = set()
         self._killed: set[int] = set()
-        self._untidy = False  # something has been reaped since `tidy`
+        self._untidy = False  # processes were reaped since the last `tidy`
         self._helpers = linux.children()  # made by an imported library
         self._oom_kills = cgroup.OomKills()
         self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -91,7 +91,7 @@ class Processes:
         limit.
         """
         _, hard = self._open_files
-        with contextlib.suppress(OSError, ValueError):  # the system's own limit has been lowered below it
+        with contextlib.suppress(OSError, ValueError):  # the system's limit is lower now
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     def start(self, spec: Spawn, stdout: int, stderr: int, stdin: int | None = None) -> ChildStarted:
@@ -119,7 +119,7 @@ class Processes:
             self._killed.add(pid)
         with contextlib.suppress(OSError, OverflowError):  # there is no such signal
             if group:
-                with contextlib.suppress(ProcessLookupError):  # it was forked just now and leads no group yet
+                with contextlib.suppress(ProcessLookupError):  # it was just forked and leads no process group yet
                     os.killpg(pid, number)
                     return
             os.kill(pid, number)

@@ -27,14 +27,18 @@ _MPOL_PREFERRED = 1
 def plan(
     proc_bind: ProcBind, count: int, *, system: Path = SYSTEM, allowed: Iterable[int] | None = None
 ) -> list[Cpus | None]:
-    """The cpus of each of ``count`` processes; None for a process that runs anywhere.
+    """Return the CPUs of each of ``count`` processes; None for a process that runs anywhere.
 
-    ``proc_bind`` is None; "cores": the cpus that this process may use, split evenly, hardware threads of a core
-    together as long as there are cores enough; "numa": processes spread over the memory nodes in blocks, each gets all
-    allowed cpus of its node; a list with one entry per process; or a function from the process's rank to its entry. An
-    entry is cpu numbers, or a text like "0-3,8", or None. ``allowed`` is this process's affinity unless given.
+    ``proc_bind`` is one of:
 
-    Raises ValueError if there is no such way, an entry is missing, or a cpu is not allowed.
+    - None: no process is bound.
+    - "cores": the CPUs that this process may use, split evenly. Hardware threads of a core stay together if possible.
+    - "numa": blocks of processes on the memory nodes. Each process gets all allowed CPUs of its node.
+    - a list with one entry for each process, or a function from the process's rank to its entry. An entry is
+      CPU numbers, a text like "0-3,8", or None.
+
+    ``allowed`` is this process's affinity unless given. Raises ValueError for another ``proc_bind``, a missing entry,
+    or a CPU that is not allowed.
 
     >>> plan("cores", 2, allowed={0, 1})
     [frozenset({0}), frozenset({1})]
@@ -85,9 +89,9 @@ def _checked(wish: Wish, rank: int, usable: Cpus) -> Cpus | None:
 
 def _by_cores(count: int, usable: Cpus, system: Path) -> list[Cpus | None]:
     cores = _cores(usable, system)
-    if count > len(cores):  # hardware threads are all that is left to split
+    if count > len(cores):  # only hardware threads are left to split
         cores = [frozenset({cpu}) for core in cores for cpu in sorted(core)]
-    if count > len(cores):  # some share one
+    if count > len(cores):  # some processes share one
         return [cores[rank * len(cores) // count] for rank in range(count)]
     bounds = [rank * len(cores) // count for rank in range(count + 1)]
     return [frozenset().union(*cores[start:end]) for start, end in itertools.pairwise(bounds)]
@@ -128,7 +132,7 @@ def _affinity() -> set[int]:
 
 
 def parse(cpus: str) -> Cpus:
-    """The numbers in a cpu list as Linux writes it. Raises ValueError for anything else.
+    """Return the numbers in a CPU list as Linux writes it. Raises ValueError for another text.
 
     >>> sorted(parse("0-2,8"))
     [0, 1, 2, 8]
@@ -141,7 +145,7 @@ def parse(cpus: str) -> Cpus:
 
 
 def text(cpus: Iterable[int]) -> str:
-    """A cpu list as Linux writes it.
+    """Return a CPU list as Linux writes it.
 
     >>> text({8, 0, 1, 2})
     '0-2,8'
@@ -156,11 +160,11 @@ def text(cpus: Iterable[int]) -> str:
 
 
 def bind(cpus: Cpus, system: Path = SYSTEM) -> None:
-    """Run this process on ``cpus`` from now on, and prefer memory of their node if there are several nodes.
+    """Run this process on ``cpus`` from now on. If there are several memory nodes, prefer memory of theirs.
 
-    The cpus are required: raises OSError if they are not available. The memory is a preference, and its failure is
-    ignored. The kernel takes another node's memory when this one's is full, and some containers forbid the call. Does
-    nothing on systems where a process cannot choose its cpus.
+    Raises OSError if the CPUs are not available. A failure of the memory preference is ignored: the kernel uses another
+    node's memory when this one's is full, and some containers forbid the call. Does nothing on systems where a process
+    cannot choose its CPUs.
     """
     if not hasattr(os, "sched_setaffinity"):
         return

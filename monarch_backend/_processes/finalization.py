@@ -100,7 +100,7 @@ def _is_user(module: str) -> bool:
 
 
 def _flush() -> None:
-    files = [thing for thing in gc.get_objects() if issubclass(type(thing), _FILES)]  # isinstance runs code of theirs
+    files = [thing for thing in gc.get_objects() if issubclass(type(thing), _FILES)]  # isinstance could run user code
     for file in (*files, sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             file.flush()

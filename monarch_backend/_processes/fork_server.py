@@ -40,7 +40,7 @@ from monarch_backend._processes.spawn_protocol import (
     peer,
 )
 
-# Rooms above this one name theirs when they make a Spawner.
+# Higher layers name theirs when they make a Spawner.
 _PRELOAD = (
     "torch",
     "torch.distributed",
@@ -52,14 +52,15 @@ _PRELOAD = (
 )
 _PRELOAD_IF_THERE = ("numpy", "numpy.random", "uvloop")
 
-# So many requests of one connection wait here; more of them wait in its socket.
+# Limit of queued requests of one connection. Further ones wait in its socket.
 _MAX_WAITING = 32
 
 
 class Configuration(msgspec.Struct, frozen=True):
     """Configuration of the server by its spawner: inherited descriptors, and modules to import.
 
-    ``lasting``: it will start processes for long. Then a few tenths of a second at the start make each of them cheaper.
+    ``lasting``: the server will start processes for a long time. Then a few tenths of a second at its start make each
+    of them cheaper.
     """
 
     connection: int
@@ -73,7 +74,7 @@ class Configuration(msgspec.Struct, frozen=True):
 def main(argument: str) -> NoReturn:
     """Run the server. ``argument`` is a Configuration in JSON. In a child it continues with the child's bootstrap."""
     linux.set_title("monarch fork server")
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that started us may have blocked some
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that started this process may have blocked some
     configuration = msgspec.json.decode(argument, type=Configuration)
     preload(configuration.preload)
     child_bootstrap.run(serve(configuration))
@@ -85,7 +86,7 @@ def serve(configuration: Configuration) -> Spawn:
     Returns in children only, with the spec of each.
     """
     server = Server(configuration)
-    linux.outlive_parent()  # from here on the end of the connection tells, and there are children to take along
+    linux.outlive_parent()  # from now on the end of the connection ends the server, with its children
     spec = server.serve()
     if spec is None:
         os._exit(0)
@@ -150,7 +151,7 @@ class Server:
             os.set_inheritable(descriptor, False)  # type: ignore[arg-type]
         self._keep = _open_descriptors() - inherited - {0, 1, 2}  # threads of an imported library
         self._processes = Processes()
-        self._owners: dict[int, tuple[_Client, int]] = {}  # by pid: whose process it is, and its id there
+        self._owners: dict[int, tuple[_Client, int]] = {}  # client and id of each process, by pid
         self._clients: list[_Client] = []
         self._selector = selectors.DefaultSelector()
         self._watch_signals()
@@ -184,11 +185,11 @@ class Server:
 
     def _settle(self) -> None:
         """Make all imported modules cheap to copy."""
-        finalization.remember_preloaded()  # here, because in a child it would copy 800 shared pages
+        finalization.remember_preloaded()  # here: a child would copy 800 shared pages
         if self._lasting:
             gc.collect()
             linux.use_huge_pages()
-        gc.freeze()  # the collector of a child leaves alone what it shares with us, and so the memory stays shared
+        gc.freeze()  # a child's collector skips objects of the server, so their memory stays shared
 
     def _import(self, names: Sequence[str]) -> None:
         """Import further modules for children, of this package only: no user code runs in the server."""
@@ -196,7 +197,7 @@ class Server:
         if not missing:
             return
         if others := [name for name in missing if not name.startswith("monarch_backend.")]:
-            raise StartError(f"the fork server imports no modules of others: {', '.join(others)}")
+            raise StartError(f"the fork server imports modules of monarch_backend only, not {', '.join(others)}")
         before = _open_descriptors()
         try:
             with child_bootstrap.without_collector():
@@ -249,7 +250,7 @@ class Server:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # the pipe tells
+            signal.signal(number, lambda *_: None)  # the pipe reports it
         self._selector.register(read, selectors.EVENT_READ, lambda _: self._on_signals(os.read(read, 4096)))
 
     def _on_signals(self, numbers: bytes) -> None:
@@ -280,7 +281,7 @@ class Server:
     def _on_connection(self, _: int) -> None:
         if self._listener is None:
             return
-        with contextlib.suppress(OSError):  # it has gone again
+        with contextlib.suppress(OSError):  # it has disconnected already
             sock, _ = self._listener.accept()
             if peer(sock)[1] == os.geteuid():
                 self._add_client(sock)
@@ -295,13 +296,13 @@ class Server:
 
     def _on_ready(self, client: _Client, events: int) -> None:
         if not events & selectors.EVENT_READ or client.closing:
-            return  # to send is for _attend
+            return  # _attend sends
         try:
             for request in client.channel.receive():
                 self._on_request(client, request)
         except (EOFError, OSError):
             self._close(client)
-        except Exception as error:  # BadMessageError, or what else bytes from outside can lead to; others go on
+        except Exception as error:  # BadMessageError or another effect of invalid bytes; other clients continue
             print(f"closed the connection of pid {client.pid}: {error!r}", file=sys.stderr, flush=True)
             self._close(client)
 
@@ -354,7 +355,7 @@ class Server:
             client.channel.drop_unsent()
             self._close(client)
         if client.done():
-            self._processes.tidy()  # the end of the connection says that nothing is left
+            self._processes.tidy()  # the end of the connection reports that nothing is left
             self._listen(client, 0)
             self._forget_pidfd(client)
             self._clients.remove(client)

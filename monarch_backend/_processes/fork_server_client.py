@@ -22,7 +22,7 @@ from monarch_backend._processes import interpreter_args, linux
 from monarch_backend._processes.fork_server import Configuration
 from monarch_backend._processes.spawn_protocol import Channel, Event, peer
 
-# How long the end of what was killed is waited for. The kernel needs milliseconds, unless one hangs in a driver.
+# Time limit for the exit of killed processes. It takes milliseconds, unless one hangs in a driver.
 REPLY_TIMEOUT_S = 10.0
 
 
@@ -91,7 +91,7 @@ def connect(address: str) -> socket.socket:
     Raises ValueError for an invalid address, PermissionError for another user's server, OSError.
     """
     if not address.startswith("@"):
-        raise ValueError(f"{address!r} is no address of a Spawner: those begin with @")
+        raise ValueError(f"{address!r} is not an address of a Spawner, which begins with @")
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.connect(f"\0{address[1:]}")
@@ -127,7 +127,7 @@ def start_server(listener: socket.socket | None, preload: list[str]) -> ForkServ
             stderr=log,
             pass_fds=[n for n in (configuration.connection, configuration.listener, stdout, stderr) if n is not None],
             env=_server_environment(),
-            start_new_session=True,  # Ctrl-C is for the controller, which decides what becomes of its processes
+            start_new_session=True,  # Ctrl-C is for the controller, which ends its processes itself
         )
         kept.pop_all()
         return ForkServer(ours, process, log)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-# What it imports, torch above all, takes seconds in which the parent may die: so the first thing is to be bound to its
-# life. With -c, unlike -m, no directory of the user's is searched before sys.path is the one given.
+# Imports, of torch above all, take seconds in which the parent may die. So the first call requests to die with it.
+# With -c, unlike -m, no directory of the user's is searched before sys.path is set.
 _PROGRAM = """import sys
 sys.path[:] = sys.argv[4:]
 if sys.platform == "linux":

@@ -69,7 +69,7 @@ def set_title(title: str) -> None:
     _prctl(_PR_SET_NAME, ctypes.c_char_p(text[:15]))
     start, size = _command_line()
     if size > 0:
-        # The last byte stays zero: with another one there the kernel reads on, into the environment.
+        # The last byte stays zero: otherwise the kernel reads on into the environment.
         ctypes.memmove(start, text[: size - 1].ljust(size, b"\0"), size)
 
 

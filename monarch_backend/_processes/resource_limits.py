@@ -20,7 +20,7 @@ PROC = Path("/proc")
 
 # A process has its main thread and, once it has a connection, one that waits for messages.
 TASKS_PER_PROCESS = 2
-# What an idle process from the fork server has for itself, page tables included (measured: 5.5 MiB).
+# Private memory of an idle process from the fork server, page tables included (measured: 5.5 MiB).
 MEMORY_BYTES_PER_PROCESS = 6 << 20
 MEMORY_EACH_SPAWNED = 150 << 20  # one that has imported torch by itself
 
@@ -52,7 +52,7 @@ class Limit:
     room: int
     each: int
     unit: str
-    scale: int = 1  # one ``unit`` is so many
+    scale: int = 1  # size of one ``unit``
 
 
 def check(count: int, limits: Iterable[Limit]) -> None:
@@ -102,7 +102,7 @@ class System:
             for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
                 most, used = cgroup.number(directory / limit), cgroup.number(directory / usage)
                 if most is not None and used is not None:
-                    # The file cache is counted as used, and given up when memory is wanted.
+                    # The file cache counts as used, and is dropped when memory is needed.
                     cache = cgroup.field(directory / "memory.stat", "inactive_file") or 0
                     yield Limit(
                         f"{limit} of the control group {directory}", most - used + cache, each, "MiB of memory", 1 << 20
@@ -123,7 +123,7 @@ class System:
         uid = os.geteuid() if self.uid is None else self.uid
         if soft != resource.RLIM_INFINITY and uid != 0:  # root is exempt
             used = everything
-            if count * TASKS_PER_PROCESS > soft - used:  # only then is it worth looking at every process
+            if count * TASKS_PER_PROCESS > soft - used:  # only then is it worth the time to read every process's file
                 used = self._tasks_of(uid)
             yield Limit("RLIMIT_NPROC (ulimit -u)", soft - used, TASKS_PER_PROCESS, unit)
 

@@ -17,7 +17,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-# Of one message. A function with its closure has kilobytes; larger payloads are data, which has other ways.
+# Size of one message. A function with its closure has kilobytes; larger payloads are data and are sent otherwise.
 MESSAGE_LIMIT = 64 << 20
 _RECEIVE_BYTES = 256 << 10
 _MAX_DESCRIPTORS = 253  # of one sendmsg, by the kernel
@@ -43,7 +43,7 @@ class Spawn(msgspec.Struct, frozen=True, tag="spawn"):
     stderr: bool
     method: Method | None  # None: fork where that is safe
     imports: list[str] = []  # modules of this package, which the server has before it forks
-    main_module: tuple[str, bytes] = ("", b"")  # name and path of the program's, see main_module.py
+    main_module: tuple[str, bytes] = ("", b"")  # name and path of the program's main module, see main_module.py
     stdin: bool = False  # whether the message carries a file for it, after the other two
 
 
@@ -77,7 +77,7 @@ class SpawnFailed(msgspec.Struct, frozen=True, tag="failed"):
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
     """The process has ended. ``returncode`` is as in subprocess: negative for a signal.
 
-    ``oom_killed``: as far as is known, the kernel killed it for want of memory. ``reason`` is set if its end was not
+    ``oom_killed``: as far as is known, the kernel killed it for lack of memory. ``reason`` is set if its end was not
     observed but follows from another event, like the death of the fork server.
     """
 
@@ -166,7 +166,7 @@ class Channel(Generic[T]):
                 files.frombytes(content[: len(content) - len(content) % files.itemsize])
                 self._descriptors.extend(files)
         if flags & socket.MSG_CTRUNC:
-            raise BadMessageError("files were sent that this process has no room for: too many are open")
+            raise BadMessageError("files were sent, and this process has too many open files to receive them")
         if not data:
             raise EOFError
         self._received += data
@@ -184,7 +184,7 @@ class Channel(Generic[T]):
             try:
                 yield self._decoder.decode(data[start + 4 : end])
             except msgspec.DecodeError as error:
-                raise BadMessageError(f"no message of ours: {error}") from None
+                raise BadMessageError(f"an invalid message: {error}") from None
             start = end
         del data[:start]
 

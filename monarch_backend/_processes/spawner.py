@@ -47,7 +47,7 @@ _log = logging.getLogger("monarch_backend")
 
 
 RANKS_HERE = "MONARCH_LOCAL_RANKS"
-"""Variable that tells an agent how many processes share its host. The processes do not get it."""
+"""Variable with the number of processes on the host, for its agent. The processes do not get it."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,21 @@ class HostLostError(MonarchError, RuntimeError):
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process to be.
+    """Description of a process to start.
 
-    ``label`` names it in messages and in ``ps``, like "gpus 3". ``main`` is a cloudpickled callable, called without
-    arguments; when it returns the process exits with 0, when it raises, with a traceback and 1. ``bootstrap``, another
-    one, runs before anything else that is the caller's. ``environment``, ``path`` (sys.path), ``argv`` and ``cwd`` are
-    complete. ``cpus`` is from _binding.plan. ``threads``: of torch and OpenBLAS, unless the environment says
-    OMP_NUM_THREADS; None: as many as the cpus of ``cpus``, or what torch chooses. ``stdout`` and ``stderr`` are open
-    files of the caller's that become the process's, None: those that the caller had when the fork server was started.
-    ``stdin`` is another, None: empty input. A secret for the new process goes through it: bytes in ``main`` would stay
-    in the memory of the fork server, and of each process forked from it later. ``imports`` are modules of this package
-    that the process will need: the server imports them first, once, so that those that are forked have them.
-    ``main_module`` is from _main_module.main_module.
+    ``label`` names it in messages and in ``ps``, like "gpus 3". ``main`` is a cloudpickled callable without arguments.
+    When it returns the process exits with 0, when it raises, with a traceback and 1. ``bootstrap``, another one, runs
+    before other code of the caller's. ``environment``, ``path`` (sys.path), ``argv`` and ``cwd`` are complete.
+
+    ``cpus`` is an entry of `cpu_affinity.plan`. ``threads`` is the number of threads of torch and OpenBLAS, unless the
+    environment has OMP_NUM_THREADS; None means one for each of ``cpus``, or torch's default.
+
+    ``stdout`` and ``stderr`` are open files of the caller's that become the process's; None stands for those of the
+    fork server's start. ``stdin`` is another one; None stands for empty input. Secrets for the new process go through
+    it: bytes in ``main`` would stay in the memory of the fork server, and of each process that is forked later.
+
+    ``imports`` are modules of this package that the server imports once, before it forks. ``main_module`` is the result
+    of `main_module.main_module`.
     """
 
     label: str
@@ -147,16 +150,16 @@ def _message(number: int, spec: ProcessSpec, method: Method | None) -> bytes:
 
 
 class Spawner:
-    """Starts processes, and tells what becomes of them. All methods may be called from any thread.
+    """Starts processes, and reports their starts and ends. Any thread may call all methods.
 
-    ``on_event`` is called with Started, then Exited, or with SpawnFailed, for each process; on one thread of the
-    spawner's own, which must not be blocked. ``address`` is another spawner's: its server is used, the processes are
-    this one's. ``connection`` is the first one of a server that this process has made by forking, and will wait for.
-    ``preload`` names modules that a server which is started here imports.
+    ``on_event`` is called for each process with Started and later Exited, or with SpawnFailed. It runs on a thread of
+    the spawner, which it must not block. ``address`` is another spawner's: its server starts the processes of this one.
+    ``connection`` is the first one of a server that this process has forked and will wait for. ``preload`` names
+    modules that a server imports which is started here.
 
-    When the process that has a spawner dies, in whatever way, the spawner's processes are killed with their
-    descendants. A process forked from it must make a spawner of its own. Raises OSError without a listener at
-    ``address``, PermissionError if it belongs to another user.
+    If the process of a spawner dies, the spawner's processes are killed with their descendants. A process forked from
+    it needs a spawner of its own. Raises OSError without a listener at ``address``, PermissionError if it belongs to
+    another user.
 
     >>> import cloudpickle, os, queue, sys
     >>> events = queue.SimpleQueue()
@@ -186,13 +189,13 @@ class Spawner:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._requests: list[tuple[bytes, tuple[int, ...]]] = []
-        self._asked: set[int] = set()  # ids of processes of which nothing has been heard
+        self._asked: set[int] = set()  # ids of processes without an event so far
         self._running: dict[int, int] = {}  # pids by id
         self._listener: socket.socket | None = None  # of a server that is to be started
-        self._address = address or ""  # empty: no server is there nor wanted
+        self._address = address or ""  # empty: there is no server, and none is needed
         self._channel: Channel[Event] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._unusable = ""  # why nothing can be started any more
+        self._unusable = ""  # reason why no process can be started any more
         self._closing = False
         self._said_why = False
         self._thread: threading.Thread | None = None
@@ -219,11 +222,14 @@ class Spawner:
             self._ensure_server()
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
-        """Have the processes started, and return their ids at once. The specs' files may be closed afterwards.
+        """Request the start of processes, and return their ids at once. The specs' files may be closed afterwards.
 
-        Raises, with nothing started: ValueError for no specs, a spec that is too large, or a wrong
-        MONARCH_START_METHOD; SpawnLimitError if the system has no room for so many; OSError for a file that is not
-        open; RuntimeError when the spawner is closed or the server it was given is gone.
+        Raises, with nothing started:
+
+        - ValueError for no specs, a spec that is too large, or an invalid MONARCH_START_METHOD,
+        - SpawnLimitError if the system has no room for the processes,
+        - OSError for a file that is not open,
+        - RuntimeError if the spawner is closed or the server at its address has ended.
         """
         if not specs:
             raise ValueError("spawn needs at least one process")
@@ -243,10 +249,10 @@ class Spawner:
         return ids
 
     def kill(self, number: int, signal: int = signals.SIGKILL, *, group: bool = False) -> None:
-        """Send a signal to the process with this id. One that is not started yet will not start. No effect after its
-        end.
+        """Send a signal to the process with this id, also to its process group with ``group=True``.
 
-        ``group``: to its process group, too. Raises ValueError for an invalid signal.
+        A process that is not started yet will not start. No effect after its end. Raises ValueError for an invalid
+        signal.
         """
         signals.Signals(signal)
         with self._lock:
@@ -256,9 +262,7 @@ class Spawner:
         self._wake()
 
     def close(self) -> None:
-        """Kill all processes of this spawner and send their ends. Return when they, and a server that it started, have
-        ended.
-        """
+        """Kill all processes of this spawner, and return when they, and a server that it has started, have ended."""
         with self._lock:
             self._closing = True
             self._unusable = self._unusable or "the spawner is closed"
@@ -286,7 +290,7 @@ class Spawner:
     # From any thread.
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full is awake enough, and closed needs none
+        with contextlib.suppress(OSError):  # a full socket wakes it, too; a closed one needs no wake-up
             self._wake_write.send(b"\0")
 
     def _release(self) -> None:
@@ -304,10 +308,10 @@ class Spawner:
         if self._channel is not None:
             self._channel.close()
         if self._process is not None:
-            self._process.returncode = 0  # not ours to wait for
+            self._process.returncode = 0  # another process's child cannot be waited for
         self._release()
 
-    # The spawner's own thread. It also makes the server, which dies with this thread until it has imported torch.
+    # The spawner's own thread. It also starts the server, which dies with this thread until it has imported torch.
 
     def _run(self) -> None:
         while not self._closing:
@@ -359,7 +363,7 @@ class Spawner:
             channel.drop_unsent()
         try:
             channel.flush()
-        except OSError:  # the server has gone: there may be events to read, and then the end
+        except OSError:  # the server has ended: events may be left to read, then the end
             channel.drop_unsent()
         events = selectors.EVENT_READ | selectors.EVENT_WRITE * channel.has_unsent
         if self._selector.get_key(channel.socket).events != events:
@@ -377,7 +381,7 @@ class Spawner:
         except (EOFError, OSError):
             return False
         except BadMessageError:
-            _log.exception("the fork server sent what is no message")
+            _log.exception("the fork server sent an invalid message")
             return False
         for event in events:
             self._tell(event)
@@ -392,7 +396,7 @@ class Spawner:
                 self._running.pop(event.id, None)
         if isinstance(event, Started) and event.reason and not self._said_why:
             self._said_why = True
-            _log.warning("processes are started one by one, each importing torch by itself: %s", event.reason)
+            _log.warning("processes are started one by one, and each imports torch itself: %s", event.reason)
         try:
             self._on_event(event)
         except Exception:
@@ -424,9 +428,7 @@ class Spawner:
 
 
 def _kill_what_is_left(pids: Collection[int]) -> None:
-    """Kill descendants of a dead server's processes. The processes died with it, but their orphans have no new
-    parent.
-    """
+    """Kill descendants of a dead server's processes. The processes died with it, their orphans did not."""
     give_up = time.monotonic() + REPLY_TIMEOUT_S
     while pids and linux.kill_sessions(pids) and time.monotonic() < give_up:
         time.sleep(0.005)

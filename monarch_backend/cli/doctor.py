@@ -167,7 +167,9 @@ def _memory_of_gpus(modules: Path = Path("/sys/module")) -> Finding:
     names = (given,) if given else _GPU_DRIVERS
     driver = next((name for name in names if _library(name) == "loads"), None)
     if driver is None:
-        return Finding(subject, f"no way: none of {', '.join(names)} loads", "NVIDIA's or AMD's driver; only for GPUs")
+        return Finding(
+            subject, f"no route: none of {', '.join(names)} loads", "NVIDIA's or AMD's driver; only for GPUs"
+        )
     try:
         ipc = "by IPC" if env.get("MONARCH_GPU_IPC") else "through the host, since MONARCH_GPU_IPC=0"
     except ValueError as error:
@@ -196,7 +198,7 @@ def _core() -> list[Finding]:
         Finding("native core", f"CPU: {', '.join(_native.cpu_features()) or 'baseline'}"),
         Finding(
             "kernel",
-            ", ".join(name for name, there in kernel.items() if there) or "nothing that the core uses",
+            ", ".join(name for name, there in kernel.items() if there) or "nothing that monarch_backend uses",
             f"without {', '.join(lacking)}: a newer kernel, or a container that permits it" if lacking else "",
         ),
     ]

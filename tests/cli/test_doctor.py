@@ -138,7 +138,7 @@ def test_memory_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.delenv("MONARCH_GPU_IPC", raising=False)
     monkeypatch.setenv("MONARCH_GPU_DRIVER", "/nowhere/libcuda.so.1")
     found = doctor._memory_of_gpus(tmp_path)
-    assert found.state == "no way: none of /nowhere/libcuda.so.1 loads" and "driver" in found.remedy
+    assert found.state == "no route: none of /nowhere/libcuda.so.1 loads" and "driver" in found.remedy
     driver = pretended.library()
     monkeypatch.setenv("MONARCH_GPU_DRIVER", driver)
     words = f"{driver}: on one host by IPC; to other hosts NICs by dma-buf, else through pinned memory"

@@ -155,7 +155,7 @@ BUSY = {
     ),
     "Python": (
         "import threading; threading.Thread(target=threading.Event().wait, name='busy', daemon=True).start()",
-        "the launcher has other threads than its main one, which a forked process would lack: ['busy']",
+        "the launcher has threads besides its main one, which a forked process would lack: ['busy']",
     ),
 }
 

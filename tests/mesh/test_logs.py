@@ -565,7 +565,7 @@ def test_a_closed_collector_takes_no_more(screen: Screen) -> None:
         ({"aggregate_window_sec": float("nan")}, "aggregate_window_sec must be 0 or more"),
         ({"lines_per_sec": 0}, "lines_per_sec must be more than 0"),
         ({"burst": 0}, "burst must be 1 line or more"),
-        ({"level": "loud"}, "a name that logging knows, such as 'WARNING'; got 'loud'"),
+        ({"level": "loud"}, "a name of logging, such as 'WARNING'; got 'loud'"),
         ({"to_files": 3}, "PathLike"),
         ({"color": True}, "unexpected keyword argument 'color'"),
     ],
