@@ -1,4 +1,4 @@
-"""One program, many processes: actors on meshes of processes, messages to them, and what happens when they fail.
+"""Actors on meshes of processes: endpoints, futures, ports, supervision and restarts.
 
 >>> from monarch_backend.actor import Actor, endpoint, this_host
 >>> class Counter(Actor):

@@ -1,11 +1,11 @@
-"""Where a program's hosts come from: this machine, processes, ssh, or the launcher that has started the program.
+"""Jobs: the hosts of a program, and how they are started. On this machine, as processes, by ssh, or by a launcher.
 
 >>> from monarch_backend.job import LocalJob
 >>> LocalJob(["trainers"]).state().trainers
 HostMesh(this host)
 
-Rooms: what is the same for all jobs (_job/base.py), their file (_job/state_file.py), starting one host
-(_job/host_launcher.py), and each kind of job. What a host is, hosts/ knows.
+The implementation is in _job/: the base class (base.py), the file of a job (state_file.py), the start of one host
+(host_launcher.py), and each kind of job. _hosts/ has the hosts themselves.
 """
 
 from monarch_backend import _wiring as _wiring

@@ -441,7 +441,7 @@ class Runtime:
         self.wait = self.soon = self.owner.stop = self.pump.wait = refuse  # type: ignore[method-assign]
 
     def end_first(self) -> None:
-        """Run `shutdown` at exit before the hooks registered until now, which would kill processes that can be stopped."""
+        """Run `shutdown` at exit before the hooks registered until now, which would kill processes at once."""
         if self.at_exit:
             atexit.unregister(self.shutdown)
             atexit.register(self.shutdown)

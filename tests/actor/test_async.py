@@ -368,7 +368,7 @@ def test_generators_count_as_their_kind(procs: ProcMesh) -> None:
 
 
 def test_concurrent_endpoints_are_async() -> None:
-    with pytest.raises(TypeError, match=r"@concurrent_endpoint is for `async def`"):
+    with pytest.raises(TypeError, match=r"@concurrent_endpoint needs an `async def` method"):
 
         class Wrong(Actor):
             @concurrent_endpoint

@@ -442,7 +442,7 @@ def test_a_class_without_a_constructor_takes_no_arguments(procs: ProcMesh, alive
         @endpoint
         def nothing(self) -> None: ...
 
-    with pytest.raises(TypeError, match="Bare has no __init__ that takes"):
+    with pytest.raises(TypeError, match="Bare has no __init__, so it takes no arguments"):
         procs.spawn("bare", Bare, 1, lr=3)
 
 

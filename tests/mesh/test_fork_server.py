@@ -719,7 +719,7 @@ def test_unsafe_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog:
         ]
         monkeypatch.setenv("MONARCH_START_METHOD", "fork")
         failed = host.wait(host.spawn(nothing), SpawnFailed)
-        assert failed.reason.startswith("MONARCH_START_METHOD=fork, but the fork server has other threads")
+        assert failed.reason.startswith("MONARCH_START_METHOD=fork, but the fork server has threads")
     finally:
         host.spawner.close()
 
