@@ -92,8 +92,9 @@ class ActorError(MonarchError, RuntimeError):
 
 @public("monarch_backend.actor")
 class SupervisionError(MonarchError, RuntimeError):
-    """A call could not be completed because a called rank is dead. ``endpoint`` names the endpoint.
+    """A call could not be completed because a called rank is dead. The future of the call raises it.
 
+    ``broadcast``, ``spawn`` and ``process_group`` on such a mesh raise it at once. ``endpoint`` names the endpoint.
     ``delivery`` is "not sent" if the call did not run, and "unknown" if it may have run. ``failure`` is the
     `MeshFailure`; ``rank``, ``host``, ``pid`` and ``signal`` describe its first death.
 
@@ -152,8 +153,9 @@ class SupervisionError(MonarchError, RuntimeError):
 class MeshFailure(MonarchError):
     """Ranks of a mesh are dead. The argument of ``__supervise__`` and of ``unhandled_fault_hook``.
 
-    ``mesh`` is the mesh in the process that owns it, and None in other processes. ``deaths`` has a `Death` for each
-    failed rank. ``__cause__`` is the failure or exception that led to this one.
+    ``initialized`` of a mesh raises it if a constructor or a process has failed. ``mesh`` is the mesh in the process
+    that owns it, and None in other processes. ``deaths`` has a `Death` for each failed rank. ``__cause__`` is the
+    failure or exception that led to this one.
 
     >>> from monarch_backend.actor import Death, MeshFailure
     >>> failure = MeshFailure("trainers", [Death(3, "gpus 3", "node1", 1234, "killed by signal 9 (SIGKILL)", -9)])
@@ -223,7 +225,9 @@ class CancelledError(BaseException):
 
 @public("monarch_backend.actor")
 class UnknownEndpointError(MonarchError, AttributeError):
-    """The class of the mesh has no such endpoint. The text lists its endpoints.
+    """The class of the mesh has no such endpoint. Access to ``mesh.name`` raises it. The text lists the endpoints.
+
+    An undecorated method raises it when it is called.
 
     >>> from monarch_backend.actor import Actor, endpoint, this_proc
     >>> class Echo(Actor):

@@ -90,7 +90,10 @@ class Future(Generic[T]):
         return self.result()
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait and return the value as `get` does. concurrent.futures has this name."""
+        """Wait, at most ``timeout`` seconds, and return the value. concurrent.futures has this name.
+
+        Raises the error of the call, and otherwise as `get` does.
+        """
         if not self.ready or timeout is not None:
             return self.get(timeout)
         if self._raw is not None:
@@ -102,7 +105,7 @@ class Future(Generic[T]):
         return value
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as `get` does. Return the error of the call, or None if it has a value.
+        """Wait, at most ``timeout`` seconds. Return the error of the call, or None if it has a value.
 
         Raises TimeoutError, ValueError and TypeError as `get` does.
         """

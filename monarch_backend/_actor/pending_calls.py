@@ -249,6 +249,7 @@ class Stream(Generic[T]):
         return _Watched(self)
 
     def on_reply(self, frame: Frame) -> None:
+        """Handle a reply. The runtime calls it."""
         rank, status = frame.rank - self._first, frame.prefix
         if rank not in self._open:
             return
@@ -271,6 +272,7 @@ class Stream(Generic[T]):
         self._settle()
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
+        """Handle the end of a called process. The runtime calls it."""
         for rank in [r for r in list(self._open) if self.peers[r] is peer and self._ends(r)]:
             self._put(
                 -1, None, supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer, failure))

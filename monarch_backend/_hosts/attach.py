@@ -329,7 +329,7 @@ def attach(
     ``address`` is that machine, on which `monarch-backend up` runs as on the others. All messages to the others go
     through it. ``workers`` are their addresses, as seen from there. The default is the list that it was started with
     (``--workers``). The machine itself is in the mesh only if it is in the list. The other parameters are those of
-    `attach_to_workers`.
+    `attach_to_workers`, with ``timeout``, ``heartbeat`` and ``silence`` in seconds.
 
     Raises as `attach_to_workers` does, and ValueError if there is no list of workers.
 

@@ -47,6 +47,9 @@ class LocalJob(Job):
         state_file.write(self.path, file)
 
     def state(self, timeout: float = 15.0) -> JobState:
-        """Return the meshes, as `Job.state` does. It needs no `apply`. Raises ValueError for a negative timeout."""
+        """Return the meshes, as `Job.state` does. It needs no `apply`.
+
+        ``timeout``, in seconds, has no effect. Raises ValueError if it is negative.
+        """
         check_bounded(timeout)
         return JobState(self.name, {name: this_host() for name in self._meshes})

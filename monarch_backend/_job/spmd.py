@@ -73,11 +73,17 @@ def host_mesh_from_env(name: str = "hosts", *, timeout: float = START_TIMEOUT_S)
     A new one goes through the rendezvous, which must be as trusted as torchrun requires it to be.
 
     Raises JobError if the launcher's variables are missing, if not all nodes have a host within ``timeout`` seconds, or
-    after `SPMDJob.kill`::
+    after `SPMDJob.kill`. A script for ``torchrun --nnodes 2 --nproc-per-node 1 train.py`` begins with::
 
-        # torchrun --nnodes 2 --nproc-per-node 1 train.py
         hosts = host_mesh_from_env()
         procs = hosts.spawn_procs({"gpus": 8})
+
+    >>> from monarch_backend.job import JobError, host_mesh_from_env
+    >>> try:
+    ...     host_mesh_from_env()
+    ... except JobError:
+    ...     print("start this script by torchrun")
+    start this script by torchrun
     """
     env.check()
     timeout = check_bounded(timeout)

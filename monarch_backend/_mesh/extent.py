@@ -358,7 +358,7 @@ class Shape:
         return self.slice(**{label: _checked_int(f"{label}={index!r}", index) for label, index in coords.items()})
 
     def slice(self, /, **selection: Index) -> Shape:
-        """See MeshBase.slice."""
+        """Return the selected part. Raises as `MeshBase.slice` does."""
         for label in selection:
             if label not in self._extent:
                 raise _no_dimension(label, self._extent)
@@ -378,7 +378,7 @@ class Shape:
         return Shape._make(Extent(labels, sizes), tuple(strides), offset)
 
     def split(self, /, **how: Sequence[str] | int) -> Shape:
-        """See MeshBase.split."""
+        """Return the shape with dimensions split into several. Raises as `MeshBase.split` does."""
         into, given = _read_split(self._extent, how)
         labels: list[str] = []
         sizes: list[int] = []
@@ -389,11 +389,11 @@ class Shape:
         return Shape._from_ranks(Extent(labels, sizes), self.ranks)
 
     def flatten(self, name: str) -> Shape:
-        """See MeshBase.flatten."""
+        """Return the shape with one dimension of this name. Raises as `MeshBase.flatten` does."""
         return Shape._from_ranks(Extent((name,), (len(self),)), self.ranks)
 
     def rename(self, /, **names: str) -> Shape:
-        """See MeshBase.rename."""
+        """Return the shape with new labels, ``old="new"``. Raises as `MeshBase.rename` does."""
         for label in names:
             if label not in self._extent:
                 raise _no_dimension(label, self._extent)
@@ -401,7 +401,11 @@ class Shape:
         return Shape._make(extent, self._strides, self._offset, self._ranks)
 
     def without(self, ranks: Iterable[int | Point]) -> Shape:
-        """See MeshBase.without."""
+        """Return the shape without some of its ranks, in one dimension. See `MeshBase.without`.
+
+        Raises IndexError for a rank outside the shape, ValueError if no rank is left or for a point of another extent,
+        and TypeError for a single rank.
+        """
         if isinstance(ranks, (int, Point, str)):
             raise TypeError(f"without({ranks!r}): give the ranks as a list, without([{ranks!r}])")
         gone = {_position(rank, self._extent) for rank in ranks}
