@@ -94,7 +94,7 @@ class ActorError(MonarchError, RuntimeError):
 class SupervisionError(MonarchError, RuntimeError):
     """A call could not be completed because a called rank is dead. The future of the call raises it.
 
-    ``broadcast``, ``spawn`` and ``process_group`` on such a mesh raise it at once. ``endpoint`` names the endpoint.
+    ``broadcast`` on such a mesh and ``spawn`` on a stopped one raise it at once. ``endpoint`` names the endpoint.
     ``delivery`` is "not sent" if the call did not run, and "unknown" if it may have run. ``failure`` is the
     `MeshFailure`; ``rank``, ``host``, ``pid`` and ``signal`` describe its first death.
 
@@ -211,7 +211,8 @@ def _told(failure: BaseException) -> str:
 class CancelledError(BaseException):
     """Raised in an endpoint whose caller has cancelled the call, and by the cancelled future.
 
-    A BaseException, as asyncio's: code that catches Exception does not catch it.
+    An ``async def`` endpoint gets asyncio.CancelledError. Both are BaseExceptions: code that catches Exception does not
+    catch them.
 
     >>> from monarch_backend.actor import Channel
     >>> port, receiver = Channel.open()
