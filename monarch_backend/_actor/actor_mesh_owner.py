@@ -266,8 +266,8 @@ def _check_constructor(cls: type, args: Any, kwargs: Any) -> None:
         inspect.signature(cls.__init__).bind(None, *args, **kwargs)  # type: ignore[misc]
     except TypeError as error:
         raise TypeError(
-            f"{cls.__name__} is constructed by __init__{inspect.signature(cls.__init__)}: {error}"
-        ) from None  # type: ignore[misc]
+            f"{cls.__name__} is constructed by __init__{inspect.signature(cls.__init__)}: {error}"  # type: ignore[misc]
+        ) from None
 
 
 def _joined(body: Any) -> bytes:
