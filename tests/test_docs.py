@@ -32,6 +32,7 @@ RUN = [
     "start/controller.md",
     "tutorials/actors.md",
 ]
+COMMANDS = ["tutorials/checkpoints.md", "tutorials/rl.md"]
 TORCHRUN = {
     "guides/ddp-fsdp2.md": None,
     "start/backend.md": ["tensor([3., 3., 3., 3.])"] * 2,

@@ -103,10 +103,9 @@ class Runtime:
         self.interrupts = Interrupts(self)
         self.server_address = ""  # address of the fork server, in a process of a mesh
         self.gateway = ""  # token of this host's gateway, once there are other hosts
-        self.hosts: Any = None  # HostRegistry of a controller that has attached hosts
         self.known_hosts: dict[str, str] = {}  # names of other hosts by number, received with meshes
-        self.memory: Any = None  # registered memory and its transfer engine, set by _rdma/
-        self.mover: Any = None
+        self.extensions: dict[type[RuntimeExtension], RuntimeExtension] = {}
+        self._extending = threading.RLock()
         self.run_cell: Callable[[ActorRunner], None] = self._run_in_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
@@ -244,7 +243,14 @@ class Runtime:
 
     def host(self, token: str) -> Any:
         """Return the Host of a remote process; None if the process is here or another process attached its host."""
-        return None if self.hosts is None else self.hosts.hosts.get(host_of(token))
+        return self.find_host(host_of(token))
+
+    def find_host(self, host_id: str) -> Any:
+        """Return the Host with this id; None if this program has not attached it."""
+        for part in self.extensions.values():
+            if (found := part.hosts.get(host_id)) is not None:
+                return found
+        return None
 
     def host_name(self, token: str) -> str:
         """Return the name of this process's host, for messages."""
