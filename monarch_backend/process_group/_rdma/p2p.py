@@ -304,7 +304,7 @@ class RdmaP2P:
                 self._stay_plain(talk.rank, rest.decode(errors="replace"))
             talk.wait(talk.begin(self._gloo.send, x))
         elif word.kind == REFUSED:
-            what = f"rank {self._rank} sent {x.nbytes} bytes, and the receive of rank {talk.rank} takes {word.value}"
+            what = f"rank {self._rank} sent {x.nbytes} bytes, and the receive of rank {talk.rank} is of {word.value}"
             raise _Fault(("mismatch", -1, what))
 
     def _answer(self, rank: int, offer: bytes) -> bytes:
@@ -344,7 +344,7 @@ class RdmaP2P:
         talk = _PeerExchange(self, source, p2p_protocol.talk(it.number, source, self._rank), clock)
         if it.nbytes != x.nbytes:
             talk.say(REFUSED, x.nbytes)
-            what = f"rank {source} sent {it.nbytes} bytes, and the receive of rank {self._rank} takes {x.nbytes}"
+            what = f"rank {source} sent {it.nbytes} bytes, and the receive of rank {self._rank} is of {x.nbytes}"
             raise _Fault(("mismatch", -1, what))
         why = self._read(talk, it, x, owner)
         if why is None:
