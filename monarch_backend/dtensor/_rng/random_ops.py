@@ -504,16 +504,12 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
     DTensors: DTensors get the numbers of their shards, as before. It has no effect on a mesh that belongs to no
     controller.
 
-    >>> from monarch_backend.actor import this_host
-    >>> from monarch_backend.dtensor import own_random_numbers
-    >>> procs = this_host().spawn_procs({"dp": 2})
-    >>> mesh = procs.device_mesh("cpu")
+    >>> from monarch_backend.dtensor import own_random_numbers, shard_batch, simulated_mesh
+    >>> mesh = simulated_mesh((2,), ("dp",))  # procs.device_mesh() in a program
     >>> own_random_numbers(mesh)
-    >>> plain = torch.distributed.tensor.ones(1, 3, device_mesh=mesh).to_local()
-    >>> first, second = DTensor.from_local(torch.rand_like(plain), mesh, [Shard(0)]).tolist()
-    >>> first == second
-    False
-    >>> procs.stop().get()
+    >>> rows = shard_batch(torch.ones(4, 3), mesh)
+    >>> torch.nn.functional.dropout(rows).shape  # each rank drops other elements
+    torch.Size([2, 3])
     """
     from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # it imports this module
 
