@@ -72,7 +72,7 @@ test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it 
 	if [ $$rc = 3 ]; then echo; echo "######## SKIPPED: make test-rdma. NOT ONE VERBS TEST HAS RUN; the reason is above ########"; echo; exit 0; fi; \
 	[ $$rc = 0 ] || exit $$rc; \
 	test -d .envs/rdma/ibverbs || $(BIN)/pip install -q --no-deps --target .envs/rdma ibverbs; \
-	PYTHONPATH=$(CURDIR)/.envs/rdma RXE_GUEST_SECONDS=2000 tools/rxe_guest.sh $(CURDIR)/$(BIN)/python -m pytest --color=no -p no:cacheprovider -m "$(VERBS)" --durations=10 tests/rdma tests/process_group/test_far.py \
+	PYTHONPATH=$(CURDIR)/.envs/rdma RXE_GUEST_SECONDS=2000 tools/rxe_guest.sh $(CURDIR)/$(BIN)/python -m pytest --color=no -p no:cacheprovider -m "$(VERBS)" --durations=10 tests/rdma tests/process_group/test_rdma_p2p.py \
 	    tests/transport/test_two_gateways.py tests/hosts/test_nics.py
 
 test-torch: $(STAMP)  ## the core tests on another torch: make test-torch VERSION=2.14.1

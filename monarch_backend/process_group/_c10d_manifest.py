@@ -11,7 +11,7 @@ from monarch_backend._core.patches import Patch
 _C10D = "torch.distributed.distributed_c10d"
 _MAKERS = "monarch_backend.process_group._c10d_patches"
 _TESTS = "tests/test_torch_patches.py"
-_HOOKS = "tests/process_group/test_newer_torch.py"
+_HOOKS = "tests/process_group/test_c10d_hooks.py"
 
 C10D = (
     Patch(
@@ -46,7 +46,7 @@ C10D = (
     Patch(
         "torch.distributed:new_group", "fix", (f"{_MAKERS}:restore_new_group",),
         "torch_xla, when it is imported, replaces it for the groups of all backends.",
-        "tests/xla/test_route.py::test_subgroups_and_torch_s_own_new_group", (2, 9), (2, 10),
+        "tests/xla/test_xla_backend.py::test_subgroups_and_torch_s_own_new_group", (2, 9), (2, 10),
     ),
 )  # fmt: skip
 """At most 6 are replaced in one release."""

@@ -1,6 +1,6 @@
 """The CUDA (NCCL) and ROCm (RCCL) route on a machine that has a GPU: `make test-gpu`. World size 1 at least.
 
-What needs two GPUs says so. What can be checked without any is in tests/process_group/test_accelerator.py.
+What needs two GPUs says so. What can be checked without any is in tests/process_group/test_accelerator_selection.py.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from monarch_backend.process_group._shm.shm_backend import SharedMemory
 from monarch_backend.process_group._xla import graph_hash_workaround
 from monarch_backend.process_group._xla.host_staged import StagedGroup
 from monarch_backend.process_group._xla.xla_backend import XlaGroup
-from tests.process_group.test_hierarchy import ON, TWO_AND_ONE, three  # noqa: F401  # a fixture
+from tests.process_group.test_hierarchical import ON, TWO_AND_ONE, three  # noqa: F401  # a fixture
 from tests.support import collective_references
 from tests.support.collective_references import REFERENCES, arguments, call, given_by
 from tests.support.hosts import Hosts, refusal, run_on_hosts

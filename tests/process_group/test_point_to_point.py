@@ -1,6 +1,6 @@
-"""Point to point: send, recv, isend, irecv, any source, tags, batches, rings; each message compared byte by byte.
+"""Point-to-point operations: send, recv, isend, irecv, any source, tags, batches, rings. Each message is compared.
 
-Collectives are in test_collectives.py, objects in test_objects.py, arguments that can't work in test_bad_input.py.
+Object collectives: test_object_collectives.py. Wrong arguments: test_bad_input.py.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import pytest
 from monarch_backend._transport.network import connection_manager, rdma_reader
 from monarch_backend._transport.network.connection import PeerConnection, Timeouts
 from monarch_backend._transport.network.tls import Tls
-from tests.process_group import wires
-from tests.process_group.test_far import CABLE
+from tests.process_group import fake_nics
+from tests.process_group.test_rdma_p2p import CABLE
 from tests.rdma.verbs.peers import two_devices, until
 from tests.support.ranks import run_ranks
 from tests.transport.sides import Side, reset
@@ -86,7 +86,7 @@ def _rank(rank: int, _: str, fn: Callable[..., Any], args: tuple[Any, ...], devi
     if devices:
         os.environ["MONARCH_RDMA_DEVICES"] = devices[rank]
     else:
-        fabric = wires.install()
+        fabric = fake_nics.install()
     side = Side(SECRET, bounds=BOUNDS, lends=True, tls=functools.cache(Tls.of_secret))
     if rank == 1:
         _, number = side.tcp.listen("127.0.0.1")

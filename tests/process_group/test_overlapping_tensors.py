@@ -22,7 +22,7 @@ from torch import Tensor
 import monarch_backend
 from monarch_backend import CollectiveArgumentError
 from monarch_backend.process_group._errors import CollectiveTimeoutError
-from tests.process_group.test_hierarchy import ON, TWO_BY_TWO, three  # noqa: F401  # a fixture
+from tests.process_group.test_hierarchical import ON, TWO_BY_TWO, three  # noqa: F401  # a fixture
 from tests.support.hosts import Hosts, refusal, run_on_hosts
 from tests.support.ranks import run_ranks
 

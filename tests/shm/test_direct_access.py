@@ -25,7 +25,7 @@ import monarch_backend
 from monarch_backend import MonarchError, RankFailedError, SharedMemoryError, empty_shared
 from monarch_backend.process_group._shm import segment
 from tests.process_group import reference
-from tests.shm.programs import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
+from tests.shm.random_programs import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
 from tests.support.ranks import run_ranks
 
 pytestmark = [

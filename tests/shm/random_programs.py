@@ -2,7 +2,7 @@
 
 `draw` makes the program, without communication; a `Player` plays one rank's part of it. Every rank can compute what
 all others bring, and so what has to come (reference.py). What is waited for when is each rank's own choice.
-test_random.py plays them as they are, test_chaos.py lets ranks die in the middle.
+test_random_programs.py plays them as they are, test_chaos.py lets ranks die in the middle.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ from monarch_backend.process_group._process_group import MonarchProcessGroup
 from monarch_backend.process_group._rdma import p2p as far_module
 from monarch_backend.process_group._rdma import p2p_protocol, peer_reads
 from monarch_backend.process_group._rdma.p2p_protocol import ControlMessage, ProtocolError, SendHeader
-from tests.process_group import reference, wires
-from tests.process_group.test_groups import set_timeout
+from tests.process_group import fake_nics, reference
+from tests.process_group.test_group_lifecycle import set_timeout
 from tests.rdma.verbs.peers import two_devices, until
 from tests.support.ranks import init, run_ranks
 
@@ -85,11 +85,11 @@ def _rank(
     seconds: float,
     without: Sequence[int],
 ) -> Any:
-    wires.apart(hosts[rank])
+    fake_nics.apart(hosts[rank])
     if devices:
         os.environ["MONARCH_RDMA_DEVICES"] = devices[hosts[rank] % 2] if rank not in without else "none"
     elif rank not in without:
-        wires.install()
+        fake_nics.install()
     init(rank, len(hosts), address, seconds=seconds)
     dist.barrier()
     result = fn(rank, *args)

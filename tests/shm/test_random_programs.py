@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend
-from tests.shm import programs
+from tests.shm import random_programs
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
@@ -26,10 +26,10 @@ ON = {"MONARCH_SHM": "1", "MONARCH_CMA_MIN_BYTES": "40000"}
 SEED = os.environ.get("MONARCH_TEST_SEED", "")
 
 
-def _play(rank: int, program: programs.Program, threads: bool) -> int:
+def _play(rank: int, program: random_programs.Program, threads: bool) -> int:
     torch.set_num_threads(1)
     assert monarch_backend.routes()["cpu"].backend == "shm"
-    player = programs.Player(program, rank)
+    player = random_programs.Player(program, rank)
     count = player.play_in_threads() if threads else player.play(program.steps)
     dist.barrier()
     return count
@@ -38,8 +38,8 @@ def _play(rank: int, program: programs.Program, threads: bool) -> int:
 def _run(seed: int, size: int, steps: int, *, threads: bool = False) -> None:
     seed = int(SEED or seed)
     print(f"MONARCH_TEST_SEED={seed} with {size} ranks, {steps} steps{', in threads' if threads else ''}", flush=True)
-    programs.prepare()
-    program = programs.draw(seed, size, steps)
+    random_programs.prepare()
+    program = random_programs.draw(seed, size, steps)
     counts = run_ranks(_play, size, program, threads, env=ON)
     assert counts == [sum(rank in program.groups[step.group] for step in program.steps) for rank in range(size)]
 

@@ -1,6 +1,6 @@
 """What of the XLA route can be checked without torch_xla: the choice, and the rules of more than one device.
 
-The group behind the route is a recorder here; tests/xla/test_route.py runs the real one.
+The group behind the route is a recorder here; tests/xla/test_xla_backend.py runs the real one.
 """
 
 from __future__ import annotations
