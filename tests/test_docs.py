@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.actor.scripts import WarmInterpreter, with_meshes
+from tests.actor.script_runner import WarmInterpreter, with_meshes
 
 DOCS = Path(__file__).parent.parent / "docs"
 RUN = [

@@ -40,7 +40,7 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from tests.actor.harm import AsyncVictim, BadBirth, Victim
+from tests.actor.failing_actors import AsyncVictim, BadBirth, Victim
 from tests.actor.support import PATIENCE, Faults, begun, gate
 
 

@@ -1,4 +1,4 @@
-"""Ports: who gets which value, also when whoever was given one did not look. Between processes: test_order.py."""
+"""Ports: which receiver gets which value, also when a future was not read. Between processes: test_message_order.py."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from monarch_backend.actor import (
     this_proc,
 )
 from tests.actor.actors import comes_back, until
-from tests.actor.harm import Owner, Supervisor, Victim, lines
+from tests.actor.failing_actors import Owner, Supervisor, Victim, lines
 from tests.actor.support import PATIENCE, Faults, begun, gate
 from tests.mesh.spawning import Watch
 

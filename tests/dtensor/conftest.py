@@ -18,7 +18,7 @@ import torch.distributed as dist
 import monarch_backend.actor as ma
 from monarch_backend.actor import MeshFailure, ProcMesh, this_host
 from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
-from tests.actor.scripts import Run, WarmInterpreter, with_meshes
+from tests.actor.script_runner import Run, WarmInterpreter, with_meshes
 from tests.dtensor import on_xla
 from tests.support import xla
 

@@ -32,7 +32,7 @@ from monarch_backend import _native
 from monarch_backend.dtensor import NotReadableError, simulated_mesh
 from monarch_backend.dtensor._torch_internals import tensor_impl_layout
 from monarch_backend.dtensor._torch_internals.invalid_access import AddressUsedError
-from tests.actor.scripts import Run
+from tests.actor.script_runner import Run
 from tests.dtensor.addresses import address_of
 
 PART = 1 << 26  # mapped at a time

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.actor.scripts import Run
+from tests.actor.script_runner import Run
 
 SCRIPT = """
 import torch

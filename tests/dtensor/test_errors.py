@@ -26,7 +26,7 @@ from monarch_backend.dtensor import (
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._worker import failures
 from tests.actor.actors import until
-from tests.actor.scripts import Run
+from tests.actor.script_runner import Run
 from tests.dtensor import failing
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._controller import controller_process_group
-from tests.actor.scripts import Run
+from tests.actor.script_runner import Run
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import value
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.actor.scripts import WarmInterpreter, with_meshes
+from tests.actor.script_runner import WarmInterpreter, with_meshes
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "one_controller.py"
 SMALL = ["--steps", "8", "--checkpoint-every", "3", "--layers", "1", "--dim", "32", "--batch", "8"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.actor.scripts import WarmInterpreter
+from tests.actor.script_runner import WarmInterpreter
 from tests.hosts.support import Daemon, World
 from tests.support.hosts import Hosts, hosts, refusal
 

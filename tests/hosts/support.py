@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.actor.scripts import Run, WarmInterpreter
+from tests.actor.script_runner import Run, WarmInterpreter
 from tests.support import leaks
 from tests.support.hosts import Hosts, address6
 

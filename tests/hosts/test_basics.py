@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.actor.scripts import WarmInterpreter
+from tests.actor.script_runner import WarmInterpreter
 from tests.hosts.support import World, any_address6
 from tests.support.hosts import hosts, refusal
 

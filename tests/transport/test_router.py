@@ -1,7 +1,7 @@
 """A router by itself, without links: who waits for room hears of it, at whatever moment that comes.
 
 May live here: the mechanism alone, with hooks that put an event into the moment that matters. What it is for is tested
-with processes in tests/actor/test_pressure.py, and with simulated ones in tests/testing/.
+with processes in tests/actor/test_backpressure.py, and with simulated ones in tests/testing/.
 """
 
 from __future__ import annotations

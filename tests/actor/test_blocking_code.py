@@ -606,7 +606,9 @@ def test_end_of_uninterruptible_actor_kills_process(
         errors = errors_of_processes(capfd, "the process is killed")
         assert "actor stuck (gpus 0, host " in errors
         assert ("its running message" if what == "message" else "its constructor") in errors
-        assert ("test_blocking.py:" in errors) and ("in __init__" if what == "swallows" else "in in_lock") in errors
+        assert ("test_blocking_code.py:" in errors) and (
+            "in __init__" if what == "swallows" else "in in_lock"
+        ) in errors
         if what != "swallows":  # another actor was lost with the process
             assert "SIGKILL" in faults.next().report()
         faults.none()

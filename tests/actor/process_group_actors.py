@@ -1,4 +1,7 @@
-"""Actors that run ordinary torch.distributed code, for test_spmd.py. Their processes import this module: no pytest."""
+"""Actors that run ordinary torch.distributed code, for test_process_groups.py.
+
+Worker processes import this module, so it does not import pytest.
+"""
 
 from __future__ import annotations
 

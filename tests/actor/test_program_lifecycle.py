@@ -20,7 +20,7 @@ import pytest
 
 from monarch_backend._actor.runtime import program
 from monarch_backend.actor import this_host
-from tests.actor.scripts import PATIENCE, Run, WarmInterpreter, python
+from tests.actor.script_runner import PATIENCE, Run, WarmInterpreter, python
 from tests.actor.support import gate
 from tests.mesh.spawning import Watch
 
@@ -165,7 +165,7 @@ def plain(server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fu
     """The program started in each way, to its end; beside each other, since each imports torch."""
     path = tmp_path_factory.mktemp("plain") / "script.py"
     path.write_text(PLAIN)
-    source = f"from tests.actor.scripts import use_server; use_server({server!r})\n{PLAIN}"
+    source = f"from tests.actor.script_runner import use_server; use_server({server!r})\n{PLAIN}"
     with ThreadPoolExecutor(3) as pool:
         return {
             "script.py": pool.submit(python, str(path)),  # all by itself
@@ -202,7 +202,7 @@ def test_a_repl(server: str) -> None:
         return seen
 
     try:
-        type_in(f"from tests.actor.scripts import use_server; use_server({server!r})", ">>> ")
+        type_in(f"from tests.actor.script_runner import use_server; use_server({server!r})", ">>> ")
         type_in("from monarch_backend.actor import *; import os, signal", ">>> ")
         type_in("class A(Actor):", "... ")
         type_in("    @endpoint", "... ")

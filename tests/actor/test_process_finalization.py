@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from monarch_backend.actor import Actor, endpoint, this_host
-from tests.actor.scripts import PATIENCE, python
+from tests.actor.script_runner import PATIENCE, python
 
 
 class Note:

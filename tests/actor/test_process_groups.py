@@ -22,9 +22,9 @@ from monarch_backend.actor import (
     this_host,
 )
 from monarch_backend.process_group import GroupClosedError, RankFailedError
-from tests.actor import spmd
+from tests.actor import process_group_actors
 from tests.actor.actors import until
-from tests.actor.spmd import Trainer
+from tests.actor.process_group_actors import Trainer
 from tests.actor.support import PATIENCE, Faults, gate
 
 HOST = socket.gethostname()
@@ -77,8 +77,8 @@ def test_two_meshes_are_two_worlds(trainers: ActorMesh, faults: Faults) -> None:
 
 
 def in_one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
-    network = spmd.model()
-    return spmd.train(network, range(WORLD)), network.state_dict()
+    network = process_group_actors.model()
+    return process_group_actors.train(network, range(WORLD)), network.state_dict()
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])

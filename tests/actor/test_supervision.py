@@ -1,6 +1,6 @@
 """Failures of actors and of processes, one by one: who is told what, and what goes on.
 
-What restarts is in test_restart.py, what happens to the whole program in test_scripts.py.
+What restarts is in test_restart.py, what happens to the whole program in test_program_lifecycle.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from monarch_backend.actor import (
     this_proc,
 )
 from tests.actor.actors import held_up, until
-from tests.actor.harm import (
+from tests.actor.failing_actors import (
     AsyncSupervisor,
     AsyncVictim,
     BadBirth,
@@ -474,7 +474,15 @@ def test_an_exception_comes_to_the_caller_with_cause_and_traceback(lasting: Proc
     assert isinstance(error.__cause__, KeyError) and error.__cause__.args == ("rank",)
     assert (error.actor, error.endpoint, error.rank, error.delivery) == ("victims", "raises", 0, "ran")
     pid = one.pid.call_one().get(PATIENCE)
-    for part in ("victims.raises", "gpus 1", HOST, f"pid {pid}", "KeyError: 'rank'", "raise error", "harm.py"):
+    for part in (
+        "victims.raises",
+        "gpus 1",
+        HOST,
+        f"pid {pid}",
+        "KeyError: 'rank'",
+        "raise error",
+        "failing_actors.py",
+    ):
         assert part in str(error)
     assert "monarch_backend/actor" not in str(error), "only the user's frames"
     assert one.all_notes.call_one().get(PATIENCE) == ["before"], "it lives on, as it was"

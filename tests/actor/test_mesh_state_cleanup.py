@@ -22,7 +22,7 @@ from monarch_backend.actor import (
     this_proc,
 )
 from tests.actor.actors import comes_back, until
-from tests.actor.harm import Victim
+from tests.actor.failing_actors import Victim
 from tests.actor.support import PATIENCE, Faults
 
 MIB = 1 << 20

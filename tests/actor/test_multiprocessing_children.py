@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._processes import main_module
-from tests.actor.scripts import python
+from tests.actor.script_runner import python
 
 SCRIPT = """
 import dataclasses

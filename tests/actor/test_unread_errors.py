@@ -17,7 +17,7 @@ import pytest
 
 from monarch_backend._actor.unread_errors import UnreadError
 from monarch_backend.actor import Accumulator, Actor, ActorError, Future, endpoint, gather, this_host
-from tests.actor.scripts import python
+from tests.actor.script_runner import python
 from tests.actor.support import Faults
 
 LIMIT = 30.0
