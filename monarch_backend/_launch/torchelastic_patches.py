@@ -2,7 +2,7 @@
 
 torch's own `run` is called while four of its names are replaced. The agent is notified of a rank's end instead of
 polling. The start of ranks and the handler of a program use the fork server. A pause for many hosts is left out.
-tests/launch/test_elastic_internals.py has a test for each, which fails when torch changes it.
+tests/launch/test_torchelastic_internals.py has a test for each, which fails when torch changes it.
 """
 
 from __future__ import annotations

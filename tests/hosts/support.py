@@ -97,14 +97,16 @@ class World:
 
     def start(
         self, program: str, *arguments: Any, number: int = 0, env: Mapping[str, str] | None = None,
-        module: str = "programs",
+        module: str = "controller_programs",
     ) -> Run:  # fmt: skip
-        """Begin a program of programs.py, or another module here, which gets these arguments."""
+        """Begin a program of controller_programs.py, or another module here, which gets these arguments."""
         source = f"import json\nfrom tests.hosts.{module} import {program}\n"
         source += f"{program}(*json.loads({json.dumps(arguments)!r}))\n"
         return self.controller(number).start(self.folder / f"script{number}.py", source, env=env)
 
-    def run(self, program: str, *arguments: Any, env: Mapping[str, str] | None = None, module: str = "programs") -> Run:
+    def run(
+        self, program: str, *arguments: Any, env: Mapping[str, str] | None = None, module: str = "controller_programs"
+    ) -> Run:
         """Run a program to its end, which must be a good one."""
         self.start(program, *arguments, env=env, module=module)
         try:

@@ -20,5 +20,5 @@ def test_many_processes_on_many_hosts(tmp_path: Path) -> None:
         daemons = [world.daemon(1 + index) for index in range(HOSTS)]
         addresses = [daemon.address for daemon in daemons]
         before = {pid for daemon in daemons for pid in descendants(daemon.pid)}
-        world.run("scale", addresses, EACH, [daemon.pid for daemon in daemons], module="scale")
+        world.run("scale", addresses, EACH, [daemon.pid for daemon in daemons], module="scale_program")
         until_gone([pid for daemon in daemons for pid in descendants(daemon.pid) if pid not in before], 2.0)

@@ -1,7 +1,7 @@
 """A workload of numbered messages that leaves a record: who sent what to whom, what became of it, and where it ran.
 
 Actors write down what reaches them in files, which outlive a killed process; both sides are compared at the end.
-Faults and hosts stand in schedules.py. Processes import this module, so it imports no pytest.
+Faults and hosts stand in fault_schedules.py. Processes import this module, so it imports no pytest.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Many processes on many hosts: what a controller does with all of them, with some, and without those that are lost.
+"""Controller program with many processes on many hosts: it calls all, some, and the rest after hosts are lost.
 
-A whole program, as those of programs.py, and so it imports no pytest. What it prints as "measured" is for people.
+Worker processes import this module, so it does not import pytest. Lines with "measured" are for people.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from monarch_backend.actor import Actor, ActorError, ActorMesh, SupervisionError, current_rank, endpoint
 from monarch_backend.hosts import attach_to_workers
 from tests.actor.actors import until
-from tests.hosts.programs import expect_faults
+from tests.hosts.controller_programs import expect_faults
 from tests.hosts.support import NAMES, until_gone
 
 PATIENCE = 60.0

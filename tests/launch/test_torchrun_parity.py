@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.launch import scripts
-from tests.launch.launching import Launched, finish, launch_both, launching, until
+from tests.launch.launcher import Launched, finish, launch_both, launching, until
 
 # What differs from one run of the same launcher to the next.
 BY_CHANCE = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID")

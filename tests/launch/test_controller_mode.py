@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import finish, launch, launching
+from tests.launch.launcher import finish, launch, launching
 
 SCRIPT = """
 import json, os, sys

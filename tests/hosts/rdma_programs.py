@@ -1,4 +1,7 @@
-"""What controllers do in the tests of memory between hosts: each function is a whole program, as in programs.py."""
+"""Controller programs that read and write registered memory of other hosts. Each function is a whole program.
+
+Worker processes import this module, so it does not import pytest.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from monarch_backend.actor import ActorMesh
 from monarch_backend.hosts import attach, attach_to_workers
 from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
 from tests.actor.support import Faults
-from tests.hosts.programs import BOUNDS
+from tests.hosts.controller_programs import BOUNDS
 from tests.hosts.support import PATIENCE
 from tests.rdma.actors import Process, no_python_in, pattern
 from tests.support.hosts import Cables

@@ -268,7 +268,7 @@ def exceptions(*addresses: str) -> None:
     one = workers.slice(hosts=1, gpus=1)
     error = one.fails.call_one("what went wrong").exception(PATIENCE)
     assert isinstance(error, ActorError) and isinstance(error.__cause__, ValueError), error
-    for part in ("what went wrong", "in fails", "programs.py", "workers.fails"):
+    for part in ("what went wrong", "in fails", "controller_programs.py", "workers.fails"):
         assert part in str(error), (part, str(error))
     assert one.echo.call_one(5).get(PATIENCE) == 5
 

@@ -1,7 +1,7 @@
 """Random faults on four hosts at work: a seed is a schedule of kills, stops, cuts and resets, and what must hold in it.
 
-`schedule` is a controller's whole program, so this imports no pytest; what its actors do stands in ledgers.py.
-``python -m tests.hosts.schedules FIRST [COUNT]`` runs that many seeds, one after the other.
+`schedule` is a controller's whole program, so this imports no pytest; what its actors do stands in call_journal.py.
+``python -m tests.hosts.fault_schedules FIRST [COUNT]`` runs that many seeds, one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import monarch_backend.actor as ma
 from monarch_backend.actor import ActorMesh, MeshFailure, SupervisionError
 from monarch_backend.hosts import attach_to_workers
 from tests.actor.actors import until
-from tests.hosts.ledgers import (
+from tests.hosts.call_journal import (
     GPUS,
     UNKNOWN,
     VALUE,
@@ -38,7 +38,7 @@ from tests.hosts.ledgers import (
     read_ledgers,
     read_told,
 )
-from tests.hosts.programs import BOUNDS, Worker, agents, host_registry
+from tests.hosts.controller_programs import BOUNDS, Worker, agents
 from tests.hosts.support import NAMES, PATIENCE, Daemon, World, descendants, until_gone
 from tests.support.hosts import Cables, address6, hosts, refusal
 
@@ -352,11 +352,11 @@ def run(world: World, daemons: Sequence[Daemon], seed: int) -> float:
     before = [descendants(daemon.pid) for daemon in daemons]
     with tempfile.TemporaryDirectory(dir=world.folder) as folder:
         try:
-            world.run("schedule", seed, addresses, cables.pids, folder, module="schedules")
+            world.run("schedule", seed, addresses, cables.pids, folder, module="fault_schedules")
             for daemon, those in zip(daemons, before, strict=True):
                 until_gone([pid for pid in descendants(daemon.pid) if pid not in those], QUICKLY)
         except BaseException:
-            print(f"again: python -m tests.hosts.schedules {seed}", flush=True)
+            print(f"again: python -m tests.hosts.fault_schedules {seed}", flush=True)
             raise
     return time.monotonic() - began
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import scripts
-from tests.launch.launching import PATIENCE, Launched, finish, gone, launch, launching, until
+from tests.launch.launcher import PATIENCE, Launched, finish, gone, launch, launching, until
 
 
 def _write(directory: Path, name: str, text: str) -> str:

@@ -31,7 +31,7 @@ def test_tensors_of_actors(capfd: pytest.CaptureFixture[str], machine: World, de
     there = {"MONARCH_RDMA_DEVICES": devices[1], "MONARCH_DEBUG": "1", "MONARCH_RDMA_TRANSPORT": forced}
     here = {"MONARCH_RDMA_DEVICES": devices[0], "MONARCH_DEBUG": "1"}
     daemon = machine.daemon(1, env=there)
-    machine.run("tensors", daemon.address, env=here, module="nics")
+    machine.run("tensors", daemon.address, env=here, module="nic_programs")
     words, said = "large frames to", capfd.readouterr().err
     if forced:
         assert words not in said + daemon.output

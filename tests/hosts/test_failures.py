@@ -14,7 +14,7 @@ QUICKLY = 2.0
 """Seconds that promise 8 gives to what a dead controller has started."""
 
 SILENCE = 1.0
-"""Seconds, as programs.py has it."""
+"""Seconds, as controller_programs.py has it."""
 
 pytestmark = pytest.mark.usefixtures("whole")
 
