@@ -22,7 +22,7 @@ from monarch_backend._actor.runtime import program
 from monarch_backend.actor import this_host
 from tests.actor.script_runner import PATIENCE, Run, WarmInterpreter, python
 from tests.actor.support import gate
-from tests.mesh.spawning import Watch
+from tests.processes.spawning import Watch
 
 QUICKLY = 2.0
 """Seconds that promise 8 gives to what a dead controller has started."""

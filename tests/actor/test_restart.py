@@ -34,7 +34,7 @@ from monarch_backend.actor import (
 from tests.actor.actors import comes_back, until
 from tests.actor.failing_actors import Owner, Supervisor, Victim, lines
 from tests.actor.support import PATIENCE, Faults, begun, gate
-from tests.mesh.spawning import Watch
+from tests.processes.spawning import Watch
 
 SOON = Restart(max_restarts=50, backoff=0.0)
 

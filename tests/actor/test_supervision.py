@@ -55,7 +55,7 @@ from tests.actor.failing_actors import (
     lines,
 )
 from tests.actor.support import PATIENCE, Faults, begun, gate
-from tests.mesh.spawning import Watch
+from tests.processes.spawning import Watch
 
 HOST = socket.gethostname()
 DEATHS = {
@@ -336,7 +336,7 @@ def test_a_failing_bootstrap_is_a_death_whose_last_words_say_why(faults: Faults)
 def test_a_kill_for_want_of_memory_is_called_so(
     single: ProcMesh, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's own killing is told by the fork server (tests/mesh/test_limits.py); here is what comes of it."""
+    """A SIGKILL for want of memory is reported as one; tests/processes/test_resource_limits.py has the detection."""
     spawner = program().owner._spawner
     told = spawner._on_event
 

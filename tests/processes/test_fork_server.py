@@ -31,8 +31,8 @@ import pytest
 from monarch_backend._processes import child_table, linux, resource_limits, spawn_protocol
 from monarch_backend._processes.spawn_protocol import Kill, Spawn, frame
 from monarch_backend._processes.spawner import Exited, Spawner, SpawnFailed, SpawnLimitError, Started
-from tests.mesh import spawning
-from tests.mesh.spawning import PATIENCE, Host, Pipe, Watch, parent_of, spec
+from tests.processes import spawning
+from tests.processes.spawning import PATIENCE, Host, Pipe, Watch, parent_of, spec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fork is for Linux")
 
@@ -816,7 +816,7 @@ print(events.get().pid)
 BLOCKS = """
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-from tests.mesh.spawning import Host
+from tests.processes.spawning import Host
 host = Host()
 outcome = host.run(lambda: print(len(signal.pthread_sigmask(signal.SIG_BLOCK, []))))
 print(outcome.exited.returncode, outcome.out)
