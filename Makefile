@@ -73,7 +73,7 @@ test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it 
 	[ $$rc = 0 ] || exit $$rc; \
 	test -d .envs/rdma/ibverbs || $(BIN)/pip install -q --no-deps --target .envs/rdma ibverbs; \
 	PYTHONPATH=$(CURDIR)/.envs/rdma RXE_GUEST_SECONDS=2000 tools/rxe_guest.sh $(CURDIR)/$(BIN)/python -m pytest --color=no -p no:cacheprovider -m "$(VERBS)" --durations=10 tests/rdma tests/process_group/test_rdma_p2p.py \
-	    tests/transport/test_two_gateways.py tests/hosts/test_nic_transfers.py
+	    tests/transport/test_rdma_between_processes.py tests/hosts/test_nic_transfers.py
 
 test-torch: $(STAMP)  ## the core tests on another torch: make test-torch VERSION=2.14.1
 	$(BIN)/python tools/torch_env.py $(VERSION) --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" $(CORE)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.transport.sides import Side
+from tests.transport.connected_hosts import Side
 
 
 @pytest.fixture

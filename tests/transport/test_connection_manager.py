@@ -13,7 +13,7 @@ import pytest
 from monarch_backend._transport.network import session
 from monarch_backend._transport.network.auth import HandshakeServer, new_secret
 from monarch_backend._transport.network.connection import PeerConnection, Timeouts
-from tests.transport.sides import QUICK, Side, reset, together
+from tests.transport.connected_hosts import QUICK, Side, reset, together
 
 
 def test_both_ways(sides: Callable[..., Side]) -> None:

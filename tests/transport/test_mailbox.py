@@ -20,7 +20,7 @@ import pytest
 
 from monarch_backend import _native
 from monarch_backend._processes.linux import stands_still
-from tests.transport.posts import GONE, MET, PATIENCE, REFUSED, SILENT, UP, Office, play, until
+from tests.transport.mailbox_processes import GONE, MET, PATIENCE, REFUSED, SILENT, UP, Office, play, until
 
 INLINE = 16 << 10  # csrc/channel/frame.h: a larger payload goes in a block
 KEPT = 64 << 10  # csrc/channel/python/bind.cpp: a smaller one is copied

@@ -30,7 +30,7 @@ from monarch_backend._verbs.discovery import PortFacts
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.peers import until
-from tests.transport.sides import Side, reset, together
+from tests.transport.connected_hosts import Side, reset, together
 
 KIB, MIB = 1 << 10, 1 << 20
 PATIENT = Timeouts(heartbeat=0.1, silence=20.0, patience=10.0, pause=0.01)

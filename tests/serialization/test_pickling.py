@@ -1192,7 +1192,7 @@ def test_an_error_of_the_sender_is_the_cause() -> None:
     reason = KeyError("secret")
     error = attempt(((Broken(reason),), {}))
     assert error.__cause__ is reason
-    assert "args[0] (a tests.transport.test_serialize.Broken: KeyError: 'secret')" in str(error)
+    assert "args[0] (a tests.serialization.test_pickling.Broken: KeyError: 'secret')" in str(error)
 
 
 def test_too_deep() -> None:

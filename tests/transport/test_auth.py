@@ -27,7 +27,7 @@ from monarch_backend._transport.network.auth import (
     user_secret,
 )
 from tests.support.ranks import run_ranks
-from tests.transport.posts import Flags
+from tests.transport.mailbox_processes import Flags
 
 SECRET = bytes(range(32))
 ONE, OTHER = b"a" * 16, b"b" * 16

@@ -1,6 +1,6 @@
 """Large frames between two processes with NICs: once over pretended ones, and over two devices where there are two.
 
-Rank 0 calls rank 1. What one process can show alone, with what breaks between two sides, is test_loans.py's.
+Rank 0 calls rank 1. What one process can show alone, with what breaks between two sides, is test_rdma_send.py's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.process_group import fake_nics
 from tests.process_group.test_rdma_p2p import CABLE
 from tests.rdma.verbs.peers import two_devices, until
 from tests.support.ranks import run_ranks
-from tests.transport.sides import Side, reset
+from tests.transport.connected_hosts import Side, reset
 
 MIB = 1 << 20
 SECRET = bytes(range(32))
