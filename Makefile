@@ -49,7 +49,7 @@ test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and Thr
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/test_sanitizers.py
 
 test-seeds: $(STAMP)  ## 5,000 simulated worlds more than the ordinary run has
-	MONARCH_TEST_SEEDS=5000 $(BIN)/python -m pytest -m slow tests/testing/test_promises.py
+	MONARCH_TEST_SEEDS=5000 $(BIN)/python -m pytest -m slow tests/testing/test_random_worlds.py
 
 test-model: $(STAMP)  ## every state of the flag protocol of csrc/shm, also with three ranks: minutes, wants spin
 	$(BIN)/python csrc/shm/model/check.py --slow

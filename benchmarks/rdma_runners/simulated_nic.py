@@ -21,7 +21,7 @@ from monarch_backend._verbs.discovery import PortFacts
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from monarch_backend.rdma import RDMABuffer
 from tests.rdma.verbs.fabric import Fabric
-from tests.rdma.verbs.far import FarOwner
+from tests.rdma.verbs.remote_owner import FarOwner
 
 CHEAP = 1e-6  # seconds of a look at the clock; else the mean of many calls is taken
 GID = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))

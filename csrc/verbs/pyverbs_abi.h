@@ -1,6 +1,6 @@
 // What of libibverbs's ABI the core uses: the structs that every program compiled against it has in itself, since
 // ibv_post_send, ibv_poll_cq and ibv_req_notify_cq are inline functions of its header. They have not changed since
-// IBVERBS_1.1, and can't: tests/rdma/verbs/test_queues.py compares them with the header, where it is installed.
+// IBVERBS_1.1, and can't: tests/rdma/verbs/test_native_queues.py compares them with the header, where it is installed.
 //
 // Nothing is opened or made here: that is pyverbs's or the ibverbs wheel's. So there is neither that header nor the
 // library, at build time and at run time.

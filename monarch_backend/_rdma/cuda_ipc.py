@@ -4,7 +4,7 @@ This is memory of torch's expandable segments. The owner is asked once for each 
 not wait for that: it takes another way. torch maps the memory and lends it to the core, which copies
 (csrc/memory/ipc_mapping_cache.h).
 
-Only this module of the package depends on torch.multiprocessing. tests/rdma/test_torch_ipc.py fails when that changes.
+Only this module of the package depends on torch.multiprocessing. tests/rdma/test_cuda_ipc.py fails when that changes.
 """
 
 from __future__ import annotations

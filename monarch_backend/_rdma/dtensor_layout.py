@@ -1,7 +1,7 @@
 """Layout of a DTensor's shards as `ShardSpec`s. Only this module of the package reads private parts of torch.
 
 These are the attribute `split_factor` of `_StridedShard`, and `DTensorSpec.shard_order` (from torch 2.13 on). FSDP2
-makes `_StridedShard` for parameters that are already tensor-parallel. tests/rdma/test_placements.py fails when they
+makes `_StridedShard` for parameters that are already tensor-parallel. tests/rdma/test_dtensor_layout.py fails when they
 change.
 """
 

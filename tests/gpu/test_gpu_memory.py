@@ -1,4 +1,4 @@
-"""Registered memory of a real GPU: `make test-gpu`. What needs none is in tests/rdma/test_device.py.
+"""Registered memory of a real GPU: `make test-gpu`. What needs none is in tests/rdma/test_gpu_memory.py.
 
 Owner and reader share one GPU, so one is enough; "hosts" are processes that take TCP to each other.
 """
@@ -23,7 +23,7 @@ from monarch_backend.rdma import DroppedError, OwnerLostError, RDMABuffer, Shard
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
 from tests.actor.support import Faults
 from tests.rdma.actors import pattern
-from tests.rdma.test_matrix import DTYPES
+from tests.rdma.test_route_matrix import DTYPES
 
 
 def _gpus() -> int:

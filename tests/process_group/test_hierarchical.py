@@ -33,7 +33,7 @@ from tests.ecosystem.support import batch, mlp, train_step
 from tests.process_group import reference
 from tests.process_group.test_collectives import COLLECTIVES, _run_cells
 from tests.support.hosts import Hosts, hosts, refusal, run_on_hosts, sent_bytes
-from tests.support.jobs import killed_at_end
+from tests.support.killed_processes import killed_at_end
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "-")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import killed_at_end
+from tests.support.killed_processes import killed_at_end
 
 # Gloo's threads are busy freeing the tensors when the interpreter ends: with torch's "gloo" each of these
 # processes ends with SIGABRT about every second time.

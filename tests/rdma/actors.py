@@ -21,8 +21,8 @@ from monarch_backend import rdma
 from monarch_backend._rdma import cuda_ipc, registrations
 from monarch_backend.actor import Actor, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import RDMAAction, RDMABuffer
-from tests.rdma import pretended
-from tests.rdma.verbs import across, peers
+from tests.rdma import pretended_gpu
+from tests.rdma.verbs import cross_process_nics, peers
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ def take(route: str, device: str = "") -> None:
     if device:
         os.environ["MONARCH_RDMA_DEVICES"] = device
     if case(route).device:
-        pretended.take(case(route).refuses)
+        pretended_gpu.take(case(route).refuses)
     if case(route).nic:
-        across.use()
+        cross_process_nics.use()
     if case(route).torch:
-        cuda_ipc.share, cuda_ipc.adopt = pretended.share, pretended.adopt
+        cuda_ipc.share, cuda_ipc.adopt = pretended_gpu.share, pretended_gpu.adopt
 
 
 def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
@@ -102,7 +102,7 @@ def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
 def memory(kind: str, nbytes: int, shared: bool, device: bool = False) -> Any:
     """Memory of this kind and size."""
     if device:
-        return pretended.Array(nbytes, offset=77 if kind == "slice" else 0)
+        return pretended_gpu.Array(nbytes, offset=77 if kind == "slice" else 0)
     if kind == "tensor":
         return rdma.empty(nbytes, dtype=torch.uint8).zero_() if shared else torch.zeros(nbytes, dtype=torch.uint8)
     if kind == "slice":  # of a tensor, not aligned to anything
@@ -116,14 +116,14 @@ def memory(kind: str, nbytes: int, shared: bool, device: bool = False) -> Any:
 
 def as_tensor(value: Any) -> torch.Tensor:
     """The bytes of such memory."""
-    if isinstance(value, pretended.Array):
+    if isinstance(value, pretended_gpu.Array):
         return value.content()
     return value if isinstance(value, torch.Tensor) else torch.frombuffer(value, dtype=torch.uint8)
 
 
 def fill(value: Any, content: torch.Tensor) -> Any:
     """The same memory, with these bytes."""
-    if isinstance(value, pretended.Array):
+    if isinstance(value, pretended_gpu.Array):
         value.put(content)
     else:
         as_tensor(value).copy_(content)

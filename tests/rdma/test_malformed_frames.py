@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from monarch_backend import _native
-from tests.rdma.owners import Background, Memory, Owner, owner
-from tests.rdma.test_streams import ANSWER, HELLO, REQUEST, client_of, fetched, proof, proved, take
+from tests.rdma.tcp_owners import Background, Memory, Owner, owner
+from tests.rdma.test_tcp_route import ANSWER, HELLO, REQUEST, client_of, fetched, proof, proved, take
 
 SIZE, OFFSET, CHUNK = 4096, 100, 24
 WRITE = 1

@@ -181,12 +181,12 @@ class Hosts:
     @contextlib.contextmanager
     def lossy(self, index: int, loss: float, reorder: float, seed: int = 1) -> Iterator[list[int]]:
         """The cable of a host loses and reorders frames. The list gets the numbers of frames sent, lost, reordered."""
-        from tests.support import lossy
+        from tests.support import lossy_link
 
         switch, found = self.pids[-1], [0, 0, 0]
 
         def python(pid: int, *words: str) -> list[str]:
-            return ["nsenter", f"--net=/proc/{pid}/ns/net", sys.executable, lossy.__file__, *words]
+            return ["nsenter", f"--net=/proc/{pid}/ns/net", sys.executable, lossy_link.__file__, *words]
 
         enter_and_run_ip(
             switch, "link add x0 type veth peer name x1", "link set x1 up", f"link set p{index} nomaster",

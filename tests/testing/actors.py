@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarch_backend.actor import Actor, MeshFailure, context, endpoint, get_or_spawn_controller, this_host
-from tests.testing.faults import Faults
-from tests.testing.watch import Boom, Key, Tag, Watch
+from tests.testing.expected_failures import Faults
+from tests.testing.invariants import Boom, Key, Tag, Watch
 
 Order = tuple[str, Any, str, tuple[Any, ...]]  # a verb, ranks (None: all), an endpoint, arguments after the tag
 

@@ -39,8 +39,8 @@ from monarch_backend.actor import (
     this_host,
 )
 from monarch_backend.testing import Conditions, Simulation, SimulationError
-from tests.testing import world
-from tests.testing.digests import digest_of
+from tests.testing import random_world
+from tests.testing.run_digest import digest_of
 
 QUIET = Conditions(late=0.0, kept_back=0.0, crossing=0.0)
 
@@ -129,7 +129,7 @@ def _mesh(count: int, cls: type = Recorder, **options: Any) -> tuple[Any, Any]:
 
 
 def _digest(seed: int) -> str:
-    return digest_of(world, seed, 24)
+    return digest_of(random_world, seed, 24)
 
 
 def test_the_same_seed_is_the_same_run() -> None:

@@ -1,7 +1,7 @@
-"""Memory of GPUs over NICs that do not reach it, through pinned memory of both hosts. GPUs are pretended; NICs are
-in the ordinary run (across.py), and real where there are verbs devices.
+"""GPU memory over NICs that do not reach it, through pinned memory of both hosts.
 
-That it does what the other routes do is test_device.py's part; here is what only this one has.
+GPUs are pretended. NICs are pretended in the ordinary run (cross_process_nics.py) and real where devices exist.
+tests/rdma/test_gpu_memory.py tests what all routes share.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from monarch_backend.actor import ActorError, ActorMesh, endpoint
 from monarch_backend.rdma import RDMABuffer
 from tests.actor.actors import held_up, pid_of
 from tests.actor.support import Faults
-from tests.rdma import pretended
+from tests.rdma import pretended_gpu
 from tests.rdma.actors import as_tensor, fill, no_python_in, pattern, two_processes
-from tests.rdma.test_device import DeviceProcess
-from tests.rdma.verbs import across
+from tests.rdma.test_gpu_memory import DeviceProcess
+from tests.rdma.verbs import cross_process_nics
 from tests.rdma.verbs.peers import until
 
 MIB = 1 << 20
@@ -48,7 +48,7 @@ class StagedProcess(DeviceProcess):
 
     @endpoint
     def nic(self, **manners: Any) -> None:
-        across.manners.__dict__.update(manners)
+        cross_process_nics.manners.__dict__.update(manners)
 
     @endpoint
     def lent(self) -> int:
@@ -87,14 +87,14 @@ class StagedProcess(DeviceProcess):
 
 @pytest.fixture(scope="module", params=["gpu nic", pytest.param("gpu verbs", marks=pytest.mark.verbs)])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pretended.library()
+    pretended_gpu.library()
     yield from two_processes(request.param, StagedProcess)
 
 
 @pytest.fixture
 def fresh(faults: Faults) -> Iterator[Pair]:
     """That may die, on NICs that do what they are told."""
-    pretended.library()
+    pretended_gpu.library()
     yield from two_processes("gpu nic", StagedProcess)
 
 
@@ -118,8 +118,8 @@ def test_many_at_once(pair: Pair) -> None:
     buffers = [owner.own.call_one("tensor", size).get() for size in (SIZES * 2)]
     assert reader.many.call_one(buffers, 4).get(120)
     assert owner.lent.call_one().get() == 1
-    assert owner.counts.call_one().get()[pretended.PINNED] <= 1
-    assert reader.counts.call_one().get()[pretended.PINNED] <= pinned_pool.MAX_IDLE_BUFFERS
+    assert owner.counts.call_one().get()[pretended_gpu.PINNED] <= 1
+    assert reader.counts.call_one().get()[pretended_gpu.PINNED] <= pinned_pool.MAX_IDLE_BUFFERS
     for buffer in buffers:
         owner.drop.call_one(buffer).get()
 
@@ -181,7 +181,7 @@ def test_a_connection_of_the_nics_that_breaks(fresh: Pair, write: bool) -> None:
 @pytest.mark.verbs
 def test_a_cable_is_cut(faults: Faults, cable: Any) -> None:
     """The words still arrive. The transfer fails by itself, and the next one is right."""
-    pretended.library()
+    pretended_gpu.library()
     processes = two_processes("gpu verbs", StagedProcess)
     owner, reader = next(processes)
     buffer = owner.own.call_one("tensor", 9 * MIB).get()
@@ -251,7 +251,7 @@ def test_what_was_lent_to_one_who_dies(fresh: Pair, faults: Faults) -> None:
     assert not reading.done()
     os.kill(pid_of(reader), signal.SIGKILL)
     assert until(lambda: owner.lent.call_one().get() == 0, 20)
-    assert until(lambda: owner.counts.call_one().get()[pretended.PINNED] == 0, 20), "and its memory is free"
+    assert until(lambda: owner.counts.call_one().get()[pretended_gpu.PINNED] == 0, 20), "and its memory is free"
     owner.drop.call_one(buffer).get()
     faults.next()
 
@@ -298,8 +298,8 @@ def test_slots_go_to_one_who_waits() -> None:
 
 def _words_with_a_server() -> list[int]:
     """Refusals, and what the last slot has at the end."""
-    array = fill(pretended.Array(1000), pattern(1000))
-    buffer, fixed = RDMABuffer(array), RDMABuffer(pretended.Array(8, readonly=True))
+    array = fill(pretended_gpu.Array(1000), pattern(1000))
+    buffer, fixed = RDMABuffer(array), RDMABuffer(pretended_gpu.Array(8, readonly=True))
     memory = _native.PinnedMemory(0, 4 * 512)
     identity = _native.MemoryIdentity("a" * 32, b"s" * 32)
     server = _native.MemoryServer(registry().native, identity)

@@ -16,9 +16,9 @@ from monarch_backend._transport.network.envelope import host_of
 from monarch_backend.actor import MeshFailure, Restart, this_host
 from monarch_backend.testing import SimulatedProcess, Simulation
 from tests.testing import actors
-from tests.testing.faults import Faults
-from tests.testing.watch import BOUND, Key, Message, Sender, Watch
-from tests.testing.world import Plan, World
+from tests.testing.expected_failures import Faults
+from tests.testing.invariants import BOUND, Key, Message, Sender, Watch
+from tests.testing.random_world import Plan, World
 
 HEARTBEAT, SILENCE = 1.0, 3.0
 CLOSED = SILENCE + 0.5

@@ -1,8 +1,8 @@
-"""A cable that loses and reorders Ethernet frames, for kernels without netem.
+"""Link that loses and reorders Ethernet frames, for kernels without netem.
 
-`python lossy.py IF IF LOSS REORDER SEED` forwards frames between two interfaces of the caller's network namespace, by
-packet sockets, until stdin ends. LOSS and REORDER are probabilities. A reordered frame is sent after up to eight later
-ones, or 20 ms later.
+`python lossy_link.py IF IF LOSS REORDER SEED` forwards frames between two interfaces of the caller's network
+namespace, by packet sockets, until stdin ends. LOSS and REORDER are probabilities. A reordered frame is sent after at
+most eight later frames, or after 20 ms.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Memory of GPUs on every route but that of a NIC which reaches it, with a driver that is pretended (pretended_gpu.c).
+"""GPU memory on every route except a NIC that reaches it, with a pretended driver (pretended_gpu.c).
 
-The cases of test_matrix.py and test_failures.py that make sense for it are run here again. What the real driver does is
-tests/gpu's part.
+Runs the cases of test_route_matrix.py and test_failures.py that apply. tests/gpu tests the real driver.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
 from tests.actor.actors import held_up, pid_of
 from tests.actor.support import Faults
-from tests.rdma import pretended
+from tests.rdma import pretended_gpu
 from tests.rdma.actors import DEVICE_ROUTES, Process, as_tensor, case, fill, pattern, two_processes
 from tests.rdma.conftest import MARKS
 from tests.rdma.test_failures import (  # noqa: F401
     test_a_reader_that_dies_holds_up_nobody,
     test_an_owner_that_stands_still,
 )
-from tests.rdma.test_matrix import (  # noqa: F401
+from tests.rdma.test_route_matrix import (  # noqa: F401
     test_dropped_from_elsewhere,
     test_forged_handles,
     test_many_parts_in_one_action,
@@ -53,7 +52,7 @@ class DeviceProcess(Process):
 
     @endpoint
     def counts(self) -> list[int]:
-        return [pretended.count(which) for which in range(5)]
+        return [pretended_gpu.count(which) for which in range(5)]
 
     @endpoint
     def mapped(self) -> int:
@@ -61,26 +60,26 @@ class DeviceProcess(Process):
 
     @endpoint
     def adopted(self) -> int:
-        return pretended.Adopted.living
+        return pretended_gpu.Adopted.living
 
     @endpoint
     def refuse(self, what: str) -> None:
-        pretended.refuse(what)
+        pretended_gpu.refuse(what)
 
     @endpoint
     def own_two(self, nbytes: int) -> list[RDMABuffer]:
         """Two registrations of one allocation."""
-        self.last = fill(pretended.Array(nbytes), pattern(nbytes))
+        self.last = fill(pretended_gpu.Array(nbytes), pattern(nbytes))
         return [RDMABuffer(self.last) for _ in range(2)]
 
     @endpoint
     def own_on(self, device: int, nbytes: int) -> RDMABuffer:
-        self.last = fill(pretended.Array(nbytes, device=device), pattern(nbytes))
+        self.last = fill(pretended_gpu.Array(nbytes, device=device), pattern(nbytes))
         return RDMABuffer(self.last)
 
     @endpoint
     def own_read_only(self, nbytes: int) -> RDMABuffer:
-        self.last = pretended.Array(nbytes, readonly=True)
+        self.last = pretended_gpu.Array(nbytes, readonly=True)
         return RDMABuffer(self.last)
 
     @endpoint
@@ -105,7 +104,7 @@ class DeviceProcess(Process):
     @endpoint
     def copied_without_the_other(self, on_cpu: RDMABuffer, on_gpu: RDMABuffer) -> tuple[bool, bool, bool]:
         """Of copies of both, made again and again: whether the core did them, or one of them, or kept any at all."""
-        into, far = bytearray(on_cpu.size()), pretended.Array(on_gpu.size())
+        into, far = bytearray(on_cpu.size()), pretended_gpu.Array(on_gpu.size())
         action = rdma.RDMAAction().read_remote(into, on_cpu).read_remote(far, on_gpu)
         for _ in range(2):
             action.submit(timeout=20).get()
@@ -135,7 +134,7 @@ class DeviceProcess(Process):
     @endpoint
     def registering(self, other: dict[str, Any], readonly: bool = False) -> str:
         """What is said to an array of four bytes with these differences."""
-        array = pretended.Array(4, readonly=readonly)
+        array = pretended_gpu.Array(4, readonly=readonly)
         array.other = other
         try:
             buffer = RDMABuffer(array)
@@ -148,7 +147,7 @@ class DeviceProcess(Process):
 @pytest.fixture(scope="module", params=MANY)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """An owner of a GPU's memory and a reader, on each route."""
-    pretended.library()
+    pretended_gpu.library()
     yield from two_processes(request.param, DeviceProcess)
 
 
@@ -161,14 +160,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 )
 def fresh(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:
     """The same, that may die."""
-    pretended.library()
+    pretended_gpu.library()
     yield from two_processes(request.param, DeviceProcess)
 
 
 @pytest.fixture
 def on(faults: Faults) -> Iterator[Any]:
     """``on(route)``: an owner and a reader on this route."""
-    pretended.library()
+    pretended_gpu.library()
     made = []
 
     def of(route: str) -> Pair:
@@ -204,13 +203,13 @@ def test_who_copies(pair: Pair, request: pytest.FixtureRequest) -> None:
     theirs, mine = owner.counts.call_one().get(), reader.counts.call_one().get()
     assert reader.read.call_one(buffer).get()
     theirs_now, mine_now = owner.counts.call_one().get(), reader.counts.call_one().get()
-    copied = pretended.COPIED_BYTES
+    copied = pretended_gpu.COPIED_BYTES
     assert mine_now[copied] - mine[copied] == size
     assert theirs_now[copied] - theirs[copied] == (0 if route in ("gpu ipc", "gpu lent") else size)
     for counts in (theirs_now, mine_now):
-        assert counts[pretended.PINNED] <= (0 if case(route).name == "same host" else 16)
-        assert counts[pretended.STREAMS] <= 64
-    assert mine_now[pretended.IMPORTED] == (1 if route == "gpu ipc" else 0)
+        assert counts[pretended_gpu.PINNED] <= (0 if case(route).name == "same host" else 16)
+        assert counts[pretended_gpu.STREAMS] <= 64
+    assert mine_now[pretended_gpu.IMPORTED] == (1 if route == "gpu ipc" else 0)
     owner.drop.call_one(buffer).get()
 
 
@@ -292,7 +291,7 @@ def test_an_owner_that_is_killed_while_it_is_read(fresh: Pair, faults: Faults) -
         reader.read.call_one(buffer).get(20)
     assert isinstance(raised.value.__cause__, OwnerLostError)
     faults.next()
-    _eventually(lambda: reader.counts.call_one().get()[pretended.IMPORTED], 0)
+    _eventually(lambda: reader.counts.call_one().get()[pretended_gpu.IMPORTED], 0)
 
 
 def test_a_reader_that_stands_still(fresh: Pair, request: pytest.FixtureRequest) -> None:
@@ -357,12 +356,12 @@ def test_it_is_unmapped_when_all_of_an_allocation_is_dropped(on: Any) -> None:
     first, second = owner.own_two.call_one(MIB).get()
     for buffer in (first, second):
         assert reader.read.call_one(buffer).get()
-    assert reader.counts.call_one().get()[pretended.IMPORTED] == 1
+    assert reader.counts.call_one().get()[pretended_gpu.IMPORTED] == 1
     owner.drop.call_one(first).get()
     assert reader.read.call_one(second).get()
     assert reader.mapped.call_one().get() == 1
     owner.drop.call_one(second).get()
-    _eventually(lambda: reader.counts.call_one().get()[pretended.IMPORTED], 0)
+    _eventually(lambda: reader.counts.call_one().get()[pretended_gpu.IMPORTED], 0)
     assert reader.failure.call_one(second).get().startswith("DroppedError")
 
 

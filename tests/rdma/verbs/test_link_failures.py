@@ -1,5 +1,5 @@
 """What two processes with a NIC each see of the cable between these, and of what NICs refuse: by RDMABuffer, with verbs
-wanted. Of the engine alone it is test_broken.py's part.
+wanted. Of the engine alone it is test_connection_failures.py's part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from monarch_backend._verbs import Region
 from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import DroppedError, RDMABuffer, RDMAError
 from tests.actor.actors import until
-from tests.rdma import pretended
+from tests.rdma import pretended_gpu
 from tests.rdma.actors import Process, as_tensor, nics, pattern, take, two_processes
 from tests.rdma.verbs.peers import crossed, lock_at_most
 
@@ -102,7 +102,7 @@ def pair() -> Iterator[Pair]:
 @pytest.mark.usefixtures("cable")
 def test_what_is_read_and_written_crosses_the_cable(route: str) -> None:
     if route != "verbs":
-        pretended.library()
+        pretended_gpu.library()
     size = 8 * MIB
     for owner, reader in two_processes(route):
         buffer = owner.own.call_one("tensor", size).get()

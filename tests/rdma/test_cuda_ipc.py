@@ -1,4 +1,4 @@
-"""_rdma/cuda_ipc.py finds torch's private parts as it needs them. Its use is tested in test_device.py and tests/gpu."""
+"""_rdma/cuda_ipc.py finds the private parts of torch that it needs. test_gpu_memory.py and tests/gpu test its use."""
 
 from __future__ import annotations
 

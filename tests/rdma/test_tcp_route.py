@@ -19,7 +19,7 @@ import pytest
 
 from monarch_backend import _native
 from monarch_backend._transport.network.tls import Ders, Tls
-from tests.rdma.owners import MIB, Background, Memory, Owner, Ticket, descriptors, owner, threads
+from tests.rdma.tcp_owners import MIB, Background, Memory, Owner, Ticket, descriptors, owner, threads
 
 SIZES = [0, 1, 7, 4096, 16 * 1024, 64 * 1024 + 1, MIB - 1, MIB, MIB + 1, 5 * MIB + 3, 16 * MIB]
 BOTH = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from monarch_backend.actor import MeshFailure
 from monarch_backend.testing import SimulatedProcess
-from tests.testing.watch import Boom, Key, Tag, Watch
+from tests.testing.invariants import Boom, Key, Tag, Watch
 
 Policy = Literal["none", "forever", "all", "twice"]
 TWICE = 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import nbformat
 
-from tests.examples.programs import run
+from tests.examples.example_runner import run
 
 DOCS = Path(__file__).parents[2] / "docs" / "tutorials"
 EXECUTE = """

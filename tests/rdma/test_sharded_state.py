@@ -1,6 +1,6 @@
-"""State dicts of one mesh read into those of another: bit for bit, each byte once, and errors that say what is wrong.
+"""State dicts of one mesh read into those of another mesh: equal bits, each byte once, and clear errors.
 
-Here all ranks are in this process, one after the other; test_sharded_actors.py has them in processes of their own.
+All ranks are in this process, one after the other. test_sharded_state_actors.py runs each in its own process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from monarch_backend import rdma
 from monarch_backend.rdma import ShardedState, StatePart
-from tests.rdma.worlds import cut, on_each, rank
+from tests.rdma.fake_ranks import cut, on_each, rank
 
 Placements = tuple[Placement, ...]
 State = dict[str, Any]

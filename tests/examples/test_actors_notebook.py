@@ -7,8 +7,8 @@ import re
 import nbformat
 import pytest
 
-from tests.examples import notebooks
-from tests.examples.notebooks import text
+from tests.examples import notebook_runner
+from tests.examples.notebook_runner import text
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ NAME = "actors.ipynb"
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
-    return notebooks.execute(NAME, tmp_path_factory.mktemp("notebook"))
+    return notebook_runner.execute(NAME, tmp_path_factory.mktemp("notebook"))
 
 
 def test_meshes_slices_and_calls(executed: nbformat.NotebookNode) -> None:
@@ -55,4 +55,4 @@ def test_a_restarted_rank_answers_again(executed: nbformat.NotebookNode) -> None
 
 
 def test_what_is_stored_is_what_it_shows(executed: nbformat.NotebookNode) -> None:
-    notebooks.is_stored(NAME, executed, 4)
+    notebook_runner.is_stored(NAME, executed, 4)

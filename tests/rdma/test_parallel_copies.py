@@ -21,7 +21,7 @@ from monarch_backend import _native
 from monarch_backend._rdma import registrations
 from monarch_backend._rdma.routes.base import CANCELLED, DONE, FAILED, LOST, REFUSED
 from tests.rdma.actors import ROUTES, pattern, two_processes
-from tests.rdma.owners import Memory
+from tests.rdma.tcp_owners import Memory
 from tests.rdma.verbs.peers import until
 
 MIB = 1 << 20

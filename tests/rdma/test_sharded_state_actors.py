@@ -14,7 +14,7 @@ from monarch_backend.actor import ActorError, ActorMesh, this_host
 from monarch_backend.rdma import DroppedError, OwnerLostError, ShardedState
 from tests.actor.support import PATIENCE, Faults
 from tests.rdma.actors import take
-from tests.rdma.weights import Generator, Trainer
+from tests.rdma.weight_sync_actors import Generator, Trainer
 
 
 def trainers_of(shape: dict[str, int], route: str = "kernel") -> ActorMesh:
@@ -66,7 +66,7 @@ def test_every_step_arrives_bit_for_bit_and_once(count: int, trainers: ActorMesh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["thread", "tcp", "tls"])  # of the others: above, and test_sharded.py
+@pytest.mark.parametrize("route", ["thread", "tcp", "tls"])  # of the others: above, and test_sharded_state.py
 def test_every_route(route: str) -> None:
     trainers, reader = trainers_of({"dp": 2}, route), generators_of(0, route)
     trainers.shard.call().get(PATIENCE)

@@ -1,7 +1,7 @@
 """What must be true of every run: messages in order, at most once, errors that tell the truth, futures that complete.
 
 A `Watch` does the sending, so that it knows of every message; actors tell it what they execute; it looks after every
-step. Who sends what, and what goes wrong, is in world.py.
+step. Who sends what, and what goes wrong, is in random_world.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from monarch_backend._rdma.thread_pool import Workers
 from monarch_backend._rdma.transfer_engine import engine
 from monarch_backend.actor import CancelledError
 from monarch_backend.rdma import RDMABuffer, RDMAError
-from tests.rdma.owners import Background, Memory, Narrow, Owner, Ticket, owner
+from tests.rdma.tcp_owners import Background, Memory, Narrow, Owner, Ticket, owner
 from tests.rdma.verbs.peers import until
 
 CONTENT = bytes(range(256)) * 1024

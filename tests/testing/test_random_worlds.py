@@ -19,8 +19,8 @@ from monarch_backend._transport.local.peer_lookup import PeerLookup
 from monarch_backend._transport.local.router import Router
 from monarch_backend._transport.local.tree_multicast import TreeMulticast
 from monarch_backend.testing import SimulationError
-from tests.testing import world
-from tests.testing.seeds import run_in_interpreters
+from tests.testing import random_world
+from tests.testing.seed_runner import run_in_interpreters
 
 SEEDS = 60
 MANY_SEEDS, BIG_CHUNK = int(os.environ.get("MONARCH_TEST_SEEDS", "500")), 250  # make test-seeds: 5,000
@@ -39,7 +39,7 @@ def test_promises_of_many_seeds(first: int) -> None:
 
 
 def test_256_processes() -> None:
-    ran = world.run(0, 256)
+    ran = random_world.run(0, 256)
     assert len(ran.simulation.processes) > 256
     assert ran.watch.executed > 1000
 
@@ -132,7 +132,7 @@ def test_a_break_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def _first_failure(seeds: range, size: int) -> tuple[int, Any]:
     for seed in seeds:
         try:
-            world.run(seed, size)
+            random_world.run(seed, size)
         except (AssertionError, SimulationError) as error:
             return seed, error
     raise AssertionError(f"none of {len(seeds)} seeds has noticed it")

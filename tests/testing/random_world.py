@@ -1,7 +1,7 @@
-"""Random worlds: what is spawned, who sends what to whom, who dies when; all of it from one seed.
+"""Random worlds: which processes are spawned, which actor sends to which, which process dies when, all from one seed.
 
-`run` is one such run from beginning to end under a Watch. What must be true of it is in watch.py, what must be told of
-deaths is in faults.py.
+`run` plays one world from beginning to end under a Watch. invariants.py has what must hold after each step.
+expected_failures.py has which failures must be reported.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from monarch_backend.actor import Restart, this_host
 from monarch_backend.testing import Conditions, Simulation
 from tests.testing import actors
 from tests.testing.actors import Boss, Order, Probe, part
-from tests.testing.faults import TWICE, Faults, Mesh, Policy
-from tests.testing.watch import Watch
+from tests.testing.expected_failures import TWICE, Faults, Mesh, Policy
+from tests.testing.invariants import Watch
 
 FALLS = ("raise", "exit", "stop", "abort", "kill")
 POLICIES: dict[Policy, Restart | None] = {

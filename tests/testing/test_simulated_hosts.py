@@ -18,9 +18,9 @@ from monarch_backend._transport.network.session import Session, SessionError
 from monarch_backend.actor import Actor, Channel, Restart, SupervisionError, current_rank, endpoint, this_host
 from monarch_backend.hosts import attach
 from monarch_backend.testing import Conditions, Simulation, SimulationError
-from tests.testing import hosts_world
-from tests.testing.digests import digest_of
-from tests.testing.seeds import run_in_interpreters
+from tests.testing import random_hosts_world
+from tests.testing.run_digest import digest_of
+from tests.testing.seed_runner import run_in_interpreters
 
 SEEDS = 24
 MANY_SEEDS, BIG_CHUNK = 800, 200
@@ -81,15 +81,15 @@ def test_promises_of_many_seeds(first: int) -> None:
 
 
 def test_64_hosts() -> None:
-    ran = hosts_world.run(1001, 64)
+    ran = random_hosts_world.run(1001, 64)
     assert ran.watch.executed > 200
     assert ran.simulation.hosts is not None
     assert len(ran.simulation.hosts.all) == 64 + 1
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    assert digest_of(hosts_world, 3, 6) == digest_of(hosts_world, 3, 6)
-    assert digest_of(hosts_world, 3, 6) != digest_of(hosts_world, 4, 6)
+    assert digest_of(random_hosts_world, 3, 6) == digest_of(random_hosts_world, 3, 6)
+    assert digest_of(random_hosts_world, 3, 6) != digest_of(random_hosts_world, 4, 6)
 
 
 # ---- the checks can fail: each of these breaks the code in one place
@@ -138,7 +138,7 @@ def test_a_break_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def _first_failure(seeds: range, hosts: int) -> Exception:
     for seed in seeds:
         try:
-            hosts_world.run(seed, hosts)
+            random_hosts_world.run(seed, hosts)
         except (AssertionError, SimulationError, SessionError) as error:
             return error
     raise AssertionError(f"none of {len(seeds)} seeds has noticed it")

@@ -44,8 +44,8 @@ from monarch_backend._verbs.wire_format import ROCE_V2, ConnectRequest, Gid, pac
 from monarch_backend.actor import CancelledError
 from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError
 from tests.rdma.verbs.fabric import Fabric, FakePair
-from tests.rdma.verbs.far import MI, FarOwner, Make
 from tests.rdma.verbs.peers import until
+from tests.rdma.verbs.remote_owner import MI, FarOwner, Make
 
 KI = 1 << 10
 GID = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))

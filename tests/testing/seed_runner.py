@@ -1,8 +1,8 @@
-"""Many random worlds, in interpreters of their own: nothing of pytest's process is in them, and a crash has a stack.
+"""Many random worlds in interpreters of their own, without pytest; a crash prints its stacks.
 
-``python -m tests.testing.seeds FIRST LAST [SIZE...] [--wide]``: up to LAST, the sizes in turn. A size is a number of
-processes, "any" for what the seed draws, or a number of hosts, as "hosts:64" or "hosts:any". With ``--wide``, in an
-interpreter for each processor.
+``python -m tests.testing.seed_runner FIRST LAST [SIZE...] [--wide]`` runs the seeds before LAST, with each size in
+turn. A size is a number of processes, "any" for a size from the seed, or a number of hosts, as "hosts:64" or
+"hosts:any". With ``--wide``, one interpreter for each processor.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.testing import hosts_world, world
+from tests.testing import random_hosts_world, random_world
 
-MODULE = "tests.testing.seeds"
+MODULE = "tests.testing.seed_runner"
 SECONDS = 900
 HOSTS = "hosts:"
 
@@ -26,7 +26,7 @@ def run(first: int, last: int, *sizes: str) -> None:
         try:
             _run_one(seed, size)
         except BaseException:
-            print(f"again: python -m tests.testing.seeds {seed} {seed + 1} {size}", flush=True)
+            print(f"again: python -m tests.testing.seed_runner {seed} {seed + 1} {size}", flush=True)
             raise
 
 
@@ -34,9 +34,9 @@ def _run_one(seed: int, size: str) -> None:
     count = size.removeprefix(HOSTS)
     number = None if count == "any" else int(count)
     if size.startswith(HOSTS):
-        hosts_world.run(seed, number)
+        random_hosts_world.run(seed, number)
     else:
-        world.run(seed, number)
+        random_world.run(seed, number)
 
 
 def run_in_interpreters(seeds: range, *sizes: str, seconds: float | None = SECONDS) -> None:
