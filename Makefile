@@ -13,7 +13,7 @@ COUNT ?= 200
 VERBS ?= verbs
 FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
-# Tests that also run on workers with XLA devices: tests/dtensor/on_xla.py says which of these; and how many
+# Tests that also run on workers with XLA devices: tests/dtensor/xla_selection.py says which of these; and how many
 # parametrizations of each, since XLA compiles each graph.
 ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
@@ -46,7 +46,7 @@ test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-ra
 	$(BIN)/python -m tests.halves -m "slow and not gpu and not xla and not verbs" --durations=25
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
-	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/test_sanitizers.py
+	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/worker/test_record_sanitizers.py
 
 test-seeds: $(STAMP)  ## 5,000 simulated worlds more than the ordinary run has
 	MONARCH_TEST_SEEDS=5000 $(BIN)/python -m pytest -m slow tests/testing/test_random_worlds.py

@@ -53,12 +53,12 @@ _MESHES = (
     _semantics(
         f"{_MESH}.__new__", f"{_API}:make_mesh",
         "A mesh of a controller's ranks is of a subclass, which has ranks and coordinates of all processes.",
-        "test_meshes.py::test_each_process_has_its_part_of_three_dimensions",
+        "controller/test_device_mesh.py::test_each_process_has_its_part_of_three_dimensions",
     ),
     _semantics(
         "torch.distributed.device_mesh:_get_device_handle", f"{_API}:_handle",
         "FSDP's streams and events are those of a device that is not here; and there is no module torch.xla.",
-        "test_fsdp.py::test_a_mesh_of_gpus_needs_none_here", swaps_code=True,
+        "training/test_fsdp.py::test_a_mesh_of_gpus_needs_none_here", swaps_code=True,
     ),
 )  # fmt: skip
 
@@ -66,37 +66,37 @@ _RANKS = (
     _semantics(
         "torch.distributed._local_tensor:_for_each_rank_run_func", f"{_API}:_for_each_rank",
         "A function that torch runs once for each rank runs on the workers, or once if all ranks are alike.",
-        "test_operations.py::test_shards_of_unequal_sizes_are_of_one_tensor",
+        "ops/test_operations.py::test_shards_of_unequal_sizes_are_of_one_tensor",
     ),
     _semantics(
         f"{_TENSOR}._utils:_compute_local_shape_and_global_offset", f"{_API}:_local_shape",
         "The shard of each rank has its own shape and offset.",
-        "test_checkpoint.py::test_each_worker_writes_its_shard_and_no_other",
+        "controller/test_checkpoint.py::test_each_worker_writes_its_shard_and_no_other",
     ),
     _semantics(
         "torch.distributed.distributed_c10d:get_rank", f"{_API}:_rank_in",
         "A group of a controller has a rank for each process.",
-        "test_torch.py::test_the_controllers_tensor_is_each_ranks", swaps_code=True,
+        "patches/test_torch_internals.py::test_the_controllers_tensor_is_each_ranks", swaps_code=True,
     ),
     _semantics(
         f"{_TENSOR}._collective_utils:get_group_rank", f"{_API}:_rank_of_a_trace",
         "A trace needs the size of a rank's part, which is the same for all ranks.",
-        "test_compile.py::test_two_dimensions",
+        "compile/test_compile.py::test_two_dimensions",
     ),
     _semantics(
         "torch.distributed.distributed_c10d:broadcast_object_list", f"{_API}:_broadcast_objects",
         "The controller's objects are those of all ranks.",
-        "test_host_collectives.py::test_objects_of_the_controller_are_each_ranks", swaps_code=True,
+        "controller/test_host_collectives.py::test_objects_of_the_controller_are_each_ranks", swaps_code=True,
     ),
     _semantics(
         "torch.distributed._functional_collectives:_maybe_wrap_tensor", f"{_API}:_wrap",
         "Workers wait for a collective when its result is used.",
-        "test_collectives.py::test_functional_collective_of_workers_tensors_has_wait",
+        "dispatch/test_collectives.py::test_functional_collective_of_workers_tensors_has_wait",
     ),
     _fix(
         f"{_TENSOR}._redistribute:_optimize_transform_infos", f"{_API}:_one_collective",
         "Uneven shards over two mesh dimensions are not those over the flattened one.",
-        "test_operations.py::test_two_dimensions_of_a_mesh_and_the_flattened_one",
+        "ops/test_operations.py::test_two_dimensions_of_a_mesh_and_the_flattened_one",
     ),
 )  # fmt: skip
 
@@ -104,138 +104,138 @@ _DTENSORS = (
     _semantics(
         f"{_DTENSOR}.__bases__", f"{_SEMANTICS}.dtensor_methods:with_methods",
         "A base class with the methods that act on a tensor's device, values or memory, or on rows of it.",
-        "test_reviewed.py::test_copies_are_on_the_same_processes_and_pickles_are_refused",
+        "ops/test_regressions.py::test_copies_are_on_the_same_processes_and_pickles_are_refused",
     ),
     _semantics(
         f"{_DTENSOR}._op_dispatcher.__class__", f"{_DISPATCHER}:dispatcher",
         "A subclass of OpDispatcher: operators without a sharding, views that are copies, repeated plans.",
-        "test_unsharded.py::test_values",
+        "ops/test_replicate_fallback.py::test_values",
     ),
     _semantics(
         f"{_DTENSOR}._op_dispatcher.sharding_propagator.__class__", f"{_DISPATCHER}:propagator",
         "A subclass of ShardingPropagator: sizes that differ by slice are propagated for each slice.",
-        "test_slices.py::test_operations",
+        "dispatch/test_shapes_per_slice.py::test_operations",
     ),
     _semantics(
         f"{_DTENSOR}._op_dispatcher.sharding_propagator.propagate_op_sharding.__class__",
         f"{_DISPATCHER}:propagation_cache",
         "A subclass of the propagator's cache, in which sizes that differ by slice are not kept.",
-        "test_slices.py::test_numbers_and_matrices",
+        "dispatch/test_shapes_per_slice.py::test_numbers_and_matrices",
     ),
     _semantics(
         f"{_DTENSOR}.__init__", f"{_API}:_made",
         "C++ that asks a controller's DTensor for its memory gets an error.",
-        "test_torch.py::test_a_dtensor_is_made_by_new_alone",
+        "patches/test_torch_internals.py::test_a_dtensor_is_made_by_new_alone",
     ),
     _semantics(
         f"{_DTENSOR}.from_local", f"{_API}:_from_local",
         "The local tensor is each worker's; a tensor of the controller is sent.",
-        "test_rank0.py::test_a_plain_loss_beside_a_dtensor_says_what_to_do",
+        "controller/test_rank0_helpers.py::test_a_plain_loss_beside_a_dtensor_says_what_to_do",
     ),
     _semantics(
         f"{_DTENSOR}.to_local", f"{_API}:_to_local",
         "Random operations on a plain tensor need to know of which shard it is.",
-        "test_random.py::test_plain_shards_draw_their_part_of_a_single_process_numbers",
+        "ops/test_random_numbers.py::test_plain_shards_draw_their_part_of_a_single_process_numbers",
     ),
     _semantics(
         f"{_DTENSOR}.redistribute", f"{_API}:_on_its_mesh",
         "Another mesh is an error, which torch finds only where placements differ.",
-        "test_meshes.py::test_tensors_of_other_meshes_are_refused",
+        "controller/test_device_mesh.py::test_tensors_of_other_meshes_are_refused",
     ),
     _semantics(
         f"{_DTENSOR}.__repr__", f"{_API}:_repr",
         "The text has the values of the whole tensor.",
-        "test_print.py::test_values_are_printed_as_torch_prints_them",
+        "controller/test_repr.py::test_values_are_printed_as_torch_prints_them",
     ),
     _semantics(
         f"{_TENSOR}._api:distribute_tensor", f"{_API}:_distribute",
         "Each worker is sent its shard; torch broadcasts from a rank.",
-        "test_host_tensors.py::test_each_worker_is_sent_its_shard_and_no_other", swaps_code=True,
+        "controller/test_host_tensors.py::test_each_worker_is_sent_its_shard_and_no_other", swaps_code=True,
     ),
     _semantics(
         f"{_TENSOR}._api:distribute_module", f"{_API}:_distribute_module",
         "Tied parameters stay tied.",
-        "test_modules.py::test_tied_weights_stay_tied", swaps_code=True,
+        "controller/test_module_placement.py::test_tied_weights_stay_tied", swaps_code=True,
     ),
     _semantics(
         f"{_TENSOR}.parallel.api:parallelize_module", f"{_API}:_parallelize",
         "Parameters that no plan names go to the workers at the first call.",
-        "test_modules.py::test_what_no_style_takes_is_trained_on_the_workers", swaps_code=True,
+        "controller/test_module_placement.py::test_what_no_style_takes_is_trained_on_the_workers", swaps_code=True,
     ),
     _semantics(
         f"{_TENSOR}.placement_types:Shard._shard_tensor", f"{_API}:_shard_tensor",
         "Each worker is sent its shard; torch scatters from a rank.",
-        "test_operations.py::test_what_is_distributed_comes_back_and_is_where_it_belongs",
+        "ops/test_operations.py::test_what_is_distributed_comes_back_and_is_where_it_belongs",
     ),
     _semantics(
         f"{_TENSOR}.placement_types:_StridedShard._shard_tensor", f"{_API}:_shard_tensor",
         "Each worker is sent its shard; torch scatters from a rank.",
-        "test_corrected.py::test_views_of_what_is_sharded_with_strides",
+        "ops/test_sharding_fixes.py::test_views_of_what_is_sharded_with_strides",
     ),
     _semantics(
         f"{_TENSOR}.placement_types:Replicate._make_replicate_tensor", f"{_API}:_replicate_tensor",
         "All workers are sent the tensor; torch broadcasts from a rank.",
-        "test_operations.py::test_what_is_distributed_comes_back_and_is_where_it_belongs",
+        "ops/test_operations.py::test_what_is_distributed_comes_back_and_is_where_it_belongs",
     ),
     _semantics(
         f"{_TENSOR}._api:compute_global_tensor_info", f"{_API}:_whole_of_shards",
         "A whole has the sizes of all ranks' shards; torch multiplies one rank's.",
-        "test_operations.py::test_shards_of_no_tensor_are_refused",
+        "ops/test_operations.py::test_shards_of_no_tensor_are_refused",
     ),
     _semantics(
         f"{_TENSOR}._utils:compute_global_tensor_info", f"{_API}:_whole_of_shards",
         "A whole has the sizes of all ranks' shards; torch multiplies one rank's.",
-        "test_operations.py::test_shards_of_no_tensor_are_refused",
+        "ops/test_operations.py::test_shards_of_no_tensor_are_refused",
     ),
     _semantics(
         f"{_TENSOR}._api:_dtensor_init_helper", f"{_API}:_init_helper",
         "Factories make shards on the workers, with a single process' random numbers.",
-        "test_random.py::test_factories",
+        "ops/test_random_numbers.py::test_factories",
     ),
     _semantics(
         f"{_TENSOR}._op_schema:_rebuild_tensor_from_dtensor_meta", f"{_API}:_without_values",
         "C++ refuses to switch to XLA's device, even for shapes.",
-        "test_xla_meshes.py::test_shapes_that_torch_finds_on_the_device_only",
+        "devices/test_xla_meshes.py::test_shapes_that_torch_finds_on_the_device_only",
     ),
     _cache(
         f"{_TENSOR}._redistribute:redistribute_local_tensor", f"{_CACHES}.redistribute_cache:_redistribute",
         "torch plans a redistribution anew in 60 us each time; and has no way between kinds of partial values.",
-        "test_redistribute.py::test_repeated_it_gives_what_torch_gives", swaps_code=True,
+        "dispatch/test_redistribute_cache.py::test_repeated_it_gives_what_torch_gives", swaps_code=True,
     ),
     _cache(
         f"{_TENSOR}._dtensor_spec:DTensorSpec.__init__", f"{_CACHES}.scalar_spec_cache:_made",
         "torch checks the spec of a number beside a DTensor in 12 us each time.",
-        "test_again.py::test_a_spec_of_a_number_has_what_torch_gives_it",
+        "dispatch/test_redispatch_cache.py::test_a_spec_of_a_number_has_what_torch_gives_it",
     ),
     _cache(
         f"{_TENSOR}._dtensor_spec:DTensorSpec.__eq__", f"{_CACHES}.scalar_spec_cache:_equal",
         "Specs with the same fields are equal without seven calls of functions.",
-        "test_again.py::test_specs_of_other_things_are_torchs_own",
+        "dispatch/test_redispatch_cache.py::test_specs_of_other_things_are_torchs_own",
     ),
     _semantics(
         "torch:SymInt.__hash__", f"{_SEMANTICS}.submesh_shapes:_hash",
         "Sizes that differ by slice are keys of torch's caches.",
-        "test_slices.py::test_operations",
+        "dispatch/test_shapes_per_slice.py::test_operations",
     ),
     _semantics(
         "torch:Tensor.__getitem__", f"{_SEMANTICS}.per_rank_int_operands:_get",
         "C++ makes an IndexError of an index that differs by rank.",
-        "test_rank_ints.py::test_plain_tensors_of_workers_are_indexed_by_each_rank",
+        "controller/test_per_rank_int.py::test_plain_tensors_of_workers_are_indexed_by_each_rank",
     ),
     _semantics(
         "torch:Tensor.__setitem__", f"{_SEMANTICS}.per_rank_int_operands:_set",
         "C++ makes an IndexError of an index that differs by rank.",
-        "test_rank_ints.py::test_plain_tensors_of_workers_are_changed_where_each_rank_is",
+        "controller/test_per_rank_int.py::test_plain_tensors_of_workers_are_changed_where_each_rank_is",
     ),
     _semantics(
         "torch:to_dlpack", f"{_SEMANTICS}.dlpack:to_dlpack",
         "C++ reads the memory, which is in other processes.",
-        "test_reviewed.py::test_memory_can_not_be_shared",
+        "ops/test_regressions.py::test_memory_can_not_be_shared",
     ),
     _semantics(
         "torch.utils.dlpack:to_dlpack", f"{_SEMANTICS}.dlpack:to_dlpack",
         "C++ reads the memory, which is in other processes.",
-        "test_reviewed.py::test_memory_can_not_be_shared",
+        "ops/test_regressions.py::test_memory_can_not_be_shared",
     ),
 )  # fmt: skip
 
@@ -243,7 +243,7 @@ _NUMBER_OPERANDS = (
     Patch(
         "torch:Tensor._wrapped_number", "semantics", (f"{_SEMANTICS}.per_rank_int_operands:wrapped_number",),
         "C++ calculates with a wrong number where one differs by rank, and notes the number here.",
-        "tests/dtensor/test_rank_ints.py::test_numbers_of_each_rank_are_calculated_with_on_workers_only",
+        "tests/dtensor/controller/test_per_rank_int.py::test_numbers_of_each_rank_are_calculated_with_on_workers_only",
         TORCH, (TORCH[0], TORCH[1] + 1), adds=True,
     ),
 )  # fmt: skip
@@ -252,67 +252,67 @@ _FIXES_OF_SHARDINGS = (
     _fix(
         f"{_TENSOR}.placement_types:_MaskPartial._partition_value", f"{_FIXES}.embedding_mask:_partition",
         "A row that no rank has must fail, and rows may be shared unevenly.",
-        "test_corrected.py::test_rows_of_a_table_that_a_rank_has_not",
+        "ops/test_sharding_fixes.py::test_rows_of_a_table_that_a_rank_has_not",
     ),
     _fix(
         "torch._meta_registrations:_meta_grouped_mm_common", f"{_FIXES}.grouped_mm:corrected",
         "The meta function refuses float32 and float16, which the kernels take.",
-        "test_corrected.py::test_grouped_mm_of_float32_has_a_single_process_values",
+        "ops/test_sharding_fixes.py::test_grouped_mm_of_float32_has_a_single_process_values",
     ),
     _fix(
         f"{_TENSOR}._ops._math_ops:common_reduction_strategy", f"{_SHARDINGS}:_of_norms",
         "The sum of norms is not the norm, and an empty shard has no largest value.",
-        "test_norms.py::test_norms_of_what_several_ranks_have_are_not_added",
+        "ops/test_normalization.py::test_norms_of_what_several_ranks_have_are_not_added",
     ),
     _fix(
         f"{_TENSOR}._ops._math_ops:_infer_reduction_dims", f"{_SHARDINGS}:_reduced",
         "An empty list of dimensions means all of them.",
-        "test_corrected.py::test_reductions_of_no_dimensions",
+        "ops/test_sharding_fixes.py::test_reductions_of_no_dimensions",
     ),
     _fix(
         f"{_TENSOR}._ops._view_ops:view_groups", f"{_SHARDINGS}:_of_nothing",
         "A view of a tensor of size 0 does not end.",
-        "test_unsharded.py::test_views_of_nothing",
+        "ops/test_replicate_fallback.py::test_views_of_nothing",
     ),
     _fix(
         f"{_TENSOR}._ops._view_ops:dim_transpose", f"{_SHARDINGS}:_of_a_number",
         "A transpose of a tensor without dimensions raises.",
-        "test_corrected.py::test_dimensions_of_a_number",
+        "ops/test_sharding_fixes.py::test_dimensions_of_a_number",
     ),
     _fix(
         f"{_TENSOR}.parallel.loss:_nll_loss_and_log_softmax_backward", f"{_SHARDINGS}:_of_weighted_classes",
         "The weight of a label that is ignored is looked up, and is no class.",
-        "test_losses.py::test_of_parallel_classes_with_weights_and_labels_that_do_not_count",
+        "ops/test_losses.py::test_of_parallel_classes_with_weights_and_labels_that_do_not_count",
     ),
     _fix(
         "torch.nn.functional:one_hot", f"{_SHARDINGS}:_one_hot",
         "C++ checks the classes of plain tensors only.",
-        "test_checks.py::test_one_hot_of_negative_numbers",
+        "dispatch/test_deferred_checks.py::test_one_hot_of_negative_numbers",
     ),
     _fix(
         "torch.nn.modules.rnn:LSTM.forward", f"{_API}:_in_parts",
         "oneDNN's operator for a layer keeps nothing for its backward on the workers.",
-        "test_few_rows.py::test_recurrent_layers_of_a_batch_that_ranks_do_not_share_evenly",
+        "dispatch/test_uneven_shards.py::test_recurrent_layers_of_a_batch_that_ranks_do_not_share_evenly",
     ),
     _fix(
         "torch.nn.init:orthogonal_", f"{_API}:_on_the_host",
         "A factorisation of shards is not that of the whole.",
-        "test_random.py::test_initialisation",
+        "ops/test_random_numbers.py::test_initialisation",
     ),
     _fix(
         "torch.nn.init:sparse_", f"{_API}:_on_the_host",
         "Rows are drawn of the whole, not of a shard.",
-        "test_random.py::test_initialisation",
+        "ops/test_random_numbers.py::test_initialisation",
     ),
     _fix(
         "torch.nn.utils.clip_grad:_get_total_norm", f"{_API}:_total_norm",
         "Norms of gradients on several meshes cannot be stacked.",
-        "test_training.py::test_gradients_on_several_meshes_are_clipped_by_one_norm", swaps_code=True,
+        "training/test_training_steps.py::test_gradients_on_several_meshes_are_clipped_by_one_norm", swaps_code=True,
     ),
     _fix(
         "torch.nn.utils.clip_grad:_clip_grads_with_norm_", f"{_API}:_clip_by_norm",
         "Gradients on several meshes cannot be scaled by one call.",
-        "test_training.py::test_gradients_on_several_meshes_are_clipped_by_one_norm", swaps_code=True,
+        "training/test_training_steps.py::test_gradients_on_several_meshes_are_clipped_by_one_norm", swaps_code=True,
     ),
 )  # fmt: skip
 
@@ -320,42 +320,42 @@ _CHECKPOINTS = (
     _semantics(
         "torch.distributed.checkpoint.state_dict_saver:_save_state_dict", f"{_API}:_save",
         "Each worker writes its shard.",
-        "test_checkpoint.py::test_saved_from_one_mesh_and_loaded_into_any_other_bit_for_bit",
+        "controller/test_checkpoint.py::test_saved_from_one_mesh_and_loaded_into_any_other_bit_for_bit",
     ),
     _semantics(
         "torch.distributed.checkpoint.state_dict_saver:async_save", f"{_API}:_async_save",
         "Workers write while the controller goes on.",
-        "test_checkpoint.py::test_saved_while_the_controller_goes_on", swaps_code=True,
+        "controller/test_checkpoint.py::test_saved_while_the_controller_goes_on", swaps_code=True,
     ),
     _semantics(
         "torch.distributed.checkpoint.state_dict_loader:_load_state_dict", f"{_API}:_load",
         "Each worker reads its shard.",
-        "test_checkpoint.py::test_saved_from_one_mesh_and_loaded_into_any_other_bit_for_bit",
+        "controller/test_checkpoint.py::test_saved_from_one_mesh_and_loaded_into_any_other_bit_for_bit",
     ),
     _semantics(
         "torch.distributed._state_dict_utils:_broadcast_state_dict", f"{_SEMANTICS}.rank0_helpers:_broadcast",
         "A whole state dict is the controller's, which sends each worker its part.",
-        "test_rank0.py::test_a_whole_state_dict_is_the_controllers", swaps_code=True,
+        "controller/test_rank0_helpers.py::test_a_whole_state_dict_is_the_controllers", swaps_code=True,
     ),
     _semantics(
         "torch.distributed.distributed_c10d:_get_pg_default_device", f"{_SEMANTICS}.rank0_helpers:_device_of_all",
         "Values for a module on meta go to the workers' device.",
-        "test_state_dicts.py::test_a_module_on_meta_gets_a_whole_state_dict",
+        "controller/test_state_dict.py::test_a_module_on_meta_gets_a_whole_state_dict",
     ),
     _semantics(
         "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
         f"{_SEMANTICS}.rank0_helpers:_of_one_rank",
         "DistributedDataParallel is for a program on each rank: an error says so.",
-        "test_rank0.py::test_distributed_data_parallel_says_what_to_do",
+        "controller/test_rank0_helpers.py::test_distributed_data_parallel_says_what_to_do",
     ),
     _semantics(
         f"{_TENSOR}.debug:visualize_sharding", f"{_SEMANTICS}.rank0_helpers:_drawn_once",
         "A picture that rank 0 draws is drawn once.",
-        "test_rank0.py::test_a_picture_of_a_dtensor_is_drawn_once", swaps_code=True,
+        "controller/test_rank0_helpers.py::test_a_picture_of_a_dtensor_is_drawn_once", swaps_code=True,
     ),
 )  # fmt: skip
 
-_GPU = "test_gpu_meshes.py"
+_GPU = "devices/test_gpu_meshes.py"
 _STREAMS = "A controller without GPUs has nothing to wait for; workers keep their own streams."
 _STREAMS_TEST = f"{_GPU}::test_streams_and_events_have_nothing_to_wait_for"
 _NUMBERS = "The generator of GPUs is the controller's, for all workers."
@@ -408,7 +408,7 @@ _CUDA = (
     _semantics(
         "torch.random:fork_rng", f"{_DEVICES}:_fork_rng",
         "torch has no module torch.xla; XLA's numbers are the CPU's here.",
-        "test_xla_meshes.py::test_an_activation_checkpoint_draws_the_same_numbers_again",
+        "devices/test_xla_meshes.py::test_an_activation_checkpoint_draws_the_same_numbers_again",
     ),
     _semantics(
         "torch.nn.attention:_sdpa_kernel", f"{_DEVICES}:_kernels",
@@ -430,7 +430,7 @@ _CUDA = (
     ),
 )  # fmt: skip
 
-_HANDLE_TEST = "test_fsdp.py::test_a_mesh_of_gpus_needs_none_here"
+_HANDLE_TEST = "training/test_fsdp.py::test_a_mesh_of_gpus_needs_none_here"
 _ON_WORKERS = "Buffers that FSDP makes are made on the workers."
 _FSDP2 = (
     _semantics(
@@ -444,39 +444,39 @@ _FSDP2 = (
     _semantics(
         f"{_FSDP}._fully_shard:_init_param_group", f"{_FSDP_MAKERS}:_init_group",
         "Buffers go to the workers, the state is of a subclass, and groups that torch cannot make are refused.",
-        "test_fsdp.py::test_buffers_are_changed_on_the_workers",
+        "training/test_fsdp.py::test_buffers_are_changed_on_the_workers",
     ),
     _semantics(
         f"{_FSDP}._fsdp_param_group:FSDPParam", f"{_FSDP_MAKERS}:_param",
         "A subclass of FSDPParam, whose shard is each worker's own.",
-        "test_fsdp.py::test_three_ranks_of_which_some_have_less_or_nothing",
+        "training/test_fsdp.py::test_three_ranks_of_which_some_have_less_or_nothing",
     ),
     _semantics(
         f"{_FSDP}._fsdp_param:_chunk_with_empty", f"{_FSDP_MAKERS}:_chunk",
         "A number that differs by rank takes each rank's chunk.",
-        "test_fsdp.py::test_each_worker_gets_its_shard_and_no_more",
+        "training/test_fsdp.py::test_each_worker_gets_its_shard_and_no_more",
     ),
     _semantics(
         f"{_FSDP}._fsdp_param_group:FSDPParamGroup.__init__", f"{_FSDP_MAKERS}:_make_group",
-        _ON_WORKERS, "test_fsdp.py::test_values_are_those_of_a_single_process",
+        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
     ),
     _semantics(
         f"{_FSDP}._fsdp_param_group:foreach_all_gather", f"{_FSDP_MAKERS}:_communicate",
-        _ON_WORKERS, "test_fsdp.py::test_values_are_those_of_a_single_process",
+        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
     ),
     _semantics(
         f"{_FSDP}._fsdp_param_group:foreach_reduce", f"{_FSDP_MAKERS}:_communicate",
-        _ON_WORKERS, "test_fsdp.py::test_values_are_those_of_a_single_process",
+        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
     ),
     _semantics(
         f"{_FSDP}._fsdp_collectives:_get_dim0_padded_size", f"{_FSDP_MAKERS}:_padded_size",
         "torch.Size has no count of elements where sizes differ by rank.",
-        "test_fsdp.py::test_with_tensor_parallelism",
+        "training/test_fsdp.py::test_with_tensor_parallelism",
     ),
     _semantics(
         f"{_FSDP}._fsdp_collectives:_get_gradient_divide_factors", f"{_FSDP_MAKERS}:_divide_factors",
         "A factor in the operation of a collective has no place in a record.",
-        "test_fsdp.py::test_an_own_factor_for_the_gradients",
+        "training/test_fsdp.py::test_an_own_factor_for_the_gradients",
     ),
 )  # fmt: skip
 
@@ -485,22 +485,22 @@ MESH = (
     _semantics(
         "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_API}:_first_trace",
         "The rows for traces are applied with the first trace; dynamo takes a second to import.",
-        "test_compile.py::test_a_trace_for_another_backend_installs_what_it_needs",
+        "compile/test_compile.py::test_a_trace_for_another_backend_installs_what_it_needs",
     ),
 )  # fmt: skip
 """Rows that are applied with the first mesh."""
 
-_UNEVEN = "test_compile.py::test_shards_of_unequal_sizes"
+_UNEVEN = "compile/test_compile.py::test_shards_of_unequal_sizes"
 COMPILE = (
     _semantics(
         "torch:_TorchCompileInductorWrapper.__call__", f"{_TRACE}:_on_workers",
         "Inductor's code reads memory, so it compiles on the workers.",
-        "test_compile.py::test_inductor_compiles_on_the_workers",
+        "compile/test_compile.py::test_inductor_compiles_on_the_workers",
     ),
     _fix(
         "torch._subclasses.meta_utils:MetaConverter._backward_error", f"{_TRACE}:_with_history",
         "DTensor's sharding cache takes no symbols.",
-        "test_sizes.py::test_other_sizes",
+        "compile/test_dynamic_sizes.py::test_other_sizes",
     ),
     _semantics(
         f"{_DYNAMO}.builder:_automatic_dynamic", f"{_TRACE}:_static",
@@ -508,25 +508,25 @@ COMPILE = (
     ),
     _semantics(
         f"{_DYNAMO}.builder:get_fake_value", f"{_TRACE}:_or_with_sizes",
-        "A trace that fails with symbols begins anew with sizes.", "test_sizes.py::test_other_sizes",
+        "A trace that fails with symbols begins anew with sizes.", "compile/test_dynamic_sizes.py::test_other_sizes",
     ),
     _semantics(
         f"{_DYNAMO}.builder:wrap_to_fake_tensor_and_record", f"{_TRACE}:_wrap_input",
         "An input whose sizes differ by rank breaks the graph.",
-        "test_compile.py::test_a_view_of_uneven_shards_is_left_to_eager_code",
+        "compile/test_compile.py::test_a_view_of_uneven_shards_is_left_to_eager_code",
     ),
     _semantics(
         f"{_DYNAMO}.builder:VariableBuilder.__call__", f"{_TRACE}:_wrap_value",
-        "An int that differs by rank breaks the graph.", "test_compile.py::test_the_number_of_the_rank",
+        "An int that differs by rank breaks the graph.", "compile/test_compile.py::test_the_number_of_the_rank",
     ),
     _semantics(
         f"{_DYNAMO}.builder:SourcelessBuilder.create", f"{_TRACE}:_wrap_value",
-        "An int that differs by rank breaks the graph.", "test_compile.py::test_the_number_of_the_rank",
+        "An int that differs by rank breaks the graph.", "compile/test_compile.py::test_the_number_of_the_rank",
     ),
     _semantics(
         f"{_DYNAMO}.tensor:TensorVariable.var_getattr", f"{_TRACE}:_attribute",
         "The local part of an uneven DTensor breaks the graph.",
-        "test_compile.py::test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code",
+        "compile/test_compile.py::test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code",
     ),
     _semantics(
         f"{_DYNAMO}.tensor:TensorVariable.call_method", f"{_TRACE}:_between_devices",
@@ -540,7 +540,8 @@ COMPILE = (
     ),
     _fix(
         f"{_DYNAMO}.script_object:TorchScriptObjectVariable.call_method", f"{_TRACE}:_number_of_the_rank",
-        "A graph break in a method of a mesh is taken for an error.", "test_compile.py::test_the_number_of_the_rank",
+        "A graph break in a method of a mesh is taken for an error.",
+        "compile/test_compile.py::test_the_number_of_the_rank",
     ),
     _semantics(
         "torch._subclasses.meta_utils:MetaTensorDescriber.describe_tensor", f"{_TRACE}:_describe",
@@ -549,27 +550,27 @@ COMPILE = (
     _fix(
         f"{_DTENSOR}.__tensor_unflatten__", f"{_TRACE}:_strided_again",
         "The order of shards is lost when a DTensor is taken apart.",
-        "test_compile.py::test_views_over_a_sharded_dimension",
+        "compile/test_compile.py::test_views_over_a_sharded_dimension",
     ),
     _fix(
         f"{_TENSOR}.placement_types:_StridedShard.local_shard_size_and_offset", f"{_TRACE}:_places_of_strided",
         "Offsets are read out of a tensor, which has no values in a trace.",
-        "test_compile.py::test_views_over_a_sharded_dimension",
+        "compile/test_compile.py::test_views_over_a_sharded_dimension",
     ),
     _fix(
         f"{_AOT}:gen_alias_from_base", f"{_TRACE}:_view_of",
         "A result that is a view of an input cannot be made again of a DTensor.",
-        "test_compile.py::test_inputs_that_are_changed_and_results_that_are_views",
+        "compile/test_compile.py::test_inputs_that_are_changed_and_results_that_are_views",
     ),
     _semantics(
         f"{_AOT}:coerce_to_expected_memory_format", f"{_TRACE}:_same_strides",
         "A gradient with other strides is made anew on the workers.",
-        "test_compile.py::test_gradients_with_other_strides_of_shards_of_unequal_sizes",
+        "compile/test_compile.py::test_gradients_with_other_strides_of_shards_of_unequal_sizes",
     ),
     _fix(
         f"{_AOT}:AOTDispatchAutograd.process_runtime_tangent", f"{_SEMANTICS}.aot_tangents:process",
         "A missing gradient of a DTensor comes as a plain tensor of zeros.",
-        "test_tangents.py::test_one_of_the_results_is_enough",
+        "compile/test_aot_tangents.py::test_one_of_the_results_is_enough",
     ),
 )  # fmt: skip
 """Rows that are applied with the first trace."""
@@ -578,7 +579,7 @@ COMPILE = (
 PATCHES = (*MESH, *COMPILE)
 """All rows of a controller."""
 
-_XLA_TEST = "tests/dtensor/test_xla_meshes.py::test_tensors_are_on_xla_devices_of_another_torch"
+_XLA_TEST = "tests/dtensor/devices/test_xla_meshes.py::test_tensors_are_on_xla_devices_of_another_torch"
 _SPMD = "torch takes a mesh of XLA devices for its SPMD mode."
 WORKER_XLA = tuple(
     Patch(target, "fix", (f"{_FIXES}.{maker}",), why, _XLA_TEST, XLA, (XLA[0], XLA[1] + 1))

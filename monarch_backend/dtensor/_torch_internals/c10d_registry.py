@@ -1,6 +1,7 @@
 """Private tables of torch.distributed with process groups, in which a controller must write.
 
-tests/dtensor/test_torch.py fails when they move.
+With device_mesh_and_api.py the only module here that touches torch's private parts.
+tests/dtensor/patches/test_torch_internals.py fails when torch moves them.
 """
 
 from __future__ import annotations
