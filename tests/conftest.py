@@ -1,4 +1,4 @@
-"""Fixtures for every test: pools of ranks, and the check that nothing is left behind."""
+"""Fixtures for all tests: pools of ranks, and the check that a test leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Actors that come to harm, for the tests of failures. Their processes import this module, so it imports no pytest."""
+"""Actors that fail on request, for tests of failures.
+
+Worker processes import this module, so it does not import pytest.
+"""
 
 from __future__ import annotations
 

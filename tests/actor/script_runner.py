@@ -1,7 +1,7 @@
-"""Whole programs for tests: sources that run in interpreters of their own, which have imported torch already.
+"""Runner of whole programs for tests, in interpreters that have imported torch already.
 
-A warm interpreter forks for each script, and the fork runs it at its top level, as ``python script.py`` would: it has
-Python's own handling of Ctrl-C and Python's own end. This costs 0.1 s in place of 2. `python` starts cold ones.
+A warm interpreter forks for each script, and the fork runs it at its top level, as ``python script.py`` does. Ctrl-C
+and the end of the program are Python's own. A script costs 0.1 s instead of 2 s. `python` starts a cold interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""asyncio on both sides: actors with a loop, and programs that await."""
+"""Actors with async endpoints, and programs that await calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounded queues: the sender waits, memory does not grow, and those who call each other do not wait for ever."""
+"""Bounded queues: a sender blocks, memory does not grow, and actors that call each other do not deadlock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people do wrong: each has an error where it was done, whose message says what to do; and no actor dies of it."""
+"""Wrong arguments and wrong use of actors raise at the call, with a message that says what to do. No actor dies."""
 
 from __future__ import annotations
 

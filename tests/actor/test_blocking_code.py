@@ -1,6 +1,6 @@
-"""Interruption of code that blocks: at once on a process's main thread; elsewhere a log line names the place.
+"""Interruption of blocking code: at once on the main thread of a process, elsewhere a log line names the place.
 
-A matrix: kind of blocking x (first actor of a process, later actor) x (cancel, options(timeout=), abort).
+The matrix: kind of blocking x (first actor of a process, later actor) x (cancel, options(timeout=), abort).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A `bootstrap=` that fails: raised where the program waits, with its traceback. The program does not end."""
+"""A failing `bootstrap=` raises where the program waits, with its traceback. The program does not end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefix of a call, which names the endpoint: what was put in comes out, or FrameError."""
+"""The prefix of a call, which names the endpoint: it round-trips, or decoding raises FrameError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Giving a call up: whatever its state, the caller is told, the endpoint ends, and no other message is touched."""
+"""Cancellation of a call in any state: the caller is notified, the endpoint ends, other messages are unaffected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every verb, on a mesh, a slice and one rank, for every kind of endpoint; what an endpoint knows of its message."""
+"""Every way to call an endpoint, on a mesh, a slice and one rank, for every kind of endpoint; and its context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Future by itself: no process, no message. Threads, callbacks, event loops, many who look at once."""
+"""Future by itself, without processes or messages: threads, callbacks, event loops, concurrent readers."""
 
 from __future__ import annotations
 

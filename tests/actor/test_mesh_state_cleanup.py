@@ -1,4 +1,4 @@
-"""What a program remembers of meshes that have ended: nothing that grows."""
+"""State that a program keeps of ended meshes does not grow."""
 
 from __future__ import annotations
 

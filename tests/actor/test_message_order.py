@@ -1,4 +1,4 @@
-"""Promises 1 and 2: from one sender to one receiver in order, and at most once; straight, and down a tree."""
+"""Messages from one sender to one receiver arrive in order and at most once, also through a multicast tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Children of actors, made by multiprocessing, import the main module of the program as the program's children do."""
+"""Children that an actor starts with multiprocessing import the main module of the program."""
 
 from __future__ import annotations
 

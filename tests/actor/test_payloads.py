@@ -1,4 +1,4 @@
-"""What messages carry: every kind and size, as argument and reply, to one and to many; nothing shared, nothing kept."""
+"""Payloads of every kind and size, as argument and reply, to one and to many actors. Nothing is shared or leaked."""
 
 from __future__ import annotations
 

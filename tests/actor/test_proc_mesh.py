@@ -1,4 +1,4 @@
-"""What a mesh of processes is given (environment, bootstrap, processors) and what its output looks like here."""
+"""Options of a process mesh (environment, bootstrap, CPU affinity) and the output of its processes."""
 
 from __future__ import annotations
 

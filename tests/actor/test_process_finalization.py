@@ -1,4 +1,4 @@
-"""The graceful end of a process: threads, atexit hooks, globals and files are finalised before stop() is done."""
+"""Graceful end of a process: threads, atexit hooks, globals and files are finalised before stop() returns."""
 
 from __future__ import annotations
 

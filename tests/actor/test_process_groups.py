@@ -1,4 +1,4 @@
-"""Ordinary torch.distributed code inside actors: worlds, DDP and FSDP as in one process, and the death of a rank."""
+"""torch.distributed code inside actors: process groups, DDP and FSDP as in one process, and the death of a rank."""
 
 from __future__ import annotations
 

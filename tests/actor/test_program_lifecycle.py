@@ -1,4 +1,4 @@
-"""Whole programs: how they are started, how they end, and what is left of them: nothing."""
+"""Whole programs: how they start, how they end, and that nothing of them is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Restart`: what dies comes back, on the same ranks, with a fresh state; not for ever, and not what was stopped."""
+"""`Restart` policies: failed actors and processes are replaced on the same ranks, with limits and back-off."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ctrl-C without processes: whose handler stands where, and that no interrupt is lost or comes twice.
+"""SIGINT handlers without processes: which handler is installed, and that no interrupt is lost or doubled.
 
-May live here: Interrupts alone, with a program that has only a clock and timers. Ctrl-C in whole programs is tested in
-test_program_lifecycle.py, and while one waits for memory in test_backpressure.py.
+Only the handler itself, with a program that has a clock and timers. Ctrl-C in whole programs is in
+test_program_lifecycle.py, and Ctrl-C during a wait for memory in test_backpressure.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""stop(timeout=) and abort() of busy actors and processes: they end in time, and the log says why in few lines."""
+"""stop(timeout=) and abort() of busy actors and processes end in time and log few lines with the reason."""
 
 from __future__ import annotations
 

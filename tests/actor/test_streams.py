@@ -1,4 +1,4 @@
-"""Endpoints that yield: order, back-pressure, errors in the middle, and readers that leave early."""
+"""Generator endpoints: order, back-pressure, errors in the middle, and readers that stop early."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Failures of actors and of processes, one by one: who is told what, and what goes on.
+"""Failures of actors and of processes: which owner and which caller get them, and what continues.
 
-What restarts is in test_restart.py, what happens to the whole program in test_program_lifecycle.py.
+Restarts are in test_restart.py, whole programs in test_program_lifecycle.py.
 """
 
 from __future__ import annotations

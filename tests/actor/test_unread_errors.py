@@ -1,4 +1,4 @@
-"""Errors of calls that are never read: reported once, with the place, the caller's line and the remote traceback."""
+"""Errors of calls that are never read are reported once, with place, line of the call and remote traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`monarch-backend doctor` says what is there, what is missing and how to get it."""
+"""`monarch-backend doctor` reports what is available, what is missing and how to install it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`monarch-backend up`: how it stands to whoever has started it."""
+"""`monarch-backend up`: detached and tethered daemons, and signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes of workers that the tests of this folder share: one controller, as many processes as a test asks for.
+"""Worker meshes that the DTensor tests share: one controller and as many processes as a test needs.
 
 Where MONARCH_TEST_XLA_PYTHON names a Python with torch_xla (`make test-xla`), workers run there and hold XLA tensors.
 """

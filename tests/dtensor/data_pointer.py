@@ -1,4 +1,4 @@
-"""The address that C++ has of a tensor with `const_data_ptr()`, without C++."""
+"""Address of a tensor as `const_data_ptr()` in C++ returns it."""
 
 from __future__ import annotations
 

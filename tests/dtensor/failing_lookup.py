@@ -1,6 +1,6 @@
-"""An operation that fails on workers, whatever their device is, where an index is out of range.
+"""Lookup that fails on workers of any device when an index is out of range.
 
-torch checks an index on the CPU. XLA does not: it takes the last row. There a function of ours looks first.
+torch checks an index on the CPU. XLA takes the last row instead, so a function of the tests checks first.
 """
 
 from __future__ import annotations

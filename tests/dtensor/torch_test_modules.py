@@ -1,4 +1,4 @@
-"""What torch's own tests are made of, as far as its wheel has it. It warns of packages that nobody here needs."""
+"""Import of the modules below torch's own tests, as far as its wheel has them, without their warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing what is on workers with what a single process calculates."""
+"""Comparison of values on workers with those of a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that tests run on the workers, which import them from here."""
+"""Functions that workers run. Workers import this module."""
 
 from __future__ import annotations
 

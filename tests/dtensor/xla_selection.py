@@ -1,4 +1,4 @@
-"""Which tests of this folder run on workers with XLA devices (`make test-xla`), and which of them can't pass there.
+"""Selection of DTensor tests for workers with XLA devices (`make test-xla`), and the list of those that cannot pass.
 
 conftest.py applies it where MONARCH_TEST_XLA_PYTHON names a Python with torch_xla. A test of CANNOT that passes fails
 the run, so that the list stays true.

@@ -1,7 +1,7 @@
-"""torch.compile over "monarch" as over "gloo", bit by bit: collectives in a graph, and compiled parallel models.
+"""torch.compile over "monarch" equals "gloo" bit by bit: collectives in a graph, and compiled parallel models.
 
-Mostly with backend "aot_eager", which traces, functionalises and splits graphs as inductor does; inductor
-itself has the slow tests at the end.
+Most tests use "aot_eager", which traces, functionalises and splits graphs as inductor does. The slow tests at the end
+use inductor.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What stands on c10d, over our Gloo route (MONARCH_SHM=0), which ranks of several hosts take: the bits of "gloo".
+"""Parallel training over the Gloo route (MONARCH_SHM=0), which ranks of several hosts take, equals "gloo" bit by bit.
 
-The other tests of this folder take shared memory.
+The other tests of this folder use shared memory.
 """
 
 from __future__ import annotations

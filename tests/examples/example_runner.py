@@ -1,4 +1,4 @@
-"""Runs a program as a user does, and sees to it that nothing of it stays."""
+"""Runner of example programs, as a user starts them, which checks that no process is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a notebook as a user does who runs all cells, and reads what it shows."""
+"""Runner of notebooks: execute all cells and read their outputs."""
 
 from __future__ import annotations
 

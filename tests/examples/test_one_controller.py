@@ -1,4 +1,4 @@
-"""examples/one_controller.py: one program trains on four processes, loses one of them, and ends as if nothing was."""
+"""examples/one_controller.py trains on four processes, loses one of them, and reaches the undisturbed result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/tutorials/one_controller.ipynb: it runs, shows what it says, and what is stored in it is what it shows."""
+"""docs/tutorials/one_controller.ipynb runs, and its stored outputs are those of the run."""
 
 from __future__ import annotations
 

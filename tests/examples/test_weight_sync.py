@@ -1,4 +1,4 @@
-"""examples/weight_sync.py as a user starts it. What it stands on is tested in tests/rdma/, also in the ordinary run."""
+"""examples/weight_sync.py as a user starts it. tests/rdma has the tests of its parts."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Target: what a process decodes of another one's frames in Python: control messages, routes, replies, pieces.
+"""Fuzz target: decoding of frames of another process: control messages, routes, replies, pieces.
 
-Nothing but FrameError may come out: the router drops who sends what raises it.
+Only FrameError may be raised: the router disconnects a peer whose frame raises it.
 """
 
 from __future__ import annotations

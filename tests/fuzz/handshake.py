@@ -1,6 +1,6 @@
-"""Target: the handshake of two hosts, and the heads of frames after it. A stranger's bytes, or those of a broken host.
+"""Fuzz target: the handshake of two hosts and the frame headers after it, with bytes of a stranger or a broken host.
 
-Nothing but HandshakeError and SessionError may come out; nobody gets through who has changed a byte of a message.
+Only HandshakeError and SessionError may be raised. A peer that changes a byte of a message is never accepted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The corpus of the fuzzer, in the ordinary run: what it has found stays mended, and the seeds say what they should."""
+"""Replay of the fuzzer's corpus: faults that it found stay fixed, and the seeds decode as expected."""
 
 from __future__ import annotations
 

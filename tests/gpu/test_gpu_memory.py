@@ -1,6 +1,6 @@
-"""Registered memory of a real GPU: `make test-gpu`. What needs none is in tests/rdma/test_gpu_memory.py.
+"""Registered memory of a real GPU: `make test-gpu`. tests/rdma/test_gpu_memory.py needs no GPU.
 
-Owner and reader share one GPU, so one is enough; "hosts" are processes that take TCP to each other.
+Owner and reader share one GPU, so one is enough. "Hosts" are processes that use TCP to each other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The CUDA (NCCL) and ROCm (RCCL) route on a machine that has a GPU: `make test-gpu`. World size 1 at least.
+"""The CUDA (NCCL) and ROCm (RCCL) route on a machine with a GPU: `make test-gpu`. World size 1 at least.
 
-What needs two GPUs says so. What can be checked without any is in tests/process_group/test_accelerator_selection.py.
+Tests that need two GPUs skip with a reason. tests/process_group/test_accelerator_selection.py needs no GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A workload of numbered messages that leaves a record: who sent what to whom, what became of it, and where it ran.
+"""Workload of numbered messages with a journal: sender, receiver, outcome and place of each.
 
-Actors write down what reaches them in files, which outlive a killed process; both sides are compared at the end.
-Faults and hosts stand in fault_schedules.py. Processes import this module, so it imports no pytest.
+Actors write received messages to files, which outlive a killed process. Both sides are compared at the end.
+fault_schedules.py has the faults and hosts. Worker processes import this module, so it does not import pytest.
 """
 
 from __future__ import annotations

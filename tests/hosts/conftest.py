@@ -1,4 +1,4 @@
-"""Fixtures for the tests of hosts: daemons that serve one test after the other."""
+"""Fixtures for host tests: daemons that serve one test after the other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What controllers do in the tests of hosts: each function is a whole program, given addresses of daemons.
+"""Controller programs for the host tests. Each function is a whole program that gets addresses of daemons.
 
-Their processes import this module, so it imports no pytest. Programs check what they see themselves; what they print as
-"measured" is for people.
+Worker processes import this module, so it does not import pytest. Programs check their results themselves. Lines with
+"measured" are for people.
 """
 
 from __future__ import annotations

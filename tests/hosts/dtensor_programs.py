@@ -1,4 +1,4 @@
-"""What a controller of DTensors does in the tests of hosts; imported by its processes, so it imports no pytest."""
+"""Controller programs with DTensors. Worker processes import this module, so it does not import pytest."""
 
 from __future__ import annotations
 

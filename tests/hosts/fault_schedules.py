@@ -1,7 +1,7 @@
-"""Random faults on four hosts at work: a seed is a schedule of kills, stops, cuts and resets, and what must hold in it.
+"""Random faults on four hosts under load: a seed is a schedule of kills, stops, cuts and resets, with its invariants.
 
-`schedule` is a controller's whole program, so this imports no pytest; what its actors do stands in call_journal.py.
-``python -m tests.hosts.fault_schedules FIRST [COUNT]`` runs that many seeds, one after the other.
+`schedule` is a controller program, so this module does not import pytest. call_journal.py has its actors. ``python -m
+tests.hosts.fault_schedules FIRST [COUNT]`` runs that many seeds, one after the other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the tests of hosts share: daemons, and controllers, on namespaces or on this machine's loopback.
+"""Shared parts of the host tests: daemons, and controllers, in namespaces or on the loopback interface.
 
-Imported by controllers and their processes, so it imports no pytest.
+Controllers and their processes import this module, so it does not import pytest.
 """
 
 from __future__ import annotations

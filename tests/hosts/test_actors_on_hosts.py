@@ -1,4 +1,4 @@
-"""Actors on other hosts do what actors do: on hosts with networks of their own, and on this machine's loopback."""
+"""Actors on other hosts behave as on one host: hosts with networks of their own, and the loopback interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts that can't be attached, and daemons that can't be started: refused at once, and what to do is said."""
+"""Hosts that cannot be attached and daemons that cannot start are refused at once, with a remedy."""
 
 from __future__ import annotations
 

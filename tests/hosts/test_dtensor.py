@@ -1,4 +1,4 @@
-"""DTensors whose shards are on several hosts, with namespaces for machines."""
+"""DTensors with shards on several hosts. Hosts are namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes, agents, daemons and whole hosts are lost: who is told what, when, and what goes on."""
+"""Loss of processes, agents, daemons and hosts: which errors are raised, when, and what continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random faults on four hosts at work: no call runs twice, order holds, all futures complete, nothing is left running.
+"""Random faults on four hosts under load: no call runs twice, order holds, all futures complete, no process is left.
 
 More of them: ``make test-schedules COUNT=200``. One again: ``python -m tests.hosts.fault_schedules SEED``.
 """

@@ -1,4 +1,4 @@
-"""Large tensors between actors of two hosts, where both hosts have NICs: over two devices, as in the guest."""
+"""Large tensors between actors of two hosts with NICs, over two verbs devices of the guest."""
 
 from __future__ import annotations
 

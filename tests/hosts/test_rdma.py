@@ -1,4 +1,4 @@
-"""Registered memory of other hosts, with namespaces for machines: over TCP, encrypted."""
+"""Registered memory of other hosts over encrypted TCP. Hosts are namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""256 processes on eight hosts: they are there in seconds, answer together, and go on without those that are lost."""
+"""256 processes on eight hosts start in seconds, answer together, and continue after losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon's port is open to whoever can reach it: that is nothing to those whom it serves."""
+"""Unauthenticated connections to a daemon's port do not disturb its clients."""
 
 from __future__ import annotations
 

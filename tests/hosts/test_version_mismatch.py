@@ -1,4 +1,4 @@
-"""Controllers and hosts with other versions: who is refused, and whose packages stay where they are."""
+"""Controllers and hosts with other versions: which are refused, and which packages stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synchronising a workspace: what leads out of its root, names, modes, and files that become directories."""
+"""Workspace synchronisation: paths outside the root, names, modes, and files that become directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that use jobs, as forked ranks; and what of a job is to be seen on this machine."""
+"""Programs that use jobs, as forked ranks, and the traces of a job on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ProcessJob: started, found again, ended, and nothing left whatever goes wrong in between."""
+"""ProcessJob: start, find again, end, and no process left after a failure in between."""
 
 from __future__ import annotations
 

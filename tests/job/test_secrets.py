@@ -1,4 +1,4 @@
-"""Secrets of jobs: one for each connection, and none in the processes of a job."""
+"""Secrets of jobs: one for each connection, and none in the memory of a job's processes."""
 
 from __future__ import annotations
 

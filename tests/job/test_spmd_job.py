@@ -1,4 +1,4 @@
-"""SPMDJob and host_mesh_from_env: by torchrun, by another launcher, and with ranks that die."""
+"""SPMDJob and host_mesh_from_env, under torchrun and under another launcher, and with ranks that die."""
 
 from __future__ import annotations
 

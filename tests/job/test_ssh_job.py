@@ -1,4 +1,4 @@
-"""SSHJob, by a real sshd on loopback."""
+"""SSHJob with a real sshd on loopback."""
 
 from __future__ import annotations
 

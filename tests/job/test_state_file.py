@@ -1,4 +1,4 @@
-"""The file of a job: who may have written it, what it says, and what becomes of processes that it names."""
+"""State file of a job: its permissions, its content, and the end of the processes that it names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a launcher as a user does, ours or torch's, and keeps what it said."""
+"""Run a launcher as a user does, ours or torch's, and keep its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`monarch-backend run` by itself: what torchrun does not do, and what would be a torchrun too many to compare."""
+"""`monarch-backend run` without a comparison: behaviour that torchrun lacks."""
 
 from __future__ import annotations
 

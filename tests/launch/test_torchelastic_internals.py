@@ -1,4 +1,4 @@
-"""What _launch/torchelastic_patches.py leans on in torch is still there and still means the same."""
+"""The parts of torchelastic that _launch/torchelastic_patches.py replaces exist and behave as it needs."""
 
 from __future__ import annotations
 

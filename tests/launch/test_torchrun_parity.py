@@ -1,4 +1,4 @@
-"""The same program under `monarch-backend run` and under torchrun: what it sees, what it leaves, how both end."""
+"""The same program under `monarch-backend run` and under torchrun: environment, logs, output and exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folding and the limit on lines, with a clock that the test turns: nothing lost, nothing twice, order kept."""
+"""Log deduplication and rate limit, with a fake clock: no line is lost or doubled, and order is kept."""
 
 from __future__ import annotations
 

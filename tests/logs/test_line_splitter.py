@@ -1,4 +1,4 @@
-"""From bytes to lines: whatever the cuts between reads, progress bars, long lines, records of logging."""
+"""Split of bytes into lines: any read boundaries, progress bars, long lines, records of logging."""
 
 from __future__ import annotations
 

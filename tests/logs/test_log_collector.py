@@ -1,4 +1,4 @@
-"""The collector with real pipes and real writers: what reaches the screen and the files, when, and what stays open."""
+"""Log collector with real pipes and writers: what reaches the screen and the files, when, and which pipes stay open."""
 
 from __future__ import annotations
 

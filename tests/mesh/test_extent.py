@@ -1,4 +1,4 @@
-"""Extent, Point, Shape and the mesh operations beside numpy's own indexing; ranks in words read back."""
+"""Extent, Point, Shape and the mesh operations, compared with numpy's indexing; names of ranks round-trip."""
 
 from __future__ import annotations
 

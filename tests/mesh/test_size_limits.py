@@ -1,4 +1,4 @@
-"""Sizes that no host can hold: a typed error at once, with the limit, before anything is built for the ranks."""
+"""Sizes that no host can hold raise a typed error at once, with the limit, before anything is allocated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ValueMesh: values by rank beside a numpy array of them."""
+"""ValueMesh: values by rank, compared with a numpy array of them."""
 
 from __future__ import annotations
 

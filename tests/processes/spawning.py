@@ -1,4 +1,4 @@
-"""What the tests of process creation share: a spawner that remembers its events, and ways to wait without sleeping."""
+"""Shared parts of the process tests: a spawner that records its events, and waits without fixed sleeps."""
 
 from __future__ import annotations
 

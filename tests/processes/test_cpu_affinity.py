@@ -1,4 +1,4 @@
-"""Which cpus `proc_bind=` gives to each process, on machines made of files, and that a process really gets them."""
+"""The CPUs that `proc_bind=` gives to each process, on machines described by files, and on this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Processes from the fork server, for real: what a child is, how its end is told, and that nothing outlives anybody.
+"""Real processes from the fork server: their state, how their end is reported, and that none is left over.
 
-What the server writes to itself, and limits, are looked at directly; everything else from a spawner's side.
+Messages of the server to itself, and limits, are tested directly. All other tests use a spawner.
 """
 
 from __future__ import annotations

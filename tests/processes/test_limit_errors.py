@@ -1,4 +1,4 @@
-"""Small limits end in ResourceLimitError with the limit's name; directories of the state are private."""
+"""Low limits end in ResourceLimitError with the limit's name; state directories are private."""
 
 from __future__ import annotations
 

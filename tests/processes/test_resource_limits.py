@@ -1,4 +1,4 @@
-"""What the system has room for, read from files made for it; and what the kernel says about killing for memory."""
+"""Resource limits of the system, read from files made for the test; and detection of out-of-memory kills."""
 
 from __future__ import annotations
 

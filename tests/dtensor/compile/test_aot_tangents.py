@@ -1,4 +1,4 @@
-"""The backward of a captured step of several results, of which somebody needs some."""
+"""Backward of a captured step with several results when only some of them have gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Captured steps that are called with other sizes, and sharded otherwise: each call has a single process's values.
+"""Captured steps with other sizes or other shardings have the values of a single process at each call.
 
-A second size is where dynamo puts symbols into its trace, which not everything can be traced with.
+A second size makes dynamo use symbols, with which some code cannot be traced.
 """
 
 from __future__ import annotations

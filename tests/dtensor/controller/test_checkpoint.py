@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint, called on the controller: each worker writes and reads its own shards."""
+"""torch.distributed.checkpoint on the controller: each worker writes and reads its own shards."""
 
 from __future__ import annotations
 

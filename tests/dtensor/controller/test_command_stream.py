@@ -1,4 +1,4 @@
-"""Batches: when they are sent, in what order, and how far ahead the controller may be. The workers are played here."""
+"""Batches of commands: when and in which order they are sent, and how far the controller runs ahead of fake workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MONARCH_DEBUG, as the environment of a program has it: each operation waits, and raises at itself."""
+"""MONARCH_DEBUG in the environment: each operation waits for its result and raises at its own line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on workers, and on the controller: where it is raised, what it says, and what it leaves alone."""
+"""Errors on workers and on the controller: where they are raised, their text, and what they leave unaffected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of the controller beside remote ones: those that change are they themselves; what is sent, and to whom."""
+"""Host tensors in operations with remote tensors: in-place changes reach the host tensor, and each is sent once."""
 
 from __future__ import annotations
 

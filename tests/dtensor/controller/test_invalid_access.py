@@ -1,5 +1,7 @@
-"""C++ that uses a remote tensor's untyped address: it has zeros, and Python an error. Where there is no such address it
-is 0, and the end of the program says what that was."""
+"""C++ that reads the untyped address of a remote tensor gets zeros, and Python gets an error.
+
+On systems without such an address it is 0, and the end of the program names the tensor.
+"""
 
 from __future__ import annotations
 

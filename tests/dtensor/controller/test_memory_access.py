@@ -1,4 +1,4 @@
-"""Ways to a tensor's memory: of a tensor that is on workers each gives its values or raises; none ends the program."""
+"""Each way to the memory of a remote tensor returns its values or raises. None crashes the program."""
 
 from __future__ import annotations
 

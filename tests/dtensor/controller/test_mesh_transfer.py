@@ -1,4 +1,4 @@
-"""Transfers between meshes: the values arrive in any placements, from worker to worker and not by the controller."""
+"""Transfers between meshes: values arrive in any placements, and go from worker to worker."""
 
 from __future__ import annotations
 

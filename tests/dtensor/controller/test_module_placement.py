@@ -1,4 +1,4 @@
-"""What of a module is no DTensor: on the workers from the first call on, as each rank of torchrun's has its own."""
+"""Parameters without a parallel plan are plain tensors on the workers from the first call."""
 
 from __future__ import annotations
 

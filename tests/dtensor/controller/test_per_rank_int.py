@@ -1,4 +1,4 @@
-"""Numbers that differ by rank: what may be asked of them, and what raises."""
+"""Integers that differ by rank: supported operations, and errors for the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes have imported before anybody makes a mesh of them."""
+"""Modules that processes have imported before a mesh is made of them."""
 
 from __future__ import annotations
 

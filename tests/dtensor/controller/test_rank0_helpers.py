@@ -1,4 +1,4 @@
-"""What torch has one rank do for all, or each for itself: the controller does it, or says what to do instead."""
+"""Torch helpers that run on rank 0 or on each rank: the controller runs them, or says what to do instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions as SPMD code on the workers: genuine local DTensors there, results of the controller here."""
+"""Functions as SPMD code on the workers: they get local DTensors, and the controller gets the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed of a DTensor: what torch prints of its values, and only as much of them as that is sent."""
+"""The text of a DTensor shows its values as torch prints them, and fetches only the values that it shows."""
 
 from __future__ import annotations
 

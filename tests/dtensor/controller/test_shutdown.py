@@ -1,4 +1,4 @@
-"""The end of processes: what was issued before is done, what has failed is said, and nothing holds it up."""
+"""End of the processes of a mesh: issued operations are executed, failures are reported, and nothing blocks it."""
 
 from __future__ import annotations
 

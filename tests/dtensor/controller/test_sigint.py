@@ -1,4 +1,4 @@
-"""Ctrl-C while a program issues operations: what it has issued is done, and it can go on."""
+"""Ctrl-C while a program issues operations: issued operations are executed, and the program can continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.state_dict and what it is made of: values that stay what they were, and meta tensors."""
+"""torch.distributed.checkpoint.state_dict: stored values do not change with the model, and meta tensors are filled."""
 
 from __future__ import annotations
 

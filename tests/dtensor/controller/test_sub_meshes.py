@@ -1,4 +1,4 @@
-"""DTensors on a mesh that has not all of its processes: who is not in it has none of their values, old ones neither."""
+"""DTensors on a sub-mesh exist only on its ranks. The other processes hold no values of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several threads of the controller issue operations: each gets what it would get alone."""
+"""Several controller threads issue operations, and each gets the results that it gets alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program can't mean: it is told at once what to do instead, by an error of ours and not of torch's insides."""
+"""Wrong use of a controller's tensors raises at once, with an error of this package that says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers hold is what the program can still reach; a step that was done before teaches nobody anything new."""
+"""Workers hold only tensors that the program can reach, and a repeated step defines no new signature."""
 
 from __future__ import annotations
 

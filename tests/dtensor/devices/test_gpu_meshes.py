@@ -1,7 +1,7 @@
 """Meshes of "cuda" from a controller without a GPU.
 
-What such a mesh records is executed on the CPU by workers who take "cuda" for it, and compared with a single process;
-the same tests run on GPUs where there are any (`make test-gpu`). What has no values is looked at on a simulated mesh.
+Workers that accept "cuda" for the CPU execute the records, and a single process gives the expected values. `make
+test-gpu` runs the same tests on GPUs. A simulated mesh is enough where no values are needed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Collectives as programs write them, of a plain tensor on each rank: ranks run these, and one controller does.
+"""Collectives on one plain tensor per rank. Ranks and a controller run the same functions.
 
-Sizes that differ by rank are calculated from ``r``, the rank's place in the group.
+Sizes that differ by rank are computed from ``r``, the rank in the group.
 """
 
 from __future__ import annotations

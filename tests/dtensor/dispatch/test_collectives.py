@@ -1,4 +1,4 @@
-"""torch.distributed's collectives of what each rank has: one controller's have the values of a program on each rank."""
+"""Collectives of per-rank tensors: a controller gets the values of a program on each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that a single process refuses: shards do, too, where something is read next; wrong numbers come of none."""
+"""Values that one process refuses raise for shards too, at the next read. They never give wrong numbers."""
 
 from __future__ import annotations
 

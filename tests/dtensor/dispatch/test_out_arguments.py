@@ -1,4 +1,4 @@
-"""``out=`` of the workers' tensors has the result's sizes afterwards, or is refused."""
+"""``out=`` with remote tensors has the sizes of the result afterwards, or is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in memory of results is what the controller says, whatever a device's kernel makes of an input's order."""
+"""Results have the strides that the controller computed, whatever a device's kernel makes of its input's strides."""
 
 from __future__ import annotations
 

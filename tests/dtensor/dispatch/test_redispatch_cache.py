@@ -1,4 +1,4 @@
-"""What is remembered of an operation, in `_torch_again` and `_torch_specs`, is used where it is the same only."""
+"""The redispatch caches are used only where operation, arguments and specs are equal."""
 
 from __future__ import annotations
 

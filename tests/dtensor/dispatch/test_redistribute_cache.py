@@ -1,4 +1,4 @@
-"""A redistribution that was recorded is the one that torch does, and what can't be recorded is torch's each time."""
+"""A cached redistribution gives the result of torch's own. Redistributions that cannot be cached use torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DTensors on a slice of a mesh that have other sizes on each slice: five rows on two of them are three and two."""
+"""DTensors whose local shape differs by slice of a mesh: five rows on two slices are three and two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of which some ranks have nothing, or another number of rows than others: values of a single process."""
+"""Tensors with uneven or empty shards have the values of a single process."""
 
 from __future__ import annotations
 

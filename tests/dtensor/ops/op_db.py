@@ -1,7 +1,7 @@
-"""Torch's own operator database through DTensor: what became of each operator, sample and placement.
+"""Torch's operator database through DTensor: the outcome of each operator, sample and placement.
 
-As a script, with the LocalTensorMode of torch, the reference: ``python -m tests.dtensor.ops.op_db OUT NAME...``.
-It runs in a process of its own, since a controller replaces functions that the mode needs.
+As a script, the reference in torch's LocalTensorMode: ``python -m tests.dtensor.ops.op_db OUT NAME...``. It needs its
+own process, because a controller replaces functions that the mode needs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Small programs of tensor operations, made from a number: source text that a single process and DTensors both run.
+"""Random programs of tensor operations from a seed, as source text that one process and DTensors both run.
 
-A program is a list of statements on named tensors. Each statement is tried on the host's tensors when it is chosen, and
-kept if torch does it there; `place` redistributes a DTensor and leaves any other tensor as it is.
+A program is a list of statements on named tensors. Each statement is tried on host tensors when it is chosen, and
+kept if torch accepts it there. `place` redistributes a DTensor and returns any other tensor unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convolutions and their gradients have the values of a single process, however images and weights are sharded."""
+"""Convolutions and their gradients have the values of a single process, for any sharding of images and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of sharded tensors: the values and the gradients of a single process, whatever the shards' sizes are."""
+"""Losses of sharded tensors have the values and the gradients of a single process, for any shard sizes."""
 
 from __future__ import annotations
 

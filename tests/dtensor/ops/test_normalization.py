@@ -1,4 +1,4 @@
-"""Normalisations: outputs, gradients and running values of a single process, wherever input and parameters are."""
+"""Normalisation layers have the outputs, gradients and running values of a single process, for any placement."""
 
 from __future__ import annotations
 

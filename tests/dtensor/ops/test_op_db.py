@@ -1,6 +1,6 @@
-"""Each operator of torch's database does from the controller what it does in torch's LocalTensorMode, or does better.
+"""Each operator of torch's database gives the result of torch's LocalTensorMode, or a better one.
 
-The ordinary run takes some of each kind; the slow run takes all. tests/dtensor/ops/op_db.py is what both sides do.
+The ordinary run takes some samples of each kind, the slow run all. op_db.py is what both sides run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random numbers: those of a single process, on every mesh, in every placement, and mixed with the controller's own."""
+"""Random numbers equal those of a single process, on every mesh, in every placement, and mixed with host draws."""
 
 from __future__ import annotations
 

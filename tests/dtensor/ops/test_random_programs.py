@@ -1,6 +1,6 @@
-"""Programs made from numbers: a single process, eager code on workers and a captured step have the same values.
+"""Random programs: a single process, eager code on workers and a captured step have the same values.
 
-A statement that raises is left out where the error says what to do. MONARCH_TEST_SEED=7 plays one program again.
+A statement that raises is left out if the error says what to do. MONARCH_TEST_SEED=7 replays one program.
 """
 
 from __future__ import annotations

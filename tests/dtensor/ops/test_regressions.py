@@ -1,4 +1,4 @@
-"""What a review has found: values that were wrong without a word, and ways to end the workers or the controller."""
+"""Regression tests: values that were silently wrong, and calls that crashed workers or the controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators for which torch's DTensor has no sharding: each rank does all of it, as a single process would."""
+"""Operators without a sharding in torch's DTensor: each rank computes the whole result, as a single process does."""
 
 from __future__ import annotations
 

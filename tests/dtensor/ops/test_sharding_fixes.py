@@ -1,4 +1,4 @@
-"""Operators of which torch's DTensor has a wrong result or gradient, and a mesh's tensors have the right one."""
+"""Operators for which torch's DTensor has a wrong result or gradient have the right one on a controller's mesh."""
 
 from __future__ import annotations
 

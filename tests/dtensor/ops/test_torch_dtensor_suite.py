@@ -1,7 +1,7 @@
-"""Tests in the form of torch's own, on its own bases: common_dtensor's, which know ranks, run with a controller's mesh.
+"""Tests in the form of torch's own DTensor tests, on their base classes, with a controller's mesh.
 
-torch has a way to run them in one process, `create_local_tensor_test_class`; what is given to it here is a base whose
-mesh is a controller's, where torch's has a LocalTensorMode.
+torch's `create_local_tensor_test_class` runs such tests in one process. Here it gets a base with a controller's mesh
+in place of LocalTensorMode.
 """
 
 # ruff: noqa: PT009 # torch's bases compare tensors by assertEqual

@@ -1,4 +1,4 @@
-"""What is replaced of torch is what the manifests list, and other meshes get torch's own functions."""
+"""The replaced names of torch are exactly those of the manifests. Other meshes get torch's own functions."""
 
 from __future__ import annotations
 

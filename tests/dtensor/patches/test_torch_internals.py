@@ -1,4 +1,4 @@
-"""Every place of torch that the controller stands in for is still there, and has the form that we rely on."""
+"""Each part of torch that a controller replaces or reads still exists, in the form that the package relies on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Models and ways to train them, made from a number: text that a single process and DTensors both run.
+"""Random models and training loops from a seed, as source text that one process and DTensors both run.
 
-A model is a list of layers for batches of [rows, places, width], or of words. What else is done with it (its optimizer,
-what a step does besides) is chosen, too. Numbers have 64 bits, so that only what is wrong differs.
+A model is a list of layers for batches of [rows, places, width], or of words. Its optimizer and the parts of a step
+are chosen too. Numbers have 64 bits, so that only wrong results differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FSDP2 from the controller: torch's own `fully_shard` trains as a single process does, and frees what it says."""
+"""FSDP2 from the controller: torch's `fully_shard` trains as a single process does, and frees unsharded parameters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Trainings made from numbers: however a model is placed, it has a single process's losses, gradients and parameters.
+"""Random trainings: a model in any placement has the losses, gradients and parameters of a single process.
 
-MONARCH_TEST_SEED=7 plays one again.
+MONARCH_TEST_SEED=7 replays one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All of torch's training from the controller: three steps have the losses and parameters of a single process."""
+"""Training from the controller: three steps have the losses and parameters of a single process."""
 
 from __future__ import annotations
 

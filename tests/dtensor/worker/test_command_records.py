@@ -1,4 +1,4 @@
-"""Records in the compiled core: what a worker executes by itself, where it stops, and what it says of a failure."""
+"""Command records in the compiled core: what a worker executes, where it stops, and how it reports a failure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Both ends of a record, which are C++ (csrc/records), with AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Both ends of a command record (csrc/records) under AddressSanitizer and UndefinedBehaviorSanitizer.
 
-The controller's end runs instrumented; workers come from a fork server that has the package's own extension, so their
-end is run in this process, by test_command_records.py.
+The controller's end runs instrumented. Workers come from a fork server with the package's own extension, so
+test_command_records.py runs their end in this process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker with an older torch does in the place of functions that only the controller's has, beside those."""
+"""Replacements, on workers with an older torch, for functions that only the controller's torch has."""
 
 from __future__ import annotations
 
