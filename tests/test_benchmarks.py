@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ still run. Their figures are not checked."""
+"""The scripts of benchmarks/ run to their end. Their figures are not checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages of docs/ that show code: it runs as it stands there."""
+"""The code blocks of the pages in docs/ run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two halves of the ordinary run: no test falls between them."""
+"""Each test is in one of the two parallel runs of pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rate limit of the package's log: equal lines are dropped beyond a number in a window, different ones never."""
+"""Rate limit of the package's log: equal lines are dropped above a number per window, different lines never."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package as such: what it exports, how it is found, what it never contains."""
+"""The package: exports, entry points, doctests, and the content of the wheel."""
 
 from __future__ import annotations
 

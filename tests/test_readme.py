@@ -1,4 +1,4 @@
-"""The README does what it says: its quick start runs, its files and make targets exist."""
+"""The quick start of the README runs, and its files and make targets exist."""
 
 from __future__ import annotations
 

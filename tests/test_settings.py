@@ -1,4 +1,4 @@
-"""The table of settings: complete, documented, and checked where the package is first used."""
+"""The table of settings is complete, documented, and checked where the package is first used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The places where torch's name checks make a new backend miss out: each is still there, and our answer works.
+"""Names of torch that exclude a new backend: each still exists, and its replacement works.
 
-One test per row of docs/reference/torch-names.md. A test that fails here says that torch changed: then the row, the
-stand-in in process_group/_c10d_patches.py, or both, must go.
+One test per row of docs/reference/torch-names.md. A failure means that torch changed: remove or change the row, its
+stand-in in process_group/_c10d_patches.py, or both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Pretended NICs between forked ranks: what a queue pair reads it really copies out of the other process's memory.
+"""Fake NICs between forked ranks. A read copies the memory of the other process.
 
-A rank that calls `install` has one port, whose address names its process; `apart` makes ranks of one machine look like
-ranks of several hosts. Registrations, queues and completions are those of tests/rdma/verbs/fabric.py.
+`install` gives a rank one port, whose address names its process. `apart` makes ranks of one machine look like ranks
+of several hosts. Registrations, queues and completions are those of tests/rdma/verbs/fabric.py.
 """
 
 from __future__ import annotations

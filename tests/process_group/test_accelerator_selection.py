@@ -1,6 +1,6 @@
-"""What of the accelerator routes can be checked without an accelerator: the choice, the options, the refusals.
+"""Selection, options and refusals of the accelerator routes, without an accelerator.
 
-The groups themselves run in tests/gpu, tests/xla and tests/tpu.
+tests/gpu, tests/xla and tests/tpu run the groups themselves.
 """
 
 from __future__ import annotations

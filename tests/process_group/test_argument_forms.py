@@ -1,4 +1,4 @@
-"""c10d's methods in every form and name of torch's own signatures, and with tensors that are not plain memory."""
+"""c10d's methods with every form and name of arguments in torch's signatures, and with tensors of unusual memory."""
 
 from __future__ import annotations
 

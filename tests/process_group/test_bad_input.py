@@ -1,6 +1,6 @@
-"""Bad input: each gets a clear error on every rank that made the mistake, and a group that goes on working.
+"""Bad arguments raise a clear error on every rank that passed them, and the group keeps working.
 
-Errors of arguments only; ranks that disagree with each other, or die, are not here.
+Errors of arguments only. Ranks that disagree with each other, or die, are not here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What torch 2.14 and later add to every process group: hooks around collectives, NaN checks, gather_single.
+"""Features of torch 2.14 and later for every process group: hooks around collectives, NaN checks, gather_single.
 
-The hooks are called by torch's dispatcher, which our collectives otherwise pass by. On an older torch all of
-this skips; `make test-torch VERSION=2.15.0` runs it.
+torch's dispatcher calls the hooks; collectives otherwise bypass it. On an older torch all tests skip: `make
+test-torch VERSION=2.15.0` runs them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""process_group/_c10d_internals.py finds torch's private parts as it needs them. One test per function."""
+"""process_group/_c10d_internals.py finds the private parts of torch that it needs. One test per function."""
 
 from __future__ import annotations
 

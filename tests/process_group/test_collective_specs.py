@@ -1,6 +1,6 @@
-"""The table of collectives: each row has a method, argument forms, a rule for overlaps, routes and a reference result.
+"""Table of collectives: each row has a method, argument forms, an overlap rule, routes and a reference result.
 
-And no other module of process_group lists collectives. A new row is tested here without a new test.
+No other module of process_group lists collectives. A new row is tested here without a new test.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The collectives as a matrix: collective x dtype x group x layout x sync or async x world size, against reference.py.
+"""Matrix of collectives: collective x dtype x group x layout x sync or async x world size, against reference.py.
 
-One test is one (collective, world size, dtype); its cells run in one call of the pool, and a failure names the
-cell. What the route refuses is a cell too. Point to point, objects and works have files of their own.
+One test is one (collective, world size, dtype). Its cells run in one call of the pool, and a failure names the cell.
+A refused call is a cell too. Point-to-point operations, objects and works have their own files.
 """
 
 from __future__ import annotations

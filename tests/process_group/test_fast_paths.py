@@ -1,4 +1,4 @@
-"""The compiled shortcuts of collectives: which calls take them, and that nobody can tell which way a call took."""
+"""Compiled fast paths of collectives: which calls take them, and that their results and errors are the same."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A collective that goes through torch's dispatcher must not hold the GIL: Gloo's threads need it.
+"""A collective through torch's dispatcher releases the GIL, which Gloo's threads need.
 
-torch's suite finds this about once in three runs; here it is asked for on purpose, and every case hung within
-seconds before `_torch.through_dispatcher`. See there for what waits for what.
+torch's suite finds this deadlock in about one of three runs. Here each case provokes it: all hung within seconds
+before the call released the GIL.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Groups: how they are made, named, configured, timed out, split, closed, and what they leave behind.
+"""Lifecycle of groups: creation, names, options, timeouts, splits, close, and no leaks.
 
-What their collectives give is in test_collectives.py; misuse of arguments in test_bad_input.py.
+Results of collectives are in test_collectives.py, wrong arguments in test_bad_input.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Groups over several hosts with MONARCH_SHM=1: shared memory inside, Gloo between; the hosts are namespaces.
+"""Groups over several hosts with MONARCH_SHM=1: shared memory inside a host, Gloo between hosts. Hosts are namespaces.
 
-The matrix of all collectives is test_collectives.py's; here it runs over the hierarchy, for several ways to place
-ranks on hosts. What a host is here: tests/support/hosts.py.
+The matrix of test_collectives.py runs here for several placements of ranks on hosts. tests/support/hosts.py defines a
+host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """AVG of integers: the sum in the dtype, divided by the group's size and truncated towards zero, on every route.
 
-The expected values are made of Python's integers. Plain combinations of collective, layout and dtype are cells of
+Python's integers give the expected values. Plain combinations of collective, layout and dtype are cells of
 test_collectives.py's matrix.
 """
 

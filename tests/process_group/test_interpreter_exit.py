@@ -1,4 +1,4 @@
-"""A script that ends without destroy_process_group, or with its group in a variable, ends with status 0."""
+"""A script that ends without destroy_process_group, or with its group in a variable, exits with status 0."""
 
 from __future__ import annotations
 

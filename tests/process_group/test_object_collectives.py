@@ -1,6 +1,6 @@
-"""The object collectives: pickles of any size and type, in the default group and in sub-groups.
+"""Object collectives: pickles of any size and type, in the default group and in sub-groups.
 
-They are made of torch's collectives of bytes and sizes; those are in test_collectives.py.
+They consist of torch's collectives of bytes and sizes, which test_collectives.py tests.
 """
 
 from __future__ import annotations

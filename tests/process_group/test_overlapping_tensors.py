@@ -1,8 +1,8 @@
-"""Tensors of one call that share memory: each call gives what Gloo gives, or raises before any data are moved.
+"""Tensors of one call that share memory: a call gives Gloo's values, or raises before it moves data.
 
-A cell is collective x layout x size x sync or async. A layout places the inputs and outputs of one call in one vector.
-All cells of a world size run in one call of the pool. A Gloo group of the same ranks gives the expected vector. Where
-Gloo writes while it still reads, a cell expects the result of separate tensors, or the error.
+A cell is collective x layout x size x sync or async. A layout places the inputs and outputs of one call in one
+vector. All cells of a world size run in one call of the pool. A Gloo group of the same ranks gives the expected
+vector. Where Gloo writes while it still reads, a cell expects the result of separate tensors, or the error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Those who watch a program's collectives see ours: the profiler, dispatch modes, the checking wrapper.
+"""The profiler, dispatch modes and the checking wrapper see this backend's collectives.
 
-A watched collective goes through torch's dispatcher; the same checks and the same results are expected as on the
-way past it, whose numbers are in test_collectives.py.
+An observed collective goes through torch's dispatcher. Checks and results equal those of the fast path, whose numbers
+are in test_collectives.py.
 """
 
 from __future__ import annotations

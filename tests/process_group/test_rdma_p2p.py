@@ -1,7 +1,7 @@
-"""Large messages between hosts with NICs: once over pretended ones, and over two devices where there are two.
+"""Large point-to-point messages between hosts with NICs: over pretended NICs, and over two devices where they exist.
 
-Each rank is on a host of its own unless a test says otherwise. What small messages and other groups do is
-test_point_to_point.py's; the engine beneath has its tests in tests/rdma/verbs.
+Each rank is on a host of its own unless a test says otherwise. test_point_to_point.py has small messages,
+tests/rdma/verbs the engine.
 """
 
 from __future__ import annotations

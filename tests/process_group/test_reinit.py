@@ -1,6 +1,6 @@
 """Default groups one after the other in one program: on one port, on one store, in torchrun's restarts.
 
-Each rank is a process of its own, which comes back for the next group at once and waits for no other rank in between.
+Each rank is a process that starts the next group at once and does not wait for other ranks in between.
 """
 
 from __future__ import annotations

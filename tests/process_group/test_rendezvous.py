@@ -1,4 +1,4 @@
-"""How ranks meet at the store: within the timeout, and by name who does not come. Each rank is a process of its own."""
+"""Rendezvous at the store within the timeout; errors name the missing ranks. Each rank is a process of its own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The shared-memory route: sizes around every limit, order of operations, failures, no leaks.
 
-The matrix of all collectives is test_collectives.py's, point to point test_point_to_point.py's.
+Results are in test_collectives.py and test_point_to_point.py.
 """
 
 from __future__ import annotations

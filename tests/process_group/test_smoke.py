@@ -1,4 +1,4 @@
-"""The thinnest real path: ranks, one group, one sum."""
+"""Smoke test: ranks, one group, one sum."""
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
-"""Works and what is built on them: futures, errors, coalescing, functional collectives, completion hooks.
+"""Work objects and features built on them: futures, errors, coalescing, functional collectives, completion hooks.
 
-That each collective gives the right numbers is in test_collectives.py; here is when and how they come.
+test_collectives.py tests the numbers, this file when and how they arrive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the processes of the tests do with memory, and the routes between them."""
+"""Actors that own and access registered memory, and the routes between them."""
 
 from __future__ import annotations
 

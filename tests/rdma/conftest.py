@@ -1,4 +1,4 @@
-"""Fixtures for the tests of registered memory: those of actors, and two processes for each route."""
+"""Fixtures for tests of registered memory: those of the actor tests, and two processes for each route."""
 
 from __future__ import annotations
 

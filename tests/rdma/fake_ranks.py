@@ -1,6 +1,7 @@
-"""Ranks that exist one after the other in this process, for tests of what each of them registers and reads.
+"""Fake ranks, one after the other in this process, for tests of what each registers and reads.
 
-torch's "fake" process group gives a rank its place in a DeviceMesh and moves nothing; cutting a tensor needs no more.
+torch's "fake" process group gives a rank its place in a DeviceMesh and moves no data, which is enough to cut a
+tensor.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A GPU that there is not: pretended_gpu.c, compiled, and arrays in its memory. For processes of their own: who
-opens this driver keeps it.
+"""A pretended GPU: pretended_gpu.c, compiled, and arrays in its memory.
+
+A process that opens this driver keeps it, so tests use it in processes of their own.
 """
 
 from __future__ import annotations

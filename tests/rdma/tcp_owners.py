@@ -1,7 +1,6 @@
-"""Processes whose memory others read and write over TCP: forked, and told what to do through a pipe.
+"""Owners of memory that is read and written over TCP: forked processes with a command pipe.
 
-An owner's Python runs only while it is told something; what its native threads do meanwhile is what is tested. What a
-transfer should give is the tests' part.
+An owner's Python runs only during a command. The tests are about its native threads meanwhile.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is refused at the caller, before a byte is moved; what users are told of routes; and how they count.
+"""Errors at the caller before a byte is moved, warnings about routes, and counters.
 
-None of it depends on the route, so most of it is done with memory of this very process.
+No test depends on the route, so most use memory of this process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process says of its way to other hosts, before it takes it."""
+"""Reported route of a process to other hosts, before it is used."""
 
 from __future__ import annotations
 

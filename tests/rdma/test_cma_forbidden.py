@@ -1,4 +1,4 @@
-"""A reader to which the kernel really forbids process_vm_readv and process_vm_writev, as containers' filters do."""
+"""Reader for which the kernel forbids process_vm_readv and process_vm_writev, as containers' seccomp filters do."""
 
 from __future__ import annotations
 

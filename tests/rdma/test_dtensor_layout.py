@@ -1,6 +1,6 @@
-"""What torch has in its DTensors is where we think it is: by placements, after redistribute(), under FSDP2 and TP.
+"""Layout of torch's DTensors as the package computes it: by placements, after redistribute(), under FSDP2 and TP.
 
-Each element of a whole is its own number, so a local tensor tells by itself where it is from.
+Each element of a tensor is its own index, so a local tensor shows its origin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ends transfers before their time, on every route: deaths, silence, deadlines, changes of mind; and limits."""
+"""Transfers that end early, on every route: deaths, silence, deadlines, cancellation; and limits."""
 
 from __future__ import annotations
 

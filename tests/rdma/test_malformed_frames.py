@@ -1,7 +1,7 @@
 """Truncated and corrupted frames on the data port of registered memory, from a peer that has proved the secret.
 
-Both sides: requests that an owner reads, and replies that a client reads. Neither may crash, hang, or touch memory that
-the valid frame does not name.
+Both sides: requests that an owner reads, and replies that a client reads. Neither may crash, hang, or touch memory
+that the valid frame does not name.
 """
 
 from __future__ import annotations

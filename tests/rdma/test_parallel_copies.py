@@ -1,4 +1,4 @@
-"""Large copies on one host, which several threads make together: each byte once, and the first trouble ends all."""
+"""Large copies on one host by several threads: each byte once, and the first error stops all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every route with every kind of memory, size and operation: they differ in nothing but speed."""
+"""Matrix of routes, kinds of memory, sizes and operations: all routes give the same results and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The geometry of shards against torch.chunk, which is what shards are cut with, and bytes against bytes."""
+"""Geometry of shards, compared with torch.chunk, and copies of their overlaps, compared byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers with FSDP2 and tensor parallelism, and generators sharded in another way, each rank in its own process."""
+"""Trainers with FSDP2 and tensor parallelism, and generators with other shards, each rank in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small transfers over TCP whose answers whoever wants them reads himself: who gets them, and all their ends."""
+"""Small transfers over TCP whose replies the waiting thread reads itself: delivery, and each way to end."""
 
 from __future__ import annotations
 

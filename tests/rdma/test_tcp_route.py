@@ -1,4 +1,4 @@
-"""Memory of another process over TCP: reads, writes and atomics without its Python, and who gets nothing."""
+"""Memory of another process over TCP: reads, writes and atomics without its Python, and refusal of strangers."""
 
 from __future__ import annotations
 

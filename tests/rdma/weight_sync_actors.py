@@ -1,4 +1,4 @@
-"""Trainers and generators of test_sharded_state_actors.py. Their processes import this module: no pytest."""
+"""Trainers and generators of test_sharded_state_actors.py. Worker processes import this module: no pytest."""
 
 from __future__ import annotations
 

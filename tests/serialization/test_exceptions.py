@@ -1,4 +1,4 @@
-"""Exceptions to bytes and back: what arrives, also where the class, an argument or the receiver stands in the way."""
+"""Serialization of exceptions: what arrives when the class, an argument or the receiver is a problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects to bytes and back: every kind of object, by every route, in one process and between two."""
+"""Serialization of every kind of object, by every path, in one process and between two."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Random programs of collectives and messages: drawn from a seed, alike on every rank, checked to the byte.
+"""Random programs of collectives and messages: drawn from a seed, equal on every rank, checked byte by byte.
 
-`draw` makes the program, without communication; a `Player` plays one rank's part of it. Every rank can compute what
-all others bring, and so what has to come (reference.py). What is waited for when is each rank's own choice.
-test_random_programs.py plays them as they are, test_chaos.py lets ranks die in the middle.
+`draw` makes the program, without communication; a `Player` plays one rank's part of it. Every rank computes all
+inputs and the expected results (reference.py). Each rank chooses its own order of waits. test_random_programs.py
+plays them, test_chaos.py kills ranks in the middle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Operations straight from the callers' memory: tensors in shared memory, and process_vm_readv.
+"""Operations directly on the callers' memory: tensors in shared memory, and process_vm_readv.
 
-What comes out is compared with the reference; which way an operation took is read from what MONARCH_DEBUG=1 prints.
+Results are compared with the reference. The output of MONARCH_DEBUG=1 shows which way an operation took.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Random operations over shared memory, all kinds mixed, against the reference of one process.
+"""Random operations of all kinds over shared memory, against the reference of one process.
 
-A failure names its seed; `MONARCH_TEST_SEED=<seed>` makes every test here play that one alone. The ordinary run plays
-a few seeds, always the same; the slow one plays new ones each time.
+A failure names its seed; `MONARCH_TEST_SEED=<seed>` replays that one in every test here. The ordinary run plays fixed
+seeds, the slow run new ones.
 """
 
 from __future__ import annotations

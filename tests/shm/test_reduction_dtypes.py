@@ -1,4 +1,4 @@
-"""Every dtype that the shared-memory route reduces, with every op, compared with torch's own arithmetic."""
+"""Every dtype and op that the shared-memory route reduces, compared with torch's arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a test that must not outlive it."""
+"""Processes of a test that are killed at its end."""
 
 from __future__ import annotations
 

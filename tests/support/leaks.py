@@ -1,4 +1,4 @@
-"""What a test may leave behind: nothing. Takes a picture before and after, and tells the difference."""
+"""Leak check: a snapshot of processes, descriptors and files before and after a test, and their difference."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A host on this machine whose Python has torch_xla, for meshes of XLA devices: its daemon ends with the block.
+"""A host on this machine whose Python has torch_xla, for meshes of XLA devices. Its daemon ends with the block.
 
-MONARCH_TEST_XLA_PYTHON names that Python (`make test-xla` does); its torch is another one than the tests' own.
+MONARCH_TEST_XLA_PYTHON names that Python (`make test-xla` sets it). Its torch is another release than the tests' own.
 """
 
 from __future__ import annotations

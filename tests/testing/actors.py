@@ -1,4 +1,4 @@
-"""The actors of the random worlds: they tell what they execute, send to others, and fail when they are told to."""
+"""Actors of the random worlds: they record executed messages, send to others, and fail on request."""
 
 from __future__ import annotations
 

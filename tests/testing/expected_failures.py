@@ -1,7 +1,7 @@
-"""Promise 7: what must be told of failures, to whom, and how often. `Faults` counts what happens, and compares.
+"""Expected reports of failures: which owner gets which report, and how often. `Faults` counts and compares.
 
-Each death is a fault of its mesh unless somebody handles it. Where it depends on who was faster (an actor's last words
-and the death of its process) both outcomes are right, and the count is between a least and a most.
+Each death is a fault of its mesh unless an owner handles it. Where the result depends on a race (the last message of
+an actor and the death of its process) both outcomes are right, and the count has a minimum and a maximum.
 """
 
 from __future__ import annotations

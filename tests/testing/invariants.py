@@ -1,7 +1,7 @@
-"""What must be true of every run: messages in order, at most once, errors that tell the truth, futures that complete.
+"""Invariants of every run: messages in order and at most once, true errors, futures that complete.
 
-A `Watch` does the sending, so that it knows of every message; actors tell it what they execute; it looks after every
-step. Who sends what, and what goes wrong, is in random_world.py.
+A `Watch` does the sending, so that it knows every message. Actors report to it what they execute, and it checks after
+every step. random_world.py decides about messages and faults.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Random worlds with other hosts: the same workload on processes of many machines, which die and fall silent.
+"""Random worlds with several hosts: the same workload on processes of many machines, which die and fall silent.
 
-What is asked of them is what is asked of other worlds. A host that is cut off for good loses its processes, since its
-agent hears nothing either; two that are only cut off from each other stay, and may lose what one sends to the other.
+The invariants are those of other worlds. A host that is cut off permanently loses its processes, since its agent gets
+no messages either. Two hosts that are cut off only from each other stay, and may lose messages between them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happens in a random world, to the last byte: the same seed is the same run."""
+"""Digest of every event in a random world, for the test that the same seed gives the same run."""
 
 from __future__ import annotations
 

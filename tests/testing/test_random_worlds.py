@@ -1,4 +1,4 @@
-"""The promises 1, 2, 3 and 7 of docs/design.md, checked after each step of random runs; and that checks can fail."""
+"""The invariants of docs/architecture.md after each step of random runs; and that the checks can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts in the simulator: the promises in worlds with hosts, that checks can fail, and what single faults do."""
+"""Hosts in the simulator: the invariants with hosts, that checks can fail, and the effect of single faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator itself: what it simulates behaves as the real thing does, and the same seed is the same run."""
+"""The simulator behaves as the real transport and processes do, and the same seed gives the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of what is between hosts."""
+"""Fixtures for tests of connections between hosts."""
 
 from __future__ import annotations
 

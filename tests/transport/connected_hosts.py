@@ -1,4 +1,4 @@
-"""Two hosts as tests of connections between them have them: each a Tcp in this process, and what it has heard."""
+"""Two hosts for tests of connections: each is a connection manager in this process, with its received frames."""
 
 from __future__ import annotations
 

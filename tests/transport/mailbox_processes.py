@@ -1,6 +1,6 @@
-"""Processes with a post office each, for the tests of `_native.Post`: they are forked, play a role, and answer.
+"""Forked processes with a mailbox each, for tests of `_native.Post`: they play a role and report.
 
-What they wait for outside of the code under test are flags, in memory that they share. Nothing here checks anything.
+They wait for flags in shared memory, except where the code under test waits. No checks are here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The secret of a job, and the proof of it: who gets through, who does not, and what each is told."""
+"""Secret of a job and its proof: which peers are accepted, and the error that each gets."""
 
 from __future__ import annotations
 

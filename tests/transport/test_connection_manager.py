@@ -1,4 +1,4 @@
-"""Connections between hosts, on loopback: each frame once and in order, whatever breaks; strangers get nothing."""
+"""Connections between hosts, on loopback: each frame once and in order, whatever breaks; strangers are refused."""
 
 from __future__ import annotations
 

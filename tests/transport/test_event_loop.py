@@ -1,4 +1,4 @@
-"""Waiting beside a thread that reads: nobody is lost when several open the same gate at once."""
+"""Waits beside a reading thread: no waiting thread is lost when several start at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decoded of another process's frames: what stands in them, or FrameError, and nothing else."""
+"""Decoding of another process's frames gives their content or FrameError, and nothing else."""
 
 from __future__ import annotations
 

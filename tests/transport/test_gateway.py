@@ -1,4 +1,4 @@
-"""Gateways and the links through them, without processes or sockets: who is told what, in which order."""
+"""Gateways and the links through them, without processes or sockets: notifications and their order."""
 
 from __future__ import annotations
 

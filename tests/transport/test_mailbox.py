@@ -1,4 +1,4 @@
-"""`_native.Post`: frames between processes, blocks that stay where they lie, deaths, and the turn to read."""
+"""`_native.Post`: frames between processes, blocks that stay in place, deaths, and the turn to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tree of gateways: one copy for each host, replies combined, and what is below a lost host gets it all the same."""
+"""Multicast tree of gateways: one copy per host, combined replies, and delivery below a lost host."""
 
 from __future__ import annotations
 

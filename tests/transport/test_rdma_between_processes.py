@@ -1,6 +1,6 @@
-"""Large frames between two processes with NICs: once over pretended ones, and over two devices where there are two.
+"""Large frames between two processes with NICs: over fake NICs, and over two devices where they exist.
 
-Rank 0 calls rank 1. What one process can show alone, with what breaks between two sides, is test_rdma_send.py's.
+Rank 0 calls rank 1. test_rdma_send.py has the failures that one process can show.
 """
 
 from __future__ import annotations

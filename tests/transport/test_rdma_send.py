@@ -1,6 +1,6 @@
-"""Large frames that the other host's NIC reads: over pretended NICs, which really copy; two hosts in this process.
+"""Large frames that the other host's NIC reads, over fake NICs that copy; both hosts are in this process.
 
-What must hold is what holds without NICs: each frame once, in order, whatever breaks. Layouts stand at the end.
+The guarantees are those without NICs: each frame once and in order, whatever breaks. Wire layouts are at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A router by itself, without links: who waits for room hears of it, at whatever moment that comes.
+"""A router by itself, without links: a sender that waits for credit is woken, whenever the credit arrives.
 
-May live here: the mechanism alone, with hooks that put an event into the moment that matters. What it is for is tested
-with processes in tests/actor/test_backpressure.py, and with simulated ones in tests/testing/.
+Only the mechanism, with hooks that place an event at the moment that matters. tests/actor/test_backpressure.py has
+processes, and tests/testing/ simulated ones.
 """
 
 from __future__ import annotations

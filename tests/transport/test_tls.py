@@ -1,4 +1,4 @@
-"""TLS between hosts: who gets through it, what binds it to the handshake of the secret, and what it leaves behind."""
+"""TLS between hosts: which certificates are accepted, the binding to the secret's handshake, and no leftovers."""
 
 from __future__ import annotations
 

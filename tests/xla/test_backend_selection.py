@@ -1,6 +1,6 @@
-"""What of the XLA route can be checked without torch_xla: the choice, and the rules of more than one device.
+"""Selection of the XLA route and its rules for several devices, without torch_xla.
 
-The group behind the route is a recorder here; tests/xla/test_xla_backend.py runs the real one.
+The group behind the route is a recorder. tests/xla/test_xla_backend.py runs the real one.
 """
 
 from __future__ import annotations

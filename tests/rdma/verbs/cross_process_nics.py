@@ -1,7 +1,7 @@
-"""NICs that there are not, one for each process: the kernel carries the bytes, by process_vm_readv and _writev.
+"""Fake NICs, one for each process: the kernel moves the bytes, by process_vm_readv and process_vm_writev.
 
-For the ordinary run of tests that are of two processes. They are less strict than fabric.py's, which are of one: keys
-are not looked at. Memory of a (pretended) GPU they do not reach.
+For the ordinary run of tests with two processes. They do not check keys, as fabric.py does, and do not reach memory
+of a (pretended) GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Forked processes that stand for hosts: each has an engine on a device of its own, and does what it is told.
+"""Forked processes that stand for hosts: each has an engine on a device of its own, and runs commands.
 
-A forked process costs nothing where importing torch takes ten seconds. Functions that it runs stand at the top of their
-modules; they get the process's `Host`.
+A fork is cheap where importing torch takes ten seconds. Functions for them are at module level, and get the process's
+`Host`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An owner on pretended devices, whose memory this process reads by the real route: no second process is needed."""
+"""Owner on fake devices, whose memory this process reads by the real route, without a second process."""
 
 from __future__ import annotations
 

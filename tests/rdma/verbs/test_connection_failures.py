@@ -1,4 +1,4 @@
-"""Wrong keys, released regions, dead peers, cut cables, no memory to lock: what is reported, and what goes on."""
+"""Wrong keys, released regions, dead peers, cut links, locked-memory limits: what is reported, and what continues."""
 
 from __future__ import annotations
 

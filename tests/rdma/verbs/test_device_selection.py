@@ -1,4 +1,4 @@
-"""Which of several devices a transfer takes: those that are nearest to its memory; and their queue pairs, in turns."""
+"""Selection among several devices: those nearest to the memory, with their queue pairs in turn."""
 
 from __future__ import annotations
 

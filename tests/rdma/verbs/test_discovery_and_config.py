@@ -1,4 +1,4 @@
-"""Layouts, reachability, what /sys says, settings, words of errors, the choice of a package: no device is needed."""
+"""Wire layouts, reachability, device discovery in /sys, settings, error texts and provider choice, without devices."""
 
 from __future__ import annotations
 

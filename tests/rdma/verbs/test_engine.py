@@ -1,4 +1,4 @@
-"""The engine over pretended devices: flow control, order of failures, connecting again, ends."""
+"""Verbs engine over fake devices: flow control, order of failures, reconnection, close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a GPU and NICs: which way it is registered, and what comes of it. Both are pretended."""
+"""Registration of GPU memory with NICs: which method is used, and its result. GPUs and NICs are fakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers that no thread of ours does, over pretended devices: who notices that they are over, and all their ends."""
+"""Transfers in flight on fake devices: which thread sees their completion, and each way to end."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What two processes with a NIC each see of the cable between these, and of what NICs refuse: by RDMABuffer, with verbs
-wanted. Of the engine alone it is test_connection_failures.py's part.
+"""RDMABuffer between two processes with a NIC each when the link is cut or the NIC refuses a request.
+
+test_connection_failures.py tests the engine alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The compiled calls for queues that a package has made: over a pretended driver, and, in the guest, over real ones."""
+"""Compiled calls on queues that a verbs package created: over a fake driver, and over real ones in the guest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose memory it is, and how long a registration is kept."""
+"""Registration cache: which memory a registration belongs to, and how long it is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One engine for all users of a process: whom it dials for, and when it is closed."""
+"""One verbs engine for all users of a process: how it connects, and when it is closed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Between two hosts of a job, with nothing said: verbs where their NICs reach each other; else TCP, with one warning,
-and verbs again once they do. Every transfer is right meanwhile, and every atomic is done once.
+"""Default route between two hosts: verbs where their NICs reach each other, else TCP with one warning.
+
+Verbs is used again once the NICs reach each other. Every transfer is correct meanwhile, and every atomic runs once.
 """
 
 from __future__ import annotations
