@@ -39,7 +39,7 @@ C10D = (
         Patch(
             f"torch._C._distributed_c10d:{hook}.attach", "fix", (f"{_MAKERS}:see_attached_hooks",),
             "A hook registers itself in C++, which Python does not see.",
-            f"{_HOOKS}::test_flight_recorder", (2, 14),
+            f"{_HOOKS}::test_flight_recorder_has_collectives", (2, 14),
         )
         for hook in ("NanCheckHook", "FlightRecorderHook")
     ),

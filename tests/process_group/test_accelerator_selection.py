@@ -29,7 +29,7 @@ from monarch_backend.process_group import _backend_selection, _c10d_internals
         (True, True, False, "6.4", "without RCCL"),
     ],
 )
-def test_what_cuda_misses(
+def test_cuda_selection_without_cuda_names_the_missing_part(
     monkeypatch: pytest.MonkeyPatch, built: bool, gpus: bool, nccl: bool, hip: str | None, words: str
 ) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
@@ -42,7 +42,9 @@ def test_what_cuda_misses(
 
 
 @pytest.mark.parametrize(("hip", "library"), [(None, "NCCL"), ("6.4", "RCCL")])
-def test_gpus_take_their_vendor_s_library(monkeypatch: pytest.MonkeyPatch, hip: str | None, library: str) -> None:
+def test_gpu_tensors_take_the_library_of_their_vendor(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, library: str
+) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -53,7 +55,7 @@ def test_gpus_take_their_vendor_s_library(monkeypatch: pytest.MonkeyPatch, hip: 
     assert library in route.why
 
 
-def test_a_named_backend_is_obeyed() -> None:
+def test_backend_named_by_the_user_is_taken() -> None:
     device_map = {"cpu": "monarch", "cuda": "gloo"}
     assert _backend_selection.choose("cuda", device_map).backend == "gloo"
     assert "asked for" in _backend_selection.choose("cuda", device_map).why
@@ -101,7 +103,7 @@ def test_nccl_options_of_the_user_are_used(monkeypatch: pytest.MonkeyPatch) -> N
     assert given.is_high_priority_stream is True
 
 
-def test_options_find_their_device() -> None:
+def test_options_go_to_the_route_of_their_device() -> None:
     given = object()
     assert Options.parse(Options(by_device={"cuda": given})).for_device("cuda") is given
     assert Options.parse(None).for_device("cuda") is None

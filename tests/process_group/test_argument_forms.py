@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c
 
 from monarch_backend.process_group._collective_specs import COLLECTIVES
-from tests.process_group.test_work import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
+from tests.process_group.test_work_completes_with_its_result import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
 
 METHODS = (
     "allreduce",
@@ -129,13 +129,13 @@ def _flat(value: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["by position", "by name"])
 @pytest.mark.parametrize(("method", "form"), ALL_FORMS)
-def test_every_form_of_torch_works(pool, method: str, form: dict[str, str], by_name: bool) -> None:
+def test_every_argument_form_of_torch_is_accepted(pool, method: str, form: dict[str, str], by_name: bool) -> None:
     if method == "gather_single":
         pytest.skip("a root without an output list is test_collectives.py's")
     pool(2).run(_call, method, form, by_name)
 
 
-def test_there_are_forms() -> None:
+def test_torch_has_argument_forms_to_test() -> None:
     assert len(ALL_FORMS) > len(METHODS)
     assert {"tensor", "root", "timeout"} in [set(form) for form in _forms("broadcast")]
 
@@ -146,7 +146,7 @@ def _root_and_timeout(rank: int) -> None:
     assert x.tolist() == [1.0, 1.0]
 
 
-def test_root_before_a_timeout_is_the_root(pool) -> None:
+def test_root_before_a_timeout_is_read_as_the_root(pool) -> None:
     pool(2).run(_root_and_timeout)
 
 
@@ -162,7 +162,7 @@ def _wrong_names(rank: int) -> None:
             call()
 
 
-def test_other_names_are_a_type_error(pool) -> None:
+def test_unknown_argument_name_is_a_type_error(pool) -> None:
     pool(2).run(_wrong_names)
 
 
@@ -199,7 +199,7 @@ def _subclass(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SUBCLASS)
-def test_a_subclass_among_the_inputs(pool, name: str) -> None:
+def test_tensor_subclass_among_the_inputs_is_accepted(pool, name: str) -> None:
     pool(2).run(_subclass, name)
 
 
@@ -226,7 +226,7 @@ def _negated(rank: int) -> None:
     assert torch.equal(swapped, want[rank].repeat(2))
 
 
-def test_lazy_negations_are_read_as_their_values(pool) -> None:
+def test_lazy_negation_is_read_as_its_value(pool) -> None:
     pool(2).run(_negated)
 
 
@@ -242,7 +242,7 @@ def _conjugated(rank: int) -> None:
     assert torch.equal(half, want[rank : rank + 1] * 2)
 
 
-def test_lazy_conjugates_are_read_as_their_values(pool) -> None:
+def test_lazy_conjugate_is_read_as_its_value(pool) -> None:
     pool(2).run(_conjugated)
 
 
@@ -262,7 +262,7 @@ def _futures(rank: int) -> None:
     assert out.tolist() == [2, 2]
 
 
-def test_futures_show_the_tensors_that_were_given(pool) -> None:
+def test_futures_hold_the_tensors_that_were_passed(pool) -> None:
     pool(2).run(_futures)
 
 
@@ -283,7 +283,7 @@ def _strided(rank: int, asynchronous: bool) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_outputs_with_strides(pool, asynchronous: bool) -> None:
+def test_outputs_with_strides_get_results(pool, asynchronous: bool) -> None:
     pool(2).run(_strided, asynchronous)
 
 

@@ -78,7 +78,7 @@ def _nan(rank: int, attach: bool) -> None:
 
 
 @pytest.mark.parametrize("attach", [True, False], ids=["attached", "by the environment"])
-def test_nan_checks(attach: bool) -> None:
+def test_nan_check_raises(attach: bool) -> None:
     run_ranks(_nan, 2, attach, env={} if attach else {"TORCH_DIST_NAN_CHECK": "1"})
 
 
@@ -96,7 +96,7 @@ def _recorded(rank: int, instance: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("shm", [True, False], ids=["shared memory", "gloo"])
-def test_flight_recorder(shm: bool) -> None:
+def test_flight_recorder_has_collectives(shm: bool) -> None:
     env = {"TORCH_FR_BUFFER_SIZE": "100"} | ({} if shm else {"MONARCH_SHM": "0"})
     # torch 2.15 has a recorder for each kind of backend.
     ours = run_ranks(_recorded, 2, {"backend": "shm"} if shm and torch_version() > (2, 14) else {}, env=env)
@@ -115,7 +115,7 @@ def _unasked(_rank: int) -> tuple[set[str], set[str]]:
     return before, group._observed
 
 
-def test_a_recorder_that_nobody_asked_for_takes_no_time_of_the_shared_memory() -> None:
+def test_disabled_flight_recorder_keeps_the_fast_path() -> None:
     assert run_ranks(_unasked, 2) == [(set(), {"cpu"})] * 2
 
 
@@ -130,7 +130,7 @@ def _hooked(_rank: int) -> list[Any]:
     return funcol.all_reduce(torch.ones(2), "sum", group).wait().tolist()
 
 
-def test_a_hooked_group_has_its_name() -> None:
+def test_group_with_hooks_keeps_its_name() -> None:
     assert run_ranks(_hooked, 2) == [[2.0, 2.0]] * 2
 
 
@@ -153,7 +153,7 @@ def _nested(_rank: int, before: bool) -> tuple[list[Any], float]:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_hooks_may_call_collectives(before: bool) -> None:
+def test_hooks_can_call_collectives(before: bool) -> None:
     assert run_ranks(_nested, 2, before) == [(["ALLREDUCE", "ALLREDUCE", 20.0], 2.0)] * 2
 
 
@@ -183,7 +183,7 @@ def _two_hosts(rank: int) -> tuple[set[str], list[Any]]:
     return unasked, results
 
 
-def test_hooks_of_a_group_over_two_hosts() -> None:
+def test_hooks_run_on_groups_over_two_hosts() -> None:
     for rank, (unasked, results) in enumerate(run_ranks(_two_hosts, 4)):
         received = {2: [(1, [1.0, 1.0])], 3: [(0, [0.0, 0.0])]}.get(rank, [])
         assert unasked == set()
@@ -196,7 +196,7 @@ def _timeouts(rank: int) -> None:
     assert group._get_backend(torch.device("cpu")).options._timeout == datetime.timedelta(seconds=7)
 
 
-def test_set_timeout() -> None:
+def test_set_timeout_applies_to_later_calls() -> None:
     run_ranks(_timeouts, 2)
 
 

@@ -30,17 +30,17 @@ def _creation(rank: int, address: str) -> list[dict[str, str] | None]:
     return [c.device_map for c in seen]
 
 
-def test_creation_reads_the_caller() -> None:
+def test_group_creation_reads_the_callers_frame() -> None:
     first, second = run_ranks(_creation, 1, backend=None)[0]
     assert first == {"cpu": "spy", "cuda": "gloo"}
     assert second == {"cpu": "spy", "cuda": "spy"}
 
 
-def test_creation_without_the_frame_is_empty() -> None:
+def test_group_creation_without_the_frame_is_empty() -> None:
     assert _c10d_internals.creation() == _c10d_internals.Creation(None, None, None)
 
 
-def test_creation_s_names_are_locals_of_torch_s_helper() -> None:
+def test_names_read_at_creation_are_locals_of_torchs_helper() -> None:
     names = c10d._new_process_group_helper.__code__.co_varnames + c10d._new_process_group_helper.__code__.co_cellvars
     assert {"backend_config", "device_id", "split_from"} <= set(names)
 
@@ -64,11 +64,11 @@ def _watched(rank: int) -> None:
     assert not _c10d_internals.watched()
 
 
-def test_watched_sees_modes_profiler_and_inflight(pool) -> None:
+def test_is_observed_sees_modes_profiler_and_hooks(pool) -> None:
     pool(1).run(_watched)
 
 
-def test_unset_timeout_is_c10d_s_default() -> None:
+def test_unset_timeout_is_the_default_of_c10d() -> None:
     assert _c10d_internals.UNSET_TIMEOUT.total_seconds() < 0
 
 
@@ -86,11 +86,11 @@ def _detail(rank: int) -> tuple[str, bool]:
     return type(inner).__name__, isinstance(_c10d_internals.peel(inner), dist.ProcessGroupGloo)
 
 
-def test_debug_wrapper_is_put_and_peeled() -> None:
+def test_debug_wrapper_is_added_and_removed() -> None:
     assert run_ranks(_detail, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}) == [("_ProcessGroupWrapper", True)] * 2
 
 
-def test_torch_s_blocking_calls_are_functions_that_wait() -> None:
+def test_blocking_calls_of_torch_wait_for_their_work() -> None:
     """What `is_waited_for` goes by: send and recv call isend and irecv, and wait for what these give."""
     for blocking, starts in ((dist.send, "isend"), (dist.recv, "irecv")):
         function = inspect.unwrap(blocking)
@@ -124,18 +124,18 @@ def _messages(rank: int) -> list[bool]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
-def test_only_blocking_calls_are_waited_for() -> None:
+def test_only_blocking_calls_wait() -> None:
     assert run_ranks(_messages, 2) == [[True, False, False] * 2] * 2
 
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor(0.25)])
-def test_the_factor_of_a_premultiplied_sum_is_in_its_state(factor: float | torch.Tensor) -> None:
+def test_factor_of_a_premultiplied_sum_is_in_its_state(factor: float | torch.Tensor) -> None:
     kind, found = dist._make_nccl_premul_sum(factor).__getstate__()
     assert float(found) == float(factor)
     assert kind == 8 or "PREMUL" in str(kind)
 
 
-def test_a_profiled_range_has_shapes() -> None:
+def test_profiled_range_has_shapes() -> None:
     with (
         torch.autograd.profiler.profile(record_shapes=True) as seen,
         _c10d_internals.profiled("shm:x", [torch.ones(2, 3)]),

@@ -469,7 +469,7 @@ def _zero_dimensions(rank: int) -> None:
         dist.all_to_all_single(torch.ones(()), torch.ones(()))
 
 
-def test_all_to_all_single_needs_rows(pool) -> None:
+def test_all_to_all_single_without_rows_is_refused(pool) -> None:
     pool(2).run(_zero_dimensions)
 
 
@@ -483,7 +483,7 @@ def _bool_sums(rank: int) -> None:
     assert options.reduceOp == dist.ReduceOp.SUM  # the caller's own options stay what they were
 
 
-def test_sum_of_bools_is_a_bool(pool) -> None:
+def test_sum_of_bools_is_bool(pool) -> None:
     pool(4).run(_bool_sums)
 
 

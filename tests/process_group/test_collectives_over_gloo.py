@@ -22,6 +22,6 @@ def _matrix(rank: int, collective: str) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_matrix(collective: str, world_size: int) -> None:
+def test_matrix_of_collectives_over_gloo(collective: str, world_size: int) -> None:
     failures = [text for texts in run_ranks(_matrix, world_size, collective, env=OFF) for text in texts]
     assert not failures, f"{len(failures)} cells failed; the first:\n" + "\n".join(failures[:8])

@@ -75,13 +75,13 @@ def _functions_of(call: Callable[[], Any]) -> list[str]:
     return ours
 
 
-def test_the_calls_of_most_programs_run_no_function_of_ours_but_wait() -> None:
+def test_common_calls_run_no_python_function_except_wait() -> None:
     for ran in run_ranks(_interpreted, 2):
         assert ran == {name: ["wait"] for name in ran}
         assert len(ran) == 9
 
 
-def test_table_of_collectives_has_each_shortcut() -> None:
+def test_table_of_collectives_has_each_fast_path() -> None:
     assert {name for name, _ in with_shortcut()} == {
         "allreduce",
         "reduce",
@@ -120,7 +120,7 @@ def _ways(rank: int) -> list[bool]:
     return same
 
 
-def test_both_ways_give_the_same() -> None:
+def test_fast_path_and_python_path_give_the_same() -> None:
     for same in run_ranks(_ways, 2):
         assert len(same) == 36
         assert all(same)
@@ -161,7 +161,7 @@ def _passed_on(rank: int) -> list[str]:
     return said
 
 
-def test_what_a_shortcut_does_not_know_goes_the_long_way() -> None:
+def test_unsupported_arguments_take_the_python_path() -> None:
     first, second = run_ranks(_passed_on, 2)
     assert len(first) == 5
     assert "lazy negation" in first[0]
@@ -189,7 +189,7 @@ def _mixed_ways(rank: int) -> list[str]:
     return said
 
 
-def test_ranks_may_take_different_ways() -> None:
+def test_ranks_can_take_different_paths() -> None:
     assert run_ranks(_mixed_ways, 2) == [[], []]
 
 
@@ -201,7 +201,7 @@ def _roots(_rank: int) -> None:
             dist.reduce(torch.ones(1), group_dst=root)
 
 
-def test_roots_outside_the_group() -> None:
+def test_root_outside_the_group_is_refused() -> None:
     run_ranks(_roots, 2)
 
 
@@ -229,7 +229,7 @@ def _works(rank: int) -> None:
     assert seen() is None  # no work keeps it
 
 
-def test_works_of_shortcuts() -> None:
+def test_works_of_fast_paths_complete() -> None:
     run_ranks(_works, 2)
 
 
@@ -252,7 +252,7 @@ def _watchers(_rank: int) -> tuple[int, int]:
     return counts, len(group._shortcuts)
 
 
-def test_hooks_and_the_end_of_a_group_end_its_shortcuts() -> None:
+def test_hooks_and_close_disable_fast_paths() -> None:
     for many, none in run_ranks(_watchers, 2):
         assert many == sum(
             isinstance(getattr(MonarchProcessGroup, name, None), FunctionType) for name, _ in with_shortcut()
@@ -275,7 +275,7 @@ def _overridden(_rank: int) -> int:
     return len(calls)
 
 
-def test_a_method_that_a_subclass_overrides_is_called() -> None:
+def test_overridden_method_of_a_subclass_is_called() -> None:
     assert run_ranks(_overridden, 2) == [1, 1]
 
 
@@ -287,7 +287,7 @@ def _looks(_rank: int) -> None:
     assert inspect.signature(short) == inspect.signature(short.__wrapped__)
 
 
-def test_a_shortcut_looks_like_its_method() -> None:
+def test_fast_path_looks_like_its_method() -> None:
     run_ranks(_looks, 1)
 
 
@@ -327,7 +327,7 @@ def _interrupted(rank: int, kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["short", "long", "message"])
-def test_an_interrupt_leaves_no_operation_with_memory_of_others(kind: str) -> None:
+def test_interrupt_of_a_fast_path_leaves_no_pending_operation(kind: str) -> None:
     assert run_ranks(_interrupted, 2, kind) == [[], []]
 
 
@@ -355,7 +355,7 @@ def _emptied(rank: int) -> list[bool]:
     return [bool((tensor == r + 1.0).all()) for r, tensor in enumerate(work.result())]
 
 
-def test_lists_that_change_while_the_operation_runs() -> None:
+def test_lists_changed_during_an_operation_do_not_affect_it() -> None:
     assert run_ranks(_emptied, 2) == [[True, True]] * 2
 
 
@@ -372,7 +372,7 @@ def _lives(_rank: int) -> bool:
     return True
 
 
-def test_shortcuts_do_not_keep_their_group() -> None:
+def test_fast_paths_do_not_keep_their_group_alive() -> None:
     assert run_ranks(_lives, 2) == [True, True]
 
 
@@ -384,7 +384,7 @@ def _disagree(rank: int) -> None:
     dist.barrier()
 
 
-def test_mistakes_are_raised_by_shortcuts() -> None:
+def test_fast_path_raises_argument_errors() -> None:
     run_ranks(_disagree, 2)
 
 
@@ -400,13 +400,13 @@ def _dies(rank: int) -> str:
     return str(caught.value)
 
 
-def test_deaths_are_raised_by_shortcuts() -> None:
+def test_fast_path_raises_rank_failures() -> None:
     with pytest.raises(DeadRank, match="rank 1:\nthe rank died without an answer") as caught:
         run_ranks(_dies, 2)
     assert "--- rank 0" not in str(caught.value)
 
 
-def test_torch_s_methods_take_what_shortcuts_take() -> None:
+def test_torch_has_the_methods_and_options_of_fast_paths() -> None:
     """The options' types and fields, and the methods' names, are torch's."""
     for name, spec in with_shortcut():
         assert hasattr(spec.options(), "asyncOp"), name

@@ -70,10 +70,10 @@ def _many(rank: int, name: str, profiled: bool) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_deadlock_under_the_profiler(name: str) -> None:
+def test_collective_under_the_profiler_does_not_deadlock(name: str) -> None:
     run_ranks(_many, 2, name, True)
 
 
 @pytest.mark.parametrize("name", ["subclass", "all_gather coalesced"])
-def test_no_deadlock(name: str) -> None:
+def test_collective_through_the_dispatcher_does_not_deadlock(name: str) -> None:
     run_ranks(_many, 2, name, False)

@@ -123,7 +123,7 @@ def _many(rank: int) -> None:
         dist.destroy_process_group(group)
 
 
-def test_fifty_groups_alive(pool) -> None:
+def test_fifty_live_groups_work(pool) -> None:
     pool(2).run(_many)
 
 
@@ -155,7 +155,7 @@ def _split(rank: int) -> None:
     assert _total() == 4.0
 
 
-def test_split(pool) -> None:
+def test_split_group_gives_working_groups(pool) -> None:
     pool(4).run(_split)
 
 
@@ -173,7 +173,7 @@ def _torchs_split(rank: int) -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="torch before 2.15 refuses where there is no accelerator")
-def test_torchs_split_group_on_cpu() -> None:
+def test_torch_split_group_on_cpu_groups() -> None:
     run_ranks(_torchs_split, 4)
 
 
@@ -190,7 +190,7 @@ def _options(rank: int) -> None:
     assert _total() == 2.0
 
 
-def test_options(pool) -> None:
+def test_options_reach_the_group(pool) -> None:
     pool(2).run(_options)
 
 
@@ -224,7 +224,7 @@ def _names(rank: int) -> None:
     dist.destroy_process_group(group)
 
 
-def test_names_and_routes() -> None:
+def test_group_names_and_routes_are_reported() -> None:
     run_ranks(_names, 2)
 
 
@@ -356,7 +356,7 @@ def _changed_timeout(rank: int) -> None:
     _waits_for_nobody(rank, lambda: _total(group))
 
 
-def test_timeout_set_later() -> None:
+def test_timeout_set_later_applies() -> None:
     run_ranks(_changed_timeout, 2)
 
 
@@ -365,7 +365,7 @@ def _timeout_of_a_receive(rank: int) -> None:
     _waits_for_nobody(rank, lambda: dist.recv(torch.zeros(1), 1, group=group))
 
 
-def test_timeout_of_a_receive() -> None:
+def test_receive_times_out() -> None:
     run_ranks(_timeout_of_a_receive, 2)
 
 
@@ -396,7 +396,7 @@ def _closings(rank: int) -> None:
     assert _total() == 2.0
 
 
-def test_use_after_close() -> None:
+def test_use_after_close_raises() -> None:
     run_ranks(_closings, 2)
 
 
@@ -448,5 +448,5 @@ def _group_after_group(rank: int) -> None:
     _no_more_than(first)
 
 
-def test_group_after_group_leaves_nothing() -> None:
+def test_many_groups_in_turn_leave_nothing() -> None:
     run_ranks(_group_after_group, 2)

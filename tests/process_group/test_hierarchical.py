@@ -62,13 +62,13 @@ def _matrix(rank: int, collective: str, dtypes: tuple[str, ...]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_matrix(three: Hosts, placement: str, collective: str) -> None:
+def test_matrix_of_collectives_over_hosts(three: Hosts, placement: str, collective: str) -> None:
     some_on_gloo = placement in ("2 x 2", "1 + 2 + 1")
     _no_cell_fails(three, placement, collective, DTYPES if some_on_gloo else DTYPES + GLOO_MOVES)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_a_part_of_the_matrix(three: Hosts, collective: str) -> None:
+def test_part_of_the_matrix_over_hosts(three: Hosts, collective: str) -> None:
     """Each collective with two dtypes and on one placement; every one of them comes with several collectives."""
     turn = list(COLLECTIVES).index(collective)
     placement = list(PLACEMENTS)[turn % 4]
@@ -129,7 +129,9 @@ def _bits(rank: int, dtype: torch.dtype) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("placement", [TWO_AND_ONE, (0, 1, 2, 0, 1, 2)])
-def test_same_bits_on_all_ranks_and_every_run(three: Hosts, placement: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_results_have_the_same_bits_on_all_ranks_and_in_every_run(
+    three: Hosts, placement: tuple[int, ...], dtype: torch.dtype
+) -> None:
     answers = [bits for _ in range(2) for bits in run_on_hosts(three, placement, _bits, dtype, env=ON)]
     assert all(answer == answers[0] for answer in answers)
 
@@ -146,7 +148,7 @@ def _order(rank: int) -> None:
     assert half.eq(40000.0).all()
 
 
-def test_order_of_sums_and_means_that_do_not_overflow(three: Hosts) -> None:
+def test_sums_are_in_rank_order_and_means_do_not_overflow(three: Hosts) -> None:
     run_on_hosts(three, INTERLEAVED, _order, env=ON)
 
 
@@ -167,7 +169,7 @@ def _routes(rank: int, *groups: list[int]) -> list[str]:
     return found
 
 
-def test_sub_groups_have_routes_of_their_own(three: Hosts) -> None:
+def test_subgroups_have_their_own_routes(three: Hosts) -> None:
     answers = run_on_hosts(three, TWO_BY_TWO, _routes, [0, 1], [2, 3], [0, 2], [0, 1, 2], env=ON)
     everybody, first, second, alone, uneven = (next(filter(None, texts)) for texts in zip(*answers, strict=True))
     assert everybody == "cpu -> shm+gloo (shared memory + gloo: 2 hosts x 2 ranks)"
@@ -176,18 +178,18 @@ def test_sub_groups_have_routes_of_their_own(three: Hosts) -> None:
     assert uneven == "cpu -> shm+gloo (shared memory + gloo: 2 hosts, 2 + 1 ranks)"
 
 
-def test_a_lie_about_local_ranks_changes_nothing(three: Hosts) -> None:
+def test_wrong_local_rank_variables_change_nothing(three: Hosts) -> None:
     lie = ON | {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     answers = run_on_hosts(three, TWO_BY_TWO, _routes, env=lie)
     assert answers == [["cpu -> shm+gloo (shared memory + gloo: 2 hosts x 2 ranks)"]] * 4
 
 
-def test_every_rank_alone_takes_gloo(three: Hosts) -> None:
+def test_one_rank_per_host_takes_gloo(three: Hosts) -> None:
     for (route,) in run_on_hosts(three, (0, 1, 2), _routes, env=ON):
         assert route.startswith("cpu -> gloo ("), route
 
 
-def test_hosts_are_made_of_pairs_that_met() -> None:
+def test_hosts_consist_of_ranks_that_reached_each_other() -> None:
     def pairs(*ranks: tuple[int, int]) -> set[frozenset[int]]:
         return {frozenset(pair) for pair in ranks}
 
@@ -216,7 +218,7 @@ def _traffic(rank: int, n: int) -> int:
 
 
 @pytest.mark.parametrize("placement", [TWO_BY_TWO, INTERLEAVED])
-def test_all_reduce_sends_each_slice_once(three: Hosts, placement: tuple[int, ...]) -> None:
+def test_all_reduce_sends_each_slice_between_hosts_once(three: Hosts, placement: tuple[int, ...]) -> None:
     # Flat, every rank sends 2 (n - 1) / n of the vector; here 1 / local size of 2 (hosts - 1) / hosts of it.
     size, local, n = 4, 2, 16 << 20
     flat = 2 * (size - 1) / size * n
@@ -271,12 +273,12 @@ def _dies(three: Hosts, placement: tuple[int, ...], victim: int, asynchronous: b
 @pytest.mark.parametrize("n", [2, 3_000_000])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("victim", [1, 2, 3])
-def test_survivors_on_all_hosts_name_the_dead(three: Hosts, victim: int, asynchronous: bool, n: int) -> None:
+def test_survivors_on_all_hosts_name_the_dead_rank(three: Hosts, victim: int, asynchronous: bool, n: int) -> None:
     _dies(three, TWO_BY_TWO, victim, asynchronous, n)
 
 
 @pytest.mark.parametrize("placement", [(0, 0, 0, 1, 1, 2), TWO_AND_ONE])
-def test_survivors_of_uneven_hosts_name_the_dead(three: Hosts, placement: tuple[int, ...]) -> None:
+def test_survivors_on_uneven_hosts_name_the_dead_rank(three: Hosts, placement: tuple[int, ...]) -> None:
     for victim in {len(placement) - 1, 1}:
         _dies(three, placement, victim, False, 100)
 
@@ -304,7 +306,7 @@ def _late(rank: int) -> None:
     assert x.tolist() == [4.0, 4.0]
 
 
-def test_a_late_rank_is_named_within_the_timeout(three: Hosts) -> None:
+def test_late_rank_is_named_within_the_timeout(three: Hosts) -> None:
     run_on_hosts(three, TWO_BY_TWO, _late, env=ON)
 
 
@@ -328,7 +330,7 @@ def _unplugged(rank: int, folder: Path) -> float:
             subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
 
 
-def test_a_host_that_falls_silent(three: Hosts, tmp_path: Path) -> None:
+def test_silent_host_is_named_within_the_timeout(three: Hosts, tmp_path: Path) -> None:
     assert max(run_on_hosts(three, TWO_BY_TWO, _unplugged, tmp_path, env=ON)) < 5
 
 
@@ -341,7 +343,7 @@ def _links(rank: int) -> None:
         _c10d_internals.close_gloo_links(gloo, 0)
 
 
-def test_closing_links_ends_waits_elsewhere() -> None:
+def test_closed_links_end_waits_on_other_hosts() -> None:
     run_ranks(_links, 2)
 
 
@@ -355,7 +357,7 @@ def _disagree(rank: int, odd: set[int]) -> float:
 
 
 @pytest.mark.parametrize("odd", [{1}, {2, 3}, {1, 2}])
-def test_ranks_that_disagree_are_told(three: Hosts, odd: set[int]) -> None:
+def test_ranks_with_different_calls_get_errors(three: Hosts, odd: set[int]) -> None:
     assert max(run_on_hosts(three, TWO_BY_TWO, _disagree, odd, env=ON)) < 6
 
 
@@ -372,7 +374,7 @@ def _closed(rank: int) -> None:
             _finished(dist.all_reduce(torch.ones(2), group=group, async_op=rank == 1))
 
 
-def test_an_aborted_group_ends_for_all(three: Hosts) -> None:
+def test_abort_on_one_rank_ends_the_group_on_all(three: Hosts) -> None:
     run_on_hosts(three, TWO_BY_TWO, _closed, env=ON)
 
 
@@ -468,7 +470,7 @@ def _progress(rank: int) -> None:
     assert x.eq(4.0).all()
 
 
-def test_asynchronous_operations_go_on_by_themselves(three: Hosts) -> None:
+def test_async_operations_progress_without_a_wait(three: Hosts) -> None:
     run_on_hosts(three, INTERLEAVED, _progress, env=ON)
 
 
@@ -508,7 +510,7 @@ def _modes(rank: int) -> None:
             assert made.eq(size**2).all()
 
 
-def test_modes_of_the_calling_thread(three: Hosts) -> None:
+def test_operations_ignore_modes_of_the_calling_thread(three: Hosts) -> None:
     run_on_hosts(three, INTERLEAVED, _modes, env=ON)
 
 
@@ -546,7 +548,7 @@ def _ddp(rank: int, hook: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("hook", ["", "allreduce_hook", "fp16_compress_hook"])
 @pytest.mark.parametrize("placement", [INTERLEAVED, TWO_AND_ONE])
-def test_ddp_learns_as_over_gloo(three: Hosts, placement: tuple[int, ...], hook: str) -> None:
+def test_ddp_trains_as_over_gloo(three: Hosts, placement: tuple[int, ...], hook: str) -> None:
     ours = run_on_hosts(three, placement, _ddp, hook, env=ON)
     gloo = run_on_hosts(three, placement, _ddp, hook, backend="gloo")
     near = 2e-3 if hook.startswith("fp16") else 1e-5
@@ -558,7 +560,7 @@ def test_ddp_learns_as_over_gloo(three: Hosts, placement: tuple[int, ...], hook:
 # The hosts themselves -----------------------------------------------------------------------------------------------
 
 
-def test_hosts_leave_nothing_behind() -> None:
+def test_destroyed_groups_leave_nothing_behind() -> None:
     def links() -> str:
         return subprocess.run(["ip", "-brief", "link"], check=True, capture_output=True, text=True).stdout
 

@@ -32,7 +32,7 @@ if how == "held":
 
 
 @pytest.mark.parametrize("how", ["never destroyed", pytest.param("held", marks=pytest.mark.slow)])
-def test_a_script_that_ends_with_a_group_alive_ends_well(how: str, tmp_path: Path) -> None:
+def test_script_that_ends_with_a_live_group_exits_with_0(how: str, tmp_path: Path) -> None:
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path / f"store{pair}"), how],

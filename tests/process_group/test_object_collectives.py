@@ -78,12 +78,12 @@ GROUPS = [(1, [0]), (2, [0, 1]), (2, [1]), (4, [0, 1, 2, 3]), (4, [1, 2, 3])]
 
 
 @pytest.mark.parametrize(("world_size", "inside"), GROUPS)
-def test_gathers(pool, world_size: int, inside: list[int]) -> None:
+def test_gathered_objects_arrive(pool, world_size: int, inside: list[int]) -> None:
     pool(world_size).run(_gathers, inside)
 
 
 @pytest.mark.parametrize(("world_size", "inside"), GROUPS)
-def test_spreads(pool, world_size: int, inside: list[int]) -> None:
+def test_broadcast_and_scattered_objects_arrive(pool, world_size: int, inside: list[int]) -> None:
     pool(world_size).run(_spreads, inside)
 
 
@@ -100,7 +100,7 @@ def _sends(rank: int) -> None:
         assert one == [Thing(1, "by rank in the group")]
 
 
-def test_send_and_receive(pool) -> None:
+def test_sent_objects_arrive(pool) -> None:
     pool(4).run(_sends)
 
 
@@ -113,7 +113,7 @@ def _tensors(rank: int) -> None:
     assert everybody[0]["steps"].dtype is torch.int16
 
 
-def test_tensors_inside_objects(pool) -> None:
+def test_tensors_inside_objects_arrive(pool) -> None:
     pool(2).run(_tensors)
 
 

@@ -118,7 +118,7 @@ def test_dispatch_mode_sees_the_collective_once(pool, name: str) -> None:
     pool(2).run(_mode, name)
 
 
-def test_all_calls_are_tested() -> None:
+def test_every_collective_is_tested_under_a_mode() -> None:
     assert list(_calls(0)) == CALLS
 
 
@@ -156,7 +156,7 @@ def _no_recursion(rank: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_no_method_comes_back_to_itself(pool, name: str) -> None:
+def test_method_under_a_mode_does_not_recurse(pool, name: str) -> None:
     pool(2).run(_no_recursion, name)
 
 
@@ -186,7 +186,7 @@ def _instead(rank: int) -> None:
     assert x.tolist() == [2.0] * 3
 
 
-def test_mode_that_takes_the_collective(pool) -> None:
+def test_mode_can_replace_the_collective(pool) -> None:
     pool(2).run(_instead)
 
 
@@ -206,7 +206,7 @@ def _fake(rank: int) -> None:
     dist.barrier()
 
 
-def test_fake_tensors_go_nowhere(pool) -> None:
+def test_fake_tensors_are_not_communicated(pool) -> None:
     pool(2).run(_fake)
 
 
@@ -221,7 +221,7 @@ def _counted(rank: int) -> None:
     assert mode.get_total_counts() >= 6
 
 
-def test_comm_debug_mode_counts(pool) -> None:
+def test_comm_debug_mode_counts_collectives(pool) -> None:
     pool(2).run(_counted)
 
 
@@ -254,7 +254,7 @@ def _watched_dtype(rank: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", reference.DTYPES)
-def test_watching_changes_nothing(pool, dtype: str) -> None:
+def test_observed_collectives_give_the_same_results(pool, dtype: str) -> None:
     pool(2).run(_watched_dtype, dtype)
 
 
@@ -276,7 +276,7 @@ def _profiled(rank: int) -> None:
 
 
 @pytest.mark.parametrize("shared", ["0", "1"])
-def test_profiler_sees_the_operator_and_the_routes_range(shared: str) -> None:
+def test_profiler_has_the_operator_and_the_range_of_the_route(shared: str) -> None:
     run_ranks(_profiled, 2, env={"MONARCH_SHM": shared})
 
 
@@ -297,7 +297,7 @@ def _disagree(rank: int, how: str) -> str:
 
 
 @pytest.mark.parametrize(("how", "words"), [("shape", "TensorShape"), ("collective", "BROADCAST")])
-def test_detail_names_what_ranks_disagree_about(how: str, words: str) -> None:
+def test_debug_detail_names_the_difference_between_ranks(how: str, words: str) -> None:
     texts = run_ranks(_disagree, 2, how, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert any(words in text for text in texts), texts
 
@@ -322,5 +322,5 @@ def _agree(rank: int) -> None:
     dist.destroy_process_group(group)
 
 
-def test_detail_lets_ranks_work_that_agree() -> None:
+def test_debug_detail_lets_equal_calls_pass() -> None:
     run_ranks(_agree, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})

@@ -130,7 +130,7 @@ def _sizes(rank: int, sizes: Sequence[int]) -> dict[str, int]:
     return _carried()
 
 
-def test_sizes_around_the_least_and_far_above(run: Run) -> None:
+def test_messages_of_sizes_around_the_minimum_and_far_above_arrive(run: Run) -> None:
     least = eligibility.wanted_least()
     sizes = [0, 1, 256, 4096, least - 1, least, least + 1, MIB + 3, 5 * MIB, 64 * MIB]
     for carried in run(_sizes, (0, 1), sizes, env={}):
@@ -150,7 +150,7 @@ def _dtypes(rank: int) -> int:
     return _carried()["verbs"]
 
 
-def test_dtypes_both_ways_at_once(run: Run) -> None:
+def test_dtypes_in_both_directions_at_once_arrive(run: Run) -> None:
     shapes = 2 * len(reference.DTYPES)
     assert run(_dtypes, env={"MONARCH_RDMA_MIN_BYTES": "1024"}) == [shapes] * 2
 
@@ -212,11 +212,11 @@ def _batch(rank: int) -> dict[str, int]:
     return _carried()
 
 
-def test_a_batch_among_three_hosts(run: Run) -> None:
+def test_batch_among_three_hosts_arrives(run: Run) -> None:
     assert run(_batch, (0, 1, 0)) == [{"verbs": 3, "gloo": 3}, {"verbs": 6, "gloo": 0}, {"verbs": 3, "gloo": 3}]
 
 
-def test_a_rank_without_nics(run: Run) -> None:
+def test_rank_without_nics_uses_gloo(run: Run) -> None:
     found = run(_batch, (0, 1, 2, 3), without=(1,))
     assert found == [{"verbs": 6, "gloo": 3}, {"verbs": 0, "gloo": 9}, *[{"verbs": 6, "gloo": 3}] * 2]
 
@@ -252,7 +252,7 @@ def _any_source(rank: int) -> dict[str, int]:
     return _carried()
 
 
-def test_from_whoever_sends_first(run: Run) -> None:
+def test_receive_from_any_source_takes_the_first_sender(run: Run) -> None:
     """One of them is on the same host: the receive does not know."""
     assert run(_any_source, (0, 0, 1, 2))[0] == {"verbs": 2, "gloo": 1}
 
@@ -276,7 +276,7 @@ def _parts(rank: int) -> None:
         assert not into[777 + 300 * KIB : MIB].any()
 
 
-def test_parts_of_a_storage(run: Run) -> None:
+def test_parts_of_one_storage_arrive(run: Run) -> None:
     run(_parts)
 
 
@@ -296,7 +296,7 @@ def _watched(rank: int) -> None:
     assert _carried() == {"verbs": 1, "gloo": 0}
 
 
-def test_the_profiler_sees_them(run: Run) -> None:
+def test_profiler_sees_messages(run: Run) -> None:
     run(_watched)
 
 
@@ -320,7 +320,7 @@ def _hooked(rank: int) -> list[str]:
 
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="hooks are torch 2.14's")
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1)], ids=str)
-def test_hooks_see_them(run: Run, hosts: tuple[int, ...]) -> None:
+def test_hooks_see_messages(run: Run, hosts: tuple[int, ...]) -> None:
     """Messages of both kinds, also where no two ranks share memory."""
     for seen in run(_hooked, hosts)[:2]:
         names = [entry.split()[1] for entry in seen]
@@ -352,7 +352,7 @@ def _objects_and_groups(rank: int) -> None:
         assert received[0] == x.numpy().tobytes()
 
 
-def test_groups_share_connections(run: Run) -> None:
+def test_groups_of_one_process_share_connections(run: Run) -> None:
     run(_objects_and_groups)
 
 
@@ -388,7 +388,7 @@ def _collectives(rank: int, count: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1)], ids=str)
-def test_collectives_of_a_hierarchy(run: Run, hosts: tuple[int, ...]) -> None:
+def test_hierarchical_collectives_use_nics(run: Run, hosts: tuple[int, ...]) -> None:
     found = run(_collectives, hosts, 50_001)
     assert sum(carried["gloo"] for carried in found) == 0
     assert sum(carried["verbs"] for carried in found) > 20
@@ -406,7 +406,7 @@ def _killed_in_a_collective(rank: int) -> None:
     dist.destroy_process_group()
 
 
-def test_a_rank_is_killed_in_a_collective(run: Run) -> None:
+def test_killed_rank_ends_a_collective_on_its_peers(run: Run) -> None:
     with pytest.raises(AssertionError) as told:
         run(_killed_in_a_collective, (0, 0, 1, 1))
     assert str(told.value) == "--- rank 3:\nthe rank died without an answer"
@@ -416,7 +416,7 @@ def _routes(rank: int) -> str:
     return monarch_backend.routes()["cpu"].why if _far() is not None else "none"
 
 
-def test_who_takes_it(run: Run) -> None:
+def test_route_is_taken_between_hosts_with_nics_only(run: Run) -> None:
     assert all("verbs for 4096 bytes" in why for why in run(_routes))
     assert run(_routes, env={"MONARCH_RDMA_TRANSPORT": "tcp"}) == ["none"] * 2
     assert run(_routes, env={"MONARCH_SHM": "0"}) == ["none"] * 2
@@ -447,7 +447,7 @@ def _mismatch(rank: int) -> None:
     _exchange(rank)
 
 
-def test_a_message_of_another_size(run: Run) -> None:
+def test_message_of_another_size_raises(run: Run) -> None:
     run(_mismatch)
 
 
@@ -472,7 +472,7 @@ def _late(rank: int, sends: bool) -> None:
     dist.destroy_process_group()
 
 
-def test_what_gloo_ends_early_is_late_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_wait_that_ends_early_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time is in whole milliseconds, rounded down; nobody has closed a connection."""
     now = 100.0
 
@@ -494,7 +494,7 @@ def test_what_gloo_ends_early_is_late_all_the_same(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_nobody_comes(run: Run, sends: bool) -> None:
+def test_receive_without_a_sender_times_out(run: Run, sends: bool) -> None:
     run(_late, (0, 1), sends)
 
 
@@ -523,7 +523,7 @@ def _early(rank: int) -> None:
         assert torch.equal(z, _numbers(MIB, 3))
 
 
-def test_messages_are_asked_for_early(run: Run) -> None:
+def test_early_receives_get_their_messages(run: Run) -> None:
     run(_early)
 
 
@@ -541,7 +541,7 @@ def _unwaited(rank: int) -> None:
             assert torch.equal(got[i], _numbers(MIB, 1 + i))
 
 
-def test_nobody_waits(run: Run) -> None:
+def test_messages_without_a_wait_arrive(run: Run) -> None:
     run(_unwaited)
 
 
@@ -565,7 +565,7 @@ def _waited_for_late(rank: int, source: int | None, sends: bool) -> None:
 
 
 @pytest.mark.parametrize(("source", "sends"), [(1, False), (None, False), (1, True)])
-def test_time_begins_with_the_wait(run: Run, source: int | None, sends: bool) -> None:
+def test_timeout_starts_with_the_wait(run: Run, source: int | None, sends: bool) -> None:
     run(_waited_for_late, (0, 1), source, sends)
 
 
@@ -590,7 +590,7 @@ def _impatient(rank: int) -> None:
         assert work.is_completed()
 
 
-def test_a_wait_with_a_timeout_of_its_own(run: Run) -> None:
+def test_wait_with_its_own_timeout_raises(run: Run) -> None:
     run(_impatient)
 
 
@@ -614,7 +614,7 @@ def _killed(rank: int, sends: bool) -> None:
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_a_rank_is_killed(run: Run, sends: bool) -> None:
+def test_killed_rank_fails_messages_of_its_peer(run: Run, sends: bool) -> None:
     with pytest.raises(AssertionError) as told:
         run(_killed, (0, 1), sends)
     assert str(told.value).startswith("--- rank 1:\nthe rank died"), told.value
@@ -636,7 +636,7 @@ def _destroyed(rank: int) -> None:
     assert "monarch-verbs" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_group_is_destroyed_with_messages_under_way(run: Run) -> None:
+def test_destroy_with_messages_in_flight_ends_them(run: Run) -> None:
     """Nothing that is pretended stays open: closing a device with memory registered fails."""
     run(_destroyed)
 
@@ -662,7 +662,7 @@ def _freed(rank: int) -> None:
     assert not nics._engine._exposed
 
 
-def test_memory_is_lent_while_it_lives(run: Run) -> None:
+def test_tensor_stays_alive_while_a_peer_may_read_it(run: Run) -> None:
     run(_freed)
 
 
@@ -683,7 +683,7 @@ def _groups_in_a_row(rank: int) -> list[int]:
     return found
 
 
-def test_groups_leave_nothing_open(run: Run) -> None:
+def test_destroyed_groups_leave_no_descriptor_open(run: Run) -> None:
     """Without the garbage collector, which may be long in coming."""
     run(_groups_in_a_row)
 
@@ -703,7 +703,7 @@ def _stillborn(rank: int) -> None:
     assert {token: other.groups for token, other in nics._others.items()} == {other.token: 1 for other in others}
 
 
-def test_a_group_that_fails_gives_its_nics_back(run: Run) -> None:
+def test_failed_group_releases_its_nics(run: Run) -> None:
     run(_stillborn)
 
 
@@ -722,7 +722,7 @@ def _breaks_under_way(rank: int) -> None:
     assert _carried() == {"verbs": 2, "gloo": 0}
 
 
-def test_a_broken_connection_is_known_before_its_messages_fail(run: Run) -> None:
+def test_broken_connection_is_detected_before_its_messages_fail(run: Run) -> None:
     run(_breaks_under_way)
 
 
@@ -745,7 +745,7 @@ def _no_threads(rank: int) -> None:
     _exchange(rank)
 
 
-def test_a_thread_that_does_not_start(run: Run) -> None:
+def test_thread_that_cannot_start_is_handled(run: Run) -> None:
     run(_no_threads)
 
 
@@ -761,7 +761,7 @@ def _full(rank: int) -> None:
     assert len(_far()._nics._lent) <= 2
 
 
-def test_not_more_is_lent_than_the_cache_takes(run: Run) -> None:
+def test_registered_memory_stays_within_the_cache_limit(run: Run) -> None:
     run(_full, env={**LOW, "MONARCH_RDMA_MR_CACHE_ENTRIES": "2"})
 
 
@@ -777,7 +777,7 @@ def _child_after_use(rank: int) -> None:
         _exchange(rank)
 
 
-def test_a_rank_forks(run: Run) -> None:
+def test_fork_of_a_rank_does_not_disturb_messages(run: Run) -> None:
     run(_child_after_use)
 
 
@@ -816,7 +816,7 @@ def _storm(rank: int, rounds: int) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 0, 1, 1)], ids=str)
-def test_a_storm_of_messages(run: Run, hosts: tuple[int, ...]) -> None:
+def test_many_messages_at_once_arrive_in_order(run: Run, hosts: tuple[int, ...]) -> None:
     found = run(_storm, hosts, 60)
     assert all(carried["verbs"] > 20 for carried in found), found
     assert sum(carried["gloo"] for carried in found) == 0 or hosts == (0, 0, 1, 1), found
@@ -857,7 +857,7 @@ def _broken_nics(rank: int, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["unreachable", "dead", "broken"])
-def test_nics_that_fail(how: str) -> None:
+def test_failing_nics_fall_back_to_gloo(how: str) -> None:
     """Gloo takes over, with one warning; a connection that has broken is made anew."""
     found = run_ranks(_rank, 2, _broken_nics, (0, 1), (how,), [], 60.0, (), backend=None, env=LOW)
     for rank, lines in enumerate(found):
@@ -885,7 +885,7 @@ def _misfit(rank: int, where: str, bad: int) -> list[str]:
 
 
 @pytest.mark.parametrize("where", ["load", "expose", "offer", "accept", "connect", "transfer"])
-def test_an_error_that_is_none_of_verbs(where: str) -> None:
+def test_unexpected_error_falls_back_to_gloo_with_a_warning(where: str) -> None:
     """Gloo carries the messages, and a warning says why."""
     found = run_ranks(_rank, 2, _misfit, (0, 1), (where, 1), [], 60.0, (), backend=None, env=LOW)
     assert len(found[1]) == 1, found
@@ -904,7 +904,7 @@ def _little_memory(rank: int, short: int) -> None:
 
 
 @pytest.mark.parametrize("short", [0, 1])
-def test_memory_that_cannot_be_registered(short: int) -> None:
+def test_memory_that_cannot_be_registered_goes_over_gloo(short: int) -> None:
     """It goes over Gloo, and what can be registered does not."""
     run_ranks(_rank, 2, _little_memory, (0, 1), (short,), [], 60.0, (), backend=None, env=LOW)
 
@@ -924,7 +924,7 @@ def _cut(rank: int) -> float:
 
 
 @pytest.mark.verbs
-def test_a_cable_is_cut(run: Run, request: pytest.FixtureRequest) -> None:
+def test_messages_over_a_cut_link_end_in_time(run: Run, request: pytest.FixtureRequest) -> None:
     """The hosts still reach each other, by another network than that of the NICs."""
     if not CABLE.exists() or "pretended" in request.node.name:
         pytest.skip("only the guest has a cable that can be cut")
@@ -937,7 +937,7 @@ def test_a_cable_is_cut(run: Run, request: pytest.FixtureRequest) -> None:
 # Layouts ---------------------------------------------------------------------------------------------------------
 
 
-def test_letters() -> None:
+def test_control_messages_round_trip() -> None:
     announcement = SendHeader(7, 1 << 40, 5, b"where")
     assert SendHeader.unpack(announcement.pack()) == announcement
     assert len(announcement.pack()) == p2p_protocol.SEND_HEADER_BYTES
@@ -958,7 +958,7 @@ def test_letters() -> None:
     assert not p2p_protocol.fits(bytes(p2p_protocol.SEND_HEADER_BYTES))
 
 
-def test_tags_of_letters_are_apart() -> None:
+def test_control_message_tags_do_not_collide_with_user_tags() -> None:
     """From each other and from those of the stages of collectives, which begin at 2**30."""
     told = {p2p_protocol.announced(tag) for tag in (0, 1, p2p_protocol.MAX_TAG - 1)}
     talks = {p2p_protocol.talk(n, *pair) for n in (0, 1, p2p_protocol.MAX_EXCHANGES - 1) for pair in ((0, 1), (1, 0))}
@@ -968,7 +968,7 @@ def test_tags_of_letters_are_apart() -> None:
     assert max(talks) < 1 << 30
 
 
-def test_a_number_of_bytes_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_minimum_size_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_RDMA_MIN_BYTES", "many")
     with pytest.raises(ValueError, match="MONARCH_RDMA_MIN_BYTES='many'"):
         eligibility.least()
@@ -987,7 +987,7 @@ for where in sys.argv[1:]:
 """
 
 
-def test_rdma_is_not_imported_in_vain() -> None:
+def test_rdma_is_not_imported_without_nics() -> None:
     """Whoever has no NICs does not wait for it, or for what it opens, with the first group."""
     wheres = ["/proc/self nobody_has_this", "/nowhere os"]  # devices without a package, a package without devices
     done = subprocess.run([sys.executable, "-c", _GROUP, *wheres], capture_output=True, text=True, check=True)

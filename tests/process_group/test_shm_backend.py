@@ -139,7 +139,7 @@ def _disagree(rank: int) -> None:
     assert x.tolist() == [2.0, 2.0]
 
 
-def test_ranks_that_disagree_are_told_who_called_what() -> None:
+def test_ranks_with_different_calls_get_each_others_calls() -> None:
     run_ranks(_disagree, 2)
 
 
@@ -170,7 +170,7 @@ def _killed(rank: int, asynchronous: bool, n: int) -> float:
 
 @pytest.mark.parametrize("n", [2, 200_000])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_survivors_name_the_dead(asynchronous: bool, n: int) -> None:
+def test_survivors_name_the_dead_rank(asynchronous: bool, n: int) -> None:
     with pytest.raises(Exception, match="--- rank 1:\nthe rank died without an answer") as info:
         run_ranks(_killed, 3, asynchronous, n)
     assert "--- rank 0" not in str(info.value), str(info.value)
@@ -203,7 +203,7 @@ def _ended_in_between(rank: int) -> None:
     store.wait(["done/0", "done/1"], datetime.timedelta(seconds=30))
 
 
-def test_who_ended_between_two_operations_is_missed_in_the_next() -> None:
+def test_rank_that_ended_between_operations_fails_the_next() -> None:
     with pytest.raises(Exception, match="--- rank 2:\nthe rank died without an answer") as info:
         run_ranks(_ended_in_between, 3)
     assert "--- rank 0" not in str(info.value) and "--- rank 1" not in str(info.value), str(info.value)
@@ -222,7 +222,7 @@ def _late(rank: int) -> None:
             dist.all_reduce(torch.ones(2), group=group)
 
 
-def test_a_late_rank_is_named() -> None:
+def test_late_rank_is_named() -> None:
     run_ranks(_late, 2)
 
 
@@ -237,7 +237,7 @@ def _many_groups(rank: int) -> None:
     assert max(counts[10:]) <= max(counts[:10]), counts
 
 
-def test_group_after_group_uses_memory_again() -> None:
+def test_later_groups_reuse_the_memory() -> None:
     run_ranks(_many_groups, 2)
 
 
@@ -261,11 +261,11 @@ def _forked(rank: int) -> None:
     dist.all_reduce(torch.ones(2))
 
 
-def test_forked_children_keep_nothing() -> None:
+def test_forked_child_keeps_no_shared_memory() -> None:
     run_ranks(_forked, 2)
 
 
-def test_on_unless_switched_off() -> None:
+def test_shared_memory_is_on_unless_switched_off() -> None:
     assert run_ranks(_route, 2) == ["shm", "shm"]
     assert run_ranks(_route, 2, env={"MONARCH_SHM": "0"}) == ["gloo", "gloo"]
 
@@ -318,7 +318,7 @@ def _waits(rank: int, how: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("how", ["small", "large", "async", "recv"])
-def test_a_late_rank_costs_its_peers_no_processor(how: str) -> None:
+def test_waiting_for_a_late_rank_uses_no_cpu(how: str) -> None:
     used, took = run_ranks(_waits, 2, how)[0]
     assert took > 0.9
     assert used < 0.2 * took, f"{used:.3f} s of processor time in {took:.3f} s"
@@ -339,7 +339,7 @@ def _larger_than_the_arena(rank: int) -> None:
     assert x.eq(peer).all()
 
 
-def test_tensors_larger_than_the_arena() -> None:
+def test_tensors_larger_than_the_arena_are_reduced() -> None:
     run_ranks(_larger_than_the_arena, 2, env={"MONARCH_SHM_ARENA_BYTES": str(2 << 20)})
 
 
@@ -353,7 +353,7 @@ def _no_room(rank: int) -> list[str]:
     return routes
 
 
-def test_groups_for_which_there_is_no_room_take_gloo() -> None:
+def test_group_without_room_in_the_arena_takes_gloo() -> None:
     first, second = run_ranks(_no_room, 2, env={"MONARCH_SHM_ARENA_BYTES": str(2 << 20)})
     assert first == second
     assert first[0] == "shm"
@@ -376,7 +376,7 @@ def _stopped(rank: int, address: str, pids: Any) -> str:
     return str(info.value)
 
 
-def test_a_stopped_rank_is_late_and_named() -> None:
+def test_stopped_rank_is_named_at_the_timeout() -> None:
     pids: Any = multiprocessing.get_context("fork").SimpleQueue()
 
     def wake_up() -> None:
@@ -420,7 +420,7 @@ def _wakes_up_late(rank: int, address: str, pids: Any) -> str:
     return str(info.value)
 
 
-def test_a_rank_that_was_stopped_does_not_blame_others() -> None:
+def test_rank_that_was_stopped_does_not_name_others() -> None:
     pids: Any = multiprocessing.get_context("fork").SimpleQueue()
 
     def wake_up() -> None:

@@ -191,7 +191,7 @@ def _cut(rank: int, end: End) -> tuple[int, float]:
 
 
 @pytest.mark.verbs
-def test_a_cable_is_cut(run: Run, request: pytest.FixtureRequest) -> None:
+def test_messages_over_a_cut_link_end_in_time(run: Run, request: pytest.FixtureRequest) -> None:
     """The hosts still reach each other, by another network than that of the NICs: frames go there."""
     if not CABLE.exists() or "pretended" in request.node.name:
         pytest.skip("only the guest has a cable that can be cut")
