@@ -40,7 +40,7 @@ def test_group_creation_without_the_frame_is_empty() -> None:
     assert _c10d_internals.creation() == _c10d_internals.Creation(None, None, None)
 
 
-def test_names_read_at_creation_are_locals_of_torchs_helper() -> None:
+def test_group_creation_names_are_locals_of_torchs_helper() -> None:
     names = c10d._new_process_group_helper.__code__.co_varnames + c10d._new_process_group_helper.__code__.co_cellvars
     assert {"backend_config", "device_id", "split_from"} <= set(names)
 
