@@ -93,7 +93,7 @@ def diary(procs: ProcMesh) -> Iterator[ActorMesh]:
 # ---- the order of bodies
 
 
-def test_bodies_come_one_after_the_other(diary: ActorMesh) -> None:
+def test_async_endpoint_bodies_run_one_after_the_other(diary: ActorMesh) -> None:
     calls = [diary.in_turn.call_one(i, turns=5 - i % 5) for i in range(50)]
     for call in calls:
         call.get(PATIENCE)
@@ -102,7 +102,7 @@ def test_bodies_come_one_after_the_other(diary: ActorMesh) -> None:
     assert most == 1
 
 
-def test_concurrent_bodies_interleave_and_begin_in_order(diary: ActorMesh) -> None:
+def test_concurrent_bodies_interleave_and_start_in_order(diary: ActorMesh) -> None:
     calls = [diary.until_done.call_one(i) for i in range(50)]
     diary.finish.call_one().get(PATIENCE)
     assert [call.get(PATIENCE) for call in calls] == list(range(50))
@@ -111,7 +111,7 @@ def test_concurrent_bodies_interleave_and_begin_in_order(diary: ActorMesh) -> No
     assert sorted(lines[50:]) == sorted(f"{i} ends" for i in range(50))
 
 
-def test_both_kinds_in_one_actor(diary: ActorMesh) -> None:
+def test_one_actor_has_sequential_and_concurrent_endpoints(diary: ActorMesh) -> None:
     waiting = diary.until_done.call_one("long")
     diary.in_turn.call_one("a").get(PATIENCE)  # does not wait for the concurrent one
     assert not waiting.done()
@@ -124,7 +124,7 @@ def test_both_kinds_in_one_actor(diary: ActorMesh) -> None:
     assert most == 1  # of the sequential ones
 
 
-def test_many_concurrent_broadcasts(diary: ActorMesh) -> None:
+def test_many_concurrent_broadcasts_all_run(diary: ActorMesh) -> None:
     for i in range(200):
         diary.at_once_with_others.broadcast(i)
     ends: list[str] = []
@@ -252,12 +252,12 @@ def one(loops: ActorMesh) -> ActorMesh:
     return loops.slice(gpus=1)
 
 
-def test_uvloop_where_it_is(one: ActorMesh) -> None:
+def test_uvloop_is_used_where_installed(one: ActorMesh) -> None:
     expected = "uvloop" if importlib.util.find_spec("uvloop") else "asyncio.unix_events"
     assert one.kind.call_one().get(PATIENCE) == expected
 
 
-def test_without_uvloop() -> None:
+def test_asyncio_loop_is_used_without_uvloop() -> None:
     with this_host().spawn_procs({"gpus": 1}, bootstrap=hide_uvloop) as procs:
         plain = procs.spawn("loops", Loop)
         assert plain.kind.call_one().get(PATIENCE) == "asyncio.unix_events"
@@ -270,25 +270,25 @@ def hide_uvloop() -> None:
     sys.modules["uvloop"] = None  # type: ignore[assignment] # importing it fails
 
 
-def test_the_constructor_runs_on_the_loops_thread(loops: ActorMesh) -> None:
+def test_constructor_runs_on_the_thread_of_the_loop(loops: ActorMesh) -> None:
     assert list(loops.same_thread.call().get(PATIENCE).values()) == [True] * 3
 
 
-def test_the_context_goes_to_tasks_and_threads(loops: ActorMesh) -> None:
+def test_context_is_available_in_tasks_and_threads(loops: ActorMesh) -> None:
     assert list(loops.ranks.call().get(PATIENCE).values()) == [[("loops", rank)] * 3 for rank in range(3)]
     assert list(loops.slice(gpus=slice(1, 3)).ranks.call().get(PATIENCE).values()) == [
         [("loops", r)] * 3 for r in range(2)
     ]
 
 
-def test_a_task_goes_on_when_the_endpoint_has_returned(one: ActorMesh) -> None:
+def test_task_outlives_its_endpoint(one: ActorMesh) -> None:
     port, receiver = Channel.open()
     one.start_task.call_one(port).get(PATIENCE)
     assert [receiver.recv().get(PATIENCE) for _ in range(3)] == [0, 1, 2]
     receiver.close()
 
 
-def test_calls_from_a_loop(one: ActorMesh, procs: ProcMesh) -> None:
+def test_calls_from_an_actors_loop_can_be_awaited(one: ActorMesh, procs: ProcMesh) -> None:
     helpers = procs.spawn("helpers", Async)
     gates = procs.slice(gpus=2).spawn("gate", Gate)
     assert one.call_many.call_one(helpers, 300).get(PATIENCE) == list(range(300))
@@ -298,14 +298,14 @@ def test_calls_from_a_loop(one: ActorMesh, procs: ProcMesh) -> None:
         mesh.stop().get(PATIENCE)
 
 
-def test_get_in_an_actors_loop_warns(one: ActorMesh, procs: ProcMesh) -> None:
+def test_get_in_the_loop_of_an_actor_warns(one: ActorMesh, procs: ProcMesh) -> None:
     holding = procs.slice(gpus=2).spawn("holding", Holding)
     found = one.get_in_the_loop.call_one(holding).get(PATIENCE)
     assert found == ["RuntimeWarning: Future.get() blocks the running event loop: await the future instead"]
     holding.stop().get(PATIENCE)
 
 
-def test_a_loop_that_is_held_up_holds_up_nobody_else(procs: ProcMesh, tmp_path: Any) -> None:
+def test_blocked_loop_does_not_block_other_actors(procs: ProcMesh, tmp_path: Any) -> None:
     proc = procs.slice(gpus=0)
     held, beside, plain = proc.spawn("held", Loop), proc.spawn("beside", Async), proc.spawn("plain", Sync)
     port, receiver = Channel.open(once=True)
@@ -322,7 +322,7 @@ def test_a_loop_that_is_held_up_holds_up_nobody_else(procs: ProcMesh, tmp_path: 
         mesh.stop().get(PATIENCE)
 
 
-def test_errors_of_coroutines(one: ActorMesh) -> None:
+def test_error_of_a_coroutine_reaches_the_caller(one: ActorMesh) -> None:
     with pytest.raises(ActorError, match=r"(?s)loops\.fail raised on gpus 1.*LookupError: from a coroutine") as caught:
         one.fail.call_one().get(PATIENCE)
     assert isinstance(caught.value.__cause__, LookupError)
@@ -331,7 +331,7 @@ def test_errors_of_coroutines(one: ActorMesh) -> None:
     assert one.same_thread.call_one().get(PATIENCE)
 
 
-def test_a_cancelled_subtask_is_an_answer(one: ActorMesh) -> None:
+def test_cancelled_subtask_is_an_error_reply(one: ActorMesh) -> None:
     """Nobody has cancelled the call, so its caller must hear of something."""
     error = one.subtask_is_cancelled.call_one().exception(PATIENCE)
     assert error is not None
@@ -341,7 +341,7 @@ def test_a_cancelled_subtask_is_an_answer(one: ActorMesh) -> None:
 # ---- what a class must look like
 
 
-def test_one_kind_of_endpoint_per_actor(procs: ProcMesh) -> None:
+def test_sync_and_async_endpoints_in_one_class_are_refused(procs: ProcMesh) -> None:
     class Half(Actor):
         @endpoint
         def plain(self) -> None: ...
@@ -353,7 +353,7 @@ def test_one_kind_of_endpoint_per_actor(procs: ProcMesh) -> None:
         procs.spawn("half", Half)
 
 
-def test_generators_count_as_their_kind(procs: ProcMesh) -> None:
+def test_generator_endpoints_count_as_sync_or_async(procs: ProcMesh) -> None:
     class Half(Actor):
         @endpoint
         def plain(self) -> Iterator[int]:
@@ -367,8 +367,8 @@ def test_generators_count_as_their_kind(procs: ProcMesh) -> None:
         procs.spawn("half", Half)
 
 
-def test_concurrent_endpoints_are_async() -> None:
-    with pytest.raises(TypeError, match=r"@concurrent_endpoint needs an `async def` method"):
+def test_concurrent_endpoint_must_be_async() -> None:
+    with pytest.raises(TypeError, match=r"@concurrent_endpoint is for `async def`"):
 
         class Wrong(Actor):
             @concurrent_endpoint
@@ -376,7 +376,7 @@ def test_concurrent_endpoints_are_async() -> None:
 
 
 @pytest.mark.parametrize("name", ["slice", "stop", "size", "without", "initialized", "name"])
-def test_names_that_every_mesh_has(procs: ProcMesh, name: str) -> None:
+def test_endpoint_with_a_mesh_attribute_name_is_refused(procs: ProcMesh, name: str) -> None:
     def method(self: Any) -> None: ...
 
     cls = type("Clash", (Actor,), {name: endpoint(method)})
@@ -389,7 +389,7 @@ def test_names_that_every_mesh_has(procs: ProcMesh, name: str) -> None:
 # ---- a program that awaits
 
 
-def test_await_every_verb(procs: ProcMesh) -> None:
+def test_every_call_can_be_awaited(procs: ProcMesh) -> None:
     mesh = procs.spawn("async", Async)
 
     async def main() -> None:
@@ -413,7 +413,7 @@ def test_await_every_verb(procs: ProcMesh) -> None:
     asyncio.run(main())
 
 
-def test_gather_wait_and_as_completed(procs: ProcMesh) -> None:
+def test_gather_wait_and_as_completed_take_calls(procs: ProcMesh) -> None:
     mesh = procs.spawn("async", Async)
 
     async def main() -> None:
@@ -440,7 +440,7 @@ class _nothing:  # in place of asyncio.timeout, which Python 3.10 does not have
     async def __aexit__(self, *exc: object) -> None: ...
 
 
-def test_the_loop_goes_on_while_a_call_is_awaited(procs: ProcMesh) -> None:
+def test_loop_runs_while_a_call_is_awaited(procs: ProcMesh) -> None:
     gates = procs.slice(gpus=0).spawn("gate", Gate)
 
     async def main() -> int:
@@ -475,7 +475,7 @@ def test_get_in_the_main_loop_warns(procs: ProcMesh) -> None:
     asyncio.run(main())
 
 
-def test_loops_in_several_threads(procs: ProcMesh) -> None:
+def test_loops_in_several_threads_await_calls(procs: ProcMesh) -> None:
     mesh = procs.spawn("async", Async)
 
     async def main(name: int) -> list[Any]:
@@ -495,7 +495,7 @@ def test_loops_in_several_threads(procs: ProcMesh) -> None:
     mesh.stop().get(PATIENCE)
 
 
-def test_a_mesh_as_a_context() -> None:
+def test_mesh_is_an_async_context_manager() -> None:
     async def main() -> Any:
         async with this_host().spawn_procs({"gpus": 1}) as procs:
             return await procs.spawn("async", Async).echo.call_one("inside")
@@ -503,7 +503,7 @@ def test_a_mesh_as_a_context() -> None:
     assert asyncio.run(main()) == "inside"
 
 
-def test_context_variables_of_the_program_stay_there() -> None:
+def test_context_variables_of_the_program_are_not_sent() -> None:
     mine: contextvars.ContextVar[str] = contextvars.ContextVar("mine", default="default")
     mesh = this_proc().spawn("async", Async)
 
@@ -543,7 +543,7 @@ class Ending(Actor):
         self.port.send(f"cleanup {exc}")
 
 
-def test_concurrent_bodies_are_cancelled_before_the_cleanup(procs: ProcMesh) -> None:
+def test_concurrent_bodies_are_cancelled_before_cleanup(procs: ProcMesh) -> None:
     port, receiver = Channel.open()
     begun, has_begun = Channel.open()
     mesh = procs.slice(gpus=0).spawn("ending", Ending, port)

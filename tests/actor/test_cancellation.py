@@ -212,7 +212,7 @@ def is_cancelled(future: Future[Any], reason: str = "cancelled by the caller") -
 # ---- by state
 
 
-def test_cancel_while_it_waits_in_the_queue(one: ActorMesh) -> None:
+def test_cancel_of_a_queued_call_drops_it(one: ActorMesh) -> None:
     running_one = begin(one.run.call_one)
     port, receiver = Channel.open()
     before, waiting, after = one.echo.call_one(1), one.run.call_one(port, "never"), one.echo.call_one(2)
@@ -225,21 +225,21 @@ def test_cancel_while_it_waits_in_the_queue(one: ActorMesh) -> None:
     receiver.close()
 
 
-def test_cancel_while_it_runs(one: ActorMesh) -> None:
+def test_cancel_of_a_running_call_interrupts_it(one: ActorMesh) -> None:
     future = begin(one.run.call_one)
     assert future.cancel("no longer wanted")
     is_cancelled(future, "no longer wanted")
     assert seen(one) == ["run begins", "run ends"]
 
 
-def test_cancel_while_it_waits_for_another_call(one: ActorMesh, gate: ActorMesh) -> None:
+def test_cancel_of_a_call_that_waits_for_another_ends_both(one: ActorMesh, gate: ActorMesh) -> None:
     future = begin(one.wait_for.call_one, gate)
     assert future.cancel()
     is_cancelled(future)
     assert seen(one) == ["wait begins", "wait ends"]
 
 
-def test_awaiting_is_cancelled_down_the_line(procs: ProcMesh, gate: ActorMesh) -> None:
+def test_cancel_propagates_along_awaited_calls(procs: ProcMesh, gate: ActorMesh) -> None:
     middle = procs.slice(gpus=1).spawn("middle", AsyncBusy)
     future = begin(middle.wait_for.call_one, gate)
     until(lambda: gate.counts.call_one().get(PATIENCE) == (1, 1), "the gate holds the call")
@@ -259,21 +259,21 @@ def test_cancel_after_completion_is_false(one: ActorMesh) -> None:
     assert isinstance(failed.exception(), ActorError)
 
 
-def test_cancel_twice(one: ActorMesh) -> None:
+def test_second_cancel_returns_false(one: ActorMesh) -> None:
     future = begin(one.run.call_one)
     assert future.cancel()
     assert not future.cancel()
     assert seen(one) == ["run begins", "run ends"]
 
 
-def test_cancel_a_call_of_all_ranks(busy: ActorMesh) -> None:
+def test_cancel_of_a_broadcast_call_ends_it_on_all_ranks(busy: ActorMesh) -> None:
     future = begin(busy.run.call, ranks=2)
     assert future.cancel()
     is_cancelled(future)
     assert list(busy.take_seen.call().get(PATIENCE).values()) == [["run begins", "run ends"]] * 2
 
 
-def test_cancel_a_call_that_some_have_answered(busy: ActorMesh) -> None:
+def test_cancel_after_some_replies_ends_the_others(busy: ActorMesh) -> None:
     blocking = begin(busy.slice(gpus=1).run.call_one)
     future = busy.echo.call(5)
     assert busy.slice(gpus=0).echo.call_one(6).get(PATIENCE) == 6  # so rank 0 has answered the one before
@@ -283,7 +283,7 @@ def test_cancel_a_call_that_some_have_answered(busy: ActorMesh) -> None:
     assert list(busy.take_seen.call().get(PATIENCE).values()) == [[], ["run begins", "run ends"]]
 
 
-def test_cancel_a_chosen_call(busy: ActorMesh) -> None:
+def test_cancel_of_choose_ends_the_call(busy: ActorMesh) -> None:
     for _ in range(4):
         future = begin(busy.run.choose)
         assert future.cancel()
@@ -291,14 +291,14 @@ def test_cancel_a_chosen_call(busy: ActorMesh) -> None:
     assert sum(len(found) for found in busy.take_seen.call().get(PATIENCE).values()) == 8
 
 
-def test_cancel_a_stream(busy: ActorMesh) -> None:
+def test_cancel_of_a_stream_closes_the_generator(busy: ActorMesh) -> None:
     stream = begin(busy.run.stream, ranks=2)
     stream.cancel()
     assert list(stream) == []
     assert list(busy.take_seen.call().get(PATIENCE).values()) == [["run begins", "run ends"]] * 2
 
 
-def test_an_endpoint_that_goes_on_keeps_its_turn(one: ActorMesh, helper: ActorMesh) -> None:
+def test_endpoint_that_ignores_cancellation_keeps_its_turn(one: ActorMesh, helper: ActorMesh) -> None:
     future = begin(one.swallow.call_one, helper)
     after = one.note.call_one("next")
     future.cancel()
@@ -308,7 +308,7 @@ def test_an_endpoint_that_goes_on_keeps_its_turn(one: ActorMesh, helper: ActorMe
     is_cancelled(future)  # what it has returned after all changes nothing
 
 
-def test_an_endpoint_that_makes_another_error_of_it(one: ActorMesh) -> None:
+def test_endpoint_that_raises_another_error_on_cancellation(one: ActorMesh) -> None:
     future = begin(one.turn.call_one)
     future.cancel()
     is_cancelled(future)
@@ -338,7 +338,7 @@ class Interleaved(Actor):
         return self.seen
 
 
-def test_cancel_one_of_many_that_interleave(procs: ProcMesh) -> None:
+def test_cancel_of_one_concurrent_call_leaves_the_others(procs: ProcMesh) -> None:
     mesh = procs.slice(gpus=0).spawn("interleaved", Interleaved)
     futures = [begin(mesh.run.call_one, i) for i in range(5)]
     futures[1].cancel()
@@ -358,7 +358,7 @@ def has_ended(name: str, found: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("verb", ["call_one", "choose", "call"])
-def test_timeout_cancels_at_the_actor(busy: ActorMesh, verb: str) -> None:
+def test_timeout_cancels_the_call_at_the_actor(busy: ActorMesh, verb: str) -> None:
     port, receiver = Channel.open()
     mesh = busy if verb == "call" else busy.slice(gpus=0)
     future = getattr(mesh.run.options(timeout=0.05), verb)(port)
@@ -370,7 +370,7 @@ def test_timeout_cancels_at_the_actor(busy: ActorMesh, verb: str) -> None:
     receiver.close()
 
 
-def test_timeout_of_what_waits_for_another_call(one: ActorMesh, gate: ActorMesh) -> None:
+def test_timeout_of_a_call_that_waits_for_another(one: ActorMesh, gate: ActorMesh) -> None:
     port, receiver = Channel.open()
     with pytest.raises(TimeoutError, match="cancelled at the actor"):
         one.wait_for.options(timeout=0.05).call_one(port, gate).get(PATIENCE)
@@ -378,7 +378,7 @@ def test_timeout_of_what_waits_for_another_call(one: ActorMesh, gate: ActorMesh)
     receiver.close()
 
 
-def test_timeout_of_what_waits_in_the_queue(one: ActorMesh) -> None:
+def test_timeout_of_a_queued_call_drops_it(one: ActorMesh) -> None:
     blocking = begin(one.run.call_one)
     waiting = one.note.options(timeout=0.02).call_one("never")
     with pytest.raises(TimeoutError):
@@ -401,13 +401,13 @@ def test_timeout_of_a_stream_of_replies(busy: ActorMesh, verb: str) -> None:
     receiver.close()
 
 
-def test_timeout_leaves_what_is_in_time_alone(one: ActorMesh) -> None:
+def test_timeout_does_not_affect_calls_in_time(one: ActorMesh) -> None:
     quick = one.echo.options(timeout=PATIENCE)
     assert [quick.call_one(i).get(PATIENCE) for i in range(10)] == list(range(10))
     assert one.echo.call_one("without").get(PATIENCE) == "without"  # options make another endpoint
 
 
-def test_timeout_of_get_only_stops_waiting(one: ActorMesh) -> None:
+def test_timeout_of_get_does_not_cancel_the_call(one: ActorMesh) -> None:
     future = begin(one.run.call_one)
     with pytest.raises(TimeoutError, match=r"the call goes on, see Future\.cancel"):
         future.get(0.01)
@@ -419,7 +419,7 @@ def test_timeout_of_get_only_stops_waiting(one: ActorMesh) -> None:
 # ---- from asyncio
 
 
-def test_cancelling_a_task_cancels_at_the_actor(one: ActorMesh) -> None:
+def test_cancel_of_a_task_cancels_the_call_at_the_actor(one: ActorMesh) -> None:
     port, receiver = Channel.open()
 
     async def main() -> None:
@@ -437,7 +437,7 @@ def test_cancelling_a_task_cancels_at_the_actor(one: ActorMesh) -> None:
     receiver.close()
 
 
-def test_wait_for_cancels_at_the_actor(one: ActorMesh) -> None:
+def test_wait_for_timeout_cancels_the_call_at_the_actor(one: ActorMesh) -> None:
     port, receiver = Channel.open()
 
     async def main() -> None:
@@ -456,7 +456,7 @@ def test_wait_for_cancels_at_the_actor(one: ActorMesh) -> None:
 
 
 @pytest.mark.parametrize("how", ["run", "wait_for"])
-def test_messages_that_come_with_the_cancelling_are_all_taken(one: ActorMesh, gate: ActorMesh, how: str) -> None:
+def test_messages_during_cancellation_are_all_handled(one: ActorMesh, gate: ActorMesh, how: str) -> None:
     for turn in range(5):
         port, receiver = Channel.open()
         future = one.run.call_one(port) if how == "run" else one.wait_for.call_one(port, gate)
@@ -471,7 +471,7 @@ def test_messages_that_come_with_the_cancelling_are_all_taken(one: ActorMesh, ga
         assert seen(one)[-1] == turn
 
 
-def test_the_next_message_is_never_hit(one: ActorMesh) -> None:
+def test_cancellation_does_not_hit_the_next_message(one: ActorMesh) -> None:
     for i in range(300):
         given_up, next_one = one.echo.call_one(("cancelled", i)), one.note.call_one(i)
         given_up.cancel()
@@ -479,7 +479,7 @@ def test_the_next_message_is_never_hit(one: ActorMesh) -> None:
     assert seen(one) == list(range(300))
 
 
-def test_cancelled_messages_give_their_place_in_the_window_back(one: ActorMesh) -> None:
+def test_cancelled_messages_return_their_credit(one: ActorMesh) -> None:
     for _ in range(3):  # 2,700 messages, and a window of 1,024
         blocking = begin(one.run.call_one)
         waiting = [one.note.call_one(i) for i in range(900)]
@@ -564,14 +564,14 @@ def in_order_but_for(found: list[int], last: int, interrupted: list[int]) -> Non
     assert set(range(1, last + 1)) - set(found) <= set(interrupted)
 
 
-def test_a_sender_may_be_interrupted_anywhere_in_a_broadcast(flooding: tuple[ActorMesh, ActorMesh]) -> None:
+def test_interrupt_anywhere_in_a_broadcast_keeps_state_consistent(flooding: tuple[ActorMesh, ActorMesh]) -> None:
     source, to = flooding
     interrupt_often(source.note.call_one)
     assert source.still_well.call_one("well").get(PATIENCE) == "well"
     in_order_but_for(seen(to), *source.told.call_one().get(PATIENCE))
 
 
-def test_a_sender_may_be_interrupted_anywhere_in_a_port(flooding: tuple[ActorMesh, ActorMesh]) -> None:
+def test_interrupt_anywhere_in_a_port_send_keeps_state_consistent(flooding: tuple[ActorMesh, ActorMesh]) -> None:
     source, _ = flooding
     port, receiver = Channel.open()
     found: list[int] = []
@@ -590,7 +590,7 @@ def test_a_sender_may_be_interrupted_anywhere_in_a_port(flooding: tuple[ActorMes
     receiver.close()
 
 
-def test_a_caller_may_be_interrupted_anywhere_in_a_call(flooding: tuple[ActorMesh, ActorMesh]) -> None:
+def test_interrupt_anywhere_in_a_call_keeps_state_consistent(flooding: tuple[ActorMesh, ActorMesh]) -> None:
     source, _ = flooding
     interrupt_often(source.ask.call_one)
     assert [source.still_well.call_one(i).get(PATIENCE) for i in range(20)] == list(range(20))

@@ -96,7 +96,7 @@ def test_children_of_actors_find_functions_and_classes_of_the_program(how: str, 
 
 
 @pytest.mark.slow
-def test_children_of_actors_of_a_program_without_a_file_fail_as_its_own_do() -> None:
+def test_children_of_actors_without_a_main_file_fail_as_in_the_program() -> None:
     source = (
         SCRIPT
         + ACTORS

@@ -107,7 +107,7 @@ def told(owner: ActorMesh, count: int) -> list[tuple[str, tuple[int, ...], bool]
 
 
 @pytest.mark.parametrize("how", DEATHS)
-def test_everything_that_waits_for_a_dead_process_is_told_how_it_died(
+def test_death_of_a_process_fails_all_waits_with_its_cause(
     how: str, pair: ProcMesh, faults: Faults, tmp_path: Path
 ) -> None:
     victims = pair.spawn("victims", Victim)
@@ -149,7 +149,7 @@ def test_everything_that_waits_for_a_dead_process_is_told_how_it_died(
     assert isinstance(failure.mesh, ProcMesh) and failure.mesh.sizes == {"gpus": 2}
 
 
-def test_calls_after_a_death_are_not_sent_and_the_others_go_on(pair: ProcMesh, faults: Faults) -> None:
+def test_calls_to_a_dead_process_fail_and_others_continue(pair: ProcMesh, faults: Faults) -> None:
     victims = pair.spawn("victims", Victim)
     failed(victims.slice(gpus=1).end_process.call_one("SIGKILL"))
     faults.next()
@@ -174,7 +174,7 @@ def test_calls_after_a_death_are_not_sent_and_the_others_go_on(pair: ProcMesh, f
     assert more.echo.call_one(5).get(PATIENCE) == 5
 
 
-def test_actors_spawned_on_a_dead_process_are_dead(pair: ProcMesh, faults: Faults) -> None:
+def test_actors_spawned_on_a_dead_process_fail(pair: ProcMesh, faults: Faults) -> None:
     pair.initialized.get(PATIENCE)
     first = pair.spawn("first", Victim)
     failed(first.slice(gpus=1).end_process.call_one("SIGKILL"))
@@ -192,7 +192,7 @@ def test_actors_spawned_on_a_dead_process_are_dead(pair: ProcMesh, faults: Fault
     assert isinstance(pair.initialized.exception(PATIENCE), MeshFailure)
 
 
-def test_a_generator_s_values_come_until_its_process_dies(single: ProcMesh, faults: Faults) -> None:
+def test_generator_values_arrive_until_its_process_dies(single: ProcMesh, faults: Faults) -> None:
     """What has come is given, then the error; nothing twice, nothing left out."""
     victim = single.spawn("victim", Victim)
     pid = victim.pid.call_one().get(PATIENCE)
@@ -207,7 +207,7 @@ def test_a_generator_s_values_come_until_its_process_dies(single: ProcMesh, faul
     faults.next()
 
 
-def test_a_generator_whose_reader_has_died_is_closed(pair: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_generator_is_closed_when_its_reader_dies(pair: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     victims = pair.spawn("victims", Victim, str(log))
     reader, counter = victims.slice(gpus=0), victims.slice(gpus=1)
@@ -222,7 +222,7 @@ def test_a_generator_whose_reader_has_died_is_closed(pair: ProcMesh, faults: Fau
 
 
 @pytest.mark.parametrize("verb", ["call_one", "broadcast", "call"])
-def test_a_sender_that_is_held_up_is_let_go_by_a_death(verb: str, single: ProcMesh, faults: Faults) -> None:
+def test_blocked_sender_is_released_by_the_death_of_the_receiver(verb: str, single: ProcMesh, faults: Faults) -> None:
     """The receiver reads nothing, so the sender has to wait; then the receiver dies."""
     victim = single.spawn("victim", Victim)
     pid = victim.pid.call_one().get(PATIENCE)
@@ -254,7 +254,7 @@ def test_a_sender_that_is_held_up_is_let_go_by_a_death(verb: str, single: ProcMe
     faults.next()
 
 
-def test_a_port_whose_receiver_s_process_is_dead(pair: ProcMesh, faults: Faults) -> None:
+def test_send_to_a_port_of_a_dead_process_fails(pair: ProcMesh, faults: Faults) -> None:
     victims = pair.spawn("victims", Victim)
     port = victims.slice(gpus=1).open_port.call_one().get(PATIENCE)
     sender = victims.slice(gpus=0)
@@ -272,7 +272,7 @@ def test_a_port_whose_receiver_s_process_is_dead(pair: ProcMesh, faults: Faults)
     until(refused, "the sender is told")
 
 
-def test_a_death_is_noticed_at_once(faults: Faults) -> None:
+def test_death_is_detected_at_once(faults: Faults) -> None:
     times: list[float] = []
     while not times or (min(times) >= 0.1 and len(times) < 40):  # one is enough: the machine may be busy
         with this_host().spawn_procs({"gpus": 4}) as procs:
@@ -288,7 +288,7 @@ def test_a_death_is_noticed_at_once(faults: Faults) -> None:
     assert min(times) < 0.1, f"from SIGKILL to the error: {times}"
 
 
-def test_a_death_while_everything_comes_up(faults: Faults) -> None:
+def test_death_during_startup_fails_the_mesh(faults: Faults) -> None:
     """Killed before it has connected, before its actor is built."""
 
     def bootstrap() -> None:
@@ -304,7 +304,7 @@ def test_a_death_while_everything_comes_up(faults: Faults) -> None:
         assert "SIGKILL" in faults.next().report()
 
 
-def test_a_process_that_reads_nothing_is_reported_and_not_killed(
+def test_process_that_reads_nothing_is_logged_and_not_killed(
     single: ProcMesh, faults: Faults, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Stopped here; C code that keeps the interpreter's lock looks the same."""
@@ -320,7 +320,7 @@ def test_a_process_that_reads_nothing_is_reported_and_not_killed(
     assert future.get(PATIENCE) == "after all"
 
 
-def test_a_failing_bootstrap_is_a_death_whose_last_words_say_why(faults: Faults) -> None:
+def test_failing_bootstrap_is_a_death_with_its_output(faults: Faults) -> None:
     def bootstrap() -> None:
         raise RuntimeError("no accelerator here")
 
@@ -333,7 +333,7 @@ def test_a_failing_bootstrap_is_a_death_whose_last_words_say_why(faults: Faults)
     assert re.search(rf'File "{re.escape(__file__)}", line \d+, in bootstrap', report)
 
 
-def test_a_kill_for_want_of_memory_is_called_so(
+def test_out_of_memory_kill_is_reported_as_such(
     single: ProcMesh, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A SIGKILL for want of memory is reported as one; tests/processes/test_resource_limits.py has the detection."""
@@ -358,7 +358,7 @@ def test_a_kill_for_want_of_memory_is_called_so(
     assert "out of memory" in str(failed(victim.echo.call_one(2)))
 
 
-def test_an_inner_process_of_a_tree_dies_and_everyone_below_is_answered_for(
+def test_death_in_a_multicast_tree_fails_calls_below_it(
     faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large mesh is sent to down a tree, and here 20 are many: rank 0 passes the message on to ranks 8 to 15."""
@@ -388,7 +388,7 @@ def test_an_inner_process_of_a_tree_dies_and_everyone_below_is_answered_for(
         assert list(rest.all_notes.call().get(PATIENCE).values()) == [["all of us"]] * (count - 2)
 
 
-def test_actors_in_the_main_program_hear_of_a_death_too(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_death_reaches_actors_of_the_main_program(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     """A third party, in the process that owns the dead one."""
     victim = single.spawn("victim", Victim)
     witness = this_proc().spawn("witness", Victim)
@@ -403,7 +403,7 @@ def test_actors_in_the_main_program_hear_of_a_death_too(single: ProcMesh, faults
     witness.stop().get(PATIENCE)
 
 
-def test_third_parties_in_other_processes_hear_of_a_death(pair: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_death_reaches_third_parties_in_other_processes(pair: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     victims = pair.spawn("victims", Victim)
     witness, victim = victims.slice(gpus=0), victims.slice(gpus=1)
     pid = victim.pid.call_one().get(PATIENCE)
@@ -422,9 +422,7 @@ def test_third_parties_in_other_processes_hear_of_a_death(pair: ProcMesh, faults
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_third_party_waits_for_one_who_stands_still(
-    dies: bool, pair: ProcMesh, faults: Faults, tmp_path: Path
-) -> None:
+def test_third_party_waits_for_a_stopped_process(dies: bool, pair: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     """Its first contact: whoever does not answer that is not gone for it."""
     victims = pair.spawn("victims", Victim)
     witness, victim = victims.slice(gpus=0), victims.slice(gpus=1)
@@ -465,7 +463,7 @@ class BadText(Exception):
         raise RuntimeError("not even that")
 
 
-def test_an_exception_comes_to_the_caller_with_cause_and_traceback(lasting: ProcMesh) -> None:
+def test_exception_reaches_the_caller_with_cause_and_traceback(lasting: ProcMesh) -> None:
     victims = lasting.spawn("victims", Victim)
     one = victims.slice(gpus=1)
     one.note.broadcast("before")
@@ -494,7 +492,7 @@ def test_an_exception_comes_to_the_caller_with_cause_and_traceback(lasting: Proc
 
 
 @pytest.mark.parametrize("kind", [Victim, AsyncVictim])
-def test_exceptions_that_do_not_pickle_come_all_the_same(kind: type, lasting: ProcMesh) -> None:
+def test_unpicklable_exception_reaches_the_caller(kind: type, lasting: ProcMesh) -> None:
     class Local(ValueError):
         pass
 
@@ -527,14 +525,14 @@ def test_exceptions_that_do_not_pickle_come_all_the_same(kind: type, lasting: Pr
         actors.stop().get(PATIENCE)
 
 
-def test_causes_and_groups_come_too(lasting: ProcMesh) -> None:
+def test_causes_and_exception_groups_reach_the_caller(lasting: ProcMesh) -> None:
     one = lasting.spawn("victims", Victim).slice(gpus=0)
     error = one.raises_from.call_one(NeedsTwo, ("outer", 1)).exception(PATIENCE)
     assert isinstance(error.__cause__, NeedsTwo) and error.__cause__.number == 1
     assert isinstance(error.__cause__.__cause__, FileNotFoundError)
 
 
-def test_errors_that_look_like_something_else(lasting: ProcMesh) -> None:
+def test_exceptions_with_special_meaning_are_plain_errors_of_the_call(lasting: ProcMesh) -> None:
     """None of them is taken for the end of a generator, a late answer or the actor's death."""
     one = lasting.spawn("victims", Victim).slice(gpus=0)
     other = lasting.spawn("others", AsyncVictim).slice(gpus=0)
@@ -548,7 +546,7 @@ def test_errors_that_look_like_something_else(lasting: ProcMesh) -> None:
     assert one.echo.call_one(1).get(PATIENCE) == 1
 
 
-def test_an_error_that_went_through_two_actors_tells_of_both(lasting: ProcMesh) -> None:
+def test_error_through_two_actors_names_both(lasting: ProcMesh) -> None:
     class Relay(Victim):
         def plain(self, other: ActorMesh) -> None:
             other.raises.call_one(ValueError("far away")).get()
@@ -568,9 +566,7 @@ def test_an_error_that_went_through_two_actors_tells_of_both(lasting: ProcMesh) 
 
 
 @pytest.mark.parametrize("kind", [Victim, AsyncVictim])
-def test_an_exception_in_a_broadcast_kills_the_actor_and_not_its_process(
-    kind: type, lasting: ProcMesh, faults: Faults
-) -> None:
+def test_exception_in_a_broadcast_ends_the_actor_not_its_process(kind: type, lasting: ProcMesh, faults: Faults) -> None:
     doomed, others = lasting.spawn("doomed", kind), lasting.spawn("others", Victim)
     doomed.slice(gpus=1).raises.broadcast(ValueError("nobody waits for this"))
     failure = faults.next()
@@ -593,7 +589,7 @@ def test_an_exception_in_a_broadcast_kills_the_actor_and_not_its_process(
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit("odd")], ids=lambda e: type(e).__name__
 )
-def test_a_base_exception_kills_the_actor_also_in_a_call(
+def test_base_exception_in_a_call_ends_the_actor(
     error: BaseException, kind: type, lasting: ProcMesh, faults: Faults
 ) -> None:
     doomed = lasting.spawn("doomed", kind).slice(gpus=1)
@@ -607,21 +603,21 @@ def test_a_base_exception_kills_the_actor_also_in_a_call(
     assert other.echo.call_one(1).get(PATIENCE) == 1
 
 
-def test_sys_exit_in_an_endpoint_ends_its_actor(lasting: ProcMesh, faults: Faults) -> None:
+def test_sys_exit_in_an_endpoint_ends_the_actor(lasting: ProcMesh, faults: Faults) -> None:
     doomed = lasting.slice(gpus=0).spawn("doomed", Victim)
     failed(doomed.exits.call_one(5))
     assert "SystemExit: 5" in faults.next().report()
     assert lasting.spawn("next", Victim).slice(gpus=0).echo.call_one(1).get(PATIENCE) == 1
 
 
-def test_raising_instead_of_answering_through_a_port_kills_the_actor(lasting: ProcMesh, faults: Faults) -> None:
+def test_exception_in_an_explicit_port_endpoint_ends_the_actor(lasting: ProcMesh, faults: Faults) -> None:
     doomed = lasting.slice(gpus=0).spawn("doomed", Victim)
     error = failed(doomed.answers_by_raising.call_one())
     assert isinstance(error.__cause__, ValueError)
     assert "instead of an answer" in faults.next().report()
 
 
-def test_a_message_that_comes_while_an_actor_dies_is_answered(faults: Faults) -> None:
+def test_message_during_the_death_of_an_actor_fails(faults: Faults) -> None:
     """Also if it comes to the queue after the dying one has looked there for the last time."""
     victim = this_proc().spawn("victim", Victim)
     assert victim.echo.call_one(1).get(PATIENCE) == 1
@@ -639,7 +635,7 @@ def test_a_message_that_comes_while_an_actor_dies_is_answered(faults: Faults) ->
     assert "meanwhile" in faults.next().report()
 
 
-def test_a_cancelled_error_of_its_own_is_an_answer(lasting: ProcMesh, faults: Faults) -> None:
+def test_cancelled_error_raised_by_an_endpoint_is_a_reply(lasting: ProcMesh, faults: Faults) -> None:
     """Nobody has cancelled the call: it must not be taken for that, and its caller must not wait for ever."""
     actors = lasting.slice(gpus=0).spawn("actors", AsyncVictim)
     error = actors.cancels_itself.call_one().exception(PATIENCE)
@@ -650,7 +646,7 @@ def test_a_cancelled_error_of_its_own_is_an_answer(lasting: ProcMesh, faults: Fa
         assert actors.echo.call_one(1).get(PATIENCE) == 1
 
 
-def test_concurrent_calls_of_a_dying_async_actor_end(lasting: ProcMesh, faults: Faults) -> None:
+def test_concurrent_calls_of_a_failing_async_actor_end(lasting: ProcMesh, faults: Faults) -> None:
     actors = lasting.slice(gpus=0).spawn("actors", AsyncVictim)
     waiting = [begun(actors.wait.call_one) for _ in range(3)]
     actors.raises.broadcast(ValueError("all of it"))
@@ -660,7 +656,7 @@ def test_concurrent_calls_of_a_dying_async_actor_end(lasting: ProcMesh, faults: 
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
-def test_an_async_actor_s_process_dies(how: str, single: ProcMesh, faults: Faults) -> None:
+def test_death_of_the_process_of_an_async_actor_fails_its_calls(how: str, single: ProcMesh, faults: Faults) -> None:
     actors = single.spawn("actors", AsyncVictim)
     waiting = [begun(actors.wait.call_one) for _ in range(2)]
 
@@ -672,7 +668,7 @@ def test_an_async_actor_s_process_dies(how: str, single: ProcMesh, faults: Fault
     faults.next()
 
 
-def test_a_failing_constructor_is_a_failure_of_the_mesh(lasting: ProcMesh, faults: Faults) -> None:
+def test_failing_constructor_fails_the_mesh(lasting: ProcMesh, faults: Faults) -> None:
     mesh = lasting.spawn("stillborn", BadBirth, ValueError("not today"), (1,))
     future = mesh.slice(gpus=1).echo.call_one(1)
     with pytest.raises(MeshFailure, match="ValueError: not today") as told:
@@ -689,7 +685,7 @@ def test_a_failing_constructor_is_a_failure_of_the_mesh(lasting: ProcMesh, fault
 
 
 @pytest.mark.parametrize("error", [SystemExit(2), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
-def test_a_constructor_that_wants_to_leave_only_fails(error: BaseException, lasting: ProcMesh, faults: Faults) -> None:
+def test_sys_exit_in_a_constructor_fails_the_mesh(error: BaseException, lasting: ProcMesh, faults: Faults) -> None:
     mesh = lasting.slice(gpus=0).spawn("stillborn", BadBirth, error, (0,))
     assert type(error).__name__ in str(mesh.initialized.exception(PATIENCE))
     assert faults.next().ranks == (0,)
@@ -700,7 +696,7 @@ def test_a_constructor_that_wants_to_leave_only_fails(error: BaseException, last
 
 
 @pytest.mark.parametrize("kind", [Supervisor, SlowSupervisor])
-def test_a_supervisor_that_handles_keeps_everything_else_running(kind: type, single: ProcMesh, faults: Faults) -> None:
+def test_handled_failure_leaves_other_actors_running(kind: type, single: ProcMesh, faults: Faults) -> None:
     owner = single.spawn("owner", kind, True)
     nested = owner.spawn.call_one().get(PATIENCE)
     failed(nested.slice(nested=1).end_process.call_one("SIGKILL"))
@@ -718,7 +714,7 @@ def test_a_supervisor_that_handles_keeps_everything_else_running(kind: type, sin
 
 
 @pytest.mark.parametrize("kind", [Owner, Supervisor, SlowSupervisor])
-def test_what_is_not_handled_goes_to_the_owner_s_owner(kind: type, single: ProcMesh, faults: Faults) -> None:
+def test_unhandled_failure_goes_to_the_next_owner(kind: type, single: ProcMesh, faults: Faults) -> None:
     owner = single.spawn("owner", kind, *(() if kind is Owner else (False,)))
     nested = owner.spawn.call_one().get(PATIENCE)
     pids = nested.pid.call().get(PATIENCE)
@@ -739,9 +735,7 @@ def test_what_is_not_handled_goes_to_the_owner_s_owner(kind: type, single: ProcM
 
 
 @pytest.mark.parametrize("kind", [Supervisor, SlowSupervisor])
-def test_a_supervisor_that_raises_is_a_new_failure_after_the_first(
-    kind: type, single: ProcMesh, faults: Faults
-) -> None:
+def test_supervisor_that_raises_is_a_second_failure(kind: type, single: ProcMesh, faults: Faults) -> None:
     owner = single.spawn("owner", kind, ZeroDivisionError("in the handler"))
     nested = owner.spawn.call_one(1).get(PATIENCE)
     failed(nested.end_process.call_one("SIGKILL"))
@@ -755,7 +749,7 @@ def test_a_supervisor_that_raises_is_a_new_failure_after_the_first(
 
 
 @pytest.mark.parametrize("answer", [True, False, ZeroDivisionError("in the handler")], ids=str)
-def test_an_async_supervisor_is_asked_in_the_middle_of_a_message(answer: Any, single: ProcMesh, faults: Faults) -> None:
+def test_async_supervisor_runs_during_a_message(answer: Any, single: ProcMesh, faults: Faults) -> None:
     owner = single.spawn("owner", AsyncSupervisor, answer)
     nested = owner.spawn.call_one().get(PATIENCE)
     waiting = begun(owner.wait_until_asked.call_one)
@@ -770,9 +764,7 @@ def test_an_async_supervisor_is_asked_in_the_middle_of_a_message(answer: Any, si
     assert ("in the handler" in failure.report()) is (answer is not False)
 
 
-def test_an_owner_that_waits_for_the_dead_is_told_by_its_call_and_asked_afterwards(
-    single: ProcMesh, faults: Faults, tmp_path: Path
-) -> None:
+def test_owner_that_waits_gets_the_error_before_supervise(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     owner = single.spawn("owner", Supervisor, True)
     nested = owner.spawn.call_one(1).get(PATIENCE)
     pid = nested.pid.call_one().get(PATIENCE)
@@ -785,7 +777,7 @@ def test_an_owner_that_waits_for_the_dead_is_told_by_its_call_and_asked_afterwar
     assert told(owner, 1) == [("nested-procs", (0,), True)]
 
 
-def test_an_owner_that_nobody_asks_dies_though_it_waits(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_owner_without_supervise_fails_while_it_waits(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     owner = single.spawn("owner", Owner)
     nested = owner.spawn.call_one(2).get(PATIENCE)
     with gate(tmp_path) as (name, open_gate):
@@ -798,7 +790,7 @@ def test_an_owner_that_nobody_asks_dies_though_it_waits(single: ProcMesh, faults
         assert failed(owner.echo.call_one(1)).delivery == "not sent"
 
 
-def test_what_a_dead_actor_still_spawns_ends_too(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_mesh_spawned_by_a_failed_actor_ends(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     """Its message runs on after it has failed; what comes of it then must not stay for ever."""
     owner = single.spawn("owner", Owner)
     nested = owner.spawn.call_one(1).get(PATIENCE)
@@ -818,7 +810,7 @@ def test_what_a_dead_actor_still_spawns_ends_too(single: ProcMesh, faults: Fault
             pass  # it has gone already
 
 
-def test_the_owner_of_actors_in_processes_of_somebody_else(pair: ProcMesh, faults: Faults) -> None:
+def test_failure_reaches_the_owner_of_actors_on_foreign_processes(pair: ProcMesh, faults: Faults) -> None:
     """Both are told: who owns the processes, and who owns the actors."""
     owner = pair.slice(gpus=0).spawn("owner", Supervisor, True)
     actors = owner.spawn_on.call_one(pair.slice(gpus=1)).get(PATIENCE)
@@ -832,7 +824,7 @@ def test_the_owner_of_actors_in_processes_of_somebody_else(pair: ProcMesh, fault
     assert told(owner, 2)[1:] == [("nested", (0,), True)], "it hears of it, too, by its own link"
 
 
-def test_a_nested_mesh_dies_with_its_owner_s_process(single: ProcMesh, faults: Faults) -> None:
+def test_nested_mesh_ends_with_the_process_of_its_owner(single: ProcMesh, faults: Faults) -> None:
     owner = single.spawn("owner", Owner, "", 2)
     pids = owner.deepest.call_one().get(PATIENCE)
     assert len(set(pids)) == 3
@@ -845,7 +837,7 @@ def test_a_nested_mesh_dies_with_its_owner_s_process(single: ProcMesh, faults: F
     assert faults.next().deaths[0].pid == pids[0]
 
 
-def test_a_failure_three_levels_down_comes_with_its_root_cause(single: ProcMesh, faults: Faults) -> None:
+def test_failure_three_levels_down_has_its_root_cause(single: ProcMesh, faults: Faults) -> None:
     owner = single.spawn("owner", Owner, "", 2)
     pids = owner.deepest.call_one().get(PATIENCE)
     with Watch({str(pid): pid for pid in pids[1:]}) as watch:
@@ -861,7 +853,7 @@ def test_a_failure_three_levels_down_comes_with_its_root_cause(single: ProcMesh,
     assert str(pids[2]) in failure.report() and "SIGBUS" in failure.report()
 
 
-def test_a_reference_may_be_used_before_its_actors_are_built(single: ProcMesh, faults: Faults) -> None:
+def test_reference_can_be_used_before_its_actors_exist(single: ProcMesh, faults: Faults) -> None:
     """The caller's message may reach the new process before its owner's: it waits there."""
     owner = single.spawn("owner", Owner)
     for _ in range(5):
@@ -869,7 +861,7 @@ def test_a_reference_may_be_used_before_its_actors_are_built(single: ProcMesh, f
         assert list(nested.echo.call("hello").get(PATIENCE).values()) == ["hello", "hello"]
 
 
-def test_a_child_that_dies_while_its_owner_is_still_being_built(single: ProcMesh, faults: Faults) -> None:
+def test_child_death_during_the_constructor_of_its_owner(single: ProcMesh, faults: Faults) -> None:
     class Hasty(Owner):
         def __init__(self) -> None:
             super().__init__()
@@ -886,7 +878,7 @@ def test_a_child_that_dies_while_its_owner_is_still_being_built(single: ProcMesh
     assert failed(owner.echo.call_one(1)).delivery == "not sent"
 
 
-def test_a_second_failure_while_the_first_is_handled(single: ProcMesh, faults: Faults) -> None:
+def test_second_failure_during_handling_is_handled_next(single: ProcMesh, faults: Faults) -> None:
     """The handler kills the other rank, and is asked about that one next."""
 
     class Clumsy(Supervisor):
@@ -904,7 +896,7 @@ def test_a_second_failure_while_the_first_is_handled(single: ProcMesh, faults: F
     faults.none()
 
 
-def test_the_one_named_actor_is_built_again_after_its_death(faults: Faults) -> None:
+def test_named_actor_is_created_again_after_its_death(faults: Faults) -> None:
     first = get_or_spawn_controller("registry", Victim).get(PATIENCE)
     first.note.call_one("before").get(PATIENCE)
     first.raises.broadcast(ValueError("the end"))
@@ -915,7 +907,7 @@ def test_the_one_named_actor_is_built_again_after_its_death(faults: Faults) -> N
     second.stop().get(PATIENCE)
 
 
-def test_many_ranks_that_die_at_once_are_all_told(faults: Faults) -> None:
+def test_simultaneous_deaths_are_all_reported(faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": 6}) as procs:
         victims = procs.spawn("victims", Victim)
         futures = list(victims.end_process.stream("SIGKILL"))
@@ -929,7 +921,7 @@ def test_many_ranks_that_die_at_once_are_all_told(faults: Faults) -> None:
 
 @pytest.mark.parametrize("end", ["stop", "failure"])
 @pytest.mark.parametrize("where", ["spawn", "spawn_here"])
-def test_what_an_actor_owns_cleans_up_before_it(
+def test_owned_actors_clean_up_before_their_owner(
     where: str, end: str, single: ProcMesh, faults: Faults, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -948,7 +940,7 @@ def test_what_an_actor_owns_cleans_up_before_it(
         assert said == [*["nested: cleanup NoneType"] * len(nested), "owner: cleanup NoneType"]
 
 
-def test_cleanup_is_given_the_failure(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_cleanup_gets_the_failure(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     doomed = lasting.slice(gpus=0).spawn("doomed", Victim, str(log))
     doomed.raises.broadcast(ValueError("the end"))
@@ -958,7 +950,7 @@ def test_cleanup_is_given_the_failure(lasting: ProcMesh, faults: Faults, tmp_pat
     assert lines(log) == ["victim: cleanup ValueError", "async: cleanup NoneType"]
 
 
-def test_a_cleanup_that_raises_holds_nothing_up(capfd: pytest.CaptureFixture[str], faults: Faults) -> None:
+def test_cleanup_that_raises_does_not_delay_the_end(capfd: pytest.CaptureFixture[str], faults: Faults) -> None:
     class Sore(Victim):
         def __cleanup__(self, exc: BaseException | None) -> None:
             raise ValueError("can't clean up")
@@ -972,7 +964,7 @@ def test_a_cleanup_that_raises_holds_nothing_up(capfd: pytest.CaptureFixture[str
     assert "__cleanup__ of sore failed" in err and "ValueError: can't clean up" in err
 
 
-def test_a_cleanup_that_never_ends_is_not_waited_for(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_cleanup_is_not_waited_for(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
 
     class Endless(Victim):
@@ -996,7 +988,7 @@ def test_a_cleanup_that_never_ends_is_not_waited_for(faults: Faults, monkeypatch
 
 @pytest.mark.parametrize("how", ["stop", "abort", "kill"])
 @pytest.mark.parametrize("state", ["at once", "idle", "twice", "after death", "from two threads"])
-def test_processes_end_in_every_state(how: str, state: str, faults: Faults) -> None:
+def test_process_in_every_state_can_be_ended(how: str, state: str, faults: Faults) -> None:
     procs = this_host().spawn_procs({"gpus": 2}, name="ending")
     end = getattr(procs, how)
     if state == "at once":
@@ -1030,7 +1022,7 @@ def test_processes_end_in_every_state(how: str, state: str, faults: Faults) -> N
 
 
 @pytest.mark.parametrize("how", ["stop", "abort", "kill"])
-def test_who_waits_for_a_mesh_that_is_stopped_is_told(how: str, faults: Faults) -> None:
+def test_stop_of_a_process_mesh_fails_waiting_calls(how: str, faults: Faults) -> None:
     procs = this_host().spawn_procs({"gpus": 2})
     victims = procs.spawn("victims", Victim)
     waiting = [procs.initialized, victims.initialized]
@@ -1043,7 +1035,7 @@ def test_who_waits_for_a_mesh_that_is_stopped_is_told(how: str, faults: Faults) 
         assert isinstance(call.exception(), SupervisionError) and "too early" in str(call.exception())
 
 
-def test_who_waits_for_actors_that_are_stopped_is_told(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_stop_of_actors_fails_waiting_calls(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     with gate(tmp_path) as (name, open_gate):
         slow = lasting.slice(gpus=0).spawn("slow", SlowToBuild, name)
         waiting = slow.initialized
@@ -1055,7 +1047,7 @@ def test_who_waits_for_actors_that_are_stopped_is_told(lasting: ProcMesh, faults
             assert error is None or (isinstance(error, MeshFailure) and "too early" in str(error))
 
 
-def test_stop_lets_actors_finish_what_they_have(faults: Faults, tmp_path: Path) -> None:
+def test_stop_lets_actors_finish_queued_messages(faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     procs = this_host().spawn_procs({"gpus": 1})
     victim = procs.spawn("victim", Victim, str(log))
@@ -1072,7 +1064,7 @@ def test_stop_lets_actors_finish_what_they_have(faults: Faults, tmp_path: Path) 
     assert lines(log) == ["victim: waited", "victim: the last", "victim: cleanup NoneType"]
 
 
-def test_stop_lets_processes_that_come_up_finish_what_they_have(faults: Faults, tmp_path: Path) -> None:
+def test_stop_lets_starting_processes_finish_queued_messages(faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with this_host().spawn_procs({"gpus": 1}) as procs:
         victim = procs.spawn("victim", Victim, str(log))
@@ -1082,7 +1074,7 @@ def test_stop_lets_processes_that_come_up_finish_what_they_have(faults: Faults, 
     assert lines(log) == ["victim: nobody has waited for it", "victim: cleanup NoneType"]
 
 
-def test_a_word_that_comes_while_a_process_connects_is_heard(faults: Faults) -> None:
+def test_message_during_connection_is_received(faults: Faults) -> None:
     """Its other thread reads already, and may be faster than the one that connects: the first word may be the last."""
 
     def read_first() -> None:
@@ -1111,7 +1103,7 @@ def test_a_word_that_comes_while_a_process_connects_is_heard(faults: Faults) -> 
     procs.stop().get(PATIENCE)
 
 
-def test_abort_lets_only_the_running_message_finish(faults: Faults, tmp_path: Path) -> None:
+def test_abort_lets_only_the_running_message_end(faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     procs = this_host().spawn_procs({"gpus": 1})
     victim, other = procs.spawn("victim", Victim, str(log)), procs.spawn("other", Victim)
@@ -1129,7 +1121,7 @@ def test_abort_lets_only_the_running_message_finish(faults: Faults, tmp_path: Pa
     assert "victim: never" not in lines(log)
 
 
-def test_kill_waits_for_nothing(faults: Faults, tmp_path: Path) -> None:
+def test_kill_does_not_wait(faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     procs = this_host().spawn_procs({"gpus": 1})
     victim = procs.spawn("victim", Victim, str(log))
@@ -1142,7 +1134,7 @@ def test_kill_waits_for_nothing(faults: Faults, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["stop", "abort"])
-def test_who_does_not_listen_is_killed(
+def test_process_that_ignores_stop_is_killed(
     how: str, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
@@ -1155,7 +1147,7 @@ def test_who_does_not_listen_is_killed(
         assert failed(running).delivery == "unknown"
 
 
-def test_who_works_is_waited_for_and_named(faults: Faults, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_busy_process_is_waited_for_and_named(faults: Faults, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     procs = this_host().spawn_procs({"gpus": 1}, name="patient")
     victim = procs.spawn("victim", Victim)
     with gate(tmp_path) as (name, open_gate):
@@ -1171,7 +1163,7 @@ def test_who_works_is_waited_for_and_named(faults: Faults, tmp_path: Path, caplo
     stopping.get(PATIENCE)
 
 
-def test_who_works_where_another_one_has_died_is_killed(
+def test_busy_process_of_a_failed_mesh_is_killed(
     faults: Faults, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In a collective with it, perhaps: that would not end."""
@@ -1191,14 +1183,14 @@ def test_who_works_where_another_one_has_died_is_killed(
     assert "it is still at work, and another process of its mesh has died" in caplog.text
 
 
-def test_who_does_not_read_is_killed_by_a_stop(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_process_is_killed_by_stop(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
     procs = this_host().spawn_procs({"gpus": 1})
     os.kill(procs.spawn("victim", Victim).pid.call_one().get(PATIENCE), signal.SIGSTOP)
     procs.stop().get(PATIENCE)
 
 
-def test_a_cleanup_that_hangs_is_given_up(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_cleanup_is_abandoned(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     class Hangs(Victim):
         def __cleanup__(self, exc: BaseException | None) -> None:
             time.sleep(3 * PATIENCE)
@@ -1215,7 +1207,7 @@ def test_a_cleanup_that_hangs_is_given_up(faults: Faults, monkeypatch: pytest.Mo
     procs.stop().get(PATIENCE)
 
 
-def test_a_death_during_a_stop_ends_it(faults: Faults, tmp_path: Path) -> None:
+def test_death_during_a_stop_ends_the_stop(faults: Faults, tmp_path: Path) -> None:
     """What has been told to stop and dies otherwise has stopped: nobody is told of a failure."""
     procs = this_host().spawn_procs({"gpus": 2}, restart=Restart(backoff=0.0))
     victims = procs.spawn("victims", Victim)
@@ -1229,7 +1221,7 @@ def test_a_death_during_a_stop_ends_it(faults: Faults, tmp_path: Path) -> None:
     faults.none()
 
 
-def test_kill_after_a_stop_that_takes_too_long(faults: Faults, tmp_path: Path) -> None:
+def test_kill_ends_a_long_stop(faults: Faults, tmp_path: Path) -> None:
     procs = this_host().spawn_procs({"gpus": 1})
     victim = procs.spawn("victim", Victim)
     with gate(tmp_path) as (name, _):
@@ -1242,7 +1234,7 @@ def test_kill_after_a_stop_that_takes_too_long(faults: Faults, tmp_path: Path) -
 
 @pytest.mark.parametrize("how", ["stop", "abort"])
 @pytest.mark.parametrize("state", ["at once", "idle", "twice", "after death"])
-def test_actors_end_in_every_state_and_their_processes_stay(
+def test_actors_in_every_state_end_and_their_processes_stay(
     how: str, state: str, lasting: ProcMesh, faults: Faults
 ) -> None:
     victims, others = lasting.spawn("victims", Victim), lasting.spawn("others", Victim)
@@ -1261,7 +1253,7 @@ def test_actors_end_in_every_state_and_their_processes_stay(
     faults.none()
 
 
-def test_stop_and_abort_of_busy_actors(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_stop_and_abort_of_busy_actors_end_them(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     other = lasting.slice(gpus=0).spawn("other", Victim)
     for how, answered in (("stop", True), ("abort", False)):
         log = tmp_path / how
@@ -1282,7 +1274,7 @@ def test_stop_and_abort_of_busy_actors(lasting: ProcMesh, faults: Faults, tmp_pa
         assert lines(log)[-1].startswith("victim: cleanup")
 
 
-def test_an_actor_stops_itself(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_actor_can_stop_itself(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     victim = lasting.slice(gpus=0).spawn("victim", Victim, str(log))
     last = victim.end_itself.call_one("stop", "done here")
@@ -1294,7 +1286,7 @@ def test_an_actor_stops_itself(lasting: ProcMesh, faults: Faults, tmp_path: Path
     faults.none()
 
 
-def test_an_actor_aborts_itself(lasting: ProcMesh, faults: Faults) -> None:
+def test_actor_can_abort_itself(lasting: ProcMesh, faults: Faults) -> None:
     victim = lasting.slice(gpus=0).spawn("victim", Victim)
     assert victim.end_itself.call_one("abort", "no use").get(PATIENCE) == "the rest of the message"
     failure = faults.next()
@@ -1302,7 +1294,7 @@ def test_an_actor_aborts_itself(lasting: ProcMesh, faults: Faults) -> None:
     assert "no use" in str(failed(victim.echo.call_one(1)))
 
 
-def test_an_actor_kills_its_process(single: ProcMesh, faults: Faults) -> None:
+def test_actor_can_kill_its_process(single: ProcMesh, faults: Faults) -> None:
     victim = single.spawn("victim", Victim)
     error = failed(victim.end_itself.call_one("kill", "at once"))
     assert error.signal == signal.SIGKILL
@@ -1341,7 +1333,7 @@ def test_public_errors_pickle() -> None:
     assert str(pickle.loads(pickle.dumps(failure)).__cause__) == "the root"
 
 
-def test_a_report_is_bounded() -> None:
+def test_report_has_a_bounded_length() -> None:
     """A thousand dead ranks are not a thousand lines."""
     one = harm_death(0)
     failure = MeshFailure("large", [replace(one, rank=rank, where=f"gpus {rank}") for rank in range(1000)])
