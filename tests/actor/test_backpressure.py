@@ -112,7 +112,7 @@ FULL = "monarch: no room in shared memory"
 # ---- the sender waits
 
 
-def test_a_slow_actor_holds_its_sender_up(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_slow_actor_blocks_its_sender(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
     one = recorders.slice(gpus=1)
     payload = b"x" * 20_000  # too large for the ring itself
     with gate(tmp_path) as (name, open_gate):
@@ -137,7 +137,7 @@ def small_places() -> None:
 
 
 @pytest.mark.usefixtures("procs")  # the first processes of all leave something behind
-def test_large_messages_take_more_of_the_window(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_messages_take_more_credit(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "BYTES_PER_CREDIT", 4096)
     payload, n = b"x" * (64 << 10), 200
     with running({"gpus": 2}, bootstrap=small_places) as procs, gate(tmp_path) as (name, open_gate):
@@ -152,7 +152,7 @@ def test_large_messages_take_more_of_the_window(tmp_path: Path, said: Said, monk
         assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(n))}
 
 
-def test_a_stopped_process_leaves_shared_memory_to_the_others(recorders: ActorMesh, said: Said) -> None:
+def test_stopped_process_leaves_memory_for_others(recorders: ActorMesh, said: Said) -> None:
     one, other = recorders.slice(gpus=1), recorders.slice(gpus=0)
     payload = bytes(MAX_UNREAD_BYTES // 4 - 4096)
     pid = pid_of(one)
@@ -188,7 +188,7 @@ def stopped(recorders: ActorMesh) -> Iterator[ActorMesh]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_others_of_a_tree_do_not_wait_for_one_that_is_stopped(
+def test_multicast_does_not_wait_for_a_stopped_process(
     recorders: ActorMesh, stopped: ActorMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "MAX_DIRECT_RECEIVERS", 1)
@@ -200,7 +200,7 @@ def test_others_of_a_tree_do_not_wait_for_one_that_is_stopped(
     assert stopped.by_sender.call_one().get(PATIENCE) == {"main": [0, 100, 20_000]}
 
 
-def test_an_actor_waits_for_another_one_of_its_own_mesh(recorders: ActorMesh, said: Said) -> None:
+def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, said: Said) -> None:
     """Who waits for memory does not wait for its own queue, though it is sent to as well."""
     first, one = recorders.slice(gpus=0), recorders.slice(gpus=1)
     first.large.call_one(recorders, "first", 1, 10).get(PATIENCE)
@@ -223,7 +223,7 @@ def test_an_actor_waits_for_another_one_of_its_own_mesh(recorders: ActorMesh, sa
         assert mesh.by_sender.call_one().get(PATIENCE) == {"first": [*range(6)]}
 
 
-def test_ctrl_c_ends_waiting_for_memory(stopped: ActorMesh, said: Said) -> None:
+def test_ctrl_c_ends_a_wait_for_memory(stopped: ActorMesh, said: Said) -> None:
     pid, struck, ended = pid_of(stopped), [], threading.Event()
     ours = f"{FULL} for a message to gpus 1 of"  # and not what the worker of another test has said
 
@@ -250,7 +250,7 @@ def test_ctrl_c_ends_waiting_for_memory(stopped: ActorMesh, said: Said) -> None:
     assert stopped.by_sender.call_one().get(PATIENCE) == {"main": [0, 2]}
 
 
-def test_the_slowest_of_many_holds_the_sender_up(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_slowest_receiver_blocks_the_sender(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
     with gate(tmp_path) as (name, open_gate):
         hold(recorders.slice(gpus=2), name)
         sender = Sender(lambda i: recorders.note.broadcast("main", i), 3 * CREDIT_WINDOW)
@@ -260,7 +260,7 @@ def test_the_slowest_of_many_holds_the_sender_up(recorders: ActorMesh, tmp_path:
     assert list(recorders.by_sender.call().get(PATIENCE).values()) == [{"main": list(range(3 * CREDIT_WINDOW))}] * 3
 
 
-def test_calls_are_held_up_as_well(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_full_window_blocks_calls(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
     one = recorders.slice(gpus=0)
     futures: list[Any] = []
     with gate(tmp_path) as (name, open_gate):
@@ -285,7 +285,7 @@ def test_many_senders_share_the_window(recorders: ActorMesh, tmp_path: Path, sai
     assert one.by_sender.call_one().get(PATIENCE) == {t: list(range(CREDIT_WINDOW)) for t in range(3)}
 
 
-def test_an_actor_that_sends_is_held_up(recorders: ActorMesh, procs: ProcMesh, tmp_path: Path) -> None:
+def test_full_window_blocks_a_sending_actor(recorders: ActorMesh, procs: ProcMesh, tmp_path: Path) -> None:
     one, source = recorders.slice(gpus=1), procs.slice(gpus=0).spawn("source", Recorder)
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
@@ -309,7 +309,7 @@ def test_an_actor_that_sends_is_held_up(recorders: ActorMesh, procs: ProcMesh, t
         mesh.stop().get(PATIENCE)
 
 
-def test_a_port_that_is_not_read_holds_its_sender_up(recorders: ActorMesh) -> None:
+def test_unread_port_blocks_its_sender(recorders: ActorMesh) -> None:
     port, receiver = Channel.open()
     n = 3 * CREDIT_WINDOW
     filled = recorders.slice(gpus=0).fill.call_one(port, "actor", n)
@@ -322,7 +322,7 @@ def test_a_port_that_is_not_read_holds_its_sender_up(recorders: ActorMesh) -> No
     receiver.close()
 
 
-def test_without_the_variable_nothing_is_said(
+def test_blocked_sender_logs_nothing_without_debug(
     recorders: ActorMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MONARCH_DEBUG", raising=False)
@@ -340,7 +340,7 @@ def test_without_the_variable_nothing_is_said(
 # ---- who waits does not wait for ever
 
 
-def test_a_sender_that_waits_hears_of_the_death_of_its_receiver(faults: Faults, tmp_path: Path, said: Said) -> None:
+def test_blocked_sender_gets_the_death_of_its_receiver(faults: Faults, tmp_path: Path, said: Said) -> None:
     with this_host().spawn_procs({"gpus": 1}, name="doomed") as procs:
         one = procs.spawn("recorders", Recorder)
         port, receiver = Channel.open(once=True)
@@ -356,7 +356,7 @@ def test_a_sender_that_waits_hears_of_the_death_of_its_receiver(faults: Faults, 
         assert faults.next().mesh_name == "doomed"
 
 
-def test_closing_a_port_lets_its_senders_go_on(recorders: ActorMesh) -> None:
+def test_closed_port_releases_its_senders(recorders: ActorMesh) -> None:
     one = recorders.slice(gpus=0)
     for _ in range(3):
         port, receiver = Channel.open()
@@ -370,7 +370,7 @@ def test_closing_a_port_lets_its_senders_go_on(recorders: ActorMesh) -> None:
     receiver.close()
 
 
-def test_a_receiver_that_nobody_holds_lets_its_senders_go_on(recorders: ActorMesh) -> None:
+def test_collected_receiver_releases_its_senders(recorders: ActorMesh) -> None:
     one = recorders.slice(gpus=0)
     port, receiver = Channel.open()
     filled = one.fill.call_one(port, "actor", 2 * CREDIT_WINDOW)
@@ -380,7 +380,7 @@ def test_a_receiver_that_nobody_holds_lets_its_senders_go_on(recorders: ActorMes
     filled.get(PATIENCE)
 
 
-def test_polling_with_a_timeout_loses_nothing(recorders: ActorMesh, tmp_path: Path) -> None:
+def test_polling_with_a_timeout_loses_no_value(recorders: ActorMesh, tmp_path: Path) -> None:
     one = recorders.slice(gpus=0)
     port, receiver = Channel.open()
     with gate(tmp_path) as (name, open_gate):
@@ -395,7 +395,7 @@ def test_polling_with_a_timeout_loses_nothing(recorders: ActorMesh, tmp_path: Pa
     receiver.close()
 
 
-def test_a_receiver_that_nobody_holds_has_the_value_that_is_waited_for(recorders: ActorMesh) -> None:
+def test_unreferenced_receiver_delivers_an_awaited_value(recorders: ActorMesh) -> None:
     port, receiver = Channel.open()
     came = threading.Event()
     receiver.recv().add_done_callback(lambda _: came.set())
@@ -429,7 +429,7 @@ class Neighbour(Actor):
         return seen
 
 
-def test_neighbours_of_one_process(procs: ProcMesh) -> None:
+def test_flood_between_actors_of_one_process_arrives_in_order(procs: ProcMesh) -> None:
     proc = procs.slice(gpus=0)
     source, sink = proc.spawn("source", Neighbour), proc.spawn("sink", Neighbour)
     source.flood.call_one(sink, FLOOD).get(PATIENCE)
@@ -438,7 +438,7 @@ def test_neighbours_of_one_process(procs: ProcMesh) -> None:
         mesh.stop().get(PATIENCE)
 
 
-def test_the_main_program_and_an_actor_of_its_process() -> None:
+def test_flood_between_program_and_actor_of_its_process_arrives() -> None:
     mesh = this_proc().spawn("local", Sync)
     for i in range(FLOOD):
         mesh.note.broadcast(i)
@@ -446,7 +446,7 @@ def test_the_main_program_and_an_actor_of_its_process() -> None:
     mesh.stop().get(PATIENCE)
 
 
-def test_an_actor_that_floods_itself_is_told(procs: ProcMesh) -> None:
+def test_actor_that_floods_itself_gets_an_error(procs: ProcMesh) -> None:
     mesh = procs.slice(gpus=0).spawn("me", Neighbour)
     with pytest.raises(ActorError, match="me has sent so many messages to itself that the queue is full"):
         mesh.flood.call_one(mesh, CREDIT_WINDOW + 1).get(PATIENCE)
@@ -487,7 +487,7 @@ class Peer(Actor):
 
 
 @pytest.mark.parametrize("places", [(0, 1), (0, 0), (0, 1, 2), (2, 1, 2, 0)], ids=str)
-def test_cycles_of_async_actors(procs: ProcMesh, places: tuple[int, ...]) -> None:
+def test_cycle_of_async_actors_does_not_deadlock(procs: ProcMesh, places: tuple[int, ...]) -> None:
     ring = [procs.slice(gpus=place).spawn(f"peer {i}", Peer) for i, place in enumerate(places)]
     calls = [peer.down.call_one(ring, 40) for peer in ring for _ in range(5)]
     assert [call.get(PATIENCE) for call in calls] == [40] * len(calls)
@@ -496,7 +496,7 @@ def test_cycles_of_async_actors(procs: ProcMesh, places: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("way", ["ask_often", "ask_in_turn"])
-def test_two_async_actors_that_ask_each_other(procs: ProcMesh, way: str) -> None:
+def test_two_async_actors_that_call_each_other_do_not_deadlock(procs: ProcMesh, way: str) -> None:
     first, second = (procs.slice(gpus=place).spawn(f"peer {place}", Peer) for place in (0, 1))
     n = CREDIT_WINDOW // 4
     calls = [getattr(one, way).call_one(other, n) for one, other in ((first, second), (second, first))]
@@ -516,7 +516,7 @@ class Asker(Actor):
 
 
 @pytest.mark.parametrize("way", ["ask", "ask_at_once"])
-def test_two_processes_that_ask_each_other(procs: ProcMesh, recorders: ActorMesh, way: str) -> None:
+def test_two_processes_that_call_each_other_do_not_deadlock(procs: ProcMesh, recorders: ActorMesh, way: str) -> None:
     """In each process one actor asks, and another one answers, all at the same time."""
     askers = procs.spawn("askers", Asker)
     n = 2 * CREDIT_WINDOW + 100
@@ -533,7 +533,7 @@ class Chain(Actor):
         return rest[0].pass_on.call_one(rest[1:], value + 1).get(PATIENCE) if rest else value
 
 
-def test_a_chain_of_plain_actors(procs: ProcMesh) -> None:
+def test_chain_of_plain_actors_does_not_deadlock(procs: ProcMesh) -> None:
     chain = [procs.slice(gpus=i % 3).spawn(f"link {i}", Chain) for i in range(12)]
     calls = [chain[0].pass_on.call_one(chain[1:], 100 * i) for i in range(20)]
     assert [call.get(PATIENCE) for call in calls] == [100 * i + 11 for i in range(20)]
@@ -552,7 +552,7 @@ class Pipeline(Actor):
             port.send(value)
 
 
-def test_a_pipeline_under_pressure(procs: ProcMesh) -> None:
+def test_pipeline_under_pressure_completes(procs: ProcMesh) -> None:
     stages = [procs.slice(gpus=i).spawn(f"stage {i}", Pipeline) for i in range(3)]
     port, receiver = Channel.open()
     n = 3 * CREDIT_WINDOW

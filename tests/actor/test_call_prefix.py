@@ -10,7 +10,7 @@ from monarch_backend._mesh.extent import Extent
 from monarch_backend._transport.local.frames import FrameError
 
 
-def test_what_was_put_in_comes_out() -> None:
+def test_call_prefix_round_trips() -> None:
     extent = Extent(("gpus",), (2,))
     called, where = read_prefix(prefix_of("method", extent))
     assert (called.method, where) == ("method", extent)
@@ -28,6 +28,6 @@ WRONG = [
 
 
 @pytest.mark.parametrize("prefix", WRONG, ids=range(len(WRONG)))
-def test_nothing_but_frame_errors_comes_out(prefix: bytes) -> None:
+def test_damaged_call_prefix_raises_frame_error(prefix: bytes) -> None:
     with pytest.raises(FrameError, match="not the prefix of a call"):
         read_prefix(prefix)

@@ -115,7 +115,7 @@ def case(actors: dict[type[Actor], ActorMesh], kind: str, part: str) -> Case:
 # ---- the matrix
 
 
-def test_call(case: Case) -> None:
+def test_call_returns_values_by_rank(case: Case) -> None:
     replies = case.endpoint.call(3, plus=1).get(PATIENCE)
     assert isinstance(replies, ValueMesh)
     assert replies.extent == case.mesh.extent
@@ -123,7 +123,7 @@ def test_call(case: Case) -> None:
     assert list(replies) == list(zip(case.mesh.extent, case.of_all(), strict=True))
 
 
-def test_call_one(case: Case) -> None:
+def test_call_one_returns_the_value_of_one_rank(case: Case) -> None:
     if case.size == 1:
         assert case.one(case.endpoint.call_one(3, plus=1)) == case.of_rank(0)
     else:
@@ -131,12 +131,12 @@ def test_call_one(case: Case) -> None:
             case.endpoint.call_one(3, plus=1)
 
 
-def test_choose(case: Case) -> None:
+def test_choose_calls_one_rank(case: Case) -> None:
     chosen = [case.one(case.endpoint.choose(3, plus=1)) for _ in range(2 * case.size)]
     assert sorted(chosen) == sorted(2 * case.of_all())  # one after the other, all get their turn
 
 
-def test_stream(case: Case) -> None:
+def test_stream_yields_results_of_all_ranks(case: Case) -> None:
     replies = [future.get(PATIENCE) for future in case.endpoint.stream(3, plus=1)]
     expected = [pair for rank in case.of_all() for pair in rank] if case.streams else case.of_all()
     assert sorted(replies) == sorted(expected)
@@ -144,7 +144,7 @@ def test_stream(case: Case) -> None:
         assert [r for r in replies if r[0] == rank] == [e for e in expected if e[0] == rank]
 
 
-def test_broadcast(case: Case) -> None:
+def test_broadcast_reaches_all_ranks(case: Case) -> None:
     case.mesh.take_seen.call().get(PATIENCE)
     assert case.endpoint.broadcast(3, plus=1) is None  # type: ignore[func-returns-value]
     until_seen(case.mesh, [3])
@@ -193,7 +193,7 @@ def test_send_without_a_port(case: Case) -> None:
     until_seen(case.mesh, [3])
 
 
-def test_accumulate(case: Case) -> None:
+def test_accumulate_folds_results(case: Case) -> None:
     steps = Accumulator(case.endpoint, [], lambda done, reply: [*done, reply])
     assert steps.accumulate(3, plus=1).get(PATIENCE) == case.of_all()
 
@@ -349,7 +349,7 @@ def test_error_goes_to_the_port_of_a_send(actors: dict[type[Actor], ActorMesh]) 
     receiver.close()
 
 
-def test_error_in_the_combining_function_is_the_futures(actors: dict[type[Actor], ActorMesh]) -> None:
+def test_error_in_the_accumulate_function_is_the_futures_error(actors: dict[type[Actor], ActorMesh]) -> None:
     failing = Accumulator(actors[Sync].square, 0, lambda a, reply: a / 0).accumulate(2)
     with pytest.raises(ZeroDivisionError):
         failing.get(PATIENCE)
@@ -374,7 +374,7 @@ def all_have_come(gate: ActorMesh, counts: list[int]) -> None:
     until(lambda: [came for came, _ in gate.counts.call().get(PATIENCE).values()] == counts, f"{counts} have come")
 
 
-def test_choose_takes_whoever_has_least_to_do(gate: ActorMesh) -> None:
+def test_choose_takes_the_least_loaded_rank(gate: ActorMesh) -> None:
     waiting = [gate.wait.choose() for _ in range(8)]
     all_have_come(gate, [2, 2, 2, 2])
     gate.slice(x=1, y=1).let_pass.call_one().get(PATIENCE)
@@ -510,7 +510,7 @@ def test_stream_is_in_the_order_of_completion(later: ActorMesh) -> None:
 # ---- explicit response ports
 
 
-def test_explicit_port_answers_later(later: ActorMesh) -> None:
+def test_explicit_port_can_reply_later(later: ActorMesh) -> None:
     future = later.ask.call(1, 2)
     assert list(later.asked.call().get(PATIENCE).values()) == [1] * 4  # the endpoint has returned, and not answered
     assert not future.done()
@@ -544,7 +544,7 @@ def test_explicit_port_of_a_concurrent_endpoint(procs: ProcMesh) -> None:
     mesh.stop().get(PATIENCE)
 
 
-def test_explicit_port_answers_with_an_exception(later: ActorMesh) -> None:
+def test_explicit_port_can_reply_with_an_exception(later: ActorMesh) -> None:
     with pytest.raises(ActorError, match="not today") as caught:
         later.slice(x=0, y=0).refuse.call_one(KeyError("not today")).get(PATIENCE)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -552,7 +552,7 @@ def test_explicit_port_answers_with_an_exception(later: ActorMesh) -> None:
         later.refuse.call(KeyError("not today")).get(PATIENCE)
 
 
-def test_others_may_answer_through_an_explicit_port(later: ActorMesh) -> None:
+def test_other_actors_can_reply_through_an_explicit_port(later: ActorMesh) -> None:
     one, other = later.slice(x=0, y=0), later.slice(x=1, y=1)
     answer = (pid_of(other), b"x" * 100_000)
     assert one.give_away.call_one(other, "value").get(PATIENCE) == answer
@@ -571,14 +571,14 @@ def test_others_may_answer_through_an_explicit_port(later: ActorMesh) -> None:
         assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_port_that_is_let_go_is_an_answer(later: ActorMesh) -> None:
+def test_dropped_explicit_port_is_an_error_reply(later: ActorMesh) -> None:
     for call in (later.slice(x=0, y=1).forget.call_one(), later.forget.call(), *later.forget.stream()):
         with pytest.raises(ActorError, match="has dropped its port without a reply"):
             call.get(PATIENCE)
     later.forget.broadcast()
 
 
-def test_an_actor_that_dies_leaves_no_caller_of_its_ports_waiting(procs: ProcMesh, faults: Faults) -> None:
+def test_death_of_an_actor_fails_callers_of_its_explicit_ports(procs: ProcMesh, faults: Faults) -> None:
     first, second = (procs.slice(x=0, y=0).spawn(name, Later) for name in ("first", "second"))
     held, given = first.ask.call_one(1), first.give_away.call_one(second, "keep")
     first.fail.broadcast()
@@ -697,31 +697,29 @@ def test_as_endpoint_takes_methods_of_meshes_only(mixed: ActorMesh) -> None:
 
 
 @pytest.mark.parametrize("verb", ["call", "call_one", "choose", "stream", "broadcast"])
-def test_a_method_without_decorator_says_what_to_do(mixed: ActorMesh, verb: str) -> None:
-    message = (
-        r"Mixed\.plain is not an endpoint: decorate it with @endpoint, or call it through as_endpoint\(mesh\.plain\)"
-    )
+def test_undecorated_method_error_says_what_to_do(mixed: ActorMesh, verb: str) -> None:
+    message = r"Mixed\.plain is no endpoint: decorate it with @endpoint, or call it through as_endpoint\(mesh\.plain\)"
     with pytest.raises(UnknownEndpointError, match=message):
         getattr(mixed.plain, verb)(1)
     with pytest.raises(UnknownEndpointError, match=message):
         mixed.plain(1)
 
 
-def test_unknown_endpoint_lists_what_there_is(mixed: ActorMesh) -> None:
+def test_unknown_endpoint_error_lists_endpoints(mixed: ActorMesh) -> None:
     with pytest.raises(UnknownEndpointError, match=r"no endpoint 'nothing'.*calls_itself_plainly, same, yields"):
         mixed.nothing  # noqa: B018
     assert not hasattr(mixed, "nothing")
 
 
-def test_an_endpoint_is_not_called_like_a_method(mixed: ActorMesh) -> None:
-    with pytest.raises(TypeError, match=r"choose a way to send, mesh\.same\.call\(\.\.\.\), \.call_one"):
+def test_direct_call_of_an_endpoint_is_refused(mixed: ActorMesh) -> None:
+    with pytest.raises(TypeError, match=r"say how to send, mesh\.same\.call\(\.\.\.\), \.call_one"):
         mixed.same(1)
 
 
 # ---- within one process
 
 
-def test_calls_within_one_process_share_nothing() -> None:
+def test_calls_within_one_process_copy_arguments() -> None:
     mesh = this_proc().spawn("local", Sync)
     box = {"list": [1], "tensor": torch.arange(4.0), "large": torch.arange(1 << 16), "bytes": bytearray(b"x" * 100_000)}
     back = mesh.echo.call_one(box).get(PATIENCE)
@@ -740,17 +738,17 @@ def test_calls_within_one_process_share_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_verb_within_one_process(kind: str) -> None:
+def test_every_call_works_within_one_process(kind: str) -> None:
     cls, _ = KINDS[kind]
     mesh = this_proc().spawn("local", cls)
     case = Case({cls: mesh}, kind, "mesh")
     case.size = 1
-    test_call(case)
-    test_call_one(case)
-    test_choose(case)
-    test_stream(case)
-    test_broadcast(case)
-    test_accumulate(case)
+    test_call_returns_values_by_rank(case)
+    test_call_one_returns_the_value_of_one_rank(case)
+    test_choose_calls_one_rank(case)
+    test_stream_yields_results_of_all_ranks(case)
+    test_broadcast_reaches_all_ranks(case)
+    test_accumulate_folds_results(case)
     test_send_to_a_port(case, "all", "send")
     mesh.stop().get(PATIENCE)
 
@@ -801,7 +799,7 @@ def test_actors_call_each_other(actors: dict[type[Actor], ActorMesh], procs: Pro
             assert list(replies.values()) == ["hello"] * 4
 
 
-def test_a_reference_travels_with_its_slice(actors: dict[type[Actor], ActorMesh]) -> None:
+def test_sent_reference_keeps_its_slice(actors: dict[type[Actor], ActorMesh]) -> None:
     row = actors[Sync].slice(x=1).rename(y="column")
     back = actors[Sync].slice(x=0, y=0).echo.call_one({"rows": [row]}).get(PATIENCE)["rows"][0]
     assert back.extent == row.extent
@@ -809,7 +807,7 @@ def test_a_reference_travels_with_its_slice(actors: dict[type[Actor], ActorMesh]
     assert list(back.place.call().get(PATIENCE).values()) == list(row.place.call().get(PATIENCE).values())
 
 
-def test_a_port_travels(actors: dict[type[Actor], ActorMesh], procs: ProcMesh) -> None:
+def test_port_can_be_sent(actors: dict[type[Actor], ActorMesh], procs: ProcMesh) -> None:
     port, receiver = Channel.open_ranked()
     sender = procs.spawn("senders", Reporter)
     sender.report.call(port, "x").get(PATIENCE)
@@ -846,7 +844,9 @@ def wait_for_file(path: str) -> None:
 
 
 @pytest.mark.parametrize("cls", [Sync, Async])
-def test_references_before_the_mesh_is_up(procs: ProcMesh, tmp_path: Path, cls: type[Actor]) -> None:
+def test_reference_can_be_used_before_the_mesh_is_initialized(
+    procs: ProcMesh, tmp_path: Path, cls: type[Actor]
+) -> None:
     start = tmp_path / "start"
     early = procs.slice(x=0, y=0).spawn("early", Early)
     path = str(start)
@@ -869,7 +869,7 @@ def test_references_before_the_mesh_is_up(procs: ProcMesh, tmp_path: Path, cls: 
         assert mesh.initialized.get(PATIENCE) is None
 
 
-def test_messages_before_the_mesh_is_up_keep_their_order(tmp_path: Path) -> None:
+def test_messages_before_initialization_keep_their_order(tmp_path: Path) -> None:
     path = str(tmp_path / "start")
     with this_host().spawn_procs({"gpus": 2}, bootstrap=lambda: wait_for_file(path)) as fresh:
         mesh = fresh.spawn("late", Sync)
@@ -917,7 +917,7 @@ def askers(procs: ProcMesh) -> list[ActorMesh]:
 
 
 @pytest.mark.parametrize(("threads", "with_actors"), [(6, False), (0, True), (6, True)])
-def test_one_controller_under_races(askers: list[ActorMesh], threads: int, with_actors: bool) -> None:
+def test_concurrent_requests_create_one_named_actor(askers: list[ActorMesh], threads: int, with_actors: bool) -> None:
     for turn in range(8):
         name = f"controller {threads} {with_actors} {turn}"
         found: list[tuple[str, Any, int]] = []
@@ -941,7 +941,7 @@ def test_one_controller_under_races(askers: list[ActorMesh], threads: int, with_
         assert found[0][2] == os.getpid()
 
 
-def test_a_controllers_name_belongs_to_its_class(askers: list[ActorMesh]) -> None:
+def test_named_actor_of_another_class_is_refused(askers: list[ActorMesh]) -> None:
     get_or_spawn_controller("taken", Asker).get(PATIENCE)
     with pytest.raises(TypeError, match="the actor 'taken' is a Asker, not a Named: use another name"):
         get_or_spawn_controller("taken", Named, 1)
@@ -952,7 +952,7 @@ def test_a_controllers_name_belongs_to_its_class(askers: list[ActorMesh]) -> Non
 # ---- small print
 
 
-def test_a_verb_is_found_on_the_endpoint_only(mixed: ActorMesh) -> None:
+def test_calls_are_attributes_of_endpoints_only(mixed: ActorMesh) -> None:
     assert mixed.same.name == "same"
     assert re.fullmatch(r"<Endpoint mixed\.same of .*x.*>", repr(mixed.same))
     assert "same" in dir(mixed)
@@ -961,7 +961,7 @@ def test_a_verb_is_found_on_the_endpoint_only(mixed: ActorMesh) -> None:
         mixed.same.nonsense  # noqa: B018
 
 
-def test_an_error_in_a_broadcast_ends_the_actor(procs: ProcMesh, faults: Faults) -> None:
+def test_error_in_a_broadcast_ends_the_actor(procs: ProcMesh, faults: Faults) -> None:
     doomed = procs.slice(x=0, y=0).spawn("doomed", Sync)
     doomed.fail.broadcast("nobody waits for this")
     assert faults.next().mesh_name == "doomed"

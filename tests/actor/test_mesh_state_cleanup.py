@@ -70,7 +70,7 @@ def play(ending: str) -> None:
 @pytest.mark.parametrize(
     "ending", ["stop", *(pytest.param(how, marks=pytest.mark.slow) for how in ("actors first", "kill"))]
 )
-def test_a_mesh_that_has_ended_leaves_nothing(ending: str) -> None:
+def test_ended_mesh_leaves_no_state(ending: str) -> None:
     play(ending)
     before = records()
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_a_mesh_that_has_ended_leaves_nothing(ending: str) -> None:
     until(lambda: no_more_than(before), f"{records()} to be as {before}")
 
 
-def test_a_mesh_that_has_failed_leaves_nothing_once_it_is_stopped(faults: Faults) -> None:
+def test_failed_mesh_leaves_no_state_after_stop(faults: Faults) -> None:
     def fail() -> None:
         procs = this_host().spawn_procs({"gpus": 1})
         victim = procs.spawn("victim", Victim)
@@ -93,7 +93,7 @@ def test_a_mesh_that_has_failed_leaves_nothing_once_it_is_stopped(faults: Faults
     until(lambda: no_more_than(before), f"{records()} to be as {before}")
 
 
-def test_a_mesh_that_was_restarted_leaves_nothing(faults: Faults) -> None:
+def test_restarted_mesh_leaves_no_state(faults: Faults) -> None:
     def restarted() -> None:
         with this_host().spawn_procs({"gpus": 1}, restart=Restart(backoff=0.0)) as procs:
             victim = procs.spawn("victim", Victim)
@@ -107,7 +107,7 @@ def test_a_mesh_that_was_restarted_leaves_nothing(faults: Faults) -> None:
     until(lambda: all(records()[kind] <= before[kind] for kind in before), f"{records()} to be as {before}")
 
 
-def test_actors_of_a_mesh_that_lives_leave_nothing() -> None:
+def test_ended_actors_of_a_live_mesh_leave_no_state() -> None:
     with this_host().spawn_procs({"gpus": 1}) as procs:
         for home in (procs, this_proc()):
 
@@ -123,7 +123,7 @@ def test_actors_of_a_mesh_that_lives_leave_nothing() -> None:
             until(lambda before=before: no_more_than(before), f"{records()} to be as {before}")
 
 
-def test_arguments_of_a_constructor_are_let_go_when_all_are_built() -> None:
+def test_constructor_arguments_are_released_after_construction() -> None:
     with this_host().spawn_procs({"gpus": 1}) as procs:
         victim = procs.spawn("victim", Victim, "", "v" * MIB)
         victim.initialized.get(PATIENCE)
@@ -131,7 +131,7 @@ def test_arguments_of_a_constructor_are_let_go_when_all_are_built() -> None:
         assert (owned.body, owned.buffers) == (b"", None)
 
 
-def test_a_reference_to_a_mesh_that_has_ended_and_is_forgotten_says_so() -> None:
+def test_reference_to_a_forgotten_mesh_raises_a_clear_error() -> None:
     with this_host().spawn_procs({"gpus": 1}) as home:
         keeper = home.spawn("keeper", Victim)
 
@@ -172,7 +172,7 @@ class Acquainted(Actor):
         return os.getpid()
 
 
-def test_a_process_knows_those_it_talks_to_and_not_the_whole_mesh() -> None:
+def test_process_keeps_state_of_its_peers_only() -> None:
     with this_host().spawn_procs({"gpus": 8}) as procs:
         mesh = procs.spawn("acquainted", Acquainted)
         assert set(mesh.peers.call(mesh).get(PATIENCE).values()) == {2}  # itself and its owner

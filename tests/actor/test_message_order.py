@@ -108,17 +108,17 @@ def together(works: list[Callable[[], Any]]) -> list[Any]:
 # ---- straight
 
 
-def test_every_verb_of_one_sender(recorders: ActorMesh) -> None:
+def test_calls_of_every_kind_from_one_sender_arrive_in_order(recorders: ActorMesh) -> None:
     send_in_every_way(recorders, "main", 200)
     all_came(recorders, {"main": 200})
 
 
-def test_many_threads_as_senders(recorders: ActorMesh) -> None:
+def test_messages_of_each_thread_arrive_in_order(recorders: ActorMesh) -> None:
     together([lambda t=t: send_in_every_way(recorders, t, 80) for t in range(5)])  # type: ignore[misc]
     all_came(recorders, dict.fromkeys(range(5), 80))
 
 
-def test_actors_as_senders(recorders: ActorMesh, procs: ProcMesh) -> None:
+def test_messages_of_actors_arrive_in_order(recorders: ActorMesh, procs: ProcMesh) -> None:
     senders = procs.spawn("senders", Recorder)
     flat = senders.flatten("r")
     floods = [flat.slice(r=r).flood.call_one(recorders, f"rank {r}", 80) for r in range(3)]
@@ -129,21 +129,21 @@ def test_actors_as_senders(recorders: ActorMesh, procs: ProcMesh) -> None:
 
 
 @pytest.mark.parametrize("cls", [Recorder, AsyncRecorder])
-def test_within_one_process(cls: type[Actor]) -> None:
+def test_messages_within_one_process_arrive_in_order(cls: type[Actor]) -> None:
     mesh = this_proc().spawn("local", cls)
     together([lambda t=t: send_in_every_way(mesh, t, 80) for t in range(3)])  # type: ignore[misc]
     all_came(mesh, dict.fromkeys(range(3), 80))
     mesh.stop().get(PATIENCE)
 
 
-def test_one_sender_of_more_than_the_window(recorders: ActorMesh) -> None:
+def test_messages_beyond_the_window_arrive_in_order(recorders: ActorMesh) -> None:
     n = 2 * tuning.CREDIT_WINDOW + 100
     for i in range(n):
         recorders.note.broadcast("main", i)
     all_came(recorders, {"main": n})
 
 
-def test_slices_that_overlap(recorders: ActorMesh) -> None:
+def test_messages_to_overlapping_slices_arrive_in_order(recorders: ActorMesh) -> None:
     counts = [0, 0, 0]
     for turn in range(300):
         ranks = [(0, 1, 2), (0, 1), (1, 2), (2,), (0,)][turn % 5]
@@ -165,7 +165,7 @@ def read(receiver: PortReceiver[Any], n: int) -> dict[Any, list[int]]:
     return found
 
 
-def test_ports(procs: ProcMesh) -> None:
+def test_values_of_a_port_arrive_in_order(procs: ProcMesh) -> None:
     senders = procs.spawn("senders", Recorder)
     port, receiver = Channel.open()
     n = tuning.CREDIT_WINDOW + 200
@@ -176,7 +176,7 @@ def test_ports(procs: ProcMesh) -> None:
     senders.stop().get(PATIENCE)
 
 
-def test_ports_of_many_threads() -> None:
+def test_port_values_of_many_threads_arrive_in_order() -> None:
     port, receiver = Channel.open()
 
     def fill(t: int) -> None:
@@ -188,7 +188,7 @@ def test_ports_of_many_threads() -> None:
     receiver.close()
 
 
-def test_whoever_asks_first_is_answered_first() -> None:
+def test_receivers_get_values_in_order_of_their_requests() -> None:
     port, receiver = Channel.open()
     waiting = [receiver.recv() for _ in range(20)]
     for i in range(30):
@@ -198,7 +198,7 @@ def test_whoever_asks_first_is_answered_first() -> None:
     receiver.close()
 
 
-def test_a_value_that_comes_while_somebody_begins_to_wait_is_taken() -> None:
+def test_value_during_the_start_of_a_wait_is_received() -> None:
     """It finds nobody; whoever asks before it is in the queue finds nothing there, and must have it all the same."""
     port, receiver = Channel.open()
     found: list[Any] = []
@@ -219,7 +219,7 @@ def test_a_value_that_comes_while_somebody_begins_to_wait_is_taken() -> None:
 
 @pytest.mark.parametrize("moment", ["before", "after", "no room", "an error"])
 @pytest.mark.parametrize("to", ["one", "all"])
-def test_a_signal_handler_may_send_while_its_thread_sends(
+def test_signal_handler_can_send_while_its_thread_sends(
     to: str, moment: str, recorders: ActorMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever in the sending it comes: its message has a number of its own, and no number is left out."""
@@ -259,7 +259,7 @@ def test_a_signal_handler_may_send_while_its_thread_sends(
     )
 
 
-def test_calls_of_one_asyncio_task(recorders: ActorMesh) -> None:
+def test_calls_of_one_asyncio_task_arrive_in_order(recorders: ActorMesh) -> None:
     async def send(task: int) -> None:
         for i in range(60):
             if i % 3 == 0:
@@ -277,7 +277,7 @@ def test_calls_of_one_asyncio_task(recorders: ActorMesh) -> None:
 # ---- down a tree
 
 
-def test_tree_of_one_sender(tree: ActorMesh) -> None:
+def test_multicast_of_one_sender_arrives_in_order(tree: ActorMesh) -> None:
     futures = send_in_every_way(tree, "main", 64)
     all_came(tree, {"main": 64})
     for future in futures:
@@ -285,12 +285,12 @@ def test_tree_of_one_sender(tree: ActorMesh) -> None:
         assert error is None or isinstance(error, ActorError)
 
 
-def test_tree_of_many_threads(tree: ActorMesh) -> None:
+def test_multicasts_of_many_threads_arrive_in_order(tree: ActorMesh) -> None:
     together([lambda t=t: send_in_every_way(tree, t, 32) for t in range(4)])  # type: ignore[misc]
     all_came(tree, dict.fromkeys(range(4), 32))
 
 
-def test_tree_of_many_roots(tree: ActorMesh, many: ProcMesh) -> None:
+def test_multicasts_of_many_roots_arrive_in_order(tree: ActorMesh, many: ProcMesh) -> None:
     inside = many.slice(x=1).spawn("inside", Recorder)  # these reach their own process straight, so all of it
     with running({"gpus": 2}, bootstrap=plant_trees) as elsewhere:
         outside = elsewhere.spawn("outside", Recorder)
@@ -302,7 +302,7 @@ def test_tree_of_many_roots(tree: ActorMesh, many: ProcMesh) -> None:
     inside.stop().get(PATIENCE)
 
 
-def test_tree_answers_by_rank(tree: ActorMesh) -> None:
+def test_multicast_replies_are_by_rank(tree: ActorMesh) -> None:
     calls = [tree.note.call("main", i) for i in range(50)]
     for i, call in enumerate(calls):
         assert list(call.get(PATIENCE).values()) == [(rank, i) for rank in range(MANY)]
@@ -316,7 +316,7 @@ def test_tree_answers_by_rank(tree: ActorMesh) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 100, 5_000, 20_000, 100_000, 200_000])
-def test_tree_combines_replies_of_every_size(tree: ActorMesh, size: int) -> None:
+def test_multicast_combines_replies_of_every_size(tree: ActorMesh, size: int) -> None:
     for fill in range(3):
         replies = tree.block.call(size, fill).get(PATIENCE)
         assert len(replies) == MANY
@@ -329,13 +329,13 @@ def nothing_is_kept() -> None:
     until(lambda: not router.tree.casts and not router.tree.combiners, "nothing of the casts is remembered")
 
 
-def test_tree_with_answers_of_others(tree: ActorMesh) -> None:
+def test_multicast_with_replies_of_other_actors(tree: ActorMesh) -> None:
     replies = tree.through.call(tree.slice(x=3, y=1)).get(PATIENCE)
     assert list(replies.values()) == list(range(MANY))
     nothing_is_kept()
 
 
-def test_tree_with_errors(tree: ActorMesh) -> None:
+def test_multicast_with_errors_returns_them(tree: ActorMesh) -> None:
     for i in range(5):
         with pytest.raises(ActorError, match=f"ValueError: main {i}"):
             tree.fail.call("main", i).get(PATIENCE)
@@ -343,12 +343,12 @@ def test_tree_with_errors(tree: ActorMesh) -> None:
     all_came(tree, {"main": 6})
 
 
-def test_tree_of_explicit_ports(tree: ActorMesh) -> None:
+def test_multicast_with_explicit_ports(tree: ActorMesh) -> None:
     for i in range(5):
         assert list(tree.later.call("main", i).get(PATIENCE).values()) == [(rank, i) for rank in range(MANY)]
 
 
-def test_tree_is_cancelled(tree: ActorMesh) -> None:
+def test_multicast_can_be_cancelled(tree: ActorMesh) -> None:
     calls = [tree.note.call("main", i) for i in range(100)]
     cancelled = [call.cancel() for call in calls]
     assert list(tree.note.call("main", 100).get(PATIENCE).values()) == [(rank, 100) for rank in range(MANY)]
@@ -358,7 +358,7 @@ def test_tree_is_cancelled(tree: ActorMesh) -> None:
         assert found["main"] == sorted(set(found["main"]))
 
 
-def test_tree_of_more_than_the_window(tree: ActorMesh) -> None:
+def test_multicasts_beyond_the_window_arrive_in_order(tree: ActorMesh) -> None:
     n = tuning.CREDIT_WINDOW + 200
     for i in range(n):
         tree.note.broadcast("main", i)

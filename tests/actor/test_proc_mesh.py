@@ -119,7 +119,7 @@ def procs(shown: Terminal, faults: Faults) -> Iterator[ProcMesh]:
 # Output
 
 
-def test_what_all_say_is_one_line(procs: ProcMesh, shown: Terminal) -> None:
+def test_equal_output_of_all_ranks_is_one_line(procs: ProcMesh, shown: Terminal) -> None:
     speakers = procs.spawn("speakers", Speaker)
     speakers.print.call("hello").get(PATIENCE)
     shown.wait("[gpus 0-3] hello")
@@ -133,7 +133,7 @@ def test_what_all_say_is_one_line(procs: ProcMesh, shown: Terminal) -> None:
     assert shown.out.count("hello") == shown.err.count("to stderr") == 1
 
 
-def test_ranks_of_two_dimensions_are_named(shown: Terminal, faults: Faults) -> None:
+def test_output_names_ranks_of_two_dimensions(shown: Terminal, faults: Faults) -> None:
     with folding(hosts=2, gpus=2) as procs:
         speakers = procs.spawn("speakers", Speaker)
         speakers.print.call("everybody").get(PATIENCE)
@@ -141,7 +141,7 @@ def test_ranks_of_two_dimensions_are_named(shown: Terminal, faults: Faults) -> N
     shown.wait("[hosts 0-1 gpus 0-1] everybody", "[hosts 1 gpus 0-1] one host")
 
 
-def test_output_of_c_and_of_children_comes_too(procs: ProcMesh, shown: Terminal) -> None:
+def test_output_of_c_and_of_children_is_shown(procs: ProcMesh, shown: Terminal) -> None:
     speakers = procs.spawn("speakers", Speaker)
     speakers.write.call(1, "from C\n").get(PATIENCE)
     speakers.write.call(2, "from C, too\n").get(PATIENCE)
@@ -150,7 +150,7 @@ def test_output_of_c_and_of_children_comes_too(procs: ProcMesh, shown: Terminal)
     shown.wait("[gpus 0-3] from C, too", stream="err")
 
 
-def test_logging_comes_with_level_and_name(procs: ProcMesh, shown: Terminal) -> None:
+def test_log_records_have_level_and_name(procs: ProcMesh, shown: Terminal) -> None:
     speakers = procs.spawn("speakers", Speaker)
     speakers.log.call(logging.DEBUG, "nobody wants to know").get(PATIENCE)
     speakers.log.call(logging.INFO, "good to know").get(PATIENCE)
@@ -161,7 +161,7 @@ def test_logging_comes_with_level_and_name(procs: ProcMesh, shown: Terminal) -> 
     assert shown.err.count("ValueError: of the speaker") == 1, "a traceback of many ranks is one, too"
 
 
-def test_the_level_can_be_changed(procs: ProcMesh, shown: Terminal) -> None:
+def test_log_level_can_be_changed(procs: ProcMesh, shown: Terminal) -> None:
     speakers = procs.spawn("speakers", Speaker)
     for option, expected in (("DEBUG", ["debug", "info", "error"]), (logging.ERROR, ["error"])):
         procs.logging_option(level=option)
@@ -172,7 +172,7 @@ def test_the_level_can_be_changed(procs: ProcMesh, shown: Terminal) -> None:
         assert said == [f"{level} at {option}" for level in expected]
 
 
-def test_output_can_be_kept_off_the_screen_and_in_files(procs: ProcMesh, shown: Terminal, tmp_path: Path) -> None:
+def test_output_can_go_to_files_only(procs: ProcMesh, shown: Terminal, tmp_path: Path) -> None:
     procs.logging_option(stream_to_client=False, to_files=str(tmp_path))
     speakers = procs.spawn("speakers", Speaker)
     speakers.print_rank.call().get(PATIENCE)
@@ -188,13 +188,13 @@ def test_output_can_be_kept_off_the_screen_and_in_files(procs: ProcMesh, shown: 
     shown.wait("[gpus 0-3] on the screen again")
 
 
-def test_nothing_is_folded_without_a_window(procs: ProcMesh, shown: Terminal) -> None:
+def test_output_is_not_deduplicated_without_a_window(procs: ProcMesh, shown: Terminal) -> None:
     procs.logging_option(aggregate_window_sec=None)
     procs.spawn("speakers", Speaker).print.call("at once").get(PATIENCE)
     shown.wait(*(f"[gpus {rank}] at once" for rank in range(4)))
 
 
-def test_two_meshes_do_not_fold_into_each_other(shown: Terminal, faults: Faults) -> None:
+def test_output_of_two_meshes_is_not_merged(shown: Terminal, faults: Faults) -> None:
     with folding(left=2) as left, folding(right=2) as right:
         for procs in (left, right):
             procs.spawn("speakers", Speaker).print.call("the same").get(PATIENCE)
@@ -208,7 +208,7 @@ def test_nested_processes_are_named_with_their_owner(shown: Terminal, faults: Fa
         shown.wait("[gpus 0] [nested 0-1] from below")
 
 
-def test_nothing_is_lost_when_processes_end(shown: Terminal, faults: Faults) -> None:
+def test_output_at_the_end_of_processes_is_not_lost(shown: Terminal, faults: Faults) -> None:
     lines = 2000
     with folding(gpus=2) as procs:
         speakers = procs.spawn("speakers", Speaker)
@@ -220,7 +220,7 @@ def test_nothing_is_lost_when_processes_end(shown: Terminal, faults: Faults) -> 
 # What processes are given
 
 
-def test_the_environment(shown: Terminal, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_reaches_the_processes(shown: Terminal, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HERE", "the controller's")
     monkeypatch.setenv("OVERRIDDEN", "here")
     with this_host().spawn_procs({"gpus": 2}, env={"ADDED": "yes", "OVERRIDDEN": "there"}) as procs:
@@ -230,7 +230,7 @@ def test_the_environment(shown: Terminal, faults: Faults, monkeypatch: pytest.Mo
     assert "ADDED" not in os.environ
 
 
-def test_a_bootstrap_runs_before_anything_else(shown: Terminal, faults: Faults) -> None:
+def test_bootstrap_runs_first(shown: Terminal, faults: Faults) -> None:
     """It finds env=, and what it sets is there when the actor's class is imported."""
 
     def bootstrap() -> None:
@@ -245,14 +245,14 @@ def test_a_bootstrap_runs_before_anything_else(shown: Terminal, faults: Faults) 
         assert list(speakers.environment.call("DEVICE").get(PATIENCE).values()) == [["accelerator [] 1"]] * 2
 
 
-def test_a_process_looks_like_its_controller(procs: ProcMesh) -> None:
+def test_process_resembles_its_controller(procs: ProcMesh) -> None:
     speakers = procs.spawn("speakers", Speaker)
     for rank, process in enumerate(speakers.process.call().get(PATIENCE).values()):
         assert (process["argv"], process["path"], process["cwd"]) == (sys.argv, sys.path, os.getcwd())
         assert process["title"] == f"monarch gpus {rank}"
 
 
-def test_processors_are_bound(shown: Terminal, faults: Faults) -> None:
+def test_proc_bind_sets_cpu_affinity(shown: Terminal, faults: Faults) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     for proc_bind, expected in (
         ([[allowed[0]], [allowed[-1]]], [{allowed[0]}, {allowed[-1]}]),
@@ -265,7 +265,7 @@ def test_processors_are_bound(shown: Terminal, faults: Faults) -> None:
         assert set().union(*found) == set(allowed) and sum(len(cpus) for cpus in found) == len(allowed)
 
 
-def test_forks_of_a_worker_disturb_nobody(procs: ProcMesh, shown: Terminal) -> None:
+def test_forks_of_a_worker_do_not_disturb_it(procs: ProcMesh, shown: Terminal) -> None:
     """Data loaders are such forks."""
     speakers = procs.slice(gpus=slice(0, 2)).spawn("speakers", Speaker)
     assert list(speakers.load_data.call().get(PATIENCE).values()) == [[6.0, 22.0]] * 2

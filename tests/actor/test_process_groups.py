@@ -53,7 +53,7 @@ def values(future: Any) -> list[Any]:
     return list(future.get(PATIENCE).values())
 
 
-def test_a_mesh_is_a_world(trainers: ActorMesh) -> None:
+def test_mesh_is_one_process_group(trainers: ActorMesh) -> None:
     for rank, told in enumerate(values(trainers.world.call())):
         assert (told["rank"], told["size"], told["backend"], told["actor"]) == (rank, WORLD, "monarch", rank)
         assert told["environment"] == {
@@ -66,7 +66,7 @@ def test_a_mesh_is_a_world(trainers: ActorMesh) -> None:
     assert values(trainers.subgroup.call([0, 2])) == [[2.0], [1.0], [2.0]]
 
 
-def test_two_meshes_are_two_worlds(trainers: ActorMesh, faults: Faults) -> None:
+def test_two_meshes_are_two_process_groups(trainers: ActorMesh, faults: Faults) -> None:
     """At the same time, and neither waits for the other."""
     with this_host().spawn_procs({"gpus": 2}) as others:
         others.process_group().get(PATIENCE)
@@ -82,7 +82,7 @@ def in_one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_training_gives_what_one_process_gives(how: str, trainers: ActorMesh) -> None:
+def test_training_equals_a_single_process(how: str, trainers: ActorMesh) -> None:
     """The same steps on the whole batch: the mean of the ranks' losses, and the same parameters."""
     losses, state = in_one_process()
     results = values(getattr(trainers, how).call())
@@ -96,7 +96,7 @@ def test_training_gives_what_one_process_gives(how: str, trainers: ActorMesh) ->
     assert losses[-1] < losses[0]
 
 
-def test_a_slice_is_a_world_of_its_own(faults: Faults) -> None:
+def test_slice_is_its_own_process_group(faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": WORLD}) as procs:
         part = procs.slice(gpus=slice(1, 3))
         part.process_group().get(PATIENCE)
@@ -110,7 +110,7 @@ def test_a_slice_is_a_world_of_its_own(faults: Faults) -> None:
         assert values(trainers.all_reduce.call(0.0)) == [[3.0]] * WORLD
 
 
-def test_another_backend(faults: Faults) -> None:
+def test_another_backend_can_be_chosen(faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": 2}) as procs:
         procs.process_group(backend="gloo").get(PATIENCE)
         trainers = procs.spawn("trainers", Trainer)
@@ -118,14 +118,14 @@ def test_another_backend(faults: Faults) -> None:
         assert values(trainers.all_reduce.call(1.0)) == [[3.0]] * 2
 
 
-def test_a_backend_that_there_is_not(faults: Faults) -> None:
+def test_unknown_backend_raises(faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": 2}) as procs:
         error = procs.process_group(backend="carrier_pigeon").exception(PATIENCE)
         assert isinstance(error, ActorError) and "carrier_pigeon" in str(error).lower()
         procs.process_group().get(PATIENCE)  # nothing is spoilt
 
 
-def test_a_rank_that_comes_late_to_what_has_failed_comes_to_the_next(faults: Faults, tmp_path: Path) -> None:
+def test_late_rank_of_a_failed_init_joins_the_next(faults: Faults, tmp_path: Path) -> None:
     """The first one's error ends the call; the store of that call has to be there for the others all the same."""
     with gate(tmp_path) as (name, open_gate):
 
@@ -162,7 +162,7 @@ def fails_with(future: Any) -> BaseException:
 
 
 @pytest.mark.parametrize("where", ["in collectives", "in a barrier", "elsewhere"])
-def test_the_death_of_a_rank_ends_the_others_collectives(where: str, faults: Faults) -> None:
+def test_death_of_a_rank_ends_collectives_of_others(where: str, faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": WORLD}, name="world") as procs:
         procs.process_group().get(PATIENCE)
         trainers = procs.spawn("trainers", Trainer)
@@ -206,7 +206,7 @@ def assert_names(text: str, rank: int, pid: int) -> None:
     assert "signal 9" in text or "SIGKILL" in text, text
 
 
-def test_the_survivors_make_a_smaller_world(faults: Faults) -> None:
+def test_survivors_form_a_smaller_group(faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": WORLD}) as procs:
         procs.process_group().get(PATIENCE)
         trainers = procs.spawn("trainers", Trainer)
@@ -221,7 +221,7 @@ def test_the_survivors_make_a_smaller_world(faults: Faults) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["one_for_one", "all"])
-def test_after_a_restart_the_world_is_made_again(strategy: Any, faults: Faults) -> None:
+def test_restarted_mesh_forms_its_group_again(strategy: Any, faults: Faults) -> None:
     policy = Restart(strategy=strategy, max_restarts=5, backoff=0.0)
     with this_host().spawn_procs({"gpus": WORLD}, restart=policy) as procs:
         procs.process_group().get(PATIENCE)
@@ -243,7 +243,7 @@ def changed(trainers: ActorMesh, rank: int, before: list[int]) -> bool:
         return False
 
 
-def test_processes_with_a_group_end_quietly(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_with_a_live_group_end_quietly(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
     with this_host().spawn_procs({"gpus": 2}) as procs:
         procs.process_group().get(PATIENCE)
         trainers = procs.spawn("trainers", Trainer)

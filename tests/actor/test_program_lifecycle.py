@@ -175,14 +175,14 @@ def plain(server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fu
 
 
 @pytest.mark.parametrize("way", ["script.py", "-", "-c"])
-def test_a_program_without_a_guard_and_without_stop(way: str, plain: dict[str, Future[Any]]) -> None:
+def test_program_without_main_guard_and_stop_ends_well(way: str, plain: dict[str, Future[Any]]) -> None:
     """Its classes and functions are __main__'s; it ends with 0, cleans up, and leaves nothing."""
     ended = plain[way].result()
     assert (ended.returncode, ended.stderr) == (0, "hello, me\n")
     assert ended.stdout.splitlines() == ["['hello, you', 'hello, you']", "2 True", "[gpus 0-1] cleaned up None"]
 
 
-def test_a_repl(server: str) -> None:
+def test_repl_can_spawn_actors(server: str) -> None:
     """Classes typed in work; a failure is told and does not end the session."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHON_BASIC_REPL": "1", "TERM": "dumb"}
@@ -225,7 +225,7 @@ def test_a_repl(server: str) -> None:
         os.close(ours)
 
 
-def test_plain_spawning(finish: Start) -> None:
+def test_spawning_without_fork_works(finish: Start) -> None:
     """Without fork the workers import everything anew; __main__ has no guard all the same."""
     ended = finish(
         """
@@ -239,7 +239,7 @@ def test_plain_spawning(finish: Start) -> None:
     assert ended.out.splitlines() == ["spawned", "[gpus 0] cleaned up None"]
 
 
-def test_a_program_that_stands_still_while_its_workers_start(finish: Start) -> None:
+def test_program_stopped_during_startup_continues(finish: Start) -> None:
     """In a debugger, or on a machine that is too busy: they wait for it."""
     ended = finish(
         """
@@ -255,7 +255,7 @@ def test_a_program_that_stands_still_while_its_workers_start(finish: Start) -> N
     assert ended.out.splitlines() == ["waited", "[gpus 0] cleaned up None"]
 
 
-def test_a_wrong_start_method_says_what_there_is(finish: Start) -> None:
+def test_wrong_start_method_error_lists_methods(finish: Start) -> None:
     ended = finish('this_host().spawn_procs({"gpus": 1})', env={"MONARCH_START_METHOD": "magic"})
     assert ended.returncode == 1 and "it can be fork or spawn" in ended.err
 
@@ -275,7 +275,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_however_a_program_ends_its_actors_clean_up(ending: str, finish: Start) -> None:
+def test_actors_clean_up_at_every_kind_of_program_end(ending: str, finish: Start) -> None:
     code, status = ENDINGS[ending]
     ended = finish(
         """
@@ -313,7 +313,7 @@ except BaseException:
 
 
 @pytest.mark.parametrize("how", FAILURES)
-def test_an_unhandled_failure_ends_the_program_with_its_cause_on_top(how: str, finish: Start) -> None:
+def test_unhandled_failure_ends_the_program_with_its_cause_first(how: str, finish: Start) -> None:
     ended = finish(
         """
         async def waiting():
@@ -420,7 +420,7 @@ def test_unhandled_failure_runs_hooks_that_are_older_than_the_package(tmp_path: 
     assert ended.stdout.splitlines() == ["last hook", "first hook"]
 
 
-def test_the_last_words_of_a_crash_are_in_the_report(finish: Start) -> None:
+def test_output_of_a_crash_is_in_the_report(finish: Start) -> None:
     ended = finish(
         """
         v = this_host().spawn_procs({"gpus": 1}).spawn("v", Victim)
@@ -433,7 +433,7 @@ def test_the_last_words_of_a_crash_are_in_the_report(finish: Start) -> None:
     assert '"' + str(Path("script.py")) not in report
 
 
-def test_an_unhandled_failure_leaves_no_file_half_written(finish: Start, tmp_path: Path) -> None:
+def test_unhandled_failure_leaves_no_partial_file(finish: Start, tmp_path: Path) -> None:
     ended = finish(
         f"""
         import logging, threading
@@ -454,7 +454,7 @@ def test_an_unhandled_failure_leaves_no_file_half_written(finish: Start, tmp_pat
     assert ended.out == "on stdout"
 
 
-def test_the_traceback_of_an_actor_that_died_is_in_the_report(finish: Start) -> None:
+def test_traceback_of_a_failed_actor_is_in_the_report(finish: Start) -> None:
     ended = finish(
         """
         class Broken(Actor):
@@ -474,7 +474,7 @@ def test_the_traceback_of_an_actor_that_died_is_in_the_report(finish: Start) -> 
     assert 'script.py", line' in ended.err
 
 
-def test_the_root_cause_comes_first_also_from_far_below(finish: Start) -> None:
+def test_root_cause_of_a_nested_failure_comes_first(finish: Start) -> None:
     ended = finish(
         """
         class Owner(Actor):
@@ -496,7 +496,7 @@ def test_the_root_cause_comes_first_also_from_far_below(finish: Start) -> None:
     ]
 
 
-def test_a_hook_that_handles_keeps_the_program_running(finish: Start) -> None:
+def test_hook_that_handles_a_failure_keeps_the_program_running(finish: Start) -> None:
     ended = finish(
         r"""
         told = threading.Event()
@@ -515,7 +515,7 @@ def test_a_hook_that_handles_keeps_the_program_running(finish: Start) -> None:
     assert ended.out.splitlines() == ["told of workers (1,)", "SupervisionError", "on", "[gpus 0] cleaned up None"]
 
 
-def test_a_hook_that_raises_ends_the_program(finish: Start) -> None:
+def test_hook_that_raises_ends_the_program(finish: Start) -> None:
     ended = finish(
         """
         def hook(failure):
@@ -547,7 +547,7 @@ def interrupt(run: Run) -> None:
 
 
 @pytest.mark.parametrize("where", ["get", "asyncio", "computing"])
-def test_ctrl_c_once(where: str, start: Start, interpreter: WarmInterpreter, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_program(where: str, start: Start, interpreter: WarmInterpreter, tmp_path: Path) -> None:
     with gate(tmp_path) as (name, open_gate):
         code = {
             "get": f"v.hold.call({name!r}).get()",
@@ -588,7 +588,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("way", ["call", "pipeline", "port"])
-def test_nothing_is_lost_however_often_ctrl_c_comes(way: str, finish: Start) -> None:
+def test_repeated_ctrl_c_loses_nothing(way: str, finish: Start) -> None:
     """As in a notebook, where "interrupt" is no end: whatever it hits, the next call is answered."""
     ended = finish(
         """
@@ -645,7 +645,7 @@ print("fine")
     assert ended.out.startswith("fine\n")
 
 
-def test_what_main_has_is_found_by_pickle_in_actors(finish: Start) -> None:
+def test_objects_of_main_unpickle_in_actors(finish: Start) -> None:
     """torch.save of a config, all_gather_object and forks of data loaders pickle by name."""
     ended = finish(
         """
@@ -674,7 +674,7 @@ print(type(config) is Config, color is Color.RED, squares)
     assert (ended.returncode, ended.out) == (0, "True True [1, 4]\n"), ended.err
 
 
-def test_what_had_not_finished_at_the_end_is_named(finish: Start) -> None:
+def test_unfinished_work_at_the_end_is_named(finish: Start) -> None:
     ended = finish(
         """
 import monarch_backend._actor.runtime as _program
@@ -733,7 +733,7 @@ print("ready", flush=True)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGABRT", "os._exit"])
-def test_nothing_outlives_a_dead_controller(how: str, start: Start, interpreter: WarmInterpreter) -> None:
+def test_killed_controller_leaves_no_process(how: str, start: Start, interpreter: WarmInterpreter) -> None:
     """Workers, what they have started, and what that has started; with its own fork server, when it is killed."""
     number = signal.SIGUSR1 if how == "os._exit" else signal.Signals[how]
     begin = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(4))\n"
@@ -748,7 +748,7 @@ def test_nothing_outlives_a_dead_controller(how: str, start: Start, interpreter:
     assert ended.returncode == (4 if how == "os._exit" else -number)
 
 
-def test_nothing_outlives_a_controller_that_dies_while_it_spawns(finish: Start) -> None:
+def test_controller_killed_during_spawn_leaves_no_process(finish: Start) -> None:
     """Processes that are just being made: they are the fork server's, which the leak check can see."""
     ended = finish(
         """
@@ -759,7 +759,7 @@ def test_nothing_outlives_a_controller_that_dies_while_it_spawns(finish: Start) 
     assert ended.returncode == -signal.SIGKILL
 
 
-def test_a_dead_fork_server_is_the_root_cause(start: Start, interpreter: WarmInterpreter) -> None:
+def test_dead_fork_server_is_the_root_cause(start: Start, interpreter: WarmInterpreter) -> None:
     """Its processes go with it, and the report says why."""
     run = start(
         """
@@ -794,7 +794,7 @@ FORKS = {
 
 
 @pytest.mark.parametrize("kind", FORKS)
-def test_a_fork_of_the_controller_disturbs_nobody(kind: str, finish: Start) -> None:
+def test_fork_of_the_controller_does_not_disturb_actors(kind: str, finish: Start) -> None:
     ended = finish(
         """
         procs = this_host().spawn_procs({"gpus": 2})
@@ -819,7 +819,7 @@ print(list(v.echo.call("still here").get().values()), flush=True)
     assert ("in the fork 5" in said) is (kind == "with a mesh of its own")
 
 
-def test_a_fork_says_whose_the_meshes_are(finish: Start) -> None:
+def test_forked_child_gets_an_error_for_meshes_of_its_parent(finish: Start) -> None:
     ended = finish(
         """
         v = this_host().spawn_procs({"gpus": 1}).spawn("v", Victim)
@@ -844,7 +844,7 @@ def test_a_fork_says_whose_the_meshes_are(finish: Start) -> None:
     assert "fork" in ended.out.partition("in the fork: ")[2].lower(), ended.out
 
 
-def test_multiprocessing_in_the_controller(finish: Start) -> None:
+def test_controller_can_use_multiprocessing(finish: Start) -> None:
     ended = finish(
         """
         import multiprocessing
@@ -859,7 +859,7 @@ def test_multiprocessing_in_the_controller(finish: Start) -> None:
     assert ended.out.splitlines() == ["[1, 2]", "3", "[gpus 0] cleaned up None"]
 
 
-def test_a_subprocess_of_the_controller_holds_nothing_up(start: Start, interpreter: WarmInterpreter) -> None:
+def test_subprocess_of_the_controller_does_not_delay_the_end(start: Start, interpreter: WarmInterpreter) -> None:
     """It outlives the controller and has inherited none of its descriptors: workers see their owner's end."""
     run = start(
         """

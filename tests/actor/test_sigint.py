@@ -70,7 +70,7 @@ def _handler() -> Any:
     return signal.getsignal(signal.SIGINT)
 
 
-def test_another_program_s_handler_is_replaced() -> None:
+def test_handler_of_another_program_is_replaced() -> None:
     """A simulated one's, say, which would never raise here."""
     other, mine = _Program(), _Program()
     other.interrupts.guard()
@@ -79,7 +79,7 @@ def test_another_program_s_handler_is_replaced() -> None:
     assert not other.interrupts.noted
 
 
-def test_what_has_come_to_the_other_is_not_lost() -> None:
+def test_interrupt_of_the_replaced_handler_is_not_lost() -> None:
     other, mine = _Program(), _Program()
     other.interrupts.guard()
     other.note()
@@ -92,7 +92,7 @@ def test_what_has_come_to_the_other_is_not_lost() -> None:
     assert not mine.interrupts.noted
 
 
-def test_words_of_a_controller_are_not_left_half_sent() -> None:
+def test_interrupt_does_not_split_a_controllers_message() -> None:
     program = _Program()
     program.interrupts.guard()
     program.note(command_stream.__file__)
@@ -100,7 +100,7 @@ def test_words_of_a_controller_are_not_left_half_sent() -> None:
         program.pump.fire()
 
 
-def test_a_handler_of_the_user_s_is_left_alone() -> None:
+def test_user_handler_is_kept() -> None:
     numbers: list[int] = []
 
     def note(number: int, _frame: Any) -> None:
@@ -113,7 +113,7 @@ def test_a_handler_of_the_user_s_is_left_alone() -> None:
     assert not numbers
 
 
-def test_an_interrupt_is_handed_to_who_has_replaced_us() -> None:
+def test_interrupt_is_passed_to_a_later_handler() -> None:
     """A notebook, which puts Python's handler in place: it comes there, once, and the next one is no echo of it."""
     program = _Program()
     program.interrupts.guard()
@@ -129,7 +129,7 @@ def test_an_interrupt_is_handed_to_who_has_replaced_us() -> None:
 
 
 @pytest.mark.parametrize("deaf", [signal.SIG_IGN, signal.SIG_DFL], ids=str)
-def test_nobody_is_there_to_hear_it(deaf: Any) -> None:
+def test_interrupt_without_a_receiver_is_raised_by_the_next_wait(deaf: Any) -> None:
     """Not even the process ends, and the next wait of the main thread raises it."""
     program = _Program()
     program.interrupts.guard()
