@@ -53,15 +53,15 @@ CANNOT: dict[str, str] = {
         for dtype in ("dtype1", "dtype2")
     },
     "test_random_numbers.py::test_gumbel_softmax": "XLA's softmax of the same numbers rounds otherwise",
-    "test_remote_call.py::test_a_module_trains_there_and_here": (
+    "test_remote_call.py::test_module_trains_on_workers_and_controller": (
         "the module has hooks of a torch that the worker has not"
     ),
-    "test_remote_call.py::test_a_function_on_the_workers_controls_nobody": (
+    "test_remote_call.py::test_function_on_workers_cannot_be_a_controller": (
         "torch 2.9 has no part of a controller at all"
     ),
-    "test_remote_call.py::test_a_pipeline": "the ranks' messages of torch 2.9's PipelineStage do not match",
-    "test_remote_call.py::test_autograd_functions_of_ones_own": _NEEDS_MODULE,
-    "test_remote_call.py::test_a_data_loader_on_the_workers": _NEEDS_MODULE,
+    "test_remote_call.py::test_pipeline_schedule_runs_in_a_function": "the ranks' messages of torch 2.9's PipelineStage do not match",
+    "test_remote_call.py::test_custom_autograd_function_works": _NEEDS_MODULE,
+    "test_remote_call.py::test_data_loader_on_the_workers": _NEEDS_MODULE,
     "test_remote_call.py::test_a_sharded_sampler_on_a_mesh_of_two_dimensions": _NEEDS_MODULE,
     **{
         f"test_training_steps.py::test_optimizers[{kind}-fused]": _NO_FUSED

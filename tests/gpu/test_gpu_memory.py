@@ -148,7 +148,7 @@ def _route(request: pytest.FixtureRequest) -> str:
     return str(request.node.callspec.params["pair"])
 
 
-def test_what_is_read_and_written(pair: Pair, request: pytest.FixtureRequest) -> None:
+def test_read_and_write_transfer_the_bytes(pair: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = pair
     for size in (1, 4095, MIB + 3, 33 * MIB):
         content = pattern(size + 5)
@@ -177,7 +177,7 @@ def test_what_fills_memory_is_waited_for(pair: Pair) -> None:
     assert reader.read.call_one(buffer).get().unique().tolist() == [7]
 
 
-def test_dtypes(pair: Pair) -> None:
+def test_every_dtype_is_transferred(pair: Pair) -> None:
     owner, reader = pair
     for dtype in DTYPES:
         value = pattern(48 * dtype.itemsize)

@@ -20,14 +20,14 @@ SLOW = ["order", "exceptions", "streams"]  # which do on hosts what they do on o
 
 
 @pytest.mark.parametrize("program", [*BASICS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_on_hosts(program: str, anywhere: tuple[World, list[str]]) -> None:
+def test_actors_run_on_hosts(program: str, anywhere: tuple[World, list[str]]) -> None:
     world, workers = anywhere
     world.run(program, *workers)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["values", "ports_and_references"])
-def test_on_loopback(program: str, loopback: World, loopback_workers: list[str]) -> None:
+def test_actors_run_on_loopback(program: str, loopback: World, loopback_workers: list[str]) -> None:
     loopback.run(program, *loopback_workers)
 
 
@@ -61,7 +61,7 @@ def _ending_well(controllers: list[WarmInterpreter]) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_two_controllers_at_once(world: World, two_controllers: list[WarmInterpreter], workers: list[str]) -> None:
+def test_two_controllers_share_hosts(world: World, two_controllers: list[WarmInterpreter], workers: list[str]) -> None:
     """Of one secret, on the same hosts: what one does, and its end, is nothing to the other."""
     with _ending_well(two_controllers):
         world.start("order", *workers)
@@ -96,7 +96,7 @@ def test_one_torch_world_over_several_hosts(anywhere: tuple[World, list[str]]) -
     world.run("groups", *workers[:2])
 
 
-def test_a_workspace_is_brought(anywhere: tuple[World, list[str]], tmp_path: Path) -> None:
+def test_workspace_is_copied_to_hosts(anywhere: tuple[World, list[str]], tmp_path: Path) -> None:
     world, workers = anywhere
     world.run("workspace", str(tmp_path), *workers[:2])
 

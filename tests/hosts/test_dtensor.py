@@ -14,6 +14,6 @@ def test_training_over_two_hosts(anywhere: tuple[World, list[str]]) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_is_lost(world: World, workers: list[str]) -> None:
+def test_lost_host_fails_the_mesh(world: World, workers: list[str]) -> None:
     with world.daemon(3) as victim:
         world.run("loses_a_host", [workers[0], victim.address], victim.pid, module="dtensor_programs")

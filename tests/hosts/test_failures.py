@@ -34,23 +34,23 @@ def lose(world: World, daemons: list[Daemon], how: str, most: float) -> None:
     world.run("lost_host", addresses, how, most, world.where.cables.pids, [daemon.pid for daemon in daemons])
 
 
-def test_a_worker_is_killed(world: World, workers: list[str]) -> None:
+def test_killed_worker_is_reported(world: World, workers: list[str]) -> None:
     world.run("worker_killed", *workers[:2])
 
 
 @pytest.mark.parametrize("how", [pytest.param("agent killed", marks=pytest.mark.slow), "cut off"])
-def test_a_host_is_lost(how: str, world: World, daemons: list[Daemon]) -> None:
+def test_lost_host_is_reported(how: str, world: World, daemons: list[Daemon]) -> None:
     lose(world, daemons[:2], how, 3 * SILENCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["agent stopped", "cut there", "cut back", "cut from its controller", "unplugged"])
-def test_a_host_is_lost_in_other_ways(how: str, world: World, daemons: list[Daemon]) -> None:
+def test_host_lost_in_other_ways_is_reported(how: str, world: World, daemons: list[Daemon]) -> None:
     lose(world, daemons[:2], how, 3 * SILENCE)
 
 
 @pytest.mark.slow
-def test_a_daemon_is_killed(world: World, daemons: list[Daemon]) -> None:
+def test_killed_daemon_loses_its_host(world: World, daemons: list[Daemon]) -> None:
     with world.daemon(2) as victim:
         lose(world, [daemons[0], victim], "daemon killed", 3 * SILENCE)
 
@@ -71,12 +71,12 @@ def test_lost_and_reordered_packets_change_no_message(world: World, daemons: lis
     assert counts[1] > 10 and counts[2] > 10, counts
 
 
-def test_the_gateway_of_the_controller_is_killed(world: World, workers: list[str]) -> None:
+def test_killed_gateway_of_the_controller_is_reported(world: World, workers: list[str]) -> None:
     run = world.run("gateway_killed", *workers[:2])
     assert "the gateway of this host has ended" in run.out
 
 
-def test_two_hosts_do_not_hear_each_other(world: World, daemons: list[Daemon]) -> None:
+def test_link_cut_between_two_hosts(world: World, daemons: list[Daemon]) -> None:
     assert world.where is not None
     world.run("cut_between", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)
 
@@ -89,17 +89,17 @@ def test_hosts_that_only_one_host_reaches(world: World, workers: list[str]) -> N
 
 
 @pytest.mark.slow
-def test_two_hosts_that_have_never_met_do_not_hear_each_other(world: World, daemons: list[Daemon]) -> None:
+def test_link_cut_between_two_hosts_before_their_first_contact(world: World, daemons: list[Daemon]) -> None:
     assert world.where is not None
     world.run("cut_before_they_meet", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)
 
 
-def test_ranks_move_to_a_host_that_is_left(world: World, daemons: list[Daemon]) -> None:
+def test_ranks_move_to_a_remaining_host(world: World, daemons: list[Daemon]) -> None:
     world.run("spare", [daemon.address for daemon in daemons[:2]], [daemon.pid for daemon in daemons])
 
 
 @pytest.mark.parametrize("how", [pytest.param("killed"), pytest.param("cut off", marks=pytest.mark.slow)])
-def test_a_controller_is_lost(how: str, world: World, daemons: list[Daemon]) -> None:
+def test_lost_controller_ends_its_processes(how: str, world: World, daemons: list[Daemon]) -> None:
     """All that it has started is gone on every host, and the daemons serve the next one."""
     assert world.where is not None
     addresses = [daemon.address for daemon in daemons]
@@ -136,7 +136,7 @@ def test_a_controller_is_lost(how: str, world: World, daemons: list[Daemon]) -> 
         pytest.param("one long pause", 5, marks=pytest.mark.slow),
     ],
 )
-def test_connections_break_in_the_middle_of_traffic(how: str, times: int, world: World, workers: list[str]) -> None:
+def test_broken_connections_lose_no_message(how: str, times: int, world: World, workers: list[str]) -> None:
     """Nothing is lost and nothing comes twice."""
     assert world.where is not None
     world.run("breaks", workers[:2], world.where.cables.pids, how, times)

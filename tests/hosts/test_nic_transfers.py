@@ -26,7 +26,9 @@ def machine(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.mark.parametrize("forced", ["", "tcp"])
-def test_tensors_of_actors(capfd: pytest.CaptureFixture[str], machine: World, devices: list[str], forced: str) -> None:
+def test_tensors_between_actors_go_over_nics(
+    capfd: pytest.CaptureFixture[str], machine: World, devices: list[str], forced: str
+) -> None:
     """Both ways by NICs; or, if one host is told so, none. The gateway of the controller writes where we do."""
     there = {"MONARCH_RDMA_DEVICES": devices[1], "MONARCH_DEBUG": "1", "MONARCH_RDMA_TRANSPORT": forced}
     here = {"MONARCH_RDMA_DEVICES": devices[0], "MONARCH_DEBUG": "1"}

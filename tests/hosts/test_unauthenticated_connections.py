@@ -8,7 +8,7 @@ from tests.hosts.support import Daemon, World
 
 
 @pytest.mark.slow
-def test_a_thousand_strangers(world: World, daemons: list[Daemon]) -> None:
+def test_thousand_unauthenticated_connections_do_not_disturb_clients(world: World, daemons: list[Daemon]) -> None:
     world.run("strangers", daemons[0].address, daemons[0].pid)
     assert daemons[0].process.poll() is None
     assert "Traceback" not in daemons[0].output, daemons[0].output

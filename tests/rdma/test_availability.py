@@ -23,20 +23,22 @@ from monarch_backend.rdma import get_rdma_backend, is_rdma_available
         ("verbs", "no verbs device", "tcp"),
     ],
 )
-def test_the_best_route(monkeypatch: pytest.MonkeyPatch, forced: str, why_not: str | None, backend: str) -> None:
+def test_best_route_is_reported(
+    monkeypatch: pytest.MonkeyPatch, forced: str, why_not: str | None, backend: str
+) -> None:
     monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", forced)
     monkeypatch.setattr(availability, "available", lambda: why_not)
     assert is_rdma_available() == (why_not is None)
     assert get_rdma_backend() == backend
 
 
-def test_what_is_not_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_route_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", "ibverbs")
     with pytest.raises(ValueError, match="MONARCH_RDMA_TRANSPORT='ibverbs': one of 'tcp', 'verbs'"):
         get_rdma_backend()
 
 
-def test_nothing_is_started_to_find_out() -> None:
+def test_query_starts_no_thread_or_device() -> None:
     code = (
         "import sys, threading; from monarch_backend import rdma; from monarch_backend._actor import runtime; "
         "rdma.is_rdma_available(); rdma.get_rdma_backend(); "
@@ -47,7 +49,7 @@ def test_nothing_is_started_to_find_out() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_owner_looks_again_for_a_port_that_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_checks_again_for_an_active_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles that it sends later are for NICs."""
     now, up, asked = [100.0], [False], []
 
@@ -71,7 +73,7 @@ def test_an_owner_looks_again_for_a_port_that_is_up(monkeypatch: pytest.MonkeyPa
     assert asked == [True]
 
 
-def test_a_machine_without_nics_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_nics_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(verbs_module, "available", lambda up: asked.append(up) or "no verbs device")
     monkeypatch.setattr(verbs_module, "PORT_CHECK_INTERVAL_S", 0.0)

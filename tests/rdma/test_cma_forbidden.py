@@ -66,7 +66,7 @@ def pair() -> Iterator[Pair]:
         yield owner, reader
 
 
-def test_the_owner_s_thread_copies(pair: Pair) -> None:
+def test_owner_thread_copies_instead(pair: Pair) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 64).get()
     [said] = reader.says.call_one(buffer).get()
@@ -77,7 +77,7 @@ def test_the_owner_s_thread_copies(pair: Pair) -> None:
 
 @pytest.mark.parametrize("kind", ["slice", "array"])
 @pytest.mark.parametrize("size", [1, 4095, MIB + 3, 5 * MIB])
-def test_what_is_read_and_written(pair: Pair, kind: str, size: int) -> None:
+def test_read_and_write_transfer_the_bytes_without_cma(pair: Pair, kind: str, size: int) -> None:
     owner, reader = pair
     buffer = owner.own.call_one(kind, size).get()
     assert reader.read.call_one(buffer, kind).get()
@@ -86,7 +86,7 @@ def test_what_is_read_and_written(pair: Pair, kind: str, size: int) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_many_parts_in_one_action(pair: Pair) -> None:
+def test_many_parts_in_one_action_without_cma(pair: Pair) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("tensor", MIB).get()
     ends = itertools.pairwise(range(0, MIB, 5003))
@@ -94,7 +94,7 @@ def test_many_parts_in_one_action(pair: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_atomics(pair: Pair) -> None:
+def test_atomics_without_cma(pair: Pair) -> None:
     """Each is done once, also with the owner's own beside them."""
     owner, reader = pair
     buffer = owner.own_value.call_one(torch.zeros(2, dtype=torch.int64)).get()
@@ -106,7 +106,7 @@ def test_atomics(pair: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_the_other_way_the_kernel_still_copies(pair: Pair) -> None:
+def test_opposite_direction_still_uses_cma(pair: Pair) -> None:
     owner, reader = pair
     buffer = reader.own.call_one("tensor", 2 * MIB).get()
     assert owner.read.call_one(buffer).get()
@@ -114,7 +114,7 @@ def test_the_other_way_the_kernel_still_copies(pair: Pair) -> None:
     reader.drop.call_one(buffer).get()
 
 
-def test_it_is_forbidden_to_those_who_have_met() -> None:
+def test_cma_forbidden_after_connection_raises() -> None:
     """By a filter that comes late: the kernel's word is the error, and nothing is half done."""
     for owner, reader in two_processes("kernel", Forbidden):
         buffer = owner.own.call_one("tensor", 2 * MIB).get()

@@ -50,7 +50,7 @@ def route_of(request: pytest.FixtureRequest) -> str:
     return str(request.node.callspec.params["fresh"])
 
 
-def test_the_main_program_owns_and_reads_too(fresh: Pair) -> None:
+def test_main_program_can_own_and_read(fresh: Pair) -> None:
     owner, reader = fresh
     mine = pattern(3 * MIB, 3).clone()
     buffer = RDMABuffer(mine)
@@ -65,7 +65,7 @@ def test_the_main_program_owns_and_reads_too(fresh: Pair) -> None:
     owner.drop.call_one(theirs).get()
 
 
-def test_an_owner_that_is_killed_while_it_is_read(fresh: Pair, faults: Faults) -> None:
+def test_owner_killed_during_a_read_fails_it(fresh: Pair, faults: Faults) -> None:
     owner, reader = fresh
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 32 * MIB).get()
@@ -86,7 +86,7 @@ def test_an_owner_that_is_killed_while_it_is_read(fresh: Pair, faults: Faults) -
     buffer.drop()  # of one who is gone: nothing to do
 
 
-def test_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest) -> None:
+def test_stopped_owner_hits_the_deadline(fresh: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = fresh
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 4 * MIB).get()
@@ -105,7 +105,7 @@ def test_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest)
     owner.drop.call_one(buffer).get(20)
 
 
-def test_atomics_of_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest) -> None:
+def test_atomics_of_a_stopped_owner_hit_the_deadline(fresh: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = fresh
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 64).get()
@@ -116,7 +116,7 @@ def test_atomics_of_an_owner_that_stands_still(fresh: Pair, request: pytest.Fixt
     assert len(reader.add.call_one(buffer, 1).get(20)) == 1
 
 
-def test_a_reader_that_dies_holds_up_nobody(fresh: Pair, faults: Faults) -> None:
+def test_dead_reader_does_not_block_others(fresh: Pair, faults: Faults) -> None:
     owner, reader = fresh
     buffer = owner.own.call_one("tensor", 32 * MIB).get()
     reading = reader.read_for_ever.call_one(buffer)
@@ -128,7 +128,7 @@ def test_a_reader_that_dies_holds_up_nobody(fresh: Pair, faults: Faults) -> None
         reading.get(20)
 
 
-def test_a_reader_that_stands_still_holds_up_nobody(fresh: Pair, request: pytest.FixtureRequest) -> None:
+def test_stopped_reader_does_not_block_others(fresh: Pair, request: pytest.FixtureRequest) -> None:
     _, reader = fresh
     if route_of(request) in ("kernel", "mapped"):
         pytest.skip("on this route the reader itself may be in the middle of the memory")
@@ -143,7 +143,7 @@ def test_a_reader_that_stands_still_holds_up_nobody(fresh: Pair, request: pytest
     assert reading.get(20).startswith("DroppedError")
 
 
-def test_memory_in_use_is_not_given_back(
+def test_memory_in_use_is_not_released(
     fresh: Pair, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     _, reader = fresh
@@ -172,7 +172,7 @@ def test_memory_in_use_is_not_given_back(
 # ---- without a second process
 
 
-def test_what_is_registered_stays_alive_until_it_is_dropped() -> None:
+def test_registered_memory_stays_alive_until_drop() -> None:
     memory = np.arange(1000)
     gone = weakref.ref(memory)
     value = torch.from_numpy(memory)
@@ -191,7 +191,7 @@ def test_what_is_registered_stays_alive_until_it_is_dropped() -> None:
         buffer.read_into(into).get()
 
 
-def test_what_is_registered_is_not_resized() -> None:
+def test_registered_memory_cannot_be_resized() -> None:
     value = torch.arange(1000)
     buffer = RDMABuffer(value)
     with pytest.raises(RuntimeError, match="resiz"):
@@ -215,7 +215,7 @@ def test_memory_that_changes_before_an_action_is_submitted() -> None:
     buffer.drop()
 
 
-def test_an_action_that_is_submitted_again_and_again(fresh: Pair, request: pytest.FixtureRequest) -> None:
+def test_action_can_be_submitted_repeatedly(fresh: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = fresh
     if route_of(request) in ("tcp", "tls", "verbs"):
         pytest.skip("on this route each submit is a new one")
@@ -241,7 +241,7 @@ def test_an_action_that_is_submitted_again_and_again(fresh: Pair, request: pytes
         action.submit().get()
 
 
-def test_an_action_lets_go_of_what_it_was_given() -> None:
+def test_action_releases_its_arguments() -> None:
     value, into = torch.ones(8, dtype=torch.uint8), bytearray(8)
     buffer = RDMABuffer(value)
     action = RDMAAction().read_remote(into, buffer)
@@ -276,7 +276,7 @@ def test_memory_of_a_file_that_can_only_be_read(tmp_path: Path) -> None:
     del mapped  # the error keeps this frame for a while
 
 
-def test_many_who_wait_do_not_hold_up_others(fresh: Pair, request: pytest.FixtureRequest) -> None:
+def test_many_waiting_transfers_do_not_block_others(fresh: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = fresh
     if route_of(request) not in ("thread", "tcp", "tls"):
         pytest.skip("on this route nobody waits for an owner")
@@ -288,7 +288,7 @@ def test_many_who_wait_do_not_hold_up_others(fresh: Pair, request: pytest.Fixtur
     buffer.drop(), mine.drop()
 
 
-def test_ten_thousand_registrations_take_no_memory() -> None:
+def test_ten_thousand_registrations_leave_no_memory() -> None:
     def some(count: int) -> None:
         for _ in range(count):
             buffer = RDMABuffer(torch.empty(4096, dtype=torch.uint8))
@@ -302,7 +302,7 @@ def test_ten_thousand_registrations_take_no_memory() -> None:
     assert resident_bytes(os.getpid()) - before < 2 * MIB
 
 
-def test_the_most_registrations() -> None:
+def test_registration_limit_raises() -> None:
     value = torch.empty(8, dtype=torch.uint8)
     buffers: list[RDMABuffer] = []
     with pytest.raises(RDMAError, match="65536 registrations are the most"):
@@ -350,7 +350,7 @@ def test_threads() -> None:
     buffer.drop(), number.drop()
 
 
-def test_a_deadline_that_is_over() -> None:
+def test_expired_deadline_fails_the_transfer() -> None:
     procs_free = RDMABuffer(torch.zeros(8))
     with pytest.raises(ValueError, match="timeout"):
         procs_free.read_into(torch.zeros(8), timeout=-1)
@@ -362,8 +362,8 @@ def test_a_deadline_that_is_over() -> None:
     buffer.drop()
 
 
-def test_a_cancelled_future_says_whether_it_was_in_time() -> None:
-    """Within one process; over each route it is `test_an_owner_that_stands_still`'s."""
+def test_cancel_returns_whether_it_was_in_time() -> None:
+    """Within one process; over each route it is `test_stopped_owner_hits_the_deadline`'s."""
     memory = torch.full((64 * MIB,), 7, dtype=torch.uint8)
     buffer = RDMABuffer(memory)
     for _ in range(5):
@@ -403,7 +403,7 @@ def _in_a_fork(buffer: RDMABuffer) -> list[str]:
     return said
 
 
-def test_a_fork_is_told_that_the_buffer_is_its_parents() -> None:
+def test_buffer_in_a_forked_child_raises() -> None:
     memory = torch.arange(2.0)
     buffer = RDMABuffer(memory)
     *refused, own = _in_a_fork(buffer)
@@ -537,7 +537,7 @@ def _held_up(thread: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("replaced", ["by_a_program", "by_a_process"])
-def test_nothing_of_another_process_is_read_or_written(replaced: str) -> None:
+def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> None:
     before, owner = _watchers(), _Replaced()
     try:
         host = _native.Host(64 * MIB)

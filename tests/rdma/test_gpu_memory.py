@@ -24,16 +24,16 @@ from tests.rdma import pretended_gpu
 from tests.rdma.actors import DEVICE_ROUTES, Process, as_tensor, case, fill, pattern, two_processes
 from tests.rdma.conftest import MARKS
 from tests.rdma.test_failures import (  # noqa: F401
-    test_a_reader_that_dies_holds_up_nobody,
-    test_an_owner_that_stands_still,
+    test_dead_reader_does_not_block_others,
+    test_stopped_owner_hits_the_deadline,
 )
 from tests.rdma.test_route_matrix import (  # noqa: F401
-    test_dropped_from_elsewhere,
-    test_forged_handles,
-    test_many_parts_in_one_action,
-    test_the_route_is_the_one_meant,
-    test_what_is_read_and_written,
-    test_what_was_dropped,
+    test_buffer_dropped_by_another_process_is_refused,
+    test_forged_handle_is_refused,
+    test_many_parts_in_one_action_are_transferred,
+    test_transfer_takes_the_expected_route,
+    test_read_and_write_transfer_the_bytes,
+    test_dropped_buffer_is_refused,
 )
 from tests.rdma.verbs.peers import until
 
@@ -277,7 +277,7 @@ def test_a_driver_that_fails(pair: Pair, write: bool, request: pytest.FixtureReq
     owner.drop.call_one(buffer).get()
 
 
-def test_an_owner_that_is_killed_while_it_is_read(fresh: Pair, faults: Faults) -> None:
+def test_owner_killed_during_a_read_fails_it(fresh: Pair, faults: Faults) -> None:
     owner, reader = fresh
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 32 * MIB).get()

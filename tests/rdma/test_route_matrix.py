@@ -28,7 +28,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def test_the_route_is_the_one_meant(pair: Pair, request: pytest.FixtureRequest) -> None:
+def test_transfer_takes_the_expected_route(pair: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 64).get()
     assert reader.backend.call_one(buffer).get() == case(request.node.callspec.params["pair"]).name
@@ -39,7 +39,7 @@ def test_the_route_is_the_one_meant(pair: Pair, request: pytest.FixtureRequest) 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_read_and_written(pair: Pair, kind: str, size: int) -> None:
+def test_read_and_write_transfer_the_bytes(pair: Pair, kind: str, size: int) -> None:
     owner, reader = pair
     buffer = owner.own.call_one(kind, size).get()
     assert buffer.size() == len(buffer) == size
@@ -60,12 +60,12 @@ def test_read_into_larger_target_leaves_the_rest_unchanged(pair: Pair, by_action
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64 * MIB, 256 * MIB])
-def test_large_memory(pair: Pair, size: int) -> None:
-    test_what_is_read_and_written(pair, "tensor", size)
+def test_large_memory_is_transferred(pair: Pair, size: int) -> None:
+    test_read_and_write_transfer_the_bytes(pair, "tensor", size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(pair: Pair, dtype: torch.dtype) -> None:
+def test_every_dtype_is_transferred(pair: Pair, dtype: torch.dtype) -> None:
     owner, reader = pair
     value = pattern(48 * dtype.itemsize)
     value = (value % 2 if dtype is torch.bool else value).view(dtype).view(6, 8)
@@ -75,7 +75,7 @@ def test_dtypes(pair: Pair, dtype: torch.dtype) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_other_memory(pair: Pair) -> None:
+def test_other_kinds_of_memory_are_transferred(pair: Pair) -> None:
     owner, reader = pair
     for value in (np.arange(30.0).reshape(5, 6), bytearray(b"bytes of a bytearray"), np.array(3.5), torch.tensor(2.5)):
         buffer = owner.own_value.call_one(value).get()
@@ -86,7 +86,7 @@ def test_other_memory(pair: Pair) -> None:
         owner.drop.call_one(buffer).get()
 
 
-def test_memory_that_can_only_be_read(pair: Pair) -> None:
+def test_readonly_memory_can_be_read_only(pair: Pair) -> None:
     owner, reader = pair
     buffer = owner.own_value.call_one(b"bytes").get()
     assert reader.read_value.call_one(buffer, bytearray(5)).get() == b"bytes"
@@ -97,7 +97,7 @@ def test_memory_that_can_only_be_read(pair: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_parts(pair: Pair) -> None:
+def test_parts_of_a_buffer_are_transferred(pair: Pair) -> None:
     owner, reader = pair
     size = 300 * KIB
     buffer = owner.own.call_one("tensor", size).get()
@@ -114,7 +114,7 @@ def test_parts(pair: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_many_parts_in_one_action(pair: Pair) -> None:
+def test_many_parts_in_one_action_are_transferred(pair: Pair) -> None:
     owner, reader = pair
     size = 2 * MIB
     buffer = owner.own.call_one("tensor", size).get()
@@ -126,7 +126,7 @@ def test_many_parts_in_one_action(pair: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_atomics(pair: Pair) -> None:
+def test_atomics_return_the_old_value(pair: Pair) -> None:
     owner, reader = pair
     buffer = owner.own_value.call_one(_counters(pair)).get()
     assert reader.add.call_one(buffer, 5, 3, 8).get() == [10, 15, 20]
@@ -145,7 +145,7 @@ def _counters(pair: Pair) -> torch.Tensor:
     return torch.tensor([0, 10, 20])
 
 
-def test_both_add_at_the_same_time(pair: Pair) -> None:
+def test_concurrent_adds_are_all_counted(pair: Pair) -> None:
     owner, reader = pair
     buffer = owner.own_value.call_one(torch.zeros(1, dtype=torch.int64)).get()
     calls = [each.add.call_one(buffer, 1, 300) for each in (owner, reader)]
@@ -154,7 +154,7 @@ def test_both_add_at_the_same_time(pair: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_the_owner_runs_no_python_meanwhile(pair: Pair) -> None:
+def test_owner_runs_no_python_during_transfers(pair: Pair) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 3 * MIB).get()
     numbers = owner.own_value.call_one(torch.zeros(1, dtype=torch.int64)).get()
@@ -168,7 +168,7 @@ def test_the_owner_runs_no_python_meanwhile(pair: Pair) -> None:
         owner.drop.call_one(each).get()
 
 
-def test_what_was_dropped(pair: Pair) -> None:
+def test_dropped_buffer_is_refused(pair: Pair) -> None:
     owner, reader = pair
     before = owner.drop.call_one(owner.own.call_one("tensor", 8).get()).get()
     buffer = owner.own.call_one("tensor", 100).get()
@@ -186,7 +186,7 @@ def test_what_was_dropped(pair: Pair) -> None:
     owner.drop.call_one(other).get()
 
 
-def test_dropped_from_elsewhere(pair: Pair) -> None:
+def test_buffer_dropped_by_another_process_is_refused(pair: Pair) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 100).get()
     assert reader.read.call_one(buffer).get()
@@ -194,7 +194,7 @@ def test_dropped_from_elsewhere(pair: Pair) -> None:
     assert reader.read_for_ever.call_one(buffer).get(20).startswith("DroppedError")
 
 
-def test_forged_handles(pair: Pair, request: pytest.FixtureRequest) -> None:
+def test_forged_handle_is_refused(pair: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 100).get()
     for forged, text in _forged(buffer, request.node.callspec.params["pair"] == "verbs"):
@@ -229,6 +229,6 @@ def _forged(buffer: RDMABuffer, by_nic: bool) -> list[tuple[RDMABuffer, str]]:
     return [(RDMABuffer._of(handle._replace(ticket=ticket)), text) for ticket, text in tickets]
 
 
-def test_errors_are_the_same_type_everywhere() -> None:
+def test_errors_have_the_same_type_on_every_route() -> None:
     assert issubclass(DroppedError, RDMAError)
     assert issubclass(rdma.OwnerLostError, RDMAError)

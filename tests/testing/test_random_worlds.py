@@ -28,23 +28,23 @@ SMALL = ("any", "12", "24", "12", "24", "48")
 """Five of six worlds are small: as many ways through the code, and five times as many seeds an hour."""
 
 
-def test_promises() -> None:
+def test_invariants_hold_in_random_worlds() -> None:
     run_in_interpreters(range(SEEDS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, BIG_CHUNK))
-def test_promises_of_many_seeds(first: int) -> None:
+def test_invariants_hold_for_many_seeds(first: int) -> None:
     run_in_interpreters(range(first, first + BIG_CHUNK), *SMALL)
 
 
-def test_256_processes() -> None:
+def test_invariants_hold_with_256_processes() -> None:
     ran = random_world.run(0, 256)
     assert len(ran.simulation.processes) > 256
     assert ran.watch.executed > 1000
 
 
-def test_a_failure_names_its_seed_and_tells_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_names_its_seed_and_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         FlowControl, "refill", lambda *_: None
     )  # credit that was given back is lost: senders wait for ever
@@ -122,7 +122,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_break_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_fault_breaks_an_invariant(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, broken, promise = BREAKS[what]
     monkeypatch.setattr(where, name, broken)
     _, error = _first_failure(range(60), size=24)

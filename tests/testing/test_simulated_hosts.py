@@ -128,7 +128,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_a_break_is_noticed(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_fault_breaks_an_invariant(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, broken, promise = BREAKS[what]
     monkeypatch.setattr(where, name, broken)
     error = _first_failure(range(60), 6)
@@ -224,7 +224,7 @@ def test_the_agent_of_a_host_dies() -> None:
         assert sorted(failure.deaths[0].rank for failure in simulation.faults) == [2, 3]
 
 
-def test_silence_for_good() -> None:
+def test_permanent_silence_loses_the_host() -> None:
     """Both sides notice when the bound is over; what is there ends, and nothing that was under way ran twice."""
     with Simulation(1, QUIET) as simulation:
         machines, _, counters = _mesh(simulation, 3)
@@ -240,7 +240,7 @@ def test_silence_for_good() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_pause_loses_nothing(seed: int) -> None:
+def test_pause_loses_no_message(seed: int) -> None:
     with Simulation(seed) as simulation:
         machines, _, counters = _mesh(simulation, 4)
         calls = [counters.add.call() for _ in range(3)]
@@ -254,7 +254,7 @@ def test_a_pause_loses_nothing(seed: int) -> None:
         assert simulation.faults == []
 
 
-def test_two_hosts_are_cut_off_from_each_other() -> None:
+def test_cut_between_two_hosts() -> None:
     """They lose each other, and the controller neither; what they have not begun goes on when the network is back."""
     with Simulation(1, QUIET) as simulation:
         machines, _, counters = _mesh(simulation, 3)

@@ -44,7 +44,7 @@ def played() -> Played:
     return Played()
 
 
-def test_definitions_come_first_and_what_is_unreachable_last(played: Played) -> None:
+def test_definitions_come_first_and_deletions_last(played: Played) -> None:
     stream = Stream(played)
     stream.words += (7, 0, 1)
     stream.unreachable.append(1)
@@ -55,7 +55,7 @@ def test_definitions_come_first_and_what_is_unreachable_last(played: Played) -> 
     assert len(played.batches) == 1, "nothing was sent again"
 
 
-def test_the_clock_waits_for_no_worker(played: Played) -> None:
+def test_timer_does_not_wait_for_workers(played: Played) -> None:
     """It runs on the thread that reads messages, without which there will never be room."""
     stream = Stream(played)
     stream.wake()
@@ -68,7 +68,7 @@ def test_the_clock_waits_for_no_worker(played: Played) -> None:
     assert [words for _, words in played.batches] == [[7, 0, 1]]
 
 
-def test_what_nobody_follows_up_is_sent_by_the_clock(played: Played) -> None:
+def test_idle_batch_is_sent_by_the_timer(played: Played) -> None:
     stream = Stream(played)
     stream.wake()
     stream.words += (7, 0, 1)
@@ -79,7 +79,7 @@ def test_what_nobody_follows_up_is_sent_by_the_clock(played: Played) -> None:
     assert [words for _, words in played.batches] == [[7, 0, 1]]
 
 
-def test_the_clock_leaves_what_is_being_filled(played: Played) -> None:
+def test_timer_leaves_a_growing_batch(played: Played) -> None:
     stream = Stream(played)
     stream.wake()
     stream.words += (7, 0, 1)
@@ -92,7 +92,7 @@ def test_the_clock_leaves_what_is_being_filled(played: Played) -> None:
     assert [words for _, words in played.batches] == [[7, 0, 1], [8, 0, 1]]
 
 
-def test_who_is_far_ahead_waits_for_the_workers(played: Played) -> None:
+def test_controller_far_ahead_waits_for_workers(played: Played) -> None:
     stream = Stream(played)
     most = (
         command_stream.ACKNOWLEDGE_EVERY_WORDS
@@ -137,7 +137,7 @@ def test_writers_and_senders_of_many_threads_lose_nothing(played: Played) -> Non
         assert [i for who, i in pairs if who == thread] == list(range(2000))
 
 
-def test_at_the_end_the_rest_is_sent_and_waits_for_nobody(played: Played) -> None:
+def test_close_sends_the_rest_without_waiting(played: Played) -> None:
     stream = Stream(played)
     played.room = False
     stream.words += (7, 0, 1)
@@ -146,7 +146,7 @@ def test_at_the_end_the_rest_is_sent_and_waits_for_nobody(played: Played) -> Non
     assert [words for _, words in played.batches] == [[7, 0, 1]]
 
 
-def test_what_can_not_be_sent_at_the_end_raises_where_somebody_reads(played: Played) -> None:
+def test_unsent_batch_at_close_raises_at_the_next_read(played: Played) -> None:
     def send(_: bytes) -> None:
         raise RuntimeError("rank 1 is dead")
 
@@ -158,7 +158,7 @@ def test_what_can_not_be_sent_at_the_end_raises_where_somebody_reads(played: Pla
         stream.flush()
 
 
-def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_a_running_send_with_a_limit(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the midst of it, the end is on another thread, and gives up; then it is in time, and comes behind."""
     monkeypatch.setattr(command_stream, "SEND_TIMEOUT_S", 0.01)
     stream, ends = Stream(played), []
@@ -186,7 +186,7 @@ def test_the_end_waits_for_who_sends_just_now_and_not_for_ever(played: Played, m
     assert not any(each.is_alive() for each in ends)
 
 
-def test_who_waits_for_answers_keeps_nobody_from_sending(played: Played) -> None:
+def test_waiting_for_replies_does_not_block_sends(played: Played) -> None:
     stream = Stream(played)
     while len(stream._missing) <= command_stream.MAX_INFLIGHT_BATCHES:
         stream.words.append(7)
@@ -203,7 +203,7 @@ def test_who_waits_for_answers_keeps_nobody_from_sending(played: Played) -> None
     ahead.join(60)
 
 
-def test_nothing_is_sent_after_the_end(played: Played) -> None:
+def test_nothing_is_sent_after_close(played: Played) -> None:
     stream = Stream(played)
     stream.closed = RuntimeError("they have ended")
     stream.words.append(7)
@@ -214,7 +214,7 @@ def test_nothing_is_sent_after_the_end(played: Played) -> None:
 
 
 @pytest.mark.parametrize("when", ["words", "unreachable", "_definitions"])
-def test_what_another_thread_writes_while_a_batch_is_taken_comes_in_order(played: Played, when: str) -> None:
+def test_writes_during_a_flush_keep_their_order(played: Played, when: str) -> None:
     stream = Stream(played)
 
     class Interrupted(list[Any]):
@@ -241,7 +241,7 @@ def test_what_another_thread_writes_while_a_batch_is_taken_comes_in_order(played
     assert said == wanted
 
 
-def test_the_clock_sends_nothing_before_what_waits_for_room(played: Played) -> None:
+def test_timer_does_not_overtake_a_blocked_batch(played: Played) -> None:
     """Who waits to send reads clocks meanwhile, on the same thread."""
     stream = Stream(played)
     order: list[Any] = []

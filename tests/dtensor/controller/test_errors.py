@@ -39,7 +39,7 @@ def out_of_range(mesh: Any, rows: list[int]) -> Any:
     return failing_lookup.look_up(indices, workers.put(torch.randn(3, 2)))
 
 
-def test_an_error_comes_with_the_line_that_issued_it_and_the_workers_traceback(mesh_of: Callable[[str], Any]) -> None:
+def test_error_has_the_issuing_line_and_the_workers_traceback(mesh_of: Callable[[str], Any]) -> None:
     failed = out_of_range(mesh_of("2"), [5, 5])
     with pytest.raises(RemoteOpError) as caught:
         failed.tolist()
@@ -53,7 +53,7 @@ def test_an_error_comes_with_the_line_that_issued_it_and_the_workers_traceback(m
     os.kill(error.pid, 0)
 
 
-def test_what_depends_on_it_fails_and_nothing_else(mesh_of: Callable[[str], Any]) -> None:
+def test_failure_affects_dependent_tensors_only(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     failed = out_of_range(mesh, [5, 5])
     dependent = (failed * 2).sum()
@@ -66,7 +66,7 @@ def test_what_depends_on_it_fails_and_nothing_else(mesh_of: Callable[[str], Any]
     same(other + 1, torch.ones(4) + 1)
 
 
-def test_one_rank_fails_before_a_collective_and_nobody_hangs(mesh_of: Callable[[str], Any]) -> None:
+def test_failure_of_one_rank_before_a_collective_does_not_hang(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("3")
     failed = out_of_range(mesh, [0, 5, 1])
     whole = DTensor.from_local(failed, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
@@ -77,7 +77,7 @@ def test_one_rank_fails_before_a_collective_and_nobody_hangs(mesh_of: Callable[[
     same(distribute_tensor(torch.ones(6), mesh, [Shard(0)]).sum(), torch.tensor(6.0))
 
 
-def test_what_shares_memory_with_what_a_failed_operation_was_to_write_has_failed(
+def test_failed_write_invalidates_aliases(
     mesh_of: Callable[[str], Any],
 ) -> None:
     mesh = mesh_of("2")
@@ -91,7 +91,7 @@ def test_what_shares_memory_with_what_a_failed_operation_was_to_write_has_failed
         same(rest, torch.zeros(3, 2))
 
 
-def test_what_was_changed_in_place_by_what_failed_has_failed(mesh_of: Callable[[str], Any]) -> None:
+def test_failed_inplace_op_invalidates_its_tensor(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     target = workers_of(mesh).put(torch.zeros(1, 2))
     target.add_(out_of_range(mesh, [5, 5]))
@@ -108,7 +108,7 @@ CHECK = "aten._assert_async.default"
 
 
 @pytest.mark.parametrize("held", [[False, False], [True, False]])
-def test_a_check_that_fails_raises_once_where_anything_is_read(mesh_of: Callable[[str], Any], held: list[bool]) -> None:
+def test_failed_check_raises_once_at_the_next_read(mesh_of: Callable[[str], Any], held: list[bool]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     check(mesh, held)
@@ -121,7 +121,7 @@ def test_a_check_that_fails_raises_once_where_anything_is_read(mesh_of: Callable
 
 
 @pytest.mark.parametrize("read", ["item", "bool", "equal", "nonzero", "synchronize"])
-def test_whatever_waits_for_a_value_raises_what_a_check_has_found(mesh_of: Callable[[str], Any], read: str) -> None:
+def test_every_wait_for_a_value_raises_a_failed_check(mesh_of: Callable[[str], Any], read: str) -> None:
     mesh = mesh_of("2")
     x = workers_of(mesh).put(torch.ones(1))
     reads: dict[str, Callable[[], Any]] = {
@@ -134,7 +134,7 @@ def test_whatever_waits_for_a_value_raises_what_a_check_has_found(mesh_of: Calla
     reads[read]()
 
 
-def test_a_matrix_that_one_rank_can_not_factorize(mesh_of: Callable[[str], Any]) -> None:
+def test_singular_matrix_on_one_rank_raises(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     factors = torch.linalg.cholesky(workers_of(mesh).put_by_rank([torch.eye(2), -torch.eye(2)]))
@@ -144,7 +144,7 @@ def test_a_matrix_that_one_rank_can_not_factorize(mesh_of: Callable[[str], Any])
     same(x, torch.ones(4))
 
 
-def test_a_captured_step_with_a_matrix_that_can_not_be_factorized(mesh_of: Callable[[str], Any]) -> None:
+def test_singular_matrix_in_a_captured_step_raises(mesh_of: Callable[[str], Any]) -> None:
     matrix = distribute_tensor(-torch.eye(2), mesh_of("2"), [Replicate()])
     step = torch.compile(lambda a: torch.linalg.cholesky(a) * 2, backend="monarch", options={"inductor": False})
     with pytest.raises(RemoteOpError, match="not positive-definite"):
@@ -153,9 +153,7 @@ def test_a_captured_step_with_a_matrix_that_can_not_be_factorized(mesh_of: Calla
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_several_reads_under_way_one_raises_what_a_check_has_found(
-    mesh_of: Callable[[str], Any], first: int
-) -> None:
+def test_one_of_several_pending_reads_raises_a_failed_check(mesh_of: Callable[[str], Any], first: int) -> None:
     mesh = mesh_of("2")
     workers = workers_of(mesh)
     tensors = [workers.put(torch.full((2,), float(i))) for i in range(2)]
@@ -167,7 +165,7 @@ def test_of_several_reads_under_way_one_raises_what_a_check_has_found(
     assert waits[first]().tolist() == [float(first)] * 2
 
 
-def test_checks_that_fail_before_one_read_are_told_in_one_error(mesh_of: Callable[[str], Any]) -> None:
+def test_several_failed_checks_are_one_error(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     check(mesh, [True, False])
@@ -181,7 +179,7 @@ def test_checks_that_fail_before_one_read_are_told_in_one_error(mesh_of: Callabl
         x.tolist()
 
 
-def test_what_failed_first_on_any_rank_is_the_cause(mesh_of: Callable[[str], Any]) -> None:
+def test_first_failure_on_any_rank_is_the_cause(mesh_of: Callable[[str], Any]) -> None:
     """Rank 0 has zeros from rank 1, and its check fails for them."""
     mesh = mesh_of("2")
     whole = DTensor.from_local(out_of_range(mesh, [0, 5]), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
@@ -192,7 +190,7 @@ def test_what_failed_first_on_any_rank_is_the_cause(mesh_of: Callable[[str], Any
     same(distribute_tensor(torch.ones(4), mesh, [Shard(0)]), torch.ones(4))
 
 
-def test_a_synchronous_check_raises_at_itself_and_not_again(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
+def test_synchronous_check_raises_at_its_line_only(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     with monkeypatch.context() as patch:
@@ -202,14 +200,14 @@ def test_a_synchronous_check_raises_at_itself_and_not_again(mesh_of: Callable[[s
     same(x, torch.ones(4))
 
 
-def test_values_that_an_operation_with_results_of_any_size_can_not_have(mesh_of: Callable[[str], Any]) -> None:
+def test_invalid_values_of_a_data_dependent_op_raise(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     with pytest.raises(RemoteOpError, match=r"aten\.bincount\.default raised on rank 0 "):
         torch.bincount(workers_of(mesh).put(torch.tensor([-1])))
     workers_of(mesh).synchronize()
 
 
-def test_synchronous_operations_raise_at_themselves(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
+def test_synchronous_operation_raises_at_its_line(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
     mesh = mesh_of("2")
     monkeypatch.setattr(workers_of(mesh), "debug", True)
     with pytest.raises(RemoteOpError, match=failing_lookup.OPERATION):
@@ -217,7 +215,7 @@ def test_synchronous_operations_raise_at_themselves(mesh_of: Callable[[str], Any
     same(distribute_tensor(torch.ones(4), mesh, [Shard(0)]), torch.ones(4))
 
 
-def test_wrong_arguments_are_refused_at_once_by_torchs_own_words(mesh_of: Callable[[str], Any]) -> None:
+def test_wrong_arguments_raise_torchs_error_at_once(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]).to_local()
     with pytest.raises(RuntimeError, match="broadcast"):
@@ -226,7 +224,7 @@ def test_wrong_arguments_are_refused_at_once_by_torchs_own_words(mesh_of: Callab
         x @ x
 
 
-def test_a_branch_on_the_rank_is_refused(mesh_of: Callable[[str], Any]) -> None:
+def test_branch_on_the_rank_is_refused(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2x2")
     with pytest.raises(RankDependentError, match=r"true on some ranks.*monarch_backend\.dtensor\.run"):
         bool(mesh.get_rank() == workers_of(mesh).first)
@@ -235,7 +233,7 @@ def test_a_branch_on_the_rank_is_refused(mesh_of: Callable[[str], Any]) -> None:
     assert mesh.get_local_rank("tp") < 2
 
 
-def test_nobody_gets_at_the_memory(mesh_of: Callable[[str], Any]) -> None:
+def test_memory_of_a_remote_tensor_is_refused(mesh_of: Callable[[str], Any]) -> None:
     x = workers_of(mesh_of("2")).put(torch.ones(4))
     with pytest.raises(NotReadableError, match="in other processes"):
         x.data_ptr()
@@ -244,20 +242,20 @@ def test_nobody_gets_at_the_memory(mesh_of: Callable[[str], Any]) -> None:
     assert x.tolist() == [1.0] * 4
 
 
-def test_tensors_of_two_meshes(mesh_of: Callable[[str], Any]) -> None:
+def test_operation_on_tensors_of_two_meshes_is_refused(mesh_of: Callable[[str], Any]) -> None:
     one, other = (workers_of(mesh_of(name)).put(torch.ones(2)) for name in ("2", "3"))
     with pytest.raises(MeshMismatchError, match="move one of them first"):
         one + other
 
 
-def test_a_program_that_is_a_rank_already_is_no_controller(monkeypatch: Any) -> None:
+def test_program_that_is_a_rank_cannot_be_a_controller(monkeypatch: Any) -> None:
     assert dist.is_initialized()
     monkeypatch.setattr(controller_process_group, "_universe", None)  # so the default group is somebody else's
     with pytest.raises(RemoteTensorError, match="destroy_process_group"):
         controller_process_group.universe()
 
 
-def test_a_dead_worker_fails_what_waits_and_names_itself(monkeypatch: Any) -> None:
+def test_dead_worker_fails_waits_and_is_named(monkeypatch: Any) -> None:
     told: list[MeshFailure] = []
     monkeypatch.setattr(ma, "unhandled_fault_hook", told.append)
     procs = this_host().spawn_procs({"x": 2}, name="victims")
@@ -275,7 +273,7 @@ def test_a_dead_worker_fails_what_waits_and_names_itself(monkeypatch: Any) -> No
     assert told
 
 
-def test_a_value_whose_mesh_is_gone() -> None:
+def test_read_of_a_tensor_of_an_ended_mesh_raises() -> None:
     procs = this_host().spawn_procs({"x": 2})
     mesh = procs.device_mesh("cpu")
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
@@ -287,7 +285,7 @@ def test_a_value_whose_mesh_is_gone() -> None:
         print(x)
 
 
-def test_what_nobody_has_read_is_told_at_the_end_if_it_has_failed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_unread_failure_is_logged_at_the_end_of_the_mesh(capfd: pytest.CaptureFixture[str]) -> None:
     procs = this_host().spawn_procs({"x": 2})
     mesh = procs.device_mesh("cpu")
     failed = out_of_range(mesh, [0, 5])
@@ -323,14 +321,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("end", ["", "raise ValueError"])
-def test_what_nobody_has_read_is_told_when_the_program_ends(run_script: Callable[..., Run], end: str) -> None:
+def test_unread_failure_is_logged_at_program_end(run_script: Callable[..., Run], end: str) -> None:
     ended = run_script(f"{ENDS}    torch.nn.functional.embedding(row, table)\n    {end}\n")
     for rank in range(2):
         assert f"aten.embedding.default raised on rank {rank} " in ended.err
     assert ended.err.count("no read has reported it: IndexError") == 2
 
 
-def test_a_program_whose_workers_are_dead_ends(run_script: Callable[..., Run]) -> None:
+def test_program_with_dead_workers_ends(run_script: Callable[..., Run]) -> None:
     """What it has not sent is nobody's."""
     kill = """
     from monarch_backend.dtensor import run
@@ -343,7 +341,7 @@ def test_a_program_whose_workers_are_dead_ends(run_script: Callable[..., Run]) -
     assert "Traceback" not in ended.err
 
 
-def test_an_end_in_the_middle_of_things_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
+def test_end_with_pending_operations_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
     """Some workers have come further than others by then, and wait for them."""
     for _ in range(3):
         procs = this_host().spawn_procs({"x": 2})
@@ -354,7 +352,7 @@ def test_an_end_in_the_middle_of_things_is_no_failure(capfd: pytest.CaptureFixtu
     assert "no read has reported" not in capfd.readouterr().err
 
 
-def test_a_long_message_that_nobody_has_asked_for_is_told_shortly() -> None:
+def test_long_unread_error_is_logged_shortened() -> None:
     assert failures._shortly("ValueError: no") == "ValueError: no"
     assert failures._shortly("ValueError: no\n" + "a line of a table\n" * 100) == "ValueError: no ..."
     assert failures._shortly("x" * 1000) == "x" * failures.MAX_MESSAGE_LENGTH + " ..."

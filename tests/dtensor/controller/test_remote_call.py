@@ -40,7 +40,7 @@ def values(of: Any) -> list[Any]:
 # Arguments ------------------------------------------------------------------------------------------------------
 
 
-def test_a_dtensor_is_this_ranks_own(mesh: Any) -> None:
+def test_function_gets_the_local_dtensor_of_its_rank(mesh: Any) -> None:
     x = distribute_tensor(torch.arange(24.0).view(8, 3), mesh, [Shard(0), Replicate()][: mesh.ndim])
 
     def look(x: Any, mesh: Any) -> Any:
@@ -56,14 +56,14 @@ def test_a_dtensor_is_this_ranks_own(mesh: Any) -> None:
     assert all(placements == x.placements for *_, placements in found)
 
 
-def test_a_tensor_without_a_mesh_is_the_plain_one(line: Any) -> None:
+def test_plain_remote_tensor_arrives_as_a_plain_tensor(line: Any) -> None:
     x = distribute_tensor(torch.arange(12.0).view(6, 2), line, [Shard(0)])
     found = values(run(line, lambda plain: (type(plain), plain.sum().item()), x.to_local()).get())
     assert {kind for kind, _ in found} == {torch.Tensor}
     assert sum(total for _, total in found) == 66
 
 
-def test_what_changes_in_place_changes_for_all(mesh_of: Callable[[str], Any]) -> None:
+def test_inplace_change_in_a_function_is_visible_to_all(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     whole = torch.randn(6, 4)
     x = distribute_tensor(whole, mesh, [Shard(0)])
@@ -73,13 +73,13 @@ def test_what_changes_in_place_changes_for_all(mesh_of: Callable[[str], Any]) ->
     same(view, (whole * 2 + 1).t())
 
 
-def test_one_tensor_in_two_places_is_one_there_too(mesh_of: Callable[[str], Any]) -> None:
+def test_tensor_passed_twice_arrives_as_one(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(torch.ones(4), mesh_of("2"), [Shard(0)])
     same_object = run(mesh_of("2"), lambda a, b: (a[0] is b["x"], a[0] is b["y"]), [x], {"x": x, "y": x + 0}).get()
     assert values(same_object) == [(True, False)] * 2
 
 
-def test_host_values_and_functions_travel_as_to_actors(mesh_of: Callable[[str], Any]) -> None:
+def test_host_values_and_functions_are_pickled_as_for_actors(mesh_of: Callable[[str], Any]) -> None:
     offset = torch.arange(3000.0)
 
     def add(x: Any, *, rate: float) -> float:
@@ -89,7 +89,7 @@ def test_host_values_and_functions_travel_as_to_actors(mesh_of: Callable[[str], 
     assert len(set(values(run(mesh_of("2"), os.getpid).get()))) == 2
 
 
-def test_a_module_trains_there_and_here(mesh_of: Callable[[str], Any]) -> None:
+def test_module_trains_on_workers_and_controller(mesh_of: Callable[[str], Any]) -> None:
     mesh, x = mesh_of("2"), torch.randn(5, 6)
 
     def net() -> nn.Module:
@@ -112,7 +112,7 @@ def test_a_module_trains_there_and_here(mesh_of: Callable[[str], Any]) -> None:
         same(ours, other)
 
 
-def test_a_gradient_travels_with_its_parameter(mesh_of: Callable[[str], Any]) -> None:
+def test_gradient_is_sent_with_its_parameter(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     model = distribute_module(nn.Linear(3, 3), mesh)
     model(torch.ones(2, 3)).sum().backward()
@@ -127,7 +127,7 @@ def test_a_gradient_travels_with_its_parameter(mesh_of: Callable[[str], Any]) ->
 # Meshes ---------------------------------------------------------------------------------------------------------
 
 
-def test_meshes_of_several_dimensions_and_their_slices(mesh_of: Callable[[str], Any]) -> None:
+def test_function_gets_meshes_and_slices(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2x2")
     x = distribute_tensor(torch.randn(4, 6), mesh, [Shard(0), Shard(1)])
     rows = distribute_tensor(torch.randn(4, 6), mesh["tp"], [Shard(1)])
@@ -146,7 +146,7 @@ def test_meshes_of_several_dimensions_and_their_slices(mesh_of: Callable[[str], 
     assert more.device_mesh == mesh["tp"]
 
 
-def test_a_slice_of_the_processes_runs_by_itself(all_procs: Any) -> None:
+def test_slice_of_the_processes_runs_a_function(all_procs: Any) -> None:
     half = all_procs["2x2"].slice(dp=1).device_mesh(DEVICE)
     x = distribute_tensor(torch.arange(5.0), half, [Shard(0)])
     total, ranks = run(half, lambda x: (x.sum(), dist.get_rank()), x).get()
@@ -164,7 +164,7 @@ def test_processes_run_a_function(all_procs: Any) -> None:
 # Results --------------------------------------------------------------------------------------------------------
 
 
-def test_results_are_dtensors_where_they_were_and_values_by_rank(line: Any) -> None:
+def test_results_are_dtensors_or_values_by_rank(line: Any) -> None:
     whole = torch.randn(7, 5)
     x = distribute_tensor(whole, line, [Shard(0)])
 
@@ -185,12 +185,12 @@ def test_results_are_dtensors_where_they_were_and_values_by_rank(line: Any) -> N
     same(found["two"][0] + found["one"][0], whole * 3)
 
 
-def test_plain_tensors_come_back_as_values(mesh_of: Callable[[str], Any]) -> None:
+def test_plain_result_tensors_return_as_values(mesh_of: Callable[[str], Any]) -> None:
     found = values(run(mesh_of("2"), lambda: torch.full((3,), float(dist.get_rank()))).get())
     assert [each.tolist() for each in found] == [[0.0] * 3, [1.0] * 3]
 
 
-def test_a_result_may_be_awaited_and_need_not_be_taken(mesh_of: Callable[[str], Any]) -> None:
+def test_result_can_be_awaited_or_ignored(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     with contextlib.suppress(RemoteOpError):
         workers_of(mesh).synchronize()  # what other tests have not asked for
@@ -212,7 +212,7 @@ def test_a_result_may_be_awaited_and_need_not_be_taken(mesh_of: Callable[[str], 
     assert workers.ask("count") == held
 
 
-def test_nobody_waits_for_a_run_before_its_result(mesh_of: Callable[[str], Any]) -> None:
+def test_run_does_not_wait_for_its_result(mesh_of: Callable[[str], Any]) -> None:
     """What is issued after it comes after it, and sees what it has done."""
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
@@ -227,7 +227,7 @@ def test_nobody_waits_for_a_run_before_its_result(mesh_of: Callable[[str], Any])
     assert [values(each.get()) for each in runs] == [["done"] * 2] * 5
 
 
-def test_results_that_do_not_fit_together(mesh_of: Callable[[str], Any]) -> None:
+def test_inconsistent_results_raise(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     with pytest.raises(RemoteTensorError, match="trees of different forms"):
@@ -241,7 +241,7 @@ def test_results_that_do_not_fit_together(mesh_of: Callable[[str], Any]) -> None
 # Failures -------------------------------------------------------------------------------------------------------
 
 
-def test_an_exception_tells_whose_and_ends_the_collectives_of_the_others(mesh: Any) -> None:
+def test_exception_names_its_rank_and_ends_collectives_of_others(mesh: Any) -> None:
     ranks = [int(rank) - workers_of(mesh).first for rank in mesh.mesh.flatten()]  # as the workers have them
     last = ranks[-1]
     with pytest.raises(RemoteOpError, match="ValueError: on purpose") as caught:
@@ -256,7 +256,7 @@ def test_an_exception_tells_whose_and_ends_the_collectives_of_the_others(mesh: A
         assert values(run(mesh, worker_functions.sum_of_ranks).get()) == [sum(ranks)] * len(ranks)
 
 
-def test_one_that_fails_again_and_again(mesh_of: Callable[[str], Any]) -> None:
+def test_repeated_failures_leave_the_mesh_usable(mesh_of: Callable[[str], Any]) -> None:
     for rank in (0, 1, 0):
         failing = run(mesh_of("2"), worker_functions.fails_on, rank, None)
         after = run(mesh_of("2"), worker_functions.sum_of_ranks)
@@ -265,7 +265,7 @@ def test_one_that_fails_again_and_again(mesh_of: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_what_is_no_exception_ends_the_function_only(mesh_of: Callable[[str], Any], kind: type[BaseException]) -> None:
+def test_base_exception_ends_the_function_only(mesh_of: Callable[[str], Any], kind: type[BaseException]) -> None:
     def end(mesh: Any) -> None:
         if mesh.get_rank() == 1:
             raise kind("by itself")
@@ -275,7 +275,7 @@ def test_what_is_no_exception_ends_the_function_only(mesh_of: Callable[[str], An
     assert len(values(run(mesh_of("2"), os.getpid).get())) == 2
 
 
-def test_a_function_on_the_workers_controls_nobody(all_procs: Any) -> None:
+def test_function_on_workers_cannot_be_a_controller(all_procs: Any) -> None:
     procs = all_procs["2"]
 
     def nested() -> Any:
@@ -287,7 +287,7 @@ def test_a_function_on_the_workers_controls_nobody(all_procs: Any) -> None:
     assert len(values(run(procs, os.getpid).get())) == 2
 
 
-def test_captured_steps_go_on_with_the_groups_after_one_that_failed(mesh_of: Callable[[str], Any]) -> None:
+def test_captured_steps_work_after_a_failed_function(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
 
@@ -301,7 +301,7 @@ def test_captured_steps_go_on_with_the_groups_after_one_that_failed(mesh_of: Cal
     assert (x * 3).sum().full_tensor().item() == 18
 
 
-def test_what_an_argument_depends_on_is_what_failed(mesh_of: Callable[[str], Any]) -> None:
+def test_failed_argument_raises_its_own_failure(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(2, 3), mesh, [Replicate()])
     index = distribute_tensor(torch.tensor([7]), mesh, [Replicate()])
@@ -311,9 +311,7 @@ def test_what_an_argument_depends_on_is_what_failed(mesh_of: Callable[[str], Any
     assert run(mesh, lambda x: x * 2, x).get().sum().item() == 12
 
 
-def test_a_failure_that_nobody_asks_for_is_logged(
-    mesh_of: Callable[[str], Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unread_failure_is_logged(mesh_of: Callable[[str], Any], caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.suppress(RemoteOpError):
         workers_of(mesh_of("2")).synchronize()  # what other tests have not asked for
     run(mesh_of("2"), worker_functions.fails_on, 0, None)
@@ -322,7 +320,7 @@ def test_a_failure_that_nobody_asks_for_is_logged(
     assert "never read" in caplog.text
 
 
-def test_a_worker_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ma, "unhandled_fault_hook", lambda _: None)  # nobody supervises this one
     with this_host().spawn_procs({"x": 2}) as procs:
         mesh = procs.device_mesh("cpu")
@@ -336,7 +334,7 @@ def test_a_worker_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             run(mesh, die).get(60)
 
 
-def test_tensors_and_meshes_of_others(mesh_of: Callable[[str], Any]) -> None:
+def test_tensors_and_meshes_of_another_mesh_are_refused(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(torch.ones(6), mesh_of("3"), [Shard(0)])
     with pytest.raises(MeshMismatchError, match=r"dtensor\.move"):
         run(mesh_of("2"), lambda x: x, x)
@@ -344,7 +342,7 @@ def test_tensors_and_meshes_of_others(mesh_of: Callable[[str], Any]) -> None:
         run(mesh_of("2"), lambda mesh: None, mesh_of("3"))
 
 
-def test_what_cannot_travel_is_named(mesh_of: Callable[[str], Any]) -> None:
+def test_unpicklable_argument_is_named(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(torch.ones(6), mesh_of("2"), [Shard(0)])
     with pytest.raises(TypeError, match=r"can't serialize .*\['lock'\]"):
         run(mesh_of("2"), lambda x, y: x, x, {"fine": x, "lock": threading.Lock()})
@@ -363,7 +361,7 @@ class Clipped(torch.autograd.Function):
         return grad.clamp(-0.5, 0.5)
 
 
-def test_autograd_functions_of_ones_own(mesh_of: Callable[[str], Any]) -> None:
+def test_custom_autograd_function_works(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(torch.arange(6.0) - 3, mesh_of("2"), [Shard(0)]).requires_grad_()
 
     def gradient(x: Any) -> Any:
@@ -374,7 +372,7 @@ def test_autograd_functions_of_ones_own(mesh_of: Callable[[str], Any]) -> None:
     same(run(mesh_of("2"), gradient, x).get(), ((torch.arange(6.0) - 3) * 2).clamp(-0.5, 0.5))
 
 
-def test_compiled_code(mesh_of: Callable[[str], Any]) -> None:
+def test_compiled_code_runs_in_a_function(mesh_of: Callable[[str], Any]) -> None:
     whole = torch.randn(6, 4)
     x = distribute_tensor(whole, mesh_of("2"), [Shard(0)])
 
@@ -384,7 +382,7 @@ def test_compiled_code(mesh_of: Callable[[str], Any]) -> None:
     same(run(mesh_of("2"), compiled, x).get(), whole.sin() * 2 + 1)
 
 
-def test_a_pipeline(mesh_of: Callable[[str], Any]) -> None:
+def test_pipeline_schedule_runs_in_a_function(mesh_of: Callable[[str], Any]) -> None:
     mesh, x, target = mesh_of("2"), torch.randn(4, 6), torch.randn(4, 6)
     torch.manual_seed(5)
     stages = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
@@ -407,7 +405,7 @@ def test_a_pipeline(mesh_of: Callable[[str], Any]) -> None:
     assert losses == pytest.approx([each.item() for each in parts], rel=1e-4)
 
 
-def test_a_checkpoint_by_ones_own_code(mesh_of: Callable[[str], Any], tmp_path: Any) -> None:
+def test_function_writes_its_own_checkpoint(mesh_of: Callable[[str], Any], tmp_path: Any) -> None:
     whole = torch.randn(5, 3)
     x = distribute_tensor(whole, mesh_of("2"), [Shard(0)])
     run(mesh_of("2"), lambda x: dcp.save({"x": x}, checkpoint_id=tmp_path) and None, x).get()
@@ -427,7 +425,7 @@ class Squares(Dataset[torch.Tensor]):
         return torch.tensor([index, index * index])
 
 
-def test_a_data_loader_on_the_controller(mesh_of: Callable[[str], Any]) -> None:
+def test_data_loader_on_the_controller(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     for i, batch in enumerate(DataLoader(Squares(), batch_size=4)):
         x = distribute_tensor(batch, mesh, [Shard(0)])
@@ -447,7 +445,7 @@ def next_batch(name: str, mesh: Any) -> Any:
     return None if local is None else DTensor.from_local(local, mesh, [Shard(0)])
 
 
-def test_a_data_loader_on_the_workers(mesh_of: Callable[[str], Any]) -> None:
+def test_data_loader_on_the_workers(mesh_of: Callable[[str], Any]) -> None:
     mesh, seen = mesh_of("2"), []
     while isinstance(batch := run(mesh, next_batch, "squares", mesh).get(), DTensor):
         assert batch.shape == (4, 2)

@@ -78,7 +78,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("how", MADE)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_only_members_change_is_what_is_read(part: Any, how: str, change: str) -> None:
+def test_value_changed_by_members_is_read_from_members(part: Any, how: str, change: str) -> None:
     x = MADE[how](part)
     same(x, torch.zeros(5))
     CHANGES[change](x, part)
@@ -154,7 +154,7 @@ def test_training(part: Any, how: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["of the controller", "of all workers", "of its own members"])
-def test_what_a_plain_tensor_becomes(part: Any, where: str) -> None:
+def test_plain_tensor_on_a_sub_mesh(part: Any, where: str) -> None:
     """As SequenceParallel does with a norm's parameters; its gradient goes back the same way."""
     plain = torch.zeros(5)
     if where == "of all workers":
@@ -232,7 +232,7 @@ def test_a_module_that_all_have_is_put_on_members(part: Any, mesh_of: Callable[[
 
 @pytest.mark.parametrize("where", ["of this process", "of all workers"])
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
-def test_what_overflows_on_a_member_is_known_to_all(part: Any, where: str, distributed: bool) -> None:
+def test_overflow_on_a_member_is_known_to_all(part: Any, where: str, distributed: bool) -> None:
     """As GradScaler asks; its flag is all workers' on a mesh of GPUs."""
     gradient: Any = distribute_tensor(torch.tensor([1.0, torch.inf]), part, [Shard(0)])
     if not distributed:

@@ -117,7 +117,7 @@ def test_an_array_of_a_gpu_is_an_allocation(gpu: Callable[..., Gpu]) -> None:
     ],
     ids=["peer memory", "dma-buf"],
 )
-def test_the_way_that_is_taken(
+def test_registration_method_is_chosen(
     gpu: Callable[..., Gpu],
     options: dict[str, bool],
     said: str,
@@ -136,7 +136,7 @@ def test_the_way_that_is_taken(
     nic.close()
 
 
-def test_neither_way(gpu: Callable[..., Gpu]) -> None:
+def test_gpu_memory_without_a_method_is_refused(gpu: Callable[..., Gpu]) -> None:
     array = gpu(2)
     nic = fabric(array).open_nic("fake0", 16)
     before = len(os.listdir("/proc/self/fd"))
@@ -153,7 +153,7 @@ def test_neither_way(gpu: Callable[..., Gpu]) -> None:
     nic.close()
 
 
-def test_a_driver_that_exports_none(gpu: Callable[..., Gpu]) -> None:
+def test_gpu_memory_without_dma_buf_export_is_refused(gpu: Callable[..., Gpu]) -> None:
     array = gpu(3, offset=PAGE)
     nic = fabric(array, dma_buf=True).open_nic("fake0", 16)
     with pytest.raises(UnreachableMemoryError, match="by dma-buf: only whole allocations here"):
@@ -161,7 +161,7 @@ def test_a_driver_that_exports_none(gpu: Callable[..., Gpu]) -> None:
     nic.close()
 
 
-def test_memory_of_the_cpu_is_registered_as_before(gpu: Callable[..., Gpu]) -> None:
+def test_cpu_memory_is_registered_as_usual(gpu: Callable[..., Gpu]) -> None:
     gpu(1)
     nic = Fabric(memory=10).open_nic("fake0", 16)
     with pytest.raises(VerbsError, match="cannot register 100 bytes with fake0") as raised:
@@ -173,7 +173,7 @@ def test_memory_of_the_cpu_is_registered_as_before(gpu: Callable[..., Gpu]) -> N
 
 @pytest.mark.parametrize("options", [{"peer_memory": True}, {"dma_buf": True}], ids=["peer memory", "dma-buf"])
 @pytest.mark.usefixtures("ports")
-def test_what_is_read_and_written(gpu: Callable[..., Gpu], options: dict[str, bool]) -> None:
+def test_read_and_write_transfer_gpu_memory(gpu: Callable[..., Gpu], options: dict[str, bool]) -> None:
     here, there = gpu(5, offset=64), gpu(5, offset=200, nbytes=4 * PAGE)
     content = bytes(i * 7 % 251 for i in range(there.nbytes))
     there.fill(content)
