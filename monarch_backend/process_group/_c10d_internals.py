@@ -1,7 +1,7 @@
 """Uses of torch's private c10d parts by process_group/.
 
-Each function names what it leans on; tests/process_group/test_c10d_internals.py fails when torch changes it.
-What *replaces* a function of torch stands in monarch_backend/process_group/_c10d_patches.py instead.
+Each function names the private parts that it uses. tests/process_group/test_c10d_internals.py fails when torch changes
+them. Replacements of torch's functions are in _c10d_patches.py.
 """
 
 from __future__ import annotations

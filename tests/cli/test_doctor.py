@@ -1,4 +1,4 @@
-"""`monarch-backend doctor` reports what is available, what is missing and how to install it."""
+"""`monarch-backend doctor` says what is there, what is missing and how to get it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import monarch_backend
 from monarch_backend import _verbs
 from monarch_backend._rdma import availability
 from monarch_backend.cli import doctor, main
-from tests.rdma import pretended_gpu
+from tests.rdma import pretended
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,8 +138,8 @@ def test_memory_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.delenv("MONARCH_GPU_IPC", raising=False)
     monkeypatch.setenv("MONARCH_GPU_DRIVER", "/nowhere/libcuda.so.1")
     found = doctor._memory_of_gpus(tmp_path)
-    assert found.state == "no way: none of /nowhere/libcuda.so.1 loads" and "driver" in found.remedy
-    driver = pretended_gpu.library()
+    assert found.state == "no route: none of /nowhere/libcuda.so.1 loads" and "driver" in found.remedy
+    driver = pretended.library()
     monkeypatch.setenv("MONARCH_GPU_DRIVER", driver)
     words = f"{driver}: on one host by IPC; to other hosts NICs by dma-buf, else through pinned memory"
     assert doctor._memory_of_gpus(tmp_path) == doctor.Finding("memory of GPUs", words)

@@ -6,7 +6,7 @@ import contextlib
 import re
 from pathlib import Path
 
-from tests.examples.programs import EXAMPLES
+from tests.examples.example_runner import EXAMPLES
 from tests.hosts.support import World
 from tests.support.hosts import hosts, refusal
 

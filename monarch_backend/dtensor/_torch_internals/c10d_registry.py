@@ -1,7 +1,6 @@
 """Private tables of torch.distributed with process groups, in which a controller must write.
 
-With device_mesh_and_api.py the only module here that touches torch's private parts.
-tests/dtensor/patches/test_torch_internals.py fails when torch moves them.
+tests/dtensor/patches/test_torch_internals.py fails when they move.
 """
 
 from __future__ import annotations
