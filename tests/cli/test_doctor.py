@@ -15,7 +15,7 @@ import monarch_backend
 from monarch_backend import _verbs
 from monarch_backend._rdma import availability
 from monarch_backend.cli import doctor, main
-from tests.rdma import pretended
+from tests.rdma import pretended_gpu as pretended
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:

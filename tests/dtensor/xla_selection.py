@@ -59,7 +59,9 @@ CANNOT: dict[str, str] = {
     "test_remote_call.py::test_function_on_workers_cannot_be_a_controller": (
         "torch 2.9 has no part of a controller at all"
     ),
-    "test_remote_call.py::test_pipeline_schedule_runs_in_a_function": "the ranks' messages of torch 2.9's PipelineStage do not match",
+    "test_remote_call.py::test_pipeline_schedule_runs_in_a_function": (
+        "the ranks' messages of torch 2.9's PipelineStage do not match"
+    ),
     "test_remote_call.py::test_custom_autograd_function_works": _NEEDS_MODULE,
     "test_remote_call.py::test_data_loader_on_the_workers": _NEEDS_MODULE,
     "test_remote_call.py::test_a_sharded_sampler_on_a_mesh_of_two_dimensions": _NEEDS_MODULE,

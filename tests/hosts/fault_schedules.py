@@ -38,7 +38,7 @@ from tests.hosts.call_journal import (
     read_ledgers,
     read_told,
 )
-from tests.hosts.controller_programs import BOUNDS, Worker, agents
+from tests.hosts.controller_programs import BOUNDS, Worker, agents, host_registry
 from tests.hosts.support import NAMES, PATIENCE, Daemon, World, descendants, until_gone
 from tests.support.hosts import Cables, address6, hosts, refusal
 

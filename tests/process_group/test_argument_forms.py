@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c
 
 from monarch_backend.process_group._collective_specs import COLLECTIVES
-from tests.process_group.test_work_completes_with_its_result import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
+from tests.process_group.test_work import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
 
 METHODS = (
     "allreduce",

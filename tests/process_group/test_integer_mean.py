@@ -21,7 +21,7 @@ import monarch_backend
 from monarch_backend import CollectiveArgumentError
 from monarch_backend.process_group._integer_mean import INTEGERS, divide_sum
 from monarch_backend.process_group._xla import host_staged
-from tests.process_group.test_work_completes_with_its_result import REDUCE_SCATTER_SINGLE
+from tests.process_group.test_work import REDUCE_SCATTER_SINGLE
 from tests.support.hosts import Hosts, hosts, refusal, run_on_hosts
 from tests.support.ranks import run_ranks
 

@@ -29,11 +29,11 @@ from tests.rdma.test_failures import (  # noqa: F401
 )
 from tests.rdma.test_route_matrix import (  # noqa: F401
     test_buffer_dropped_by_another_process_is_refused,
+    test_dropped_buffer_is_refused,
     test_forged_handle_is_refused,
     test_many_parts_in_one_action_are_transferred,
-    test_transfer_takes_the_expected_route,
     test_read_and_write_transfer_the_bytes,
-    test_dropped_buffer_is_refused,
+    test_transfer_takes_the_expected_route,
 )
 from tests.rdma.verbs.peers import until
 
