@@ -25,8 +25,8 @@ def public(module: str) -> Callable[[type[E]], type[E]]:
 class MonarchError(Exception):
     """Base class of the exceptions of monarch_backend. Most of them derive from a built-in exception, too.
 
-    The only exception without this base is `monarch_backend.actor.CancelledError`, which ``except Exception`` must not
-    catch.
+    It is never raised itself. The only exception without this base is `monarch_backend.actor.CancelledError`, which
+    ``except Exception`` must not catch.
 
     >>> from monarch_backend.errors import CancelledError, JobError, MonarchError
     >>> issubclass(JobError, MonarchError), issubclass(CancelledError, MonarchError)

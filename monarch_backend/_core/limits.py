@@ -36,6 +36,8 @@ _REFUSALS: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
 class ResourceLimitError(MonarchError, RuntimeError):
     """The system refused memory, a thread, a process or a file. The text names the limits that may be the cause.
 
+    The call that needs the resource raises it, such as ``spawn_procs``. ``__cause__`` is the system's exception.
+
     >>> from monarch_backend.errors import ResourceLimitError, SpawnLimitError
     >>> issubclass(SpawnLimitError, ResourceLimitError)
     True
