@@ -31,11 +31,7 @@ PAGES = {
     for facade in re.findall(r"^<!-- api: (\S+) -->$", page.read_text(), re.MULTILINE)
 }
 
-LACKING = {
-    "monarch_backend.actor": 50,
-    "monarch_backend.hosts": 2,
-    "monarch_backend.job": 14,
-}
+LACKING: dict[str, int] = {}
 """Findings by facade, 0 for all others. Write the missing text, then lower the number: it never rises."""
 
 WITHOUT_EXAMPLE = {

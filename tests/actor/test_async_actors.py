@@ -368,7 +368,7 @@ def test_generator_endpoints_count_as_sync_or_async(procs: ProcMesh) -> None:
 
 
 def test_concurrent_endpoint_must_be_async() -> None:
-    with pytest.raises(TypeError, match=r"@concurrent_endpoint is for `async def`"):
+    with pytest.raises(TypeError, match=r"@concurrent_endpoint needs an `async def` method"):
 
         class Wrong(Actor):
             @concurrent_endpoint

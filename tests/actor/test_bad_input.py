@@ -349,7 +349,7 @@ def test_call_one_on_several_actors_is_refused(select: dict[str, int], victims: 
 
 
 def test_unknown_selection_is_refused(victims: ActorMesh, alive: None) -> None:
-    with pytest.raises(ValueError, match=r"selection='some': it can be 'all' or 'choose'"):
+    with pytest.raises(ValueError, match=r"selection='some': it must be 'all' or 'choose'"):
         send(victims.note, (1,), selection="some")
 
 
@@ -424,7 +424,7 @@ def test_endpoint_decorator_refuses_non_methods() -> None:
 
 @pytest.mark.parametrize("what", [int, 5, lambda: None, "Victim", threading.Lock], ids=str)
 def test_spawn_refuses_classes_that_are_not_actors(what: Any, procs: ProcMesh, alive: None) -> None:
-    with pytest.raises(TypeError, match=r"is no Actor: derive the class from monarch_backend\.actor\.Actor"):
+    with pytest.raises(TypeError, match=r"is not an Actor: derive the class from monarch_backend\.actor\.Actor"):
         procs.spawn("wrong", what)
 
 

@@ -698,7 +698,8 @@ def test_as_endpoint_takes_methods_of_meshes_only(mixed: ActorMesh) -> None:
 
 @pytest.mark.parametrize("verb", ["call", "call_one", "choose", "stream", "broadcast"])
 def test_undecorated_method_error_says_what_to_do(mixed: ActorMesh, verb: str) -> None:
-    message = r"Mixed\.plain is no endpoint: decorate it with @endpoint, or call it through as_endpoint\(mesh\.plain\)"
+    advice = r"decorate it with @endpoint, or call it through as_endpoint\(mesh\.plain\)"
+    message = rf"Mixed\.plain is not an endpoint: {advice}"
     with pytest.raises(UnknownEndpointError, match=message):
         getattr(mixed.plain, verb)(1)
     with pytest.raises(UnknownEndpointError, match=message):
@@ -712,7 +713,7 @@ def test_unknown_endpoint_error_lists_endpoints(mixed: ActorMesh) -> None:
 
 
 def test_direct_call_of_an_endpoint_is_refused(mixed: ActorMesh) -> None:
-    with pytest.raises(TypeError, match=r"say how to send, mesh\.same\.call\(\.\.\.\), \.call_one"):
+    with pytest.raises(TypeError, match=r"choose a way to send, mesh\.same\.call\(\.\.\.\), \.call_one"):
         mixed.same(1)
 
 
