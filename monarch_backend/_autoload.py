@@ -94,9 +94,9 @@ def torch_backends_entry() -> None:
     """Entry point of group ``torch.backends``: called by ``import torch`` itself.
 
     torch 2.14 and later load the group ``torch.distributed.backends`` when the name is first used, which is after
-    ``init_process_group`` has connected to the store: only the way there is left to do at import. An exception here
-    would break ``import torch`` for everybody, hence the net: what went wrong is said once, and
-    ``init_process_group`` will say that the backend is unknown.
+    ``init_process_group`` has connected to the store. Only the connection is prepared at import. An exception here
+    would break ``import torch`` in every program, so each is caught and logged once. ``init_process_group`` then
+    reports an unknown backend.
     """
     import torch
 

@@ -30,8 +30,8 @@ class Extent:
     Iteration gives the points in order of rank, and ``len()`` counts them. ``extent["gpus"]`` is a size; ``"gpus" in
     extent`` and ``dict(extent)`` treat it as a mapping. An extent without dimensions has one rank.
 
-    Raises ValueError if labels and sizes differ in number, a label occurs twice or is not an identifier, a size is
-    below 1, or there are more than 2**31 - 1 ranks. Raises TypeError for a label that is not a string and a size that
+    Raises ValueError if labels and sizes differ in number, or if a label occurs twice or is not an identifier. Raises
+    ValueError for a size below 1, and for more than 2**31 - 1 ranks. Raises TypeError for a label that is not a string and a size that
     is not an int.
 
     >>> extent = Extent(("hosts", "gpus"), (2, 4))

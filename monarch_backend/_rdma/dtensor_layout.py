@@ -47,7 +47,7 @@ def _split(placement: Any, ndim: int, ways: int, place: int) -> ShardSpec:
 
 def _refuse_what_is_no_part(placement: Placement) -> None:
     if placement.is_partial():
-        raise ValueError(f"{placement} is a part of a sum that nobody has made yet: redistribute() it first")
+        raise ValueError(f"{placement} is a part of a sum that was not made yet: redistribute() it first")
     # _StridedShard.is_shard() is True in torch 2.9 and False in 2.13 and later.
     if not (placement.is_replicate() or placement.is_shard() or hasattr(placement, "split_factor")):
         raise ValueError(f"the placement {placement} is not known here: redistribute() to Shard and Replicate first")

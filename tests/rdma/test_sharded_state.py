@@ -240,7 +240,7 @@ def test_tensors_that_have_no_memory_of_their_own(where: str, tensor: Tensor, sa
 
 def test_parts_of_a_sum_are_refused(registered: Register) -> None:
     def offer(mesh: DeviceMesh) -> None:
-        with pytest.raises(ValueError, match=r"^g: .*part of a sum that nobody has made yet: redistribute\(\)"):
+        with pytest.raises(ValueError, match=r"^g: .*part of a sum that was not made yet: redistribute\(\)"):
             registered({"g": DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)})
 
     on_each((2,), offer)
