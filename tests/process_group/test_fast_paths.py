@@ -282,7 +282,7 @@ def test_overridden_method_of_a_subclass_is_called() -> None:
 def _looks(_rank: int) -> None:
     short = dist.group.WORLD.allreduce
     assert short.__name__ == "allreduce"
-    assert "All-reduce in place" in short.__doc__
+    assert "Reduce in place on all ranks" in short.__doc__
     assert short.__self__ is dist.group.WORLD
     assert inspect.signature(short) == inspect.signature(short.__wrapped__)
 

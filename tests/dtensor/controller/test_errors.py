@@ -44,8 +44,8 @@ def test_error_has_the_issuing_line_and_the_workers_traceback(mesh_of: Callable[
     with pytest.raises(RemoteOpError) as caught:
         failed.tolist()
     error = caught.value
-    assert "return failing.look_up(indices" in error.issued_at
-    assert "in test_an_error_comes_with_the_line" in error.issued_at
+    assert "return failing_lookup.look_up(indices" in error.issued_at
+    assert "in test_error_has_the_issuing_line_and_the_workers_traceback" in error.issued_at
     assert error.operation == failing_lookup.OPERATION
     assert error.rank == 0
     assert "index out of range" in str(error)

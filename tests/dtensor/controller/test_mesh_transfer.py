@@ -117,7 +117,7 @@ def test_what_failed_before_is_told_where_the_moved_is_read(mesh_of: Callable[[s
     index = distribute_tensor(torch.tensor([7]), mesh_of("2"), [Replicate()])
     broken = DTensor.from_local(failing_lookup.look_up(index.to_local(), x.to_local()), mesh_of("2"), [Replicate()])
     moved = move(broken, mesh_of("3"), [Replicate()]) + 1
-    with pytest.raises(RemoteOpError, match=f"has not come: .*{failing_lookup.OPERATION}"):
+    with pytest.raises(RemoteOpError, match=f"have not come: .*{failing_lookup.OPERATION}"):
         moved.tolist()
     assert (move(x, mesh_of("3")) + 1).sum().item() == 12
     nothing_is_left(mesh_of("2"), mesh_of("3"))
