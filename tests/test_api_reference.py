@@ -149,7 +149,8 @@ def missing_raises(path: str, function: Callable[..., Any], doc: str) -> Iterato
 
 def raised_by(function: Callable[..., Any]) -> set[str]:
     """The classes that the function's own ``raise`` statements name; "" for one that names none."""
-    if inspect.unwrap(function).__code__.co_filename.startswith("<"):  # generated, for example by dataclass
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or code.co_filename.startswith("<"):  # generated, for example by dataclass
         return set()
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     names, nodes = set(), list(tree.body[0].body)

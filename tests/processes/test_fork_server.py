@@ -413,7 +413,7 @@ CONTROLLERS = """
 import ctypes, json, os, signal, sys
 sys.path.insert(0, {root!r})
 import cloudpickle
-from tests.mesh import spawning, test_fork_server
+from tests.processes import spawning, test_fork_server
 for module in (spawning, test_fork_server):
     cloudpickle.register_pickle_by_value(module)
 

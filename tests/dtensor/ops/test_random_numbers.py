@@ -566,7 +566,7 @@ def test_dropout_of_what_is_computed_from_a_shard_warns_and_draws_other_masks(
 
     x = torch.ones(4, 8).requires_grad_()
     torch.manual_seed(2)
-    with pytest.warns(UserWarning, match=r"test_random\.py(.|\n)*use_local_output=False"):
+    with pytest.warns(UserWarning, match=r"test_random_numbers\.py(.|\n)*use_local_output=False"):
         checkpoint(hidden, x, use_reentrant=use_reentrant).sum().backward()
     first, again = masks  # the second one is of the recomputation
     equal(again, first)
