@@ -39,8 +39,8 @@ demo: $(STAMP)  ## train the language model with backend="monarch" on two ranks
 test: $(STAMP) lint  ## lint, types and the ordinary tests
 	$(BIN)/python -m tests.halves -m "not slow and not gpu and not xla and not verbs" --durations=25
 
-test-fast: $(STAMP)  ## the process group's own tests
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not xla and not verbs" tests/process_group tests/cli tests/test_*.py
+test-fast: $(STAMP) lint  ## lint, types and the short tests of every package: at most 5 minutes
+	$(BIN)/python -m tests.halves --fast -q -m "not slow and not gpu and not xla and not verbs"
 
 test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-rank training, compiled steps
 	$(BIN)/python -m tests.halves -m "slow and not gpu and not xla and not verbs" --durations=25

@@ -6,11 +6,13 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.tensor  # since this has it, fork servers of tests have what a mesh's workers need
 
+from tests.fast_tier import LONG_MODULES
 from tests.support import leaks
 from tests.support.ranks import RankPool
 
@@ -33,6 +35,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _POOLS: dict[int, RankPool] = {}
+_TESTS = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out the modules that tests/fast_tier.py lists")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not config.getoption("--fast") or not collection_path.is_relative_to(_TESTS):
+        return None
+    return True if collection_path.relative_to(_TESTS).as_posix() in LONG_MODULES else None
 
 
 @pytest.fixture(scope="module", autouse=True)
