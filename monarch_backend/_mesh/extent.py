@@ -31,8 +31,8 @@ class Extent:
     extent`` and ``dict(extent)`` treat it as a mapping. An extent without dimensions has one rank.
 
     Raises ValueError if labels and sizes differ in number, or if a label occurs twice or is not an identifier. Raises
-    ValueError for a size below 1, and for more than 2**31 - 1 ranks. Raises TypeError for a label that is not a string and a size that
-    is not an int.
+    ValueError for a size below 1, and for more than 2**31 - 1 ranks. Raises TypeError for a label that is not a string
+    and a size that is not an int.
 
     >>> extent = Extent(("hosts", "gpus"), (2, 4))
     >>> extent["gpus"], len(extent), extent.rank_of(hosts=1, gpus=2)
