@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if not config.getoption("--fast") or not collection_path.is_relative_to(_TESTS):
+    if not config.getoption("--fast", default=False) or not collection_path.is_relative_to(_TESTS):
         return None
     return True if collection_path.relative_to(_TESTS).as_posix() in LONG_MODULES else None
 
