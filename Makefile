@@ -13,13 +13,13 @@ COUNT ?= 200
 VERBS ?= verbs
 FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
-# Tests that also run on workers with XLA devices: tests/dtensor/on_xla.py says which of these; and how many
+# Tests that also run on workers with XLA devices: tests/dtensor/xla_selection.py says which of these; and how many
 # parametrizations of each, since XLA compiles each graph.
 ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format bench clean
+.PHONY: help setup demo test test-fast test-slow test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format docs bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -39,23 +39,23 @@ demo: $(STAMP)  ## train the language model with backend="monarch" on two ranks
 test: $(STAMP) lint  ## lint, types and the ordinary tests
 	$(BIN)/python -m tests.halves -m "not slow and not gpu and not xla and not verbs" --durations=25
 
-test-fast: $(STAMP)  ## the process group's own tests
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not xla and not verbs" tests/process_group tests/cli tests/test_*.py
+test-fast: $(STAMP) lint  ## lint, types and the short tests of every package: at most 5 minutes
+	$(BIN)/python -m tests.halves --fast -q -m "not slow and not gpu and not xla and not verbs"
 
 test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-rank training, compiled steps
 	$(BIN)/python -m tests.halves -m "slow and not gpu and not xla and not verbs" --durations=25
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
-	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/test_sanitizers.py
+	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/worker/test_record_sanitizers.py
 
 test-seeds: $(STAMP)  ## 5,000 simulated worlds more than the ordinary run has
-	MONARCH_TEST_SEEDS=5000 $(BIN)/python -m pytest -m slow tests/testing/test_promises.py
+	MONARCH_TEST_SEEDS=5000 $(BIN)/python -m pytest -m slow tests/testing/test_random_worlds.py
 
 test-model: $(STAMP)  ## every state of the flag protocol of csrc/shm, also with three ranks: minutes, wants spin
 	$(BIN)/python csrc/shm/model/check.py --slow
 
 test-schedules: $(STAMP)  ## random faults on four hosts at work, 3 s each: make test-schedules COUNT=200
-	$(BIN)/python -m tests.hosts.schedules 0 $(COUNT)
+	$(BIN)/python -m tests.hosts.fault_schedules 0 $(COUNT)
 
 test-gpu: $(STAMP)  ## what needs an NVIDIA or AMD GPU; skips with the reason where there is none
 	$(BIN)/python -m pytest -m gpu
@@ -72,8 +72,8 @@ test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it 
 	if [ $$rc = 3 ]; then echo; echo "######## SKIPPED: make test-rdma. NOT ONE VERBS TEST HAS RUN; the reason is above ########"; echo; exit 0; fi; \
 	[ $$rc = 0 ] || exit $$rc; \
 	test -d .envs/rdma/ibverbs || $(BIN)/pip install -q --no-deps --target .envs/rdma ibverbs; \
-	PYTHONPATH=$(CURDIR)/.envs/rdma RXE_GUEST_SECONDS=2000 tools/rxe_guest.sh $(CURDIR)/$(BIN)/python -m pytest --color=no -p no:cacheprovider -m "$(VERBS)" --durations=10 tests/rdma tests/process_group/test_far.py \
-	    tests/transport/test_two_gateways.py tests/hosts/test_nics.py
+	PYTHONPATH=$(CURDIR)/.envs/rdma RXE_GUEST_SECONDS=2000 tools/rxe_guest.sh $(CURDIR)/$(BIN)/python -m pytest --color=no -p no:cacheprovider -m "$(VERBS)" --durations=10 tests/rdma tests/process_group/test_rdma_p2p.py \
+	    tests/transport/test_rdma_between_processes.py tests/hosts/test_nic_transfers.py
 
 test-torch: $(STAMP)  ## the core tests on another torch: make test-torch VERSION=2.14.1
 	$(BIN)/python tools/torch_env.py $(VERSION) --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" $(CORE)
@@ -89,21 +89,27 @@ $(FUZZ)/.installed:
 	$(FUZZ)/bin/pip install -q "atheris>=3.0" "msgspec>=0.19"
 	touch $@
 
-lint: $(STAMP)  ## ruff (format and lint) and mypy --strict
+lint: $(STAMP)  ## ruff (format and lint), the layers of packages, prose, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/mypy
 
 format: $(STAMP)  ## let ruff rewrite
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Offline: no page is fetched, and no link is followed.
+docs: $(STAMP)  ## the documentation site, warnings as errors, in build/docs
+	$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees -b html docs build/docs
+
 bench: $(VENV)/.bench  ## every benchmark, its figures on the terminal, tables and plots in build/benchmarks
 	$(BIN)/python benchmarks/import_hook.py
 	$(BIN)/python benchmarks/c10d_overhead.py
-	$(BIN)/python benchmarks/deaths.py
+	$(BIN)/python benchmarks/failure_detection.py
 	$(BIN)/python benchmarks/launch.py
-	$(BIN)/python benchmarks/header_check.py
+	$(BIN)/python benchmarks/call_comparison.py
 	$(BIN)/python benchmarks/collectives.py --ddp
 	-$(BIN)/python tools/peer_env.py torchmonarch ray nixl
 	$(BIN)/python benchmarks/actors.py

@@ -1,4 +1,4 @@
-"""The cases of actors.py, what each must reach, and how they are written: the table in markdown, and the plot."""
+"""Report of actors.py: cases, limits, the table in markdown and the plot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _actor_stations import Peer
+from _actor_runners import Peer
 from _report import Series, microseconds
 
 OURS, FLOOR = "ours", "floor"

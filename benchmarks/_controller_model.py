@@ -1,4 +1,4 @@
-"""The step of controller.py's model: examples/train_lm.py's transformer with tensor parallelism, built three ways."""
+"""Model of controller.py: the transformer of examples/train_lm.py with tensor parallelism, built in three ways."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _one_controller(size: int, *, captured: bool) -> Built:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from monarch_backend.actor import this_host
-    from monarch_backend.dtensor import _torch
+    from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 
     mesh = this_host().spawn_procs({"tp": size}).device_mesh("cpu")
     model = _model(mesh)
@@ -92,7 +92,9 @@ def _one_controller(size: int, *, captured: bool) -> Built:
             module._buffers[name] = there(buffer)
     batch = there(_batch())
     step = _step(model, batch[:, :-1], batch[:, 1:])
-    return Built(torch.compile(step, backend="monarch") if captured else step, _counted(_torch.workers_of(mesh)))
+    return Built(
+        torch.compile(step, backend="monarch") if captured else step, _counted(device_mesh_and_api.workers_of(mesh))
+    )
 
 
 def _counted(workers: Any) -> Callable[[], int]:

@@ -1,4 +1,4 @@
-"""The training step of `collectives.py --ddp`: 29 M parameters, with DistributedDataParallel or without."""
+"""Training step of `collectives.py --ddp`: 29 M parameters, with DistributedDataParallel or without."""
 
 from __future__ import annotations
 

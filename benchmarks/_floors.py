@@ -1,4 +1,4 @@
-"""What no collective can beat, measured beside the peers: c10d's dispatch, copying, adding, a word between two cores.
+"""Floors of collectives, measured beside the peers: c10d's dispatch, copies, additions, a word between two cores.
 
 dispatch (C++): `dist.all_reduce` through torch's dispatcher to torch's fake backend, which does nothing.
 dispatch (Python): the same to a ProcessGroup written in Python that does nothing; torch skips its dispatcher for it.

@@ -1,4 +1,4 @@
-"""Faults of a host, and how soon other hosts hear of them: our actors and launcher, torchmonarch, torchrun.
+"""Time from a host's fault until other hosts report it: our actors and launcher, torchmonarch, torchrun.
 
 Every system has something on host 0 that waits for something on host 1, where the fault is. What is measured is from
 the fault until a word of it is there; who says nothing within the limit is ended. Defaults everywhere, but for
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _host_stations import STATIONS, Ended, Silent, Station, daemon, kill, stations
+from _host_runners import RUNNERS, Ended, Runner, Silent, daemon, kill, runners
 
 from tests.support.hosts import Hosts, address, hosts
 
@@ -28,7 +28,7 @@ PORT = 26603
 SETTLED = 1.5  # seconds until a fault: between two heartbeats, as ever
 WORDS = 300
 
-Make = Callable[..., Station]
+Make = Callable[..., Runner]
 Fault = Callable[[Hosts, int], float]  # given the worker's pid, on host 1; returns when it happened
 
 
@@ -58,25 +58,25 @@ FAULTS: dict[str, Fault] = {"worker killed": _kill, "host's processes killed": _
 class Waiting:
     """A system that runs: who waits on host 0 and says so when it hears, and the worker on host 1."""
 
-    waits: Station
+    waits: Runner
     worker: int
     launcher: bool = False  # it is one, so its end counts as well
 
 
 def _actors(make: Make, there: str) -> Waiting:
     daemon(make, there, "1")
-    caller = make(0, sys.executable, STATIONS / "ours.py", there, MONARCH_TLS="1")
+    caller = make(0, sys.executable, RUNNERS / "ours.py", there, MONARCH_TLS="1")
     return Waiting(caller, _pending(caller))
 
 
 def _torchmonarch(make: Make, there: str) -> Waiting:
-    script, here = STATIONS / "torchmonarch_peer.py", f"tcp://{address(0)}:{PORT}"
+    script, here = RUNNERS / "torchmonarch_peer.py", f"tcp://{address(0)}:{PORT}"
     make(1, PEER, script, "serve", f"tcp://{there}", PYTHONPATH="").hear()
     caller = make(0, PEER, script, "call", f"tcp://{there}", here, PYTHONPATH="")
     return Waiting(caller, _pending(caller))
 
 
-def _pending(caller: Station) -> int:
+def _pending(caller: Runner) -> int:
     """The pid of the worker that a call waits for from now on."""
     pid = int(caller.hear())
     caller.tell("death", 0, 0)
@@ -85,10 +85,10 @@ def _pending(caller: Station) -> int:
 
 
 def _launched(command: Sequence[str], backend: str, make: Make, _: str) -> Waiting:
-    def launcher(host: int) -> Station:
+    def launcher(host: int) -> Runner:
         words = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", f"--local-addr={address(host)}"]
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{PORT}", "--rdzv-id=faults"]
-        return make(host, *command, *words, STATIONS / "rank.py", backend, GLOO_SOCKET_IFNAME="eth0")
+        return make(host, *command, *words, RUNNERS / "rank.py", backend, GLOO_SOCKET_IFNAME="eth0")
 
     launchers = [launcher(0), launcher(1)]
     _, worker = (int(each.hear()) for each in launchers)
@@ -124,7 +124,7 @@ def detect(rounds: int, limit: float, secret: str) -> Heard:
 
 def _once(name: str, fault: str, secret: str, heard: Heard) -> None:
     with tempfile.TemporaryDirectory(prefix="mbh-", ignore_cleanup_errors=True) as folder, hosts(2) as where:
-        with stations(where, MONARCH_SECRET_FILE=secret, OMP_NUM_THREADS="1", TMPDIR=folder) as make:
+        with runners(where, MONARCH_SECRET_FILE=secret, OMP_NUM_THREADS="1", TMPDIR=folder) as make:
             system = SYSTEMS[name](make, f"{address(1)}:{PORT}")
             time.sleep(SETTLED)
             begun = FAULTS[fault](where, system.worker)
@@ -134,7 +134,7 @@ def _once(name: str, fault: str, secret: str, heard: Heard) -> None:
                 heard.add(f"{name}: the launcher has ended", fault, _end(system.waits, begun, heard.limit))
 
 
-def _word(waits: Station, begun: float, limit: float) -> tuple[float | None, str]:
+def _word(waits: Runner, begun: float, limit: float) -> tuple[float | None, str]:
     """When it heard of the fault, by its own clock, and what."""
     try:
         end, text = json.loads(waits.hear(begun + limit - time.time()))
@@ -145,7 +145,7 @@ def _word(waits: Station, begun: float, limit: float) -> tuple[float | None, str
     return end - begun, str(text)
 
 
-def _end(waits: Station, begun: float, limit: float) -> float | None:
+def _end(waits: Runner, begun: float, limit: float) -> float | None:
     try:
         return waits.end(begun + limit - time.time()) - begun
     except Silent:

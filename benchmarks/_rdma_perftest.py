@@ -1,4 +1,4 @@
-"""ib_read_bw, ib_write_bw and ib_read_lat between two devices of this machine: what C gets of a NIC."""
+"""ib_read_bw, ib_write_bw and ib_read_lat between two devices of this machine: the floor of a NIC in C."""
 
 from __future__ import annotations
 

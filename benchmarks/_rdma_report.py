@@ -1,4 +1,4 @@
-"""What rdma.py writes: a table for each route, whether each must is met, and the plot."""
+"""Report of rdma.py: a table for each route, whether each bound is met, and the plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What collectives.py writes: the tables in markdown and one plot per number of ranks."""
+"""Report of collectives.py: the tables in markdown and one plot for each number of ranks."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Actors of one host: ours, torchmonarch, Ray, torch.distributed.rpc, and what limits them all.
+"""Benchmark of actors on one host: this project, torchmonarch, Ray, torch.distributed.rpc, and their floor.
 
     python tools/peer_env.py torchmonarch ray       # once: the peers' own environments
     python benchmarks/actors.py [--rounds N] [--starts N] [--procs 8 64] [--only round_trip ...] [--peers ours ...]
                                 [--out DIR]
 
-Every peer has a station, a process that holds it and sleeps until it is its turn. Each case goes round the stations,
-round after round and each round from another one on, so that noise of the machine meets all alike; all stations time
-the peers' calls with the same loops (actor_peers/_station.py). Figures are medians over all rounds; in brackets is how
+Every peer has a runner, a process that holds it and sleeps until it is its turn. Each case goes round the runners,
+round after round and each round from another one on, so that noise of the machine meets all alike; all runners time
+the peers' calls with the same loops (actor_peers/_runner.py). Figures are medians over all rounds; in brackets is how
 many times better ours is, the median of the rounds' ratios.
 
 call_one        a no-op to one actor in one process: each call alone, or all sent before the first reply is asked for
@@ -35,18 +35,18 @@ from pathlib import Path
 from typing import Any
 
 from _actor_report import PINNED, Results, markdown, plot
-from _actor_stations import (
+from _actor_runners import (
     FLOOR,
     PEERS,
     Peer,
     Refused,
-    Station,
-    StationFailed,
+    Runner,
+    RunnerFailed,
     adopt_orphans,
     available_bytes,
     end_all,
 )
-from _machine import Others, machine
+from _machine_report import Others, machine
 
 CHOICES = ("round_trip", "pipelined", "cast", "tensor", "start", "death", "memory")
 SIDE_BY_SIDE = 8  # of larger meshes only one at a time fits into memory
@@ -56,11 +56,11 @@ Values = list[float]
 
 
 class Run:
-    """The stations, and what they have answered so far."""
+    """The runners, and what they have answered so far."""
 
     def __init__(self, peers: Sequence[Peer], args: argparse.Namespace, folder: Path) -> None:
         self._peers, self._args, self._folder = list(peers), args, folder
-        self._stations: dict[str, Station] = {}
+        self._runners: dict[str, Runner] = {}
         self._folders = 0
         self.results = Results()
         self.versions: dict[str, str] = {}
@@ -75,22 +75,22 @@ class Run:
         for procs in self._args.procs:
             if {"cast", "start"} & set(self._args.only):
                 self._meshes(procs)
-        self.notes.append(f"cores used by sleeping stations: {self._idle()}")
+        self.notes.append(f"cores used by sleeping runners: {self._idle()}")
         self.end()
         if "start" in self._args.only:
             for procs in self._args.procs:
                 self._rounds([f"cold_{procs}"], self._starts(procs), functools.partial(self._cold, procs))
 
     def end(self, patient: bool = True) -> None:
-        """End all stations."""
-        while self._stations:
-            self._forget(next(iter(self._stations)), patient)
+        """End all runners."""
+        while self._runners:
+            self._forget(next(iter(self._runners)), patient)
 
     def _idle(self, seconds: float = 1.0) -> str:
-        """How much of a core each sleeping station uses: it disturbs the others."""
-        before = {key: station.cpu_seconds() for key, station in self._stations.items()}
+        """How much of a core each sleeping runner uses: it disturbs the others."""
+        before = {key: runner.cpu_seconds() for key, runner in self._runners.items()}
         time.sleep(seconds)
-        shares = {key: (self._stations[key].cpu_seconds() - used) / seconds for key, used in before.items()}
+        shares = {key: (self._runners[key].cpu_seconds() - used) / seconds for key, used in before.items()}
         return ", ".join(f"{key} {share:.0%}" for key, share in shares.items()) or "none was there"
 
     def _simple_cases(self) -> list[tuple[str, Callable[[Peer], Values], int]]:
@@ -150,8 +150,8 @@ class Run:
                     self.results.fail(cast, key, reason)
             self._rounds([cast], self._args.rounds, call)
         for peer in self._peers:
-            if peer.key in self._stations:
-                with contextlib.suppress(Refused, StationFailed):
+            if peer.key in self._runners:
+                with contextlib.suppress(Refused, RunnerFailed):
                     self._ask(peer, "drop")
 
     def _cold(self, procs: int, peer: Peer) -> Values:
@@ -170,7 +170,7 @@ class Run:
             raise Refused(f"{procs} workers need about {procs * each / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
 
     def _rounds(self, cases: Sequence[str], rounds: int, measure: Callable[[Peer], Values]) -> None:
-        """All stations in turn, from another one on each round; what is measured belongs to the first case."""
+        """All runners in turn, from another one on each round; what is measured belongs to the first case."""
         for turn in range(rounds):
             first = turn % len(self._peers)
             for peer in self._peers[first:] + self._peers[:first]:
@@ -181,7 +181,7 @@ class Run:
                 print(f"{cases[0]}, round {turn + 1} of {rounds}: {peer.name} ", end="", file=sys.stderr, flush=True)
                 try:
                     values = measure(peer)
-                except (Refused, StationFailed) as failure:
+                except (Refused, RunnerFailed) as failure:
                     print(failure, file=sys.stderr)
                     for case in cases:
                         self.results.fail(case, peer.key, str(failure).splitlines()[0][:300])
@@ -190,27 +190,27 @@ class Run:
                     self.results.add(cases[0], peer.key, values)
 
     def _ask(self, peer: Peer, do: str, **arguments: Any) -> Any:
-        """An order to this peer's station, which is started if there is none."""
-        station = self._stations.get(peer.key)
-        if station is None:
+        """An order to this peer's runner, which is started if there is none."""
+        runner = self._runners.get(peer.key)
+        if runner is None:
             lacks = peer.missing()
             if lacks:
                 raise Refused(lacks)
             self._folders += 1
-            station = Station(peer, self._folder / str(self._folders))
-            self._stations[peer.key] = station
-            self.versions[peer.key] = station.versions
+            runner = Runner(peer, self._folder / str(self._folders))
+            self._runners[peer.key] = runner
+            self.versions[peer.key] = runner.versions
         try:
-            return station.ask(do, **arguments)
-        except StationFailed:
-            del self._stations[peer.key]
+            return runner.ask(do, **arguments)
+        except RunnerFailed:
+            del self._runners[peer.key]
             raise
 
     def _forget(self, key: str, patient: bool = True) -> None:
-        station = self._stations.pop(key, None)
-        if station is not None:
-            station.end(patient)
-            self.left[key] = self.left.get(key, 0) + station.left
+        runner = self._runners.pop(key, None)
+        if runner is not None:
+            runner.end(patient)
+            self.left[key] = self.left.get(key, 0) + runner.left
 
 
 def _text(run: Run, peers: Sequence[Peer]) -> str:
@@ -260,7 +260,7 @@ def main() -> None:
             patient = True
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
-            with contextlib.suppress(StationFailed):
+            with contextlib.suppress(RunnerFailed):
                 run.end(patient)
             end_all()
     run.notes.append(others.note())

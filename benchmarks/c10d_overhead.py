@@ -1,4 +1,4 @@
-"""What backend="monarch" costs over Gloo where it takes Gloo, and what it saves where it takes shared memory.
+"""Benchmark of backend="monarch" over Gloo: its cost where it calls Gloo, its gain where it uses shared memory.
 
     python benchmarks/c10d_overhead.py [--rounds 16] [--pairs 5] [--json FILE]
 

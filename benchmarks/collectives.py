@@ -1,4 +1,4 @@
-"""Collectives of ranks on one host: monarch, Gloo, OpenMPI, Intel MPI and DeepSpeed, and what limits them all.
+"""Benchmark of collectives on one host: monarch, Gloo, OpenMPI, Intel MPI, DeepSpeed, and their floor.
 
     python benchmarks/collectives.py [--quick] [--ranks 2 4] [--sizes 8 64K 1M] [--ddp] [--out DIR]
 
@@ -13,7 +13,8 @@ Tables have the median and 99th percentile over all rounds, and the median of th
 
 A size is the bytes of the larger buffer (what all_gather gives, what reduce_scatter takes), at least one float32 per
 rank. Values are compared with what they must be, once for every peer, collective and size; buffers are one thread's,
-of the same sort for all. The floors are described in _floors.py, the peers' settings in _peers.py; both are printed.
+of the same sort for all. The floors are described in _floors.py, the peers' settings in
+_collective_peers.py; both are printed.
 
 Peers: `pip install 'monarch_backend[bench]'`. That has all but DeepSpeed itself, whose setup wants the torch that is
 there, while pip builds packages without it; `make bench` adds it with
@@ -38,8 +39,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from _crew import Crew, PeerFailed
-from _peers import (
+from _collective_peers import (
     COLLECTIVES,
     COMMON,
     FLOORS,
@@ -49,6 +49,7 @@ from _peers import (
     build_spin,
     deepspeed_segments,
 )
+from _rank_set import PeerFailed, RankSet
 from _report import Series, Table, markdown, plot
 
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
@@ -70,7 +71,7 @@ class Contender:
     """A peer or a floor in one case: how to run its next batch, and what came of it."""
 
     name: str
-    crew: Crew
+    rank_set: RankSet
     batch: Callable[[int, int], list[int]]  # calls, warm -> nanoseconds
     series: Series
     calls: int = 0
@@ -85,17 +86,17 @@ def _slowest(answers: Sequence[Sequence[int]]) -> list[int]:
 
 
 class Runner:
-    """The crews of one number of ranks."""
+    """The rank_sets of one number of ranks."""
 
-    def __init__(self, crews: list[Crew], effort: Effort, notes: list[str]) -> None:
-        self._crews, self._effort, self._notes = crews, effort, notes
+    def __init__(self, rank_sets: list[RankSet], effort: Effort, notes: list[str]) -> None:
+        self._rank_sets, self._effort, self._notes = rank_sets, effort, notes
 
-    def drop(self, crew: Crew, reason: object) -> None:
+    def drop(self, rank_set: RankSet, reason: object) -> None:
         """Go on without a peer."""
-        print(f"{crew.peer.name}: {reason}", file=sys.stderr)
-        self._notes.append(f"{crew.peer.name} left the run: {str(reason).splitlines()[0][:200]}")
-        self._crews.remove(crew)
-        crew.__exit__(PeerFailed, None, None)
+        print(f"{rank_set.peer.name}: {reason}", file=sys.stderr)
+        self._notes.append(f"{rank_set.peer.name} left the run: {str(reason).splitlines()[0][:200]}")
+        self._rank_sets.remove(rank_set)
+        rank_set.__exit__(PeerFailed, None, None)
 
     def measure(self, contenders: list[Contender]) -> dict[str, Series]:
         """Rounds of all contenders, in turns of order."""
@@ -113,8 +114,8 @@ class Runner:
         try:
             action(one)
         except PeerFailed as failure:
-            contenders[:] = [other for other in contenders if other.crew is not one.crew]
-            self.drop(one.crew, failure)
+            contenders[:] = [other for other in contenders if other.rank_set is not one.rank_set]
+            self.drop(one.rank_set, failure)
 
     def _calibrate(self, contender: Contender) -> None:
         """Warm up, and choose how many calls fill a batch."""
@@ -130,107 +131,109 @@ class Runner:
     def collective(self, what: str, size: int) -> list[Contender]:
         """The peers that have this collective, their values compared."""
         contenders = []
-        for crew in list(self._crews):
-            if what not in crew.peer.collectives:
+        for rank_set in list(self._rank_sets):
+            if what not in rank_set.peer.collectives:
                 continue
             try:
-                right = crew.ask("check", what, size)
+                right = rank_set.ask("check", what, size)
             except PeerFailed as failure:
-                self.drop(crew, failure)
+                self.drop(rank_set, failure)
                 continue
             if not all(right):
-                sys.exit(f"{crew.peer.name}: {what} of {size} bytes gave wrong values, by rank: {right}")
-            contenders.append(Contender(crew.peer.name, crew, _batch_of(crew, what), Series()))
+                sys.exit(f"{rank_set.peer.name}: {what} of {size} bytes gave wrong values, by rank: {right}")
+            contenders.append(Contender(rank_set.peer.name, rank_set, _batch_of(rank_set, what), Series()))
         return contenders
 
     def floors(self, names: Sequence[str], size: int) -> list[Contender]:
         """These floors at this size."""
-        crew = next((crew for crew in self._crews if crew.peer is FLOORS), None)
-        if crew is None:
+        rank_set = next((rank_set for rank_set in self._rank_sets if rank_set.peer is FLOORS), None)
+        if rank_set is None:
             return []
 
         def of(name: str) -> Callable[[int, int], list[int]]:
             def batch(calls: int, warm: int) -> list[int]:
-                crew.ask("check", name, size)
-                return list(crew.ask("batch", name, calls, warm)[0])
+                rank_set.ask("check", name, size)
+                return list(rank_set.ask("batch", name, calls, warm)[0])
 
             return batch
 
-        return [Contender(name, crew, of(name), Series()) for name in names]
+        return [Contender(name, rank_set, of(name), Series()) for name in names]
 
     def ddp(self) -> dict[str, Series]:
         """The training step of gloo and of monarch, and without communication."""
         contenders = []
-        for crew in self._crews:
-            if crew.peer.name in ("monarch", "gloo"):
-                contenders.append(Contender(crew.peer.name, crew, _step_of(crew, "ddp"), Series(), 3))
+        for rank_set in self._rank_sets:
+            if rank_set.peer.name in ("monarch", "gloo"):
+                contenders.append(Contender(rank_set.peer.name, rank_set, _step_of(rank_set, "ddp"), Series(), 3))
         if contenders:
-            crew = contenders[-1].crew
-            contenders.append(Contender("no communication", crew, _step_of(crew, "local"), Series(), 3))
+            rank_set = contenders[-1].rank_set
+            contenders.append(Contender("no communication", rank_set, _step_of(rank_set, "local"), Series(), 3))
         return self.measure(contenders)
 
 
-def _batch_of(crew: Crew, what: str) -> Callable[[int, int], list[int]]:
+def _batch_of(rank_set: RankSet, what: str) -> Callable[[int, int], list[int]]:
     def batch(calls: int, warm: int) -> list[int]:
-        answers = crew.ask("batch", what, calls, warm)
+        answers = rank_set.ask("batch", what, calls, warm)
         return [ns // 2 for ns in answers[0]] if what == "send_recv" else _slowest(answers)
 
     return batch
 
 
-def _step_of(crew: Crew, kind: str) -> Callable[[int, int], list[int]]:
-    return lambda calls, warm: _slowest(crew.ask("step", kind, calls, warm))
+def _step_of(rank_set: RankSet, kind: str) -> Callable[[int, int], list[int]]:
+    return lambda calls, warm: _slowest(rank_set.ask("step", kind, calls, warm))
 
 
-def _idle(crews: list[Crew], seconds: float = 0.5) -> str:
+def _idle(rank_sets: list[RankSet], seconds: float = 0.5) -> str:
     """How much of a core each peer's sleeping ranks use: none, or they would disturb the others."""
-    before = [crew.cpu_seconds() for crew in crews]
+    before = [rank_set.cpu_seconds() for rank_set in rank_sets]
     time.sleep(seconds)
-    shares = [(crew.cpu_seconds() - used) / seconds for crew, used in zip(crews, before, strict=True)]
-    return ", ".join(f"{crew.peer.name} {share:.0%}" for crew, share in zip(crews, shares, strict=True))
+    shares = [(rank_set.cpu_seconds() - used) / seconds for rank_set, used in zip(rank_sets, before, strict=True)]
+    return ", ".join(f"{rank_set.peer.name} {share:.0%}" for rank_set, share in zip(rank_sets, shares, strict=True))
 
 
 class _Others:
     """How busy processes that are not ours keep the machine: noise that the reader should know of."""
 
-    def __init__(self, crews: list[Crew]) -> None:
-        self._crews, self._start, self._before = crews, time.monotonic(), self._used(crews)
+    def __init__(self, rank_sets: list[RankSet]) -> None:
+        self._rank_sets, self._start, self._before = rank_sets, time.monotonic(), self._used(rank_sets)
 
     @staticmethod
-    def _used(crews: list[Crew]) -> float:
+    def _used(rank_sets: list[RankSet]) -> float:
         fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
         everybody = sum(map(int, (*fields[1:4], *fields[6:9]))) / os.sysconf("SC_CLK_TCK")
-        return everybody - sum(crew.cpu_seconds() for crew in crews) - time.process_time()
+        return everybody - sum(rank_set.cpu_seconds() for rank_set in rank_sets) - time.process_time()
 
     def note(self) -> str:
         """Cores, on average since the start."""
-        cores = (self._used(self._crews) - self._before) / (time.monotonic() - self._start)
+        cores = (self._used(self._rank_sets) - self._before) / (time.monotonic() - self._start)
         return f"other processes of the machine used {max(cores, 0):.2f} cores meanwhile"
 
 
-def _started(peers: Sequence[Any], ranks: int, run: Path, stack: contextlib.ExitStack, notes: list[str]) -> list[Crew]:
-    crews = []
+def _started(
+    peers: Sequence[Any], ranks: int, run: Path, stack: contextlib.ExitStack, notes: list[str]
+) -> list[RankSet]:
+    rank_sets = []
     for peer in peers:
         lacks = peer.missing()
         if lacks:
             notes.append(f"{peer.name} is missing: {lacks}")
             print(notes[-1], file=sys.stderr)
         else:
-            crews.append(stack.enter_context(Crew(peer, ranks, run)))
-    for crew in list(crews):
+            rank_sets.append(stack.enter_context(RankSet(peer, ranks, run)))
+    for rank_set in list(rank_sets):
         try:
-            if crew.peer is FLOORS:
-                reason = build_spin(crew.folder)
+            if rank_set.peer is FLOORS:
+                reason = build_spin(rank_set.folder)
                 notes.extend([reason] if reason else [])
-            crew.meet()
-            for path in deepspeed_segments(run) if crew.peer.name == "DeepSpeed" else []:
+            rank_set.meet()
+            for path in deepspeed_segments(run) if rank_set.peer.name == "DeepSpeed" else []:
                 path.unlink(missing_ok=True)  # all ranks have mapped it: gone now, it can't stay behind
         except PeerFailed as failure:
-            print(f"{crew.peer.name}: {failure}", file=sys.stderr)
-            notes.append(f"{crew.peer.name} did not start: {str(failure).splitlines()[0][:200]}")
-            crew.__exit__(PeerFailed, None, None)
-            crews.remove(crew)
-    return crews
+            print(f"{rank_set.peer.name}: {failure}", file=sys.stderr)
+            notes.append(f"{rank_set.peer.name} did not start: {str(failure).splitlines()[0][:200]}")
+            rank_set.__exit__(PeerFailed, None, None)
+            rank_sets.remove(rank_set)
+    return rank_sets
 
 
 def _measure(ranks: int, args: argparse.Namespace, effort: Effort, notes: list[str]) -> tuple[Table, Table]:
@@ -242,10 +245,10 @@ def _measure(ranks: int, args: argparse.Namespace, effort: Effort, notes: list[s
     with tempfile.TemporaryDirectory(prefix="monarch-bench-", dir=base, ignore_cleanup_errors=True) as folder:
         with contextlib.ExitStack() as stack:
             stack.callback(lambda: [path.unlink(missing_ok=True) for path in deepspeed_segments(Path(folder))])
-            crews = _started([*wanted, FLOORS], ranks, Path(folder), stack, notes)
-            notes.append(f"cores used by sleeping ranks: {_idle(crews)}")
-            others = _Others(list(crews))
-            runner = Runner(crews, effort, notes)
+            rank_sets = _started([*wanted, FLOORS], ranks, Path(folder), stack, notes)
+            notes.append(f"cores used by sleeping ranks: {_idle(rank_sets)}")
+            others = _Others(list(rank_sets))
+            runner = Runner(rank_sets, effort, notes)
             for what in args.collectives:
                 for size in args.sizes:
                     print(f"{ranks} ranks, {what}, {size} B", file=sys.stderr)
@@ -257,7 +260,7 @@ def _measure(ranks: int, args: argparse.Namespace, effort: Effort, notes: list[s
             if args.ddp and ranks == 2:
                 print("2 ranks, DDP", file=sys.stderr)
                 once["DDP step, 29 M parameters", 0] = runner.ddp()
-            notes.append(f"the same at the end: {_idle(crews)}")
+            notes.append(f"the same at the end: {_idle(rank_sets)}")
             notes.append(others.note())
     return table, once
 

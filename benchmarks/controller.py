@@ -1,4 +1,4 @@
-"""DTensors from one controller: what an operation costs, what limits it, torchmonarch's engine, and a model's step.
+"""Benchmark of DTensors from one controller: operations, their floor, torchmonarch, and a model's step.
 
     python tools/peer_env.py torchmonarch           # once: the peer's own environment
     python benchmarks/controller.py [--rounds N] [--only operations kinds workers model] [--sizes 2 4] [--out DIR]
@@ -36,16 +36,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _controller_station import names_of_kinds
-from _machine import Others, machine
+from _controller_runner import names_of_kinds
+from _machine_report import Others, machine
 
 ROOT = Path(__file__).parents[1]
-STATION = Path(__file__).with_name("_controller_station.py")
+STATION = Path(__file__).with_name("_controller_runner.py")
 WORKERS = (2, 8, 32, 1024)
 OPERATIONS, REDISTRIBUTIONS, STEPS = 4000, 300, 8
 
 
-class Station:
+class Runner:
     """A contender. ``why``: what keeps it from taking part."""
 
     def __init__(self, name: str, python: str = sys.executable, launcher: Sequence[str] = ()) -> None:
@@ -86,23 +86,21 @@ class Station:
 Found = defaultdict[str, list[Any]]
 
 
-Case = tuple[Station, str, int]
+Case = tuple[Runner, str, int]
 
 
-def rounds(
-    stations: Sequence[Station], cases: Sequence[Case], count: int, before_the_end: Sequence[Case] = ()
-) -> Found:
-    """The answers by "station case", a list of rounds."""
+def rounds(runners: Sequence[Runner], cases: Sequence[Case], count: int, before_the_end: Sequence[Case] = ()) -> Found:
+    """The answers by "runner case", a list of rounds."""
     found: Found = defaultdict(list)
-    for station, case, few in cases:
-        station.ask(case, max(1, few // 4))  # signatures, threads, caches
+    for runner, case, few in cases:
+        runner.ask(case, max(1, few // 4))  # signatures, threads, caches
     for turn in range(count):
-        for station, case, number in [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]:
-            found[f"{station.name} {case}"].append(station.ask(case, number))
-    for station, case, number in before_the_end:
-        found[f"{station.name} {case}"].append(station.ask(case, number))
-    for station in stations:
-        station.end()
+        for runner, case, number in [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]:
+            found[f"{runner.name} {case}"].append(runner.ask(case, number))
+    for runner, case, number in before_the_end:
+        found[f"{runner.name} {case}"].append(runner.ask(case, number))
+    for runner in runners:
+        runner.end()
     return found
 
 
@@ -121,7 +119,7 @@ def ratio(one: list[Any], other: list[Any], at: int | None = None) -> float:
 def operations(count: int) -> list[str]:
     """The table of single operations."""
     peer = str(ROOT / ".envs" / "peer-torchmonarch" / "bin" / "python")
-    plain, alone, ours, monarch = Station("plain"), Station("dtensor"), Station("ours"), Station("monarch", peer)
+    plain, alone, ours, monarch = Runner("plain"), Runner("dtensor"), Runner("ours"), Runner("monarch", peer)
     cases = [
         (plain, "add", OPERATIONS), (plain, "subclass", OPERATIONS), (alone, "dtensor", OPERATIONS),
         (ours, "add", OPERATIONS), (ours, "dtensor", OPERATIONS), (ours, "item", 200),
@@ -161,7 +159,7 @@ def operations(count: int) -> list[str]:
 
 def kinds(count: int) -> list[str]:
     """The table of other operations than adding two."""
-    alone, ours = Station("dtensor"), Station("ours")
+    alone, ours = Runner("dtensor"), Runner("ours")
     names = names_of_kinds()
     numbers = {name: OPERATIONS // (10 if "gathered" in name else 1) for name in names}
     found = rounds([alone, ours], [(each, name, numbers[name]) for name in names for each in (alone, ours)], count)
@@ -180,9 +178,9 @@ def workers(count: int) -> list[str]:
     """The table by number of workers."""
     lines = ["| workers (simulated) | remote tensor, us | DTensor, us | uneven DTensor, us | redistribute, us |"]
     lines.append("| --- | --- | --- | --- | --- |")
-    stations = [Station(f"simulated:{size}") for size in WORKERS]
+    runners = [Runner(f"simulated:{size}") for size in WORKERS]
     kinds = {"add": OPERATIONS, "dtensor": OPERATIONS, "uneven": OPERATIONS, "redistribute": REDISTRIBUTIONS}
-    found = rounds(stations, [(each, kind, number) for kind, number in kinds.items() for each in stations], count)
+    found = rounds(runners, [(each, kind, number) for kind, number in kinds.items() for each in runners], count)
     for size in WORKERS:
         figures = [f"{middle(found[f'simulated:{size} {kind}'], 0):.2f}" for kind in kinds]
         lines.append(f"| {size:,} | {' | '.join(figures)} |")
@@ -201,8 +199,8 @@ def model(count: int, sizes: Sequence[int]) -> list[str]:
 def _steps(count: int, size: int) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     launcher.append(f"--log-dir={ROOT / 'build' / 'torchrun-logs'}")  # else it leaves a folder in /tmp
-    theirs, compiled = (Station(f"lm:{how}", launcher=launcher) for how in ("torchrun", "torchrun-compiled"))
-    one, captured = Station(f"lm:one:{size}"), Station(f"lm:compiled:{size}")
+    theirs, compiled = (Runner(f"lm:{how}", launcher=launcher) for how in ("torchrun", "torchrun-compiled"))
+    one, captured = Runner(f"lm:one:{size}"), Runner(f"lm:compiled:{size}")
     names = {theirs: "torchrun", compiled: "torchrun, torch.compile", one: "one controller", captured: "captured"}
     able = [each for each in names if not each.why]
     cases = [(each, "step", STEPS) for each in able]

@@ -1,4 +1,4 @@
-"""Two hosts, as namespaces of one machine: how fast calls between them are, and how soon a fault is heard of.
+"""Benchmark of two hosts, as namespaces of one machine: calls between them, and detection of faults.
 
     python tools/peer_env.py torchmonarch       # once: that peer's own environment
     python benchmarks/hosts.py [--rounds N] [--faults N] [--limit SECONDS] [--out FILE]
@@ -35,7 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _host_faults import absent, detect
-from _host_stations import STATIONS, Station, daemon, stations
+from _host_runners import RUNNERS, Runner, daemon, runners
 
 from tests.support.hosts import Hosts, hosts, refusal
 
@@ -58,20 +58,20 @@ def iperf(where: Hosts, seconds: float = 1.0) -> float:
     return float(json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"]) / 8
 
 
-def measure(where: Hosts, make: Callable[..., Station], rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(where: Hosts, make: Callable[..., Runner], rounds: int) -> dict[str, dict[str, list[float]]]:
     there, python = where.address(1), sys.executable
     make(1, "iperf3", "-s")
-    callers: dict[str, Station] = {}
+    callers: dict[str, Runner] = {}
     for name, tls, port in (("ours, TLS", "1", 26601), ("ours, plain", "0", 26602)):
         daemon(make, f"{there}:{port}", tls)
-        callers[name] = make(0, python, STATIONS / "ours.py", f"{there}:{port}", MONARCH_TLS=tls)
-    make(1, python, STATIONS / "rpc.py", 1, where.address(0), 29400, TP_SOCKET_IFNAME="eth0", GLOO_SOCKET_IFNAME="eth0")
+        callers[name] = make(0, python, RUNNERS / "ours.py", f"{there}:{port}", MONARCH_TLS=tls)
+    make(1, python, RUNNERS / "rpc.py", 1, where.address(0), 29400, TP_SOCKET_IFNAME="eth0", GLOO_SOCKET_IFNAME="eth0")
     callers["torch rpc"] = make(
-        0, python, STATIONS / "rpc.py", 0, where.address(0), 29400, TP_SOCKET_IFNAME="eth0", GLOO_SOCKET_IFNAME="eth0"
+        0, python, RUNNERS / "rpc.py", 0, where.address(0), 29400, TP_SOCKET_IFNAME="eth0", GLOO_SOCKET_IFNAME="eth0"
     )
     for name, port, *tls in ("bare socket", 29401), ("bare TLS socket", 29402, "tls"):
-        make(1, python, STATIONS / "floor.py", "listen", there, port, *tls).hear()
-        callers[name] = make(0, python, STATIONS / "floor.py", "call", there, port, *tls)
+        make(1, python, RUNNERS / "floor.py", "listen", there, port, *tls).hear()
+        callers[name] = make(0, python, RUNNERS / "floor.py", "call", there, port, *tls)
     for caller in callers.values():
         caller.hear()
     found: dict[str, dict[str, list[float]]] = {"round trip, us": {}, f"{MIB} MiB, GB/s": {}}
@@ -124,7 +124,7 @@ def main() -> None:
         secret.write(os.urandom(32).hex())
         secret.flush()
         if args.rounds:
-            with hosts(2) as where, stations(where, MONARCH_SECRET_FILE=secret.name) as make:
+            with hosts(2) as where, runners(where, MONARCH_SECRET_FILE=secret.name) as make:
                 lines += rates(measure(where, make, args.rounds))
         if args.faults:
             lines += detect(args.faults, args.limit, secret.name).tables()

@@ -1,10 +1,10 @@
-"""A tensor from a controller to an actor on another "host" of this machine, with NICs and without.
+"""Benchmark of a tensor sent to an actor on another host of this machine, with NICs and without.
 
     tools/rxe_guest.sh python benchmarks/hosts_nics.py [--rounds N] [--sizes MIB,MIB]
 
 Needs two verbs devices. Two daemons on loopback, one that may use NICs and one that is told to leave them alone
-(MONARCH_RDMA=tcp); the controller's gateway has the first device, the daemon's the second. Calls go round both, round
-after round; medians. TLS is on.
+(MONARCH_RDMA_TRANSPORT=tcp); the controller's gateway has the first device, the daemon's the second. Calls go round
+both, round after round; medians. TLS is on.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from monarch_backend._verbs.discovery import survey
 from monarch_backend.actor import Actor, endpoint, this_host
 from monarch_backend.hosts import attach_to_workers
-from monarch_backend.rdma.verbs._devices import survey
 
 UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
 
@@ -72,7 +72,7 @@ def main() -> None:
             {"gpus": 1}
         ).stop().get()  # the fork server has imported torch, and a gateway comes at once
         nics = daemon(stack, MONARCH_RDMA_DEVICES=devices[1])
-        plain = daemon(stack, MONARCH_RDMA="tcp")
+        plain = daemon(stack, MONARCH_RDMA_TRANSPORT="tcp")
         hosts = attach_to_workers([nics, plain], timeout=60, silence=30)  # the guest has one processor
         procs = hosts.spawn_procs({"gpus": 1})
         sinks = procs.spawn("sink", Sink)

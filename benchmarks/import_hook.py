@@ -1,4 +1,4 @@
-"""What the entry point adds to `import torch`: fresh interpreters, medians, beside the whole import.
+"""Benchmark of the entry point: its part of `import torch` in fresh interpreters, as medians.
 
     python benchmarks/import_hook.py [--rounds 15]
 

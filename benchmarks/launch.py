@@ -1,4 +1,4 @@
-"""From a command to ranks that compute, and from a rank's death to the others' end: `monarch-backend run` and torchrun.
+"""Benchmark of launchers: from a command to computing ranks, and from a rank's death to the others' end.
 
     python benchmarks/launch.py [--ranks 8] [--rounds 5] [--deaths 10] [--out FILE]
 

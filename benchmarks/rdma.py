@@ -1,4 +1,4 @@
-"""Reading another process's memory: RDMABuffer on every route, beside what limits it and beside peers.
+"""Benchmark of reads of another process's memory: RDMABuffer on every route, peers, and the floor.
 
     python tools/peer_env.py torchmonarch nixl        # once: the peers' own environments
     python benchmarks/rdma.py [--rounds N] [--sizes 8 64K 64M] [--only host hosts own verbs] [--out DIR]
@@ -45,10 +45,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import _rdma_perftest as perftest
-from _actor_stations import adopt_orphans, end_all
-from _host_stations import STATIONS as HOST_STATIONS
-from _host_stations import Ended, Silent, Station, daemon, stations
-from _machine import Others, machine
+from _actor_runners import adopt_orphans, end_all
+from _host_runners import RUNNERS as HOST_STATIONS
+from _host_runners import Ended, Runner, Silent, daemon, runners
+from _machine_report import Others, machine
 from _rdma_report import Must, Route, plot
 from _report import Series
 from hosts import iperf
@@ -56,7 +56,7 @@ from hosts import iperf
 from tests.support.hosts import Hosts, hosts, refusal
 
 ROOT = Path(__file__).resolve().parent.parent
-STATIONS = Path(__file__).with_name("rdma_stations")
+RUNNERS = Path(__file__).with_name("rdma_runners")
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 VERBS_SIZES = (8, 64 << 10, 1 << 20, 16 << 20)
 SMALL = 8  # bytes of whose transfer Python's parts are told
@@ -68,26 +68,26 @@ TURNS = {"read, two tensors": "read_turns", "write, two tensors": "write_turns"}
 BARE = {"bare read": "bare", "bare write": "write_bare"}
 HOW = {"1 in flight": "", "again": "_again", "two tensors": "_turns"}  # and how the case of that is called
 LARGE = 1 << 20  # from here on iperf3 is a floor
-IN_FLIGHT = 16  # as rdma_stations/ours.py
+IN_FLIGHT = 16  # as rdma_runners/ours.py
 BATCH = 128 << 20  # bytes of a batch of calls, at most
 FEWEST, MOST = 2, 100  # calls in it
 COMMON = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-Make = Callable[..., Station]
+Make = Callable[..., Runner]
 
 
 class Refused(Exception):
-    """A station's own word that it can't."""
+    """A runner's own word that it can't."""
 
 
-def ask(station: Station, case: str, size: int) -> list[float]:
+def ask(runner: Runner, case: str, size: int) -> list[float]:
     """Times of a batch."""
-    station.tell(case, max(FEWEST, min(MOST, BATCH // size)), size)
-    return heard(station)
+    runner.tell(case, max(FEWEST, min(MOST, BATCH // size)), size)
+    return heard(runner)
 
 
-def heard(station: Station) -> list[float]:
+def heard(runner: Runner) -> list[float]:
     """The answer. Raises Refused."""
-    answer = json.loads(station.hear())
+    answer = json.loads(runner.hear())
     if isinstance(answer, dict):
         raise Refused(answer["error"])
     found: list[float] = answer
@@ -133,18 +133,18 @@ def rounds(route: Route, contenders: Sequence[Contender], sizes: Sequence[int], 
         route.rows[size] = {name: row[name] for name in order if name in row}
 
 
-def heard_of(station: Station) -> Any:
+def heard_of(runner: Runner) -> Any:
     """What it says that it is."""
-    return json.loads(station.hear())
+    return json.loads(runner.hear())
 
 
-def station_of(name: str, station: Station, route: Route, *, case: str = "read", bare: bool = False) -> Contender:
-    """Of a station, which says what it is."""
-    about = heard_of(station)
+def runner_of(name: str, runner: Runner, route: Route, *, case: str = "read", bare: bool = False) -> Contender:
+    """Of a runner, which says what it is."""
+    about = heard_of(runner)
     if isinstance(about, str):
         route.notes.append(f"{name}: {about}")
-    below = (lambda: ask(station, "bare", 8)) if bare else None
-    return Contender(name, lambda size: ask(station, case, size), bare=below)
+    below = (lambda: ask(runner, "bare", 8)) if bare else None
+    return Contender(name, lambda size: ask(runner, case, size), bare=below)
 
 
 # ---- one host
@@ -161,19 +161,19 @@ class Alone:
         return list(words)
 
 
-def asleep(contender: Contender, station: Station) -> Contender:
+def asleep(contender: Contender, runner: Runner) -> Contender:
     """The same, stopped between its turns: its threads never sleep."""
     inner = contender.times
 
     def times(size: int) -> list[float]:
-        os.killpg(station.process.pid, signal.SIGCONT)
+        os.killpg(runner.process.pid, signal.SIGCONT)
         try:
             return inner(size)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(station.process.pid, signal.SIGSTOP)
+                os.killpg(runner.process.pid, signal.SIGSTOP)
 
-    os.killpg(station.process.pid, signal.SIGSTOP)
+    os.killpg(runner.process.pid, signal.SIGSTOP)
     contender.times = times
     return contender
 
@@ -187,13 +187,13 @@ def _peers(make: Make, most: int, route: Route) -> Iterator[Contender]:
         if not python.exists():
             route.notes.append(f"{name}: not installed; run: python tools/peer_env.py {key}")
             continue
-        station = make(0, python, STATIONS / script, most, PYTHONPATH=str(STATIONS))  # workers import it
+        runner = make(0, python, RUNNERS / script, most, PYTHONPATH=str(RUNNERS))  # workers import it
         try:
-            made = station_of(name, station, route)
+            made = runner_of(name, runner, route)
         except (Silent, Ended) as error:
             route.notes.append(f"{name}: {error}")
             continue
-        yield asleep(made, station) if key == "nixl" else made
+        yield asleep(made, runner) if key == "nixl" else made
 
 
 def one_host(sizes: Sequence[int], count: int) -> Route:
@@ -211,19 +211,19 @@ def one_host(sizes: Sequence[int], count: int) -> Route:
         Must("mapped", "torchmonarch", 10.0, sizes),
     )
     route = Route("One host", floors, musts)
-    most, alone, ours = max(sizes), Alone(), STATIONS / "ours.py"
-    with stations(alone, **COMMON) as make:  # type: ignore[arg-type]
+    most, alone, ours = max(sizes), Alone(), RUNNERS / "ours.py"
+    with runners(alone, **COMMON) as make:  # type: ignore[arg-type]
         mapped = make(0, sys.executable, ours, "mapped", most)
         ordinary = make(0, sys.executable, ours, "ordinary", most)
         thread = make(0, sys.executable, ours, "ordinary", most, MONARCH_CMA="0")
-        floor = make(0, sys.executable, STATIONS / "floor.py", most)
+        floor = make(0, sys.executable, RUNNERS / "floor.py", most)
         made = [
-            station_of("mapped", mapped, route, bare=True),
+            runner_of("mapped", mapped, route, bare=True),
             Contender("mapped, again", lambda size: ask(mapped, "read_again", size)),
-            station_of("ordinary", ordinary, route, bare=True),
+            runner_of("ordinary", ordinary, route, bare=True),
             Contender("ordinary, again", lambda size: ask(ordinary, "read_again", size)),
-            station_of("owner's thread", thread, route),
-            station_of("memcpy", floor, route, case="copy"),
+            runner_of("owner's thread", thread, route),
+            runner_of("memcpy", floor, route, case="copy"),
             Contender("memcpy of shared pages", lambda size: ask(floor, "copy_shared", size)),
             Contender("process_vm_readv", lambda size: ask(floor, "readv", size)),
             *_peers(make, most, route),
@@ -239,12 +239,12 @@ def _far(make: Make, where: Hosts, most: int, route: Route) -> Iterator[Contende
     there, python = where.address(1), sys.executable
     for name, tls, port in (("ours", "0", 26611), ("ours, TLS", "1", 26612)):
         daemon(make, f"{there}:{port}", tls)
-        station = make(0, python, STATIONS / "ours.py", "ordinary", most, f"{there}:{port}", MONARCH_TLS=tls)
-        yield station_of(name, station, route, bare=True)
+        runner = make(0, python, RUNNERS / "ours.py", "ordinary", most, f"{there}:{port}", MONARCH_TLS=tls)
+        yield runner_of(name, runner, route, bare=True)
     for name, port, *tls in ("socket", 29411), ("TLS socket", 29412, "tls"):
         make(1, python, HOST_STATIONS / "floor.py", "listen", there, port, *tls).hear()
-        station = make(0, python, HOST_STATIONS / "floor.py", "call", there, port, *tls)
-        yield station_of(name, station, route)
+        runner = make(0, python, HOST_STATIONS / "floor.py", "call", there, port, *tls)
+        yield runner_of(name, runner, route)
     make(1, "iperf3", "-s")
     yield Contender("iperf3", lambda size: [size / iperf(where)], least=LARGE)
 
@@ -261,7 +261,7 @@ def two_hosts(sizes: Sequence[int], count: int) -> Route:
     with tempfile.NamedTemporaryFile("w") as secret:  # mode 600
         secret.write(os.urandom(32).hex())
         secret.flush()
-        with hosts(2) as where, stations(where, MONARCH_SECRET_FILE=secret.name, **COMMON) as make:
+        with hosts(2) as where, runners(where, MONARCH_SECRET_FILE=secret.name, **COMMON) as make:
             rounds(route, list(_far(make, where, max(sizes), route)), sizes, count)
     return route
 
@@ -278,11 +278,16 @@ def verbs(sizes: Sequence[int], count: int) -> Route:
     if len(found) < 2:
         route.notes.append("this machine has no two RDMA devices; tools/rxe_guest.sh makes a guest that has")
         return route
-    env = {"MONARCH_RDMA": "verbs", "MONARCH_TLS": "0", "MONARCH_RDMA_DEVICES": found[0], "OWNER_DEVICES": found[1]}
+    env = {
+        "MONARCH_RDMA_TRANSPORT": "verbs",
+        "MONARCH_TLS": "0",
+        "MONARCH_RDMA_DEVICES": found[0],
+        "OWNER_DEVICES": found[1],
+    }
     ports = iter(range(18600, 65000))
-    with stations(Alone(), **COMMON) as make:  # type: ignore[arg-type]
-        ours = make(0, sys.executable, STATIONS / "ours.py", "ordinary", max(VERBS_SIZES), **env)
-        made = [station_of("read, 1 in flight", ours, route)]
+    with runners(Alone(), **COMMON) as make:  # type: ignore[arg-type]
+        ours = make(0, sys.executable, RUNNERS / "ours.py", "ordinary", max(VERBS_SIZES), **env)
+        made = [runner_of("read, 1 in flight", ours, route)]
         made += [_many(ours, kind, n) for kind, n in (("read", IN_FLIGHT), ("write", 1), ("write", IN_FLIGHT))]
         made += [_small(name, ours, case) for name, case in {**AGAIN, **TURNS, **BARE}.items()]
         cases = {**ONCE, **AGAIN, **TURNS, **BARE}
@@ -303,8 +308,8 @@ def _below(case: str) -> str:
     return f"below Python: {case}"
 
 
-def _small(name: str, station: Station, case: str) -> Contender:
-    return Contender(name, lambda size: ask(station, case, size), most=SMALL)
+def _small(name: str, runner: Runner, case: str) -> Contender:
+    return Contender(name, lambda size: ask(runner, case, size), most=SMALL)
 
 
 def own_part(count: int) -> Route:
@@ -312,10 +317,10 @@ def own_part(count: int) -> Route:
     names = {**ONCE, **AGAIN, **TURNS, **BARE}
     floors = {name: f"bare {name.split(',')[0]}" for name in {**ONCE, **AGAIN, **TURNS}}
     route = Route("Verbs' own Python", floors)
-    with stations(Alone(), **COMMON) as make:  # type: ignore[arg-type]
-        station = make(0, sys.executable, STATIONS / "pretended.py", SMALL)
-        heard_of(station)
-        rounds(route, [_small(name, station, case) for name, case in names.items()], [SMALL], count)
+    with runners(Alone(), **COMMON) as make:  # type: ignore[arg-type]
+        runner = make(0, sys.executable, RUNNERS / "simulated_nic.py", SMALL)
+        heard_of(runner)
+        rounds(route, [_small(name, runner, case) for name, case in names.items()], [SMALL], count)
     for name, bare in ((name, bare) for name, bare in floors.items() if {name, bare} <= route.rows[SMALL].keys()):
         route.notes.append(f"{name}: our own part is {_over(route, name, bare):.1f} us")
     return route
@@ -341,12 +346,12 @@ def _latency(route: Route, kind: str, name: str, case: str) -> list[str]:
     ]
 
 
-def _many(station: Station, kind: str, depth: int) -> Contender:
+def _many(runner: Runner, kind: str, depth: int) -> Contender:
     case = kind if depth == 1 else f"{kind}_many"
 
     def times(size: int) -> list[float]:
-        station.tell(case, max(FEWEST, min(MOST, BATCH // (size * depth))), size)
-        return [seconds / depth for seconds in heard(station)]
+        runner.tell(case, max(FEWEST, min(MOST, BATCH // (size * depth))), size)
+        return [seconds / depth for seconds in heard(runner)]
 
     return Contender(f"{kind}, {depth} in flight", times)
 

@@ -1,4 +1,4 @@
-"""A controller and thousands of hosts, in the simulator: what one call, or one broadcast, to all of them takes.
+"""Benchmark of a controller with thousands of simulated hosts: one call or broadcast to all of them.
 
     python benchmarks/scale.py [--hosts N ...] [--out DIR]
 
@@ -21,12 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from _scale_station import Station, Times
+from _scale_actor import Runner, Times
 
-from monarch_backend.hosts import _attach
+from monarch_backend._hosts import attach
+from monarch_backend._testing.hosts import Service, SimulatedAgent
+from monarch_backend._testing.process import SimulatedProgram
 from monarch_backend.testing import Conditions, Simulation
-from monarch_backend.testing._hosts import Service, SimulatedAgent
-from monarch_backend.testing._process import SimulatedProgram
 
 HOSTS = (1, 4, 16, 64, 256, 1024, 4096)
 GATEWAY, FAR = 10e-6, 50e-6
@@ -51,7 +51,7 @@ class OneMemory:
     def __init__(self) -> None:
         self._tokens: dict[str, tuple[str, ...]] = {}
         self._proc_core: Any = SimulatedProgram.proc_core
-        self._tell: Any = _attach.HostRegistry._tell_everybody
+        self._tell: Any = attach.HostRegistry._tell_everybody
         self._begin: Any = SimulatedAgent.begin
         self._agents: list[SimulatedAgent] = []
 
@@ -75,13 +75,13 @@ class OneMemory:
 
         setattr(SimulatedProgram, "proc_core", proc_core)  # noqa: B010 (a method)
         setattr(SimulatedAgent, "begin", begin)  # noqa: B010
-        setattr(_attach.HostRegistry, "_tell_everybody", tell_everybody)  # noqa: B010
+        setattr(attach.HostRegistry, "_tell_everybody", tell_everybody)  # noqa: B010
         return self
 
     def __exit__(self, *_: object) -> None:
         setattr(SimulatedProgram, "proc_core", self._proc_core)  # noqa: B010
         setattr(SimulatedAgent, "begin", self._begin)  # noqa: B010
-        setattr(_attach.HostRegistry, "_tell_everybody", self._tell)  # noqa: B010
+        setattr(attach.HostRegistry, "_tell_everybody", self._tell)  # noqa: B010
 
 
 def counts(simulation: Simulation) -> tuple[int, ...]:
@@ -98,15 +98,15 @@ def measure(hosts: int) -> Point:
     with OneMemory(), Simulation(1, conditions, steps=0) as simulation:
         Times.now = simulation.agenda.now
         mesh = simulation.attach(hosts)
-        stations = mesh.spawn_procs(name="procs").spawn("stations", Station)
-        stations.work.call().get()
+        runners = mesh.spawn_procs(name="procs").spawn("runners", Runner)
+        runners.work.call().get()
         simulation.run()
         before, start = counts(simulation), simulation.now
-        stations.work.call().get()
+        runners.work.call().get()
         call = simulation.now - start
         simulation.run()
         between, start = counts(simulation), simulation.now
-        stations.work.broadcast()
+        runners.work.broadcast()
         simulation.run()
         after = counts(simulation)
         assert Times.reached == 3 * hosts

@@ -1,4 +1,4 @@
-"""How long it takes until there is something to work with: processes, a mesh of them, a host; and their memory.
+"""Benchmark of start-up: processes, a mesh of them, a host; and their memory.
 
     python benchmarks/start.py [--workers 2] [--rounds 5] [--out FILE]
 
@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from _machine import Others, machine
+from _machine_report import Others, machine
 
 PROGRAM = """
 import json, sys, time

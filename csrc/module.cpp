@@ -6,12 +6,12 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "absent_memory.h"
+#include "unmapped_guard.h"
 #include "bind.h"
 #include "interpreter_exit.h"
-#include "machine.h"
+#include "host_facts.h"
 #include "mt19937.h"
-#include "tensor_address.h"
+#include "tensor_impl_layout.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
-"""monarch_backend: a torch.distributed backend that picks the best route for every tensor.
+"""monarch_backend: a torch.distributed backend that chooses the best route for every tensor.
 
-Public names and nothing else; each is imported when it is first used, because `import torch` imports this
+This module contains only the public names. Each is imported at its first use, because `import torch` imports this
 module on every machine where the package is installed (see _autoload.py).
 
 >>> import monarch_backend
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
         Options as Options,
     )
     from monarch_backend.process_group import (
+        ProcessGroupError as ProcessGroupError,
+    )
+    from monarch_backend.process_group import (
         RankFailedError as RankFailedError,
     )
     from monarch_backend.process_group import (
@@ -60,6 +63,7 @@ __all__ = [
     "MonarchError",
     "NoRouteError",
     "Options",
+    "ProcessGroupError",
     "RankFailedError",
     "Route",
     "SharedMemoryError",
@@ -85,9 +89,10 @@ def __dir__() -> list[str]:
 
 
 def _compiled_core() -> Any:
-    """Import the extension module; `from monarch_backend import _native` comes here first, while it is not loaded.
+    """Import the extension module.
 
-    Raises ImportError that says why it is missing: most often, a clone in `sys.path` hides the installed package.
+    `from monarch_backend import _native` calls this while the extension is not loaded. Raises ImportError with the
+    reason: most often, a clone in `sys.path` hides the installed package.
     """
     import importlib.machinery
     import os
@@ -122,7 +127,7 @@ def _compiled_core() -> Any:
 
 
 def _torch_will_call_us() -> bool:
-    """Whether `import torch`, when somebody does it, looks for our entry point and finds it."""
+    """Return whether a later `import torch` looks for the entry point of this package and finds it."""
     import importlib.metadata
     import os
 
@@ -135,19 +140,20 @@ def _torch_will_call_us() -> bool:
 def _on_import() -> None:
     import sys
 
-    # While `import torch` runs its entry points, torch is still being initialised: then the user did not ask
-    # for us, the entry point registers, and a remark about versions would be noise.
+    # While `import torch` runs its entry points, torch is still being initialised. The user did not ask for this
+    # package then: the entry point registers it, and a warning about versions would be noise.
     loading = sys.modules.get("torch")
     if loading is not None and getattr(loading.__spec__, "_initializing", False):
         return
     if loading is None and _torch_will_call_us():
-        return  # a host's daemon needs no torch, and is there in a tenth of the time
-    import torch  # noqa: F401 # first and by itself: it calls our entry point, which needs the modules below
+        return  # a host's daemon needs no torch, and starts in a tenth of the time
+    import torch  # noqa: F401 # first and separately: it calls our entry point, which needs the modules below
 
-    from monarch_backend import _autoload, _versions
+    from monarch_backend import _autoload
+    from monarch_backend._core import torch_version
 
     _autoload.register()
-    _versions.remark()
+    torch_version.remark()
 
 
 _on_import()

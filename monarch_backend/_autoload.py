@@ -28,13 +28,13 @@ def _create_process_group(options: Any, pg_options: Any = None) -> ProcessGroup:
 
 
 def _stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function ``name``, with the body of _torch_patches in front; that module is imported when called."""
+    """torch's function ``name``, with the body of _c10d_patches in front; that module is imported when called."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        from monarch_backend import _torch_patches
+        from monarch_backend.process_group import _c10d_patches
 
-        return getattr(_torch_patches, name)(original, *args, **kwargs)
+        return getattr(_c10d_patches, name)(original, *args, **kwargs)
 
     return _hidden_from_dynamo(call)
 
@@ -50,12 +50,12 @@ def _hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _needs_stand_ins(dist: Any) -> bool:
-    # torch 2.14 brought this method together with the last of the fixes (see _torch_patches.FIXED_IN).
+    # torch 2.14 brought this method together with the last of the fixes (see _c10d_patches.FIXED_IN).
     return not hasattr(dist.Backend, "_ensure_backend_registered")
 
 
 def _watch_rendezvous() -> None:
-    """Let ``init_process_group`` of every torch come by _torch_patches on its way to the store."""
+    """Let ``init_process_group`` of every torch come by _c10d_patches on its way to the store."""
     from torch.distributed import distributed_c10d as c10d
 
     module: Any = c10d
@@ -94,9 +94,9 @@ def torch_backends_entry() -> None:
     """Entry point of group ``torch.backends``: called by ``import torch`` itself.
 
     torch 2.14 and later load the group ``torch.distributed.backends`` when the name is first used, which is after
-    ``init_process_group`` has connected to the store: only the way there is left to do at import. An exception here
-    would break ``import torch`` for everybody, hence the net: what went wrong is said once, and
-    ``init_process_group`` will say that the backend is unknown.
+    ``init_process_group`` has connected to the store. Only the connection is prepared at import. An exception here
+    would break ``import torch`` in every program, so each is caught and logged once. ``init_process_group`` then
+    reports an unknown backend.
     """
     import torch
 

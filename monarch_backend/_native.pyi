@@ -223,6 +223,9 @@ class Operation:
     def fault(self) -> _Fault | None:
         """Why it failed, once it is done."""
 
+def collectives() -> tuple[tuple[str, bool, bool], ...]:
+    """Of each collective the name, whether it has a root, and whether it reduces."""
+
 class ShmGroup:
     """A group of ranks on this host."""
 
@@ -266,8 +269,8 @@ class ShmGroup:
     ) -> Any:
         """A callable for the method ``name`` of ``owner``, which does what most callers want with no Python in between.
 
-        It gives a ``work()``, or what ``failed`` makes; ``torch`` as in csrc/shm/python/shortcut.h. After ``end()`` it
-        passes every call on.
+        It returns a ``work()``, or what ``failed`` returns. ``torch`` is as in csrc/shm/python/fast_paths.h. After
+        ``end()`` it forwards every call.
         """
 
     def message(
@@ -307,7 +310,9 @@ class Engine:
     ) -> Operation:
         """Start an operation; ``then`` is called from the progress thread when it is done."""
 
-    def see_to(self, group: ShmGroup, operation: Operation, seconds: float, then: Callable[[], object], /) -> None:
+    def submit_async(
+        self, group: ShmGroup, operation: Operation, seconds: float, then: Callable[[], object], /
+    ) -> None:
         """Do the same for an operation that has begun."""
 
     def stop(self) -> None:

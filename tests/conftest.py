@@ -1,4 +1,4 @@
-"""Fixtures for every test: pools of ranks, and the check that nothing is left behind."""
+"""Fixtures for all tests: pools of ranks, and the check that a test leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.tensor  # since this has it, fork servers of tests have what a mesh's workers need
 
+from tests.fast_tier import LONG_MODULES
 from tests.support import leaks
 from tests.support.ranks import RankPool
 
 # Tests fork ranks from this process, and a process that has OpenMP's threads can't be forked: in its children torch's
 # large operations would wait for threads that they do not have.
 torch.set_num_threads(1)
+
+# A process that has asked the CUDA runtime for GPUs can't be forked. The driver's management library may be asked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 # torch's TCPStore asks the name server about every client, on its only thread: each answer that is lost would hold up a
 # test for five seconds.
@@ -30,6 +35,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _POOLS: dict[int, RankPool] = {}
+_TESTS = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out the modules that tests/fast_tier.py lists")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not config.getoption("--fast", default=False) or not collection_path.is_relative_to(_TESTS):
+        return None
+    return True if collection_path.relative_to(_TESTS).as_posix() in LONG_MODULES else None
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,8 +1,7 @@
-"""All of tests/ as two runs of pytest beside each other: `python -m tests.halves -m "not slow" --durations=25`.
+"""All of tests/ as two parallel runs of pytest: `python -m tests.halves -m "not slow" --durations=25`.
 
-Many tests wait for something to be noticed, and meanwhile the other half has the processor. Which folders are in which
-half is written down below, so that the order of tests is the same in every run; it is only a matter of how long the two
-take. A run on its own, of whatever part, is pytest's business, and nothing here is needed for it.
+Many tests wait for a timeout, and the other half uses the processor meanwhile. The folders of each half are written
+down below, so that the order of tests is the same in every run. A run of any part needs pytest only.
 """
 
 from __future__ import annotations

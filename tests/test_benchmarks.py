@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ run: what they measure is nobody's business here, but that they still can is."""
+"""The scripts of benchmarks/ run to their end. Their figures are not checked."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""The pages of docs/ that show code: it runs as it stands there."""
+"""The code blocks of the pages in docs/ run."""
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,20 +12,50 @@ from pathlib import Path
 
 import pytest
 
-from tests.actor.scripts import WarmInterpreter, with_meshes
+from tests.actor.script_runner import WarmInterpreter, with_meshes
 
 DOCS = Path(__file__).parent.parent / "docs"
-RUN = ["actors.md", "dtensor.md", "rdma.md"]
+RUN = [
+    "concepts/meshes.md",
+    "concepts/supervision.md",
+    "guides/actors.md",
+    "guides/dtensor.md",
+    "guides/from-ray.md",
+    "guides/rdma-buffers.md",
+    "guides/rdma.md",
+    "guides/restart.md",
+    "guides/simulation.md",
+    "guides/two-machines.md",
+    "operate/logs.md",
+    "operate/stacks.md",
+    "start/actors.md",
+    "start/controller.md",
+    "tutorials/actors.md",
+]
+COMMANDS = ["tutorials/checkpoints.md", "tutorials/rl.md"]
+TORCHRUN = {
+    "guides/ddp-fsdp2.md": None,
+    "start/backend.md": ["tensor([3., 3., 3., 3.])"] * 2,
+    "tutorials/ddp.md": None,
+}
+
+FRAGMENTS = {"guides/new-collective.md"}
+"""Pages whose code is parts of the package's own files. Elsewhere a block that cannot run alone is marked py."""
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(page: Path, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[WarmInterpreter]:
     with with_meshes() as interpreter:
         yield interpreter
+
+
+def test_each_page_with_python_code_is_run() -> None:
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md") if blocks(page)}
+    assert pages - FRAGMENTS == set(RUN)
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -43,6 +75,42 @@ def test_a_page_imports_what_it_needs(name: str) -> None:
     _has_printed_what_it_promises(script, done.stdout)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_of_a_page_print_what_it_shows(name: str, tmp_path: Path) -> None:
+    """The sh blocks run in one folder, in order. The text block after each one is its output; seconds may differ."""
+    (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = dict(os.environ, OMP_NUM_THREADS="1", PATH=path, MPLCONFIGDIR=str(tmp_path))
+    steps = re.findall(r"^```sh\n(.*?)^```\n+```text\n(.*?)^```", (DOCS / name).read_text(), re.MULTILINE | re.DOTALL)
+    assert len(steps) == len(blocks(DOCS / name, "sh"))
+    for command, promised in steps:
+        shell = ["bash", "-ec", command]
+        done = subprocess.run(shell, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert _without_seconds(done.stdout) == _without_seconds(promised)
+
+
+@pytest.mark.parametrize("name", TORCHRUN)
+def test_scripts_of_a_page_run_under_torchrun(name: str, tmp_path: Path) -> None:
+    """A heredoc of the page is the script; the page's text block, or the table above, is what the ranks print."""
+    page = (DOCS / name).read_text()
+    ((file, script),) = re.findall(r"^cat > (\S+) <<'EOF'\n(.*?)\nEOF$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / file).write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", file]
+    env = dict(os.environ, OMP_NUM_THREADS="1")
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    promised = TORCHRUN[name] or "".join(blocks(DOCS / name, "text")).splitlines()
+    assert len(promised) == 2
+    for line in promised:
+        assert done.stdout.count(line) == promised.count(line), done.stdout
+
+
+def _without_seconds(text: str) -> str:
+    return re.sub(r"\b\d+\.\d s\b", "_ s", text)
+
+
 def _has_printed_what_it_promises(script: str, printed: str) -> None:
     """In the comments beside the prints."""
     promised = re.findall(r"^ *print\(.*?\)\s+# (.+)$", script, re.MULTILINE)
@@ -50,3 +118,34 @@ def _has_printed_what_it_promises(script: str, printed: str) -> None:
     out = [line.strip() for line in printed.splitlines()]
     for line in promised:
         assert line.strip() in out, printed
+
+
+def test_the_reference_of_the_command_line_has_each_command_and_option() -> None:
+    namespace = runpy.run_path(str(DOCS / "cli.py"))
+    page = (DOCS / "reference" / "cli.md").read_text()
+    commands = namespace["commands"]()
+    assert {"doctor", "up", "run"} <= set(commands)
+    assert re.findall(r"^<!-- help: ?(.*?) -->$", page, re.MULTILINE) == ["", *commands]
+    assert re.findall(r"^## monarch-backend (.+)$", page, re.MULTILINE) == commands
+    built = namespace["with_help"](page)
+    assert "<!-- help" not in built
+    for option in ("--version", "--json", "--address", "--workers", "--secret-from-stdin", "--detach", "--controller"):
+        assert re.search(rf"^  (-\w, )?{option}\b", built, re.MULTILINE), f"{option} is not in:\n{built}"
+
+
+def test_diagrams_are_current() -> None:
+    namespace = runpy.run_path(str(DOCS / "diagrams" / "draw.py"))
+    sources = sorted((DOCS / "diagrams").glob("*.txt"))
+    assert len(sources) >= 4
+    for source in sources:
+        drawn = namespace["draw"](source.read_text())
+        assert source.with_suffix(".svg").read_text() == drawn, f"run docs/diagrams/draw.py: {source.name} has changed"
+
+
+def test_pictures_of_notebook_cells_are_current() -> None:
+    namespace = runpy.run_path(str(DOCS / "tutorials" / "draw_cells.py"))
+    for name, (notebook, text) in namespace["CELLS"].items():
+        picture = (DOCS / "tutorials" / name).read_bytes()
+        digest = namespace["digest"](namespace["cell"](notebook, text))
+        assert digest.encode() in picture, f"run docs/tutorials/draw_cells.py: the cell of {name} has changed"
+        assert len(picture) < 100_000

@@ -1,4 +1,4 @@
-"""The two halves of the ordinary run: no test falls between them."""
+"""Each test is in one of the two parallel runs of pytest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import halves
+from tests.fast_tier import LONG_MODULES
 
 
 def test_each_test_is_in_one_of_them() -> None:
@@ -16,6 +17,15 @@ def test_each_test_is_in_one_of_them() -> None:
     )
     assert sorted(first + second) == sorted(halves.HERE.rglob("test_*.py"))
     assert second
+
+
+def test_fast_tier_has_a_module_of_each_folder() -> None:
+    modules = {path.relative_to(halves.HERE).as_posix() for path in halves.HERE.rglob("test_*.py")}
+    assert modules >= LONG_MODULES
+    folders, left = (
+        {name.split("/")[0] for name in names if "/" in name} for names in (modules, modules - LONG_MODULES)
+    )
+    assert folders - left == {"torch_suite"}  # it runs torch's own tests
 
 
 def test_the_status_is_the_worse_one_and_a_half_without_tests_has_none() -> None:

@@ -1,4 +1,4 @@
-"""Rate limit of the package's log: equal lines are dropped beyond a number in a window, different ones never."""
+"""Rate limit of the package's log: equal lines are dropped above a number per window, different lines never."""
 
 from __future__ import annotations
 
@@ -76,7 +76,18 @@ def test_line_with_wrong_arguments_reaches_handler(log: tuple[logging.Logger, li
 
 def test_every_module_logs_through_the_limited_logger() -> None:
     """Filters of a logger do not see records of its children, so there are none."""
-    for package in ("_core", "actor", "mesh", "transport", "hosts", "launch", "dtensor.worker"):
+    for package in (
+        "_core",
+        "_actor",
+        "_mesh",
+        "_processes",
+        "_logs",
+        "_transport.local",
+        "_transport.network",
+        "_hosts",
+        "_launch",
+        "dtensor._worker",
+    ):
         found = importlib.import_module(f"{monarch_backend.__name__}.{package}")
         for module in pkgutil.iter_modules(found.__path__):
             if not module.name.startswith("__"):

@@ -1,4 +1,4 @@
-"""The package as such: what it exports, how it is found, what it never contains."""
+"""The package: exports, entry points, doctests, and the content of the wheel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import pytest
 import torch.distributed as dist
 
 import monarch_backend
-from monarch_backend import _autoload, _native, _versions
+from monarch_backend import _autoload, _native
+from monarch_backend._core import torch_version
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +39,7 @@ def test_public_names_resolve() -> None:
 def test_docstrings(name: str) -> None:
     if name.endswith("_native"):
         pytest.skip("compiled; its docstrings have no examples")
-    if name.endswith(("verbs._pyverbs", "verbs._ibverbs")):
+    if name.endswith(("provider_pyverbs", "provider_ibverbs")):
         pytest.importorskip(name.rpartition("_")[2], reason="the package that it adapts is not installed")
     module = importlib.import_module(name)
     assert module.__doc__, f"{name} does not say what lives in it"
@@ -108,9 +109,10 @@ def test_import_torch_imports_little() -> None:
 HOST = """
 import sys
 import monarch_backend.cli
-from monarch_backend.hosts import _daemon, _standing
-from monarch_backend.hosts._messages import Versions
-daemon, versions = _daemon.Daemon(bytes(32)), Versions.here()
+from monarch_backend._hosts import daemon
+from monarch_backend._hosts import startup_handshake
+from monarch_backend._hosts.protocol import Versions
+daemon, versions = daemon.Daemon(bytes(32)), Versions.here()
 daemon.start("127.0.0.1", 0)
 daemon.close()
 print(*(name for name in ("torch", "numpy") if name in sys.modules))
@@ -145,18 +147,18 @@ def test_registering_again_changes_nothing() -> None:
 
 @pytest.mark.parametrize("version", ["2.8.1", "2.16.0a0+git1", "3.0"])
 def test_a_version_outside_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(_versions.torch, "__version__", version)
-    _versions.remark.cache_clear()
+    monkeypatch.setattr(torch_version.torch, "__version__", version)
+    torch_version.remark.cache_clear()
     with pytest.warns(UserWarning, match=re.escape(version)) as caught:
-        line = _versions.remark()
+        line = torch_version.remark()
     assert "\n" not in line
     assert len(caught) == 1
-    _versions.remark.cache_clear()
+    torch_version.remark.cache_clear()
 
 
 def test_a_version_inside_is_not_remarked() -> None:
-    _versions.remark.cache_clear()
-    assert _versions.remark() == ""
+    torch_version.remark.cache_clear()
+    assert torch_version.remark() == ""
 
 
 @pytest.mark.parametrize("installed", [False, True])

@@ -1,7 +1,7 @@
-"""The places where torch's name checks make a new backend miss out: each is still there, and our answer works.
+"""Names of torch that exclude a new backend: each still exists, and its replacement works.
 
-One test per row of docs/torch-names.md. A test that fails here says that torch changed: then the row, the
-stand-in in _torch_patches.py, or both, must go.
+One test per row of docs/reference/torch-names.md. A failure means that torch changed: remove or change the row, its
+stand-in in process_group/_c10d_patches.py, or both.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from monarch_backend import _torch_patches
-from monarch_backend._versions import torch_version
+from monarch_backend._core.torch_version import torch_version
+from monarch_backend.process_group import _c10d_patches
 from tests.support.ranks import run_ranks
 
-NAMES = sorted(_torch_patches.FIXED_IN)
+NAMES = sorted(_c10d_patches.FIXED_IN)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -28,7 +28,7 @@ def test_stand_in_is_there_only_where_torch_needs_it(name: str) -> None:
     function = getattr(dist, name)
     assert function is getattr(c10d, name)
     replaced = hasattr(function, "__wrapped__") and function.__module__ == c10d.__name__
-    assert replaced == (torch_version() < _torch_patches.FIXED_IN[name])
+    assert replaced == (torch_version() < _c10d_patches.FIXED_IN[name])
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_rendezvous_is_watched_by_the_name_that_init_process_group_calls() -> No
 )
 def test_only_our_rendezvous_leaves_torch_s_function(backend: str, ours: bool) -> None:
     def init_process_group(backend: str) -> bool:
-        return _torch_patches._initialises_ours(sys._getframe())
+        return _c10d_patches._initialises_ours(sys._getframe())
 
     assert init_process_group(dist.Backend(backend.upper())) == ours
-    assert not _torch_patches._initialises_ours(sys._getframe())
+    assert not _c10d_patches._initialises_ours(sys._getframe())
 
 
 def _monitored(rank: int) -> None:

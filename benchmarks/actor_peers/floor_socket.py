@@ -1,9 +1,9 @@
-"""The floors: bare Unix sockets between forked processes, memcpy, fork, and a pidfd.
+"""Runner of the floors: Unix sockets between forked processes, memcpy, fork, and a pidfd.
 
 A round trip is 64 bytes there and back between two Python processes that sleep in recv. Left alone, the scheduler puts
 both on one core or on two, as the load is, which is a factor of two to four; so both are measured too. A tensor is one
 copy of its bytes into memory that has been touched before. A start is os.fork of this process, which has imported
-torch, until each child has answered; the first one of a station also imports torch once, in a process of its own. A
+torch, until each child has answered; the first one of a runner also imports torch once, in a process of its own. A
 death is seen by poll on the child's pidfd.
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _station import Mesh, Station, die_with_parent, serve
+from _runner import Mesh, Runner, die_with_parent, serve
 
 NOOP, HOLD = b"n" * 64, b"h" * 64
 WINDOW = 64  # messages under way: more than a socket holds would block both sides
@@ -108,7 +108,7 @@ def _echo(link: socket.socket) -> None:
             signal.pause()
 
 
-class FloorStation(Station):
+class FloorRunner(Runner):
     """What the floor can be told besides."""
 
     def pinned(self, n: int) -> list[list[float]]:
@@ -150,4 +150,4 @@ class Floor:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     floor = Floor()
-    serve(FloorStation(floor), floor.versions())
+    serve(FloorRunner(floor), floor.versions())

@@ -1,4 +1,4 @@
-"""The station of this project's actors, written as a user would."""
+"""Runner of this project's actors, written as user code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from _station import HOLD_SECONDS, Mesh, Station, begun, serve
+from _runner import HOLD_SECONDS, Mesh, Runner, begun, serve
 
 import monarch_backend.actor
 from monarch_backend.actor import Actor, endpoint, this_host
@@ -95,4 +95,4 @@ if __name__ == "__main__":
     monarch_backend.actor.unhandled_fault_hook = _handled
     torch.set_num_threads(1)
     ours = Ours()
-    serve(Station(ours), ours.versions())
+    serve(Runner(ours), ours.versions())

@@ -1,6 +1,6 @@
-"""The station of Ray, in .envs/peer-ray.
+"""Runner of Ray, in .envs/peer-ray.
 
-One raylet for the station's life, without dashboard and logs to the driver; an actor is one process, num_cpus=0.
+One raylet for the runner's life, without dashboard and logs to the driver; an actor is one process, num_cpus=0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 import torch
-from _station import HOLD_SECONDS, Mesh, Station, begun, serve
+from _runner import HOLD_SECONDS, Mesh, Runner, begun, serve
 
 OBJECT_STORE_BYTES = 1 << 30
 ADDRESS = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's outer address, which nobody shall connect to here
@@ -116,4 +116,4 @@ class Ray:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     peer = Ray()
-    serve(Station(peer), peer.versions())
+    serve(Runner(peer), peer.versions())

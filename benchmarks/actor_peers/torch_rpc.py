@@ -1,10 +1,10 @@
-"""The station of torch.distributed.rpc.
+"""Runner of torch.distributed.rpc.
 
 A process can be in one RPC world only, whose size is fixed: so every mesh has a caller of its own, a process that is
-rank 0 and has imported torch before the clock starts. The station passes the orders on to the right one. TensorPipe's
+rank 0 and has imported torch before the clock starts. The runner passes the orders on to the right one. TensorPipe's
 shared-memory transport has threads that never sleep, in every process: a world is stopped (SIGSTOP) between its orders.
 
-    torch_rpc.py                                 the station
+    torch_rpc.py                                 the runner
     torch_rpc.py --caller                        a caller; takes the same orders
     torch_rpc.py --worker RANK WORLD ADDRESS     a worker
 """
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _station import HOLD_SECONDS, Cannot, Mesh, Station, begun, die_with_parent, serve
+from _runner import HOLD_SECONDS, Cannot, Mesh, Runner, begun, die_with_parent, serve
 from torch.distributed import rpc
 
 PATIENCE = 600.0  # seconds for all workers to come; the default of 60 is short for 64 imports of torch
@@ -181,7 +181,7 @@ class Caller:
 
 
 class Callers:
-    """What the station can be told: the same as any, each order done by the caller that has the workers for it."""
+    """What the runner can be told: the same as any, each order done by the caller that has the workers for it."""
 
     def __init__(self) -> None:
         self._pair: Caller | None = None
@@ -238,7 +238,7 @@ class Callers:
 
 
 def main() -> None:
-    """The station, a caller or a worker, as the command line says."""
+    """The runner, a caller or a worker, as the command line says."""
     torch.set_num_threads(1)
     if "--worker" in sys.argv:
         die_with_parent()
@@ -249,7 +249,7 @@ def main() -> None:
     if "--caller" in sys.argv:
         die_with_parent()
         with contextlib.suppress(KeyboardInterrupt):
-            serve(Station(TorchRpc()), about)
+            serve(Runner(TorchRpc()), about)
         # torch's agent would wait for workers that have been killed.
         os._exit(0)
     serve(Callers(), about)

@@ -1,4 +1,4 @@
-"""The station of PyTorch Monarch (torchmonarch on PyPI), in .envs/peer-torchmonarch."""
+"""Runner of PyTorch Monarch (torchmonarch on PyPI), in .envs/peer-torchmonarch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import monarch.actor
 import torch
-from _station import HOLD_SECONDS, Mesh, Station, begun, serve
+from _runner import HOLD_SECONDS, Mesh, Runner, begun, serve
 from monarch.actor import Actor, endpoint, this_host
 from monarch.config import configure
 
@@ -100,4 +100,4 @@ if __name__ == "__main__":
     configure(mesh_proc_spawn_max_idle=PATIENCE, actor_spawn_max_idle=PATIENCE, proc_stop_max_idle=PATIENCE)
     torch.set_num_threads(1)
     peer = Torchmonarch()
-    serve(Station(peer), peer.versions())
+    serve(Runner(peer), peer.versions())

@@ -13,8 +13,8 @@
 
 #include <unistd.h>
 
-#include "memory/link.h"
-#include "memory/staged.h"
+#include "memory/socket_connection.h"
+#include "memory/gpu_pipeline.h"
 #include "memory/wire.h"
 #include "native_thread.h"
 

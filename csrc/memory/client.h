@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "memory/proof.h"
-#include "memory/outcome.h"
+#include "memory/handshake.h"
+#include "memory/status.h"
 
 namespace monarch {
 

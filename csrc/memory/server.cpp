@@ -21,7 +21,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "memory/link.h"
+#include "memory/socket_connection.h"
 #include "memory/wire.h"
 #include "native_thread.h"
 #include "shm/arena.h"

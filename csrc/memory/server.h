@@ -10,9 +10,9 @@
 #include <string>
 #include <utility>
 
-#include "memory/proof.h"
-#include "memory/staging.h"
-#include "memory/table.h"
+#include "memory/handshake.h"
+#include "memory/pinned_staging.h"
+#include "memory/registration_table.h"
 
 namespace monarch {
 

@@ -26,7 +26,7 @@ inline constexpr std::uint32_t request_magic = 0x526d6e6d, reply_magic = 0x506d6
 inline constexpr std::uint32_t most_ranges = 256;
 inline constexpr std::uint64_t most_bytes = 64 << 20;
 
-// Of a request, beyond what table.h has as Access: its ranges are copied to staging memory of the owner, one after the
+// Of a request, beyond what registration_table.h has as Access: its ranges are copied to staging memory of the owner, one after the
 // other, or from there. `operand` is the staging memory's key, `expected` the slot, and above `slot_bits` its turn.
 inline constexpr std::uint32_t stage_read = 4, stage_write = 5;
 inline constexpr int slot_bits = 8;
@@ -68,7 +68,7 @@ static_assert(sizeof(Welcome) == 8);
 
 struct Request {
   std::uint32_t magic;
-  std::uint32_t access;  // of table.h, or to stage
+  std::uint32_t access;  // of registration_table.h, or to stage
   std::uint32_t slot;
   std::uint32_t ranges;
   std::uint64_t epoch, key;

@@ -1,6 +1,6 @@
 #include "../bind.h"
 
-#include "object.h"
+#include "py_handle.h"
 
 namespace monarch {
 

@@ -11,7 +11,7 @@
 #include <mutex>
 #include <system_error>
 
-#include "shm/bell.h"
+#include "shm/futex_waiter.h"
 
 namespace monarch {
 
@@ -25,7 +25,7 @@ struct ArenaHeader {
   alignas(64) std::atomic<std::uint32_t> left;  // 1 once its owner has gone in peace
   alignas(64) std::atomic<std::uint64_t> kept;  // bytes of messages that their receivers keep where they lie
   alignas(64) std::atomic<std::uint64_t> self;   // where its owner has it mapped
-  std::atomic<std::uint64_t> table;              // of registered memory (memory/table.h), an offset; 0: nothing is registered
+  std::atomic<std::uint64_t> table;              // of registered memory (memory/registration_table.h), an offset; 0: nothing is registered
 };
 static_assert(sizeof(ArenaHeader) <= page);
 

@@ -62,10 +62,10 @@ Engine::~Engine() { stop(); }
 
 void Engine::start(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then) {
   group->submit(operation);
-  see_to(std::move(group), std::move(operation), std::move(then));
+  submit_async(std::move(group), std::move(operation), std::move(then));
 }
 
-void Engine::see_to(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then) {
+void Engine::submit_async(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then) {
   const std::lock_guard lock(mutex_);
   tasks_.push_back({std::move(group), std::move(operation), std::move(then)});
   if (!thread_.joinable() && !stop_) {

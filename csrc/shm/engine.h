@@ -37,7 +37,7 @@ class Engine {
   // own and without locks; an operation has at most one.
   void start(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then);
   // The same for an operation that has been submitted.
-  void see_to(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then);
+  void submit_async(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then);
   void stop();
 
  private:

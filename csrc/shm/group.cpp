@@ -11,10 +11,6 @@ namespace monarch {
 
 namespace {
 
-constexpr std::array<const char*, static_cast<std::size_t>(Collective::count)> collectives{
-    "barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all",
-    "send", "recv"};
-
 // Where things lie behind a Board of n ranks.
 struct Layout {
   explicit Layout(std::size_t n)
@@ -34,8 +30,6 @@ int processors() {
 }
 
 }  // namespace
-
-const char* name_of(Collective collective) { return collectives.at(static_cast<std::size_t>(collective)); }
 
 // Boards -----------------------------------------------------------------------------------------------------------
 

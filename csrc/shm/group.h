@@ -22,8 +22,8 @@
 #include <string>
 #include <vector>
 
-#include "shm/host.h"
-#include "shm/lanes.h"
+#include "shm/peer_table.h"
+#include "shm/p2p_channel.h"
 #include "shm/operation.h"
 
 namespace monarch {
@@ -96,7 +96,7 @@ class Group {
   bool enter(Operation& op);
   bool compare(Operation& op);
   bool move(Operation& op);
-  // The choice (group_plan.cpp).
+  // The choice (algorithm_selection.cpp).
   void offer(Operation& op);
   Offer offer_in_place(Operation& op);
   bool overlaps(const Operation& op) const;
@@ -105,13 +105,13 @@ class Group {
   void lay_out(Operation& op, std::uint64_t bytes);
   void explain(const Operation& op);
 
-  // Data through slots and stage (group_data.cpp).
+  // Data through slots and stage (algorithms_staged.cpp).
   void fill(const Operation& op, std::uint64_t chunk, char* to, bool all) const;
   void take(const Operation& op, std::uint64_t chunk, bool in_slots);
   void reduce_slice(const Operation& op, std::uint64_t chunk, char* to);
   void collect(const Operation& op, std::uint64_t chunk);
 
-  // Data straight from where they are (group_direct.cpp).
+  // Data straight from where they are (algorithms_cma.cpp).
   bool probe_reads() const;
   bool move_direct(Operation& op);
   bool reduce_direct(const Operation& op, std::uint64_t chunk);

@@ -1,6 +1,7 @@
 // What a rank asks of a group, how it is told from other calls, and how it ends. No memory of others, no waiting.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -8,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "shm/bell.h"
+#include "shm/futex_waiter.h"
 #include "shm/reduce.h"
 
 namespace monarch {
@@ -18,7 +19,33 @@ enum class Collective : std::uint8_t {
   send, recv,  // point to point: not in the order of the collectives
   count
 };
-const char* name_of(Collective collective);
+
+// Properties of a collective. Its data move in algorithms_staged.cpp and algorithms_cma.cpp. Python has the same rows, in the same
+// order, without the messages: process_group/_collective_specs.py.
+struct CollectiveTraits {
+  const char* name;
+  bool has_root;
+  bool by_pieces;  // each rank brings something of its own for every other rank
+  bool reduces;
+};
+inline constexpr std::array<CollectiveTraits, static_cast<std::size_t>(Collective::count)> collective_traits{{
+    {"barrier", false, false, false},
+    {"all_reduce", false, false, true},
+    {"reduce", true, false, true},
+    {"broadcast", true, false, false},
+    {"all_gather", false, false, false},
+    {"gather", true, false, false},
+    {"scatter", true, true, false},
+    {"reduce_scatter", false, true, true},
+    {"all_to_all", false, true, false},
+    {"send", false, false, false},
+    {"recv", false, false, false},
+}};
+constexpr const CollectiveTraits& traits_of(Collective c) { return collective_traits[static_cast<std::size_t>(c)]; }
+constexpr const char* name_of(Collective c) { return traits_of(c).name; }
+constexpr bool has_root(Collective c) { return traits_of(c).has_root; }
+constexpr bool by_pieces(Collective c) { return traits_of(c).by_pieces; }
+constexpr bool reduces(Collective c) { return traits_of(c).reduces; }
 
 // How the others can have what a rank brings to an operation.
 enum class Offer : std::uint8_t {
@@ -42,15 +69,6 @@ struct Header {
   bool operator==(const Header&) const = default;
 };
 static_assert(sizeof(Header) == 16);
-
-constexpr bool has_root(Collective c) {
-  return c == Collective::broadcast || c == Collective::reduce || c == Collective::gather || c == Collective::scatter;
-}
-
-// Each rank brings something of its own for every other rank.
-constexpr bool by_pieces(Collective c) {
-  return c == Collective::scatter || c == Collective::reduce_scatter || c == Collective::all_to_all;
-}
 
 // Pieces begin on cache lines, which are a multiple of every element size.
 constexpr std::uint64_t whole_lines(std::uint64_t bytes) { return (bytes + 63) / 64 * 64; }

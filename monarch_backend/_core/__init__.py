@@ -1,4 +1,4 @@
-"""What every part of the package stands on: settings, timeouts and the log. Imports nothing else of the package."""
+"""Foundation of the package: settings, timeouts, limits and the log. It imports nothing from other packages of it."""
 
 from monarch_backend._core import log_limit
 

@@ -1,4 +1,4 @@
-"""Addresses of hosts: of another one by its name, and of this one as another sees it."""
+"""Addresses of hosts: of another host by its name, and of this host as another one sees it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
-_PORT = 9  # of a datagram socket that sends nothing: any port finds the route
+_PORT = 9  # for a datagram socket that sends nothing: any port finds the route
 
 
 def numeric_address(host: str) -> str:
-    """The first address of a host, or ``host`` itself where it does not resolve.
+    """Return the first address of a host, or ``host`` itself where it does not resolve.
 
     >>> numeric_address("127.0.0.1")
     '127.0.0.1'
@@ -22,7 +22,7 @@ def numeric_address(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True for an address that other machines can't reach."""
+    """Return whether this is an address that other machines cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -49,7 +49,7 @@ def local_addresses(host: str) -> Iterator[str]:
 
 
 def address_towards(host: str) -> str:
-    """Return the first of `local_addresses`, or "" if there is none or if other hosts can't use it.
+    """Return the first of `local_addresses`, or "" if there is none or if other hosts cannot use it.
 
     >>> address_towards("127.0.0.1")
     ''

@@ -1,7 +1,7 @@
-"""Settings of the package: the environment variables, their values and defaults, in one table.
+"""Settings of the package: the environment variables, their types, defaults and units, in one table.
 
-`get` reads one setting, `check` reads all of them. An unknown name or a bad value is a ValueError that says what is
-valid. Nothing is read when this module is imported.
+No other module reads a variable of the package. `get` reads one setting, `check` reads all of them. An unknown name or
+a bad value raises ValueError with the valid ones. Nothing is read when this module is imported.
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ FOREIGN = frozenset(
         "MONARCH_HOST_MESH_V1_REMOVE_ME_BEFORE_RELEASE",
     }
 )
-"""Names of the package torchmonarch, which may be set for programs that use both. They have no effect here."""
+"""Names of the package torchmonarch, which may be set for programs that use both packages. They have no effect here."""
 
 
 class Setting(NamedTuple):
-    """One environment variable. ``values`` completes "NAME='text': ..." in an error; ``parse`` raises ValueError."""
+    """One environment variable.
+
+    ``type`` is flag, integer, choice, text, path or list. ``values`` completes "NAME='text': ..." in an error;
+    ``parse`` raises ValueError. The value of a ``secret`` is in no error.
+    """
 
     name: str
+    type: str
     default: Any
+    unit: str
     values: str
     parse: Callable[[str], Any]
     doc: str
@@ -73,66 +79,76 @@ def _ports(text: str) -> tuple[tuple[str, int], ...]:
 
 
 _TABLE = (
-    Setting("MONARCH_SHM", True, "give 1, or 0 to use Gloo for all CPU tensors", _flag,
-            "Ranks of one host exchange CPU tensors by shared memory."),
-    Setting("MONARCH_SHM_BYTES", 256 << 20, "give a number of bytes, 1048576 or more, or leave it unset",
-            _number(1 << 20), "Limit of the shared memory of one process, in bytes."),
-    Setting("MONARCH_SHM_READV", 4 << 20, "give a number of bytes, 0 for never, or leave it unset", _number(0),
-            "Size of a piece, in bytes, from which ranks read it from each other's memory; 0: never."),
-    Setting("MONARCH_DEBUG", False, "give 1, or 0", _flag, "Print which routes are chosen, and why."),
-    Setting("MONARCH_SPIN", "", "1 to wait by spinning first, 0 to sleep at once, or unset", _one_of("0", "1"),
-            "Whether a process spins for a moment before it sleeps. Unset: if there are processors for all."),
-    Setting("MONARCH_START_METHOD", "", "it can be fork or spawn, or unset for the better one",
-            _one_of("fork", "spawn"), "How processes are made. Unset: fork, where the fork server can."),
-    Setting("MONARCH_SECRET", "", "64 hexadecimal digits", str,
+    Setting("MONARCH_SHM", "flag", True, "", "give 1, or 0 to use Gloo for all CPU tensors", _flag,
+            "Ranks of one host exchange CPU tensors through shared memory."),
+    Setting("MONARCH_SHM_ARENA_BYTES", "integer", 256 << 20, "bytes",
+            "give a number of bytes, 1048576 or more, or leave it unset", _number(1 << 20),
+            "Limit of the shared memory of one process."),
+    Setting("MONARCH_CMA_MIN_BYTES", "integer", 4 << 20, "bytes",
+            "give a number of bytes, 0 for never, or leave it unset", _number(0),
+            "Size from which ranks read a piece of a tensor from each other's memory. 0: never."),
+    Setting("MONARCH_DEBUG", "flag", False, "", "give 1, or 0", _flag,
+            "Print which routes are chosen, and why, to standard error."),
+    Setting("MONARCH_BUSY_POLL", "choice", "", "", "1 to wait by spinning first, 0 to sleep at once, or unset",
+            _one_of("0", "1"),
+            "Whether a process spins before it sleeps. Unset: it spins if there are enough processors."),
+    Setting("MONARCH_START_METHOD", "choice", "", "", "it can be fork or spawn, or unset for the better one",
+            _one_of("fork", "spawn"), "How processes are started. Unset: fork, where the fork server can."),
+    Setting("MONARCH_SECRET", "text", "", "", "64 hexadecimal digits", str,
             "The job's secret. A file is safer: other processes may see the environment.", secret=True),
-    Setting("MONARCH_SECRET_FILE", "", "a file of mode 600", str, "File with the job's secret, one in each line."),
-    Setting("MONARCH_TLS", True, "0 for none, or unset", _flag, "Connections between hosts are encrypted."),
-    Setting("MONARCH_TLS_CA", "", "a file in PEM", str, "Authorities that sign certificates of hosts."),
-    Setting("MONARCH_TLS_CERT", "", "a file in PEM", str, "This host's certificate."),
-    Setting("MONARCH_TLS_KEY", "", "a file in PEM", str, "The key of this host's certificate."),
-    Setting("MONARCH_HOST_NAME", "", "any text", str, "This host's name in messages. Unset: the system's host name."),
-    Setting("MONARCH_HOST_BRANCHES", None, "a number of hosts, 1 or more", _number(1),
-            "Hosts to which one host passes on a message for many hosts. Unset: 8."),
-    Setting("MONARCH_RDMA", "", "one of 'tcp', 'verbs', or unset for the best route", _one_of("tcp", "verbs"),
-            "Route to memory of other processes."),
-    Setting("MONARCH_CMA", True, "0 not to use process_vm_readv, or unset", _flag,
-            "Copy memory of other processes of this host by process_vm_readv."),
-    Setting("MONARCH_COPY_THREADS", 2, "how many threads make a large copy, 1 to 16", _number(1, 16),
-            "Threads that make one large copy between processes of this host."),
-    Setting("MONARCH_GPU_IPC", True, "0 not to map GPU memory, or unset", _flag,
+    Setting("MONARCH_SECRET_FILE", "path", "", "", "a file of mode 600", str,
+            "File with secrets of jobs, one in each line."),
+    Setting("MONARCH_TLS", "flag", True, "", "0 for none, or unset", _flag, "Connections between hosts are encrypted."),
+    Setting("MONARCH_TLS_CA", "path", "", "", "a file in PEM", str,
+            "Authorities that sign the certificates of hosts."),
+    Setting("MONARCH_TLS_CERT", "path", "", "", "a file in PEM", str, "Certificate of this host."),
+    Setting("MONARCH_TLS_KEY", "path", "", "", "a file in PEM", str, "Private key of this host's certificate."),
+    Setting("MONARCH_HOST_NAME", "text", "", "", "any text", str,
+            "Name of this host in messages. Unset: the system's host name."),
+    Setting("MONARCH_TREE_FANOUT", "integer", None, "hosts", "a number of hosts, 1 or more", _number(1),
+            "Hosts to which one host forwards a message for many hosts. Unset: 8."),
+    Setting("MONARCH_RDMA_TRANSPORT", "choice", "", "", "one of 'tcp', 'verbs', or unset for the best route",
+            _one_of("tcp", "verbs"), "Route to registered memory of other hosts."),
+    Setting("MONARCH_CMA", "flag", True, "", "0 not to use process_vm_readv, or unset", _flag,
+            "Copy memory of other processes of this host with process_vm_readv."),
+    Setting("MONARCH_CMA_THREADS", "integer", 2, "threads", "how many threads make a large copy, 1 to 16",
+            _number(1, 16), "Threads that share one large copy between processes of this host."),
+    Setting("MONARCH_GPU_IPC", "flag", True, "", "0 not to map GPU memory, or unset", _flag,
             "Map GPU memory of other processes of this host."),
-    Setting("MONARCH_GPU_DRIVER", "", "a library", str, "The GPU's driver. Unset: libcuda.so.1 or libamdhip64.so."),
-    Setting("MONARCH_RDMA_DEVICES", (), "names as rxe0 or mlx5_1:2 are needed, with commas between", _ports,
-            "Ports of NICs that may be used. Unset: all active ones."),
-    Setting("MONARCH_RDMA_GID_INDEX", None, "a number from 0 to 65535 is needed", _number(0, 65535),
-            "Index of the port's address. Unset: the one nearest to the other side's."),
-    Setting("MONARCH_RDMA_BINDING", "", "pyverbs or ibverbs, or unset for the first that loads",
+    Setting("MONARCH_GPU_DRIVER", "path", "", "", "a library", str,
+            "Library of the GPU driver. Unset: libcuda.so.1 or libamdhip64.so."),
+    Setting("MONARCH_RDMA_DEVICES", "list", (), "", "names as rxe0 or mlx5_1:2 are needed, with commas between",
+            _ports, "Ports of NICs that may be used. Unset: all active ones."),
+    Setting("MONARCH_RDMA_GID_INDEX", "integer", None, "", "a number from 0 to 65535 is needed", _number(0, 65535),
+            "Index of the port's address. Unset: the one nearest to the peer's address."),
+    Setting("MONARCH_VERBS_PROVIDER", "choice", "", "", "pyverbs or ibverbs, or unset for the first that loads",
             _one_of("pyverbs", "ibverbs"), "Python package that drives NICs."),
-    Setting("MONARCH_RDMA_QUEUE_PAIRS", 2, "a number from 1 to 16 is needed", _number(1, 16),
-            "Queue pairs of each port to each process."),
-    Setting("MONARCH_RDMA_TIMEOUT", 16, "a number from 1 to 31 is needed", _number(1, 31),
-            "Time for an acknowledgement: 4.096 us * 2**value."),
-    Setting("MONARCH_RDMA_RETRIES", 6, "a number from 0 to 7 is needed", _number(0, 7),
+    Setting("MONARCH_RDMA_QPS_PER_PEER", "integer", 2, "queue pairs", "a number from 1 to 16 is needed",
+            _number(1, 16), "Queue pairs of each port to each process."),
+    Setting("MONARCH_RDMA_TIMEOUT", "integer", 16, "exponent", "a number from 1 to 31 is needed", _number(1, 31),
+            "Time to wait for an acknowledgement: 4.096 us * 2**value."),
+    Setting("MONARCH_RDMA_RETRIES", "integer", 6, "retries", "a number from 0 to 7 is needed", _number(0, 7),
             "How often a NIC sends a packet again."),
-    Setting("MONARCH_RDMA_TRAFFIC_CLASS", 0, "a number from 0 to 255 is needed", _number(0, 255),
+    Setting("MONARCH_RDMA_TRAFFIC_CLASS", "integer", 0, "", "a number from 0 to 255 is needed", _number(0, 255),
             "Traffic class of RDMA packets."),
-    Setting("MONARCH_RDMA_SERVICE_LEVEL", 0, "a number from 0 to 15 is needed", _number(0, 15),
+    Setting("MONARCH_RDMA_SERVICE_LEVEL", "integer", 0, "", "a number from 0 to 15 is needed", _number(0, 15),
             "Service level of RDMA packets."),
-    Setting("MONARCH_RDMA_CACHE_ENTRIES", 1024, "a number from 0 to 1048576 is needed", _number(0, 1 << 20),
-            "Own allocations that stay registered with a device."),
-    Setting("MONARCH_RDMA_CACHE_BYTES", 64 << 30, "a number from 0 to 1125899906842624 is needed",
-            _number(0, 1 << 50), "Bytes of own allocations that stay registered with a device."),
-    Setting("MONARCH_RDMA_MESSAGE_BYTES", 1 << 20, "give a number of bytes, 1 or more, or leave it unset", _number(1),
-            "Size of a message, in bytes, from which NICs carry it between hosts."),
-    Setting("MONARCH_UNKNOWN_SETTINGS", "error", "error, or warn", _one_of("error", "warn"),
-            "What an unknown MONARCH_ name leads to. Use warn if another program has such names."),
-    Setting("MONARCH_PROCS_PER_HOST", None, "a number of 1 or more", _number(1),
+    Setting("MONARCH_RDMA_MR_CACHE_ENTRIES", "integer", 1024, "allocations", "a number from 0 to 1048576 is needed",
+            _number(0, 1 << 20), "Own allocations that stay registered with a device."),
+    Setting("MONARCH_RDMA_MR_CACHE_BYTES", "integer", 64 << 30, "bytes",
+            "a number from 0 to 1125899906842624 is needed", _number(0, 1 << 50),
+            "Total size of own allocations that stay registered with a device."),
+    Setting("MONARCH_RDMA_MIN_BYTES", "integer", 1 << 20, "bytes",
+            "give a number of bytes, 1 or more, or leave it unset", _number(1),
+            "Size from which NICs carry a message between hosts."),
+    Setting("MONARCH_UNKNOWN_SETTINGS", "choice", "error", "", "error, or warn", _one_of("error", "warn"),
+            "Effect of an unknown MONARCH_ name. Use warn if another program has such names."),
+    Setting("MONARCH_NPROC_PER_NODE", "integer", None, "ranks", "a number of 1 or more", _number(1),
             "Set by `monarch-backend run` for its script: ranks of a node."),
-    Setting("MONARCH_RANKS_HERE", 1, "a number of 1 or more", _number(1),
+    Setting("MONARCH_LOCAL_RANKS", "integer", 1, "processes", "a number of 1 or more", _number(1),
             "Set for a host's agent: processes of a mesh on its host."),
-    Setting("MONARCH_BUILD_JOBS", None, "a number of 1 or more", _number(1),
-            "Compilers at one time when the package is built."),
+    Setting("MONARCH_BUILD_JOBS", "integer", None, "processes", "a number of 1 or more", _number(1),
+            "Compilers that run at the same time when the package is built. Read by setup.py."),
 )  # fmt: skip
 
 SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
@@ -140,9 +156,9 @@ SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
 
 
 def get(name: str, environment: Mapping[str, str] | None = None) -> Any:
-    """Return the value of the setting ``name``, its default if it is unset or empty. Raises ValueError.
+    """Return the value of the setting ``name``, or its default if it is unset or empty. Raises ValueError.
 
-    >>> get("MONARCH_SHM_BYTES", {"MONARCH_SHM_BYTES": "1048576"}), get("MONARCH_SHM", {})
+    >>> get("MONARCH_SHM_ARENA_BYTES", {"MONARCH_SHM_ARENA_BYTES": "1048576"}), get("MONARCH_SHM", {})
     (1048576, True)
     """
     setting = SETTINGS[name]
@@ -156,13 +172,13 @@ def get(name: str, environment: Mapping[str, str] | None = None) -> Any:
 
 
 def check(environment: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError for a name that begins with MONARCH_ and is no setting, and for a setting with a bad value.
+    """Raise ValueError for a setting with a bad value, and for a name that begins with MONARCH_ and is not a setting.
 
     >>> try:
     ...     check({"MONARCH_SMH": "1"})
     ... except ValueError as error:
     ...     print(str(error).partition("?")[0])
-    MONARCH_SMH is no setting; did you mean MONARCH_SHM
+    MONARCH_SMH is not a setting; did you mean MONARCH_SHM
     """
     given = os.environ if environment is None else environment
     for name in given:
@@ -175,11 +191,12 @@ def check(environment: Mapping[str, str] | None = None) -> None:
 
 
 def _unknown(name: str, *, warn: bool) -> None:
-    # Without the prefix, which would make every two names alike.
+    # Without the prefix, which would make every pair of names similar.
     words = {setting.removeprefix(PREFIX): setting for setting in SETTINGS}
     close = [words[word] for word in difflib.get_close_matches(name.removeprefix(PREFIX), words, 1)]
     text = (
-        f"{name} is no setting{f'; did you mean {close[0]}?' if close else '.'} Settings are: {', '.join(SETTINGS)}. "
+        f"{name} is not a setting{f'; did you mean {close[0]}?' if close else '.'} "
+        f"Settings are: {', '.join(SETTINGS)}. "
     )
     text += "Unset it, or set MONARCH_UNKNOWN_SETTINGS=warn if it belongs to another program"
     if not warn:
@@ -188,16 +205,31 @@ def _unknown(name: str, *, warn: bool) -> None:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for the processes of a job, whose connections the program or their host makes."""
+    """Return the environment for the processes of a job without its secret: their program or host makes the
+    connections.
+    """
     return {name: value for name, value in environment.items() if name not in ("MONARCH_SECRET", "MONARCH_SECRET_FILE")}
 
 
+COLUMNS = ("variable", "type", "default", "unit", "values", "meaning")
+
+
+def rows() -> list[tuple[str, ...]]:
+    """Return a row of `COLUMNS` for each setting, as text. An empty default means: unset.
+
+    >>> rows()[1][:4]
+    ('MONARCH_SHM_ARENA_BYTES', 'integer', '268435456', 'bytes')
+    """
+    return [(each.name, each.type, _text(each.default), each.unit, each.values, each.doc) for each in SETTINGS.values()]
+
+
+def _text(default: Any) -> str:
+    if default is None or default == ():
+        return ""
+    return str(int(default)) if isinstance(default, bool) else str(default)
+
+
 def table() -> str:
-    """Return the settings as a table in Markdown, for docs/settings.md."""
-    rows = ["| variable | default | values | meaning |", "| --- | --- | --- | --- |"]
-    for setting in _TABLE:
-        default = {True: "1", False: "0", None: "", "": "", (): ""}.get(setting.default, str(setting.default))
-        if isinstance(setting.default, int) and not isinstance(setting.default, bool):
-            default = str(setting.default)
-        rows.append(f"| `{setting.name}` | {default} | {setting.values} | {setting.doc} |")
-    return "\n".join(rows) + "\n"
+    """Return the settings as a table in Markdown, for docs/reference/settings.md."""
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *((f"`{name}`", *rest) for name, *rest in rows())]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

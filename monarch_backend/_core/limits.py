@@ -1,4 +1,4 @@
-"""Errors of this process's resource limits: what the system refuses, with the names of the limits that may be why."""
+"""Errors of resource limits: an operation that the system refused, with the limits that may be the cause."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import errno
 import resource
 import threading
 from collections.abc import Iterator
+
+from monarch_backend._core.errors import MonarchError, public
 
 _THREADS = ("RLIMIT_NPROC (ulimit -u)", "RLIMIT_AS (ulimit -v)")
 _MEMORY = ("RLIMIT_AS (ulimit -v)",)
@@ -27,11 +29,19 @@ _REFUSALS: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
     ("Too many open files", errno.EMFILE, _DESCRIPTORS, "fs.file-max of the kernel"),
     ("No space left on device", errno.ENOSPC, (), "the size of /dev/shm, or of the file system"),
 )
-"""Text of the system's error, its number, the limits of this process that lead to it, and others that may."""
+"""The system's error text, its number, the limits of this process that cause it, and other possible limits."""
 
 
-class ResourceLimitError(RuntimeError):
-    """The system refused memory, a thread, a process or a file; the message names the limits that may be the cause."""
+@public("monarch_backend.errors")
+class ResourceLimitError(MonarchError, RuntimeError):
+    """The system refused memory, a thread, a process or a file. The text names the limits that may be the cause.
+
+    The call that needs the resource raises it, such as ``spawn_procs``. ``__cause__`` is the system's exception.
+
+    >>> from monarch_backend.errors import ResourceLimitError, SpawnLimitError
+    >>> issubclass(SpawnLimitError, ResourceLimitError)
+    True
+    """
 
 
 def _explanation(error: BaseException) -> str:
@@ -50,9 +60,9 @@ def _explanation(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn a refusal of the system within the block into a ResourceLimitError that names the limit.
+    """Turn a refusal by the system within the block into a ResourceLimitError that names the limit.
 
-    ``what`` completes "can't ...". Other errors pass.
+    ``what`` completes "can't ...". Other errors are not changed.
     """
     try:
         yield
@@ -65,6 +75,6 @@ def explained(what: str) -> Iterator[None]:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start it. Raises ResourceLimitError where the system allows no further thread."""
+    """Start the thread. Raises ResourceLimitError where the system allows no further thread."""
     with explained(f"start the thread {thread.name!r}, which monarch_backend needs"):
         thread.start()

@@ -1,6 +1,6 @@
-"""Rate limit of the package's log: equal lines from one place are logged `EQUAL_LINES` times in `WINDOW_S` seconds.
+"""Rate limit of the package's log: one place logs equal lines `EQUAL_LINES` times in `WINDOW_S` seconds.
 
-Installed once, on the logger of the whole package. A loop that logs cannot fill a disk or hide other lines.
+It is installed once, on the logger of the whole package. A loop that logs cannot fill a disk or hide other lines.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ EQUAL_LINES = 5
 WINDOW_S = 10.0
 
 MAX_COUNTED = 1024
-"""Different lines that are counted at a time."""
+"""Number of different lines that are counted at a time."""
 
 
 class RepeatLimit(logging.Filter):
-    """Drops equal records of one source line beyond the limit. The last one before and the first one after say so.
+    """Filter that drops equal records of one source line beyond the limit.
+
+    The last record before a gap and the first one after it mention the dropped ones.
 
     >>> limit = RepeatLimit(clock=lambda: 0.0)
     >>> [limit.filter(logging.LogRecord("x", logging.WARNING, "x.py", 1, "late", (), None)) for _ in range(7)]
@@ -27,12 +29,12 @@ class RepeatLimit(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}  # when the window began, and how many came
+        self._seen: dict[tuple[str, int, str], tuple[float, int]] = {}  # start of the window, records in it
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             text = record.getMessage()
-        except Exception:  # of wrong arguments, which the handler reports
+        except Exception:  # wrong arguments, which the handler reports
             return True
         key, now = (record.pathname, record.lineno, text), self._clock()
         since, count = self._seen.get(key, (now, 0))
@@ -49,7 +51,7 @@ class RepeatLimit(logging.Filter):
 
 
 def install() -> None:
-    """Limit the log of this package."""
+    """Add the limit to the logger of this package."""
     logger = logging.getLogger("monarch_backend")
     if not any(isinstance(each, RepeatLimit) for each in logger.filters):
         logger.addFilter(RepeatLimit())

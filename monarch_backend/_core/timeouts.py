@@ -9,14 +9,16 @@ import threading
 from typing import Any
 
 MAX_TIMEOUT_S = threading.TIMEOUT_MAX / 2
-"""Longer timeouts are cut to this one. Half of what a lock takes: a deadline is a sum, and sums are rounded."""
+"""Limit to which longer timeouts are cut. It is half of what a lock takes: a deadline is a sum, and sums are
+rounded.
+"""
 
 
 def check_timeout(value: Any, name: str = "timeout", *, zero: bool = True) -> float | None:
-    """Return ``value`` in seconds, at most `MAX_TIMEOUT_S`; None, for no limit, for None and infinity.
+    """Return ``value`` in seconds, at most `MAX_TIMEOUT_S`. Return None, for no limit, where it is None or infinity.
 
-    ``value`` is a number of seconds or a timedelta; ``name`` is the parameter's. ``zero``: whether 0 is accepted.
-    Raises TypeError for another type, ValueError for NaN and negative values.
+    ``value`` is a number of seconds or a timedelta; ``name`` is the name of the parameter. ``zero``: whether 0 is
+    accepted. Raises TypeError for another type, ValueError for NaN and negative values.
 
     >>> check_timeout(5), check_timeout(datetime.timedelta(minutes=1)), check_timeout(float("inf"))
     (5.0, 60.0, None)
@@ -36,7 +38,7 @@ def check_timeout(value: Any, name: str = "timeout", *, zero: bool = True) -> fl
 
 
 def check_bounded(value: Any, name: str = "timeout") -> float:
-    """As `check_timeout`, for callees that need a number: `MAX_TIMEOUT_S` where there is no limit.
+    """Return what `check_timeout` returns, but `MAX_TIMEOUT_S` for no limit. For callees that need a number.
 
     >>> check_bounded(None) == MAX_TIMEOUT_S
     True

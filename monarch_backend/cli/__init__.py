@@ -1,6 +1,6 @@
 """The command line, `monarch-backend COMMAND`: the parser, and one module per command.
 
-May live here: arguments and exit codes. May not: what the commands find out or do.
+This package handles arguments and exit codes. The commands call other packages for their work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from monarch_backend.cli import up as up_module
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. Unknown commands and options exit with 2 and a usage line."""
+    """Run one command and return the exit code. Unknown commands and options exit with 2 and a usage line."""
     try:
         return _run_command(argv)
     finally:
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush_stdout() -> None:
-    """Flush stdout. Without a reader (``| head``) the rest is dropped: the interpreter would report it at its end."""
+    """Flush stdout. Without a reader (``| head``) drop the rest, which the interpreter would report at its end."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -45,8 +45,8 @@ def _run_command(argv: Sequence[str] | None) -> int:
     up_module.add_arguments(up)
     commands.add_parser("run", help="torchrun, with ranks from a fork server; its options", add_help=False)
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["run"]:  # what follows is torchrun's, which has a parser of its own
-        from monarch_backend import launch
+    if words[:1] == ["run"]:  # the other arguments are torchrun's, which has its own parser
+        from monarch_backend import _launch
         from monarch_backend._core import env
 
         try:
@@ -54,7 +54,7 @@ def _run_command(argv: Sequence[str] | None) -> int:
         except ValueError as error:
             print(f"monarch-backend run: {error}", file=sys.stderr)
             return 2
-        return launch.run(words[1:])
+        return _launch.run(words[1:])
     args = parser.parse_args(words)
 
     if args.command == "up":

@@ -1,4 +1,4 @@
-"""`python -m monarch_backend.cli`: the command line where the script is not on the PATH, as over ssh."""
+"""`python -m monarch_backend.cli`: the command line where the script is not on the PATH, for example over ssh."""
 
 import sys
 

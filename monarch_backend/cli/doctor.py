@@ -1,6 +1,6 @@
-"""`monarch-backend doctor`: torch, devices, routes, libraries, kernel; what is missing and how to get it.
+"""`monarch-backend doctor`: report on torch, devices, routes, libraries and kernel, with remedies for missing parts.
 
-Only looks: opens no device, makes no group, needs no privilege.
+It opens no device, makes no group and needs no privilege.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import sys
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend
-from monarch_backend import _versions
-from monarch_backend.process_group._routes import survey
+from monarch_backend._core import env, torch_version
+from monarch_backend.process_group._backend_selection import survey
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Finding:
 
 
 def run(*, as_json: bool) -> int:
-    """Print the report; returns 0 when CPU tensors have a route, else 1."""
+    """Print the report. Return 0 when CPU tensors have a route, else 1."""
     findings = examine()
     with contextlib.suppress(BrokenPipeError):  # `doctor | head`
         print(json.dumps([asdict(f) for f in findings], indent=1) if as_json else _as_text(findings))
@@ -53,13 +52,15 @@ def _as_text(findings: Sequence[Finding]) -> str:
 
 
 def examine() -> list[Finding]:
-    """Everything the report says, in its order."""
+    """Yield the lines of the report in order."""
     return [*_software(), *_routes(), *_libraries(), *_verbs(), _memory_of_gpus(), *_core()]
 
 
 def _software() -> list[Finding]:
-    tested = f"{_versions.OLDEST[0]}.{_versions.OLDEST[1]} to {_versions.NEWEST[0]}.{_versions.NEWEST[1]}"
-    inside = _versions.OLDEST <= _versions.torch_version() <= _versions.NEWEST
+    tested = (
+        f"{torch_version.OLDEST[0]}.{torch_version.OLDEST[1]} to {torch_version.NEWEST[0]}.{torch_version.NEWEST[1]}"
+    )
+    inside = torch_version.OLDEST <= torch_version.torch_version() <= torch_version.NEWEST
     known = dist.is_backend_available("monarch")
     return [
         Finding(
@@ -116,10 +117,10 @@ _NO_LIBRARY = "apt install libibverbs1 ibverbs-providers, dnf install libibverbs
 
 
 def _verbs() -> list[Finding]:
-    """What RDMA between hosts needs, piece by piece; the last two say what comes of it."""
-    from monarch_backend.rdma import verbs
+    """Yield the requirements of RDMA between hosts. The last two lines give the result."""
+    from monarch_backend import _verbs as _verbs_
 
-    seen = [Finding(fact.subject, fact.state, fact.remedy) for fact in verbs.describe()]
+    seen = [Finding(fact.subject, fact.state, fact.remedy) for fact in _verbs_.describe()]
     if not any(finding.subject.startswith("verbs port ") for finding in seen):
         seen.insert(0, Finding("verbs ports", "none", _NO_PORTS))
     library = _library("libibverbs.so.1")
@@ -134,24 +135,24 @@ def _verbs() -> list[Finding]:
 
 def _library(name: str) -> str:
     try:
-        ctypes.CDLL(name)  # it opens no device by that
+        ctypes.CDLL(name)  # this opens no device
     except OSError as error:
         return f"does not load: {error}"
     return "loads"
 
 
 def _other_hosts() -> Finding:
-    """Which way registered memory of other hosts is read and written."""
+    """Report the route for reads and writes of registered memory on other hosts."""
     from monarch_backend.rdma import get_rdma_backend
 
-    subject, wanted = "memory of other hosts", os.environ.get("MONARCH_RDMA", "")
+    subject = "memory of other hosts"
     try:
-        backend = get_rdma_backend()
+        wanted, backend = env.get("MONARCH_RDMA_TRANSPORT"), get_rdma_backend()
     except ValueError as error:
         return Finding(subject, "no route", str(error))
     if wanted not in ("", backend):
-        return Finding(subject, f"by {backend}", f"MONARCH_RDMA={wanted} has no effect: see the verbs route")
-    return Finding(subject, f"by {backend}" + (", as MONARCH_RDMA says" if wanted else ""))
+        return Finding(subject, f"by {backend}", f"MONARCH_RDMA_TRANSPORT={wanted} has no effect: see the verbs route")
+    return Finding(subject, f"by {backend}" + (", as MONARCH_RDMA_TRANSPORT says" if wanted else ""))
 
 
 _GPU_DRIVERS = "libcuda.so.1", "libamdhip64.so"
@@ -160,13 +161,19 @@ _DMA_BUF = "cuMemGetHandleForAddressRange", "hipMemGetHandleForAddressRange"
 
 
 def _memory_of_gpus(modules: Path = Path("/sys/module")) -> Finding:
-    """Which ways there are for GPU memory that other processes read: as far as can be told without opening a GPU."""
+    """Report the routes for reads of GPU memory by other processes, as far as is known without opening a GPU."""
     subject = "memory of GPUs"
-    names = [os.environ["MONARCH_GPU_DRIVER"]] if os.environ.get("MONARCH_GPU_DRIVER") else _GPU_DRIVERS
+    given = env.get("MONARCH_GPU_DRIVER")
+    names = (given,) if given else _GPU_DRIVERS
     driver = next((name for name in names if _library(name) == "loads"), None)
     if driver is None:
-        return Finding(subject, f"no way: none of {', '.join(names)} loads", "NVIDIA's or AMD's driver; only for GPUs")
-    ipc = "through the host, since MONARCH_GPU_IPC=0" if os.environ.get("MONARCH_GPU_IPC") == "0" else "by IPC"
+        return Finding(
+            subject, f"no route: none of {', '.join(names)} loads", "NVIDIA's or AMD's driver; only for GPUs"
+        )
+    try:
+        ipc = "by IPC" if env.get("MONARCH_GPU_IPC") else "through the host, since MONARCH_GPU_IPC=0"
+    except ValueError as error:
+        return Finding(subject, "no way", str(error))
     ways = [f"{module} (peer memory)" for module in _PEER_MEMORY if (modules / module).exists()]
     if any(hasattr(ctypes.CDLL(driver), name) for name in _DMA_BUF):
         ways.append("dma-buf")
@@ -191,7 +198,7 @@ def _core() -> list[Finding]:
         Finding("native core", f"CPU: {', '.join(_native.cpu_features()) or 'baseline'}"),
         Finding(
             "kernel",
-            ", ".join(name for name, there in kernel.items() if there) or "nothing that the core uses",
+            ", ".join(name for name, there in kernel.items() if there) or "nothing that monarch_backend uses",
             f"without {', '.join(lacking)}: a newer kernel, or a container that permits it" if lacking else "",
         ),
     ]

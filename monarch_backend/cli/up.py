@@ -1,4 +1,4 @@
-"""`monarch-backend up`: a host, until it is told to end. What it does is hosts' _daemon.py and _standing.py."""
+"""`monarch-backend up`: run the daemon of a host until a signal ends it (_hosts/daemon.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its own."""
+    """Add the arguments of this command."""
     parser.add_argument(
         "--address",
         default="127.0.0.1",
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tether",
         action="store_true",
-        help="end with standard input, unless there is a line 'stay' on it: for those who start hosts for others",
+        help="end with standard input, unless there is a line 'stay' on it: for programs that start hosts",
     )
     parser.add_argument(
         "--detach",
@@ -38,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 after SIGTERM or Ctrl-C; 2, with the reason, if it can't listen there."""
+    """Run the host. Return 0 after SIGTERM or Ctrl-C; 2, with the reason, if it cannot listen there."""
     from monarch_backend._core import env
-    from monarch_backend.hosts import _standing
+    from monarch_backend._hosts import startup_handshake
 
     try:
         env.check()
-        return _standing.run(
+        return startup_handshake.run(
             args.address,
             secret_from_stdin=args.secret_from_stdin,
             tether=args.tether,

@@ -1,14 +1,25 @@
-"""What goes wrong with remote tensors, in words: each says what happened, where, and what to do next."""
+"""Errors of remote tensors. Each text says what failed, where, and what to do."""
 
 from __future__ import annotations
 
-
-class RemoteTensorError(RuntimeError):
-    """Base of the errors of remote tensors."""
+from monarch_backend._core.errors import MonarchError, public
 
 
+@public("monarch_backend.dtensor")
+class RemoteTensorError(MonarchError, RuntimeError):
+    """Base of the errors of remote tensors.
+
+    Raised itself for a tensor, a mesh or an operation that a controller can't use; the message says which.
+    """
+
+
+@public("monarch_backend.dtensor")
 class RankDependentError(RemoteTensorError):
-    """A Python branch, or a number, that would have to differ by rank: there is one controller for all of them."""
+    """A Python branch, or a number, would have to differ by rank. There is one controller for all ranks.
+
+    Raised by ``bool()``, ``int()`` and ``float()`` of a number that differs by rank, by comparisons with it, and by
+    operations whose result would have another form on some ranks.
+    """
 
     def __init__(self, what: str, why: str, instead: str | None = None) -> None:
         super().__init__(
@@ -21,10 +32,11 @@ class RankDependentError(RemoteTensorError):
         )
 
 
+@public("monarch_backend.dtensor")
 class RemoteOpError(RemoteTensorError):
-    """An operation raised on a worker; what was read depends on it.
+    """An operation raised on a worker, and the value that was read depends on it.
 
-    ``rank``, ``host``, ``pid``: whose it was. ``operation``: torch's name. ``remote_traceback``: the worker's.
+    ``rank``, ``host``, ``pid``: the worker. ``operation``: torch's name. ``remote_traceback``: the worker's traceback.
     ``issued_at``: the controller's lines that issued it, the innermost last.
     """
 
@@ -40,13 +52,23 @@ class RemoteOpError(RemoteTensorError):
         )
 
 
+@public("monarch_backend.dtensor")
 class NotReadableError(RemoteTensorError):
-    """Something wants the memory of a tensor that lives on workers."""
+    """Code on the controller needs the memory of a tensor that is on workers.
+
+    Raised by ``data_ptr()``, ``share_memory_()``, DLPack and the like, and by C++ code that asks for a pointer.
+    """
 
 
+@public("monarch_backend.dtensor")
 class MeshMismatchError(RemoteTensorError, ValueError):
-    """Tensors of different meshes or processes in one operation. Also a ValueError, which torch raises here."""
+    """One operation has tensors of different meshes or processes. Also a ValueError, which torch raises in this
+    case.
+
+    Raised by the operation on the controller. `monarch_backend.dtensor.move` copies a DTensor to another mesh.
+    """
 
 
+@public("monarch_backend.dtensor")
 class MeshClosedError(RemoteTensorError):
-    """The processes of this tensor have ended."""
+    """The processes of this tensor have ended. Raised by operations on it, and by reading its values."""

@@ -1,40 +1,44 @@
-"""The "monarch" torch.distributed backend. Works with no actor anywhere; imports no other room of the house,
-but for rdma's engine, where there are NICs (_nics.py).
+"""The "monarch" backend of torch.distributed. Needs no actors; imports only _core and _verbs.
 
-_group.py        the ProcessGroup that torch sees: its routes, its life
-_collectives.py  its operations: one method per collective, each finds its route and goes
-_exit.py         what happens to groups that are alive when the interpreter ends
-_hooks.py        completion hooks, and works that end late
-_routes.py       which route a device takes and why; how the groups behind the routes are made
-_rendezvous.py   from the default group's address to a store that all ranks have reached
-_handshake.py    how the ranks of a new group agree on one attempt, within its deadline
-_store_host.py   how long rank 0 keeps the store that it hosts
-_shm_process.py  this process's shared memory, its limits, and tensors in it
-_shm_meet.py     how ranks find out which of them share memory
-_shm.py          the shared-memory route: c10d's calls as calls on the compiled core
-_hierarchy.py    ranks on several hosts: shared memory inside, messages between (_between.py, _combine.py, _in_turn.py)
-_far.py          large messages between hosts, which NICs read (_nics.py) after a word over Gloo (_letters.py)
-_call_forms.py   the call forms of c10d's methods
-_cpu.py          what the CPU route accepts: dtypes, reduce ops, shapes, ranks
-_errors.py       what is raised, and how a message names its rank
-_options.py      what `pg_options=` may be
-_torch.py        everything that leans on a private part of torch
+=============================  =====================================================================================
+module                         contents
+=============================  =====================================================================================
+`_process_group.py`            The ProcessGroup that torch sees: creation, destruction, abort.
+`_collective_specs.py`         The table of collectives; other modules take names, forms and routes from it.
+`_collectives.py`              One method per collective: validation, choice of the backend, call.
+`_backend_selection.py`        Which backend a device takes and why.
+`_rendezvous.py`               From the default group's address to a store that all ranks have reached.
+`_handshake.py`                Agreement of a new group's ranks on one attempt, within the timeout.
+`_store_host.py`               How long rank 0 keeps the store that it hosts.
+`_argument_forms.py`           The call forms of c10d's methods.
+`_cpu_validation.py`           What CPU collectives accept: dtypes, reduce ops, shapes, ranks.
+`_overlap.py`                  Tensors of one call that share memory.
+`_tensor_lists.py`             Several tensors per rank in one call.
+`_hooks.py`                    Completion hooks, and works that complete late.
+`_interpreter_exit.py`         Groups that are alive when the interpreter ends.
+`_c10d_internals.py`           Private parts of torch's c10d.
+`_c10d_patches.py`             Functions of torch's c10d that are replaced.
+`_shm/`                        Collectives over the shared memory of one host.
+`_hierarchical/`               Collectives over several hosts: shared memory inside, messages between.
+`_rdma/`                       Large point-to-point messages between hosts, read by NICs.
+`_xla/`                        Collectives of XLA tensors.
+=============================  =====================================================================================
 """
 
-from monarch_backend._public import name_exceptions
+from monarch_backend._core.errors import MonarchError
+from monarch_backend.process_group._backend_selection import Route, routes
 from monarch_backend.process_group._errors import (
     CollectiveArgumentError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     GroupClosedError,
-    MonarchError,
     NoRouteError,
+    ProcessGroupError,
     RankFailedError,
 )
-from monarch_backend.process_group._group import MonarchProcessGroup, abort_all, create
 from monarch_backend.process_group._options import Options
-from monarch_backend.process_group._routes import Route, routes
-from monarch_backend.process_group._shm_process import SharedMemoryError, empty_shared
+from monarch_backend.process_group._process_group import MonarchProcessGroup, abort_all, create
+from monarch_backend.process_group._shm.segment import SharedMemoryError, empty_shared
 
 __all__ = [
     "CollectiveArgumentError",
@@ -45,6 +49,7 @@ __all__ = [
     "MonarchProcessGroup",
     "NoRouteError",
     "Options",
+    "ProcessGroupError",
     "RankFailedError",
     "Route",
     "SharedMemoryError",
@@ -53,5 +58,3 @@ __all__ = [
     "empty_shared",
     "routes",
 ]
-
-name_exceptions("monarch_backend", globals())

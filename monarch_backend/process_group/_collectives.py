@@ -1,18 +1,19 @@
-"""The collectives of the ProcessGroup that torch sees: each finds its route and goes there.
+"""Methods for the collectives of torch's ProcessGroup: each finds its route and calls the inner group.
 
-One method per collective and what they share; no choice of a route (_routes.py), no rule about arguments
-(_cpu.py), no life of a group (_group.py), no private part of torch (_torch.py).
+This module has no choice of a route (_backend_selection.py) and no rule about arguments (_cpu_validation.py). The life
+of a group is in _process_group.py, private parts of torch are in _c10d_internals.py.
 
-Three ways lead through a method:
-- plain tensors, nobody watching: straight to the inner group's method, past torch's dispatcher; for nearly all of them
-  even past the methods here, by the shortcuts of the shared memory (_group.py puts them in place, _shm.py has them);
-- a dispatch mode, the profiler or a tensor subclass: `super()`, which is torch's dispatcher and comes out at
-  the same inner group, because that is registered with the C++ base as the device's backend;
-- C++ callers (DDP's reducer, functional collectives) come in through torch's trampolines, or, for methods that
-  have none, reach the registered inner group directly.
+A call takes one of three ways:
 
-A `super()` call stands in a function of that very name with `self` first: by this pybind11 sees that an override
-calls its base, and else calls the override again, for ever.
+- Plain tensors without observers go to the inner group's method and bypass torch's dispatcher. The fast paths of shared
+  memory bypass even these methods (installed by _process_group.py, made by _shm/shm_backend.py).
+- With a dispatch mode, the profiler or a tensor subclass, `super()` calls torch's dispatcher. It reaches the same inner
+  group, which is registered with the C++ base as the device's backend.
+- C++ callers (DDP's reducer, functional collectives) come through torch's trampolines. Methods without one reach the
+  registered inner group directly.
+
+A `super()` call must be in a function of the same name with `self` first. By this, pybind11 detects that an override
+calls its base. Else it calls the override again, without end.
 """
 
 from __future__ import annotations
@@ -26,40 +27,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
 
-from monarch_backend import _versions
-from monarch_backend.process_group import _cpu, _letters, _overlap, _tensor_lists, _torch
-from monarch_backend.process_group._call_forms import call_forms
+from monarch_backend._core import torch_version
+from monarch_backend.process_group import _c10d_internals, _cpu_validation, _overlap, _tensor_lists
+from monarch_backend.process_group._argument_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
-from monarch_backend.process_group._far import Far
-from monarch_backend.process_group._hooks import CompletionHooks, GivenWork, LateWork
-from monarch_backend.process_group._shm import SharedMemory, call_by_operator
+from monarch_backend.process_group._hooks import AliasedOutputWork, CompletionHooks, DeferredWork
+from monarch_backend.process_group._rdma import p2p_protocol
+from monarch_backend.process_group._rdma.p2p import RdmaP2P
+from monarch_backend.process_group._shm.shm_backend import SharedMemory, call_by_operator
 
-# From torch 2.14 on the C++ base comes from _allgather_base and _reduce_scatter_base to the overrides of
-# all_gather_single and reduce_scatter_single; before, only the old names are overridden from C++. An override of
-# both would call each other for ever.
-_NEW_NAMES = _versions.torch_version() >= (2, 14)
+# From torch 2.14 on, the C++ base calls the overrides of all_gather_single and reduce_scatter_single from
+# _allgather_base and _reduce_scatter_base. Before, C++ calls only the old names. Overrides of both would recurse
+# without end.
+_NEW_NAMES = torch_version.torch_version() >= (2, 14)
 
-# Names of the tensor arguments in c10d's list form and in its single-tensor form.
-_TENSORS = ("tensors", "tensor")
-_OUTPUTS, _OUTPUT = ("output_tensors", "output_tensor", "output"), ("output", "outputTensor")
-_INPUTS, _INPUT = ("input_tensors", "input_tensor", "input"), ("input", "inputTensor")
-_SPLITS = (("output_split_sizes",), ("input_split_sizes",))
-
-
-# What an operation with several names is before it is called, and what is done with its work.
+# An operation with several names before its call, and what is done with its work.
 _End = Callable[[Any], Any]
 _Prepared = tuple[Any, bool, tuple[Any, ...], _End]
 
@@ -68,32 +51,32 @@ def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-@_torch.hide_from_dynamo
+@_c10d_internals.hide_from_dynamo
 class Collectives(dist.ProcessGroup):
-    """Every operation on tensors that c10d has, for a group that knows its inner groups."""
+    """The collectives of c10d, for a group with an inner group for each device type."""
 
-    # What _group.py brings.
+    # Set by _process_group.py.
     _inner: dict[str, Any]
     _closed: str
     _label: str
-    # Devices whose operations somebody wants to see who hooked into torch's dispatcher for this group, torch >= 2.14.
+    # Devices whose operations have observers: hooks in torch's dispatcher for this group (torch >= 2.14).
     _observed: set[str]
     _hooks: CompletionHooks
-    _kernel: Any = None  # what torch finds for the CPU where its hooks must see operations that are not Gloo's
-    _shm: SharedMemory | None  # takes the place of _inner["cpu"] where all ranks are on one host
-    _far: Far | None  # takes it for large messages where there are NICs between hosts
+    _kernel: Any = None  # CPU backend that torch finds where hooks must see operations that are not Gloo's
+    _shm: SharedMemory | None  # replaces _inner["cpu"] where all ranks are on one host
+    _far: RdmaP2P | None  # replaces it for large messages where hosts are connected by NICs
 
     @functools.cached_property
     def _own_rank(self) -> int:
-        return self.rank()  # a call into C++, which takes half a microsecond
+        return self.rank()  # a call into C++ takes half a microsecond
 
     def _open_route(self, device: str) -> Any:
         raise NotImplementedError
 
     def _find(self, collective: str, tensors: Sequence[Tensor]) -> tuple[Any, bool, bool]:
-        """(the inner group for these tensors, are they on the CPU, must the call take torch's dispatcher).
+        """Return (inner group for these tensors, whether they are on the CPU, whether torch's dispatcher must be used).
 
-        The arguments of the CPU are checked by _cpu.py; those of other devices by their own group.
+        _cpu_validation.py checks CPU arguments. Other devices' arguments are checked by their inner group.
         """
         if not tensors:
             raise bad_argument(self, collective, "the list of tensors is empty", "Give at least one tensor.")
@@ -102,35 +85,38 @@ class Collectives(dist.ProcessGroup):
         if inner is None:
             # Meta tensors have no memory to send; torch's dispatcher makes their collectives no-ops.
             inner = self if device == "meta" and not self._closed else self._open_route(device)
-        plain = not (device in self._observed or _torch.watched())
+        plain = not (device in self._observed or _c10d_internals.watched())
         for tensor in tensors:
-            plain = plain and type(tensor) in _cpu.PLAIN
+            plain = plain and type(tensor) in _cpu_validation.PLAIN
             if tensor.device.type != device:
                 what = f"tensors on {device} and on {tensor.device.type} in one call"
                 raise bad_argument(self, collective, what, "Move them to one device.")
         if plain and device == "cpu":
-            _cpu.check_storage(self, collective, tensors)
-        aside = inner is self or (not plain and _torch.is_c10d_backend(inner))
+            _cpu_validation.check_storage(self, collective, tensors)
+        aside = inner is self or (not plain and _c10d_internals.is_c10d_backend(inner))
         if device == "cpu" and self._shm is not None and tensors[0].layout is torch.strided:
             inner = self._shm
         return inner, device == "cpu", aside
 
     def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
-        """The context of a `super()` call: it comes out at the registered group, or at one of ours instead."""
-        if isinstance(inner, (SharedMemory, Far)):
+        """Return the context of a `super()` call.
+
+        It ends at the registered group, or at one of our backends instead.
+        """
+        if isinstance(inner, (SharedMemory, RdmaP2P)):
             run = functools.partial(inner.dispatched, opts)
         elif self._kernel is not None and opts is None and inner is self._inner.get("cpu"):
             # The kernel would lose what a receive knows of its sender.
             run = functools.partial(call_by_operator, inner, opts)
         else:
-            return _torch.through_dispatcher()
-        return _torch.beneath_dispatch_modes(run, self._kernel)
+            return _c10d_internals.through_dispatcher()
+        return _c10d_internals.beneath_dispatch_modes(run, self._kernel)
 
     def _reduced(self, inner: Any, work: Any, given: list[Tensor], finish: Callable[[], object] | None = None) -> Any:
-        """The work of a reduce_scatter on the CPU."""
+        """Return the work of a reduce_scatter on the CPU."""
         if inner is not self._shm:
-            return LateWork(work, given, finish)
-        return GivenWork(work, given, finish) if finish else _cpu.as_given(work, given)
+            return DeferredWork(work, given, finish)
+        return AliasedOutputWork(work, given, finish) if finish else _cpu_validation.with_outputs(work, given)
 
     def _done(self, work: Any, op_type: str, on_cpu: bool) -> Any:
         if self._hooks and on_cpu:
@@ -139,99 +125,110 @@ class Collectives(dist.ProcessGroup):
 
     # Reductions -------------------------------------------------------------------------------------------
 
-    @call_forms(AllreduceOptions, _TENSORS, instead=("op", "timeout"))
+    @call_forms
     def allreduce(self, tensors: Any, opts: Any) -> Any:
-        """All-reduce in place, for torch.distributed.all_reduce. Several tensors all get the reduction of them all."""
+        """Reduce in place on all ranks, for torch.distributed.all_reduce.
+
+        Shape and dtype are the same on all ranks. Several tensors have one shape, and each gets the reduction of all.
+        """
         given = tensors = _listed(tensors)
         if len(tensors) > 1 and _is_strided_on_cpu(tensors):
             return _tensor_lists.all_reduce(self, Collectives.allreduce, tensors, opts)
         finish = None
         inner, on_cpu, aside = self._find("all_reduce", tensors)
         if on_cpu:
-            _cpu.check_dense(self, "all_reduce", tensors)
-            opts = _cpu.bool_sum_as_max(tensors, opts)
+            _cpu_validation.check_dense(self, "all_reduce", tensors)
+            opts = _cpu_validation.bool_sum_as_max(tensors, opts)
             if inner is not self._shm:
-                opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts)
-            tensors, opts = _cpu.premultiplied(self, "all_reduce", tensors, opts, in_place=True)
-            tensors = _cpu.reducible(self, "all_reduce", tensors, opts.reduceOp, inner)
+                opts, finish = _cpu_validation.integer_mean_as_sum(self, tensors, opts)
+            tensors, opts = _cpu_validation.premultiplied(self, "all_reduce", tensors, opts, in_place=True)
+            tensors = _cpu_validation.reducible(self, "all_reduce", tensors, opts.reduceOp, inner)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allreduce(tensors, opts)
         else:
             work = inner.allreduce(tensors, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "allreduce", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "allreduce", on_cpu)
 
-    @call_forms(AllreduceCoalescedOptions, _TENSORS)
+    @call_forms
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
-        """All-reduce of several tensors in one operation."""
+        """Reduce each tensor in place on all ranks, in one operation; for torch.distributed.all_reduce_coalesced.
+
+        Shapes may differ between tensors, the dtype may not.
+        """
         given = tensors = _listed(tensors)
         finish = None
         inner, on_cpu, aside = self._find("all_reduce_coalesced", tensors)
         if on_cpu:
             _tensor_lists.check_same_dtype(self, "all_reduce_coalesced", tensors)
-            _cpu.check_settled(self, "all_reduce_coalesced", tensors)
+            _cpu_validation.check_settled(self, "all_reduce_coalesced", tensors)
             tensors, put_back = _overlap.separate_in_place(self, "all_reduce_coalesced", tensors)
-            opts = _cpu.bool_sum_as_max(tensors, opts)
+            opts = _cpu_validation.bool_sum_as_max(tensors, opts)
             if inner is not self._shm:
-                opts, finish = _cpu.integer_mean_as_sum(self, tensors, opts)
-            finish = _cpu.in_turn(finish, put_back)
-            tensors, opts = _cpu.premultiplied(self, "all_reduce_coalesced", tensors, opts, in_place=True)
-            tensors = _cpu.reducible(self, "all_reduce_coalesced", tensors, opts.reduceOp, inner)
+                opts, finish = _cpu_validation.integer_mean_as_sum(self, tensors, opts)
+            finish = _cpu_validation.in_turn(finish, put_back)
+            tensors, opts = _cpu_validation.premultiplied(self, "all_reduce_coalesced", tensors, opts, in_place=True)
+            tensors = _cpu_validation.reducible(self, "all_reduce_coalesced", tensors, opts.reduceOp, inner)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allreduce_coalesced(tensors, opts)
         else:
             work = inner.allreduce_coalesced(tensors, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "allreduce_coalesced", on_cpu)
+        return self._done(
+            _cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "allreduce_coalesced", on_cpu
+        )
 
-    @call_forms(ReduceOptions, _TENSORS, instead=("root", "op", "timeout"))
+    @call_forms
     def reduce(self, tensors: Any, opts: Any) -> Any:
-        """Reduce to one rank; torch.distributed.reduce comes here."""
+        """Reduce in place to one rank, for torch.distributed.reduce. Shape and dtype are the same on all ranks."""
         given = tensors = _listed(tensors)
         finish = None
         inner, on_cpu, aside = self._find("reduce", tensors)
         if on_cpu:
-            _cpu.check_rank(self, "reduce", "destination", opts.rootRank)
+            _cpu_validation.check_rank(self, "reduce", "destination", opts.rootRank)
             if len(tensors) > 1 or opts.rootTensor:
                 _tensor_lists.check_one(self, "reduce", "tensor", tensors)
                 _tensor_lists.check_root_tensor(self, "reduce", tensors, opts)
-            _cpu.check_dense(self, "reduce", tensors)
-            opts = _cpu.bool_sum_as_max(tensors, opts)
+            _cpu_validation.check_dense(self, "reduce", tensors)
+            opts = _cpu_validation.bool_sum_as_max(tensors, opts)
             at_root = opts.rootRank == self._own_rank
             if inner is not self._shm:
-                opts, divide = _cpu.integer_mean_as_sum(self, tensors, opts)
+                opts, divide = _cpu_validation.integer_mean_as_sum(self, tensors, opts)
                 finish = divide if at_root else None
-            tensors, opts = _cpu.premultiplied(self, "reduce", tensors, opts, in_place=at_root)
-            tensors = _cpu.reducible(self, "reduce", tensors, opts.reduceOp, inner)
+            tensors, opts = _cpu_validation.premultiplied(self, "reduce", tensors, opts, in_place=at_root)
+            tensors = _cpu_validation.reducible(self, "reduce", tensors, opts.reduceOp, inner)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().reduce(tensors, opts)
         else:
             work = inner.reduce(tensors, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "reduce", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "reduce", on_cpu)
 
-    @call_forms(ReduceScatterOptions, _OUTPUTS, _INPUTS, instead=("op", "timeout"))
+    @call_forms
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Reduce lists of tensors and scatter the result; torch.distributed.reduce_scatter comes here."""
+        """Reduce lists of N tensors and scatter the result, for torch.distributed.reduce_scatter.
+
+        ``outputs``: one tensor, which gets the reduction of entry ``rank`` of all lists. All have one size and dtype.
+        """
         outputs, inputs = self._pairs(outputs, inputs)
         given, finish = outputs, None
         inner, on_cpu, aside = self._find("reduce_scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
-            _cpu.check_pairs(self, "reduce_scatter", outputs, inputs)
+            _cpu_validation.check_pairs(self, "reduce_scatter", outputs, inputs)
             _tensor_lists.check_one(self, "reduce_scatter", "output", outputs)
             for output, row in zip(outputs, inputs, strict=True):
-                _cpu.check_count(self, "reduce_scatter", "input", row)
-                _cpu.check_same_shape(self, "reduce_scatter", row, output)
-            _cpu.check_contiguous(self, "reduce_scatter", outputs)
-            pairs = zip(outputs, [_cpu.readable(row) for row in inputs], strict=True)
+                _cpu_validation.check_count(self, "reduce_scatter", "input", row)
+                _cpu_validation.check_same_shape(self, "reduce_scatter", row, output)
+            _cpu_validation.check_contiguous(self, "reduce_scatter", outputs)
+            pairs = zip(outputs, [_cpu_validation.readable(row) for row in inputs], strict=True)
             inputs = [_overlap.read_in_turn(self, "reduce_scatter", row, output) for output, row in pairs]
-            opts = _cpu.bool_sum_as_max(outputs, opts)
+            opts = _cpu_validation.bool_sum_as_max(outputs, opts)
             if inner is not self._shm:
-                opts, finish = _cpu.integer_mean_as_sum(self, outputs, opts)
-            rows = [_cpu.premultiplied(self, "reduce_scatter", row, opts, in_place=False) for row in inputs]
+                opts, finish = _cpu_validation.integer_mean_as_sum(self, outputs, opts)
+            rows = [_cpu_validation.premultiplied(self, "reduce_scatter", row, opts, in_place=False) for row in inputs]
             inputs, opts = [row for row, _ in rows], rows[0][1]
-            outputs = _cpu.reducible(self, "reduce_scatter", outputs, opts.reduceOp, inner)
-            inputs = [_cpu.reducible(self, "reduce_scatter", row, opts.reduceOp, inner) for row in inputs]
+            outputs = _cpu_validation.reducible(self, "reduce_scatter", outputs, opts.reduceOp, inner)
+            inputs = [_cpu_validation.reducible(self, "reduce_scatter", row, opts.reduceOp, inner) for row in inputs]
         if aside:
             with self._dispatched(inner, opts):
                 work = super().reduce_scatter(outputs, inputs, opts)
@@ -241,18 +238,24 @@ class Collectives(dist.ProcessGroup):
 
     if not _NEW_NAMES:
 
-        @call_forms(ReduceScatterOptions, _OUTPUT, _INPUT)
+        @call_forms
         def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-            """Reduce one large tensor and scatter it; torch.distributed.reduce_scatter_tensor comes here."""
+            """Reduce a large tensor and scatter it, for torch.distributed.reduce_scatter_tensor.
+
+            ``input`` has N times the elements of ``output``, and its dtype.
+            """
             inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
             if aside:
                 with self._dispatched(inner, opts):
                     return end(super()._reduce_scatter_base(*args))
             return end(inner._reduce_scatter_base(*args))
 
-    @call_forms(ReduceScatterOptions, _OUTPUT, _INPUT)
+    @call_forms
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        """The name that torch 2.13 and later use for :meth:`_reduce_scatter_base`."""
+        """Reduce a large tensor and scatter it, for torch 2.13's torch.distributed.reduce_scatter_tensor.
+
+        ``input`` has shape (N * k, ...) or (N, k, ...), ``output`` (k, ...) and the same dtype.
+        """
         if not _NEW_NAMES:
             return self._reduce_scatter_base(output, input, opts)
         inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
@@ -265,16 +268,16 @@ class Collectives(dist.ProcessGroup):
         name, given, finish = "reduce_scatter_tensor", output, None
         inner, on_cpu, aside = self._find(name, [output, input])
         if on_cpu:
-            _cpu.check_single(self, name, input, output, ("input", "output"))
-            input = _cpu.readable([input])[0]
+            _cpu_validation.check_single(self, name, input, output, ("input", "output"))
+            input = _cpu_validation.readable([input])[0]
             output, finish = self._writable(name, output, input)
-            input, output = _cpu.concatenated(input, output)
-            opts = _cpu.bool_sum_as_max([output], opts)
+            input, output = _cpu_validation.concatenated(input, output)
+            opts = _cpu_validation.bool_sum_as_max([output], opts)
             if inner is not self._shm:
-                opts, divide = _cpu.integer_mean_as_sum(self, [output], opts)
-                finish = _cpu.in_turn(divide, finish)
-            (input,), opts = _cpu.premultiplied(self, name, [input], opts, in_place=False)
-            output, input = _cpu.reducible(self, name, [output, input], opts.reduceOp, inner)
+                opts, divide = _cpu_validation.integer_mean_as_sum(self, [output], opts)
+                finish = _cpu_validation.in_turn(divide, finish)
+            (input,), opts = _cpu_validation.premultiplied(self, name, [input], opts, in_place=False)
+            output, input = _cpu_validation.reducible(self, name, [output, input], opts.reduceOp, inner)
 
         def end(work: Any) -> Any:
             return self._done(
@@ -285,37 +288,44 @@ class Collectives(dist.ProcessGroup):
 
     # Gathering and moving ---------------------------------------------------------------------------------
 
-    @call_forms(BroadcastOptions, _TENSORS, instead=("root", "timeout"))
+    @call_forms
     def broadcast(self, tensors: Any, opts: Any) -> Any:
-        """Broadcast in place, for torch.distributed.broadcast. All of several tensors get the root's ``rootTensor``."""
+        """Broadcast in place, for torch.distributed.broadcast. Shape and dtype are the same on all ranks.
+
+        Several tensors have one shape, and each gets the values of the root's tensor number ``rootTensor``.
+        """
         given = tensors = _listed(tensors)
         if (len(tensors) > 1 or opts.rootTensor) and _is_strided_on_cpu(tensors):
             return _tensor_lists.broadcast(self, Collectives.broadcast, tensors, opts)
         inner, on_cpu, aside = self._find("broadcast", tensors)
         if on_cpu:
-            _cpu.check_rank(self, "broadcast", "source", opts.rootRank)
-            _cpu.check_dense(self, "broadcast", tensors)
-            tensors = _cpu.movable(self, "broadcast", tensors)
+            _cpu_validation.check_rank(self, "broadcast", "source", opts.rootRank)
+            _cpu_validation.check_dense(self, "broadcast", tensors)
+            tensors = _cpu_validation.movable(self, "broadcast", tensors)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().broadcast(tensors, opts)
         else:
             work = inner.broadcast(tensors, opts)
-        return self._done(_cpu.as_given(work, given) if on_cpu else work, "broadcast", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given) if on_cpu else work, "broadcast", on_cpu)
 
-    @call_forms(AllgatherOptions, _OUTPUTS, _INPUTS, instead=("timeout",))
+    @call_forms
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Gather tensors into lists on every rank, for torch.distributed.all_gather. A rank may give several."""
+        """Gather tensors into a list of N on each rank, for torch.distributed.all_gather.
+
+        All have the size and dtype of the input. With k inputs on each rank, which then have one shape, there are k
+        lists of N * k tensors.
+        """
         inputs, outputs = self._pairs(inputs, outputs)
         if len(inputs) > 1 and _is_strided_on_cpu(inputs):
             return _tensor_lists.all_gather(self, Collectives.allgather, outputs, inputs, opts)
         given, finish = outputs[0] if outputs else [], None
         inner, on_cpu, aside = self._find("all_gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
-            _cpu.check_memory(self, "all_gather", outputs)
+            _cpu_validation.check_memory(self, "all_gather", outputs)
             for row in outputs:
-                _cpu.check_settled(self, "all_gather", row)
-            inputs, outputs = self._cpu_lists("all_gather", _cpu.settled(inputs), outputs, "output")
+                _cpu_validation.check_settled(self, "all_gather", row)
+            inputs, outputs = self._cpu_lists("all_gather", _cpu_validation.settled(inputs), outputs, "output")
             own = [row[self.rank()] for row in outputs]
             outputs, finish = _overlap.separate(self, "all_gather", inputs, outputs, own.__getitem__)
         if aside:
@@ -323,46 +333,55 @@ class Collectives(dist.ProcessGroup):
                 work = super().allgather(outputs, inputs, opts)
         else:
             work = inner.allgather(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "allgather", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "allgather", on_cpu)
 
-    @call_forms(AllgatherOptions, ("output_lists",), ("input_list",))
+    @call_forms
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Gather lists of tensors; torch.distributed.all_gather_coalesced comes here."""
+        """Gather a list of tensors from each rank, for torch.distributed.all_gather_coalesced.
+
+        ``outputs`` has N lists, each with tensors of the sizes and dtypes of ``inputs``.
+        """
         name, given, finish = "all_gather_coalesced", [tensor for row in outputs for tensor in row], None
         inner, on_cpu, aside = self._find(name, [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
             if len(outputs) != self.size():
-                _cpu.check_count(self, name, "output", outputs)
-            _cpu.check_memory(self, name, outputs)
+                _cpu_validation.check_count(self, name, "output", outputs)
+            _cpu_validation.check_memory(self, name, outputs)
             for row in outputs:
-                _cpu.check_pairs(self, name, row, inputs)
-                _cpu.check_settled(self, name, row)
+                _cpu_validation.check_pairs(self, name, row, inputs)
+                _cpu_validation.check_settled(self, name, row)
                 for tensor, like in zip(row, inputs, strict=True):
-                    _cpu.check_same_shape(self, name, [tensor], like)
-            inputs = _cpu.movable(self, name, _cpu.settled(inputs))
-            outputs = [_cpu.movable(self, name, row) for row in outputs]
+                    _cpu_validation.check_same_shape(self, name, [tensor], like)
+            inputs = _cpu_validation.movable(self, name, _cpu_validation.settled(inputs))
+            outputs = [_cpu_validation.movable(self, name, row) for row in outputs]
             outputs, finish = _overlap.separate(self, name, inputs, outputs, outputs[self.rank()].__getitem__)
         if aside:
             with self._dispatched(inner, opts):
                 work = super().allgather_coalesced(outputs, inputs, opts)
         else:
             work = inner.allgather_coalesced(outputs, inputs, opts)
-        return self._done(GivenWork(work, given, finish) if finish else work, "allgather_coalesced", on_cpu)
+        return self._done(AliasedOutputWork(work, given, finish) if finish else work, "allgather_coalesced", on_cpu)
 
     if not _NEW_NAMES:
 
-        @call_forms(AllgatherOptions, _OUTPUT, _INPUT)
+        @call_forms
         def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-            """Gather into one large tensor; torch.distributed.all_gather_into_tensor comes here."""
+            """Gather into a large tensor on each rank, for torch.distributed.all_gather_into_tensor.
+
+            ``output`` has N times the elements of ``input``, and its dtype.
+            """
             inner, aside, args, end = self._all_gather_one(output, input, opts)
             if aside:
                 with self._dispatched(inner, opts):
                     return end(super()._allgather_base(*args))
             return end(inner._allgather_base(*args))
 
-    @call_forms(AllgatherOptions, _OUTPUT, _INPUT)
+    @call_forms
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-        """The name that torch 2.13 and later use for :meth:`_allgather_base`."""
+        """Gather into a large tensor on each rank, for torch 2.13's torch.distributed.all_gather_into_tensor.
+
+        ``input`` has shape (k, ...), ``output`` (N * k, ...) or (N, k, ...) and the same dtype.
+        """
         if not _NEW_NAMES:
             return self._allgather_base(output, input, opts)
         inner, aside, args, end = self._all_gather_one(output, input, opts)
@@ -375,32 +394,39 @@ class Collectives(dist.ProcessGroup):
         name, given, finish = "all_gather_into_tensor", output, None
         inner, on_cpu, aside = self._find(name, [output, input])
         if on_cpu:
-            _cpu.check_single(self, name, output, input, ("output", "input"))
-            input = _cpu.readable([input])[0]
+            _cpu_validation.check_single(self, name, output, input, ("output", "input"))
+            input = _cpu_validation.readable([input])[0]
             output, finish = self._writable(name, output, input)
-            output, input = _cpu.concatenated(output, input)
-            output, input = _cpu.movable(self, name, [output, input])
+            output, input = _cpu_validation.concatenated(output, input)
+            output, input = _cpu_validation.movable(self, name, [output, input])
 
         def end(work: Any) -> Any:
             if on_cpu:
-                work = GivenWork(work, [given], finish) if finish else _cpu.as_given(work, [given])
+                work = (
+                    AliasedOutputWork(work, [given], finish) if finish else _cpu_validation.with_outputs(work, [given])
+                )
             return self._done(work, "_allgather_base", on_cpu)
 
         return inner, aside, (output, input, opts), end
 
-    @call_forms(GatherOptions, _OUTPUTS, _INPUTS, instead=("root", "timeout"))
+    @call_forms
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Gather tensors into a list on one rank; torch.distributed.gather comes here."""
+        """Gather tensors into a list on one rank, for torch.distributed.gather.
+
+        Only the root gives ``outputs``: N tensors of the input's size and dtype.
+        """
         inputs = _listed(inputs)
         outputs = [_listed(row) for row in outputs] if not _is_flat(outputs) else [list(outputs)]
         given, finish = outputs[0] if outputs else [], None
         inner, on_cpu, aside = self._find("gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
-            _cpu.check_rank(self, "gather", "destination", opts.rootRank)
-            _cpu.check_memory(self, "gather", outputs)
+            _cpu_validation.check_rank(self, "gather", "destination", opts.rootRank)
+            _cpu_validation.check_memory(self, "gather", outputs)
             for row in outputs:
-                _cpu.check_settled(self, "gather", row)
-            inputs, outputs = self._cpu_rooted("gather", opts, _cpu.settled(inputs), outputs, ("input", "output"))
+                _cpu_validation.check_settled(self, "gather", row)
+            inputs, outputs = self._cpu_rooted(
+                "gather", opts, _cpu_validation.settled(inputs), outputs, ("input", "output")
+            )
             if opts.rootRank == self.rank():
                 own = [row[self.rank()] for row in outputs]
                 outputs, finish = _overlap.separate(self, "gather", inputs, outputs, own.__getitem__)
@@ -409,19 +435,22 @@ class Collectives(dist.ProcessGroup):
                 work = super().gather(outputs, inputs, opts)
         else:
             work = inner.gather(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "gather", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "gather", on_cpu)
 
     if hasattr(dist.ProcessGroup, "gather_single"):
 
-        @call_forms(GatherOptions, _OUTPUT, _INPUT)
+        @call_forms
         def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
-            """Gather into one tensor on one rank; torch.distributed.gather_single comes here, torch 2.14 and later."""
+            """Gather into a large tensor on one rank, for torch.distributed.gather_single of torch 2.14 and later.
+
+            ``output`` has N times the elements of ``input`` on the root, and its dtype.
+            """
             inner, on_cpu, aside = self._find("gather_single", [output, input])
-            if on_cpu:  # Gloo has none: gather into the parts of the output
+            if on_cpu:  # Gloo lacks it: gather into the parts of the output
                 parts: list[list[Tensor]] = []
                 if self._own_rank == opts.rootRank:
-                    _cpu.check_single(self, "gather_single", output, input, ("output", "input"))
-                    _cpu.check_contiguous(self, "gather_single", [output])
+                    _cpu_validation.check_single(self, "gather_single", output, input, ("output", "input"))
+                    _cpu_validation.check_contiguous(self, "gather_single", [output])
                     parts = [list(output.view(self.size(), *input.shape).unbind())]
                 return self.gather(parts, [input], opts)
             if aside:
@@ -429,16 +458,19 @@ class Collectives(dist.ProcessGroup):
                     return super().gather_single(output, input, opts)  # type: ignore[misc]
             return inner.gather_single(output, input, opts)
 
-    @call_forms(ScatterOptions, _OUTPUTS, _INPUTS, instead=("root", "timeout"))
+    @call_forms
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Scatter a list of one rank; torch.distributed.scatter comes here."""
+        """Scatter a list of one rank, for torch.distributed.scatter.
+
+        Only the root gives ``inputs``: N tensors of the output's size and dtype.
+        """
         given, finish = (outputs := _listed(outputs)), None
         inputs = [_listed(row) for row in inputs] if not _is_flat(inputs) else [list(inputs)]
         inner, on_cpu, aside = self._find("scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
-            _cpu.check_rank(self, "scatter", "source", opts.rootRank)
-            _cpu.check_contiguous(self, "scatter", outputs)
-            inputs = [_cpu.readable(row) for row in inputs]
+            _cpu_validation.check_rank(self, "scatter", "source", opts.rootRank)
+            _cpu_validation.check_contiguous(self, "scatter", outputs)
+            inputs = [_cpu_validation.readable(row) for row in inputs]
             outputs, inputs = self._cpu_rooted("scatter", opts, outputs, inputs, ("output", "input"))
             if opts.rootRank == self.rank():
                 pieces = [tensor for row in inputs for tensor in row]
@@ -449,16 +481,19 @@ class Collectives(dist.ProcessGroup):
                 work = super().scatter(outputs, inputs, opts)
         else:
             work = inner.scatter(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "scatter", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "scatter", on_cpu)
 
     if hasattr(dist.ProcessGroup, "all_to_all_single"):
 
-        @call_forms(AllToAllOptions, _OUTPUT, _INPUT, *_SPLITS, instead=("timeout",))
+        @call_forms
         def all_to_all_single(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """Exchange slices of one tensor; torch.distributed.all_to_all_single comes here.
+            """Exchange slices of one tensor, for torch.distributed.all_to_all_single.
 
-            torch 2.13 and later find this name from both of theirs. Overriding `alltoall_base` as well would never
-            end: their C++ base looks for either override, whichever of the two called it.
+            ``input`` and ``output`` have one dtype. ``inputs`` and ``outputs`` are their rows for each rank: N integers
+            whose sum is the size of the first dimension, or empty for N equal parts.
+
+            torch 2.13 and later call this name for both of theirs. An override of `alltoall_base` as well would recurse
+            without end, because their C++ base looks for either override.
             """
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
             if aside:
@@ -468,9 +503,9 @@ class Collectives(dist.ProcessGroup):
 
     else:
 
-        @call_forms(AllToAllOptions, _OUTPUT, _INPUT, *_SPLITS, instead=("timeout",))
+        @call_forms
         def alltoall_base(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """The name that torch before 2.13 has for :meth:`all_to_all_single`."""
+            """Same as :meth:`all_to_all_single`, by its name before torch 2.13."""
             inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
             if aside:
                 with self._dispatched(inner, opts):
@@ -485,26 +520,26 @@ class Collectives(dist.ProcessGroup):
             output, input = self._cpu_exchange(output, input, outputs, inputs)
 
         def end(work: Any) -> Any:
-            return self._done(_cpu.as_given(work, [given]) if on_cpu else work, "alltoall_base", on_cpu)
+            return self._done(_cpu_validation.with_outputs(work, [given]) if on_cpu else work, "alltoall_base", on_cpu)
 
         return inner, aside, (output, input, outputs, inputs, opts), end
 
-    @call_forms(AllToAllOptions, _OUTPUTS, _INPUTS)
+    @call_forms
     def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Exchange lists of tensors; torch.distributed.all_to_all comes here."""
+        """Exchange lists of N tensors, for torch.distributed.all_to_all. They have one dtype; sizes may differ."""
         outputs, inputs = _listed(outputs), _listed(inputs)
         given, finish = outputs, None
         inner, on_cpu, aside = self._find("all_to_all", [*outputs, *inputs])
         if on_cpu:
-            _cpu.check_count(self, "all_to_all", "output", outputs)
-            _cpu.check_count(self, "all_to_all", "input", inputs)
+            _cpu_validation.check_count(self, "all_to_all", "output", outputs)
+            _cpu_validation.check_count(self, "all_to_all", "input", inputs)
             _tensor_lists.check_same_dtype(self, "all_to_all", [*outputs, *inputs])
-            _cpu.check_settled(self, "all_to_all", outputs)
-            outputs = _cpu.movable(self, "all_to_all", outputs)
-            inputs = _cpu.movable(self, "all_to_all", _cpu.settled(inputs))
+            _cpu_validation.check_settled(self, "all_to_all", outputs)
+            outputs = _cpu_validation.movable(self, "all_to_all", outputs)
+            inputs = _cpu_validation.movable(self, "all_to_all", _cpu_validation.settled(inputs))
             if not hasattr(dist.ProcessGroup, "all_to_all_single"):
-                # The Gloo of torch before 2.13 exchanges slices of one tensor, no lists.
-                return _cpu.exchange_lists(self.alltoall_base, outputs, inputs, opts)
+                # Gloo of torch before 2.13 exchanges slices of one tensor but no lists.
+                return _cpu_validation.exchange_lists(self.alltoall_base, outputs, inputs, opts)
             own = {self.rank(): outputs[self.rank()]}
             (outputs,), finish = _overlap.separate(self, "all_to_all", inputs, [outputs], own.get)
         if aside:
@@ -512,38 +547,38 @@ class Collectives(dist.ProcessGroup):
                 work = super().alltoall(outputs, inputs, opts)
         else:
             work = inner.alltoall(outputs, inputs, opts)
-        return self._done(_cpu.as_given(work, given, finish) if on_cpu else work, "alltoall", on_cpu)
+        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "alltoall", on_cpu)
 
-    # Functional collectives and FSDP come to these two from C++. The inner groups don't show them to Python, so
-    # the way is the dispatcher's; they are here because without an override the GIL stays held (see _torch.py).
+    # C++ calls these two for functional collectives and FSDP. The inner groups don't export them to Python, so they use
+    # torch's dispatcher. The overrides exist because without them the GIL stays held (see _c10d_internals.py).
     if hasattr(dist.ProcessGroup, "all_gather_single_coalesced"):
 
-        @call_forms(AllgatherOptions, ("outputs",), ("inputs",))
+        @call_forms
         def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """Gather each input into its large output, in one operation."""
+            """Gather each input into its large output, in one operation. Shapes are those of `all_gather_single`."""
             inner, args, end = self._all_gather_many(outputs, inputs, opts)
             with self._dispatched(inner, opts):
                 return end(super().all_gather_single_coalesced(*args))
 
-        @call_forms(ReduceScatterOptions, ("outputs",), ("inputs",))
+        @call_forms
         def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """Reduce each large input and scatter it into its output, in one operation."""
+            """Reduce each large input and scatter it, in one operation. Shapes are those of `reduce_scatter_single`."""
             inner, args, end = self._reduce_scatter_many(outputs, inputs, opts)
             with self._dispatched(inner, opts):
                 return end(super().reduce_scatter_single_coalesced(*args))
 
     else:
 
-        @call_forms(AllgatherOptions, ("outputs",), ("inputs",))
+        @call_forms
         def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """The name that torch before 2.13 has for :meth:`all_gather_single_coalesced`."""
+            """Same as :meth:`all_gather_single_coalesced`, by its name before torch 2.13."""
             inner, args, end = self._all_gather_many(outputs, inputs, opts)
             with self._dispatched(inner, opts):
                 return end(super().allgather_into_tensor_coalesced(*args))
 
-        @call_forms(ReduceScatterOptions, ("outputs",), ("inputs",))
+        @call_forms
         def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-            """The name that torch before 2.13 has for :meth:`reduce_scatter_single_coalesced`."""
+            """Same as :meth:`reduce_scatter_single_coalesced`, by its name before torch 2.13."""
             inner, args, end = self._reduce_scatter_many(outputs, inputs, opts)
             with self._dispatched(inner, opts):
                 return end(super().reduce_scatter_tensor_coalesced(*args))
@@ -552,17 +587,17 @@ class Collectives(dist.ProcessGroup):
         name, given, finish = "all_gather_into_tensor", list(outputs), None
         inner, on_cpu, _ = self._find(name, [*outputs, *inputs])
         if on_cpu:
-            _cpu.check_pairs(self, name, outputs, inputs)
-            inputs = _cpu.readable(inputs)
-            _cpu.check_contiguous(self, name, outputs)
+            _cpu_validation.check_pairs(self, name, outputs, inputs)
+            inputs = _cpu_validation.readable(inputs)
+            _cpu_validation.check_contiguous(self, name, outputs)
             for output, input in zip(outputs, inputs, strict=True):
-                _cpu.check_single(self, name, output, input, ("output", "input"))
-            flat = [_cpu.concatenated(*pair) for pair in zip(outputs, inputs, strict=True)]
-            outputs, inputs = (_cpu.movable(self, name, list(side)) for side in zip(*flat, strict=True))
+                _cpu_validation.check_single(self, name, output, input, ("output", "input"))
+            flat = [_cpu_validation.concatenated(*pair) for pair in zip(outputs, inputs, strict=True)]
+            outputs, inputs = (_cpu_validation.movable(self, name, list(side)) for side in zip(*flat, strict=True))
             outputs, finish = _overlap.separate_slices(self, inputs, outputs)
 
         def end(work: Any) -> Any:
-            work = _cpu.as_given(work, given, finish) if on_cpu else work
+            work = _cpu_validation.with_outputs(work, given, finish) if on_cpu else work
             return self._done(work, "allgather_into_tensor_coalesced", on_cpu)
 
         return inner, (outputs, inputs, opts), end
@@ -571,23 +606,23 @@ class Collectives(dist.ProcessGroup):
         name, given, finish = "reduce_scatter_tensor", list(outputs), None
         inner, on_cpu, _ = self._find(name, [*outputs, *inputs])
         if on_cpu:
-            _cpu.check_pairs(self, name, outputs, inputs)
-            inputs = _cpu.readable(inputs)
-            _cpu.check_contiguous(self, name, outputs)
+            _cpu_validation.check_pairs(self, name, outputs, inputs)
+            inputs = _cpu_validation.readable(inputs)
+            _cpu_validation.check_contiguous(self, name, outputs)
             for output, input in zip(outputs, inputs, strict=True):
-                _cpu.check_single(self, name, input, output, ("input", "output"))
-            opts = _cpu.bool_sum_as_max(inputs, opts)
+                _cpu_validation.check_single(self, name, input, output, ("input", "output"))
+            opts = _cpu_validation.bool_sum_as_max(inputs, opts)
             divide = None
             if inner is not self._shm:
-                opts, divide = _cpu.integer_mean_as_sum(self, given, opts)
-            inputs, opts = _cpu.premultiplied(self, name, list(inputs), opts, in_place=False)
-            flat = [_cpu.concatenated(*pair) for pair in zip(inputs, outputs, strict=True)]
-            able = [_cpu.reducible(self, name, list(pair), opts.reduceOp, inner) for pair in flat]
+                opts, divide = _cpu_validation.integer_mean_as_sum(self, given, opts)
+            inputs, opts = _cpu_validation.premultiplied(self, name, list(inputs), opts, in_place=False)
+            flat = [_cpu_validation.concatenated(*pair) for pair in zip(inputs, outputs, strict=True)]
+            able = [_cpu_validation.reducible(self, name, list(pair), opts.reduceOp, inner) for pair in flat]
             inputs, outputs = (list(side) for side in zip(*able, strict=True))
             outputs, put_back = _overlap.separate_slices(self, inputs, outputs)
             if divide:  # before outputs that share memory are put back
-                divide = functools.partial(_cpu.divide_all, outputs, self.size())
-            finish = _cpu.in_turn(divide, put_back)
+                divide = functools.partial(_cpu_validation.divide_all, outputs, self.size())
+            finish = _cpu_validation.in_turn(divide, put_back)
 
         def end(work: Any) -> Any:
             work = self._reduced(inner, work, given, finish) if on_cpu else work
@@ -598,7 +633,7 @@ class Collectives(dist.ProcessGroup):
     # Point to point and barriers --------------------------------------------------------------------------
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
-        """Send to a group rank; torch.distributed.send and isend come here."""
+        """Send one contiguous tensor to a rank of the group, for torch.distributed.send and isend."""
         tensors, inner, aside = self._p2p("send", _listed(tensors), "destination", dstRank, tag)
         if aside:
             with self._dispatched(inner, None):
@@ -606,7 +641,10 @@ class Collectives(dist.ProcessGroup):
         return inner.send(tensors, dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
-        """Receive from a group rank; torch.distributed.recv and irecv come here."""
+        """Receive into one contiguous tensor from a rank of the group, for torch.distributed.recv and irecv.
+
+        It has the size and dtype of the tensor that is sent.
+        """
         tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", srcRank, tag)
         if aside:
             with self._dispatched(inner, None):
@@ -614,21 +652,21 @@ class Collectives(dist.ProcessGroup):
         return inner.recv(tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        """Receive from whoever sends first; torch.distributed.recv without a source comes here."""
+        """Receive from the first rank that sends, for torch.distributed.recv without a source."""
         tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", None, tag)
         if aside:
             with self._dispatched(inner, None):
                 return super().recv_anysource(tensors, tag)
         return inner.recv_anysource(tensors, tag)
 
-    @call_forms(BarrierOptions, instead=("timeout",))
+    @call_forms
     def barrier(self, opts: Any) -> Any:
-        """Wait for all ranks: on the device that the options name, else on the CPU."""
+        """Wait for all ranks, on the device that the options name, else on the CPU; for torch.distributed.barrier."""
         device = self._barrier_device(opts)
         inner = self._inner.get(device)
         if inner is None:
             inner = self._open_route(device)
-        aside = (device in self._observed or _torch.watched()) and _torch.is_c10d_backend(inner)
+        aside = (device in self._observed or _c10d_internals.watched()) and _c10d_internals.is_c10d_backend(inner)
         if device == "cpu" and self._shm is not None:
             inner = self._shm
         if aside:
@@ -643,18 +681,22 @@ class Collectives(dist.ProcessGroup):
         return accelerators[0] if accelerators and opts.device_ids else "cpu"
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A CPU barrier that names the ranks that did not come in time."""
-        inner = self._inner.get("cpu") or self._open_route("cpu")
-        inner.monitored_barrier(_torch.UNSET_TIMEOUT if timeout is None else timeout, wait_all_ranks)
+        """Wait for all ranks on the CPU, for torch.distributed.monitored_barrier.
 
-    # What the argument checks of the CPU have in common ---------------------------------------------------
+        Raises RuntimeError if ranks have not come within ``timeout``. With ``wait_all_ranks`` the message of rank 0
+        names all of them, else the first.
+        """
+        inner = self._inner.get("cpu") or self._open_route("cpu")
+        inner.monitored_barrier(_c10d_internals.UNSET_TIMEOUT if timeout is None else timeout, wait_all_ranks)
+
+    # Common parts of the CPU's argument checks ------------------------------------------------------------
 
     def _pairs(self, flat: Any, nested: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """(one tensor per call, one list per call), also from the single-tensor call form."""
+        """Return (one tensor per call, one list per call), also for the single-tensor call form."""
         return _listed(flat), [list(nested)] if _is_flat(nested) else [list(row) for row in nested]
 
     def _writable(self, collective: str, given: Tensor, input: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-        output, finish = _cpu.writable(given)
+        output, finish = _cpu_validation.writable(given)
         if finish is None:
             (output,), finish = _overlap.separate_slices(self, [input], [output])
         else:
@@ -665,12 +707,12 @@ class Collectives(dist.ProcessGroup):
         self, collective: str, flat: list[Tensor], nested: list[list[Tensor]], what: str
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         pair = (nested, flat) if what == "output" else (flat, nested)
-        _cpu.check_pairs(self, collective, *pair)
+        _cpu_validation.check_pairs(self, collective, *pair)
         for tensor, row in zip(flat, nested, strict=True):
-            _cpu.check_count(self, collective, what, row)
-            _cpu.check_same_shape(self, collective, row, tensor)
-        moved = [_cpu.movable(self, collective, row) for row in nested]
-        return _cpu.movable(self, collective, flat), moved
+            _cpu_validation.check_count(self, collective, what, row)
+            _cpu_validation.check_same_shape(self, collective, row, tensor)
+        moved = [_cpu_validation.movable(self, collective, row) for row in nested]
+        return _cpu_validation.movable(self, collective, flat), moved
 
     def _cpu_rooted(
         self, collective: str, opts: Any, flat: list[Tensor], nested: list[list[Tensor]], names: tuple[str, str]
@@ -681,19 +723,19 @@ class Collectives(dist.ProcessGroup):
             what = f"the {names[1]} list is {'missing' if at_root else 'given'} on rank {self._own_rank}"
             raise bad_argument(self, collective, what, f"Give it on the root, rank {opts.rootRank}, and only there.")
         if not at_root:
-            return _cpu.movable(self, collective, flat), []
+            return _cpu_validation.movable(self, collective, flat), []
         return self._cpu_lists(collective, flat, nested, names[1])
 
     def _cpu_exchange(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any) -> list[Tensor]:
         name = "all_to_all_single"
         if output.dtype != input.dtype:
             raise bad_argument(self, name, f"output is {output.dtype}, input is {input.dtype}", "Use one dtype.")
-        _cpu.check_splits(self, name, "output", output, outputs)
-        _cpu.check_splits(self, name, "input", input, inputs)
-        tensors = [output, *_cpu.settled([input])]
-        _cpu.check_contiguous(self, name, tensors)
+        _cpu_validation.check_splits(self, name, "output", output, outputs)
+        _cpu_validation.check_splits(self, name, "input", input, inputs)
+        tensors = [output, *_cpu_validation.settled([input])]
+        _cpu_validation.check_contiguous(self, name, tensors)
         _overlap.refuse(self, name, tensors[1], output)
-        return _cpu.movable(self, name, tensors)
+        return _cpu_validation.movable(self, name, tensors)
 
     def _p2p(
         self, collective: str, tensors: list[Tensor], role: str, rank: int | None, tag: int
@@ -705,16 +747,16 @@ class Collectives(dist.ProcessGroup):
             if not getattr(inner, "sends", True):
                 inner = self._inner["cpu"]
             if rank is not None:
-                _cpu.check_rank(self, collective, role, rank)
+                _cpu_validation.check_rank(self, collective, role, rank)
                 if rank == self._own_rank:  # Gloo has no connection to itself
                     raise bad_argument(self, collective, f"{role} rank {rank} is this rank itself", "Copy the tensor.")
             if collective == "send":
-                tensors = _cpu.settled(tensors)
-            _cpu.check_contiguous(self, collective, tensors)
-            tensors = _cpu.movable(self, collective, tensors)
+                tensors = _cpu_validation.settled(tensors)
+            _cpu_validation.check_contiguous(self, collective, tensors)
+            tensors = _cpu_validation.movable(self, collective, tensors)
             if self._far is not None:
-                if tag >= _letters.OWN_TAGS:
-                    what = f"the tags from {_letters.OWN_TAGS} on are the group's own, where NICs carry large messages"
+                if tag >= p2p_protocol.OWN_TAGS:
+                    what = f"the group reserves tags from {p2p_protocol.OWN_TAGS} on, for large messages by NICs"
                     raise bad_argument(self, collective, f"tag {tag}: {what}", "Use a smaller one.")
                 if self._far.takes(tensors, tag):
                     inner = self._far

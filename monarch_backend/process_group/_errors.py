@@ -1,4 +1,4 @@
-"""What the process group raises. Every message says what happened, where (rank, host, pid) and what to do next."""
+"""Exceptions of process groups. Each message says what failed, where (rank, host, pid) and what to do."""
 
 from __future__ import annotations
 
@@ -8,44 +8,77 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import DistError
 
+from monarch_backend._core.errors import MonarchError, public
+
 if TYPE_CHECKING:
     from monarch_backend.process_group._collectives import Collectives
 
 
-class MonarchError(DistError):
-    """Base of everything that monarch_backend raises on purpose; a ``torch.distributed.DistError``."""
+@public("monarch_backend")
+class ProcessGroupError(MonarchError, DistError):
+    """Base of the exceptions of process groups; also a ``torch.distributed.DistError``.
+
+    Raised itself when this process may not read the memory of another rank on its host.
+    """
 
 
-class NoRouteError(MonarchError, NotImplementedError):
-    """No route exists for the tensor's device; the message names the routes there are and what to install."""
+@public("monarch_backend")
+class NoRouteError(ProcessGroupError, NotImplementedError):
+    """No route exists for the tensor's device, or for this operation on it. Also a NotImplementedError.
+
+    Raised by the first operation on such a device. The message names the routes of the group and what to install.
+    """
 
 
-class CollectiveArgumentError(MonarchError, ValueError):
-    """A collective was called with arguments that can't work; nothing was sent and the group stays usable."""
+@public("monarch_backend")
+class CollectiveArgumentError(ProcessGroupError, ValueError):
+    """A collective was called with arguments that can't work. Also a ValueError.
+
+    Raised by the call itself: no data is sent, and the group stays usable.
+    """
 
 
-class CollectiveMismatchError(MonarchError):
-    """The ranks called different collectives, or one with different shapes, dtypes, ops or roots."""
+@public("monarch_backend")
+class CollectiveMismatchError(ProcessGroupError):
+    """The ranks called different collectives, or one collective with different shapes, dtypes, ops or roots.
+
+    Raised on each rank that took part, by the call or by ``wait()`` of its work. No data is moved, and the group
+    stays usable.
+    """
 
 
-class CollectiveTimeoutError(MonarchError):
-    """A rank did not enter a collective in time; the message names the rank and the collective."""
+@public("monarch_backend")
+class CollectiveTimeoutError(ProcessGroupError):
+    """A rank did not enter a collective in time; the message names the rank and the collective.
+
+    Raised when the group's timeout ends, by the call or by ``wait()`` of its work. The group can't be used afterwards.
+    ``wait(timeout)`` also raises it when its own timeout ends; the operation then goes on.
+    """
 
 
-class RankFailedError(MonarchError):
-    """A rank of the group ended while the others needed it; ``rank`` is its rank in the group."""
+@public("monarch_backend")
+class RankFailedError(ProcessGroupError):
+    """A rank of the group ended while others needed it.
+
+    Raised by the call or by ``wait()`` of its work, as soon as the end is seen. The group can't be used afterwards.
+    ``rank`` is the rank in the group, -1 if it is unknown.
+    """
 
     def __init__(self, message: str, rank: int = -1) -> None:
         super().__init__(message)
         self.rank = rank
 
 
-class GroupClosedError(MonarchError):
-    """The process group was destroyed or aborted; make a new one."""
+@public("monarch_backend")
+class GroupClosedError(ProcessGroupError):
+    """The process group was destroyed or aborted; make a new one.
+
+    Raised by operations on such a group, and by operations that are under way when it is closed.
+    """
 
 
 def where(group: Collectives) -> str:
-    """``"rank 1 of 2 in group 0 (default_pg), host h, pid 42"``: the part of every message that names us."""
+    """Return ``"rank 1 of 2 in group 0 (default_pg), host h, pid 42"``, the part of each message that says where."""
     name = group._label
     return f"rank {group.rank()} of {group.size()} in group {name}, host {socket.gethostname()}, pid {os.getpid()}"
 
@@ -54,10 +87,10 @@ _REASON_BYTES = 255  # csrc/shm/group.h: reason_bytes
 
 
 def reason_of(error: BaseException | None) -> str:
-    """``"raised ValueError: text"``, one line of at most 255 bytes; "" for None and for what is no failure."""
+    """Return ``"raised ValueError: text"``, one line of at most 255 bytes; "" for None and for a normal exit."""
     if error is None or isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code):
         return ""
-    if isinstance(error, SystemExit) and error.__context__ is not None:  # as torch.multiprocessing.spawn ends a rank
+    if isinstance(error, SystemExit) and error.__context__ is not None:  # from torch.multiprocessing.spawn
         return reason_of(error.__context__)
     kind = type(error)
     name = (
@@ -75,5 +108,5 @@ def reason_of(error: BaseException | None) -> str:
 
 
 def bad_argument(group: Collectives, collective: str, what: str, remedy: str) -> CollectiveArgumentError:
-    """The error for arguments of ``collective`` that can't work: what is wrong, where, and the remedy."""
+    """Return the error for invalid arguments of ``collective``: what is wrong, where, and the remedy."""
     return CollectiveArgumentError(f"{collective}: {what}. {remedy} [{where(group)}]")

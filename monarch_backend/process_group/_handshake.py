@@ -1,7 +1,7 @@
 """Handshake of the ranks of a new group: all come to the store in time and agree on a name for the attempt.
 
-A store outlives a group. torchrun's store serves all restarts, and the TCPStore of one port may still be the one of the
-group before. Its keys may come from an earlier attempt, whose groups have the same names. Hence the handshake:
+A store outlives a group. torchrun's store serves all restarts, and the TCPStore of a port may still be the previous
+group's. Its keys may come from an earlier attempt, whose groups have the same names. The handshake excludes them:
 
 1. Each rank writes a fresh nonce to ``here/RANK``. Rank 0 answers each nonce with the name of a new round. An
    answered nonce is not used again, so an earlier attempt can't be taken for this one.
@@ -34,18 +34,18 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 
 
 class Deadline:
-    """The end of a ``timeout`` that began when this was made."""
+    """Deadline of a ``timeout`` that began when this object was made."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.timeout = timeout
         self._start = time.monotonic()
 
     def seconds(self) -> float:
-        """Seconds left, at least one millisecond: stores take 0 for no limit."""
+        """Return the seconds left, at least one millisecond: stores take 0 for no limit."""
         return max(self._start + self.timeout.total_seconds() - time.monotonic(), 0.001)
 
     def left(self) -> timedelta:
-        """The same as a timedelta."""
+        """Return the time left as a timedelta."""
         return timedelta(seconds=self.seconds())
 
     def passed(self) -> bool:
@@ -54,7 +54,7 @@ class Deadline:
 
 
 def within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Return the result of ``call()``, or raise TimeoutError: the call then goes on in its thread without effect."""
+    """Return the result of ``call()``, or raise TimeoutError. A late call goes on in its thread without effect."""
     results: list[_T] = []
     errors: list[BaseException] = []
 
@@ -75,10 +75,10 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
 
 
 def agree(store: Store, rank: int, size: int, deadline: Deadline, at: str, who: str) -> str:
-    """The name of the round, the same on all ranks.
+    """Return the name of the round, the same on all ranks.
 
-    Raises DistStoreError, on all ranks that are there, if others are absent at the deadline; ``at`` and ``who`` are
-    parts of its message. Raises DistNetworkError if the store closes.
+    If ranks are absent at the deadline, raises DistStoreError on all other ranks; the last arguments are parts of its
+    message. Raises DistNetworkError if the store closes.
     """
     if size == 1:
         return secrets.token_hex(8)
@@ -90,7 +90,7 @@ def agree(store: Store, rank: int, size: int, deadline: Deadline, at: str, who: 
 
 
 def _lead(book: Store, size: int, deadline: Deadline) -> tuple[str, list[int]]:
-    """Of rank 0: answer the others until all report."""
+    """Run rank 0's part: answer the others until all report."""
     name = secrets.token_hex(8)
     attempt = PrefixStore(name, book)
     here, reports = _keys("here", range(size)), _keys("here", range(1, size))
@@ -100,7 +100,7 @@ def _lead(book: Store, size: int, deadline: Deadline) -> tuple[str, list[int]]:
     if appear(book, here, deadline.seconds()):
         pause = _FIRST_PAUSE_S
         while not attempt.check(reports):  # a TCPStore logs a warning for each wait that times out
-            # A nonce may be of an attempt that ended; then another one follows.
+            # The nonce may be of an attempt that ended; then another nonce follows.
             if deadline.passed():
                 absent = [rank for rank, key in enumerate(reports, 1) if not attempt.check([key])]
                 break
@@ -114,7 +114,7 @@ def _lead(book: Store, size: int, deadline: Deadline) -> tuple[str, list[int]]:
     if absent:
         came = [rank for rank in range(1, size) if rank not in absent]
         _answer(book, set(book.multi_get(_keys("here", came))) - answered, name, absent, answered)
-        # The store may end with this process, so wait until the others know.
+        # The store may end with this process, so wait until the others have the outcome.
         appear(attempt, _keys("told", came), GRACE_S)
     return name, absent
 
@@ -129,12 +129,12 @@ def _answer(book: Store, nonces: set[bytes], name: str, absent: list[int], answe
 
 
 def _follow(book: Store, rank: int, size: int, deadline: Deadline) -> tuple[str, list[int]]:
-    """Of the other ranks: ask for the round's name, report, and wait for the outcome."""
+    """Run the part of the other ranks: ask for the round's name, report, and wait for the outcome."""
     nonce, mine = secrets.token_hex(8), f"here/{rank}"
     book.set(mine, nonce)
     answer = f"answer/{nonce}"
     if not appear(book, [answer], deadline.seconds() + GRACE_S):
-        # The nonce stays: others that give up now look for it.
+        # The nonce stays, because other ranks that give up now look for it.
         return "", _absent(book, (other for other in range(size) if other != rank)) or [0]
     name, absent = json.loads(book.get(answer))
     book.set(mine, "")
@@ -152,7 +152,7 @@ def _follow(book: Store, rank: int, size: int, deadline: Deadline) -> tuple[str,
 
 
 def _forget(store: Store, key: str) -> None:
-    """Delete a key that is read no more. A store may be unable to, and may have ended."""
+    """Delete a key that no rank reads any more. A store may lack deletion, and may have ended."""
     with contextlib.suppress(RuntimeError):
         store.delete_key(key)
 
@@ -169,7 +169,10 @@ def appear(store: Store, keys: list[str], seconds: float) -> bool:
 
 
 def exchange(store: Store, name: str, rank: int, size: int, mine: Any, deadline: Deadline, who: str) -> list[Any]:
-    """What each rank gives as ``mine``; JSON. Raises DistStoreError with the ranks that give nothing in time."""
+    """Return the values that the ranks give as ``mine``, as JSON.
+
+    Raises DistStoreError that names the ranks without a value in time.
+    """
     store.set(f"{name}/{rank}", json.dumps(mine))
     keys = _keys(name, range(size))
     if not appear(store, keys, deadline.seconds()):
@@ -187,11 +190,11 @@ def _absent(book: Store, ranks: Iterable[int]) -> list[int]:
 
 
 def not_come(absent: list[int], size: int, waited: timedelta, at: str, who: str) -> DistStoreError:
-    """The error that names ranks which are not there in time."""
+    """Return the error that names ranks which are not there in time."""
     named = ", ".join(map(str, absent[:16])) + (f" and {len(absent) - 16} more" if len(absent) > 16 else "")
     ranks, have = ("rank", "has") if len(absent) == 1 else ("ranks", "have")
     return DistStoreError(
-        f"{ranks} {named} of {size} {have} not come: nothing was heard of {'it' if len(absent) == 1 else 'them'} "
+        f"{ranks} {named} of {size} {have} not come: no message from {'it' if len(absent) == 1 else 'them'} "
         f"{at} within {waited.total_seconds():g} s. Look there for an error or a process that never started; all "
         f"ranks need the same address and world size; a longer timeout= waits longer. {who}"
     )

@@ -1,8 +1,8 @@
-"""The end of works on the CPU route: completion hooks, and works for what Gloo leaves to be done after its own.
+"""Completion hooks of CPU collectives, and works that finish what Gloo leaves undone.
 
-`ProcessGroup._register_on_completion_hook` calls back with an object that has op_type, seq, time_started,
-time_finished and active_duration, once for each finished collective. torch's NCCL group does it for its own works;
-Gloo has no such hook, so here it is made of futures.
+`ProcessGroup._register_on_completion_hook` calls a hook once for each finished collective. The hook gets an object with
+op_type, seq, time_started, time_finished and active_duration. torch's NCCL group does so for its own works. Gloo has no
+such hook, so futures call it here.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from monarch_backend.process_group import _torch
+from monarch_backend.process_group import _c10d_internals
 
-_FOR_EVER = timedelta(0)  # what c10d's C++ says for "no timeout of this wait's own"
+_FOR_EVER = timedelta(0)  # c10d's C++ default: this wait has no timeout of its own
 
 
-@_torch.hide_from_dynamo
-class LateWork(dist.Work):
-    """The work of a reduce_scatter on Gloo, which copies its result in wait(): else complete never, future none.
+@_c10d_internals.hide_from_dynamo
+class DeferredWork(dist.Work):
+    """Work of a reduce_scatter on Gloo, which copies its result in wait().
 
-    `get_future` waits, because nobody else would finish the work. A second wait() does nothing; Gloo's would
-    write the output again.
+    Gloo's own work never completes without wait() and has no future. `get_future` waits, because no other call would
+    finish the work. A second wait() does nothing; Gloo's would write the output again.
     """
 
     def __init__(self, work: Any, outputs: list[Tensor], finish: Callable[[], object] | None = None) -> None:
@@ -36,7 +36,7 @@ class LateWork(dist.Work):
         self._work, self._outputs, self._finish = work, outputs, finish
         self._lock = threading.RLock()  # a callback of the future may wait, too
         self._error: Exception | None = None
-        # Not set_exception: C++ takes what that leaves for a value. An error out of `then` is one to it.
+        # Not set_exception, because C++ takes its result for a value. An error raised by `then` arrives as an error.
         self._ended: Future[None] = Future()
         self.finished = self._ended.then(lambda _: self._outcome())
 
@@ -46,7 +46,7 @@ class LateWork(dist.Work):
         return self._outputs
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
-        """Wait, as Gloo's work does; raises what it raises."""
+        """Wait as Gloo's work does; raises the same errors."""
         with self._lock:
             if not self._ended.done():
                 try:
@@ -54,7 +54,7 @@ class LateWork(dist.Work):
                     if self._finish is not None:
                         self._finish()
                 except Exception as error:
-                    if timeout == _FOR_EVER:  # else the caller was impatient, and may come again
+                    if timeout == _FOR_EVER:  # else the wait was limited, and another one may follow
                         self._error = error
                         self._ended.set_result(None)
                     raise
@@ -63,21 +63,21 @@ class LateWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """True once somebody has waited."""
+        """True after a wait()."""
         return self._ended.done()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future that is done; an error is in it and not raised here."""
+        """Return a completed future; it holds an error, which is not raised here."""
         with contextlib.suppress(Exception):
             self.wait()
         return self.finished
 
 
-@_torch.hide_from_dynamo
-class GivenWork(dist.Work):
-    """A work on views or copies of the caller's tensors; its future and result are the tensors that were given.
+@_c10d_internals.hide_from_dynamo
+class AliasedOutputWork(dist.Work):
+    """Work on views or copies of the caller's tensors; its future and result are the caller's tensors.
 
-    ``finish`` is called once the operation has ended well, and before anybody hears of it: to copy results back.
+    ``finish`` copies results back. It is called after an operation that succeeds, before the work completes.
     """
 
     def __init__(self, work: Any, outputs: list[Tensor], finish: Callable[[], object] | None = None) -> None:
@@ -93,7 +93,7 @@ class GivenWork(dist.Work):
             self._finished = work.get_future().then(after)
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:
-        """Wait for the operation; raises what it raises."""
+        """Wait for the operation; raises its error."""
         self._work.wait(timeout)
         if self._finished is not None:
             self._finished.wait()
@@ -108,16 +108,16 @@ class GivenWork(dist.Work):
         return self.is_completed() and bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """The operation's error, if any."""
+        """Return the operation's error, or None."""
         return self._work.exception()
 
     def result(self) -> list[Tensor]:
-        """The caller's tensors, once the operation has ended."""
+        """Return the caller's tensors, once the operation has ended."""
         self.wait()
         return self._outputs
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A future of the caller's tensors."""
+        """Return a future of the caller's tensors."""
 
         def given(future: Future[Any]) -> list[Tensor]:
             future.value()  # raises the operation's error
@@ -128,7 +128,7 @@ class GivenWork(dist.Work):
 
 @dataclass(frozen=True)
 class WorkInfo:
-    """One finished collective, with the fields of torch's own WorkInfo (which Python can't construct)."""
+    """One finished collective, with the fields of torch's WorkInfo, which Python can't construct."""
 
     op_type: str
     seq: int
@@ -138,11 +138,11 @@ class WorkInfo:
 
 
 class CompletionHooks:
-    """The hooks of one group. Calls them from the thread that finished the work; counts what is pending."""
+    """Completion hooks of one group, called by the thread that finished the work. Counts pending works."""
 
     def __init__(self) -> None:
         self._hooks: list[Callable[[Any], None]] = []
-        self._late: list[LateWork] = []
+        self._late: list[DeferredWork] = []
         self._pending = 0
         self._sequence = 0
         self._idle = threading.Condition()
@@ -165,7 +165,7 @@ class CompletionHooks:
         def finished(_future: Any) -> None:
             now = datetime.now()
             try:
-                with contextlib.ExitStack() as every_one:  # also those after one that raises
+                with contextlib.ExitStack() as every_one:  # also the hooks after one that raises
                     for hook in reversed(self._hooks):
                         every_one.callback(hook, WorkInfo(op_type, sequence, started, now, now - started))
             finally:
@@ -173,7 +173,7 @@ class CompletionHooks:
                     self._pending -= 1
                     self._idle.notify_all()
 
-        if isinstance(work, LateWork):
+        if isinstance(work, DeferredWork):
             with self._idle:
                 self._late = [late for late in self._late if not late.is_completed()] + [work]
             work.finished.add_done_callback(finished)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# torch divides few of the unsigned dtypes, and converts a divisor to the dtype of the tensor, where it may not fit.
+# torch can't divide most unsigned dtypes. It converts a divisor to the tensor's dtype, where it may not fit.
 _WIDER = {
     torch.int8: torch.int32,
     torch.uint8: torch.int32,

@@ -1,4 +1,4 @@
-"""What ``pg_options=`` of ``init_process_group`` and ``new_group`` may be for backend "monarch"."""
+"""Values of ``pg_options=`` in ``init_process_group`` and ``new_group`` for backend "monarch"."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass
 class Options:
-    """Options for the groups behind the routes, by device type.
+    """Options of the backends behind the routes, by device type: the ``pg_options=`` of ``init_process_group``.
 
-    ``by_device["cuda"]`` takes torch's ``ProcessGroupNCCL.Options``. Torch's own options object given alone is
-    understood too: an NCCL one goes to ``"cuda"``.
+    ``by_device["cuda"]`` takes torch's ``ProcessGroupNCCL.Options``. torch's options object may also be given alone:
+    that of NCCL is used for "cuda", that of XCCL for "xpu".
 
     >>> from monarch_backend import Options
     >>> Options(by_device={}).for_device("cpu") is None
@@ -21,14 +21,14 @@ class Options:
     by_device: dict[str, Any] = field(default_factory=dict)
 
     def for_device(self, device: str) -> Any:
-        """The options for one device type, or None."""
+        """Return the options of one device type, None if there are none."""
         return self.by_device.get(device)
 
     @classmethod
     def parse(cls, given: Any) -> Options:
-        """From whatever the user passed as ``pg_options``.
+        """Convert the ``pg_options`` of a caller: Options, an options object of torch, or None.
 
-        Raises TypeError for an object that belongs to no route.
+        Raises TypeError for any other object.
         """
         if given is None:
             return cls()

@@ -1,14 +1,15 @@
-"""Tensors of one call that share memory: results as from Gloo, or an error before any data are moved.
+"""Handling of tensors that share memory within one call: results as from Gloo, or an error before any data are moved.
 
-Gloo reads all inputs of nearly every call before it writes an output, and writes the outputs in the order of their
-list, so that the last one wins. The compiled core and the stages between hosts write while they still read. The
-``separate`` functions replace outputs that share memory by private ones; the returned ``finish`` copies the results to
-the caller's tensors in Gloo's order. An all_to_all_single and the receives of a batch write while they read on Gloo as
-well, and the result depends on timing: CollectiveArgumentError.
+In nearly every call Gloo reads all inputs before it writes an output. It writes outputs in the order of their list, so
+that the last one wins. The compiled core and the stages between hosts write while they still read.
 
-An input may lie in the place of its result, as in an all_gather of a tensor's own slice: it costs no copy.
+The ``separate`` functions replace outputs that share memory by private ones. The returned ``finish`` copies the results
+to the caller's tensors in Gloo's order. An all_to_all_single and the receives of a batch write while they read on Gloo
+as well. Their result would depend on timing, so they raise CollectiveArgumentError.
 
-Only the range of a tensor's memory counts. Columns of one matrix have overlapping ranges and no common element: they
+An input may have the memory of its own result, as in an all_gather of a tensor's own slice. It is not copied.
+
+Only the range of a tensor's memory counts. Columns of one matrix have overlapping ranges and no common element. They
 are copied without need, and their values are right. The tensors given to ``refuse`` are contiguous.
 """
 
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from monarch_backend.process_group import _cpu
+from monarch_backend.process_group import _cpu_validation
 from monarch_backend.process_group._errors import bad_argument
 
 if TYPE_CHECKING:
@@ -31,12 +32,12 @@ Finish = Callable[[], object]
 
 
 def _meet(reads: Iterable[Tensor], writes: Iterable[Tensor]) -> bool:
-    """Return whether the memory of a tensor that is written overlaps that of another one, or an element of its own."""
+    """True if a written tensor overlaps another tensor in memory, or has elements that share memory."""
     ranges = []  # (address of the first byte, address after the last one, whether it is written)
     strided = torch.strided
     for written, tensors in enumerate((reads, writes)):
         for tensor in tensors:
-            if type(tensor) in _cpu.PLAIN and tensor.layout is strided and (size := tensor.nbytes):
+            if type(tensor) in _cpu_validation.PLAIN and tensor.layout is strided and (size := tensor.nbytes):
                 first = tensor.data_ptr()
                 if not tensor.is_contiguous():
                     if written and _is_expanded(tensor):
@@ -57,8 +58,8 @@ def _meet(reads: Iterable[Tensor], writes: Iterable[Tensor]) -> bool:
 
 
 def _are_apart(a: Tensor, b: Tensor) -> bool:
-    """Return whether two contiguous tensors share no memory; a third of the time of `_meet`."""
-    if type(a) not in _cpu.PLAIN or type(b) not in _cpu.PLAIN:
+    """True if two contiguous tensors share no memory; takes a third of the time of `_meet`."""
+    if type(a) not in _cpu_validation.PLAIN or type(b) not in _cpu_validation.PLAIN:
         return True
     first_of_a, first_of_b = a.data_ptr(), b.data_ptr()
     return first_of_a >= first_of_b + b.nbytes or first_of_b >= first_of_a + a.nbytes
@@ -69,7 +70,7 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 
 def _is_at(small: Tensor, large: Tensor, offset: int) -> bool:
-    """Return whether a contiguous tensor begins ``offset`` bytes after the beginning of another one."""
+    """True if a contiguous tensor begins ``offset`` bytes after the beginning of another one."""
     return small.data_ptr() == large.data_ptr() + offset and small.is_contiguous() and large.is_contiguous()
 
 
@@ -82,12 +83,12 @@ def refuse_expanded(group: Collectives, collective: str, writes: Iterable[Tensor
 
 
 def separate_in_place(group: Collectives, collective: str, tensors: list[Tensor]) -> tuple[list[Tensor], Finish | None]:
-    """Tensors that are read and written: copies of all of them if two share memory."""
+    """Return tensors that are read and written: copies of all of them if two share memory."""
     if not _meet((), tensors):
         return tensors, None
     refuse_expanded(group, collective, tensors)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
-    return copies, _cpu.copies(list(zip(tensors, copies, strict=True)))
+    return copies, _cpu_validation.copies(list(zip(tensors, copies, strict=True)))
 
 
 def separate(
@@ -97,7 +98,7 @@ def separate(
     rows: list[list[Tensor]],
     home: Callable[[int], Tensor | None],
 ) -> tuple[list[list[Tensor]], Finish | None]:
-    """Lists of tensors that are written, private ones if they share memory with each other or with ``reads``.
+    """Return lists of tensors to write: private ones if they share memory with each other or with ``reads``.
 
     ``home(i)`` is the tensor that receives the value of ``reads[i]`` on this rank, and may be the same.
     """
@@ -110,13 +111,13 @@ def separate(
     if not _meet(apart, writes):
         return rows, None
     private = [[_blank(tensor) for tensor in row] for row in rows]
-    return private, _cpu.copies(list(zip(writes, itertools.chain(*private), strict=True)))
+    return private, _cpu_validation.copies(list(zip(writes, itertools.chain(*private), strict=True)))
 
 
 def separate_slices(
     group: Collectives, reads: Sequence[Tensor], writes: Sequence[Tensor]
 ) -> tuple[list[Tensor], Finish | None]:
-    """Tensors that are written, where the large one of each pair has a slice for each rank; private ones as above.
+    """Return tensors to write, as `separate` does, where the larger tensor of a pair has a slice for each rank.
 
     The small tensor of a pair may be the slice of this rank in the large one. All are contiguous.
     """
@@ -136,8 +137,8 @@ def separate_slices(
     if writes[0].numel() > reads[0].numel():  # Gloo writes the slices of rank 0 first
         slices = [[tensor.detach().view(group.size(), -1) for tensor in side] for side in (writes, private)]
         parts = [[tensor[r] for r in range(group.size()) for tensor in side] for side in slices]
-        return private, _cpu.copies(list(zip(*parts, strict=True)))
-    return private, _cpu.copies(list(zip(writes, private, strict=True)))
+        return private, _cpu_validation.copies(list(zip(*parts, strict=True)))
+    return private, _cpu_validation.copies(list(zip(writes, private, strict=True)))
 
 
 def _blank(tensor: Tensor) -> Tensor:
@@ -145,9 +146,9 @@ def _blank(tensor: Tensor) -> Tensor:
 
 
 def read_in_turn(group: Collectives, collective: str, reads: list[Tensor], write: Tensor) -> list[Tensor]:
-    """Contiguous tensors that are read, one for each rank: copies if ``write`` shares memory with one of them.
+    """Return contiguous tensors to read, one for each rank: copies if ``write`` shares memory with one of them.
 
-    Gloo copies them in the order of the ranks, and that of this rank into ``write``. So later ones may have its values.
+    Gloo copies them in the order of the ranks, and this rank's one into ``write``. So later ones may have its values.
     """
     if not _meet(reads, [write]):
         return reads
@@ -187,10 +188,10 @@ def _shared(group: Collectives, collective: str, what: str) -> Exception:
 
 
 def refuse_batch(group: Collectives, operations: Sequence[tuple[bool, Tensor, int, int]]) -> None:
-    """Raise CollectiveArgumentError if a receive of a batch shares memory with another operation of it.
+    """Raise CollectiveArgumentError if a receive of a batch shares memory with another operation of the batch.
 
-    An operation is (is it a receive, tensor, rank, tag). Receives from one rank with one tag may share memory, because
-    the messages arrive in the order in which they were sent; not so where NICs carry them.
+    An operation is (whether it is a receive, tensor, rank, tag). Receives from one rank with one tag may share memory,
+    because the messages arrive in the order in which they were sent. Messages carried by NICs may not.
     """
     sent = [tensor for receives, tensor, _, _ in operations if not receives]
     if not _meet(sent, [tensor for receives, tensor, _, _ in operations if receives]):

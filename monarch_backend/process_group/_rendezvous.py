@@ -1,11 +1,12 @@
 """Rendezvous of the default group: from its address to a store that all ranks have reached in time.
 
-torch's client of a TCPStore tries for several times the timeout where no process listens, and without limit where one
-accepts and does not reply. The process with the server counts its clients without their ranks. _torch_patches.py brings
-`init_process_group` here. The handshake at the store is _handshake.py's. No route is chosen here and no group
-is made.
+torch's client of a TCPStore tries for several times the timeout where no process listens. It tries without limit where
+a process accepts and does not reply. The process with the server counts its clients without their ranks.
 
-Leans on torch/distributed/rendezvous.py; tests/process_group/test_rendezvous.py fails when it changes.
+_c10d_patches.py makes `init_process_group` call this module. The handshake at the store is in _handshake.py. No route
+is chosen and no group is made here.
+
+Uses torch/distributed/rendezvous.py; tests/process_group/test_rendezvous.py fails when it changes.
 """
 
 from __future__ import annotations
@@ -31,39 +32,39 @@ from monarch_backend.process_group import _handshake
 from monarch_backend.process_group._handshake import GRACE_S, Deadline, within
 from monarch_backend.process_group._store_host import Arrival
 
-_ONE_ADDRESS = 5.0  # seconds for one address of a name to answer before the next one has its turn
+_ADDRESS_TIMEOUT_S = 5.0  # for one address of a name to answer before the next one is tried
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25  # seconds between two attempts to connect
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the ranks of a default group meet, and which of them this process is."""
+class StoreAddress:
+    """Store address of a default group, and this process's rank."""
 
     host: str
     port: int
     rank: int
     size: int
     libuv: bool
-    agent: bool  # torchrun's agent hosts the store: every rank is a client
+    agent: bool  # torchrun's agent hosts the store, so every rank is a client
 
     @property
     def address(self) -> str:
-        """``"host:port"``, with the brackets that an IPv6 address needs."""
+        """Return ``"host:port"``, with the brackets that an IPv6 address needs."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def who(self) -> str:
-        """The part of a message that names this process; there is no group yet."""
+        """Return the part of a message that names this process; there is no group yet."""
         return f"[rank {self.rank} of {self.size}, host {socket.gethostname()}, pid {os.getpid()}]"
 
     @property
     def server(self) -> str:
-        """Who should listen there."""
+        """Return the process that should listen at the address."""
         return "torchrun's agent on node 0" if self.agent else "rank 0"
 
 
-def place(url: object, rank: int, size: int) -> Place | None:
-    """Read ``tcp://`` and ``env://`` as torch's rendezvous does; None for all else, and for what it will refuse."""
+def place(url: object, rank: int, size: int) -> StoreAddress | None:
+    """Parse ``tcp://`` and ``env://`` as torch's rendezvous does; None for other URLs and for invalid ones."""
     if not isinstance(url, str):
         return None
     try:
@@ -86,26 +87,26 @@ def place(url: object, rank: int, size: int) -> Place | None:
         return None
     if not host or not port or not 0 < port < 1 << 16 or not 0 <= number < of:
         return None
-    return Place(host, port, number, of, _get_use_libuv_from_query_dict(query), _agent_hosts_store(host, port))
+    return StoreAddress(host, port, number, of, _get_use_libuv_from_query_dict(query), _agent_hosts_store(host, port))
 
 
 def _agent_hosts_store(host: str, port: int) -> bool:
-    """As `_create_c10d_store` decides; torch 2.14 came to ask for the agent's own address as well."""
+    """Decide as `_create_c10d_store` does; since torch 2.14 it also compares the agent's address."""
     serves = getattr(sys.modules["torch.distributed.rendezvous"], "_agent_store_serves", None)
     return bool(_torchelastic_use_agent_store() if serves is None else serves(host, port))
 
 
 def forget_group_name() -> None:
-    """After a failure the next attempt must have the name that the other ranks' first one has, which torch counts on.
+    """Reset torch's count of groups, so that the next attempt has the group name that the other ranks expect.
 
-    Leans on distributed_c10d._world.group_count being 0 before there is a default group.
+    Uses distributed_c10d._world.group_count, which is 0 before there is a default group.
     """
     if c10d.GroupMember.WORLD is None:
         c10d._world.group_count = 0
 
 
 def rendezvous(original: Callable[..., Any], url: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """torch's ``rendezvous``, which yields (store, rank, world size), for the default group of backend "monarch"."""
+    """Yield (store, rank, world size) for the default group of backend "monarch", as torch's ``rendezvous`` does."""
     here = place(url, rank, world_size)
     if here is None:
         return original(url, rank, world_size, timeout=timeout)
@@ -127,22 +128,22 @@ class _Last(threading.local):
     arrival: Arrival | None = None
 
 
-_last = _Last()  # of this thread, until its group is made
+_last = _Last()  # per thread, until its group is made
 
 
 def take_arrival(store: Store) -> Arrival | None:
-    """The rendezvous that led to ``store``, for the group that is made right after it; None for all other groups."""
+    """Return the rendezvous that led to ``store``, for the group that is made right after it; None for other groups."""
     arrival, _last.arrival = _last.arrival, None
     return arrival if arrival is not None and arrival.is_of(store) else None
 
 
-_USED = "used"  # in a server's store once a group has met there: its end then tells nothing about the next group
+_USED = "used"  # in a server's store after a group used it: its end then says nothing about the next group
 
 
-def _serve(here: Place, deadline: Deadline) -> Arrival:
-    """Host the store and wait for all others there."""
+def _serve(here: StoreAddress, deadline: Deadline) -> Arrival:
+    """Host the store and wait for all other ranks there."""
     listener = _ipv4_listener(here)
-    # As `_create_c10d_store` does, which would wait here for as many clients as there are ranks.
+    # Like `_create_c10d_store`, which would wait here for as many clients as there are ranks.
     server = TCPStore(
         here.host,
         here.port,
@@ -159,11 +160,11 @@ def _serve(here: Place, deadline: Deadline) -> Arrival:
     return Arrival(server, name, here.rank, here.size, deadline, hosted=True)
 
 
-def _ipv4_listener(here: Place) -> socket.socket | None:
-    """A socket for the server where its address is an IPv4 one; None where torch makes it, or has it already.
+def _ipv4_listener(here: StoreAddress) -> socket.socket | None:
+    """Return a socket for the server if its address is IPv4; None if torch makes the socket or has it already.
 
-    torch's own is an IPv6 one, too. The server asks the resolver for the name of each client and serves nothing
-    meanwhile. For ``::ffff:127.0.0.1`` that is a question to the network, for 127.0.0.1 one to /etc/hosts.
+    torch's own socket is an IPv6 one. The server asks the resolver for the name of each client, and serves nothing
+    meanwhile. For ``::ffff:127.0.0.1`` the resolver asks the network, for 127.0.0.1 it reads /etc/hosts.
     """
     try:
         socket.inet_pton(socket.AF_INET, here.host)
@@ -172,8 +173,8 @@ def _ipv4_listener(here: Place) -> socket.socket | None:
         return None
 
 
-def _join(here: Place, deadline: Deadline, client: Callable[[timedelta], Store]) -> Arrival:
-    """Connect to the store and wait for all others there; again where the store was of the group before."""
+def _join(here: StoreAddress, deadline: Deadline, client: Callable[[timedelta], Store]) -> Arrival:
+    """Connect to the store and wait for all other ranks there. Tries again if the store was the previous group's."""
     while True:
         _wait_for_server(here, deadline)
         used = True
@@ -188,19 +189,19 @@ def _join(here: Place, deadline: Deadline, client: Callable[[timedelta], Store])
             if not used:
                 raise DistNetworkError(
                     f"the store at {here.address} closed while this rank waited there for the others: {here.server} "
-                    f"gave up or ended. Its own error says why. {here.who}"
+                    f"gave up or ended; see its error. {here.who}"
                 ) from error
 
 
-def _agree(here: Place, store: Store, deadline: Deadline) -> str:
+def _agree(here: StoreAddress, store: Store, deadline: Deadline) -> str:
     return _handshake.agree(store, here.rank, here.size, deadline, f"at the store {here.address}", here.who)
 
 
-# A client's way to the store --------------------------------------------------------------------------------
+# A client's connection to the store -------------------------------------------------------------------------
 
 
-def _wait_for_server(here: Place, deadline: Deadline) -> None:
-    """Return once somebody accepts connections there; raise at the deadline, with the last attempt's reason."""
+def _wait_for_server(here: StoreAddress, deadline: Deadline) -> None:
+    """Return once a process accepts connections at the address; at the deadline, raise the last attempt's reason."""
     pause, tries = _FIRST_PAUSE, 0
     problem: Exception | None = None
     while True:
@@ -208,7 +209,7 @@ def _wait_for_server(here: Place, deadline: Deadline) -> None:
         try:
             return _knock(here, deadline)
         except (OSError, UnicodeError) as error:
-            # At the end there is no time for a good answer: then an earlier one says more.
+            # Just before the deadline an attempt has no time for a good reason; an earlier one says more.
             problem = error if problem is None or not isinstance(error, TimeoutError) else problem
         if deadline.passed():
             seconds = deadline.timeout.total_seconds()
@@ -222,21 +223,21 @@ def _wait_for_server(here: Place, deadline: Deadline) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _knock(here: Place, deadline: Deadline) -> None:
-    """Connect to one of the addresses and hang up: the server sees a client that came and went."""
+def _knock(here: StoreAddress, deadline: Deadline) -> None:
+    """Connect to one of the addresses and disconnect. The server sees a client that came and left."""
     try:
         found = socket.getaddrinfo(here.host, here.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except socket.gaierror:  # a name: whoever resolves it may take longer than we have
+    except socket.gaierror:  # a name, which may take longer to resolve than the time left
         found = within(deadline.seconds(), lambda: socket.getaddrinfo(here.host, here.port, type=socket.SOCK_STREAM))
     problem: OSError = OSError("the name has no address")
     for family, kind, protocol, _, address in found:
         try:
             with socket.socket(family, kind, protocol) as probe:
-                probe.settimeout(min(deadline.seconds(), _ONE_ADDRESS))
+                probe.settimeout(min(deadline.seconds(), _ADDRESS_TIMEOUT_S))
                 probe.connect(address)
                 if probe.getsockname() != probe.getpeername():
                     return
-            # TCP lets a socket connect to itself, where the port is one that the system gives to clients.
+            # TCP lets a socket connect to itself, if the port is one that the system gives to clients.
             problem = ConnectionRefusedError("connection refused")
         except OSError as error:
             problem = error
@@ -250,8 +251,8 @@ def _reason(error: Exception) -> str:
     return said.lower()
 
 
-def _connect(here: Place, deadline: Deadline, client: Callable[[timedelta], Store]) -> Store:
-    """torch's client, which itself waits for ever where the other side accepts and does not speak."""
+def _connect(here: StoreAddress, deadline: Deadline, client: Callable[[timedelta], Store]) -> Store:
+    """Make torch's client, which waits without limit if the other side accepts and does not reply."""
     seconds, timeout = max(deadline.seconds(), GRACE_S), deadline.timeout.total_seconds()
     try:
         return within(seconds, lambda: client(timedelta(seconds=seconds)))

@@ -1,8 +1,8 @@
 """Lifetime of the store that rank 0 of a default group hosts.
 
-The store is needed after rank 0 has destroyed its group: other ranks may still make a group that rank 0 is not in, and
-ranks that have already come back for the next group on the same port are connected to it. So rank 0 keeps it until all
-others have left, for a limited time.
+The store is needed after rank 0 has destroyed its group. Other ranks may still make a group without rank 0. Ranks that
+already make the next group on the same port are connected to it. So rank 0 keeps it until all others have left, for a
+limited time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from monarch_backend._core.limits import start_thread
 from monarch_backend.process_group._handshake import Deadline, within
 
-_LINGER_S = 0.2  # beyond the last rank's leaving: a program that makes its next group at once finds the same server
-_LONGEST_STAY_S = 30.0  # for ranks that never say that they have left, as killed ones
+_LINGER_S = 0.2  # after the last rank has left: a program that makes its next group at once finds the same server
+_LONGEST_STAY_S = 30.0  # for ranks that never report that they have left, such as killed ones
 _AT_EXIT_S = 5.0  # the same at the end of the program
 _REPORT_S = 1.0  # for one key to be sent
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
@@ -29,7 +29,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 class Arrival:
     """Result of a rendezvous: the ``store`` of a new default group. No key in it is of an earlier group.
 
-    ``hosted``: rank 0 hosts the store, and not torchrun's agent.
+    ``hosted``: rank 0 hosts the store, not torchrun's agent.
     """
 
     def __init__(self, root: Store, name: str, rank: int, size: int, deadline: Deadline, *, hosted: bool) -> None:
@@ -48,7 +48,7 @@ class Arrival:
         return store is self.store
 
     def leave(self, *, stay: bool) -> None:
-        """This rank needs the store no more. As its host keep it if ``stay``, until all others have left."""
+        """Report that this rank needs the store no more. Its host keeps it until all others have left, if ``stay``."""
         joined, self._joined = self._joined, False
         if joined and self._rank != 0:
             with contextlib.suppress(RuntimeError, TimeoutError):  # the host may have ended
@@ -68,7 +68,7 @@ def _keep(store: Store, keys: list[str], deadline: Deadline) -> None:
         end = time.monotonic() + min(_LONGEST_STAY_S, deadline.timeout.total_seconds())
         pause = _FIRST_PAUSE_S
         with contextlib.suppress(RuntimeError):
-            # Not Store.wait, which keeps the connection from other threads of the program.
+            # Store.wait would block the connection for other threads of the program.
             while not store.check(keys) and time.monotonic() < end:
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)

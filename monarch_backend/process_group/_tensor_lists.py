@@ -1,8 +1,8 @@
-"""Several tensors per rank in one collective: one operation on a tensor that stands for all of them.
+"""Several tensors per rank in one collective, done as one operation on one tensor.
 
-`ProcessGroup.allreduce`, `broadcast` and `allgather` take lists of tensors, and Gloo gives them a meaning. Here the
-group's own operation on one tensor gives the same values, on every route. All other collectives take one tensor per
-rank; for those there is a check.
+`ProcessGroup.allreduce`, `broadcast` and `allgather` take lists of tensors, and Gloo defines their results. Here the
+group's operation on one tensor gives the same values, on every route. All other collectives take one tensor per rank,
+which is checked.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions
 
-from monarch_backend.process_group import _cpu, _overlap, _shm
-from monarch_backend.process_group._combine import combine
+from monarch_backend.process_group import _cpu_validation, _overlap
 from monarch_backend.process_group._errors import bad_argument
-from monarch_backend.process_group._hooks import GivenWork
+from monarch_backend.process_group._hierarchical.reduction import combine
+from monarch_backend.process_group._hooks import AliasedOutputWork
+from monarch_backend.process_group._shm import shm_backend
 
 if TYPE_CHECKING:
     from monarch_backend.process_group._collectives import Collectives
 
-_Method = Callable[..., Any]  # of the group, not the one of a subclass: that has been called already
+_Method = Callable[..., Any]  # of the group's class: a subclass's method has already been called
 
 
 def check_one(group: Collectives, collective: str, what: str, tensors: Sequence[object]) -> None:
-    """Refuse a list that has not exactly one entry."""
+    """Refuse a list that does not have exactly one entry."""
     if len(tensors) != 1:
         cure = "Call the collective once for each tensor." if tensors else "Give one."
         raise bad_argument(group, collective, f"the {what} list has {len(tensors)} entries; it takes one", cure)
@@ -47,16 +48,18 @@ def all_reduce(group: Collectives, run_one: _Method, tensors: list[Tensor], opts
     inner, _, _ = group._find(name, tensors)
     _check_alike(group, name, tensors)
     _overlap.refuse_partial(group, name, tensors)
-    if _cpu.op_name(opts.reduceOp) == "AVG":
+    if _cpu_validation.op_name(opts.reduceOp) == "AVG":
         what = f"reduce op AVG of {len(tensors)} tensors per rank has no agreed divisor"
         raise bad_argument(group, name, what, "Use SUM and divide, or call all_reduce once for each tensor.")
-    opts = _cpu.bool_sum_as_max(tensors, opts)
-    values, opts = _cpu.premultiplied(group, name, tensors, opts, in_place=False)
-    _cpu.reducible(group, name, values, opts.reduceOp, inner)
-    parts = [value.view(-1) for value in _cpu.readable(values)]
+    opts = _cpu_validation.bool_sum_as_max(tensors, opts)
+    values, opts = _cpu_validation.premultiplied(group, name, tensors, opts, in_place=False)
+    _cpu_validation.reducible(group, name, values, opts.reduceOp, inner)
+    parts = [value.view(-1) for value in _cpu_validation.readable(values)]
     total = torch.empty_like(parts[0])
-    combine(parts, total, _shm.op_code(opts.reduceOp), [1] * len(parts))
-    return GivenWork(run_one(group, [total], opts), tensors, _cpu.copies([(tensor, total) for tensor in tensors]))
+    combine(parts, total, shm_backend.op_code(opts.reduceOp), [1] * len(parts))
+    return AliasedOutputWork(
+        run_one(group, [total], opts), tensors, _cpu_validation.copies([(tensor, total) for tensor in tensors])
+    )
 
 
 def broadcast(group: Collectives, run_one: _Method, tensors: list[Tensor], opts: Any) -> Any:
@@ -66,15 +69,15 @@ def broadcast(group: Collectives, run_one: _Method, tensors: list[Tensor], opts:
     check_root_tensor(group, name, tensors, opts)
     _check_alike(group, name, tensors)
     _overlap.refuse_partial(group, name, tensors)
-    (one,) = _cpu.readable([tensors[opts.rootTensor]])
+    (one,) = _cpu_validation.readable([tensors[opts.rootTensor]])
     single = BroadcastOptions()
     single.rootRank, single.timeout, single.asyncOp = opts.rootRank, opts.timeout, opts.asyncOp
     others = [(tensor, one) for tensor in tensors if tensor is not one]
-    return GivenWork(run_one(group, [one], single), tensors, _cpu.copies(others))
+    return AliasedOutputWork(run_one(group, [one], single), tensors, _cpu_validation.copies(others))
 
 
 def check_root_tensor(group: Collectives, collective: str, tensors: Sequence[Tensor], opts: Any) -> None:
-    """Refuse a ``rootTensor`` that the list has not."""
+    """Refuse a ``rootTensor`` that is not an index of the list."""
     if not 0 <= opts.rootTensor < len(tensors):
         what = f"rootTensor {opts.rootTensor} is outside the list of {len(tensors)} tensors"
         raise bad_argument(group, collective, what, f"Give an index from 0 to {len(tensors) - 1}.")
@@ -83,27 +86,27 @@ def check_root_tensor(group: Collectives, collective: str, tensors: Sequence[Ten
 def all_gather(
     group: Collectives, run_one: _Method, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
 ) -> Any:
-    """Gather all inputs of all ranks into each list of outputs: rank after rank, and of each rank in its order."""
+    """Gather all inputs of all ranks into each list of outputs, ordered by rank and then by input."""
     name, size, count = "all_gather", group.size(), len(inputs)
     group._find(name, [*inputs, *(t for row in outputs for t in row)])
-    _cpu.check_pairs(group, name, outputs, inputs)
+    _cpu_validation.check_pairs(group, name, outputs, inputs)
     for row in outputs:
         if len(row) != size * count:
             what = f"an output list has {len(row)} tensors, {size} ranks with {count} inputs each give {size * count}"
             raise bad_argument(group, name, what, "Give one tensor for each input of each rank.")
-    _cpu.check_memory(group, name, outputs)
+    _cpu_validation.check_memory(group, name, outputs)
     _check_alike(group, name, [*inputs, *(t for row in outputs for t in row)])
-    sent = torch.stack(_cpu.readable(inputs))
+    sent = torch.stack(_cpu_validation.readable(inputs))
     received = [torch.empty_like(sent) for _ in range(size)]
     parts = [part for one in received for part in one.unbind()]
     pairs = [pair for row in outputs for pair in zip(row, parts, strict=True)]
     shown = [tensor for row in outputs for tensor in row]
-    return GivenWork(run_one(group, [received], [sent], opts), shown, _cpu.copies(pairs))
+    return AliasedOutputWork(run_one(group, [received], [sent], opts), shown, _cpu_validation.copies(pairs))
 
 
 def _check_alike(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
     check_same_dtype(group, collective, tensors)
-    _cpu.check_settled(group, collective, tensors)
+    _cpu_validation.check_settled(group, collective, tensors)
     first = tensors[0]
     for index, tensor in enumerate(tensors):
         if tensor.shape != first.shape:

@@ -1,4 +1,4 @@
-"""Actors for the tests of messages. Their processes import this module, so it imports no pytest."""
+"""Actors for tests of messages. Worker processes import this module, so it does not import pytest."""
 
 from __future__ import annotations
 

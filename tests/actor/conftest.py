@@ -1,4 +1,4 @@
-"""Fixtures for the tests of actors: one fork server for all of them, and what stands in for the end of the program."""
+"""Fixtures for actor tests: one shared fork server, and a replacement for the end of the program."""
 
 from __future__ import annotations
 

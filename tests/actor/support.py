@@ -1,6 +1,6 @@
-"""What the tests of actors share: the failures that reach the program, and gates that hold an actor up.
+"""Shared parts of the actor tests: failures that reach the program, and gates that block an actor.
 
-Imported by spawned processes, so it imports no pytest.
+Worker processes import this module, so it does not import pytest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What people do wrong: each has an error where it was done, whose message says what to do; and no actor dies of it."""
+"""Wrong arguments and wrong use of actors raise at the call, with a message that says what to do. No actor dies."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor.runtime import program
+from monarch_backend._processes import resource_limits
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -38,9 +40,7 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from monarch_backend.actor._program import program
-from monarch_backend.mesh import _limits
-from tests.actor.harm import AsyncVictim, BadBirth, Victim
+from tests.actor.failing_actors import AsyncVictim, BadBirth, Victim
 from tests.actor.support import PATIENCE, Faults, begun, gate
 
 
@@ -138,7 +138,7 @@ class Returns(Actor):
 
 
 @pytest.mark.parametrize("verb", ["call_one", "call", "choose", "stream", "broadcast"])
-def test_an_argument_that_does_not_pickle(verb: str, victims: ActorMesh, one: ActorMesh, alive: None) -> None:
+def test_unpicklable_argument_raises_at_the_call(verb: str, victims: ActorMesh, one: ActorMesh, alive: None) -> None:
     mesh = one if verb == "call_one" else victims
     with pytest.raises(SerializationError) as told:
         getattr(mesh.echo, verb)({"config": [1, HasLock()]})
@@ -147,12 +147,12 @@ def test_an_argument_that_does_not_pickle(verb: str, victims: ActorMesh, one: Ac
     assert isinstance(told.value, TypeError)
 
 
-def test_a_constructor_s_argument_that_does_not_pickle(procs: ProcMesh, alive: None) -> None:
+def test_unpicklable_constructor_argument_raises_at_spawn(procs: ProcMesh, alive: None) -> None:
     with pytest.raises(SerializationError, match=r"lock"):
         procs.spawn("locked", Victim, HasLock())
 
 
-def test_a_value_that_does_not_pickle_by_port(alive: None) -> None:
+def test_unpicklable_value_for_a_port_raises_at_send(alive: None) -> None:
     port, receiver = Channel.open()
     with pytest.raises(SerializationError, match="lock"):
         port.send(HasLock())
@@ -162,7 +162,7 @@ def test_a_value_that_does_not_pickle_by_port(alive: None) -> None:
 
 
 @pytest.mark.parametrize("kind", [Victim, AsyncVictim])
-def test_an_argument_that_does_not_unpickle_is_an_error_reply(
+def test_argument_that_does_not_unpickle_is_an_error_reply(
     kind: type, procs: ProcMesh, alive: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     actors = procs.slice(hosts=0).spawn("actors", kind)
@@ -178,7 +178,7 @@ def test_an_argument_that_does_not_unpickle_is_an_error_reply(
     actors.stop().get(PATIENCE)
 
 
-def test_a_dropped_broadcast_is_told(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
+def test_broadcast_that_does_not_unpickle_is_logged(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
     """Nobody waits for it, so it is told where it happened: in the log."""
     with this_host().spawn_procs({"gpus": 1}) as procs:
         procs.logging_option(aggregate_window_sec=None)
@@ -190,14 +190,16 @@ def test_a_dropped_broadcast_is_told(faults: Faults, capfd: pytest.CaptureFixtur
     assert "victim dropped a message that it can't read" in err and "the cat ate it" in err
 
 
-def test_a_constructor_s_argument_that_does_not_unpickle(procs: ProcMesh, faults: Faults, alive: None) -> None:
+def test_constructor_argument_that_does_not_unpickle_fails_the_mesh(
+    procs: ProcMesh, faults: Faults, alive: None
+) -> None:
     actors = procs.slice(hosts=0, gpus=0).spawn("actors", Returns, Unloadable())
     error = actors.initialized.exception(PATIENCE)
     assert isinstance(error, MeshFailure) and "the cat ate it" in str(error)
     assert "the cat ate it" in faults.next().report()
 
 
-def test_a_class_that_the_worker_can_t_import(procs: ProcMesh, victims: ActorMesh, alive: None) -> None:
+def test_class_that_the_worker_cannot_import_fails_the_mesh(procs: ProcMesh, victims: ActorMesh, alive: None) -> None:
     """It has an import path here, which leads nowhere there."""
     import sys
     import types
@@ -211,7 +213,7 @@ def test_a_class_that_the_worker_can_t_import(procs: ProcMesh, victims: ActorMes
     assert isinstance(error, ActorError) and "only_here" in str(error)
 
 
-def test_values_that_can_t_be_returned_are_errors_of_the_call(procs: ProcMesh, alive: None) -> None:
+def test_unpicklable_result_is_an_error_of_the_call(procs: ProcMesh, alive: None) -> None:
     actors = procs.slice(hosts=0, gpus=0).spawn("returns", Returns)
     for future in (actors.a_lock.call_one(), actors.a_lock.call(), actors.a_lock_by_port.call_one()):
         error = future.exception(PATIENCE)
@@ -229,7 +231,7 @@ def test_values_that_can_t_be_returned_are_errors_of_the_call(procs: ProcMesh, a
     actors.stop().get(PATIENCE)
 
 
-def test_a_value_that_does_not_unpickle_is_told_to_who_wants_it(procs: ProcMesh, alive: None) -> None:
+def test_result_that_does_not_unpickle_raises_at_get(procs: ProcMesh, alive: None) -> None:
     actors = procs.slice(hosts=0).spawn("returns", Returns)
     for future in (
         actors.slice(gpus=0).unloadable.call_one(),
@@ -242,43 +244,46 @@ def test_a_value_that_does_not_unpickle_is_told_to_who_wants_it(procs: ProcMesh,
     actors.stop().get(PATIENCE)
 
 
-def test_what_stays_where_it_is(victims: ActorMesh, one: ActorMesh, alive: None) -> None:
+def test_objects_bound_to_a_process_are_not_sent(victims: ActorMesh, one: ActorMesh, alive: None) -> None:
     _, receiver = Channel.open()
     with pytest.raises(SerializationError, match="send its port"):
         one.echo.call_one(receiver)
     with pytest.raises(TypeError, match="send its port"):
         pickle.dumps(receiver)
     receiver.close()
-    with pytest.raises(SerializationError, match="send what it gives"):
+    with pytest.raises(SerializationError, match="send its value"):
         one.echo.call_one(one.echo.call_one(1))
     with pytest.raises(SerializationError, match="send the mesh"):
         one.echo.call_one(as_endpoint(one.say))
 
 
-def test_what_belongs_to_an_actor_stays_with_it(procs: ProcMesh, alive: None) -> None:
+def test_objects_bound_to_an_actor_are_not_sent(procs: ProcMesh, alive: None) -> None:
     one = procs.slice(gpus=0, hosts=0).spawn("itself", Returns)
-    for method, text in ((one.itself, "stays in its process: send its mesh"), (one.instance, "send its name and rank")):
+    for method, text in (
+        (one.itself, "cannot leave its process: send its mesh"),
+        (one.instance, "send its name and rank"),
+    ):
         error = method.call_one().exception(PATIENCE)
         assert isinstance(error, ActorError) and text in str(error)
     one.stop().get(PATIENCE)
 
 
-def test_an_endpoint_may_be_handed_on(procs: ProcMesh, one: ActorMesh, alive: None) -> None:
+def test_endpoint_can_be_sent(procs: ProcMesh, one: ActorMesh, alive: None) -> None:
     caller = procs.slice(gpus=0, hosts=0).spawn("caller", Returns)
     assert caller.calls.call_one(one.echo, 3).get(PATIENCE) == 3
     caller.stop().get(PATIENCE)
 
 
-def test_an_actor_that_waits_for_itself_is_told(procs: ProcMesh, alive: None) -> None:
+def test_actor_that_waits_for_itself_gets_an_error(procs: ProcMesh, alive: None) -> None:
     me = procs.slice(gpus=0, hosts=0).spawn("me", Returns)
     for verb in ("call_one", "call"):
         error = me.waits_for.call_one(me, verb).exception(PATIENCE)
-        assert isinstance(error, ActorError) and "would wait for ever" in str(error) and "echo" in str(error)
+        assert isinstance(error, ActorError) and "would never continue" in str(error) and "echo" in str(error)
     assert me.echo.call_one(1).get(PATIENCE) == 1
     me.stop().get(PATIENCE)
 
 
-def test_a_slice_is_not_stopped_alone(procs: ProcMesh, victims: ActorMesh, alive: None) -> None:
+def test_stop_of_a_slice_is_refused(procs: ProcMesh, victims: ActorMesh, alive: None) -> None:
     for what in ("stop", "abort", "kill"):
         with pytest.raises(ValueError, match=rf"{what}\(\) is for whole meshes"):
             getattr(procs.slice(gpus=0), what)()
@@ -292,14 +297,14 @@ def test_a_slice_is_not_stopped_alone(procs: ProcMesh, victims: ActorMesh, alive
 # What there is not
 
 
-def test_an_unknown_endpoint_says_what_there_is(victims: ActorMesh, alive: None) -> None:
+def test_unknown_endpoint_error_lists_endpoints(victims: ActorMesh, alive: None) -> None:
     with pytest.raises(UnknownEndpointError, match=r"Victim has no endpoint 'ecco'") as told:
         victims.ecco.call(1)
     assert "echo" in str(told.value) and isinstance(told.value, AttributeError)
     assert not hasattr(victims, "ecco")
 
 
-def test_an_undecorated_method_says_how_to_call_it(victims: ActorMesh, one: ActorMesh, alive: None) -> None:
+def test_undecorated_method_error_says_how_to_call_it(victims: ActorMesh, one: ActorMesh, alive: None) -> None:
     for call in (lambda: victims.say.call("x"), lambda: victims.say("x")):
         with pytest.raises(UnknownEndpointError, match=r"decorate it with @endpoint.*as_endpoint\(mesh\.say\)"):
             call()
@@ -308,14 +313,14 @@ def test_an_undecorated_method_says_how_to_call_it(victims: ActorMesh, one: Acto
         as_endpoint(5)
 
 
-def test_calling_an_endpoint_of_a_mesh_says_how_to_send(victims: ActorMesh, alive: None) -> None:
+def test_calling_an_endpoint_directly_says_how_to_send(victims: ActorMesh, alive: None) -> None:
     with pytest.raises(TypeError, match=r"victims\.echo is an endpoint of a mesh.*\.call\(") as told:
         victims.echo(1)
     for verb in ("call_one", "choose", "stream", "broadcast"):
         assert f".{verb}(" in str(told.value)
 
 
-def test_arguments_are_checked_where_they_are_given(victims: ActorMesh, one: ActorMesh, alive: None) -> None:
+def test_wrong_arguments_raise_at_the_call(victims: ActorMesh, one: ActorMesh, alive: None) -> None:
     for call in (
         one.echo.call_one,
         victims.echo.call,
@@ -337,14 +342,14 @@ def test_arguments_are_checked_where_they_are_given(victims: ActorMesh, one: Act
 
 
 @pytest.mark.parametrize("select", [{}, {"hosts": 1}, {"gpus": 0}])
-def test_call_one_of_many(select: dict[str, int], victims: ActorMesh, alive: None) -> None:
+def test_call_one_on_several_actors_is_refused(select: dict[str, int], victims: ActorMesh, alive: None) -> None:
     mesh = victims.slice(**select) if select else victims
     with pytest.raises(ValueError, match=rf"'victims' .* has {len(mesh)}: slice it, or use call, choose or broadcast"):
         mesh.echo.call_one(1)
 
 
-def test_a_selection_that_there_is_not(victims: ActorMesh, alive: None) -> None:
-    with pytest.raises(ValueError, match=r"selection='some': it can be 'all' or 'choose'"):
+def test_unknown_selection_is_refused(victims: ActorMesh, alive: None) -> None:
+    with pytest.raises(ValueError, match=r"selection='some': it must be 'all' or 'choose'"):
         send(victims.note, (1,), selection="some")
 
 
@@ -361,7 +366,7 @@ COORDINATES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("kind", COORDINATES)
-def test_a_wrong_coordinate(kind: str, victims: ActorMesh, procs: ProcMesh, alive: None) -> None:
+def test_wrong_coordinate_of_a_mesh_is_refused(kind: str, victims: ActorMesh, procs: ProcMesh, alive: None) -> None:
     wrong, error, text = COORDINATES[kind]
     values = victims.echo.call(1).get(PATIENCE)
     for mesh in (victims, procs, values):
@@ -369,7 +374,7 @@ def test_a_wrong_coordinate(kind: str, victims: ActorMesh, procs: ProcMesh, aliv
             wrong(mesh)
 
 
-def test_a_wrong_coordinate_of_a_value(victims: ActorMesh, alive: None) -> None:
+def test_wrong_coordinate_of_a_value_mesh_is_refused(victims: ActorMesh, alive: None) -> None:
     values = victims.echo.call(1).get(PATIENCE)
     for wrong in ({"hosts": 0, "gpus": 2}, {"hosts": 0}, {"hosts": 0, "gpu": 1}, {}):
         with pytest.raises((KeyError, IndexError), match="gpus"):
@@ -379,12 +384,12 @@ def test_a_wrong_coordinate_of_a_value(victims: ActorMesh, alive: None) -> None:
 # Classes
 
 
-def test_an_actor_is_not_built_by_calling_its_class() -> None:
+def test_calling_an_actor_class_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Victim is an actor: spawn it, proc_mesh\.spawn\('name', Victim"):
         Victim()
 
 
-def test_def_and_async_def_do_not_mix(procs: ProcMesh, alive: None) -> None:
+def test_class_with_sync_and_async_endpoints_is_refused(procs: ProcMesh, alive: None) -> None:
     class Mixed(Actor):
         @endpoint
         def plain(self) -> None: ...
@@ -399,7 +404,7 @@ def test_def_and_async_def_do_not_mix(procs: ProcMesh, alive: None) -> None:
 @pytest.mark.parametrize(
     "name", ["stop", "slice", "size", "extent", "initialized", "name", "failed_ranks", "_core", "_shape"]
 )
-def test_an_endpoint_that_hides_an_attribute_of_meshes(name: str, procs: ProcMesh, alive: None) -> None:
+def test_endpoint_with_the_name_of_a_mesh_attribute_is_refused(name: str, procs: ProcMesh, alive: None) -> None:
     def method(self: Any) -> None: ...
 
     method.__name__ = name
@@ -408,48 +413,48 @@ def test_an_endpoint_that_hides_an_attribute_of_meshes(name: str, procs: ProcMes
         procs.spawn("hides", hides)
 
 
-def test_what_is_no_method_is_no_endpoint() -> None:
+def test_endpoint_decorator_refuses_non_methods() -> None:
     with pytest.raises(TypeError, match="an endpoint is a method, not 5"):
         endpoint(5)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match=r"is for `async def`: .*method is a plain function"):
+    with pytest.raises(TypeError, match=r"needs an `async def` method: .*method is a plain function"):
 
         @concurrent_endpoint
         def method(self: Any) -> None: ...
 
 
 @pytest.mark.parametrize("what", [int, 5, lambda: None, "Victim", threading.Lock], ids=str)
-def test_only_actors_are_spawned(what: Any, procs: ProcMesh, alive: None) -> None:
-    with pytest.raises(TypeError, match=r"is no Actor: derive the class from monarch_backend\.actor\.Actor"):
+def test_spawn_refuses_classes_that_are_not_actors(what: Any, procs: ProcMesh, alive: None) -> None:
+    with pytest.raises(TypeError, match=r"is not an Actor: derive the class from monarch_backend\.actor\.Actor"):
         procs.spawn("wrong", what)
 
 
-def test_a_constructor_s_arguments_are_checked_at_once(procs: ProcMesh, alive: None) -> None:
+def test_wrong_constructor_arguments_raise_at_spawn(procs: ProcMesh, alive: None) -> None:
     for args, kwargs, text in (
         ((), {}, "missing a required argument: 'error'"),
         ((ValueError(), (), 3), {}, "too many positional arguments"),
         ((ValueError(), ()), {"rank": 1}, "got an unexpected keyword argument 'rank'"),
     ):
-        with pytest.raises(TypeError, match=re.escape("BadBirth is built by __init__(self, error")) as told:
+        with pytest.raises(TypeError, match=re.escape("BadBirth is constructed by __init__(self, error")) as told:
             procs.spawn("wrong", BadBirth, *args, **kwargs)  # type: ignore[arg-type]
         assert text in str(told.value)
 
 
-def test_a_class_without_a_constructor_takes_no_arguments(procs: ProcMesh, alive: None) -> None:
+def test_class_without_constructor_refuses_arguments(procs: ProcMesh, alive: None) -> None:
     class Bare(Actor):
         @endpoint
         def nothing(self) -> None: ...
 
-    with pytest.raises(TypeError, match="Bare has no __init__ that takes"):
+    with pytest.raises(TypeError, match="Bare has no __init__, so it takes no arguments"):
         procs.spawn("bare", Bare, 1, lr=3)
 
 
 @pytest.mark.parametrize("name", ["", None, 5])
-def test_a_mesh_has_a_name(name: Any, procs: ProcMesh, alive: None) -> None:
+def test_wrong_mesh_name_is_refused(name: Any, procs: ProcMesh, alive: None) -> None:
     with pytest.raises((ValueError, TypeError), match="name"):
         procs.spawn(name, Victim)
 
 
-def test_one_name_is_one_class(faults: Faults) -> None:
+def test_named_actor_of_another_class_is_refused(faults: Faults) -> None:
     first = get_or_spawn_controller("the only one", Victim).get(PATIENCE)
     assert get_or_spawn_controller("the only one", Victim).get(PATIENCE).echo.call_one(1).get(PATIENCE) == 1
     with pytest.raises(TypeError, match=r"'the only one' is a Victim, not a Returns.*another name"):
@@ -461,28 +466,28 @@ def test_one_name_is_one_class(faults: Faults) -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_no_processes(count: int) -> None:
+def test_mesh_of_zero_processes_is_refused(count: int) -> None:
     with pytest.raises(ValueError, match="gpus"):
         this_host().spawn_procs({"gpus": count})
 
 
 @pytest.mark.parametrize("wrong", [{"gpus": 1.5}, {"gpus": "2"}, {3: 2}, {"": 2}, {"gp us": 2}, 8, "gpus"], ids=str)
-def test_no_extent(wrong: Any) -> None:
+def test_wrong_extent_is_refused(wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         this_host().spawn_procs(wrong)
 
 
-def test_ten_thousand_processes_are_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_thousand_processes_raise_a_limit_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused at once and as a whole, on a machine of any size: here each would take a terabyte."""
-    monkeypatch.setattr(_limits, "MEMORY_EACH", 1 << 40)
+    monkeypatch.setattr(resource_limits, "MEMORY_BYTES_PER_PROCESS", 1 << 40)
     text = r"can't start 10000 processes: they need \d+ MiB of memory, and .* leaves \d+\. Start at most \d+, or raise"
     start = time.monotonic()
-    with pytest.raises(_limits.SpawnLimitError, match=text):
+    with pytest.raises(resource_limits.SpawnLimitError, match=text):
         this_host().spawn_procs({"hosts": 10, "gpus": 1000})
     assert time.monotonic() - start < 5.0
 
 
-def test_a_dimension_s_name_is_taken() -> None:
+def test_taken_dimension_name_is_refused() -> None:
     hosts = HostMesh(Shape.of(Extent(("gpus",), (1,))))
     with pytest.raises(ValueError, match="the hosts have a dimension 'gpus' already: give per_host another name"):
         hosts.spawn_procs({"gpus": 1})
@@ -499,7 +504,7 @@ BINDINGS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", BINDINGS)
-def test_a_wrong_binding(kind: str) -> None:
+def test_wrong_proc_bind_is_refused(kind: str) -> None:
     wrong, text = BINDINGS[kind]
     with pytest.raises(ValueError, match=re.escape(text)):
         this_host().spawn_procs({"gpus": 2}, proc_bind=wrong)
@@ -508,20 +513,20 @@ def test_a_wrong_binding(kind: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"strategy": "some"}, "it can be 'one_for_one' or 'all'"),
-        ({"max_restarts": -1}, "can't be negative"),
-        ({"within": 0}, "within is more than 0"),
-        ({"backoff": -0.1}, "can't be negative"),
+        ({"strategy": "some"}, "it must be 'one_for_one' or 'all'"),
+        ({"max_restarts": -1}, "must not be negative"),
+        ({"within": 0}, "within must be above 0"),
+        ({"backoff": -0.1}, "must not be negative"),
         ({"backoff": 2.0, "most_backoff": 1.0}, "most_backoff at least backoff"),
     ],
 )
-def test_a_wrong_policy(wrong: dict[str, Any], text: str) -> None:
+def test_wrong_restart_policy_value_is_refused(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         Restart(**wrong)
 
 
 @pytest.mark.parametrize("wrong", ["always", True, 3], ids=str)
-def test_what_is_no_policy(wrong: Any, procs: ProcMesh, alive: None) -> None:
+def test_non_policy_is_refused(wrong: Any, procs: ProcMesh, alive: None) -> None:
     for spawn in (
         lambda: procs.spawn("wrong", Victim, restart=wrong),
         lambda: this_host().spawn_procs({"gpus": 1}, restart=wrong),
@@ -530,7 +535,7 @@ def test_what_is_no_policy(wrong: Any, procs: ProcMesh, alive: None) -> None:
             spawn()
 
 
-def test_a_bootstrap_and_an_environment_that_can_t_be() -> None:
+def test_wrong_bootstrap_and_environment_are_refused() -> None:
     lock = threading.Lock()
     with pytest.raises(TypeError, match="bootstrap"):
         this_host().spawn_procs({"gpus": 1}, bootstrap=5)  # type: ignore[arg-type]
@@ -542,7 +547,7 @@ def test_a_bootstrap_and_an_environment_that_can_t_be() -> None:
         this_host().spawn_procs({"gpus": 1}, env={"A=B": "c"})
 
 
-def test_log_options_that_mean_nothing(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_log_options_are_refused(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
     with this_host().spawn_procs({"gpus": 1}) as procs:
         victim = procs.spawn("victim", Victim)
         with pytest.raises(ValueError, match="LOUD"):
@@ -576,7 +581,7 @@ def test_get_in_a_running_loop_warns(one: ActorMesh, alive: None, tmp_path: Path
     assert asyncio.run(does_not()) == 2
 
 
-def test_a_callback_can_t_wait(one: ActorMesh, alive: None) -> None:
+def test_wait_in_a_callback_is_refused(one: ActorMesh, alive: None) -> None:
     caught: list[BaseException | None] = []
     there = threading.Event()
 
@@ -598,13 +603,13 @@ def test_a_callback_can_t_wait(one: ActorMesh, alive: None) -> None:
     assert caught[0] is None or (isinstance(caught[0], RuntimeError) and "use another thread" in str(caught[0]))
 
 
-def test_a_timeout_that_is_none(one: ActorMesh, alive: None) -> None:
+def test_wrong_timeout_is_refused(one: ActorMesh, alive: None) -> None:
     for wrong in (-1, "soon"):
         with pytest.raises((ValueError, TypeError), match="timeout"):
             one.echo.options(timeout=wrong)  # type: ignore[arg-type]
 
 
-def test_a_wait_that_is_too_short_can_be_repeated(one: ActorMesh, tmp_path: Path, alive: None) -> None:
+def test_wait_after_a_timeout_can_be_repeated(one: ActorMesh, tmp_path: Path, alive: None) -> None:
     with gate(tmp_path) as (name, open_gate):
         future = begun(one.wait.call_one, name)
         for _ in range(2):
@@ -614,8 +619,8 @@ def test_a_wait_that_is_too_short_can_be_repeated(one: ActorMesh, tmp_path: Path
         assert future.get(PATIENCE) == "waited"
 
 
-def test_this_process_is_a_mesh_that_nobody_ends() -> None:
+def test_stop_of_the_mesh_of_this_process_is_refused() -> None:
     for how in ("stop", "abort", "kill"):
-        with pytest.raises(RuntimeError, match=r"this process|stopped by who"):
+        with pytest.raises(RuntimeError, match=r"this process|only the program or actor that has spawned"):
             getattr(this_proc(), how)()
     assert os.getpid()

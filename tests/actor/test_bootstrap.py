@@ -1,4 +1,4 @@
-"""A `bootstrap=` that fails: raised where the program waits, with its traceback. The program does not end."""
+"""A failing `bootstrap=` raises where the program waits, with its traceback. The program does not end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import monarch_backend.actor as ma
+from monarch_backend._actor import supervision as supervision
 from monarch_backend.actor import Actor, MeshFailure, ProcMesh, Restart, SupervisionError, endpoint, this_host
-from monarch_backend.actor import _supervision as supervision
 from tests.actor.actors import Sync
 from tests.actor.support import PATIENCE, Faults
 

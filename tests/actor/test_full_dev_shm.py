@@ -1,4 +1,4 @@
-"""/dev/shm without a free page, as in containers with a small one: nothing of this package needs it."""
+"""The package works with a full /dev/shm, as in containers with a small one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Future by itself: no process, no message. Threads, callbacks, event loops, many who look at once."""
+"""Future by itself, without processes or messages: threads, callbacks, event loops, concurrent readers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._transport.local.event_loop import release
 from monarch_backend.actor import CancelledError, Future, gather
-from monarch_backend.transport._pump import release
 from tests.actor.support import PATIENCE
 
 LIMIT = 10.0
@@ -73,7 +73,7 @@ class Trouble(Exception):
 # ---- a value, an error, neither yet
 
 
-def test_a_value_may_be_looked_at_again_and_again() -> None:
+def test_value_can_be_read_repeatedly() -> None:
     future = fresh()
     assert not future.done()
     assert repr(future) == "<Future waiting>"
@@ -89,7 +89,7 @@ def test_a_value_may_be_looked_at_again_and_again() -> None:
     assert repr(future) == "<Future done>"
 
 
-def test_an_error_may_be_looked_at_again_and_again() -> None:
+def test_error_can_be_read_repeatedly() -> None:
     future = fresh()
     error = Trouble("no")
     future._fail(error)
@@ -103,7 +103,7 @@ def test_an_error_may_be_looked_at_again_and_again() -> None:
     assert repr(future) == "<Future failed: Trouble('no')>"
 
 
-def test_of_has_its_value() -> None:
+def test_completed_future_has_its_value() -> None:
     assert Future.of(None).get(0) is None
     assert Future.of([1]).result() == [1]
 
@@ -118,7 +118,7 @@ def test_a_timeout_does_not_consume_the_future() -> None:
     assert future.get(0.001) == 1
 
 
-def test_an_error_that_is_a_timeout_is_not_a_timeout() -> None:
+def test_timeout_error_as_a_result_is_not_a_timeout() -> None:
     future = fresh()
     error = TimeoutError("of the call itself")
     future._fail(error)
@@ -127,11 +127,11 @@ def test_an_error_that_is_a_timeout_is_not_a_timeout() -> None:
         future.get()
 
 
-def test_the_first_answer_counts() -> None:
+def test_first_result_counts() -> None:
     future = fresh()
     future._set(1)
     future._set(2)
-    future._set_raw(lambda: 3)
+    future.set_lazy_result(lambda: 3)
     future._fail(Trouble())
     assert future.get() == 1
     failed = fresh()
@@ -155,7 +155,7 @@ def test_gather_keeps_the_order_and_raises_the_first_error() -> None:
 # ---- a value that is made when it is wanted
 
 
-def test_the_value_is_made_once_however_many_ask() -> None:
+def test_lazy_value_is_computed_once() -> None:
     made: list[object] = []
 
     def cook() -> object:
@@ -164,31 +164,31 @@ def test_the_value_is_made_once_however_many_ask() -> None:
         return made[0]
 
     future = fresh()
-    future._set_raw(cook)
+    future.set_lazy_result(cook)
     results = in_threads(8, lambda i: future.get(PATIENCE) if i % 2 else future.result())
     assert len(made) == 1
     assert all(result is made[0] for result in results)
 
 
-def test_a_value_that_cannot_be_made_is_an_error_for_all() -> None:
+def test_lazy_value_that_fails_is_an_error_for_all_readers() -> None:
     def cook() -> object:
         raise Trouble("spoilt")
 
     future = fresh()
-    future._set_raw(cook)
+    future.set_lazy_result(cook)
     results = in_threads(8, lambda i: future.get(PATIENCE) if i % 2 else future.exception())
     assert all(isinstance(result, Trouble) for result in results)
     assert future.exception() is results[0]
 
 
-def test_what_made_the_value_is_let_go() -> None:
+def test_function_of_a_lazy_value_is_released() -> None:
     class Large:
         pass
 
     large = Large()
     gone = weakref.ref(large)
     future = fresh()
-    future._set_raw(lambda large=large: 1)  # type: ignore[misc]
+    future.set_lazy_result(lambda large=large: 1)  # type: ignore[misc]
     del large
     assert future.get() == 1
     gc.collect()
@@ -199,7 +199,7 @@ def test_what_made_the_value_is_let_go() -> None:
 
 
 @pytest.mark.parametrize("ending", ["value", "error", "cancel"])
-def test_every_thread_that_waits_is_woken(ending: str) -> None:
+def test_every_waiting_thread_is_woken(ending: str) -> None:
     future = fresh()
 
     def look(i: int) -> Any:
@@ -218,7 +218,7 @@ def test_every_thread_that_waits_is_woken(ending: str) -> None:
     assert all(isinstance(result, expected) for result in results)
 
 
-def test_answer_and_cancel_at_once_leave_one_outcome() -> None:
+def test_concurrent_result_and_cancel_leave_one_outcome() -> None:
     for _ in range(200):
         told: list[Future[Any]] = []
         future = fresh()
@@ -237,7 +237,7 @@ def test_answer_and_cancel_at_once_leave_one_outcome() -> None:
 # ---- callbacks
 
 
-def test_callbacks_before_and_after() -> None:
+def test_callbacks_before_and_after_completion_run() -> None:
     future = fresh()
     told: list[Any] = []
     future.add_done_callback(lambda f: told.append(("first", f.get())))
@@ -249,7 +249,7 @@ def test_callbacks_before_and_after() -> None:
     assert told[2:] == [("late", 3)]
 
 
-def test_a_callback_is_told_of_errors_and_cancelling() -> None:
+def test_callbacks_run_after_errors_and_cancellation() -> None:
     told: list[BaseException | None] = []
     for end in (lambda f: f._fail(Trouble()), lambda f: f.cancel()):
         future = fresh()
@@ -274,7 +274,7 @@ def test_every_callback_is_called_once_under_races() -> None:
         assert sorted(told) == [100 * i + n for i in (0, 1, 2, 4, 5) for n in range(20)]
 
 
-def test_a_callback_that_raises_keeps_nobody_else_from_being_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_callback_that_raises_does_not_stop_others(caplog: pytest.LogCaptureFixture) -> None:
     future = fresh()
     told: list[Any] = []
 
@@ -290,7 +290,7 @@ def test_a_callback_that_raises_keeps_nobody_else_from_being_told(caplog: pytest
     assert "in a callback" in caplog.text
 
 
-def test_a_callback_may_add_another() -> None:
+def test_callback_can_add_a_callback() -> None:
     future = fresh()
     told: list[str] = []
     future.add_done_callback(lambda f: f.add_done_callback(lambda _: told.append("inner")))
@@ -301,7 +301,7 @@ def test_a_callback_may_add_another() -> None:
 # ---- cancelling
 
 
-def test_cancel_tells_whoever_answers_once() -> None:
+def test_cancel_notifies_the_producer_once() -> None:
     reasons: list[str] = []
     future = fresh(reasons.append)
     assert future.cancel("no longer wanted")
@@ -316,7 +316,7 @@ def test_cancel_tells_whoever_answers_once() -> None:
 
 def test_cancel_after_completion_is_false() -> None:
     reasons: list[str] = []
-    for end in (lambda f: f._set(1), lambda f: f._fail(Trouble()), lambda f: f._set_raw(lambda: 1)):
+    for end in (lambda f: f._set(1), lambda f: f._fail(Trouble()), lambda f: f.set_lazy_result(lambda: 1)):
         future = fresh(reasons.append)
         end(future)
         assert not future.cancel()
@@ -338,7 +338,7 @@ def later(future: Future[Any], value: Any) -> threading.Thread:
     return thread
 
 
-def test_await_before_and_after_completion() -> None:
+def test_await_works_before_and_after_completion() -> None:
     async def main() -> list[Any]:
         future = fresh()
         later(future, 3)
@@ -389,7 +389,7 @@ def test_many_loops_and_threads_await_one_future() -> None:
     assert in_threads(9, work)[1:] == [9] * 8
 
 
-def test_cancelled_future_cancels_who_awaits() -> None:
+def test_cancelled_future_cancels_awaiting_tasks() -> None:
     async def main() -> None:
         future = fresh()
         waiting = asyncio.ensure_future(future.as_asyncio())
@@ -402,7 +402,7 @@ def test_cancelled_future_cancels_who_awaits() -> None:
     asyncio.run(main())
 
 
-def test_cancelling_the_task_cancels_the_call() -> None:
+def test_cancel_of_the_task_cancels_the_call() -> None:
     reasons: list[str] = []
 
     async def main() -> None:
@@ -423,7 +423,7 @@ def test_cancelling_the_task_cancels_the_call() -> None:
     assert reasons == ["its asyncio task was cancelled"]
 
 
-def test_wait_for_cancels_the_call_when_it_is_late() -> None:
+def test_wait_for_timeout_cancels_the_call() -> None:
     reasons: list[str] = []
 
     async def main() -> None:
@@ -435,7 +435,7 @@ def test_wait_for_cancels_the_call_when_it_is_late() -> None:
     assert reasons == ["its asyncio task was cancelled"]
 
 
-def test_an_answer_after_the_loop_is_closed_is_no_error() -> None:
+def test_result_after_the_loop_is_closed_is_no_error() -> None:
     future = fresh()
 
     async def main() -> asyncio.Future[Any]:
@@ -479,7 +479,7 @@ def test_get_of_a_finished_future_does_not_warn() -> None:
 # ---- everything at once
 
 
-def test_random_use_by_many_threads() -> None:
+def test_random_use_by_many_threads_is_consistent() -> None:
     for seed in range(20):
         rng = random.Random(seed)
         futures = [fresh() for _ in range(10)]
@@ -496,7 +496,7 @@ def test_random_use_by_many_threads() -> None:
                     case "value":
                         futures[i]._set(i)
                     case "raw":
-                        futures[i]._set_raw(lambda i=i: i)
+                        futures[i].set_lazy_result(lambda i=i: i)
                     case "error":
                         futures[i]._fail(Trouble(i))
                     case _:
@@ -519,7 +519,7 @@ def test_random_use_by_many_threads() -> None:
                 assert type(seen[i]) is kind
 
 
-def test_release_without_anybody_waiting() -> None:
+def test_release_without_waiters_is_harmless() -> None:
     future = fresh()
     release(future)
     assert not future.done()

@@ -1,4 +1,4 @@
-"""What messages carry: every kind and size, as argument and reply, to one and to many; nothing shared, nothing kept."""
+"""Payloads of every kind and size, as argument and reply, to one and to many actors. Nothing is shared or leaked."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from monarch_backend._transport.local import links, tuning
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -28,7 +29,6 @@ from monarch_backend.actor import (
     endpoint,
     this_host,
 )
-from monarch_backend.transport import _links, _router
 from tests.actor.actors import held_up, pid_of, resident_bytes, running
 from tests.actor.support import PATIENCE
 
@@ -270,21 +270,23 @@ def one(carriers: ActorMesh) -> ActorMesh:
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_to_and_from_one(one: ActorMesh, name: str) -> None:
+def test_payloads_to_and_from_one_actor_are_equal(one: ActorMesh, name: str) -> None:
     value = PAYLOADS[name]()
     assert one.is_payload.call_one(name, value).get(PATIENCE)
     assert same(one.make.call_one(name).get(PATIENCE), value)
 
 
 @pytest.mark.parametrize("name", [name for name in PAYLOADS if name not in HUGE[1:]])
-def test_to_and_from_many(carriers: ActorMesh, name: str) -> None:
+def test_payloads_to_and_from_many_actors_are_equal(carriers: ActorMesh, name: str) -> None:
     value = PAYLOADS[name]()
     assert all(carriers.is_payload.call(name, value).get(PATIENCE).values())
     assert all(same(reply, value) for reply in carriers.make.call(name).get(PATIENCE).values())
 
 
 @pytest.mark.parametrize("name", ["nested", "a model with tied weights", "many large tensors", f"{MIB} bytes"])
-def test_through_ports_streams_and_constructors(procs: ProcMesh, carriers: ActorMesh, name: str) -> None:
+def test_payloads_through_ports_streams_and_constructors_are_equal(
+    procs: ProcMesh, carriers: ActorMesh, name: str
+) -> None:
     expected = PAYLOADS[name]()
     port, receiver = Channel.open()
     carriers.make.send((name,), port=port)
@@ -297,8 +299,8 @@ def test_through_ports_streams_and_constructors(procs: ProcMesh, carriers: Actor
 
 
 @pytest.mark.slow
-def test_more_than_what_goes_in_one_piece(fresh: ActorMesh) -> None:
-    n = _links.MOST_IN_ONE + 1000 * KIB + 7
+def test_payload_of_several_fragments_is_equal(fresh: ActorMesh) -> None:
+    n = links.MOST_IN_ONE + 1000 * KIB + 7
     assert n > 256 * MIB
     one = fresh.slice(gpus=2)
     large = torch.ones(n, dtype=torch.uint8)
@@ -309,7 +311,7 @@ def test_more_than_what_goes_in_one_piece(fresh: ActorMesh) -> None:
     assert bool((reply == 1).all())
 
 
-def test_code_that_goes_by_value_keeps_its_file(one: ActorMesh) -> None:
+def test_code_sent_by_value_keeps_its_file_name(one: ActorMesh) -> None:
     """There and back, of a function and of one within it: tracebacks tell of it, inspect reads it."""
 
     def outer() -> Callable[[], str]:
@@ -325,7 +327,7 @@ def test_code_that_goes_by_value_keeps_its_file(one: ActorMesh) -> None:
         assert inspect.getsource(copy) == inspect.getsource(original)
 
 
-def test_what_cannot_be_read_is_an_error_and_the_actor_lives(one: ActorMesh) -> None:
+def test_undecodable_argument_is_an_error_and_the_actor_lives(one: ActorMesh) -> None:
     with pytest.raises(ActorError, match="can't rebuild an object") as caught:
         one.echo.call_one(Unreadable()).get(PATIENCE)
     assert isinstance(caught.value.__cause__, DeserializationError)
@@ -333,7 +335,7 @@ def test_what_cannot_be_read_is_an_error_and_the_actor_lives(one: ActorMesh) -> 
     assert one.echo.call_one(1).get(PATIENCE) == 1
 
 
-def test_a_reply_that_cannot_be_read_is_an_error(one: ActorMesh) -> None:
+def test_undecodable_reply_is_an_error(one: ActorMesh) -> None:
     future = one.echo.call_one(ReadableOnce())
     for _ in range(2):
         with pytest.raises(DeserializationError, match="can't rebuild an object"):
@@ -378,12 +380,12 @@ def in_pieces() -> Iterator[ProcMesh]:
 
 
 def send_in_pieces() -> None:
-    _router.MOST_IN_ONE = 64 * KIB
+    tuning.MOST_IN_ONE = 64 * KIB
 
 
 @pytest.fixture
 def pieces(in_pieces: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorMesh]:
-    monkeypatch.setattr(_router, "MOST_IN_ONE", 64 * KIB)
+    monkeypatch.setattr(tuning, "MOST_IN_ONE", 64 * KIB)
     mesh = in_pieces.spawn("pieces", Carrier)
     yield mesh
     mesh.stop().get(PATIENCE)
@@ -404,7 +406,7 @@ IN_PIECES = [
 
 
 @pytest.mark.parametrize("name", IN_PIECES)
-def test_pieces_make_a_whole(pieces: ActorMesh, name: str) -> None:
+def test_fragments_are_reassembled(pieces: ActorMesh, name: str) -> None:
     value = PAYLOADS[name]()
     assert pieces.slice(gpus=0).is_payload.call_one(name, value).get(PATIENCE)
     assert all(pieces.is_payload.call(name, value).get(PATIENCE).values())
@@ -413,7 +415,7 @@ def test_pieces_make_a_whole(pieces: ActorMesh, name: str) -> None:
     assert same(pieces.slice(gpus=2).echo.call_one(value).get(PATIENCE), value)
 
 
-def test_pieces_keep_their_place_among_other_messages(pieces: ActorMesh) -> None:
+def test_fragmented_message_keeps_its_place_in_order(pieces: ActorMesh) -> None:
     sizes = [10, 200_000, 20, 70_000, 30, 65_536, 65_537, 500_000, 1, 80_000] * 3
     for i, size in enumerate(sizes):
         (pieces if i % 2 else pieces.slice(gpus=slice(0, 3))).note.broadcast(
@@ -422,7 +424,7 @@ def test_pieces_keep_their_place_among_other_messages(pieces: ActorMesh) -> None
     assert list(pieces.noted.call().get(PATIENCE).values()) == [sizes] * 3
 
 
-def test_pieces_of_many_threads(pieces: ActorMesh) -> None:
+def test_fragmented_messages_of_many_threads_arrive(pieces: ActorMesh) -> None:
     def send(i: int) -> None:
         one = pieces.slice(gpus=i % 3)
         for n in range(4):
@@ -438,10 +440,10 @@ def test_pieces_of_many_threads(pieces: ActorMesh) -> None:
     assert results == [True] * 24
 
 
-def test_replies_in_pieces_from_many_actors_of_one_process(
+def test_fragmented_replies_of_actors_of_one_process_arrive(
     in_pieces: ProcMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_router, "MOST_IN_ONE", 64 * KIB)
+    monkeypatch.setattr(tuning, "MOST_IN_ONE", 64 * KIB)
     proc = in_pieces.slice(gpus=0)
     meshes = [proc.spawn(f"m{i}", (Carrier, AsyncCarrier)[i % 2]) for i in range(6)]
     names = [f"tensor of {MIB}", "many large tensors", f"{MIB + 1} bytes"]
@@ -453,7 +455,7 @@ def test_replies_in_pieces_from_many_actors_of_one_process(
         mesh.stop().get(PATIENCE)
 
 
-def test_pieces_both_ways_between_actors(pieces: ActorMesh, in_pieces: ProcMesh) -> None:
+def test_fragmented_messages_in_both_directions_arrive(pieces: ActorMesh, in_pieces: ProcMesh) -> None:
     pairs = in_pieces.spawn("pairs", Exchanging)
     value = tensor((300_000,), torch.uint8)
     calls = [pairs.slice(gpus=i).exchange.call_one(pairs, value, 5) for i in range(3)]
@@ -484,7 +486,7 @@ ELEMENTS = [10, 3000, 10_000, 300_000]
 
 @pytest.mark.parametrize("size", ELEMENTS)
 @pytest.mark.parametrize("kind", ["tensor", "array"])
-def test_ranks_share_nothing_with_each_other_or_the_caller(fresh: ActorMesh, size: int, kind: str) -> None:
+def test_payload_of_each_rank_is_independent(fresh: ActorMesh, size: int, kind: str) -> None:
     value: Any = torch.zeros(size) if kind == "tensor" else np.zeros(size, np.float32)
     fresh.keep.broadcast(value)
     fresh.change.call(1).get(PATIENCE)
@@ -498,7 +500,7 @@ def test_ranks_share_nothing_with_each_other_or_the_caller(fresh: ActorMesh, siz
 
 
 @pytest.mark.parametrize("size", ELEMENTS)
-def test_a_reply_is_the_callers_own(fresh: ActorMesh, size: int) -> None:
+def test_reply_belongs_to_the_caller(fresh: ActorMesh, size: int) -> None:
     fresh.keep.call(torch.zeros(size)).get(PATIENCE)
     replies = list(fresh.kept_is.call().get(PATIENCE).values())
     replies[0] += 5
@@ -510,7 +512,7 @@ def test_a_reply_is_the_callers_own(fresh: ActorMesh, size: int) -> None:
 
 @pytest.mark.parametrize("size", ELEMENTS)
 @pytest.mark.parametrize("to", ["one", "many"])
-def test_the_callers_memory_is_its_own_when_the_call_returns(fresh: ActorMesh, size: int, to: str) -> None:
+def test_argument_can_be_changed_after_the_call_returns(fresh: ActorMesh, size: int, to: str) -> None:
     target = fresh if to == "many" else fresh.slice(gpus=0)
     value, array, raw = torch.ones(size), np.ones(size), bytearray(b"1" * size)
     pids = [pid_of(fresh.slice(gpus=i)) for i in range(3)]
@@ -526,7 +528,7 @@ def test_the_callers_memory_is_its_own_when_the_call_returns(fresh: ActorMesh, s
 
 
 @pytest.mark.parametrize("size", ELEMENTS)
-def test_what_an_actor_sends_is_its_own_again_at_once(fresh: ActorMesh, size: int) -> None:
+def test_sent_value_can_be_changed_after_the_send(fresh: ActorMesh, size: int) -> None:
     port, receiver = Channel.open()
     fresh.slice(gpus=0).send_and_change.broadcast(port, size, 10)
     for i in range(10):
@@ -534,7 +536,7 @@ def test_what_an_actor_sends_is_its_own_again_at_once(fresh: ActorMesh, size: in
     receiver.close()
 
 
-def test_two_names_of_one_tensor_stay_one_within_a_message(one: ActorMesh) -> None:
+def test_tensor_sent_twice_in_a_message_arrives_as_one(one: ActorMesh) -> None:
     value = torch.zeros(10_000)
     first, second, other = one.echo.call_one((value, value, value.clone())).get(PATIENCE)
     assert first is second
@@ -555,7 +557,7 @@ def everybody(mesh: ActorMesh) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("way", ["argument", "reply", "argument to all", "reply of all", "port", "broadcast"])
-def test_memory_of_messages_is_given_back(fresh: ActorMesh, way: str) -> None:
+def test_memory_of_messages_is_released(fresh: ActorMesh, way: str) -> None:
     large = torch.ones(16 * MIB, dtype=torch.uint8)
     one = fresh.slice(gpus=0)
     port, receiver = Channel.open()
@@ -585,7 +587,7 @@ def test_memory_of_messages_is_given_back(fresh: ActorMesh, way: str) -> None:
     receiver.close()
 
 
-def test_a_receiver_that_keeps_all_does_not_stop_the_sender() -> None:
+def test_receiver_that_keeps_all_messages_does_not_block_the_sender() -> None:
     """The sender's arena has 64 MiB, and what is kept of it is 160 MiB: some of it has to be copied."""
     with this_host().spawn_procs({"gpus": 1}, bootstrap=small_arena) as procs:
         one = procs.spawn("small", Carrier)
@@ -598,7 +600,7 @@ def test_a_receiver_that_keeps_all_does_not_stop_the_sender() -> None:
         assert torch.equal(one.echo.call_one(kept[3]).get(PATIENCE), kept[3])
 
 
-def test_an_arena_that_is_full_holds_the_sender_up_until_there_is_room() -> None:
+def test_full_arena_blocks_the_sender_until_memory_is_free() -> None:
     with this_host().spawn_procs({"gpus": 2}, bootstrap=small_arena) as procs:
         mesh = procs.spawn("small", Carrier)
         mesh.initialized.get(PATIENCE)
@@ -620,8 +622,8 @@ class Relay(Actor):
 
 
 def small_arena() -> None:
-    _links.ARENA_BYTES = 64 * MIB
-    _router.MOST_IN_ONE = 16 * MIB
+    links.ARENA_BYTES = 64 * MIB
+    tuning.MOST_IN_ONE = 16 * MIB
 
 
 class Limited(Actor):
@@ -647,7 +649,7 @@ class Limited(Actor):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [300 * MIB, 5 << 30])
-def test_message_larger_than_the_memory_limit_is_an_error_and_both_sides_go_on(size: int) -> None:
+def test_message_above_the_memory_limit_is_an_error_and_both_sides_continue(size: int) -> None:
     """As an argument and as a result; a process without a limit still gets it."""
     with this_host().spawn_procs({"gpus": 2}) as procs:
         mesh = procs.spawn("limited", Limited)
@@ -667,7 +669,7 @@ def test_message_larger_than_the_memory_limit_is_an_error_and_both_sides_go_on(s
             assert other.length.call_one(bytes(size)).get(PATIENCE) == size
 
 
-def test_memory_of_a_process_that_has_gone_is_given_back() -> None:
+def test_memory_of_a_dead_process_is_released() -> None:
     before = resident_bytes()
     for _ in range(3):
         with this_host().spawn_procs({"gpus": 1}) as procs:

@@ -1,4 +1,4 @@
-"""Ports: who gets which value, also when whoever was given one did not look. Between processes: test_order.py."""
+"""Ports: which receiver gets which value, also when a future was not read. Between processes: test_message_order.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.actor.actors import until
 from tests.actor.support import PATIENCE
 
 
-def test_a_value_that_nobody_has_looked_at_goes_to_the_next() -> None:
+def test_value_of_an_unread_future_goes_to_the_next() -> None:
     """As in the moment of a timeout: the future is let go, and has its value already."""
     port, receiver = Channel.open()
     late = receiver.recv()
@@ -28,7 +28,7 @@ def test_a_value_that_nobody_has_looked_at_goes_to_the_next() -> None:
 
 
 @pytest.mark.parametrize("order", ["abc", "cba", "bca"])
-def test_values_that_come_back_keep_their_places(order: str) -> None:
+def test_returned_values_keep_their_order(order: str) -> None:
     port, receiver = Channel.open()
     futures = {name: receiver.recv() for name in "abc"}
     for name in "abcd":
@@ -38,7 +38,7 @@ def test_values_that_come_back_keep_their_places(order: str) -> None:
     assert [receiver.recv().get(PATIENCE) for _ in range(4)] == list("abcd")
 
 
-def test_a_value_that_was_looked_at_does_not_come_back() -> None:
+def test_value_that_was_read_does_not_return() -> None:
     port, receiver = Channel.open()
     for value in range(3):
         future = receiver.recv()
@@ -56,7 +56,7 @@ def test_a_value_that_was_looked_at_does_not_come_back() -> None:
     assert waiting.get(PATIENCE) == "the next"
 
 
-def test_an_error_that_nobody_has_looked_at_goes_to_the_next() -> None:
+def test_error_of_an_unread_future_goes_to_the_next() -> None:
     port, receiver = Channel.open()
     future = receiver.recv()
     port.exception(ValueError("the sender's"))
@@ -66,7 +66,7 @@ def test_an_error_that_nobody_has_looked_at_goes_to_the_next() -> None:
         receiver.recv().get(PATIENCE)
 
 
-def test_who_waits_already_gets_what_comes_back() -> None:
+def test_waiting_receiver_gets_a_returned_value() -> None:
     port, receiver = Channel.open()
     first, second = receiver.recv(), receiver.recv()
     port.send("a value")
@@ -75,7 +75,7 @@ def test_who_waits_already_gets_what_comes_back() -> None:
     assert second.get(PATIENCE) == "a value"
 
 
-def test_a_cancelled_future_takes_nothing() -> None:
+def test_cancelled_future_takes_no_value() -> None:
     port, receiver = Channel.open()
     future = receiver.recv()
     assert future.cancel()
@@ -83,7 +83,7 @@ def test_a_cancelled_future_takes_nothing() -> None:
     assert receiver.recv().get(PATIENCE) == "a value"
 
 
-def test_a_task_that_is_cancelled_just_when_its_value_comes_loses_nothing() -> None:
+def test_task_cancelled_at_arrival_loses_no_value() -> None:
     async def main() -> Any:
         port, receiver = Channel.open()
 
@@ -102,7 +102,7 @@ def test_a_task_that_is_cancelled_just_when_its_value_comes_loses_nothing() -> N
     assert asyncio.run(main()) == "just then"
 
 
-def test_a_value_that_comes_as_the_time_of_wait_for_is_up_is_not_lost() -> None:
+def test_value_at_the_timeout_of_wait_for_is_not_lost() -> None:
     async def main() -> list[Any]:
         port, receiver = Channel.open()
         loop = asyncio.get_running_loop()
@@ -125,7 +125,7 @@ def test_a_value_that_comes_as_the_time_of_wait_for_is_up_is_not_lost() -> None:
     assert asyncio.run(main()) == [1, 2]
 
 
-def test_who_awaits_an_error_has_seen_it() -> None:
+def test_awaited_error_counts_as_read() -> None:
     async def main() -> Any:
         port, receiver = Channel.open()
         future = receiver.recv()
@@ -139,7 +139,7 @@ def test_who_awaits_an_error_has_seen_it() -> None:
     assert asyncio.run(main()) == "the next"
 
 
-def test_a_port_for_one_value_gives_it_to_who_looks() -> None:
+def test_one_value_port_gives_its_value_to_the_reader() -> None:
     port, receiver = Channel.open(once=True)
     future = receiver.recv()
     port.send("the one")
@@ -150,7 +150,7 @@ def test_a_port_for_one_value_gives_it_to_who_looks() -> None:
         receiver.recv()
 
 
-def test_no_value_is_lost_or_given_twice_by_receivers_that_hurry() -> None:
+def test_concurrent_receivers_neither_lose_nor_double_values() -> None:
     """Each gives up now and then, in the very moment perhaps in which its value comes."""
     count, takers = 3000, 3
     port, receiver = Channel.open()

@@ -1,4 +1,4 @@
-"""`Restart`: what dies comes back, on the same ranks, with a fresh state; not for ever, and not what was stopped."""
+"""`Restart` policies: failed actors and processes are replaced on the same ranks, with limits and back-off."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._actor.runtime import program
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.proc_mesh import ProcMeshState
+from monarch_backend._transport.local.peer import Peer
 from monarch_backend.actor import (
     Actor,
     ActorMesh,
@@ -27,14 +31,10 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from monarch_backend.actor._program import program
-from monarch_backend.mesh._extent import Extent
-from monarch_backend.mesh._procs import ProcCore
-from monarch_backend.transport._peer import Peer
 from tests.actor.actors import comes_back, until
-from tests.actor.harm import Owner, Supervisor, Victim, lines
+from tests.actor.failing_actors import Owner, Supervisor, Victim, lines
 from tests.actor.support import PATIENCE, Faults, begun, gate
-from tests.mesh.spawning import Watch
+from tests.processes.spawning import Watch
 
 SOON = Restart(max_restarts=50, backoff=0.0)
 
@@ -85,7 +85,7 @@ class FailsToBeBuilt(Actor):
 # Actors
 
 
-def test_an_actor_that_died_is_built_anew_and_the_others_are_not_touched(lasting: ProcMesh, faults: Faults) -> None:
+def test_failed_actor_is_recreated_and_others_are_unaffected(lasting: ProcMesh, faults: Faults) -> None:
     victims = lasting.spawn("victims", Victim, restart=SOON)
     victims.note.broadcast("before")
     before = pids_of(victims)
@@ -98,7 +98,7 @@ def test_an_actor_that_died_is_built_anew_and_the_others_are_not_touched(lasting
     victims.stop().get(PATIENCE)
 
 
-def test_messages_wait_for_the_next_one(lasting: ProcMesh, faults: Faults) -> None:
+def test_messages_wait_for_the_recreated_actor(lasting: ProcMesh, faults: Faults) -> None:
     """In order, and each at most once: what the dying one had begun is lost and says so, what it had not is kept."""
     victim = lasting.slice(gpus=0).spawn("victim", Victim, restart=Restart(backoff=0.2, max_restarts=3))
     victim.note.broadcast("old")
@@ -115,7 +115,7 @@ def test_messages_wait_for_the_next_one(lasting: ProcMesh, faults: Faults) -> No
     victim.stop().get(PATIENCE)
 
 
-def test_the_whole_mesh_is_restarted(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_whole_mesh_is_restarted(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     policy = Restart(strategy="all", max_restarts=3, backoff=0.0)
     victims = lasting.spawn("victims", Counted, str(log), restart=policy)
@@ -132,7 +132,7 @@ def test_the_whole_mesh_is_restarted(lasting: ProcMesh, faults: Faults, tmp_path
     victims.stop().get(PATIENCE)
 
 
-def test_the_whole_mesh_is_restarted_though_one_is_busy(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_whole_mesh_is_restarted_while_one_actor_is_busy(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     """Its running message ends first: there are never two instances of one rank."""
     log = tmp_path / "log"
     policy = Restart(strategy="all", max_restarts=3, backoff=0.0)
@@ -152,7 +152,7 @@ def test_the_whole_mesh_is_restarted_though_one_is_busy(lasting: ProcMesh, fault
     victims.stop().get(PATIENCE)
 
 
-def test_the_restarts_wait_longer_each_time(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_restart_backoff_grows(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     policy = Restart(max_restarts=3, backoff=0.05, most_backoff=0.1)
     victim = lasting.slice(gpus=0).spawn("victim", Counted, str(log), restart=policy)
@@ -168,7 +168,7 @@ def test_the_restarts_wait_longer_each_time(lasting: ProcMesh, faults: Faults, t
     victim.stop().get(PATIENCE)
 
 
-def test_too_many_restarts_are_a_failure_of_the_mesh(lasting: ProcMesh, faults: Faults) -> None:
+def test_too_many_restarts_fail_the_mesh(lasting: ProcMesh, faults: Faults) -> None:
     victims = lasting.spawn("victims", Victim, restart=Restart(max_restarts=2, within=60, backoff=0.0))
     doomed = victims.slice(gpus=1)
     for _ in range(2):
@@ -188,7 +188,7 @@ def test_too_many_restarts_are_a_failure_of_the_mesh(lasting: ProcMesh, faults: 
     victims.stop().get(PATIENCE)
 
 
-def test_what_waits_for_an_actor_that_never_comes_back_is_answered(lasting: ProcMesh, faults: Faults) -> None:
+def test_calls_to_an_actor_that_is_not_restarted_fail(lasting: ProcMesh, faults: Faults) -> None:
     """Everything that was kept for the next one: there is none."""
     victim = lasting.slice(gpus=0).spawn("victim", Victim, restart=Restart(max_restarts=0, backoff=0.0))
     lost = victim.raises.call_one(SystemExit(1))
@@ -198,7 +198,7 @@ def test_what_waits_for_an_actor_that_never_comes_back_is_answered(lasting: Proc
         assert isinstance(future.exception(PATIENCE), SupervisionError)
 
 
-def test_old_deaths_are_forgotten(lasting: ProcMesh, faults: Faults) -> None:
+def test_old_failures_do_not_count_as_restarts(lasting: ProcMesh, faults: Faults) -> None:
     victim = lasting.slice(gpus=0).spawn("victim", Victim, restart=Restart(max_restarts=1, within=0.05, backoff=0.0))
     for _ in range(3):
         victim.raises.broadcast(ValueError("again"))
@@ -208,7 +208,7 @@ def test_old_deaths_are_forgotten(lasting: ProcMesh, faults: Faults) -> None:
     victim.stop().get(PATIENCE)
 
 
-def test_a_constructor_that_fails_is_tried_again(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_failing_constructor_is_retried(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     actor = lasting.slice(gpus=0).spawn("slow to start", FailsToBeBuilt, str(log), 2, restart=SOON)
     assert actor.echo.call_one("up").get(PATIENCE) == "up"
@@ -217,7 +217,7 @@ def test_a_constructor_that_fails_is_tried_again(lasting: ProcMesh, faults: Faul
     actor.stop().get(PATIENCE)
 
 
-def test_a_constructor_that_always_fails_is_given_up(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_constructor_that_always_fails_fails_the_mesh(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     policy = Restart(max_restarts=2, backoff=0.0)
     actor = lasting.slice(gpus=0).spawn("never", FailsToBeBuilt, str(log), 99, restart=policy)
@@ -228,7 +228,7 @@ def test_a_constructor_that_always_fails_is_given_up(lasting: ProcMesh, faults: 
     assert len(lines(log)) == 3
 
 
-def test_what_is_stopped_is_not_restarted(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_stopped_actor_is_not_restarted(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     victims = lasting.spawn("victims", Counted, str(log), restart=Restart(max_restarts=9, backoff=0.05))
     victims.initialized.get(PATIENCE)
@@ -244,7 +244,7 @@ def test_what_is_stopped_is_not_restarted(lasting: ProcMesh, faults: Faults, tmp
     assert built(log) == before and (before == 3 or not in_time)
 
 
-def test_an_actor_that_stops_itself_is_not_restarted(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_actor_that_stops_itself_is_not_restarted(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     victim = lasting.slice(gpus=0).spawn("victim", Counted, str(log), restart=SOON)
     victim.end_itself.call_one("stop", "done here").get(PATIENCE)
@@ -254,7 +254,7 @@ def test_an_actor_that_stops_itself_is_not_restarted(lasting: ProcMesh, faults: 
     assert built(log) == 1
 
 
-def test_a_cleanup_comes_before_the_next_construction(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
+def test_cleanup_runs_before_the_next_constructor(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     log = tmp_path / "log"
     victim = lasting.slice(gpus=0).spawn("victim", Counted, str(log), restart=SOON)
     for _ in range(3):
@@ -264,7 +264,7 @@ def test_a_cleanup_comes_before_the_next_construction(lasting: ProcMesh, faults:
     victim.stop().get(PATIENCE)
 
 
-def test_actors_of_the_main_program_are_restarted_too(faults: Faults) -> None:
+def test_actors_of_the_main_program_are_restarted(faults: Faults) -> None:
     victim = this_proc().spawn("victim", Victim, restart=SOON)
     victim.note.broadcast("before")
     victim.raises.broadcast(ValueError("die"))
@@ -273,7 +273,7 @@ def test_actors_of_the_main_program_are_restarted_too(faults: Faults) -> None:
     victim.stop().get(PATIENCE)
 
 
-def test_an_actor_restarts_what_it_owns(faults: Faults) -> None:
+def test_actor_restarts_its_own_actors(faults: Faults) -> None:
     """A policy in an actor: it is asked only once the policy gives up."""
     with this_host().spawn_procs({"gpus": 1}) as procs:
         owner = procs.spawn("owner", Supervisor, True)
@@ -293,7 +293,7 @@ def test_an_actor_restarts_what_it_owns(faults: Faults) -> None:
 # Processes
 
 
-def test_a_process_that_died_comes_back_and_the_others_are_not_touched(faults: Faults) -> None:
+def test_dead_process_is_replaced_and_others_are_unaffected(faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": 3}, restart=SOON) as procs:
         victims = procs.spawn("victims", Victim)
         more = procs.spawn("more", Victim)
@@ -313,7 +313,7 @@ def test_a_process_that_died_comes_back_and_the_others_are_not_touched(faults: F
         assert victims.failed_ranks == () and procs.initialized.get(PATIENCE) is None
 
 
-def test_messages_wait_for_the_next_process(faults: Faults) -> None:
+def test_messages_wait_for_the_replacement_process(faults: Faults) -> None:
     """Sent once the death is known, before there is another process."""
     with this_host().spawn_procs({"gpus": 1}, restart=Restart(backoff=0.2)) as procs:
         victim = procs.spawn("victim", Victim)
@@ -329,7 +329,7 @@ def test_messages_wait_for_the_next_process(faults: Faults) -> None:
         assert victim.all_notes.call_one().get(PATIENCE) == list(range(100))
 
 
-def test_all_processes_are_restarted(faults: Faults) -> None:
+def test_all_processes_of_the_mesh_are_restarted(faults: Faults) -> None:
     policy = Restart(strategy="all", max_restarts=3, backoff=0.0)
     with this_host().spawn_procs({"gpus": 3}, restart=policy) as procs:
         victims = procs.spawn("victims", Victim)
@@ -344,7 +344,7 @@ def test_all_processes_are_restarted(faults: Faults) -> None:
         assert not set(before) & set(after) and len(set(after)) == 3
 
 
-def test_a_process_that_dies_too_often_is_a_failure_of_its_mesh(faults: Faults) -> None:
+def test_process_that_dies_too_often_fails_the_mesh(faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": 2}, name="frail", restart=Restart(max_restarts=1, backoff=0.0)) as procs:
         victims = procs.spawn("victims", Victim)
         first = pids_of(victims)
@@ -361,7 +361,7 @@ def test_a_process_that_dies_too_often_is_a_failure_of_its_mesh(faults: Faults) 
         assert isinstance(victims.slice(gpus=0).echo.call_one(1).exception(PATIENCE), SupervisionError)
 
 
-def test_a_bootstrap_that_always_fails_is_given_up(faults: Faults) -> None:
+def test_bootstrap_that_always_fails_fails_the_mesh(faults: Faults) -> None:
     def bootstrap() -> None:
         raise RuntimeError("no accelerator here")
 
@@ -373,7 +373,7 @@ def test_a_bootstrap_that_always_fails_is_given_up(faults: Faults) -> None:
         assert isinstance(victim.echo.call_one(1).exception(PATIENCE), SupervisionError)
 
 
-def test_a_bootstrap_that_fails_once_is_tried_again(faults: Faults, tmp_path: Path) -> None:
+def test_bootstrap_that_fails_once_is_retried(faults: Faults, tmp_path: Path) -> None:
     log = str(tmp_path / "log")
 
     def bootstrap() -> None:
@@ -394,7 +394,7 @@ def test_a_bootstrap_that_fails_once_is_tried_again(faults: Faults, tmp_path: Pa
     assert lines(Path(log)) == ["tried", "tried"]
 
 
-def test_actors_that_are_stopped_while_they_restart_have_ended(faults: Faults) -> None:
+def test_actors_stopped_during_a_restart_end(faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": 1}) as procs:
         victim = procs.spawn("victim", Dies, restart=Restart(backoff=0.3))
         victim.initialized.get(PATIENCE)
@@ -404,7 +404,7 @@ def test_actors_that_are_stopped_while_they_restart_have_ended(faults: Faults) -
         assert procs.spawn("another", Victim).echo.call_one("there").get(PATIENCE) == "there"
 
 
-def test_actors_of_processes_that_are_stopped_while_they_restart_have_ended(faults: Faults) -> None:
+def test_actors_of_processes_stopped_during_a_restart_end(faults: Faults) -> None:
     procs = this_host().spawn_procs({"gpus": 2}, restart=Restart(backoff=30.0, most_backoff=30.0))
     victims = procs.spawn("victims", Victim)
     victims.slice(gpus=0).end_process.call_one("SIGKILL").exception(PATIENCE)
@@ -416,7 +416,7 @@ def test_actors_of_processes_that_are_stopped_while_they_restart_have_ended(faul
     others.stop().get(PATIENCE)
 
 
-def test_processes_that_are_stopped_while_they_restart_stay_away(faults: Faults, tmp_path: Path) -> None:
+def test_processes_stopped_during_a_restart_are_not_started(faults: Faults, tmp_path: Path) -> None:
     procs = this_host().spawn_procs({"gpus": 2}, restart=Restart(backoff=0.1))
     victims = procs.spawn("victims", Victim)
     dying = victims.slice(gpus=0).end_process.call_one("3")
@@ -426,7 +426,7 @@ def test_processes_that_are_stopped_while_they_restart_stay_away(faults: Faults,
     assert isinstance(error, SupervisionError) and "enough" in str(error)
 
 
-def test_a_new_process_has_the_mesh_s_environment_and_bootstrap(faults: Faults) -> None:
+def test_replacement_process_has_environment_and_bootstrap_of_the_mesh(faults: Faults) -> None:
     def bootstrap() -> None:
         import os
 
@@ -473,7 +473,7 @@ class Knows(Victim):
         return "back"
 
 
-def test_third_parties_who_have_never_met_the_owner_find_the_new_process(faults: Faults) -> None:
+def test_third_party_without_link_to_the_owner_finds_the_replacement(faults: Faults) -> None:
     """The processes belong to an actor; somebody else has the reference from the main program."""
     with this_host().spawn_procs({"gpus": 2}) as procs:
         owner = procs.slice(gpus=0).spawn("owner", Owner)
@@ -487,7 +487,7 @@ def test_third_parties_who_have_never_met_the_owner_find_the_new_process(faults:
         assert friend.ask.call_one("third").get(PATIENCE) == "third"
 
 
-def test_whoever_was_called_by_a_process_finds_its_successor(faults: Faults, tmp_path: Path) -> None:
+def test_callee_of_a_process_finds_its_replacement(faults: Faults, tmp_path: Path) -> None:
     """It has the reference, has never called, and has no link to the owner."""
     with this_host().spawn_procs({"gpus": 2}) as procs, gate(tmp_path) as (name, open_gate):
         owner = procs.slice(gpus=0).spawn("owner", Owner)
@@ -502,15 +502,15 @@ def test_whoever_was_called_by_a_process_finds_its_successor(faults: Faults, tmp
         friend.comes_back.call_one().get(2 * PATIENCE)
 
 
-def test_a_successor_is_expected_before_anybody_can_send_to_it(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace, expected = ProcCore.replace, []
+def test_replacement_is_announced_before_messages_to_it(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, expected = ProcMeshState.replace, []
 
-    def replaced(core: ProcCore, rank: int, token: str) -> None:
+    def replaced(core: ProcMeshState, rank: int, token: str) -> None:
         peer = program().router.peers.get(token)
         expected.append(peer is not None and peer.expected)
         replace(core, rank, token)
 
-    monkeypatch.setattr(ProcCore, "replace", replaced)
+    monkeypatch.setattr(ProcMeshState, "replace", replaced)
     with this_host().spawn_procs({"gpus": 1}, restart=SOON) as procs:
         victim = procs.spawn("victim", Victim)
         victim.end_process.call_one("SIGKILL").exception(PATIENCE)
@@ -518,20 +518,20 @@ def test_a_successor_is_expected_before_anybody_can_send_to_it(faults: Faults, m
     assert expected == [True]
 
 
-def test_a_process_that_is_replaced_while_it_is_looked_up() -> None:
-    def find(core: ProcCore, rank: int) -> Peer:
+def test_process_replaced_during_a_lookup_is_found() -> None:
+    def find(core: ProcMeshState, rank: int) -> Peer:
         found = Peer(core.tokens[rank], 1)
         if found.token == "former":
             core.replace(rank, "successor")
         return found
 
-    core = ProcCore("id", "name", Extent(("gpus",), (2,)), Peer("owner", 1), ["former", "other"], find)
+    core = ProcMeshState("id", "name", Extent(("gpus",), (2,)), Peer("owner", 1), ["former", "other"], find)
     assert core.peer(0).token == "successor"
     assert core.peer(0) is core.known[0]
     assert [core.rank_of(token) for token in ("former", "successor", "other", "stranger")] == [0, 0, 1, None]
 
 
-def test_an_old_reference_that_waited_leads_to_the_new_process(faults: Faults, tmp_path: Path) -> None:
+def test_old_reference_leads_to_the_replacement_process(faults: Faults, tmp_path: Path) -> None:
     """Nobody there held the mesh when its owner told of the successor."""
     with this_host().spawn_procs({"gpus": 1}) as home, this_host().spawn_procs({"gpus": 1}, restart=SOON) as procs:
         friend = home.spawn("friend", Knows)
@@ -547,7 +547,7 @@ def test_an_old_reference_that_waited_leads_to_the_new_process(faults: Faults, t
 
 
 @pytest.mark.parametrize("reference", ["new", "old"])
-def test_third_parties_find_the_new_process(reference: str, faults: Faults) -> None:
+def test_third_parties_find_the_replacement_process(reference: str, faults: Faults) -> None:
     """An actor that has had a reference since before the death, and one that is sent it afterwards."""
     with this_host().spawn_procs({"gpus": 2}, restart=SOON) as procs:
         friends = procs.spawn("friends", Knows)
@@ -561,7 +561,7 @@ def test_third_parties_find_the_new_process(reference: str, faults: Faults) -> N
         assert friend.ask.call_one("second").get(PATIENCE) == "second"
 
 
-def test_many_deaths_one_after_the_other(faults: Faults) -> None:
+def test_many_deaths_in_sequence_are_all_restarted(faults: Faults) -> None:
     """Nothing runs full, and descriptors don't add up: the leak check looks."""
     with this_host().spawn_procs({"gpus": 2}, restart=SOON) as procs:
         victims = procs.spawn("victims", Victim)
@@ -574,7 +574,7 @@ def test_many_deaths_one_after_the_other(faults: Faults) -> None:
         assert len(seen) == 10
 
 
-def test_an_owner_restarts_with_all_that_it_owns(faults: Faults) -> None:
+def test_owner_restarts_with_its_own_meshes(faults: Faults) -> None:
     """Its meshes end with it; the new one begins anew."""
     with this_host().spawn_procs({"gpus": 1}) as procs:
         owner = procs.spawn("owner", Owner, restart=SOON)
@@ -669,6 +669,6 @@ def test_actor_that_raises_in_constructor_reports_its_restarts(
     assert "used up" in str(actor.echo.call_one(1).exception(PATIENCE))
 
 
-def test_policy_without_restarts_says_so(lasting: ProcMesh, faults: Faults) -> None:
+def test_policy_without_restarts_is_named_in_the_error(lasting: ProcMesh, faults: Faults) -> None:
     lasting.slice(gpus=0).spawn("doomed", RaisesInConstructor, restart=Restart(max_restarts=0))
     assert "it is not restarted (max_restarts=0, within=60 s)" in str(faults.next())

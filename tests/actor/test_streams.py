@@ -1,4 +1,4 @@
-"""Endpoints that yield: order, back-pressure, errors in the middle, and readers that leave early."""
+"""Generator endpoints: order, back-pressure, errors in the middle, and readers that stop early."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from monarch_backend._actor.pending_calls import STREAM_WINDOW
 from monarch_backend.actor import (
     Accumulator,
     Actor,
@@ -28,7 +29,6 @@ from monarch_backend.actor import (
     current_rank,
     endpoint,
 )
-from monarch_backend.actor._calls import STREAM_WINDOW
 from tests.actor.actors import Gate, Sync, running, until
 from tests.actor.support import PATIENCE
 
@@ -202,7 +202,7 @@ def ends(one: ActorMesh) -> list[str]:
 
 
 @pytest.mark.parametrize("n", [0, 1, STREAM_WINDOW - 1, STREAM_WINDOW, STREAM_WINDOW + 1, 10 * STREAM_WINDOW + 7])
-def test_all_values_in_order(one: ActorMesh, n: int) -> None:
+def test_stream_has_all_values_in_order(one: ActorMesh, n: int) -> None:
     stream = one.count.call_one(n)
     assert isinstance(stream, Stream)
     assert list(stream) == list(range(n))
@@ -210,7 +210,7 @@ def test_all_values_in_order(one: ActorMesh, n: int) -> None:
     assert ends(one) == ["to the end", "finally"]
 
 
-def test_values_of_all_ranks(source: ActorMesh) -> None:
+def test_stream_has_values_of_all_ranks(source: ActorMesh) -> None:
     n = 3 * STREAM_WINDOW
     values = [future.get(PATIENCE) for future in source.count.stream(n)]
     assert sorted(values) == sorted(3 * list(range(n)))
@@ -225,7 +225,7 @@ def test_call_gives_lists_by_rank(source: ActorMesh) -> None:
     assert list(source.count.call(0).get(PATIENCE).values()) == [[]] * 3
 
 
-def test_call_does_not_hold_the_generators_up(source: ActorMesh) -> None:
+def test_call_does_not_block_generators(source: ActorMesh) -> None:
     n = 5 * STREAM_WINDOW
     collected = source.count.call(n)
     until(lambda: collected.done(), "all has come without anybody asking")
@@ -241,7 +241,7 @@ def test_broadcast_runs_the_generator_to_its_end(one: ActorMesh) -> None:
     assert ends(one) == ["to the end", "finally"]
 
 
-def test_values_of_every_size(one: ActorMesh) -> None:
+def test_values_of_every_size_are_streamed(one: ActorMesh) -> None:
     values = [None, b"x" * 10, torch.arange(100_000), np.arange(9.0), b"y" * 200_000, {"deep": [torch.ones(3000)]}]
     found = list(one.give.call_one(values))
     assert found[:2] == values[:2]
@@ -251,32 +251,32 @@ def test_values_of_every_size(one: ActorMesh) -> None:
     assert torch.equal(found[5]["deep"][0], torch.ones(3000))
 
 
-def test_a_value_is_what_it_was_when_it_was_yielded(one: ActorMesh) -> None:
+def test_value_is_a_snapshot_at_yield(one: ActorMesh) -> None:
     arrays = list(one.same_array.call_one(10))
     assert [array[0] for array in arrays] == list(range(10))
     assert [array[-1] for array in arrays] == list(range(10))
 
 
-def test_two_streams_of_one_actor_come_one_after_the_other(one: ActorMesh) -> None:
+def test_two_streams_of_one_actor_run_in_sequence(one: ActorMesh) -> None:
     first, second = one.count.call_one(10), one.count.call_one(20)
     assert list(second) == list(range(20))  # the first fits into its window, so that it ends without a reader
     assert list(first) == list(range(10))
 
 
-def test_a_generator_that_yields_nothing(one: ActorMesh) -> None:
+def test_generator_without_values_gives_an_empty_stream(one: ActorMesh) -> None:
     port, receiver = Channel.open()
     assert list(one.not_started.call_one(port)) == []
     assert receiver.recv().get(PATIENCE) == "begun"
     receiver.close()
 
 
-def test_a_plain_endpoint_in_a_stream(procs: ProcMesh) -> None:
+def test_stream_of_a_plain_endpoint_has_its_replies(procs: ProcMesh) -> None:
     mesh = procs.spawn("plain", Sync)
     assert sorted(future.get(PATIENCE) for future in mesh.square.stream(2)) == [(0, 4), (1, 4), (2, 4)]
     mesh.stop().get(PATIENCE)
 
 
-def test_the_last_reply_is_there_before_the_stream_has_ended(procs: ProcMesh) -> None:
+def test_last_value_is_available_before_the_stream_ends(procs: ProcMesh) -> None:
     """A reader that looks in between would take it for the end."""
     mesh = procs.spawn("gate", Gate)
     stream: Any = mesh.wait.stream()
@@ -299,7 +299,7 @@ def test_the_last_reply_is_there_before_the_stream_has_ended(procs: ProcMesh) ->
 # ---- back-pressure
 
 
-def test_the_actor_is_at_most_a_window_ahead(procs: ProcMesh) -> None:
+def test_async_generator_is_at_most_one_window_ahead(procs: ProcMesh) -> None:
     mesh = procs.slice(gpus=0).spawn("watched", Watched)
     stream = mesh.count.call_one(100 * STREAM_WINDOW)
 
@@ -316,7 +316,7 @@ def test_the_actor_is_at_most_a_window_ahead(procs: ProcMesh) -> None:
     mesh.stop().get(PATIENCE)
 
 
-def test_a_plain_generator_is_at_most_a_window_ahead(procs: ProcMesh) -> None:
+def test_plain_generator_is_at_most_one_window_ahead(procs: ProcMesh) -> None:
     mesh = procs.slice(gpus=0).spawn("source", Source)
     stream = mesh.count.call_one(10 * STREAM_WINDOW)
     waiting = mesh.count_here.call_one()
@@ -328,7 +328,7 @@ def test_a_plain_generator_is_at_most_a_window_ahead(procs: ProcMesh) -> None:
     mesh.stop().get(PATIENCE)
 
 
-def test_a_rank_that_is_not_read_does_not_hold_up_others(source: ActorMesh) -> None:
+def test_unread_rank_does_not_block_others(source: ActorMesh) -> None:
     unread = source.slice(gpus=0).count.call_one(10 * STREAM_WINDOW)
     assert list(source.slice(gpus=1).count.call_one(10 * STREAM_WINDOW)) == list(range(10 * STREAM_WINDOW))
     unread.close()
@@ -338,7 +338,7 @@ def test_a_rank_that_is_not_read_does_not_hold_up_others(source: ActorMesh) -> N
 
 
 @pytest.mark.parametrize("n", [0, 1, 3 * STREAM_WINDOW])
-def test_an_error_comes_after_the_values_before_it(one: ActorMesh, n: int) -> None:
+def test_error_comes_after_earlier_values(one: ActorMesh, n: int) -> None:
     stream = one.fail_after.call_one(n)
     assert [next(stream) for _ in range(n)] == list(range(n))
     with pytest.raises(ActorError, match=f"ValueError: after {n}") as caught:
@@ -348,7 +348,7 @@ def test_an_error_comes_after_the_values_before_it(one: ActorMesh, n: int) -> No
     assert list(one.count.call_one(2)) == [0, 1]  # it lives
 
 
-def test_an_error_of_one_rank_in_a_stream(source: ActorMesh) -> None:
+def test_error_of_one_rank_is_raised_in_the_stream(source: ActorMesh) -> None:
     values, errors = [], []
     for future in source.fail_after.stream(2):
         error = future.exception(PATIENCE)
@@ -357,13 +357,13 @@ def test_an_error_of_one_rank_in_a_stream(source: ActorMesh) -> None:
     assert sorted(error.rank for error in errors) == [0, 1, 2]
 
 
-def test_an_error_fails_the_whole_call_and_ends_the_others(source: ActorMesh) -> None:
+def test_error_of_one_rank_fails_the_call_and_closes_the_others(source: ActorMesh) -> None:
     with pytest.raises(ActorError, match="after 3"):
         source.fail_after.call(3).get(PATIENCE)
     assert list(source.count.call(1).get(PATIENCE).values()) == [[0]] * 3
 
 
-def test_a_value_that_cannot_be_sent(one: ActorMesh) -> None:
+def test_unpicklable_value_is_an_error_of_the_stream(one: ActorMesh) -> None:
     stream = one.unserializable_after.call_one(2)
     assert (next(stream), next(stream)) == (0, 1)
     with pytest.raises(ActorError, match="can't serialize") as caught:
@@ -372,7 +372,7 @@ def test_a_value_that_cannot_be_sent(one: ActorMesh) -> None:
     assert list(one.count.call_one(2)) == [0, 1]
 
 
-def test_wrong_arguments_are_an_error_at_once(one: ActorMesh) -> None:
+def test_wrong_arguments_raise_at_once(one: ActorMesh) -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'n'"):
         one.count.call_one()
 
@@ -394,7 +394,7 @@ def closed(found: list[str]) -> bool:
     return found in (["GeneratorExit", "finally"], ["CancelledError", "finally"])
 
 
-def test_close(one: ActorMesh) -> None:
+def test_close_ends_the_generator(one: ActorMesh) -> None:
     stream = begin(one)
     assert next(stream) == 0
     stream.close()
@@ -404,7 +404,7 @@ def test_close(one: ActorMesh) -> None:
     assert list(one.count.call_one(2)) == [0, 1]
 
 
-def test_leaving_a_with(one: ActorMesh) -> None:
+def test_leaving_a_with_block_closes_the_stream(one: ActorMesh) -> None:
     with begin(one) as stream:
         for value in stream:
             if value == 100:
@@ -412,7 +412,7 @@ def test_leaving_a_with(one: ActorMesh) -> None:
     assert closed(ends(one))
 
 
-def test_an_error_within_a_with(one: ActorMesh) -> None:
+def test_error_in_a_with_block_closes_the_stream(one: ActorMesh) -> None:
     def read() -> None:
         with begin(one) as stream:
             for value in stream:
@@ -431,7 +431,7 @@ def test_an_abandoned_stream_is_closed(one: ActorMesh) -> None:
     assert closed(ends(one))  # else the actor would wait for its reader for ever
 
 
-def test_a_loop_that_is_left_closes_the_stream(one: ActorMesh) -> None:
+def test_leaving_a_for_loop_closes_the_stream(one: ActorMesh) -> None:
     for value in begin(one):
         if value == 3:
             break
@@ -451,7 +451,7 @@ def test_an_abandoned_stream_of_all_ranks_is_closed(source: ActorMesh) -> None:
     receiver.close()
 
 
-def test_cancelling_a_call_ends_the_generators(source: ActorMesh) -> None:
+def test_cancel_of_a_call_closes_the_generators(source: ActorMesh) -> None:
     port, receiver = Channel.open()
     future = source.count.call(10**9, port)
     for _ in range(3):
@@ -463,7 +463,7 @@ def test_cancelling_a_call_ends_the_generators(source: ActorMesh) -> None:
     receiver.close()
 
 
-def test_close_before_it_has_begun(one: ActorMesh) -> None:
+def test_close_before_the_start_works(one: ActorMesh) -> None:
     first = begin(one)
     waiting = one.count.call_one(10)
     waiting.close()
@@ -472,7 +472,7 @@ def test_close_before_it_has_begun(one: ActorMesh) -> None:
     assert closed(ends(one))
 
 
-def test_messages_that_come_with_the_closing_are_all_taken(one: ActorMesh) -> None:
+def test_messages_during_close_are_all_handled(one: ActorMesh) -> None:
     for _ in range(20):
         stream = begin(one)
         waiting = [one.count_here.call_one() for _ in range(5)]
@@ -482,7 +482,7 @@ def test_messages_that_come_with_the_closing_are_all_taken(one: ActorMesh) -> No
         assert closed(ends(one))
 
 
-def test_closing_wakes_a_thread_that_waits(procs: ProcMesh) -> None:
+def test_close_wakes_a_waiting_thread(procs: ProcMesh) -> None:
     mesh = procs.slice(gpus=0).spawn("watched", Watched)
     stream = mesh.count.call_one(STREAM_WINDOW // 2)
     assert [next(stream) for _ in range(STREAM_WINDOW // 2)] == list(range(STREAM_WINDOW // 2))
@@ -508,7 +508,7 @@ class Slow(Actor):
 
 
 @pytest.mark.parametrize("verb", ["call_one", "stream", "call"])
-def test_timeout_of_a_generator(procs: ProcMesh, verb: str) -> None:
+def test_timeout_ends_a_generator(procs: ProcMesh, verb: str) -> None:
     mesh = procs.slice(gpus=1).spawn("slow", Slow)
     result = getattr(mesh.one_and_no_more.options(timeout=0.1), verb)()
 
@@ -527,7 +527,7 @@ def test_timeout_of_a_generator(procs: ProcMesh, verb: str) -> None:
 # ---- asyncio
 
 
-def test_async_for(one: ActorMesh) -> None:
+def test_async_for_reads_a_stream(one: ActorMesh) -> None:
     async def main() -> None:
         n = 3 * STREAM_WINDOW
         assert [value async for value in one.count.call_one(n)] == list(range(n))
@@ -538,14 +538,14 @@ def test_async_for(one: ActorMesh) -> None:
     asyncio.run(main())
 
 
-def test_async_for_over_all_ranks(source: ActorMesh) -> None:
+def test_async_for_reads_all_ranks(source: ActorMesh) -> None:
     async def main() -> list[int]:
         return [await future async for future in source.count.stream(100)]
 
     assert sorted(asyncio.run(main())) == sorted(3 * list(range(100)))
 
 
-def test_many_streams_in_one_loop(source: ActorMesh) -> None:
+def test_many_streams_are_read_in_one_loop(source: ActorMesh) -> None:
     async def total(one: ActorMesh) -> int:
         result = 0
         async for value in one.count.call_one(3 * STREAM_WINDOW):
@@ -558,7 +558,7 @@ def test_many_streams_in_one_loop(source: ActorMesh) -> None:
     assert asyncio.run(main()) == [sum(range(3 * STREAM_WINDOW))] * 9
 
 
-def test_a_reader_task_that_is_cancelled_leaves_the_stream_usable(procs: ProcMesh) -> None:
+def test_cancelled_reader_task_leaves_the_stream_usable(procs: ProcMesh) -> None:
     mesh = procs.slice(gpus=1).spawn("slow", Slow)
 
     async def main() -> None:
@@ -575,7 +575,7 @@ def test_a_reader_task_that_is_cancelled_leaves_the_stream_usable(procs: ProcMes
     mesh.stop().get(PATIENCE)
 
 
-def test_an_async_loop_that_is_left_closes_the_stream(one: ActorMesh) -> None:
+def test_leaving_an_async_for_loop_closes_the_stream(one: ActorMesh) -> None:
     async def main(stream: Stream[int]) -> None:
         async for value in stream:
             if value == 3:
@@ -612,7 +612,7 @@ class AsyncReader(Actor):
 
 
 @pytest.mark.parametrize("cls", [Reader, AsyncReader])
-def test_streams_between_actors(procs: ProcMesh, one: ActorMesh, cls: type[Actor]) -> None:
+def test_actors_stream_to_each_other(procs: ProcMesh, one: ActorMesh, cls: type[Actor]) -> None:
     n = 4 * STREAM_WINDOW
     for place in (0, 1):  # another process, the same process
         reader = procs.slice(gpus=place).spawn("reader", cls)
@@ -621,7 +621,7 @@ def test_streams_between_actors(procs: ProcMesh, one: ActorMesh, cls: type[Actor
         reader.stop().get(PATIENCE)
 
 
-def test_closing_goes_down_the_line(procs: ProcMesh, one: ActorMesh) -> None:
+def test_close_propagates_along_nested_streams(procs: ProcMesh, one: ActorMesh) -> None:
     for cls in (Reader, AsyncReader):
         reader = procs.slice(gpus=0).spawn("reader", cls)
         stream = reader.pass_on.call_one(one, 10**9)

@@ -1,4 +1,4 @@
-"""Every public ``timeout=`` takes numbers, timedelta, None and infinity, and refuses NaN, negatives and text."""
+"""Every public ``timeout=`` takes numbers, timedelta, None and infinity, and refuses NaN, negative numbers and text."""
 
 from __future__ import annotations
 

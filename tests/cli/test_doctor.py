@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import monarch_backend
+from monarch_backend import _verbs
+from monarch_backend._rdma import availability
 from monarch_backend.cli import doctor, main
-from monarch_backend.rdma import _available, verbs
-from tests.rdma import pretended
+from tests.rdma import pretended_gpu as pretended
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +85,9 @@ def verbs_findings() -> dict[str, doctor.Finding]:
 
 
 def test_verbs_are_explained_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MONARCH_RDMA", raising=False)
-    monkeypatch.setattr(verbs, "describe", lambda: [verbs.Fact("verbs route", "none", "no verbs device")])
-    monkeypatch.setattr(_available, "available", lambda: "no verbs device")
+    monkeypatch.delenv("MONARCH_RDMA_TRANSPORT", raising=False)
+    monkeypatch.setattr(_verbs, "describe", lambda: [_verbs.Diagnostic("verbs route", "none", "no verbs device")])
+    monkeypatch.setattr(availability, "available", lambda: "no verbs device")
     monkeypatch.setattr(doctor, "_library", lambda name: f"does not load: {name}")
     found = verbs_findings()
     assert found["verbs ports"].state == "none" and "NIC" in found["verbs ports"].remedy
@@ -96,13 +97,13 @@ def test_verbs_are_explained_where_there_are_none(monkeypatch: pytest.MonkeyPatc
 
 def test_verbs_are_explained_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = [
-        verbs.Fact("verbs port rxe0:1", "ACTIVE, Ethernet; 3: RoCEv2 10.77.0.1"),
-        verbs.Fact("locked memory", "64 KiB", "ulimit -l unlimited"),
-        verbs.Fact("verbs route", "can be used"),
+        _verbs.Diagnostic("verbs port rxe0:1", "ACTIVE, Ethernet; 3: RoCEv2 10.77.0.1"),
+        _verbs.Diagnostic("locked memory", "64 KiB", "ulimit -l unlimited"),
+        _verbs.Diagnostic("verbs route", "can be used"),
     ]
-    monkeypatch.delenv("MONARCH_RDMA", raising=False)
-    monkeypatch.setattr(verbs, "describe", lambda: facts)
-    monkeypatch.setattr(_available, "available", lambda: None)
+    monkeypatch.delenv("MONARCH_RDMA_TRANSPORT", raising=False)
+    monkeypatch.setattr(_verbs, "describe", lambda: facts)
+    monkeypatch.setattr(availability, "available", lambda: None)
     found = verbs_findings()
     assert "verbs ports" not in found
     assert found["verbs port rxe0:1"].state.startswith("ACTIVE")
@@ -117,17 +118,17 @@ def test_verbs_are_explained_where_there_are_some(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("wanted", "why_not", "state", "remedy"),
     [
-        ("tcp", None, "by tcp, as MONARCH_RDMA says", ""),
-        ("verbs", None, "by verbs, as MONARCH_RDMA says", ""),
-        ("verbs", "no verbs device", "by tcp", "MONARCH_RDMA=verbs has no effect"),
-        ("infiniband", None, "no route", "MONARCH_RDMA='infiniband'"),
+        ("tcp", None, "by tcp, as MONARCH_RDMA_TRANSPORT says", ""),
+        ("verbs", None, "by verbs, as MONARCH_RDMA_TRANSPORT says", ""),
+        ("verbs", "no verbs device", "by tcp", "MONARCH_RDMA_TRANSPORT=verbs has no effect"),
+        ("infiniband", None, "no route", "MONARCH_RDMA_TRANSPORT='infiniband'"),
     ],
 )
 def test_what_is_wanted_by_the_environment(
     monkeypatch: pytest.MonkeyPatch, wanted: str, why_not: str | None, state: str, remedy: str
 ) -> None:
-    monkeypatch.setenv("MONARCH_RDMA", wanted)
-    monkeypatch.setattr(_available, "available", lambda: why_not)
+    monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", wanted)
+    monkeypatch.setattr(availability, "available", lambda: why_not)
     found = verbs_findings()["memory of other hosts"]
     assert found.state == state
     assert found.remedy.startswith(remedy)
@@ -137,7 +138,7 @@ def test_memory_of_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.delenv("MONARCH_GPU_IPC", raising=False)
     monkeypatch.setenv("MONARCH_GPU_DRIVER", "/nowhere/libcuda.so.1")
     found = doctor._memory_of_gpus(tmp_path)
-    assert found.state == "no way: none of /nowhere/libcuda.so.1 loads" and "driver" in found.remedy
+    assert found.state == "no route: none of /nowhere/libcuda.so.1 loads" and "driver" in found.remedy
     driver = pretended.library()
     monkeypatch.setenv("MONARCH_GPU_DRIVER", driver)
     words = f"{driver}: on one host by IPC; to other hosts NICs by dma-buf, else through pinned memory"

@@ -1,4 +1,4 @@
-"""`monarch-backend up`: how it stands to whoever has started it."""
+"""`monarch-backend up`: detached and tethered daemons, and signals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from monarch_backend._hosts import daemon
+from monarch_backend._hosts.process_identity import Identity
+from monarch_backend._transport.network.auth import new_secret
 from monarch_backend.cli import main
-from monarch_backend.hosts import _daemon
-from monarch_backend.hosts._identity import Identity
-from monarch_backend.transport._secret import new_secret
 from tests.support.ranks import run_ranks
 
 UP = [sys.executable, "-m", "monarch_backend.cli", "up", "--address", "127.0.0.1:0"]
@@ -82,7 +82,7 @@ def test_what_is_no_secret(line: str) -> None:
 def test_a_signal_that_comes_before_anybody_waits_is_not_missed() -> None:
     before = signal.getsignal(signal.SIGTERM)
     for _ in range(20):
-        with _daemon._signals(signal.SIGTERM, signal.SIGINT) as told_to_end:
+        with daemon._signals(signal.SIGTERM, signal.SIGINT) as told_to_end:
             os.kill(os.getpid(), signal.SIGTERM)
             thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
             thread.start()

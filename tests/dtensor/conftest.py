@@ -1,4 +1,4 @@
-"""Meshes of workers that the tests of this folder share: one controller, as many processes as a test asks for.
+"""Worker meshes that the DTensor tests share: one controller and as many processes as a test needs.
 
 Where MONARCH_TEST_XLA_PYTHON names a Python with torch_xla (`make test-xla`), workers run there and hold XLA tensors.
 """
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import monarch_backend.actor as ma
 from monarch_backend.actor import MeshFailure, ProcMesh, this_host
-from monarch_backend.dtensor import _torch
-from tests.actor.scripts import Run, WarmInterpreter, with_meshes
-from tests.dtensor import on_xla
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from tests.actor.script_runner import Run, WarmInterpreter, with_meshes
+from tests.dtensor import xla_selection
 from tests.support import xla
 
 FOLDER = Path(__file__).parent
@@ -31,8 +31,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """On XLA devices not all of them run. pytest asks a folder's conftest.py about the tests of all folders."""
     if not xla.PYTHON:
         return
-    chosen = {id(each) for each in on_xla.choose([each for each in items if each.path.parent == FOLDER])}
-    left_out = [each for each in items if each.path.parent == FOLDER and id(each) not in chosen]
+    chosen = {id(each) for each in xla_selection.choose([each for each in items if FOLDER in each.path.parents])}
+    left_out = [each for each in items if FOLDER in each.path.parents and id(each) not in chosen]
     config.hook.pytest_deselected(items=left_out)
     out = set(map(id, left_out))
     items[:] = [each for each in items if id(each) not in out]
@@ -132,4 +132,4 @@ def run_script(interpreter: WarmInterpreter, tmp_path: Path) -> Callable[..., Ru
 
 def workers_of(mesh: Any) -> Any:
     """For tests that look behind a mesh."""
-    return _torch.workers_of(mesh)
+    return device_mesh_and_api.workers_of(mesh)

@@ -1,4 +1,4 @@
-"""Comparing what is on workers with what a single process calculates."""
+"""Comparison of values on workers with those of a single process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor import RemoteTensor
-from monarch_backend.dtensor._values import as_host
+from monarch_backend.dtensor._controller.fetch import as_host
 
 
 def value(tensor: Any) -> torch.Tensor:

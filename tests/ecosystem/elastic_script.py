@@ -1,7 +1,7 @@
-"""A training script for `python -m torch.distributed.run`: names the backend, imports nothing of this project.
+"""Training script for `python -m torch.distributed.run` that names the backend and imports nothing of this project.
 
-Trains a few steps, writes a checkpoint after each, and goes on from one that is there. The rank that is told
-to kills itself once, in the middle of a step. test_elastic.py runs it, and calls `train` for its reference.
+It trains a few steps, writes a checkpoint after each, and resumes from an existing one. One rank kills itself once,
+in the middle of a step. test_elastic.py runs the script, and calls `train` for its reference.
 """
 
 import argparse

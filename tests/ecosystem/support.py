@@ -1,7 +1,7 @@
-"""Run one function over "gloo" and over "monarch", and compare what the ranks return bit by bit.
+"""Run one function over "gloo" and over "monarch", and compare the results of the ranks bit by bit.
 
-What these tests share: the two runs, the comparison, and tiny models with their data. A subject's own steps
-(what to train, shard or save) stand in that subject's test file.
+Shared parts: the two runs, the comparison, and small models with data. What to train, shard or save is in each test
+file.
 """
 
 from __future__ import annotations

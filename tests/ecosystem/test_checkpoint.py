@@ -1,7 +1,7 @@
-"""Distributed checkpoints over "monarch" as over "gloo", bit by bit, and from one backend to the other.
+"""Distributed checkpoints over "monarch" equal those over "gloo", and load on the other backend.
 
-Saved on two ranks and loaded on one, two and four; state dicts of FSDP2 and DDP with their optimizers; saving
-in the background; a save that fails.
+Saved on two ranks and loaded on one, two and four; state dicts of FSDP2 and DDP with their optimizers; saves in the
+background; a save that fails.
 """
 
 from __future__ import annotations

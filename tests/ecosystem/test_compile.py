@@ -1,7 +1,7 @@
-"""torch.compile over "monarch" as over "gloo", bit by bit: collectives in a graph, and compiled parallel models.
+"""torch.compile over "monarch" equals "gloo" bit by bit: collectives in a graph, and compiled parallel models.
 
-Mostly with backend "aot_eager", which traces, functionalises and splits graphs as inductor does; inductor
-itself has the slow tests at the end.
+Most tests use "aot_eager", which traces, functionalises and splits graphs as inductor does. The slow tests at the end
+use inductor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from monarch_backend.dtensor import _torch_compile
+from monarch_backend.dtensor._patches.semantics import dynamo_and_aot
 from tests.ecosystem.support import WIDTH, batch, learns, mlp, on_both, train_step
 
 # torch 2.13 renamed its *_tensor collectives to *_single; the old names are the ones that every release has.
@@ -148,7 +148,7 @@ def test_collectives(collectives: dict[str, Collective]) -> None:
 
 
 def _as_a_former_controller(rank: int, fn: Callable[[int], Any]) -> Any:
-    _torch_compile.install()
+    dynamo_and_aot.install()
     return fn(rank)
 
 

@@ -1,7 +1,7 @@
-"""DistributedDataParallel and what is built on it, over "monarch" as over "gloo", bit by bit.
+"""DistributedDataParallel and features built on it: "monarch" equals "gloo" bit by bit.
 
-Its ways to build a graph, its communication hooks, uneven inputs, the sharded optimizer and local SGD. A DDP
-step under torch.compile stands in test_compile.py.
+Graph modes, communication hooks, uneven inputs, the sharded optimizer and local SGD. A DDP step under torch.compile
+is in test_compile.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""DTensor and DeviceMesh over "monarch" as over "gloo", bit by bit: placements, redistribution, operators.
+"""DTensor and DeviceMesh: "monarch" equals "gloo" bit by bit in placements, redistribution and operators.
 
-Modules that are parallel by DTensor stand in test_tensor_parallel.py.
+Tensor parallel modules are in test_tensor_parallel.py.
 """
 
 from __future__ import annotations

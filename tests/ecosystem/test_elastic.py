@@ -1,7 +1,7 @@
-"""torch.distributed.elastic over "monarch": a rank dies, all start again, and the losses are as if none had.
+"""torch.distributed.elastic over "monarch": after a rank dies all ranks restart, and the losses are unchanged.
 
-The script that runs is elastic_script.py, in processes of their own, as torchrun starts them. Not compared with
-a restart over "gloo": torch 2.13 itself refuses or hangs there, because restarted ranks read the keys of dead ones.
+elastic_script.py runs in processes of their own, as torchrun starts them. There is no comparison with "gloo", because
+torch 2.13 refuses or hangs there: restarted ranks read the keys of dead ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""FSDP2 (`fully_shard`) over "monarch" as over "gloo", bit by bit: 1-D, HSDP, precision, accumulation.
+"""FSDP2 (`fully_shard`): "monarch" equals "gloo" bit by bit in 1-D, HSDP, mixed precision and accumulation.
 
-Together with tensor parallelism it stands in test_tensor_parallel.py, its state dicts in test_checkpoint.py.
+With tensor parallelism: test_tensor_parallel.py. State dicts: test_checkpoint.py.
 """
 
 from __future__ import annotations

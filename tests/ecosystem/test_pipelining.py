@@ -1,4 +1,4 @@
-"""Pipeline schedules over "monarch" as over "gloo", bit by bit: stages on two ranks, losses and gradients."""
+"""Pipeline schedules on two ranks: stages, losses and gradients over "monarch" equal "gloo" bit by bit."""
 
 from __future__ import annotations
 

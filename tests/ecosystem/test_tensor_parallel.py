@@ -1,4 +1,4 @@
-"""Tensor parallel modules over "monarch" as over "gloo", bit by bit, alone and with FSDP2 on a 2-D mesh."""
+"""Tensor parallel modules, alone and with FSDP2 on a 2-D mesh: "monarch" equals "gloo" bit by bit."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.programs import EXAMPLES, Outputs, run, run_several
+from tests.examples.example_runner import EXAMPLES, Outputs, run, run_several
 
 SCRIPT = EXAMPLES / "actor_learner.py"
 # The parameter server's is in the ordinary run.

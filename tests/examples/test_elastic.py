@@ -1,4 +1,4 @@
-"""Training goes on when hosts die, from memory, and gets where undisturbed training gets."""
+"""examples/elastic.py: training survives the loss of hosts, from memory, and reaches the undisturbed result."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.examples.programs import EXAMPLES, Outputs, run, run_several
+from tests.examples.example_runner import EXAMPLES, Outputs, run, run_several
 
 pytestmark = pytest.mark.slow
 

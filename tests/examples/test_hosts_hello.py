@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.programs import EXAMPLES, run
+from tests.examples.example_runner import EXAMPLES, run
 
 SCRIPT = EXAMPLES / "hosts_hello.py"
 

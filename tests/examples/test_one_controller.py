@@ -1,4 +1,4 @@
-"""examples/one_controller.py: one program trains on four processes, loses one of them, and ends as if nothing was."""
+"""examples/one_controller.py trains on four processes, loses one of them, and reaches the undisturbed result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.actor.scripts import WarmInterpreter, with_meshes
+from tests.actor.script_runner import WarmInterpreter, with_meshes
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "one_controller.py"
 SMALL = ["--steps", "8", "--checkpoint-every", "3", "--layers", "1", "--dim", "32", "--batch", "8"]

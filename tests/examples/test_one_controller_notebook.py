@@ -1,4 +1,4 @@
-"""docs/one_controller.ipynb: it runs, shows what it says, and what is stored in it is what it shows."""
+"""docs/tutorials/one_controller.ipynb runs, and its stored outputs are those of the run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 import nbformat
 import pytest
 
-from tests.examples import notebooks
-from tests.examples.notebooks import text
+from tests.examples import notebook_runner
+from tests.examples.notebook_runner import text
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ NAME = "one_controller.ipynb"
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
-    return notebooks.execute(NAME, tmp_path_factory.mktemp("notebook"))
+    return notebook_runner.execute(NAME, tmp_path_factory.mktemp("notebook"))
 
 
 def test_a_tensor_is_shown_and_so_is_where_its_parts_are(executed: nbformat.NotebookNode) -> None:
@@ -48,4 +48,4 @@ def test_a_killed_process_changes_no_loss(executed: nbformat.NotebookNode) -> No
 
 
 def test_what_is_stored_is_what_it_shows(executed: nbformat.NotebookNode) -> None:
-    notebooks.is_stored(NAME, executed, 3)
+    notebook_runner.is_stored(NAME, executed, 3)

@@ -1,4 +1,4 @@
-"""examples/train_lm.py as a user starts it: the parallelisms agree, and an interrupted run goes on where it was."""
+"""examples/train_lm.py as a user starts it: all parallelisms agree, and an interrupted run resumes."""
 
 import importlib.util
 import json

@@ -1,11 +1,11 @@
-"""examples/weight_sync.py as a user starts it. What it stands on is tested in tests/rdma/, also in the ordinary run."""
+"""examples/weight_sync.py as a user starts it. tests/rdma has the tests of its parts."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.examples.programs import EXAMPLES, Outputs, run, run_several
+from tests.examples.example_runner import EXAMPLES, Outputs, run, run_several
 
 SCRIPT = EXAMPLES / "weight_sync.py"
 pytestmark = pytest.mark.slow

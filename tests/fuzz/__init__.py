@@ -1,5 +1,5 @@
-"""Coverage-guided fuzzing of what reads other hosts' and processes' bytes; ``make fuzz``, or `__main__.py` by hand.
+"""Coverage-guided fuzzing of the decoders of bytes from other hosts and processes; ``make fuzz``, or `__main__.py`.
 
-A target is a module with ``SEEDS`` and ``one(data)``, which fails on what must not happen. Targets import nothing that
-imports torch, and not atheris: the ordinary run replays the corpus through them.
+A target is a module with ``SEEDS`` and ``one(data)``, which raises on unexpected behaviour. Targets import neither
+torch nor atheris, so that the ordinary run can replay the corpus through them.
 """

@@ -1,6 +1,6 @@
-"""Target: what a process decodes of another one's frames in Python: control messages, routes, replies, pieces.
+"""Fuzz target: decoding of frames of another process: control messages, routes, replies, pieces.
 
-Nothing but FrameError may come out: the router drops who sends what raises it.
+Only FrameError may be raised: the router disconnects a peer whose frame raises it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from monarch_backend.transport import _frames
-from monarch_backend.transport._bodies import Assembly
-from monarch_backend.transport._frames import FrameError
+from monarch_backend._transport.local import frames
+from monarch_backend._transport.local.buffers import Assembly
+from monarch_backend._transport.local.frames import FrameError
 
 MOST_ASSEMBLED = 1 << 16
 """Bytes of a frame in pieces that this target puts together."""
@@ -27,21 +27,21 @@ def one(data: bytes) -> None:
 
 
 def _control(data: bytes) -> None:
-    message = _frames.decode_control(data)
-    assert type(message) in _frames.Control.__args__
+    message = frames.decode_control(data)
+    assert type(message) in frames.Control.__args__
 
 
 def _route(data: bytes) -> None:
-    route = _frames.decode_route(data)
+    route = frames.decode_route(data)
     hops = [route.hop(index) for index in range(len(route))]
-    assert hops and all(len(hop.token) == _frames.TOKEN for hop in hops)
-    assert _frames.decode_route(_frames.encode(route)) == route
+    assert hops and all(len(hop.token) == frames.TOKEN_LENGTH for hop in hops)
+    assert frames.decode_route(frames.encode(route)) == route
 
 
 def _replies(data: bytes) -> None:
-    replies = _frames.decode_replies(data)
+    replies = frames.decode_replies(data)
     assert all(part.body >= 0 and part.buffers >= 0 for part in replies.parts)
-    assert _frames.decode_replies(_frames.encode(replies)) == replies
+    assert frames.decode_replies(frames.encode(replies)) == replies
 
 
 def _pieces(data: bytes) -> None:
@@ -96,7 +96,7 @@ _VALUES: tuple[Any, ...] = (
         msgspec.msgpack.Ext(5, b"e"),
     ),
 )
-_TAGS = tuple(kind.__struct_config__.tag for kind in _frames.Control.__args__)
+_TAGS = tuple(kind.__struct_config__.tag for kind in frames.Control.__args__)
 
 
 def _at(value: Any) -> int:
@@ -129,26 +129,26 @@ _TARGETS = (_control, _route, _replies, _pieces, _shaped)
 
 def _seeds() -> dict[str, bytes]:
     controls = [
-        _frames.CastArrived(1, ["t" * 32]),
-        _frames.CastLost(1, ["t" * 32]),
-        _frames.Where("t" * 32),
-        _frames.There("t" * 32, None),
-        _frames.Cancel(1, 2, "why"),
-        _frames.More(1, 2, 3),
-        _frames.Construct(1, "name", 0, ("gpus",), (2,), 0, "creator"),
-        _frames.Constructed(1, 0),
-        _frames.Stop(1, "stop", "why"),
-        _frames.Stopped(1, 0),
-        _frames.Failed(1, 0),
-        _frames.Replaced("mesh", [0, 1], ["t" * 32, "u" * 32]),
-        _frames.Setting("level", {"a": [1, 2.5, None, b"b", True]}),
+        frames.CastArrived(1, ["t" * 32]),
+        frames.CastLost(1, ["t" * 32]),
+        frames.LookupRequest("t" * 32),
+        frames.LookupReply("t" * 32, None),
+        frames.Cancel(1, 2, "why"),
+        frames.MoreCredit(1, 2, 3),
+        frames.Construct(1, "name", 0, ("gpus",), (2,), 0, "creator"),
+        frames.Constructed(1, 0),
+        frames.Stop(1, "stop", "why"),
+        frames.Stopped(1, 0),
+        frames.Failed(1, 0),
+        frames.Replaced("mesh", [0, 1], ["t" * 32, "u" * 32]),
+        frames.Setting("level", {"a": [1, 2.5, None, b"b", True]}),
     ]
-    seeds = {type(control).__name__.lower(): b"\0" + _frames.encode(control) for control in controls}
-    route = _frames.Route(1, "r" * 32, 1, 2, 3, True, b"p", "t" * 64, [1, 2], [0, 1])
-    replies = _frames.Replies("r" * 32, [_frames.Part(0, b"", 3, 1), _frames.Part(1, b"E", 0, 0)], 1)
-    head = _frames.encode([1, 2, 3, 4, 5, b"prefix", [4, 2], 3])
-    seeds["route"] = b"\1" + _frames.encode(route)
-    seeds["replies"] = b"\2" + _frames.encode(replies)
+    seeds = {type(control).__name__.lower(): b"\0" + frames.encode(control) for control in controls}
+    route = frames.Route(1, "r" * 32, 1, 2, 3, True, b"p", "t" * 64, [1, 2], [0, 1])
+    replies = frames.Replies("r" * 32, [frames.Part(0, b"", 3, 1), frames.Part(1, b"E", 0, 0)], 1)
+    head = frames.encode([1, 2, 3, 4, 5, b"prefix", [4, 2], 3])
+    seeds["route"] = b"\1" + frames.encode(route)
+    seeds["replies"] = b"\2" + frames.encode(replies)
     seeds["pieces"] = b"\3" + bytes([len(head)]) + head + b"\2ab\2cd\2ef"
     seeds["shaped-construct"] = bytes(
         [4, 0, _TAGS.index("construct"), 1, _at("stop"), 0, _at(["gpus"]), _at([1]), 0, _at("stop")]

@@ -1,6 +1,6 @@
-"""Target: the handshake of two hosts, and the heads of frames after it. A stranger's bytes, or those of a broken host.
+"""Fuzz target: the handshake of two hosts and the frame headers after it, with bytes of a stranger or a broken host.
 
-Nothing but HandshakeError and SessionError may come out; nobody gets through who has changed a byte of a message.
+Only HandshakeError and SessionError may be raised. A peer that changes a byte of a message is never accepted.
 """
 
 from __future__ import annotations
@@ -8,23 +8,24 @@ from __future__ import annotations
 import contextlib
 import struct
 
-from monarch_backend.transport import _lent, _session
-from monarch_backend.transport._secret import (
+from monarch_backend._transport.network import rdma_frame_header
+from monarch_backend._transport.network import session as session_module
+from monarch_backend._transport.network.auth import (
     ANSWER_BYTES,
     HELLO_BYTES,
     PROOF_BYTES,
-    Called,
-    Caller,
-    Greeting,
+    HandshakeClient,
     HandshakeError,
+    HandshakeServer,
+    Hello,
     Refusal,
     name_of,
 )
-from monarch_backend.transport._session import (
+from monarch_backend._transport.network.session import (
     BYE,
     DATA,
+    FRAME_OVERHEAD_BYTES,
     HEAD_BYTES,
-    KEEPING,
     LENT,
     SAY,
     WORD,
@@ -34,8 +35,8 @@ from monarch_backend.transport._session import (
 )
 
 SECRET = bytes(range(32))
-ONE = Greeting(b"a" * 16, b"s" * 16, 7, nonce=b"1" * 32)
-OTHER = Greeting(b"b" * 16, b"s" * 16, 9, nonce=b"2" * 32)
+ONE = Hello(b"a" * 16, b"s" * 16, 7, nonce=b"1" * 32)
+OTHER = Hello(b"b" * 16, b"s" * 16, 9, nonce=b"2" * 32)
 
 
 def one(data: bytes) -> None:
@@ -45,7 +46,7 @@ def one(data: bytes) -> None:
 
 
 def _raw_hello(data: bytes) -> None:
-    called = Called({name_of(SECRET): SECRET}, b"binding")
+    called = HandshakeServer({name_of(SECRET): SECRET}, b"binding")
     try:
         refusal = called.hear(data[:HELLO_BYTES])
     except HandshakeError:
@@ -62,7 +63,7 @@ def _raw_hello(data: bytes) -> None:
 
 def _raw_answer(data: bytes) -> None:
     try:
-        Caller(SECRET, ONE, b"binding").hear(data)
+        HandshakeClient(SECRET, ONE, b"binding").hear(data)
     except HandshakeError:
         return
     raise AssertionError("somebody without the secret got through")
@@ -70,7 +71,7 @@ def _raw_answer(data: bytes) -> None:
 
 def _patched(data: bytes) -> None:
     """Whole handshakes: each byte pair is a change, of a byte of one of the three messages."""
-    caller, called = Caller(SECRET, ONE), Called({name_of(SECRET): SECRET})
+    caller, called = HandshakeClient(SECRET, ONE), HandshakeServer({name_of(SECRET): SECRET})
     changes = dict(zip(data[::2], data[1::2], strict=False))
     changed = False
 
@@ -104,7 +105,9 @@ def _session_with_frames() -> Session:
 
 
 def _sound(session: Session) -> None:
-    assert session.unacknowledged == sum(len(prefix) + size + KEEPING for _, prefix, _, size in session._kept)
+    assert session.unacknowledged == sum(
+        len(prefix) + size + FRAME_OVERHEAD_BYTES for _, prefix, _, size in session._kept
+    )
     assert session.unacknowledged >= 0
 
 
@@ -113,7 +116,7 @@ def _raw_heads(data: bytes) -> None:
     for start in range(0, len(data), HEAD_BYTES):
         with contextlib.suppress(SessionError):
             head = read_head(data[start : start + HEAD_BYTES])
-            assert head.prefix <= _session.MOST_PREFIX and head.body <= _session.MOST_BODY
+            assert head.prefix <= session_module.MOST_PREFIX and head.body <= session_module.MOST_BODY
             _step(session, head.kind, head.number, head.acknowledged, head)
         _sound(session)
 
@@ -124,12 +127,12 @@ def _small_heads(data: bytes) -> None:
     for start in range(0, len(data) - 3, 4):
         kind, number, acknowledged, size = data[start : start + 4]
         with contextlib.suppress(SessionError):
-            raw = struct.pack("!4sB3xIQQQ", _session.MAGIC, kind, size, size, number, acknowledged)
+            raw = struct.pack("!4sB3xIQQQ", session_module.MAGIC, kind, size, size, number, acknowledged)
             _step(session, kind, number, acknowledged, read_head(raw))
         _sound(session)
 
 
-def _step(session: Session, kind: int, number: int, acknowledged: int, head: _session.Head) -> None:
+def _step(session: Session, kind: int, number: int, acknowledged: int, head: session_module.Head) -> None:
     before = session.received
     if kind in (DATA, LENT):
         expected = session.is_next(head)
@@ -149,8 +152,8 @@ def _raw_parts(data: bytes) -> None:
     """What stands before a frame that is lent: four bytes say how large its body is."""
     size = int.from_bytes(data[:4], "big")
     with contextlib.suppress(SessionError):
-        parts, rest = _lent.unpack(data[4:], size)
-        gaps = _lent.gaps(parts, size)
+        parts, rest = rdma_frame_header.unpack(data[4:], size)
+        gaps = rdma_frame_header.gaps(parts, size)
         assert data.endswith(rest)
         places = sorted([*gaps, *((part.offset, part.offset + part.nbytes) for part in parts)])
         assert [start for start, _ in places] == [0, *(end for _, end in places[:-1])]
@@ -161,20 +164,22 @@ _TARGETS = (_raw_hello, _raw_answer, _patched, _raw_heads, _small_heads, _raw_pa
 
 
 def _seeds() -> dict[str, bytes]:
-    caller, called = Caller(SECRET, ONE, b"binding"), Called({name_of(SECRET): SECRET}, b"binding")
+    caller, called = HandshakeClient(SECRET, ONE, b"binding"), HandshakeServer({name_of(SECRET): SECRET}, b"binding")
     hello = caller.hello()
     called.hear(hello)
     answer = called.answer(OTHER)
-    frames = [_session.Session().send(b"prefix", [b"body"])[0][:HEAD_BYTES], Session().word(), Session().bye()]
+    frames = [session_module.Session().send(b"prefix", [b"body"])[0][:HEAD_BYTES], Session().word(), Session().bye()]
     return {
         "hello": b"\0" + hello + bytes(PROOF_BYTES),
         "unknown-secret": b"\0" + hello[:8] + bytes(8) + hello[16:],
         "other-protocol": b"\0" + hello[:5] + b"\2" + hello[6:],
         "answer": b"\1" + answer[:-1],
-        "refusals": b"\1" + Called.refuse(Refusal.SESSION),
+        "refusals": b"\1" + HandshakeServer.refuse(Refusal.SESSION),
         "unchanged": b"\2",
         "changed": b"\2\0\1\x80\x20\xf0\3",
-        "parts": b"\5\0\0\1\0" + _lent.pack([_lent.Part(2, 9, b"r"), _lent.Part(11, 1, b"r")]) + b"prefix",
+        "parts": b"\5\0\0\1\0"
+        + rdma_frame_header.pack([rdma_frame_header.Part(2, 9, b"r"), rdma_frame_header.Part(11, 1, b"r")])
+        + b"prefix",
         "heads": b"\3" + b"".join(frames),
         "small-heads": b"\4" + bytes([DATA, 1, 0, 9, DATA, 1, 2, 9, WORD, 0, 3, 0, BYE, 0, 3, 0, BYE, 0, 9, 0]),
     }

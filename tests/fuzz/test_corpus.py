@@ -1,4 +1,4 @@
-"""The corpus of the fuzzer, in the ordinary run: what it has found stays mended, and the seeds say what they should."""
+"""Replay of the fuzzer's corpus: faults that it found stay fixed, and the seeds decode as expected."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from monarch_backend.transport import _frames
-from monarch_backend.transport._frames import FrameError
+from monarch_backend._transport.local import frames as frames_module
+from monarch_backend._transport.local.frames import FrameError
 from tests.fuzz import frames, handshake
 
 CORPUS = Path(__file__).resolve().parent / "corpus"
@@ -45,17 +45,17 @@ def test_the_seeds_of_frames_are_frames() -> None:
 def test_what_is_nested_deeper_than_the_stack_is_an_error_of_the_frame() -> None:
     """Larger than the corpus may be, and than what the fuzzer tries."""
     with pytest.raises(FrameError, match="not a control message"):
-        _frames.decode_control(b"\x93\xa7setting\xa5level" + b"\x91" * 200_000 + b"\xc0")
+        frames_module.decode_control(b"\x93\xa7setting\xa5level" + b"\x91" * 200_000 + b"\xc0")
 
 
 def test_targets_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoder that lets something else out, a proof that nobody looks at, a session that forgets: each is found."""
     with monkeypatch.context() as patch:
-        patch.setattr(_frames, "FrameError", KeyError)
+        patch.setattr(frames_module, "FrameError", KeyError)
         with pytest.raises(KeyError):
             frames.one(b"\0\xc1")
     with monkeypatch.context() as patch:
-        patch.setattr(handshake.Called, "check", lambda *_: None)
+        patch.setattr(handshake.HandshakeServer, "check", lambda *_: None)
         with pytest.raises(AssertionError, match="got through"):
             handshake.one(handshake.SEEDS["hello"])
     with monkeypatch.context() as patch:

@@ -1,6 +1,6 @@
-"""The CUDA (NCCL) and ROCm (RCCL) route on a machine that has a GPU: `make test-gpu`. World size 1 at least.
+"""The CUDA (NCCL) and ROCm (RCCL) route on a machine with a GPU: `make test-gpu`. World size 1 at least.
 
-What needs two GPUs says so. What can be checked without any is in tests/process_group/test_accelerator.py.
+Tests that need two GPUs skip with a reason. tests/process_group/test_accelerator_selection.py needs no GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monarch_backend
 from monarch_backend import NoRouteError
-from monarch_backend.process_group import _torch
+from monarch_backend.process_group import _c10d_internals
 from tests.support.ranks import run_ranks
 
 
@@ -44,8 +44,8 @@ def _no_layer_between(rank: int) -> None:
     x = torch.ones(4, device=device)
     dist.all_reduce(x)
     inner = group._get_backend(device)
-    assert _torch.is_c10d_backend(inner)
-    assert "NCCL" in type(_torch.peel(inner)).__name__
+    assert _c10d_internals.is_c10d_backend(inner)
+    assert "NCCL" in type(_c10d_internals.peel(inner)).__name__
     # The C++ base holds the very same object, so C++ callers go straight to it.
     assert super(type(group), group)._get_backend(device) is inner
     assert monarch_backend.routes()["cuda"].backend == "nccl"

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of hosts: daemons that serve one test after the other."""
+"""Fixtures for host tests: daemons that serve one test after the other."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.actor.scripts import WarmInterpreter
+from tests.actor.script_runner import WarmInterpreter
 from tests.hosts.support import Daemon, World
 from tests.support.hosts import Hosts, hosts, refusal
 

@@ -1,6 +1,6 @@
-"""What the tests of hosts share: daemons, and controllers, on namespaces or on this machine's loopback.
+"""Shared parts of the host tests: daemons, and controllers, in namespaces or on the loopback interface.
 
-Imported by controllers and their processes, so it imports no pytest.
+Controllers and their processes import this module, so it does not import pytest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.actor.scripts import Run, WarmInterpreter
+from tests.actor.script_runner import Run, WarmInterpreter
 from tests.support import leaks
 from tests.support.hosts import Hosts, address6
 
@@ -32,7 +32,7 @@ UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
 """`monarch-backend`, wherever it is installed."""
 _SERVER = """
 import sys
-from monarch_backend.mesh._spawner import Spawner
+from monarch_backend._processes.spawner import Spawner
 spawner = Spawner(print)
 spawner.start()
 print(spawner.address, flush=True)
@@ -97,14 +97,16 @@ class World:
 
     def start(
         self, program: str, *arguments: Any, number: int = 0, env: Mapping[str, str] | None = None,
-        module: str = "programs",
+        module: str = "controller_programs",
     ) -> Run:  # fmt: skip
-        """Begin a program of programs.py, or another module here, which gets these arguments."""
+        """Begin a program of controller_programs.py, or another module here, which gets these arguments."""
         source = f"import json\nfrom tests.hosts.{module} import {program}\n"
         source += f"{program}(*json.loads({json.dumps(arguments)!r}))\n"
         return self.controller(number).start(self.folder / f"script{number}.py", source, env=env)
 
-    def run(self, program: str, *arguments: Any, env: Mapping[str, str] | None = None, module: str = "programs") -> Run:
+    def run(
+        self, program: str, *arguments: Any, env: Mapping[str, str] | None = None, module: str = "controller_programs"
+    ) -> Run:
         """Run a program to its end, which must be a good one."""
         self.start(program, *arguments, env=env, module=module)
         try:

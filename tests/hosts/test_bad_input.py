@@ -1,4 +1,4 @@
-"""Hosts that can't be attached, and daemons that can't be started: refused at once, and what to do is said."""
+"""Hosts that cannot be attached and daemons that cannot start are refused at once, with a remedy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
             connection.close()
 
 
-def test_what_is_no_host(loopback: World) -> None:
+def test_wrong_host_value_is_refused(loopback: World) -> None:
     """Each says what the trouble is, and all are told of at once."""
     with contextlib.ExitStack() as stack:
         where = {name: stack.enter_context(server(answer)) for name, answer in ANSWERS.items()}
@@ -72,7 +72,7 @@ def test_what_is_no_host(loopback: World) -> None:
 
 
 @pytest.mark.slow
-def test_who_can_t_be_reached(anywhere: Anywhere) -> None:
+def test_unreachable_host_raises(anywhere: Anywhere) -> None:
     """Those that can are attached later."""
     world, workers = anywhere
     nobody = ["127.0.0.1:1", "nobody.invalid:26600", "198.18.0.99:26600"]
@@ -86,14 +86,14 @@ def test_who_can_t_be_reached(anywhere: Anywhere) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "tcp://", "http://host:1", "host:port", "host:99999", "::1", "a b"])
-def test_what_is_no_address(address: str) -> None:
+def test_wrong_address_is_refused(address: str) -> None:
     from monarch_backend.hosts import attach_to_workers
 
-    with pytest.raises(ValueError, match="is no address of a host: write"):
+    with pytest.raises(ValueError, match="is not an address of a host: write"):
         attach_to_workers([address])
 
 
-def test_what_is_no_list_of_addresses() -> None:
+def test_wrong_address_list_is_refused() -> None:
     from monarch_backend.hosts import attach_to_workers
 
     for wrong in ("tcp://host:1", [], ()):
@@ -102,14 +102,14 @@ def test_what_is_no_list_of_addresses() -> None:
 
 
 @pytest.mark.parametrize(("heartbeat", "silence"), [(1.0, 2.0), (0.0, 3.0), (-1.0, 3.0), (float("nan"), 3.0)])
-def test_bounds_that_nobody_could_keep(heartbeat: float, silence: float) -> None:
+def test_impossible_timeouts_are_refused(heartbeat: float, silence: float) -> None:
     from monarch_backend.hosts import attach_to_workers
 
     with pytest.raises(ValueError, match="silence is at least three heartbeats"):
         attach_to_workers(["127.0.0.1"], heartbeat=heartbeat, silence=silence)
 
 
-def test_another_secret(anywhere: Anywhere) -> None:
+def test_host_with_another_secret_is_refused(anywhere: Anywhere) -> None:
     world, workers = anywhere
     env = {"MONARCH_SECRET": "12" * 32}
     world.start("refused", workers[:1], ["secret"], [], env=env)
@@ -122,13 +122,13 @@ def test_another_secret(anywhere: Anywhere) -> None:
 
 
 @pytest.mark.slow
-def test_another_idea_of_tls(anywhere: Anywhere) -> None:
+def test_host_with_another_tls_setting_is_refused(anywhere: Anywhere) -> None:
     world, workers = anywhere
     world.run("refused", workers[:1], ["the same MONARCH_TLS"], [], env={"MONARCH_TLS": "0"})
 
 
 @pytest.mark.slow
-def test_another_version(anywhere: Anywhere) -> None:
+def test_host_with_another_version_is_refused(anywhere: Anywhere) -> None:
     world, workers = anywhere
     source = "import monarch_backend; monarch_backend.__version__ = '0.0.7'; " + UP
     with world.daemon(3, source=source) as other:
@@ -136,7 +136,7 @@ def test_another_version(anywhere: Anywhere) -> None:
         world.run("refused", [workers[0], other.address], parts, workers)
 
 
-def test_what_a_daemon_refuses(anywhere: Anywhere, tmp_path: Path) -> None:
+def test_daemon_refuses_wrong_options(anywhere: Anywhere, tmp_path: Path) -> None:
     world, _ = anywhere
     public, short = tmp_path / "public", tmp_path / "short"
     public.write_text("ab" * 32)
@@ -148,7 +148,7 @@ def test_what_a_daemon_refuses(anywhere: Anywhere, tmp_path: Path) -> None:
         ("0.0.0.0:0", {}, "MONARCH_SECRET_FILE"),
         ("[::]:0", {}, "MONARCH_SECRET_FILE"),
         ("198.18.0.10:0", {}, "MONARCH_SECRET_FILE"),
-        ("nowhere:port", good, "is no address of a host"),
+        ("nowhere:port", good, "is not an address of a host"),
         ("192.0.2.1:26600", good, "192.0.2.1"),
         ("0.0.0.0:0", {"MONARCH_SECRET_FILE": str(public)}, f"chmod 600 {public}"),
         ("0.0.0.0:0", {"MONARCH_SECRET_FILE": str(short)}, "64 hexadecimal digits"),
@@ -158,14 +158,14 @@ def test_what_a_daemon_refuses(anywhere: Anywhere, tmp_path: Path) -> None:
     world.run("up_refused", cases)
 
 
-def test_a_port_that_is_taken(loopback: World) -> None:
+def test_daemon_on_a_taken_port_fails(loopback: World) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         loopback.run("up_refused", [(f"127.0.0.1:{port}", {}, f"127.0.0.1:{port}: ")])
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_2() -> None:
+def test_command_exits_with_2() -> None:
     """Once from the shell."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MONARCH_SECRET")}
     command = [sys.executable, "-c", UP, "up", "--address", "0.0.0.0:0"]

@@ -1,4 +1,4 @@
-"""256 processes on eight hosts: they are there in seconds, answer together, and go on without those that are lost."""
+"""256 processes on eight hosts start in seconds, answer together, and continue after losses."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def test_many_processes_on_many_hosts(tmp_path: Path) -> None:
         daemons = [world.daemon(1 + index) for index in range(HOSTS)]
         addresses = [daemon.address for daemon in daemons]
         before = {pid for daemon in daemons for pid in descendants(daemon.pid)}
-        world.run("scale", addresses, EACH, [daemon.pid for daemon in daemons], module="scale")
+        world.run("scale", addresses, EACH, [daemon.pid for daemon in daemons], module="scale_program")
         until_gone([pid for daemon in daemons for pid in descendants(daemon.pid) if pid not in before], 2.0)

@@ -1,7 +1,6 @@
-"""Search of a process for secrets: its variables, and every page of memory that it has.
+"""Search of a process for secrets: its environment and every page of its memory.
 
-The needles come masked, so that the search does not find its own copies. A page is unmasked never, but masked before it
-is compared.
+The needles are masked, so that the search does not find its own copies. A page is masked before it is compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs that use jobs, as forked ranks; and what of a job is to be seen on this machine."""
+"""Programs that use jobs, as forked ranks, and the traces of a job on this machine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from monarch_backend._mesh.runtime_protocol import program
 from monarch_backend.actor import Actor, endpoint
-from monarch_backend.mesh._program import program
 from tests.support.ranks import run_ranks
 
 MARK = "MONARCH_TEST_JOB"

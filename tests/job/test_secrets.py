@@ -1,4 +1,4 @@
-"""Secrets of jobs: one for each connection, and none in the processes of a job."""
+"""Secrets of jobs: one for each connection, and none in the memory of a job's processes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._transport.network.auth import new_secret
 from monarch_backend.actor import this_host
 from monarch_backend.hosts import attach_to_workers
 from monarch_backend.job import ProcessJob
-from monarch_backend.transport._secret import new_secret
 from tests.job.memory_scan import Scanner, masked, needles
 from tests.job.support import MARK, Where, in_program, new_mark
 

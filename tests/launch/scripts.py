@@ -1,4 +1,4 @@
-"""The scripts that the tests launch, as text."""
+"""Source text of the scripts that the tests launch."""
 
 # What a program can see of how it was started. It does not import torch: torchrun's rank would take seconds.
 PROBE = """

@@ -1,4 +1,4 @@
-"""Extent, Point, Shape and the mesh operations beside numpy's own indexing; ranks in words read back."""
+"""Extent, Point, Shape and the mesh operations, compared with numpy's indexing; names of ranks round-trip."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch_backend.mesh._extent import Extent, MeshTrait, Point, Shape, ranks_in_words
+from monarch_backend._mesh.extent import Extent, MeshBase, Point, Shape, ranks_in_words
 
 LABELS = ("hosts", "numa", "gpus", "tp", "cp")
 BOTH = Extent.of({"hosts": 2, "gpus": 4})
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 
 
-class Mesh(MeshTrait):
+class Mesh(MeshBase):
     """The least that a mesh is; `name` stands for what a real one carries along."""
 
     def __init__(self, shape: Shape, name: str = "m") -> None:
@@ -129,7 +129,7 @@ def test_ints_of_other_kinds_become_ints() -> None:
         (lambda: Extent(("",), (2,)), ValueError, "label '' cannot be a keyword argument; name the dimension"),
         (lambda: Extent(("my gpus",), (2,)), ValueError, "'my gpus' cannot be a keyword argument"),
         (lambda: Extent(("class",), (2,)), ValueError, "'class' cannot be a keyword argument"),
-        (lambda: Extent((3,), (2,)), TypeError, "label 3 is no string; name the dimension"),
+        (lambda: Extent((3,), (2,)), TypeError, "label 3 is not a string; name the dimension"),
         (lambda: Extent.of({"gpus": 0}), ValueError, "gpus=0: a dimension has at least one rank; give a size of 1"),
         (lambda: Extent.of({"gpus": -8}), ValueError, "gpus=-8"),
         (lambda: Extent.of({"gpus": True}), TypeError, "size gpus=True is a bool; give an int"),
@@ -365,8 +365,8 @@ MESH = whole(hosts=2, gpus=8)
         (lambda: MESH.split(gpus="dp"), TypeError, r"gpus='dp': give the new labels as a tuple, .*gpus=\('dp', 'pp'\)"),
         (lambda: MESH.split(gpus=("a", "b")), ValueError, "the sizes of a, b are not given; give all but one of them"),
         (lambda: MESH.split(gpus=("a", "b", "c"), b=2), ValueError, "the sizes of a, c are not given"),
-        (lambda: MESH.split(gpus=("a", "b"), b=3), ValueError, "split gpus=8 into .*: 8 is no multiple of 3"),
-        (lambda: MESH.split(gpus=("a", "b"), b=16), ValueError, "8 is no multiple of 16"),
+        (lambda: MESH.split(gpus=("a", "b"), b=3), ValueError, "split gpus=8 into .*: 8 is not a multiple of 3"),
+        (lambda: MESH.split(gpus=("a", "b"), b=16), ValueError, "8 is not a multiple of 16"),
         (lambda: MESH.split(gpus=("a", "b"), a=2, b=2), ValueError, "given sizes multiply to 4, not to 8; leave one"),
         (lambda: MESH.split(gpus=("a", "b"), c=2), KeyError, "c=2 is the size of no new dimension; .* new: a, b"),
         (lambda: MESH.split(gpus=4), KeyError, "gpus=4 is the size of no new dimension; these are new: none"),
@@ -375,13 +375,13 @@ MESH = whole(hosts=2, gpus=8)
         (lambda: MESH.split(gpus=()), ValueError, "name at least one dimension"),
         (lambda: MESH.split(gpus=("a", "a"), a=2), ValueError, "multiply to 4, not to 8"),
         (lambda: MESH.split(gpus=("hosts", "a"), a=2), ValueError, "given sizes|'hosts' is there twice"),
-        (lambda: MESH.split(gpus=("a", 3), a=2), TypeError, "label 3 is no string"),
+        (lambda: MESH.split(gpus=("a", 3), a=2), TypeError, "label 3 is not a string"),
         (lambda: MESH.flatten("not a label"), ValueError, "'not a label' cannot be a keyword argument"),
-        (lambda: MESH.flatten(3), TypeError, "label 3 is no string"),
+        (lambda: MESH.flatten(3), TypeError, "label 3 is not a string"),
         (lambda: MESH.rename(tpus="a"), KeyError, "no dimension 'tpus'; there are: hosts, gpus"),
         (lambda: MESH.rename(hosts="gpus"), ValueError, "'gpus' is there twice"),
         (lambda: MESH.rename(hosts=""), ValueError, "label '' cannot be"),
-        (lambda: MESH.rename(hosts=1), TypeError, "label 1 is no string"),
+        (lambda: MESH.rename(hosts=1), TypeError, "label 1 is not a string"),
         (lambda: MESH.size("tpus"), KeyError, "no dimension 'tpus'; there are: hosts, gpus"),
         (lambda: MESH.size(("gpus", "tpus")), KeyError, "no dimension 'tpus'"),
         (lambda: MESH.without([16]), IndexError, "rank 16 is not in hosts=2, gpus=8, which has ranks 0 to 15"),
@@ -412,7 +412,7 @@ def test_bad_operations(make: Any, error: type[Exception], says: str) -> None:
 
 def test_a_mesh_without_its_constructor_cannot_be_made() -> None:
     with pytest.raises(TypeError, match="_new_with_shape"):
-        MeshTrait()  # type: ignore[abstract]
+        MeshBase()  # type: ignore[abstract]
 
 
 # Ranks in words
@@ -500,7 +500,7 @@ def test_ranks_that_are_none_cannot_be_named(rank: Any, error: type[Exception]) 
         ranks_in_words(BOTH, [0, rank])
 
 
-@pytest.mark.parametrize("name", ["_extent", "_value_mesh"])
+@pytest.mark.parametrize("name", ["extent", "value_mesh"])
 def test_examples(name: str) -> None:
-    ran = doctest.testmod(importlib.import_module(f"monarch_backend.mesh.{name}"))
+    ran = doctest.testmod(importlib.import_module(f"monarch_backend._mesh.{name}"))
     assert ran.attempted > 3 and ran.failed == 0

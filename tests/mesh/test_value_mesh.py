@@ -1,4 +1,4 @@
-"""ValueMesh: values by rank beside a numpy array of them."""
+"""ValueMesh: values by rank, compared with a numpy array of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_backend.mesh._extent import Extent, MeshTrait, Shape
-from monarch_backend.mesh._value_mesh import ValueMesh
+from monarch_backend._mesh.extent import Extent, MeshBase, Shape
+from monarch_backend._mesh.value_mesh import ValueMesh
 
 BOTH = Extent.of({"hosts": 2, "gpus": 4})
 SQUARES = ValueMesh(BOTH, [i * i for i in range(8)])
@@ -44,7 +44,7 @@ def test_values_are_where_numpy_has_them(seed: int) -> None:
 
 
 def test_every_mesh_operation_is_there() -> None:
-    assert isinstance(SQUARES, MeshTrait)
+    assert isinstance(SQUARES, MeshBase)
     assert SQUARES.slice(hosts=1).item(gpus=-1) == 49
     assert SQUARES.split(gpus=("tp", "cp"), cp=2).item(hosts=1, tp=1, cp=0) == 36
     assert SQUARES.flatten("all").item(all=5) == 25 and SQUARES.rename(gpus="g").item(hosts=0, g=3) == 9

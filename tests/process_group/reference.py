@@ -1,8 +1,8 @@
-"""What every collective must give, computed in one process from all ranks' inputs; and those inputs.
+"""Reference results of every collective, computed in one process from the inputs of all ranks; and those inputs.
 
-No process group, no communication and no code of monarch_backend: what is compared with this must not be made of
-it. All values are small integers that every dtype holds exactly, so no order of additions can matter. The inputs
-are made once and shared: clone before writing.
+It uses no process group, no communication and no code of monarch_backend, so that it is independent. All values are
+small integers that every dtype holds exactly, so the order of additions does not matter. The inputs are made once and
+shared: clone before writing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Bad input: each gets a clear error on every rank that made the mistake, and a group that goes on working.
+"""Bad arguments raise a clear error on every rank that passed them, and the group keeps working.
 
-Errors of arguments only; ranks that disagree with each other, or die, are not here.
+Errors of arguments only. Ranks that disagree with each other, or die, are not here.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _make_mistake(rank: int, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mistake_is_named_and_group_lives(pool, name: str) -> None:
+def test_wrong_argument_raises_and_group_keeps_working(pool, name: str) -> None:
     pool(2).run(_make_mistake, name)
 
 
@@ -142,7 +142,7 @@ def _two_devices(rank: int) -> None:
         dist.all_gather([ONES(4), ONES(4, device="meta")], ONES(4))
 
 
-def test_tensor_on_the_wrong_device(pool) -> None:
+def test_tensor_on_a_wrong_device_is_refused(pool) -> None:
     pool(2).run(_two_devices)
 
 
@@ -157,7 +157,7 @@ def _outside_rank(rank: int) -> str:
     return ""
 
 
-def test_rank_outside_the_group(pool) -> None:
+def test_rank_outside_the_group_is_refused(pool) -> None:
     pool(2).run(_outside_rank)
 
 
@@ -173,7 +173,7 @@ def _no_memory(rank: int) -> None:
     assert x.item() == 2.0
 
 
-def test_a_tensor_whose_memory_was_freed() -> None:
+def test_tensor_with_freed_memory_is_refused() -> None:
     run_ranks(_no_memory, 2)
 
 
@@ -191,7 +191,7 @@ def _use_after_destroy(rank: int) -> None:
         dist.all_reduce(ONES(1))
 
 
-def test_use_after_destroy() -> None:
+def test_use_after_destroy_raises() -> None:
     run_ranks(_use_after_destroy, 2)
 
 
@@ -203,7 +203,7 @@ def _use_after_abort(rank: int) -> None:
         group.allreduce([ONES(1)])
 
 
-def test_use_after_abort() -> None:
+def test_use_after_abort_raises() -> None:
     run_ranks(_use_after_abort, 2)
 
 
@@ -227,7 +227,7 @@ def _unreachable_store(rank: int, address: str) -> str:
     return str(caught.value)
 
 
-def test_unreachable_store() -> None:
+def test_unreachable_store_raises() -> None:
     run_ranks(_unreachable_store, 1, backend=None)
 
 
@@ -240,7 +240,7 @@ def _late(rank: int) -> None:
         dist.group.WORLD.get_group_store().wait(["given-up"], datetime.timedelta(seconds=30))
 
 
-def test_a_rank_that_does_not_come_hits_the_timeout() -> None:
+def test_missing_rank_hits_the_timeout() -> None:
     run_ranks(_late, 2, group_timeout=1.0)
 
 
@@ -266,7 +266,7 @@ def _only_the_root(rank: int, again: bool) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="over Gloo the others wait until the connection closes")
-def test_a_mistake_of_the_root_only() -> None:
+def test_wrong_argument_of_the_root_only_raises_on_the_root() -> None:
     """The root may correct itself; if it gives up, the others hear of it at once and not at the timeout."""
     run_ranks(_only_the_root, 2, True)
     start = time.monotonic()

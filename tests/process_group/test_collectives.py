@@ -1,7 +1,7 @@
-"""The collectives as a matrix: collective x dtype x group x layout x sync or async x world size, against reference.py.
+"""Matrix of collectives: collective x dtype x group x layout x sync or async x world size, against reference.py.
 
-One test is one (collective, world size, dtype); its cells run in one call of the pool, and a failure names the
-cell. What the route refuses is a cell too. Point to point, objects and works have files of their own.
+One test is one (collective, world size, dtype). Its cells run in one call of the pool, and a failure names the cell.
+A refused call is a cell too. Point-to-point operations, objects and works have their own files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monarch_backend import CollectiveArgumentError
-from monarch_backend.process_group import _cpu
+from monarch_backend.process_group import _cpu_validation
 from monarch_backend.process_group._integer_mean import INTEGERS
 from tests.process_group import reference
 from tests.support.ranks import run_ranks
@@ -469,7 +469,7 @@ def _zero_dimensions(rank: int) -> None:
         dist.all_to_all_single(torch.ones(()), torch.ones(()))
 
 
-def test_all_to_all_single_needs_rows(pool) -> None:
+def test_all_to_all_single_without_rows_is_refused(pool) -> None:
     pool(2).run(_zero_dimensions)
 
 
@@ -483,11 +483,12 @@ def _bool_sums(rank: int) -> None:
     assert options.reduceOp == dist.ReduceOp.SUM  # the caller's own options stay what they were
 
 
-def test_sum_of_bools_is_a_bool(pool) -> None:
+def test_sum_of_bools_is_bool(pool) -> None:
     pool(4).run(_bool_sums)
 
 
-# The table of _cpu.py against torch's Gloo -------------------------------------------------------------------
+# The table of process_group/_cpu_validation.py against torch's Gloo
+# -------------------------------------------------------------------
 
 
 def _real_gloo(rank: int, address: str) -> dict[str, dict[str, bool]]:
@@ -525,17 +526,17 @@ def _works(call: Callable[[], Any]) -> bool:
 
 
 def test_table_of_gloo_is_torchs(monkeypatch) -> None:
-    """Fails when torch learns or forgets a dtype or an op: then _cpu.py and reference.py follow."""
+    """Fails when torch learns or forgets a dtype or an op: then _cpu_validation.py and reference.py follow."""
     monkeypatch.setenv("MONARCH_SHM", "0")  # reference.py's answers depend on it
     table, other = run_ranks(_real_gloo, 2, backend=None)
     assert table == other
     assert {*reference.DTYPES} <= {*table}
     for name, can in table.items():
         dtype = getattr(torch, name)
-        able = _cpu.REDUCIBLE
+        able = _cpu_validation.REDUCIBLE
         ours = {
             "move": dtype in able,
-            **{op: dtype in able and dtype in _cpu.taken_by(op, able) for op in reference.OPS},
+            **{op: dtype in able and dtype in _cpu_validation.taken_by(op, able) for op in reference.OPS},
         }
         if dtype.is_complex:  # sums of pairs of floats, on both sides
             ours.update(SUM=True, AVG=True)
@@ -549,4 +550,4 @@ def test_table_of_gloo_is_torchs(monkeypatch) -> None:
 
 def test_ops_of_the_cpu_route_are_torchs() -> None:
     """An op that torch adds is either in the table or refused by name."""
-    assert {*dist.ReduceOp.RedOpType.__members__} == {*_cpu._OPS}
+    assert {*dist.ReduceOp.RedOpType.__members__} == {*_cpu_validation._OPS}

@@ -1,4 +1,4 @@
-"""The handshake before a group is made, on stores that hold keys of earlier attempts. The ranks are threads."""
+"""Handshake before a group is made, on stores that hold keys of earlier attempts. The ranks are threads."""
 
 from __future__ import annotations
 

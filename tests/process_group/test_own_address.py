@@ -1,4 +1,4 @@
-"""Hosts whose hostname resolves to loopback, as Debian's installer sets it up: groups between them work."""
+"""Groups between hosts whose hostname resolves to loopback, as Debian's installer configures it."""
 
 from __future__ import annotations
 

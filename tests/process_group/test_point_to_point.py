@@ -1,6 +1,6 @@
-"""Point to point: send, recv, isend, irecv, any source, tags, batches, rings; each message compared byte by byte.
+"""Point-to-point operations: send, recv, isend, irecv, any source, tags, batches, rings. Each message is compared.
 
-Collectives are in test_collectives.py, objects in test_objects.py, arguments that can't work in test_bad_input.py.
+Object collectives: test_object_collectives.py. Wrong arguments: test_bad_input.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _rings(rank: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", reference.DTYPES)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ring(pool, world_size: int, dtype: str) -> None:
+def test_messages_in_a_ring_arrive(pool, world_size: int, dtype: str) -> None:
     pool(world_size).run(_rings, dtype)
 
 
@@ -88,7 +88,7 @@ def _any_source(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_any_source(pool, world_size: int) -> None:
+def test_receive_from_any_source(pool, world_size: int) -> None:
     pool(world_size).run(_any_source)
 
 
@@ -103,7 +103,7 @@ def _any_source_without_waiting(rank: int) -> None:
         assert got.tolist() == [1.0, 1.0]
 
 
-def test_any_source_of_irecv(pool) -> None:
+def test_irecv_from_any_source(pool) -> None:
     pool(4).run(_any_source_without_waiting)
 
 
@@ -153,7 +153,7 @@ def _batch(rank: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "complex64", "float8_e4m3fn", "uint64"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_batch(pool, world_size: int, dtype: str) -> None:
+def test_batched_messages_arrive(pool, world_size: int, dtype: str) -> None:
     pool(world_size).run(_batch, dtype)
 
 
@@ -176,7 +176,7 @@ def _subgroup(rank: int) -> None:
         dist.destroy_process_group(group)
 
 
-def test_ranks_of_a_subgroup(pool) -> None:
+def test_ranks_of_a_subgroup_exchange_messages(pool) -> None:
     pool(4).run(_subgroup)
 
 
@@ -196,7 +196,7 @@ def _layouts(rank: int) -> None:
     dist.barrier()
 
 
-def test_layouts(pool) -> None:
+def test_strided_tensors_are_sent_and_received(pool) -> None:
     pool(2).run(_layouts)
 
 
@@ -207,7 +207,7 @@ def _to_itself(rank: int) -> None:
     dist.barrier()
 
 
-def test_no_message_to_oneself(pool) -> None:
+def test_message_to_the_own_rank_is_refused(pool) -> None:
     pool(2).run(_to_itself)
 
 
@@ -224,7 +224,7 @@ def _works(rank: int) -> None:
     assert receive._source_rank() == peer
 
 
-def test_works(pool) -> None:
+def test_works_of_messages_complete(pool) -> None:
     pool(2).run(_works)
 
 
@@ -238,7 +238,7 @@ def _only_two_talk(rank: int) -> None:
         assert got.tolist() == [1.0] * 4
 
 
-def test_first_use_by_two_of_four() -> None:
+def test_first_use_by_two_of_four_ranks_does_not_wait_for_others() -> None:
     run_ranks(_only_two_talk, 4)
 
 
@@ -273,7 +273,7 @@ def _exchange(rank: int) -> None:
 
 
 @linux
-def test_a_message_of_another_size_or_dtype() -> None:
+def test_message_of_another_size_or_dtype_raises() -> None:
     run_ranks(_mismatched, 2)
 
 
@@ -292,7 +292,7 @@ def _nobody_sends(rank: int) -> None:
 
 
 @linux
-def test_a_message_that_does_not_come() -> None:
+def test_missing_message_times_out() -> None:
     run_ranks(_nobody_sends, 2, group_timeout=1.0)
 
 
@@ -311,7 +311,7 @@ def _nobody_takes(rank: int) -> None:
 
 
 @linux
-def test_a_large_message_that_nobody_takes() -> None:
+def test_large_message_without_a_receiver_times_out() -> None:
     run_ranks(_nobody_takes, 2, group_timeout=1.0)
 
 
@@ -328,7 +328,7 @@ def _killed(rank: int) -> None:
 
 
 @linux
-def test_the_other_side_is_killed() -> None:
+def test_killed_peer_fails_the_message() -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(_killed, 2)
     assert "rank 1:\nthe rank died without an answer" in str(caught.value)
@@ -349,5 +349,5 @@ def _closed(rank: int) -> None:
 
 
 @linux
-def test_the_other_side_closes_its_group() -> None:
+def test_peer_that_destroys_its_group_fails_the_message() -> None:
     run_ranks(_closed, 2)

@@ -1,4 +1,4 @@
-"""How ranks meet at the store: within the timeout, and by name who does not come. Each rank is a process of its own."""
+"""Rendezvous at the store within the timeout; errors name the missing ranks. Each rank is a process of its own."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _unreachable(rank: int, address: str, port: int) -> None:
     )
 
 
-def test_nobody_listens(port: int) -> None:
+def test_store_without_a_listener_times_out(port: int) -> None:
     run_ranks(_unreachable, len(NOBODY), port, backend=None)
 
 
@@ -104,7 +104,7 @@ def _env(rank: int, address: str, port: int) -> None:
     _fails(lambda: dist.init_process_group("monarch", timeout=timeout), *words, seconds=ALONE)
 
 
-def test_nobody_listens_at_the_environment_s_address(port: int) -> None:
+def test_environment_address_without_a_listener_times_out(port: int) -> None:
     run_ranks(_env, 2, port, backend=None)
 
 
@@ -118,7 +118,7 @@ def _slow_resolver(rank: int, address: str) -> None:
     _fails(lambda: _init(1, 2, "tcp://far.invalid:29500", ALONE), "far.invalid:29500", "no answer", seconds=ALONE)
 
 
-def test_a_resolver_that_does_not_answer() -> None:
+def test_silent_name_server_times_out() -> None:
     run_ranks(_slow_resolver, 1, backend=None)
 
 
@@ -140,7 +140,7 @@ def _no_store(rank: int, address: str, port: int) -> None:
     _fails(lambda: _init(1, 2, f"tcp://127.0.0.1:{port}", ALONE), *words, seconds=ALONE)
 
 
-def test_somebody_accepts_and_says_nothing() -> None:
+def test_silent_server_times_out() -> None:
     # A stopped process, or another service: torch's own client waits for ever.
     with _elsewhere("GO; signal.pause()") as port:
         run_ranks(_no_store, 1, port, backend=None)
@@ -175,7 +175,7 @@ def _late_server(rank: int, address: str, port: int) -> None:
 
 
 @pytest.mark.parametrize("libuv", ["0", "1"])
-def test_a_server_that_comes_later(port: int, libuv: str) -> None:
+def test_server_that_starts_late_is_found(port: int, libuv: str) -> None:
     run_ranks(_late_server, 2, port, backend=None, env={"USE_LIBUV": libuv})
 
 
@@ -191,7 +191,7 @@ def _again(rank: int, address: str, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_another_attempt_after_an_error(port: int) -> None:
+def test_init_after_an_error_succeeds(port: int) -> None:
     run_ranks(_again, 2, port, backend=None)
 
 
@@ -207,7 +207,7 @@ def _server(rank: int, address: str, libuv: bool, hits: int) -> None:
 
 
 @pytest.mark.parametrize("libuv", [False, True])
-def test_a_knock_does_not_upset_torch_s_server(capfd: pytest.CaptureFixture[str], libuv: bool) -> None:
+def test_connection_probe_does_not_disturb_torchs_server(capfd: pytest.CaptureFixture[str], libuv: bool) -> None:
     # torch's server asks the network for the name of each client; where an answer is lost that must not take long.
     run_ranks(_server, 1, libuv, 100, backend=None, env={"RES_OPTIONS": "timeout:1 attempts:5"})
     assert capfd.readouterr().err == ""
@@ -231,13 +231,13 @@ def _wait_for_absent(worlds: Worlds, size: int, late: float) -> None:
     run_ranks(_absent, sum(len(present) for _, present in worlds), worlds, size, late, backend=None)
 
 
-def test_ranks_that_do_not_come_are_named_by_all_others(ports: list[int]) -> None:
+def test_missing_ranks_are_named_on_all_others(ports: list[int]) -> None:
     presents = [[0], [0, 2], [0, 2, 3]]
     worlds = [(f"tcp://127.0.0.1:{port}", present) for port, present in zip(ports, presents, strict=True)]
     _wait_for_absent(worlds, 4, 1.0)
 
 
-def test_ranks_that_do_not_come_to_a_file(tmp_path: Path) -> None:
+def test_missing_ranks_at_a_file_store_are_named(tmp_path: Path) -> None:
     worlds = [(f"file://{tmp_path}/{len(present)}", present) for present in ([1], [0, 2])]
     _wait_for_absent(worlds, 3, 1.5)  # torch's FileStore counts whole seconds
 
@@ -253,7 +253,7 @@ def _absent_from_new_group(rank: int) -> None:
     _works(rank)
 
 
-def test_a_rank_that_does_not_come_to_a_new_group() -> None:
+def test_missing_rank_of_a_new_group_is_named() -> None:
     run_ranks(_absent_from_new_group, 2)
 
 
@@ -267,18 +267,18 @@ def _host_dies(rank: int, address: str, port: int) -> None:
     store.wait(["monarch/here/1"], datetime.timedelta(seconds=30))
 
 
-def test_the_store_goes_while_ranks_wait(port: int) -> None:
+def test_lost_store_ends_waiting_ranks(port: int) -> None:
     run_ranks(_host_dies, 2, port, backend=None)
 
 
 @pytest.mark.parametrize(
     "url", ["file:///nowhere", "tcp://h", "tcp://h:0", "tcp://h:1?rank=0", "x://h:1", b"tcp://h:1"]
 )
-def test_what_is_left_to_torch(url: Any) -> None:
+def test_unsupported_urls_are_left_to_torch(url: Any) -> None:
     assert _rendezvous.place(url, 0, 2) is None
 
 
-def test_the_address_is_read_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_is_parsed_as_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MASTER_ADDR": "h", "MASTER_PORT": "9", "RANK": "3", "WORLD_SIZE": "5"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -296,7 +296,7 @@ def test_the_address_is_read_as_torch_reads_it(monkeypatch: pytest.MonkeyPatch) 
     assert read("env://") == ("h", 9, 3, 5, True, True)
 
 
-def test_torch_makes_its_store_as_we_do() -> None:
+def test_store_is_made_as_in_torch() -> None:
     from torch.distributed.rendezvous import _create_c10d_store
 
     made = re.sub(r"\s+", " ", inspect.getsource(_create_c10d_store))

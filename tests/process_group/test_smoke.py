@@ -1,4 +1,4 @@
-"""The thinnest real path: ranks, one group, one sum."""
+"""Smoke test: ranks, one group, one sum."""
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,6 @@ def test_all_reduce_on_two_ranks() -> None:
     assert run_ranks(_sum, 2) == [3.0, 3.0]
 
 
-def test_pool(pool) -> None:
+def test_pool_runs_functions_on_its_ranks(pool) -> None:
     assert pool(2).run(_sum) == [3.0, 3.0]
     assert pool(4).run(_sum) == [10.0] * 4

@@ -1,6 +1,6 @@
-"""Works and what is built on them: futures, errors, coalescing, functional collectives, completion hooks.
+"""Work objects and features built on them: futures, errors, coalescing, functional collectives, completion hooks.
 
-That each collective gives the right numbers is in test_collectives.py; here is when and how they come.
+test_collectives.py tests the numbers, this file when and how they arrive.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _work(rank: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_work(pool, world_size: int, name: str) -> None:
+def test_work_completes_with_its_result(pool, world_size: int, name: str) -> None:
     pool(world_size).run(_work, name)
 
 
@@ -131,7 +131,7 @@ def _value_of_the_future(rank: int) -> None:
     assert future.done()
 
 
-def test_value_of_the_future(pool) -> None:
+def test_future_has_the_outputs(pool) -> None:
     pool(2).run(_value_of_the_future)
 
 
@@ -159,7 +159,7 @@ def _dropped(rank: int) -> None:
     assert x.item() == 2.0
 
 
-def test_dropped_works(pool) -> None:
+def test_dropped_works_complete(pool) -> None:
     pool(2).run(_dropped)
 
 
@@ -179,7 +179,7 @@ def _impatient(rank: int) -> None:
     assert x.tolist() == [2.0, 2.0]
 
 
-def test_wait_with_a_timeout() -> None:
+def test_wait_with_a_timeout_raises() -> None:
     run_ranks(_impatient, 2)
 
 
@@ -209,7 +209,7 @@ def _failing(group: Any) -> None:
     assert called.wait(20)
 
 
-def test_errors_come_out_of_works_and_futures() -> None:
+def test_works_and_futures_raise_errors() -> None:
     run_ranks(_alone, 2, _failing)
 
 
@@ -440,7 +440,7 @@ def _hooks(rank: int) -> None:
     assert len(seen) == 10
 
 
-def test_completion_hooks(pool) -> None:
+def test_completion_hooks_run_once_per_work(pool) -> None:
     pool(2).run(_hooks)
 
 
@@ -453,7 +453,7 @@ def _hook_of_a_failure(group: Any) -> None:
     assert [info.op_type for info in seen] == ["allreduce"]
 
 
-def test_completion_hook_of_a_failure() -> None:
+def test_completion_hook_runs_after_a_failure() -> None:
     run_ranks(_alone, 2, _hook_of_a_failure)
 
 
@@ -473,5 +473,5 @@ def _fails_before_it_is_copied_back(group: Any) -> None:
 
 
 @pytest.mark.parametrize("shm", ["0", "1"])
-def test_an_error_is_not_lost_where_results_are_copied_back(shm: str) -> None:
+def test_error_is_raised_when_results_are_copied_back(shm: str) -> None:
     run_ranks(_alone, 2, _fails_before_it_is_copied_back, env={"MONARCH_SHM": shm})

@@ -1,4 +1,4 @@
-"""What the processes of the tests do with memory, and the routes between them."""
+"""Actors that own and access registered memory, and the routes between them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ import numpy as np
 import torch
 
 from monarch_backend import rdma
+from monarch_backend._rdma import cuda_ipc, registrations
 from monarch_backend.actor import Actor, ActorMesh, endpoint, this_host
-from monarch_backend.rdma import RDMAAction, RDMABuffer, _torch_ipc
-from tests.rdma import pretended
-from tests.rdma.verbs import across, peers
+from monarch_backend.rdma import RDMAAction, RDMABuffer
+from tests.rdma import pretended_gpu
+from tests.rdma.verbs import cross_process_nics, peers
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class RouteCase:
     name: str  # as RDMABuffer.backend
     environment: dict[str, str] = field(default_factory=dict)
     shared: bool = False  # the memory is that of rdma.empty
-    way: int = 1  # as enum Way (csrc/memory/near.h)
+    way: int = 1  # as enum Way (csrc/memory/same_host.h)
     device: bool = False  # the memory is a pretended GPU's, on both sides
     refuses: str = ""  # what its driver refuses
     nic: bool = False  # that is pretended, too, and does not reach the GPU
@@ -42,9 +43,9 @@ ROUTES = {
     "kernel": RouteCase("same host", way=1),
     "mapped": RouteCase("same host", shared=True, way=0),
     "thread": RouteCase("same host", {"MONARCH_CMA": "0"}, way=2),
-    "tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}),
-    "verbs": RouteCase("verbs", {"MONARCH_RDMA": "verbs"}),
-    "tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}),
+    "tcp": RouteCase("tcp", {"MONARCH_RDMA_TRANSPORT": "tcp", "MONARCH_TLS": "0"}),
+    "verbs": RouteCase("verbs", {"MONARCH_RDMA_TRANSPORT": "verbs"}),
+    "tls": RouteCase("tcp", {"MONARCH_RDMA_TRANSPORT": "tcp"}),
 }
 
 DEVICE_ROUTES = {
@@ -53,10 +54,12 @@ DEVICE_ROUTES = {
     "gpu not exported": RouteCase("same host", way=2, device=True, refuses="ipc_get"),
     "gpu not mapped": RouteCase("same host", way=2, device=True, refuses="ipc_open"),
     "gpu lent": RouteCase("same host", way=4, device=True, refuses="ipc_get", torch=True),
-    "gpu tcp": RouteCase("tcp", {"MONARCH_RDMA": "tcp", "MONARCH_TLS": "0"}, way=5, device=True),
-    "gpu nic": RouteCase("verbs", {"MONARCH_RDMA": "verbs", "MONARCH_TLS": "0"}, way=5, device=True, nic=True),
-    "gpu verbs": RouteCase("verbs", {"MONARCH_RDMA": "verbs"}, way=5, device=True),
-    "gpu tls": RouteCase("tcp", {"MONARCH_RDMA": "tcp"}, way=5, device=True),
+    "gpu tcp": RouteCase("tcp", {"MONARCH_RDMA_TRANSPORT": "tcp", "MONARCH_TLS": "0"}, way=5, device=True),
+    "gpu nic": RouteCase(
+        "verbs", {"MONARCH_RDMA_TRANSPORT": "verbs", "MONARCH_TLS": "0"}, way=5, device=True, nic=True
+    ),
+    "gpu verbs": RouteCase("verbs", {"MONARCH_RDMA_TRANSPORT": "verbs"}, way=5, device=True),
+    "gpu tls": RouteCase("tcp", {"MONARCH_RDMA_TRANSPORT": "tcp"}, way=5, device=True),
 }
 ALONE = ("kernel", "mapped", "verbs", "gpu ipc")
 """Routes on which nobody needs the owner."""
@@ -83,11 +86,11 @@ def take(route: str, device: str = "") -> None:
     if device:
         os.environ["MONARCH_RDMA_DEVICES"] = device
     if case(route).device:
-        pretended.take(case(route).refuses)
+        pretended_gpu.take(case(route).refuses)
     if case(route).nic:
-        across.use()
+        cross_process_nics.use()
     if case(route).torch:
-        _torch_ipc.share, _torch_ipc.adopt = pretended.share, pretended.adopt
+        cuda_ipc.share, cuda_ipc.adopt = pretended_gpu.share, pretended_gpu.adopt
 
 
 def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
@@ -99,7 +102,7 @@ def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
 def memory(kind: str, nbytes: int, shared: bool, device: bool = False) -> Any:
     """Memory of this kind and size."""
     if device:
-        return pretended.Array(nbytes, offset=77 if kind == "slice" else 0)
+        return pretended_gpu.Array(nbytes, offset=77 if kind == "slice" else 0)
     if kind == "tensor":
         return rdma.empty(nbytes, dtype=torch.uint8).zero_() if shared else torch.zeros(nbytes, dtype=torch.uint8)
     if kind == "slice":  # of a tensor, not aligned to anything
@@ -113,14 +116,14 @@ def memory(kind: str, nbytes: int, shared: bool, device: bool = False) -> Any:
 
 def as_tensor(value: Any) -> torch.Tensor:
     """The bytes of such memory."""
-    if isinstance(value, pretended.Array):
+    if isinstance(value, pretended_gpu.Array):
         return value.content()
     return value if isinstance(value, torch.Tensor) else torch.frombuffer(value, dtype=torch.uint8)
 
 
 def fill(value: Any, content: torch.Tensor) -> Any:
     """The same memory, with these bytes."""
-    if isinstance(value, pretended.Array):
+    if isinstance(value, pretended_gpu.Array):
         value.put(content)
     else:
         as_tensor(value).copy_(content)
@@ -164,7 +167,7 @@ class Process(Actor):
     @endpoint
     def drop(self, buffer: RDMABuffer) -> int:
         buffer.drop()
-        return rdma._registry.registry().count()
+        return registrations.registry().count()
 
     @endpoint
     def backend(self, buffer: RDMABuffer) -> str:
@@ -173,7 +176,7 @@ class Process(Actor):
     @endpoint
     def way(self, buffer: RDMABuffer) -> int:
         handle = buffer._handle
-        native, until = rdma._registry.registry().native, time.monotonic() + 10
+        native, until = registrations.registry().native, time.monotonic() + 10
         while True:
             buffer.read_into(self.mine("tensor", buffer.size())).get()  # they have met
             found = int(native.way(handle.token, handle.ticket))

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of registered memory: those of actors, and two processes for each route."""
+"""Fixtures for tests of registered memory: those of the actor tests, and two processes for each route."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._rdma.transfer_engine import engine
 from monarch_backend.actor import ActorMesh
-from monarch_backend.rdma._transfers import engine
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
 from tests.rdma.actors import ROUTES, two_processes
 

@@ -1,4 +1,4 @@
-"""What ends transfers before their time, on every route: deaths, silence, deadlines, changes of mind; and limits."""
+"""Transfers that end early, on every route: deaths, silence, deadlines, cancellation; and limits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_backend import _native, rdma
+from monarch_backend import _native
+from monarch_backend._rdma import registrations
+from monarch_backend._rdma import registrations as registrations_module
+from monarch_backend._rdma.routes.base import DONE, LOST
+from monarch_backend._rdma.transfer_engine import engine
 from monarch_backend.actor import ActorError, ActorMesh, CancelledError, SupervisionError
-from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError, _registry
-from monarch_backend.rdma._route import DONE, LOST
-from monarch_backend.rdma._transfers import engine
+from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError
 from tests.actor.actors import held_up, pid_of, resident_bytes, until
 from tests.actor.support import Faults
 from tests.rdma.actors import ALONE, ROUTES, pattern, two_processes
@@ -48,7 +50,7 @@ def route_of(request: pytest.FixtureRequest) -> str:
     return str(request.node.callspec.params["fresh"])
 
 
-def test_the_main_program_owns_and_reads_too(fresh: Pair) -> None:
+def test_main_program_can_own_and_read(fresh: Pair) -> None:
     owner, reader = fresh
     mine = pattern(3 * MIB, 3).clone()
     buffer = RDMABuffer(mine)
@@ -63,7 +65,7 @@ def test_the_main_program_owns_and_reads_too(fresh: Pair) -> None:
     owner.drop.call_one(theirs).get()
 
 
-def test_an_owner_that_is_killed_while_it_is_read(fresh: Pair, faults: Faults) -> None:
+def test_owner_killed_during_a_read_fails_it(fresh: Pair, faults: Faults) -> None:
     owner, reader = fresh
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 32 * MIB).get()
@@ -84,7 +86,7 @@ def test_an_owner_that_is_killed_while_it_is_read(fresh: Pair, faults: Faults) -
     buffer.drop()  # of one who is gone: nothing to do
 
 
-def test_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest) -> None:
+def test_stopped_owner_hits_the_deadline(fresh: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = fresh
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 4 * MIB).get()
@@ -103,7 +105,7 @@ def test_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest)
     owner.drop.call_one(buffer).get(20)
 
 
-def test_atomics_of_an_owner_that_stands_still(fresh: Pair, request: pytest.FixtureRequest) -> None:
+def test_atomics_of_a_stopped_owner_hit_the_deadline(fresh: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = fresh
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 64).get()
@@ -114,7 +116,7 @@ def test_atomics_of_an_owner_that_stands_still(fresh: Pair, request: pytest.Fixt
     assert len(reader.add.call_one(buffer, 1).get(20)) == 1
 
 
-def test_a_reader_that_dies_holds_up_nobody(fresh: Pair, faults: Faults) -> None:
+def test_dead_reader_does_not_block_others(fresh: Pair, faults: Faults) -> None:
     owner, reader = fresh
     buffer = owner.own.call_one("tensor", 32 * MIB).get()
     reading = reader.read_for_ever.call_one(buffer)
@@ -126,7 +128,7 @@ def test_a_reader_that_dies_holds_up_nobody(fresh: Pair, faults: Faults) -> None
         reading.get(20)
 
 
-def test_a_reader_that_stands_still_holds_up_nobody(fresh: Pair, request: pytest.FixtureRequest) -> None:
+def test_stopped_reader_does_not_block_others(fresh: Pair, request: pytest.FixtureRequest) -> None:
     _, reader = fresh
     if route_of(request) in ("kernel", "mapped"):
         pytest.skip("on this route the reader itself may be in the middle of the memory")
@@ -141,7 +143,7 @@ def test_a_reader_that_stands_still_holds_up_nobody(fresh: Pair, request: pytest
     assert reading.get(20).startswith("DroppedError")
 
 
-def test_memory_in_use_is_not_given_back(
+def test_memory_in_use_is_not_released(
     fresh: Pair, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     _, reader = fresh
@@ -149,11 +151,11 @@ def test_memory_in_use_is_not_given_back(
         pytest.skip(
             "on this route it is read by a thread of its owner, which holds it while it copies a piece, no longer"
         )
-    monkeypatch.setattr(_registry, "PATIENCE", 0.2)
+    monkeypatch.setattr(registrations, "DROP_TIMEOUT_S", 0.2)
     pid = pid_of(reader)
     mine = torch.ones(64 * MIB, dtype=torch.uint8)
     buffer = RDMABuffer(mine)
-    ticket, native = buffer._handle.ticket, _registry.registry().native
+    ticket, native = buffer._handle.ticket, registrations.registry().native
     reading = reader.read_for_ever.call_one(buffer)
     while True:  # until it is stopped in the middle of a transfer
         with held_up(pid):
@@ -170,7 +172,7 @@ def test_memory_in_use_is_not_given_back(
 # ---- without a second process
 
 
-def test_what_is_registered_stays_alive_until_it_is_dropped() -> None:
+def test_registered_memory_stays_alive_until_drop() -> None:
     memory = np.arange(1000)
     gone = weakref.ref(memory)
     value = torch.from_numpy(memory)
@@ -189,7 +191,7 @@ def test_what_is_registered_stays_alive_until_it_is_dropped() -> None:
         buffer.read_into(into).get()
 
 
-def test_what_is_registered_is_not_resized() -> None:
+def test_registered_memory_cannot_be_resized() -> None:
     value = torch.arange(1000)
     buffer = RDMABuffer(value)
     with pytest.raises(RuntimeError, match="resiz"):
@@ -213,7 +215,7 @@ def test_memory_that_changes_before_an_action_is_submitted() -> None:
     buffer.drop()
 
 
-def test_an_action_that_is_submitted_again_and_again(fresh: Pair, request: pytest.FixtureRequest) -> None:
+def test_action_can_be_submitted_repeatedly(fresh: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = fresh
     if route_of(request) in ("tcp", "tls", "verbs"):
         pytest.skip("on this route each submit is a new one")
@@ -239,7 +241,7 @@ def test_an_action_that_is_submitted_again_and_again(fresh: Pair, request: pytes
         action.submit().get()
 
 
-def test_an_action_lets_go_of_what_it_was_given() -> None:
+def test_action_releases_its_arguments() -> None:
     value, into = torch.ones(8, dtype=torch.uint8), bytearray(8)
     buffer = RDMABuffer(value)
     action = RDMAAction().read_remote(into, buffer)
@@ -274,7 +276,7 @@ def test_memory_of_a_file_that_can_only_be_read(tmp_path: Path) -> None:
     del mapped  # the error keeps this frame for a while
 
 
-def test_many_who_wait_do_not_hold_up_others(fresh: Pair, request: pytest.FixtureRequest) -> None:
+def test_many_waiting_transfers_do_not_block_others(fresh: Pair, request: pytest.FixtureRequest) -> None:
     owner, reader = fresh
     if route_of(request) not in ("thread", "tcp", "tls"):
         pytest.skip("on this route nobody waits for an owner")
@@ -286,7 +288,7 @@ def test_many_who_wait_do_not_hold_up_others(fresh: Pair, request: pytest.Fixtur
     buffer.drop(), mine.drop()
 
 
-def test_ten_thousand_registrations_take_no_memory() -> None:
+def test_ten_thousand_registrations_leave_no_memory() -> None:
     def some(count: int) -> None:
         for _ in range(count):
             buffer = RDMABuffer(torch.empty(4096, dtype=torch.uint8))
@@ -300,7 +302,7 @@ def test_ten_thousand_registrations_take_no_memory() -> None:
     assert resident_bytes(os.getpid()) - before < 2 * MIB
 
 
-def test_the_most_registrations() -> None:
+def test_registration_limit_raises() -> None:
     value = torch.empty(8, dtype=torch.uint8)
     buffers: list[RDMABuffer] = []
     with pytest.raises(RDMAError, match="65536 registrations are the most"):
@@ -348,7 +350,7 @@ def test_threads() -> None:
     buffer.drop(), number.drop()
 
 
-def test_a_deadline_that_is_over() -> None:
+def test_expired_deadline_fails_the_transfer() -> None:
     procs_free = RDMABuffer(torch.zeros(8))
     with pytest.raises(ValueError, match="timeout"):
         procs_free.read_into(torch.zeros(8), timeout=-1)
@@ -360,8 +362,8 @@ def test_a_deadline_that_is_over() -> None:
     buffer.drop()
 
 
-def test_a_cancelled_future_says_whether_it_was_in_time() -> None:
-    """Within one process; over each route it is `test_an_owner_that_stands_still`'s."""
+def test_cancel_returns_whether_it_was_in_time() -> None:
+    """Within one process; over each route it is `test_stopped_owner_hits_the_deadline`'s."""
     memory = torch.full((64 * MIB,), 7, dtype=torch.uint8)
     buffer = RDMABuffer(memory)
     for _ in range(5):
@@ -372,7 +374,7 @@ def test_a_cancelled_future_says_whether_it_was_in_time() -> None:
         assert cancelled or torch.equal(into, memory)
     assert RDMAAction().read_remote(torch.zeros(8), buffer[:8]).submit().get(20) is None
     buffer.drop()
-    assert rdma._registry.registry().count() == 0
+    assert registrations_module.registry().count() == 0
 
 
 # ---- a fork of the user's
@@ -401,7 +403,7 @@ def _in_a_fork(buffer: RDMABuffer) -> list[str]:
     return said
 
 
-def test_a_fork_is_told_that_the_buffer_is_its_parents() -> None:
+def test_buffer_in_a_forked_child_raises() -> None:
     memory = torch.arange(2.0)
     buffer = RDMABuffer(memory)
     *refused, own = _in_a_fork(buffer)
@@ -535,7 +537,7 @@ def _held_up(thread: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("replaced", ["by_a_program", "by_a_process"])
-def test_nothing_of_another_process_is_read_or_written(replaced: str) -> None:
+def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> None:
     before, owner = _watchers(), _Replaced()
     try:
         host = _native.Host(64 * MIB)

@@ -1,7 +1,7 @@
 """Truncated and corrupted frames on the data port of registered memory, from a peer that has proved the secret.
 
-Both sides: requests that an owner reads, and replies that a client reads. Neither may crash, hang, or touch memory that
-the valid frame does not name.
+Both sides: requests that an owner reads, and replies that a client reads. Neither may crash, hang, or touch memory
+that the valid frame does not name.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 
 from monarch_backend import _native
-from tests.rdma.owners import Background, Memory, Owner, owner
-from tests.rdma.test_streams import ANSWER, HELLO, REQUEST, client_of, fetched, proof, proved, take
+from tests.rdma.tcp_owners import Background, Memory, Owner, owner
+from tests.rdma.test_tcp_route import ANSWER, HELLO, REQUEST, client_of, fetched, proof, proved, take
 
 SIZE, OFFSET, CHUNK = 4096, 100, 24
 WRITE = 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from monarch_backend.transport._certificates import Ders
-from tests.rdma import pretended
+from monarch_backend._transport.network.tls import Ders
+from tests.rdma import pretended_gpu
 from tests.support import sanitizers
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="memory over TCP is Linux's")]
@@ -27,6 +27,6 @@ def test_many_threads_and_registrations_that_come_and_go(kind: str, tls: bool, g
     options = dict(sanitizers.OPTIONS)
     options["TSAN_OPTIONS"] += f":suppressions={tmp_path / 'suppressions'}"
     if gpu:
-        options["MONARCH_GPU_DRIVER"] = pretended.library()
+        options["MONARCH_GPU_DRIVER"] = pretended_gpu.library()
     command = [*sanitizers.prefix(kind), sanitizers.memory_driver(kind), 14, tmp_path if tls else ""]
     print(sanitizers.checked(command, 300, **options))

@@ -1,7 +1,7 @@
-"""The shared-memory core on aarch64: cross-compiled, and run by qemu's user emulation where there is no such machine.
+"""The shared-memory core on aarch64: cross-compiled, and run by qemu's user emulation on other machines.
 
-The stress driver plays its random operations there, and the reduction kernels must compute the same as on x86-64, bit
-for bit. What qemu does not emulate (process_vm_readv) the core has to do without, as on any system that forbids it.
+The stress driver plays its random operations there, and the reduction kernels must give the same bits as on x86-64.
+qemu does not emulate process_vm_readv, so the core works without it, as on systems that forbid it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SUMS = SHM / "kernels" / "sums.cpp"
 
 # As setup.py has them; a warning is an error.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
-WRAPS = "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv"  # csrc/stress/ranks.h, csrc/shm/stress/world.h
+WRAPS = "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv"  # csrc/stress/ranks.h, csrc/shm/stress/fixture.h
 COMPILERS = {"aarch64": "aarch64-linux-gnu-g++", "x86_64": "g++"}
 QEMU = "qemu-aarch64-static"
 

@@ -33,9 +33,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from monarch_backend.process_group import _shm_process
 from monarch_backend.process_group._errors import CollectiveTimeoutError, RankFailedError
-from tests.shm import programs
+from monarch_backend.process_group._shm import segment
+from tests.shm import random_programs
 from tests.support.ranks import _answer, _spawn, init, store_file
 
 pytestmark = [
@@ -73,7 +73,7 @@ class Scene:
 
     seed: int
     how: str
-    program: programs.Program
+    program: random_programs.Program
     victims: tuple[Victim, ...]
     wakes: bool  # a stopped rank goes on in the end
 
@@ -95,7 +95,7 @@ def _scene(seed: int) -> Scene:
     only = how == "stop"
     groups = 1 if only else 3
     weights = (45, 30, 22, 3)
-    program = programs.draw(seed, size, STEPS, groups=groups, messages=not only, weights=weights)
+    program = random_programs.draw(seed, size, STEPS, groups=groups, messages=not only, weights=weights)
     count = 2 if how == "kill" and size > 2 and pick.random() < 0.3 else 1
     victims = []
     for rank in pick.sample(range(size), count):
@@ -141,7 +141,7 @@ class Survivor:
 
     def __init__(self, scene: Scene, rank: int, clocks: Clocks) -> None:
         self.scene, self.rank, self.clocks = scene, rank, clocks
-        self.player = programs.Player(scene.program, rank)
+        self.player = random_programs.Player(scene.program, rank)
         self.order = self.player.order()
         self.report = Report()
         self.broken: set[int] = set()
@@ -150,7 +150,7 @@ class Survivor:
 
     def play(self) -> Report:
         """All steps; then, so that nobody misses a death, an operation with every victim."""
-        under_way: list[programs.Pending] = []
+        under_way: list[random_programs.Pending] = []
         for step in self.scene.program.steps:
             if self.fate is not None and step.number == self.fate.step:
                 self.meet(self.fate)
@@ -170,7 +170,7 @@ class Survivor:
         self.last_words()
         return self.report
 
-    def finish(self, pending: programs.Pending) -> None:
+    def finish(self, pending: random_programs.Pending) -> None:
         """An operation that was under way: it may have ended well before the death."""
         group = pending.step.group
         if group not in self.broken:
@@ -191,7 +191,7 @@ class Survivor:
             return True
         return isinstance(error, RuntimeError) and f"callback: {self.expected.__name__}: " in str(error)
 
-    def check(self, pending: programs.Pending) -> None:
+    def check(self, pending: random_programs.Pending) -> None:
         try:
             self.player.check(pending)
         except AssertionError as error:
@@ -201,7 +201,7 @@ class Survivor:
         """Call it: on a broken group it must fail, on another it may break the group."""
         try:
             result = call()
-            if isinstance(result, programs.Pending) and group in self.broken and self.active(result.step):
+            if isinstance(result, random_programs.Pending) and group in self.broken and self.active(result.step):
                 self.player.wait(result, self.order)
         except Exception as error:
             if not self.is_expected(error):
@@ -209,13 +209,13 @@ class Survivor:
             self.note(group, error)
             return None
         if group in self.broken:
-            if not isinstance(result, programs.Pending) or self.active(result.step):
+            if not isinstance(result, random_programs.Pending) or self.active(result.step):
                 self.report.wrong.append(f"{what} worked, though the group had failed")
             return None
         self.report.played += 1
         return result
 
-    def active(self, step: programs.Step) -> bool:
+    def active(self, step: random_programs.Step) -> bool:
         """Whether there is anything for us to do: some messages of a step may all be between others."""
         me = self.player.groups[step.group].rank()
         return not step.letters or any(me in (letter.source, letter.to) for letter in step.letters)
@@ -277,7 +277,9 @@ def _in_short(error: Exception) -> str:
 
 
 def _live(scene: Scene, rank: int, address: str, clocks: Clocks, connection: Connection) -> None:
-    os.environ.update(MONARCH_SHM="1", MONARCH_SHM_READV="40000", RANK=str(rank), WORLD_SIZE=str(scene.program.size))
+    os.environ.update(
+        MONARCH_SHM="1", MONARCH_CMA_MIN_BYTES="40000", RANK=str(rank), WORLD_SIZE=str(scene.program.size)
+    )
     torch.set_num_threads(1)
     inherited = _left()  # of the process of the tests, which may have programs and memory of its own
 
@@ -308,7 +310,7 @@ def _leave(inherited: dict[str, int]) -> dict[str, int]:
     ):
         gc.collect()
         # What groups that are gone still hold is given back when the next one needs memory.
-        host = _shm_process.this_process().host
+        host = segment.this_process().host
         host.drop_board(host.make_board(1))
     return left
 
@@ -445,7 +447,7 @@ class Run:
 
 def _play(scenes: list[Scene]) -> list[Run]:
     """The runs of all scenes, some side by side; one process looks after them."""
-    programs.prepare()
+    random_programs.prepare()
     to_do, active, done = list(reversed(scenes)), [], []  # type: ignore[var-annotated]
     try:
         while to_do or active:

@@ -1,6 +1,6 @@
-"""The flag protocol of csrc/shm/ under the model checker: every interleaving, see csrc/shm/model/README.md.
+"""Flag protocol of csrc/shm/ under the model checker: every interleaving, see csrc/shm/model/README.md.
 
-Wants spin (a Debian package of that name) and gcc; skips where one is missing.
+Needs spin (a Debian package of that name) and gcc; skips where one is missing.
 """
 
 from __future__ import annotations

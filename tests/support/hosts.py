@@ -1,9 +1,8 @@
-"""Several hosts on one machine, for tests: namespaces of their own for network, System V IPC, mounts and the hostname.
+"""Several hosts on one machine: namespaces for network, System V IPC, mounts and hostname.
 
-A host is a process that does nothing but keep its namespaces alive; forked ranks enter them before they do anything
-else. The hosts meet on a bridge in a network namespace of its own, so nothing here touches the machine's interfaces,
-and the kernel removes everything when the processes end, however they do. Needs root; what a rank does there is not
-known here.
+A host is a process that only keeps its namespaces alive. Forked ranks enter them before anything else. The hosts meet
+on a bridge in a network namespace of its own, so the machine's interfaces are not touched. The kernel removes
+everything when the processes end. Needs root.
 """
 
 from __future__ import annotations
@@ -181,12 +180,12 @@ class Hosts:
     @contextlib.contextmanager
     def lossy(self, index: int, loss: float, reorder: float, seed: int = 1) -> Iterator[list[int]]:
         """The cable of a host loses and reorders frames. The list gets the numbers of frames sent, lost, reordered."""
-        from tests.support import lossy
+        from tests.support import lossy_link
 
         switch, found = self.pids[-1], [0, 0, 0]
 
         def python(pid: int, *words: str) -> list[str]:
-            return ["nsenter", f"--net=/proc/{pid}/ns/net", sys.executable, lossy.__file__, *words]
+            return ["nsenter", f"--net=/proc/{pid}/ns/net", sys.executable, lossy_link.__file__, *words]
 
         enter_and_run_ip(
             switch, "link add x0 type veth peer name x1", "link set x1 up", f"link set p{index} nomaster",

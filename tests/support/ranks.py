@@ -1,8 +1,8 @@
-"""Ranks for tests: forked processes that share one imported torch, run functions, and answer.
+"""Forked ranks for tests: processes that share one imported torch, run functions, and return results.
 
-`RankPool` keeps its ranks and an initialised default group between calls; `run_ranks` makes fresh ones for a
-test that inits, destroys, dies or misbehaves itself. A rank that raises fails the caller with its traceback; a
-rank that hangs prints all stacks and is killed. Nothing here decides what a collective should give.
+`RankPool` keeps its ranks and an initialised default group between calls. `run_ranks` makes fresh ranks, for a test
+that inits, destroys or kills them. A rank that raises fails the caller with its traceback. A rank that hangs prints
+all stacks and is killed. Expected results are in the tests.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def run_ranks(
                     if backend is None:
                         return fn(rank, address, *args)
                     init(rank, world_size, address, backend, group_timeout)
-                    dist.barrier()  # a rank that leaves at once must not leave while others still connect
+                    # A rank that leaves at once must not leave while others still connect.
+                    dist.barrier(device_ids=[rank] if backend == "nccl" else None)
                     # Held till the process ends: a Gloo group whose last holder is a callback on one of its own
                     # threads (PowerSGD's, say) joins that thread, and torch aborts the process.
                     groups.append(dist.group.WORLD)

@@ -1,7 +1,7 @@
-"""The C++ of csrc/ compiled for a sanitizer: stress drivers and the extension, in build/sanitizers/.
+"""Builds of csrc/ with a sanitizer: stress drivers and the extension, in build/sanitizers/.
 
-From the sources as they are; the package's own extension is left alone. Where the compiler has no such runtime, or the
-kernel does not get along with it, the asking test skips and says so. What runs in it is the tests' part.
+The package's own extension is not touched. Where the compiler has no such runtime, or the kernel does not support it,
+the test skips with a reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A real sshd on loopback, with keys, configuration and port of its own, that ends with the test.
+"""Real sshd on loopback, with keys, configuration and port of its own, that ends with the test.
 
-It serves the user who runs the tests, and nobody else; the machine's own keys and configuration are not touched.
+It serves only the user that runs the tests. The machine's own keys and configuration are not touched.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The stdout and stderr of this process, read while others write.
+"""stdout and stderr of this process, read while other processes write.
 
-capfd's own readouterr() is not for that: it empties its file in two steps, and what is written between them is lost.
+capfd's readouterr() empties its file in two steps, and loses lines written between them.
 """
 
 from __future__ import annotations

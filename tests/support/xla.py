@@ -1,6 +1,6 @@
-"""A host on this machine whose Python has torch_xla, for meshes of XLA devices: its daemon ends with the block.
+"""A host on this machine whose Python has torch_xla, for meshes of XLA devices. Its daemon ends with the block.
 
-MONARCH_TEST_XLA_PYTHON names that Python (`make test-xla` does); its torch is another one than the tests' own.
+MONARCH_TEST_XLA_PYTHON names that Python (`make test-xla` sets it). Its torch is another release than the tests' own.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend.hosts import attach_to_workers
-from monarch_backend.mesh._hosts import HostMesh
 
 PYTHON = os.environ.get("MONARCH_TEST_XLA_PYTHON", "")
 NOT_HERE = "no Python with torch_xla is named by MONARCH_TEST_XLA_PYTHON: run `make test-xla`"

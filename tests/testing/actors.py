@@ -1,4 +1,4 @@
-"""The actors of the random worlds: they tell what they execute, send to others, and fail when they are told to."""
+"""Actors of the random worlds: they record executed messages, send to others, and fail on request."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarch_backend.actor import Actor, MeshFailure, context, endpoint, get_or_spawn_controller, this_host
-from tests.testing.faults import Faults
-from tests.testing.watch import Boom, Key, Tag, Watch
+from tests.testing.expected_failures import Faults
+from tests.testing.invariants import Boom, Key, Tag, Watch
 
 Order = tuple[str, Any, str, tuple[Any, ...]]  # a verb, ranks (None: all), an endpoint, arguments after the tag
 

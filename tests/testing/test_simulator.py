@@ -1,4 +1,4 @@
-"""The simulator itself: what it simulates behaves as the real thing does, and the same seed is the same run."""
+"""The simulator behaves as the real transport and processes do, and the same seed gives the same run."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ import pytest
 
 import monarch_backend.actor as public
 import monarch_backend.testing
+from monarch_backend import _testing
+from monarch_backend._actor import actor_mesh_owner, ownership, runtime
+from monarch_backend._actor import context as actor_context
+from monarch_backend._transport.local import tuning
+from monarch_backend._transport.local.frames import Kind, Replaced
+from monarch_backend._transport.local.peer import CreditWaiter
 from monarch_backend.actor import (
     Actor,
     ActorError,
@@ -27,20 +33,14 @@ from monarch_backend.actor import (
     Channel,
     Restart,
     SupervisionError,
-    _owned,
-    _program,
     context,
     current_rank,
     endpoint,
     this_host,
 )
-from monarch_backend.actor import _context as actor_context
 from monarch_backend.testing import Conditions, Simulation, SimulationError
-from monarch_backend.transport import _router
-from monarch_backend.transport._frames import Kind, Replaced
-from monarch_backend.transport._peer import Room
-from tests.testing import world
-from tests.testing.digests import digest_of
+from tests.testing import random_world
+from tests.testing.run_digest import digest_of
 
 QUIET = Conditions(late=0.0, kept_back=0.0, crossing=0.0)
 
@@ -129,7 +129,7 @@ def _mesh(count: int, cls: type = Recorder, **options: Any) -> tuple[Any, Any]:
 
 
 def _digest(seed: int) -> str:
-    return digest_of(world, seed, 24)
+    return digest_of(random_world, seed, 24)
 
 
 def test_the_same_seed_is_the_same_run() -> None:
@@ -169,9 +169,14 @@ def test_one_thread_no_process_no_time() -> None:
 
 def test_everything_is_put_back() -> None:
     def state() -> list[Any]:
-        sizes = [_router.WINDOW, _router.PLACE, _router.MOST_IN_ONE, _router.LARGE]
-        constants = [*sizes, _router.FANOUT, _router.DIRECT, _program.secrets]
-        seams = [_program._program, public.unhandled_fault_hook, actor_context.cell.get()]
+        sizes = [
+            tuning.CREDIT_WINDOW,
+            tuning.BYTES_PER_CREDIT,
+            tuning.MOST_IN_ONE,
+            tuning.SHARED_COPY_MIN_BYTES,
+        ]
+        constants = [*sizes, tuning.TREE_FANOUT, tuning.MAX_DIRECT_RECEIVERS, actor_mesh_owner.secrets]
+        seams = [runtime._program, public.unhandled_fault_hook, actor_context.cell.get()]
         return [*constants, *seams, signal.getsignal(signal.SIGINT)]
 
     before = state()
@@ -187,8 +192,8 @@ def test_everything_is_put_back() -> None:
 def _fail_in(simulation: Simulation, state: Callable[[], list[Any]]) -> None:
     with simulation:
         assert state()[:6] == [2, 6, 5, 7, 3, 4]
-        assert _program.program() is simulation.controller.program
-        simulation.controller.program.wait(Room(), 0.0)  # Ctrl-C is its own from now on
+        assert runtime.program() is simulation.controller.program
+        simulation.controller.program.wait(CreditWaiter(), 0.0)  # Ctrl-C is its own from now on
         raise ZeroDivisionError
 
 
@@ -387,10 +392,10 @@ def test_restarts() -> None:
         assert not simulation.faults
 
 
-@pytest.mark.parametrize("most", [_owned.MOST_REPLACED, 10])
+@pytest.mark.parametrize("most", [ownership.MAX_REPLACED_RANKS, 10])
 def test_a_restart_of_all_is_told_to_each_once(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each rank, which would be the square of a large mesh; nor to those that it has killed."""
-    monkeypatch.setattr(_owned, "MOST_REPLACED", most)
+    monkeypatch.setattr(ownership, "MAX_REPLACED_RANKS", most)
     told: dict[str, list[int]] = {}
     with Simulation(1, QUIET) as simulation:
         procs, actors = _mesh(24, restart=Restart("all", backoff=0.01))
@@ -442,7 +447,7 @@ def test_processes_that_never_come(what: str) -> None:
         assert procs.initialized.exception() is not None
         simulation.run()
         (fault,) = simulation.faults
-        words = "it could not be started: the simulation has it so" if what == "unstartable" else "exited with status 1"
+        words = "it could not be started: Conditions.unstartable" if what == "unstartable" else "exited with status 1"
         assert fault.deaths[0].what == words
 
 
@@ -539,7 +544,7 @@ def test_waiting_for_what_can_never_come_is_told() -> None:
         with pytest.raises(SimulationError) as caught:
             asks.get()
     text = str(caught.value)
-    assert "nothing that is waited for can happen any more" in text
+    assert "no event is scheduled, so no wait can end" in text
     assert "the main program waits for <Future waiting>" in text
     assert "gpus 0 of workers waits for <Future waiting>" in text
 
@@ -634,9 +639,9 @@ def test_conditions_can_be_drawn() -> None:
     assert {conditions.no_room for conditions in drawn} == {0.0, 0.3}
 
 
-@pytest.mark.parametrize("name", sorted(m.name for m in pkgutil.iter_modules(monarch_backend.testing.__path__)))
+@pytest.mark.parametrize("name", sorted(m.name for m in pkgutil.iter_modules(_testing.__path__)))
 def test_examples(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"monarch_backend.testing.{name}")).failed == 0
+    assert doctest.testmod(importlib.import_module(f"monarch_backend._testing.{name}")).failed == 0
 
 
 def test_the_example_of_the_package() -> None:

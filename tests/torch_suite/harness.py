@@ -1,7 +1,7 @@
-"""pytest's side of torch's suite: which tests there are, and a process that runs them.
+"""pytest's side of torch's suite: the list of tests, and a process that runs them.
 
-Reads names out of the file without importing it, starts and stops server.py, and turns its answers into
-outcomes. What a good outcome is stands in test_distributed.py and skips.py.
+Reads names from the file without importing it, starts and stops server.py, and turns its replies into outcomes.
+test_distributed.py and skips.py decide which outcome is good.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which of the suite's reasons to skip a test are ours too, and why. Any other reason fails the test.
+"""The skip reasons of torch's suite that are accepted, and why. Any other reason fails the test.
 
-A skip that only says "the suite doesn't know this backend's name" is no reason: it belongs to substitutions.py.
+A skip because the suite does not know this backend's name is not accepted: it belongs in substitutions.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""torch's own distributed suite, run for backend "monarch": one pytest test for each of its tests.
+"""torch's own distributed suite for backend "monarch": one pytest test for each of its tests.
 
-`make test` runs it on two ranks and compares the number passed with a recorded one; `make test-slow` runs Gloo
-beside it, and the tests that need more ranks.
+`make test` runs it on two ranks and compares the number passed with a recorded one. `make test-slow` also runs Gloo
+and the tests that need more ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from monarch_backend._versions import torch_version
+from monarch_backend._core.torch_version import torch_version
 from tests.torch_suite import harness, skips, substitutions
 from tests.torch_suite.harness import Outcome, Suite
 

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of what is between hosts."""
+"""Fixtures for tests of connections between hosts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.transport.sides import Side
+from tests.transport.connected_hosts import Side
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What is decoded of another process's frames: what stands in them, or FrameError, and nothing else."""
+"""Decoding of another process's frames gives their content or FrameError, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.transport import _frames
-from monarch_backend.transport._bodies import Assembly, own, size_of
-from monarch_backend.transport._frames import MOST_CONTROL, FrameError, Part, Replies, Route
-from monarch_backend.transport._serialize import DeserializationError, loads
+from monarch_backend._serialization.pickling import DeserializationError, loads
+from monarch_backend._transport.local import frames
+from monarch_backend._transport.local.buffers import Assembly, own, size_of
+from monarch_backend._transport.local.frames import MAX_CONTROL_BYTES, FrameError, Part, Replies, Route
 
-DECODERS = [_frames.decode_control, _frames.decode_route, _frames.decode_replies, Assembly]
+DECODERS = [frames.decode_control, frames.decode_route, frames.decode_replies, Assembly]
 
 
 def _setting(value: bytes) -> bytes:
@@ -32,7 +32,7 @@ def _setting(value: bytes) -> bytes:
         _setting(b"\x91" * 200_000 + b"\xc0"),  # deeper than the stack
         _setting(b"\x81\x91\x81\x01\x01\x01"),  # a key without a hash
         _setting(b"\xd7\xff" + b"\xff" * 8),  # a time that never was
-        bytes(MOST_CONTROL + 1),
+        bytes(MAX_CONTROL_BYTES + 1),
     ],
     ids=range(11),
 )
@@ -43,10 +43,10 @@ def test_nothing_but_frame_errors_comes_out(decode: Any, data: bytes) -> None:
 
 def test_numbers_of_bytes_are_not_negative() -> None:
     good = Replies("r" * 32, [Part(0, b"", 3, 1)])
-    assert _frames.decode_replies(_frames.encode(good)) == good
+    assert frames.decode_replies(frames.encode(good)) == good
     for part in (Part(0, b"", -1, 0), Part(0, b"", 0, -1)):
         with pytest.raises(FrameError, match=">= 0"):
-            _frames.decode_replies(_frames.encode(Replies("r" * 32, [part])))
+            frames.decode_replies(frames.encode(Replies("r" * 32, [part])))
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_numbers_of_bytes_are_not_negative() -> None:
 )
 def test_receivers_add_up(tokens: str, seqs: list[int], ranks: list[int]) -> None:
     with pytest.raises(FrameError, match="do not add up"):
-        _frames.decode_route(_frames.encode(Route(1, "r" * 32, 1, 2, 3, True, b"", tokens, seqs, ranks)))
+        frames.decode_route(frames.encode(Route(1, "r" * 32, 1, 2, 3, True, b"", tokens, seqs, ranks)))
 
 
 def _head(sizes: list[int], count: int) -> bytes:
-    return _frames.encode([1, 2, 3, 4, 5, b"prefix", sizes, count])
+    return frames.encode([1, 2, 3, 4, 5, b"prefix", sizes, count])
 
 
 @pytest.mark.parametrize("sizes", [[], [-1], [5, -1], [1 << 63], [(1 << 64) - 1]])

@@ -1,4 +1,4 @@
-"""Gateways and the links through them, without processes or sockets: who is told what, in which order."""
+"""Gateways and the links through them, without processes or sockets: notifications and their order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.transport import _carried
-from monarch_backend.transport._carried import Carried, host_of
-from monarch_backend.transport._far import FarLinks
-from monarch_backend.transport._frames import FrameError, Kind
-from monarch_backend.transport._gateway import Gateway
-from monarch_backend.transport._gather import MOMENT
-from monarch_backend.transport._links import FAR, SILENT
-from monarch_backend.transport._relay import BRANCHES
+from monarch_backend._transport.local.frames import FrameError, Kind
+from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDING
+from monarch_backend._transport.network import envelope
+from monarch_backend._transport.network.envelope import Envelope, host_of
+from monarch_backend._transport.network.gateway import Gateway
+from monarch_backend._transport.network.multicast import DEFAULT_FANOUT
+from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.network.reply_aggregation import AGGREGATION_WINDOW_S
 
 
 def token(host: int, process: int) -> str:
@@ -33,7 +33,7 @@ class Process:
         self.events: list[tuple[Any, ...]] = []
         self.links = FarLinks(self, self.pid, host.token, 0, self._to_gateway, self.host.world.soon.append)
 
-    def _to_gateway(self, frame: Carried) -> bool:
+    def _to_gateway(self, frame: Envelope) -> bool:
         body = frame.body if isinstance(frame.body, bytes) else b"".join(frame.body)
         self.host.inbox.append((self.host.links[self.token], *frame._replace(body=body)))
         return True
@@ -47,7 +47,7 @@ class Process:
 
     def meet(self, other: Process) -> int:
         link = self.links.connect(other.token)
-        if link == SILENT:
+        if link == LINK_PENDING:
             self.host.world.run()
             link = self.links.connect(other.token)
         return link
@@ -69,7 +69,7 @@ class Host:
         self.links: dict[str, int] = {}
         self.processes: dict[int, Process] = {}
         self.inbox: deque[tuple[Any, ...]] = deque()
-        self.mine: list[Carried] = []
+        self.mine: list[Envelope] = []
         self.full = 0  # times that there is no room
         self.dropped: list[int] = []
         self.gateway = Gateway(
@@ -86,17 +86,17 @@ class Host:
         self.inbox.append((link, int(Kind.MET), process.token, process.pid))
         return process
 
-    def _to_host(self, host: str, frame: Carried) -> bool:
+    def _to_host(self, host: str, frame: Envelope) -> bool:
         host = self.world.way(self.number, host)
         if host not in self.world.by_id or host in self.world.lost or frozenset((self.id, host)) in self.world.cuts:
             return False
         self.world.carried += 1
-        prefix, body = _carried.pack(frame)
+        prefix, body = envelope.pack(frame)
         self.world.wires[self.id, host].append((prefix, b"".join(body)))
         return True
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        (self.world.soon if seconds < MOMENT else self.world.much_later).append(call)
+        (self.world.soon if seconds < AGGREGATION_WINDOW_S else self.world.much_later).append(call)
 
     def connect(self, token: str) -> int:
         return self.links.get(token, -1)
@@ -124,7 +124,7 @@ class Host:
 class World:
     """Hosts, and wires between them; `run` moves everything until nothing moves."""
 
-    def __init__(self, count: int, seed: int = 0, branches: int = BRANCHES, gate: int = 0) -> None:
+    def __init__(self, count: int, seed: int = 0, branches: int = DEFAULT_FANOUT, gate: int = 0) -> None:
         """``gate``: the host through which those before it and those after it reach each other."""
         self.gate = gate
         self.random, self.branches = random.Random(seed), branches
@@ -214,13 +214,13 @@ def test_two_meet_and_talk() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     link = one.meet(two)
-    assert link >= FAR
+    assert link >= FIRST_REMOTE_LINK
     assert one.told(Kind.MET) == [(link, Kind.MET, two.token, two.pid)]
-    assert two.told(Kind.MET) == [(FAR, Kind.MET, one.token, one.pid)]
+    assert two.told(Kind.MET) == [(FIRST_REMOTE_LINK, Kind.MET, one.token, one.pid)]
     say(one, link, b"hello")
     say(two, two.links.connect(one.token), b"hello back")
     world.run()
-    assert two.told(Kind.CALL) == [(FAR, Kind.CALL, 7, 8, 1, 3, 0, b"prefix", b"hello", None)]
+    assert two.told(Kind.CALL) == [(FIRST_REMOTE_LINK, Kind.CALL, 7, 8, 1, 3, 0, b"prefix", b"hello", None)]
     assert one.bodies() == [b"hello back"]
 
 
@@ -228,9 +228,9 @@ def test_what_overtakes_the_word_that_they_have_met_waits_for_it() -> None:
     """Down a tree it comes through other hosts, and the word comes straight."""
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
-    assert one.links.connect(two.token) == SILENT
-    prefix = _carried.tokens(one.token, two.token) + b"prefix"
-    one.inbox.append((0, int(Kind.CALL) | _carried.CARRIED, 7, 8, 1, 3, 0, prefix, b"early", None))
+    assert one.links.connect(two.token) == LINK_PENDING
+    prefix = envelope.tokens(one.token, two.token) + b"prefix"
+    one.inbox.append((0, int(Kind.CALL) | envelope.CARRIED, 7, 8, 1, 3, 0, prefix, b"early", None))
     one.read()
     assert one.events == []
     world.run()
@@ -241,11 +241,11 @@ def test_what_overtakes_the_word_that_they_have_met_waits_for_it() -> None:
 def test_one_that_is_not_there_refuses() -> None:
     world = World(2)
     one = world.process(1, 1)
-    assert one.links.connect(token(2, 99)) == SILENT
-    assert one.links.connect(token(3, 1)) == SILENT  # nor is that host
+    assert one.links.connect(token(2, 99)) == LINK_PENDING
+    assert one.links.connect(token(3, 1)) == LINK_PENDING  # nor is that host
     world.run()
     assert sorted(event[2] for event in one.told(Kind.REFUSED)) == [token(2, 99), token(3, 1)]
-    assert one.links.connect(token(2, 99)) == SILENT  # asked again
+    assert one.links.connect(token(2, 99)) == LINK_PENDING  # asked again
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -291,7 +291,9 @@ def test_a_cast_goes_once_to_each_host() -> None:
     world.by_id["00000003"].full = 1  # then each when there is room
     world.run()
     for seq, other in enumerate(others, 1):
-        assert other.told(Kind.CALL) == [(FAR, Kind.CALL, 7, 8, seq, 10 + seq, 0, b"prefix", b"body", None)]
+        assert other.told(Kind.CALL) == [
+            (FIRST_REMOTE_LINK, Kind.CALL, 7, 8, seq, 10 + seq, 0, b"prefix", b"body", None)
+        ]
 
 
 def test_a_lost_host_is_told_to_all_who_know_somebody_there() -> None:
@@ -299,25 +301,25 @@ def test_a_lost_host_is_told_to_all_who_know_somebody_there() -> None:
     one, two, three = world.process(1, 1), world.process(2, 1), world.process(3, 1)
     one.meet(two)
     three.meet(one)
-    assert one.links.connect(token(2, 2)) == SILENT
+    assert one.links.connect(token(2, 2)) == LINK_PENDING
     one.host.read()  # which is on its way
     world.lose(2, "host beta is lost")
     world.run()
     assert [event[2] for event in one.told(Kind.GONE)] == ["host beta is lost"]
     assert [event[2:] for event in one.told(Kind.REFUSED)] == [(token(2, 2), "host beta is lost")]
     assert three.told(Kind.GONE) == []
-    assert one.meet(three) >= FAR
+    assert one.meet(three) >= FIRST_REMOTE_LINK
 
 
 def test_who_was_given_up_before_it_was_met_is_told_when_it_calls() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
-    assert one.links.connect(two.token) == SILENT
+    assert one.links.connect(two.token) == LINK_PENDING
     one.host.read()
     world.lose(2, "host beta is lost")
     world.run()
     world.lost.clear()  # it was out of reach of the other one only
-    assert two.links.connect(one.token) == SILENT
+    assert two.links.connect(one.token) == LINK_PENDING
     world.run()
     [(_, _, whom, why)] = two.told(Kind.REFUSED)
     assert whom == one.token
@@ -337,9 +339,9 @@ def test_who_says_what_is_not_its_own_is_not_listened_to() -> None:
     world = World(2)
     host = world.by_id["00000001"]
     link = host.links[token(1, 1)]
-    word = _carried.word(_carried.CALL, token(2, 1), token(1, 2))  # of somebody else
+    word = envelope.word(envelope.CALL, token(2, 1), token(1, 2))  # of somebody else
     host.inbox.append((link, *word))
-    host.inbox.append((link, *_carried.word(_carried.MET, token(2, 1), token(1, 1))))
+    host.inbox.append((link, *envelope.word(envelope.MET, token(2, 1), token(1, 1))))
     host.read()
     assert host.dropped == [link, link]
 
@@ -351,7 +353,7 @@ def test_who_says_what_is_not_its_own_is_not_listened_to() -> None:
         b"x",
         bytes(40),
         bytes(200),
-        _carried.pack(_carried.word(0x41, token(1, 1), token(2, 1)))[0][:-10],
+        envelope.pack(envelope.word(0x41, token(1, 1), token(2, 1)))[0][:-10],
         b"\xff" * 100,
     ],
 )
@@ -368,7 +370,7 @@ def test_tokens_know_their_host() -> None:
 def test_one_that_dies_before_its_call_is_answered() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
-    assert one.links.connect(two.token) == SILENT
+    assert one.links.connect(two.token) == LINK_PENDING
     one.host.read()
     while world.wires["00000001", "00000002"]:
         world.carry("00000002", world.wires["00000001", "00000002"])
@@ -394,8 +396,8 @@ def test_two_meet_through_a_third_host() -> None:
     say(two, two.links.connect(one.token), b"hello back")
     world.run()
     assert (one.bodies(), two.bodies()) == ([b"hello back"], [b"hello"])
-    assert one.links.connect(token(3, 99)) == SILENT
-    assert one.links.connect(token(9, 1)) == SILENT  # which the host between does not know
+    assert one.links.connect(token(3, 99)) == LINK_PENDING
+    assert one.links.connect(token(9, 1)) == LINK_PENDING  # which the host between does not know
     world.run()
     assert sorted(event[2] for event in one.told(Kind.REFUSED)) == [token(3, 99), token(9, 1)]
     world.kill(two)
@@ -407,11 +409,11 @@ def test_a_bad_frame_costs_no_other_one() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     link = one.meet(two)
-    stranger = _carried.tokens(one.token, token(2, 9))
+    stranger = envelope.tokens(one.token, token(2, 9))
     say(two, two.links.connect(one.token), b"before")
     world.by_id["00000002"].read()
     world.run()
-    one.inbox.append((0, Kind.CALL | _carried.CARRIED, 1, 1, 1, 0, 0, stranger, b"", None))
+    one.inbox.append((0, Kind.CALL | envelope.CARRIED, 1, 1, 1, 0, 0, stranger, b"", None))
     say(two, two.links.connect(one.token), b"after", 2)
     world.run()
     assert one.bodies() == [b"before", b"after"]

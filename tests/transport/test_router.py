@@ -1,7 +1,7 @@
-"""A router by itself, without links: who waits for room hears of it, at whatever moment that comes.
+"""A router by itself, without links: a sender that waits for credit is woken, whenever the credit arrives.
 
-May live here: the mechanism alone, with hooks that put an event into the moment that matters. What it is for is tested
-with processes in tests/actor/test_pressure.py, and with simulated ones in tests/testing/.
+Only the mechanism, with hooks that place an event at the moment that matters. tests/actor/test_backpressure.py has
+processes, and tests/testing/ simulated ones.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 
-from monarch_backend.transport import _router
-from monarch_backend.transport._frames import Kind
-from monarch_backend.transport._links import Links
-from monarch_backend.transport._peer import Peer, PeerGoneError, Room
-from monarch_backend.transport._router import Router
+from monarch_backend._transport.local import flow_control
+from monarch_backend._transport.local.frames import Kind
+from monarch_backend._transport.local.links import Links
+from monarch_backend._transport.local.peer import CreditWaiter, Peer, PeerGoneError
+from monarch_backend._transport.local.router import Router
 
 PATIENCE = 10.0
 """Seconds after which what was waited for never comes."""
@@ -35,10 +35,10 @@ class _WaitsForEverError(Exception):
     """Nobody would tell it any more."""
 
 
-def _router_with(wait: Callable[[Room], object]) -> tuple[Router, Peer]:
+def _router_with(wait: Callable[[CreditWaiter], object]) -> tuple[Router, Peer]:
     """And another process, to which all places are taken."""
 
-    def waited(room: Room, _seconds: float | None, _whole: bool) -> bool:
+    def waited(room: CreditWaiter, _seconds: float | None, _whole: bool) -> bool:
         if not room.ready:
             wait(room)
         return room.ready
@@ -50,18 +50,18 @@ def _router_with(wait: Callable[[Room], object]) -> tuple[Router, Peer]:
     return router, peer
 
 
-def _forever(_room: Room) -> None:
+def _forever(_room: CreditWaiter) -> None:
     raise _WaitsForEverError
 
 
 def _refill(router: Router, peer: Peer) -> None:
-    router._refill(peer, 1)
+    router.flow.refill(peer, 1)
 
 
 def test_room_that_comes_while_a_sender_begins_to_wait() -> None:
     router, peer = _router_with(_forever)
     router.on_wait = lambda *_: _refill(router, peer)
-    router.wait_for_credit(peer, Kind.CALL, 0)
+    router.flow.wait_for_credit(peer, Kind.CALL, 0)
     assert peer.credit == 1
 
 
@@ -69,20 +69,20 @@ def test_a_death_while_a_sender_begins_to_wait() -> None:
     router, peer = _router_with(_forever)
     router.on_wait = lambda *_: router.never_came(peer, "killed by signal 9")
     with pytest.raises(PeerGoneError, match="killed by signal 9"):
-        router.wait_for_credit(peer, Kind.CALL, 0)
+        router.flow.wait_for_credit(peer, Kind.CALL, 0)
 
 
 def test_a_death_while_a_sender_waits() -> None:
     router, peer = _router_with(lambda _: router.never_came(peer, "killed by signal 9"))
     with pytest.raises(PeerGoneError, match="killed by signal 9"):
-        router.wait_for_credit(peer, Kind.CALL, 0)
+        router.flow.wait_for_credit(peer, Kind.CALL, 0)
 
 
 def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second begins where the first has made what it waits for, and has not said so yet."""
     second_waits, ends = threading.Event(), []
 
-    def wait(room: Room) -> None:
+    def wait(room: CreditWaiter) -> None:
         if threading.current_thread() is second:
             room.gate = threading.Lock()
             room.gate.acquire()
@@ -92,16 +92,16 @@ def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch)
             _refill(router, peer)
 
     router, peer = _router_with(wait)
-    second = threading.Thread(target=router.wait_for_credit, args=(peer, Kind.CALL, 0))
+    second = threading.Thread(target=router.flow.wait_for_credit, args=(peer, Kind.CALL, 0))
 
     def make() -> Any:
-        made = Room()
+        made = CreditWaiter()
         if not second.ident:
             second.start()
             assert second_waits.wait(PATIENCE)
         return made
 
-    monkeypatch.setattr(_router, "Room", make)
-    router.wait_for_credit(peer, Kind.CALL, 0)
+    monkeypatch.setattr(flow_control, "CreditWaiter", make)
+    router.flow.wait_for_credit(peer, Kind.CALL, 0)
     second.join()
     assert ends == [True], "the second one was never told"

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.transport import _session
-from monarch_backend.transport._session import (
+from monarch_backend._transport.network import session
+from monarch_backend._transport.network.session import (
     BYE,
     DATA,
+    FRAME_OVERHEAD_BYTES,
     HEAD_BYTES,
-    KEEPING,
     LENT,
+    MAX_UNACKNOWLEDGED_BYTES,
     MOST_BODY,
     MOST_PREFIX,
     MOST_SAID,
     SAY,
-    UNACKNOWLEDGED,
     WORD,
     WORTH_A_WORD,
     Head,
@@ -122,9 +122,9 @@ def _play(seed: int, steps: int) -> tuple[Side, Side]:
                 side.wire += side.session.word()
         for one_of in (one, other):
             kept = one_of.session._kept
-            costs = [len(prefix) + size + KEEPING for _, prefix, _, size in kept]
+            costs = [len(prefix) + size + FRAME_OVERHEAD_BYTES for _, prefix, _, size in kept]
             assert one_of.session.unacknowledged == sum(costs)
-            assert one_of.session.unacknowledged <= _session.UNACKNOWLEDGED + max(costs, default=0)
+            assert one_of.session.unacknowledged <= session.MAX_UNACKNOWLEDGED_BYTES + max(costs, default=0)
     _break(one, other)
     _connect(one, other)
     for side in (one, other):
@@ -135,10 +135,10 @@ def _play(seed: int, steps: int) -> tuple[Side, Side]:
     return one, other
 
 
-@pytest.mark.parametrize("bound", [UNACKNOWLEDGED, 20_000])
+@pytest.mark.parametrize("bound", [MAX_UNACKNOWLEDGED_BYTES, 20_000])
 def test_every_frame_comes_once_and_in_order_whatever_breaks(monkeypatch: pytest.MonkeyPatch, bound: int) -> None:
-    monkeypatch.setattr(_session, "UNACKNOWLEDGED", bound)
-    monkeypatch.setattr(_session, "WORTH_A_WORD", bound // 16)
+    monkeypatch.setattr(session, "MAX_UNACKNOWLEDGED_BYTES", bound)
+    monkeypatch.setattr(session, "WORTH_A_WORD", bound // 16)
     wanted = os.environ.get("MONARCH_TEST_SEED")
     for seed in [int(wanted)] if wanted else range(60):
         try:
@@ -186,7 +186,7 @@ def test_empty_frames_count_too_on_both_sides() -> None:
     while not one.full:
         assert other.take(_head(one.send(b"", [])))
         count += 1
-    assert count == UNACKNOWLEDGED // KEEPING
+    assert count == MAX_UNACKNOWLEDGED_BYTES // FRAME_OVERHEAD_BYTES
     assert other.word_is_due
     one.hear(read_head(other.word()))
     assert one.unacknowledged == 0
@@ -229,7 +229,7 @@ def test_what_was_lent_is_kept_whole() -> None:
     one, other = Session(), Session()
     [_, rest] = one.lend(b"notes", b"prefix", [b"here", b"there"], [b"here"])
     assert rest == b"here"
-    assert one.unacknowledged == len(b"prefix") + len(b"herethere") + KEEPING
+    assert one.unacknowledged == len(b"prefix") + len(b"herethere") + FRAME_OVERHEAD_BYTES
     plain = [one.again(1), *one.resume(0)]
     for parts in plain:
         head = _head(parts)

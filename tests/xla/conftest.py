@@ -1,7 +1,7 @@
-"""The XLA tests need torch_xla, with its own release of torch: `make test-xla` makes that environment.
+"""Skip without torch_xla, which needs its own release of torch: `make test-xla` makes that environment.
 
-They run on PJRT's CPU client, which gives one device to one process, or two devices to one process in SPMD mode;
-more than one rank can't be had without a TPU.
+Tests run on PJRT's CPU client: one device for one process, or two devices for one process in SPMD mode. More than one
+rank needs a TPU.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 
 #include <unistd.h>
 
-#include "channel/post.h"
+#include "channel/mailbox.h"
 
 namespace py = pybind11;
 

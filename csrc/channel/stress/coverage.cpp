@@ -5,8 +5,8 @@
 
 #include <sys/mman.h>
 
-#include "channel/stress/forger.h"
-#include "channel/stress/world.h"
+#include "channel/stress/malicious_peer.h"
+#include "channel/stress/fixture.h"
 
 namespace monarch::stress {
 

@@ -16,8 +16,8 @@
 #include <string>
 
 #include "channel/stress/coverage.h"
-#include "channel/stress/forger.h"
-#include "channel/stress/station.h"
+#include "channel/stress/malicious_peer.h"
+#include "channel/stress/endpoint.h"
 
 namespace monarch::stress {
 

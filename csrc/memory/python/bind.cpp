@@ -8,7 +8,7 @@
 #include <optional>
 
 #include "memory/python/shapes.h"
-#include "memory/registered.h"
+#include "memory/registered_memory.h"
 
 namespace py = pybind11;
 

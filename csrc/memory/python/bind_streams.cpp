@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "memory/client.h"
-#include "memory/near.h"
+#include "memory/same_host.h"
 #include "memory/python/shapes.h"
-#include "memory/registered.h"
+#include "memory/registered_memory.h"
 #include "memory/server.h"
 
 namespace py = pybind11;

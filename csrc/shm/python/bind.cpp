@@ -9,7 +9,7 @@
 #include <tuple>
 
 #include "shm/engine.h"
-#include "shm/python/shortcut.h"
+#include "shm/python/fast_paths.h"
 
 namespace py = pybind11;
 
@@ -97,9 +97,20 @@ std::shared_ptr<Group> make_group(std::shared_ptr<Host> host, int rank, std::vec
   return std::make_shared<Group>(std::move(host), rank, std::move(peers), std::move(boards), read_from, std::move(label));
 }
 
+// Names and properties of the collectives, for a test that Python has the same.
+py::tuple collectives() {
+  py::list rows;
+  for (int c = 0; c < static_cast<int>(Collective::send); ++c) {
+    const CollectiveTraits& its = collective_traits[static_cast<std::size_t>(c)];
+    rows.append(py::make_tuple(its.name, its.has_root, its.reduces));
+  }
+  return py::tuple(rows);
+}
+
 }  // namespace
 
 void bind_shared_memory(py::module_& m) {
+  m.def("collectives", &collectives, "Of each collective the name, whether it has a root, and whether it reduces.");
   py::class_<Peer, std::shared_ptr<Peer>>(m, "Peer", "Another process of this host, alive or not.");
 
   py::class_<Host, std::shared_ptr<Host>>(m, "Host", "This process among those of its host: its arena and its peers.")
@@ -186,12 +197,12 @@ void bind_shared_memory(py::module_& m) {
              engine.start(std::move(group), operation, reporting(std::move(then)));
              return operation;
            })
-      .def("see_to",
+      .def("submit_async",
            [](Engine& engine, std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, double seconds,
               std::function<void()> then) {
              operation->deadline = after(seconds);
              const py::gil_scoped_release release;
-             engine.see_to(std::move(group), std::move(operation), reporting(std::move(then)));
+             engine.submit_async(std::move(group), std::move(operation), reporting(std::move(then)));
            })
       .def("stop", &Engine::stop, Release());
 }

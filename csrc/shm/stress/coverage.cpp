@@ -5,7 +5,7 @@
 
 #include <sys/mman.h>
 
-#include "shm/stress/world.h"
+#include "shm/stress/fixture.h"
 
 namespace monarch::stress {
 
@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* route_names[] = {"slots", "one shot", "two shots", "shared", "read", "mixed"};
 constexpr const char* message_names[] = {"empty", "short", "in parts", "larger than a ring", "looked behind", "from any rank", "refused"};
-constexpr std::uint64_t portion = 128 << 10;  // lanes.cpp: more than that goes in parts
+constexpr std::uint64_t portion = 128 << 10;  // p2p_channel.cpp: more than that goes in parts
 
 }  // namespace
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "shm/stress/turn.h"
+#include "shm/stress/step.h"
 
 namespace monarch::stress {
 

@@ -22,7 +22,7 @@
 #include <unistd.h>
 
 #include "shm/stress/coverage.h"
-#include "shm/stress/member.h"
+#include "shm/stress/rank.h"
 
 namespace monarch::stress {
 
@@ -280,7 +280,7 @@ int main(int argc, char** argv) {
   const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
   const int rounds = argc > 3 ? std::atoi(argv[3]) : 10, turns = argc > 4 ? std::atoi(argv[4]) : 200;
   Coverage& coverage = Coverage::make();
-  // Threads copy themselves: shm/stress/world.h.
+  // Threads copy themselves: shm/stress/fixture.h.
   const bool reads = threads || can_read_others();
   if (!reads) std::printf("no process may read another's memory here\n");
   for (int i = 0; i < rounds; ++i) {

@@ -6,7 +6,7 @@
 
 #include <sys/mman.h>
 
-#include "shm/stress/world.h"
+#include "shm/stress/fixture.h"
 
 namespace monarch::stress {
 

@@ -7,7 +7,7 @@
 #include <memory>
 #include <mutex>
 
-#include "shm/host.h"
+#include "shm/peer_table.h"
 #include "shm/operation.h"
 
 namespace monarch::stress {

@@ -6,7 +6,7 @@
 #include <system_error>
 #include <vector>
 
-#include "verbs/queues.h"
+#include "verbs/queue_pairs.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-"""Two hosts on two devices that reach each other, once with each package for verbs."""
+"""Two hosts on two devices that reach each other, once with each verbs package."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A pretended libibverbs for one process: devices whose queue pairs really move memory, in order, when they are told.
+"""Fake libibverbs for one process: devices whose queue pairs move memory in order, when a test lets them.
 
-It is strict where hardware is: no more work requests than a queue has room for, keys that must be right, completions
-for signaled or failed requests only.
+It is as strict as hardware: a queue has room for a fixed number of work requests, keys are checked, and only signaled
+or failed requests complete.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from monarch_backend.rdma.verbs._binding import (
+from monarch_backend._verbs.provider import (
     COMPARE_SWAP,
     FETCH_ADD,
     READ,

@@ -1,7 +1,7 @@
-"""Forked processes that stand for hosts: each has an engine on a device of its own, and does what it is told.
+"""Forked processes that stand for hosts: each has an engine on a device of its own, and runs commands.
 
-A forked process costs nothing where importing torch takes ten seconds. Functions that it runs stand at the top of their
-modules; they get the process's `Host`.
+A fork is cheap where importing torch takes ten seconds. Functions for them are at module level, and get the process's
+`Host`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma.verbs import Engine, Region, Settings, available
-from monarch_backend.rdma.verbs._devices import survey
-from monarch_backend.rdma.verbs._engine import Segment
+from monarch_backend._verbs import Engine, Region, Settings, available
+from monarch_backend._verbs.discovery import survey
+from monarch_backend._verbs.engine import Segment
 
 PATIENCE = 60.0
 """Seconds for anything; the guest has one processor."""

@@ -1,4 +1,4 @@
-"""The engine over pretended devices: flow control, order of failures, connecting again, ends."""
+"""Verbs engine over fake devices: flow control, order of failures, reconnection, close."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma.verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, _device, _link
-from monarch_backend.rdma.verbs._devices import PortFacts
-from monarch_backend.rdma.verbs._keys import MOST, TRIES, Retired
-from monarch_backend.rdma.verbs._messages import ROCE_V2, Gid
+from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, connection, open_device
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.rkey_quarantine import MAX_KEYS, MAX_TRIES, RkeyQuarantine
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric, FakeNic, FakePair
 from tests.rdma.verbs.peers import Memory, Outcome, until
 
@@ -70,7 +70,7 @@ class Two:
 @pytest.fixture
 def ports(monkeypatch: pytest.MonkeyPatch) -> list[PortFacts]:
     found = [PortFacts("fake0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, GID),), -1)]
-    monkeypatch.setattr(_device._devices, "usable", lambda settings: found)
+    monkeypatch.setattr(open_device.discovery, "usable", lambda settings: found)
     return found
 
 
@@ -123,8 +123,8 @@ def test_a_transfer_of_nothing_is_done(two: Callable[..., Two]) -> None:
     [
         ((-1, 0, 5), "bytes -1 to 4 of a region of 262144"),
         ((262140, 0, 5), "bytes 262140 to 262145 of a region"),
-        ((0, 262140, 5), "outside of the memory of their owner"),
-        ((0, -1, 5), "outside of the memory of their owner"),
+        ((0, 262140, 5), "outside the memory of their owner"),
+        ((0, -1, 5), "outside the memory of their owner"),
     ],
 )
 def test_what_is_out_of_bounds_is_refused(two: Callable[..., Two], segment: Any, words: str) -> None:
@@ -162,10 +162,10 @@ def test_what_was_dropped_is_not_reached_by_a_key_that_was_given_out_again(two: 
 
 
 def test_keys_are_remembered_so_long() -> None:
-    retired = Retired()
-    for rkey in range(MOST + 5):
+    retired = RkeyQuarantine()
+    for rkey in range(MAX_KEYS + 5):
         retired.add(rkey, 4096 * rkey, 4096)
-    assert len(retired) == MOST
+    assert len(retired) == MAX_KEYS
     assert not retired.led_to(4, 4096 * 4, 8)
     for address, nbytes, led in (
         (4096 * 9, 1, True),
@@ -185,7 +185,7 @@ def test_keys_are_remembered_so_long() -> None:
 
     made: list[Any] = []
     last = retired.fresh(lambda: made.append(Made()) or made[-1], 4096 * 9, 1, "fake0")
-    assert (len(made), last.closed, sum(each.closed for each in made)) == (TRIES + 1, 0, TRIES)
+    assert (len(made), last.closed, sum(each.closed for each in made)) == (MAX_TRIES + 1, 0, MAX_TRIES)
 
 
 def test_a_wrong_key_is_one_request_s_failure(two: Callable[..., Two]) -> None:
@@ -246,7 +246,7 @@ def test_a_queue_pair_that_ends_nothing_any_more_is_replaced(
     two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As soft-RoCE's after its cable was cut: it neither does a work request nor fails it."""
-    monkeypatch.setattr(_link, "LEAST_SILENCE", 0.05)
+    monkeypatch.setattr(connection, "MIN_SILENCE_S", 0.05)
     fabric = Fabric()
     pair = two(fabric, timeout=1, retries=1)
     pair.start([(0, 0, 8)]).wait()
@@ -261,7 +261,7 @@ def test_a_queue_pair_that_ends_nothing_any_more_is_replaced(
 
 
 def test_devices_that_stay_silent_are_reported(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_link, "LEAST_SILENCE", 0.05)
+    monkeypatch.setattr(connection, "MIN_SILENCE_S", 0.05)
     pair = two(Fabric(silent=True), timeout=1, retries=1)
     with pytest.raises(
         VerbsError, match=r"read failed: response timeout error .* neither done it nor failed"
@@ -271,7 +271,7 @@ def test_devices_that_stay_silent_are_reported(two: Callable[..., Two], monkeypa
 
 
 def test_who_is_idle_is_not_silent(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_link, "LEAST_SILENCE", 0.02)
+    monkeypatch.setattr(connection, "MIN_SILENCE_S", 0.02)
     pair = two(Fabric(), timeout=1, retries=1)
     pair.start([(0, 0, 8)]).wait()
     link, looks = pair.asking._links["owner"], []
@@ -314,7 +314,7 @@ def test_an_error_of_the_user_s_comes_as_it_is(two: Callable[..., Two]) -> None:
 
 
 def test_nobody_answers_the_offer(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch_backend.rdma.verbs._link.DIAL_SECONDS", 0.05)
+    monkeypatch.setattr("monarch_backend._verbs.connection.CONNECT_TIMEOUT_S", 0.05)
     with pytest.raises(VerbsError, match="owner has not answered within"):
         two(connects=False).start([(0, 0, 8)]).wait()
 
@@ -376,7 +376,7 @@ def test_without_anybody_to_connect_it_is_said_so(ports: list[PortFacts], two: C
     alone = Engine(settings=Settings(), binding=pair.fabric)
     done = Outcome()
     alone.transfer("owner", "read", pair.region, [(0, pair.here.address, 8)], pair.here.view, done)
-    with pytest.raises(VerbsError, match="nobody is there to connect it"):
+    with pytest.raises(VerbsError, match="no control plane to connect it"):
         done.wait()
     alone.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend.rdma.verbs import Region
+from monarch_backend._verbs import Region
 from tests.rdma.verbs import peers
 from tests.rdma.verbs.conftest import Start
 from tests.rdma.verbs.peers import Host, Outcome, Peer
@@ -185,7 +185,7 @@ def test_two_hosts_ask_each_other_at_the_same_time(owner: Peer, asking: Peer) ->
 @pytest.mark.parametrize("prefix", ["0000:0000:0000:0000:0000:ffff", "fd77", "fe80"])
 def test_every_kind_of_address_is_a_way(start: Start, devices: list[str], prefix: str) -> None:
     """RoCEv2 over IPv4, over IPv6, and over the addresses of the link."""
-    from monarch_backend.rdma.verbs._devices import survey
+    from monarch_backend._verbs.discovery import survey
 
     index = {}
     for port in survey():

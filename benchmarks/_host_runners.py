@@ -1,0 +1,128 @@
+"""Processes that benchmarks start in hosts: start, send orders, read answers, stop.
+
+What they do is in host_runners. torchrun and others start children in sessions of their own, so what ends is all that
+runs in a host's network namespace, and nothing else. No figures are made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tests.support.hosts import Hosts
+
+RUNNERS = Path(__file__).with_name("host_runners")
+PATIENCE = 120.0  # of a start on two shared cores
+LAST = 40  # lines of what runners wrote, when one fails
+
+
+class Silent(Exception):
+    """Nothing was heard in time."""
+
+
+class Ended(Exception):
+    """A runner that is no more, and said nothing."""
+
+
+class Runner:
+    """A process in a host that does what it is told."""
+
+    def __init__(self, where: Hosts, host: int, log: IO[str], *command: Any, **env: str) -> None:
+        self.process = subprocess.Popen(
+            where.command(host, *map(str, command)), env={**os.environ, **env}, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+        self._heard = b""
+
+    def hear(self, seconds: float = PATIENCE) -> str:
+        """The next line."""
+        assert self.process.stdout is not None
+        deadline, file = time.monotonic() + seconds, self.process.stdout.fileno()
+        while b"\n" not in self._heard:
+            if not select.select([file], [], [], max(deadline - time.monotonic(), 0))[0]:
+                raise Silent(f"{self.process.args!r} said nothing in {seconds:g} s")
+            data = os.read(file, 1 << 16)
+            if not data:
+                raise Ended(f"{self.process.args!r} has ended")
+            self._heard += data
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line.decode(errors="replace")
+
+    def tell(self, *case: Any) -> None:
+        """A line of JSON."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(case).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def ask(self, *case: Any) -> list[float]:
+        """What it answers to that: times."""
+        self.tell(*case)
+        times: list[float] = json.loads(self.hear())
+        return times
+
+    def end(self, seconds: float) -> float:
+        """When it ended of itself."""
+        watch = os.pidfd_open(self.process.pid)  # wait() with a timeout looks every 50 ms only
+        try:
+            if not select.select([watch], [], [], max(seconds, 0))[0]:
+                raise Silent(f"{self.process.args!r} had not ended in {seconds:g} s")
+            return time.time()
+        finally:
+            os.close(watch)
+
+
+def kill(pids: Sequence[int]) -> None:
+    """End these that moment, as far as they are still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _clear(where: Hosts) -> None:
+    for host in range(len(where.pids) - 1):  # the last is the switch's
+        while found := where.processes(host):
+            kill(list(found))
+            time.sleep(0.01)  # the dead are not gone at once, and may have started others
+
+
+@contextlib.contextmanager
+def runners(where: Hosts, **env: str) -> Iterator[Callable[..., Runner]]:
+    """What makes runners, which are gone afterwards."""
+    made: list[Runner] = []
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+
+        def make(host: int, *command: Any, **more: str) -> Runner:
+            made.append(Runner(where, host, log, *command, MONARCH_HOST_NAME=f"host{host}", **env, **more))
+            return made[-1]
+
+        try:
+            yield make
+        except (Silent, Ended):
+            log.seek(0)
+            sys.stderr.writelines(log.readlines()[-LAST:])
+            raise
+        finally:
+            # A second Ctrl-C would leave processes behind.
+            before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+            for runner in made:
+                runner.process.kill()  # one that has not entered its host yet
+            _clear(where)
+            for runner in made:
+                runner.process.communicate()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def daemon(make: Callable[..., Runner], address: str, tls: str) -> None:
+    """Ours on host 1, ready for controllers."""
+    make(1, sys.executable, "-m", "monarch_backend", "up", "--address", address, MONARCH_TLS=tls).hear()

@@ -1,0 +1,158 @@
+"""Collectives of each library that _rank_main.py times, with the values that they must give.
+
+Buffers are NumPy arrays for everybody, aligned as torch aligns; torch's calls see them as tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+Call = Callable[[], object]
+
+
+def empty(count: int) -> Array:
+    """Memory aligned to 64 bytes."""
+    raw = np.empty(count * 4 + 64, np.uint8)
+    skip = -raw.ctypes.data % 64
+    return raw[skip : skip + count * 4].view(np.float32)
+
+
+def pattern(rank: int, count: int) -> Array:
+    """A rank's values: small integers, whose sums are exact."""
+    return np.resize(((np.arange(1021) * 7 + rank * 13) % 1021).astype(np.float32), count)
+
+
+def case(what: str, size: int, rank: int, ranks: int) -> tuple[Array, Array, Array]:
+    """(input, output, expected output) of ``size`` bytes in the larger buffer, at least one element per rank.
+
+    Input and output are one array where the collective works in place.
+    """
+    part = max(size // 4 // ranks, 1)
+    count = part * ranks
+    mine = slice(rank * part, (rank + 1) * part)
+    if what == "all_gather":
+        given, expected = pattern(rank, part), np.concatenate([pattern(r, part) for r in range(ranks)])
+    elif what == "all_to_all":
+        given, expected = pattern(rank, count), np.concatenate([pattern(r, count)[mine] for r in range(ranks)])
+    elif what in ("all_reduce", "reduce_scatter"):
+        given, expected = pattern(rank, count), pattern(0, count)
+        for other in range(1, ranks):
+            expected = expected + pattern(other, count)
+        expected = expected[mine] if what == "reduce_scatter" else expected
+    else:  # broadcast and send_recv: everybody who takes part ends with rank 0's
+        given, expected = pattern(rank, count), pattern(0, count)
+        expected = pattern(rank, count) if what == "send_recv" and rank > 1 else expected
+    source = empty(given.size)
+    source[:] = given
+    if what in ("all_gather", "all_to_all", "reduce_scatter"):
+        target = empty(expected.size)
+        target.fill(0)
+        return source, target, expected
+    return source, source, expected
+
+
+class Library(Protocol):
+    """A connected rank of a library."""
+
+    rank: int
+
+    def barrier(self) -> object:
+        """Meet the other ranks."""
+
+    def call(self, what: str, source: Array, target: Array) -> Call:
+        """The collective on these buffers."""
+
+    def close(self) -> None:
+        """Part from the other ranks."""
+
+
+def _ping_pong(rank: int, send: Callable[[int], object], receive: Callable[[int], object]) -> Call:
+    """A round trip between ranks 0 and 1; nothing for others."""
+
+    def first() -> None:
+        send(1)
+        receive(1)
+
+    def second() -> None:
+        receive(0)
+        send(0)
+
+    return (first, second, lambda: None)[min(rank, 2)]
+
+
+class C10d:
+    """torch.distributed with one of its backends."""
+
+    def __init__(self, backend: str, rank: int, ranks: int, store: str) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if backend == "monarch":
+            import monarch_backend  # noqa: F401 (registers it, also where it is not installed)
+        self.rank, self._dist, self._tensor = rank, dist, torch.from_numpy
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+        self.barrier = dist.barrier
+
+    def call(self, what: str, source: Array, target: Array) -> Call:
+        dist, given, taken = self._dist, self._tensor(source), self._tensor(target)
+        # Names from torch 2.13 on; the older ones warn there.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: dist.all_reduce(given),
+            "all_gather": lambda: gather(taken, given),
+            "reduce_scatter": lambda: scatter(taken, given),
+            "all_to_all": lambda: dist.all_to_all_single(taken, given),
+            "broadcast": lambda: dist.broadcast(given, 0),
+            "send_recv": _ping_pong(self.rank, lambda to: dist.send(given, to), lambda by: dist.recv(given, by)),
+        }
+        return calls[what]
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+class DeepSpeed(C10d):
+    """DeepSpeed's all-reduce in shared memory; a gloo group beside it meets between batches."""
+
+    def __init__(self, operator: Any, rank: int, ranks: int, store: str) -> None:
+        super().__init__("gloo", rank, ranks, store)
+        operator.initialize(ranks, rank)
+
+    def call(self, what: str, source: Array, target: Array) -> Call:  # noqa: ARG002 (in place)
+        import torch
+
+        assert what == "all_reduce", what
+        given, reduce = self._tensor(target), torch.ops.deepspeed.inference_all_reduce_
+        return lambda: reduce(given)
+
+
+class Mpi:
+    """Either MPI, through mpi4py's calls for buffers."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._world = MPI, MPI.COMM_WORLD
+        self.rank = self._world.rank
+        self.barrier = self._world.Barrier
+
+    def call(self, what: str, source: Array, target: Array) -> Call:
+        world, in_place = self._world, self._mpi.IN_PLACE
+        calls: dict[str, Call] = {
+            "all_reduce": lambda: world.Allreduce(in_place, source),
+            "all_gather": lambda: world.Allgather(source, target),
+            "reduce_scatter": lambda: world.Reduce_scatter_block(source, target),
+            "all_to_all": lambda: world.Alltoall(source, target),
+            "broadcast": lambda: world.Bcast(source, 0),
+            "send_recv": _ping_pong(self.rank, lambda to: world.Send(source, to), lambda by: world.Recv(source, by)),
+        }
+        return calls[what]
+
+    def close(self) -> None:
+        self._mpi.Finalize()

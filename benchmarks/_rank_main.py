@@ -1,0 +1,154 @@
+"""Rank of a peer: runs the driver's orders from a socket, and blocks in recv between them.
+
+Started by _rank_set.py as `_rank_main.py PEER RANKS FOLDER`: by the MPI launcher once per rank, else once for all.
+Then it imports torch once and forks the ranks. Orders and answers are lines of JSON. A rank ends when its socket does.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _peer_collectives import C10d, Call, DeepSpeed, Library, Mpi, case
+
+MPI_PEERS = ("OpenMPI", "Intel MPI")
+
+
+class Serve:
+    """What a rank can be told; the buffers of one case are kept until another comes."""
+
+    def __init__(self, library: Library, ranks: int) -> None:
+        self._library, self._ranks = library, ranks
+        self._call: Call = lambda: None
+        self._steps: dict[str, Call] = {}
+
+    def check(self, what: str, size: int) -> bool:
+        """Make the buffers, run the collective once and compare."""
+        library = self._library
+        source, target, expected = case(what, size, library.rank, self._ranks)
+        self._call = library.call(what, source, target)
+        library.barrier()
+        self._call()
+        right = np.array_equal(target, expected)
+        if what == "all_reduce":
+            target.fill(0)  # in place again and again it would grow to infinity
+        return right
+
+    def batch(self, what: str, calls: int, warm: int) -> list[int]:
+        """Nanoseconds of each of ``calls`` calls in a row, after ``warm`` that don't count."""
+        call, clock, times = self._call, time.perf_counter_ns, [0] * calls
+        self._library.barrier()
+        for _ in range(warm):
+            call()
+        start = clock()
+        for index in range(calls):
+            call()
+            now = clock()
+            times[index] = now - start
+            start = now
+        # MPI may need a sender's help for what it has not delivered yet; who is not in a ping-pong must not spin here.
+        if what != "send_recv":
+            self._library.barrier()
+        return times
+
+    def step(self, kind: str, calls: int, warm: int) -> list[int]:
+        """Nanoseconds of each training step: kind "ddp" or "local"."""
+        if kind not in self._steps:
+            from _ddp import training_step
+
+            self._steps[kind] = training_step(kind)
+        self._call = self._steps[kind]
+        return self.batch(kind, calls, warm)
+
+
+def _serve(orders: Any, link: socket.socket) -> None:
+    """Do orders until there are no more; methods that start with _ are not orders."""
+    for line in link.makefile("r", encoding="utf-8"):
+        order, *arguments = json.loads(line)
+        if order == "end":
+            return
+        try:
+            answer = {"value": getattr(orders, order)(*arguments)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        link.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _run(library: Library | None, ranks: int, link: socket.socket) -> None:
+    rank = 0 if library is None else library.rank
+    if library is None:
+        from _floors import Floors
+
+        orders: Any = Floors(ranks)
+    else:
+        orders = Serve(library, ranks)
+    gc.collect()
+    gc.disable()
+    link.sendall(json.dumps({"rank": rank, "pid": os.getpid()}).encode() + b"\n")
+    _serve(orders, link)
+    if library is not None:
+        library.close()
+
+
+def _connect(folder: Path) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    link.connect(str(folder / "orders"))
+    return link
+
+
+def _forked(peer: str, ranks: int, folder: Path) -> int:
+    """Fork the ranks of a peer that lives in torch, and wait for them; the worst exit status."""
+    import torch
+
+    torch.set_num_threads(1)
+    operator: Any = None
+    if peer == "DeepSpeed":
+        from deepspeed.ops.op_builder import ShareMemCommBuilder
+
+        operator = ShareMemCommBuilder().load()
+    if peer == "monarch":
+        import monarch_backend  # noqa: F401
+    children = []
+    for rank in range(1 if peer == "floors" else ranks):
+        child = os.fork()
+        if child == 0:
+            try:
+                _one(peer, operator, rank, ranks, folder)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+            sys.stderr.flush()
+            os._exit(0)
+        children.append(child)
+    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
+
+
+def _one(peer: str, operator: Any, rank: int, ranks: int, folder: Path) -> None:
+    link = _connect(folder)
+    store = str(folder / f"store-{peer}-{ranks}")
+    if peer == "floors":
+        _run(None, ranks, link)
+    elif peer == "DeepSpeed":
+        _run(DeepSpeed(operator, rank, ranks, store), ranks, link)
+    else:
+        _run(C10d(peer, rank, ranks, store), ranks, link)
+
+
+def main() -> int:
+    """Be the rank or the ranks that the command line says."""
+    peer, ranks, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    if peer not in MPI_PEERS:
+        return _forked(peer, ranks, folder)
+    _run(Mpi(), ranks, _connect(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Benchmark of the comparison of calls between ranks: the core with and without it.
+
+    python benchmarks/call_comparison.py [--rounds 8]
+
+Compiles csrc/shm/ twice, once with the comparison left out, and lets two processes make all_reduces of 8 bytes with
+each in turn. No Python takes part. Prints medians over all batches of a batch's mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'csrc'}"]
+
+
+def _build(folder: str, name: str, *flags: str) -> str:
+    program = os.path.join(folder, name)
+    sources = sorted((ROOT / "csrc" / "shm").glob("*.cpp"))
+    compiler = os.environ.get("CXX", "g++")
+    subprocess.run(
+        [
+            compiler,
+            *FLAGS,
+            *flags,
+            *map(str, sources),
+            str(ROOT / "benchmarks" / "_call_comparison.cpp"),
+            "-o",
+            program,
+        ],
+        check=True,
+    )
+    return program
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8)
+    rounds = parser.parse_args().rounds
+    if sys.platform != "linux":
+        sys.exit("the shared-memory core is Linux's")
+    with tempfile.TemporaryDirectory() as folder:
+        programs = {
+            "compared": _build(folder, "with"),
+            "not compared": _build(folder, "without", "-DMONARCH_UNCHECKED"),
+        }
+        times: dict[str, list[float]] = {name: [] for name in programs}
+        for turn in range(rounds):
+            for name in sorted(programs, reverse=bool(turn % 2)):
+                out = subprocess.run([programs[name]], check=True, capture_output=True, text=True).stdout
+                times[name] += map(float, out.split()[2:])  # the first batches warm up
+    medians = {name: statistics.median(series) for name, series in times.items()}
+    for name, median in medians.items():
+        print(f"all_reduce of 8 B, 2 processes, headers {name}: {median:7.1f} ns (best {min(times[name]):.1f})")
+    print(f"the comparison costs {medians['compared'] - medians['not compared']:.1f} ns; the limit is 200")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+#include "memory/handshake.h"
+
+#include <cstring>
+#include <string_view>
+
+#include <sys/random.h>
+
+#include "shm/arena.h"
+
+namespace monarch {
+
+namespace {
+
+constexpr std::size_t secret_bytes = 32;
+
+int digit(char c) {
+  if (c >= '0' && c <= '9') return c - '0';
+  return c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+}
+
+template <typename Layout>
+std::string_view view(const Layout& layout) {
+  return {reinterpret_cast<const char*>(&layout), sizeof layout};
+}
+
+bool equal(const wire::Token& one, const wire::Token& other) {
+  return std::memcmp(one.bytes, other.bytes, sizeof one.bytes) == 0;
+}
+
+template <typename Layout>
+void draw_nonce(Layout& layout) {
+  if (getrandom(layout.nonce, sizeof layout.nonce, 0) != static_cast<ssize_t>(sizeof layout.nonce)) {
+    throw LinkError(Outcome::unreachable, std::string("no random numbers: ") + std::strerror(errno));
+  }
+}
+
+// Over all that was said, the role of who proves, and what both know of the connection below.
+Digest proof_of(const Identity& identity, const char* role, const wire::Hello& hello, const wire::Answer& answer, const Link& link) {
+  std::string said = std::string("monarch memory ") + role;
+  said += '\0';
+  said += view(hello);
+  said += view(answer);
+  if (link.tls() != nullptr) {
+    for (const Digest& certificate : link.tls()->certificates()) said += view(certificate);
+  }
+  return hmac_sha256(identity.secret(), said);
+}
+
+bool proves(const wire::Proof& proof, const Digest& expected) {
+  Digest given;
+  std::memcpy(given.data(), proof.bytes, given.size());
+  return same(given, expected);
+}
+
+void say(Writer& writer, const void* what, std::size_t bytes, const Limits& limits) {
+  writer.put(what, bytes);
+  writer.flush(limits);
+}
+
+[[noreturn]] void no_connection(const std::string& text) { throw LinkError(Outcome::unreachable, text); }
+
+void check_answer(const wire::Answer& answer, const wire::Token& whom) {
+  if (answer.magic != wire::answer_magic) no_connection("who answered is no process of monarch_backend: is the address right?");
+  if (answer.denial == wire::Denial::version || answer.version != wire::version) {
+    no_connection("it speaks version " + std::to_string(answer.version) + " of the memory protocol, and this side " +
+                  std::to_string(wire::version) + ": install the same monarch_backend on both");
+  }
+  if (answer.denial == wire::Denial::other_process || !equal(answer.who, whom)) {
+    no_connection("another process listens there now: the one that registered the memory has ended");
+  }
+}
+
+}  // namespace
+
+wire::Token parse_token(const std::string& text) {
+  wire::Token token{};
+  bool good = text.size() == 2 * sizeof token.bytes;
+  for (std::size_t i = 0; good && i < sizeof token.bytes; ++i) {
+    const int high = digit(text[2 * i]), low = digit(text[2 * i + 1]);
+    good = high >= 0 && low >= 0;
+    token.bytes[i] = static_cast<unsigned char>(high * 16 + low);
+  }
+  if (!good) throw std::invalid_argument("a process's token has 32 hexadecimal digits");
+  return token;
+}
+
+Identity::Identity(const std::string& token, std::string secret, const std::string& certificate, const std::string& key,
+                   const std::string& ca)
+    : token_(parse_token(token)), secret_(std::move(secret)) {
+  need_openssl();
+  if (secret_.size() != secret_bytes) throw std::invalid_argument("a program's secret has 32 bytes");
+  const bool any = !certificate.empty() || !key.empty() || !ca.empty();
+  if (any && (certificate.empty() || key.empty() || ca.empty())) {
+    throw std::invalid_argument("a certificate, its key and a CA go together: give all three, or none for no TLS");
+  }
+  if (any) tls_.emplace(certificate, key, ca);
+}
+
+Identity::~Identity() { explicit_bzero(secret_.data(), secret_.size()); }
+
+bool prove_to_caller(Link& link, Reader& reader, Writer& writer, const Identity& identity, const Limits& limits) {
+  if (identity.tls() != nullptr) link.secure(*identity.tls(), true, limits);
+  wire::Hello hello;
+  reader.read(&hello, sizeof hello, limits);
+  if (hello.magic != wire::hello_magic) return false;
+  wire::Answer answer{wire::answer_magic, wire::version, wire::Denial::none, {}, {}};
+  wire::Proof proof{};
+  if (hello.version != wire::version || hello.zero != 0) answer.denial = wire::Denial::version;
+  else if (!equal(hello.whom, identity.token())) answer.denial = wire::Denial::other_process;
+  if (answer.denial == wire::Denial::none) {
+    answer.who = identity.token();
+    draw_nonce(answer);
+    const Digest mine = proof_of(identity, "owner", hello, answer, link);
+    std::memcpy(proof.bytes, mine.data(), sizeof proof.bytes);
+  }
+  writer.put(&answer, sizeof answer);
+  say(writer, &proof, sizeof proof, limits);
+  if (answer.denial != wire::Denial::none) return false;
+  wire::Proof theirs;
+  reader.read(&theirs, sizeof theirs, limits);
+  return proves(theirs, proof_of(identity, "caller", hello, answer, link));
+}
+
+void prove_to_owner(Link& link, Reader& reader, Writer& writer, const Identity& identity, const wire::Token& whom,
+                    const Limits& limits) {
+  try {
+    if (identity.tls() != nullptr) link.secure(*identity.tls(), false, limits);
+    wire::Hello hello{wire::hello_magic, wire::version, 0, identity.token(), whom, {}};
+    draw_nonce(hello);
+    say(writer, &hello, sizeof hello, limits);
+    wire::Answer answer;
+    wire::Proof proof;
+    reader.read(&answer, sizeof answer, limits);
+    reader.read(&proof, sizeof proof, limits);
+    check_answer(answer, whom);
+    if (!proves(proof, proof_of(identity, "owner", hello, answer, link))) {
+      no_connection("it could not prove that it knows this program's secret: does it belong to another program?");
+    }
+    const Digest mine = proof_of(identity, "caller", hello, answer, link);
+    say(writer, mine.data(), mine.size(), limits);
+    wire::Welcome welcome;
+    reader.read(&welcome, sizeof welcome, limits);
+    if (welcome.magic != wire::welcome_magic) no_connection("its welcome is not one of monarch_backend");
+    if (welcome.full != 0) {
+      no_connection("it serves as many connections as it can: give fewer streams, or close some that are not needed");
+    }
+  } catch (const LinkError& error) {
+    if (error.outcome != Outcome::lost) throw;
+    no_connection(std::string("it broke off before both had proved who they are (") + error.what() +
+                  "): do both sides have the same secret, and TLS on or off alike?");
+  }
+}
+
+}  // namespace monarch

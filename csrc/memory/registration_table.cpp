@@ -1,0 +1,288 @@
+#include "memory/registration_table.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <unistd.h>
+
+namespace monarch {
+
+namespace {
+
+constexpr std::uint64_t ticks = (std::uint64_t{1} << 40) - 1;
+constexpr auto look_again = std::chrono::milliseconds(1);  // whether claims are void: nobody tells of that
+
+constexpr std::uint64_t unknown = 1;  // of a start: nothing starts so early
+
+// When a process started, in ticks since the machine did; 0 if there is none that touches memory any more: it is gone, or
+// a zombie without other threads. `unknown` where that can't be found out, as without descriptors.
+std::uint64_t start_of(std::uint32_t pid) {
+  char path[32];
+  std::snprintf(path, sizeof path, "/proc/%u/stat", pid);
+  errno = 0;
+  std::FILE* file = std::fopen(path, "re");
+  if (file == nullptr) {
+    const bool none = (errno == ENOENT || errno == ESRCH) && kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH;
+    return none ? 0 : unknown;
+  }
+  char text[1024];
+  const std::size_t bytes = std::fread(text, 1, sizeof text - 1, file);
+  const bool gone = bytes == 0 && errno == ESRCH;
+  std::fclose(file);
+  text[bytes] = 0;
+  const char* at = std::strrchr(text, ')');  // its name may hold anything
+  char state = 0;
+  long threads = 0;
+  unsigned long long started = 0;
+  const char* fields = "%c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld %*s %llu";
+  if (at == nullptr || std::sscanf(at + 2, fields, &state, &threads, &started) != 3) return gone ? 0 : unknown;
+  return (state == 'Z' || state == 'X') && threads <= 1 ? 0 : started;
+}
+
+// Whether the page can be read and not written to, as one of a file that is mapped so: its owner's threads must not try.
+bool is_read_only(const char* at) {
+  constexpr int populate_read = 22, populate_write = 23;  // of madvise, Linux 5.14
+  auto* start = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(at) / page * page);
+  return madvise(start, page, populate_write) != 0 && madvise(start, page, populate_read) == 0;
+}
+
+std::uint64_t random_key() {
+  std::uint64_t key = 0;
+  while (key == 0) {
+    if (getrandom(&key, sizeof key, 0) != sizeof key) throw system_failure("getrandom");
+  }
+  return key;
+}
+
+// Zero at first: memory of an arena may have been used before.
+TableMemory* cleared(char* at) {
+  std::memset(at, 0, offsetof(TableMemory, entries));
+  return reinterpret_cast<TableMemory*>(at);
+}
+
+// For this process, if nobody has it, or somebody who is dead.
+template <class Cell>
+bool take(Cell& cell, bool from_the_dead) {
+  Owner owner = cell.owner.load(std::memory_order_acquire);
+  if (owner != 0 && (!from_the_dead || alive(owner))) return false;
+  return cell.owner.compare_exchange_strong(owner, this_process());
+}
+
+Claim* take_claim(TableMemory& table) {
+  for (std::uint32_t i = 0;; ++i) {
+    // After a whole round: so many at once. Somebody will be done soon, or has died.
+    const bool again = i >= most_claims;
+    if (again && i % most_claims == 0) usleep(100);
+    Claim& claim = table.claims[(pid_of(this_process()) + i) % most_claims];
+    if (take(claim, again)) return &claim;
+  }
+}
+
+}  // namespace
+
+Owner this_process() {
+  thread_local std::uint32_t known = 0;
+  thread_local Owner own = 0;
+  const auto pid = static_cast<std::uint32_t>(getpid());
+  if (known != pid) known = pid, own = Owner{pid} << 40 | (start_of(pid) & ticks);  // also in a fork
+  return own;
+}
+
+bool alive(Owner owner) {
+  const std::uint64_t started = start_of(pid_of(owner)), known = owner & ticks;
+  return started != 0 && (started == unknown || known == unknown || (started & ticks) == known);
+}
+
+Refusal Entry::check(const Ticket& ticket, std::uint64_t offset, std::uint64_t length, Access access) const {
+  if (epoch.load(std::memory_order_acquire) != ticket.epoch) return Refusal::dropped;
+  if (key.load(std::memory_order_relaxed) != ticket.key) return Refusal::wrong_key;
+  const std::uint64_t size = bytes.load(std::memory_order_relaxed);
+  if (offset > size || length > size - offset) return Refusal::out_of_range;
+  if (changes(access) && writable.load(std::memory_order_relaxed) == 0) return Refusal::read_only;
+  const bool atomic = access == Access::fetch_add || access == Access::compare_and_swap;
+  if (atomic && device() != gpu::none) return Refusal::no_atomics;
+  if (atomic && (length != 8 || (address.load(std::memory_order_relaxed) + offset) % 8 != 0)) return Refusal::misaligned;
+  return Refusal::none;
+}
+
+Claimed::Claimed(TableMemory& table, const Ticket& ticket) : epoch_(ticket.epoch) {
+  if (ticket.slot >= most_registrations || ticket.key == 0) {
+    refusal_ = Refusal::wrong_key;
+    return;
+  }
+  claim_ = take_claim(table);
+  claim_->key.store(ticket.key, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // with drop's: it sees the claim, or we see that it was dropped
+  const Entry& entry = table.entries[ticket.slot];
+  refusal_ = entry.check(ticket, 0, 0, Access::read);
+  if (refusal_ == Refusal::none) entry_ = &entry;
+}
+
+Claimed::~Claimed() { let_go(); }
+
+void Claimed::let_go() {
+  if (claim_ != nullptr) {
+    claim_->key.store(0, std::memory_order_relaxed);
+    claim_->owner.store(0, std::memory_order_release);
+  }
+  claim_ = nullptr;
+}
+
+Table::Table(std::shared_ptr<Host> host) : host_(std::move(host)), at_(host_->allocate(sizeof(TableMemory))) {
+  if (at_ == 0) throw std::system_error(ENOMEM, std::generic_category(), "no room in the arena for a table of registered memory");
+  memory_ = cleared(host_->arena().mapping().at(at_));
+  host_->arena().mapping().header().table.store(at_, std::memory_order_release);
+}
+
+Table::~Table() {
+  host_->arena().mapping().header().table.store(0, std::memory_order_release);
+  host_->release(at_);
+}
+
+namespace {
+
+// Nothing for memory that others can't map, such as torch's of expandable segments: a thread copies it for them.
+std::optional<gpu::Export> export_of(const void* data) {
+  try {
+    return gpu::exported(data);
+  } catch (const gpu::Failure&) {
+    return {};
+  }
+}
+
+}  // namespace
+
+Ticket Table::add(void* data, std::uint64_t bytes, bool writable) {
+  const int device = gpu::device_of(data);
+  const std::optional<gpu::Export> exported = device == gpu::none ? std::nullopt : export_of(data);
+  const std::lock_guard lock(mutex_);
+  std::uint32_t slot;
+  if (!free_.empty()) {
+    slot = free_.back();
+    free_.pop_back();
+  } else if (used_ < most_registrations) {
+    slot = used_++;
+    std::memset(static_cast<void*>(&memory_->entries[slot]), 0, sizeof(Entry));
+    // Who has a handle of an earlier table in this memory, or guesses: no epoch is easily had.
+    memory_->entries[slot].epoch.store(random_key() & ~std::uint64_t{1}, std::memory_order_relaxed);
+  } else {
+    throw std::length_error("65536 registrations are the most that a process has at once: drop() what is not needed any more");
+  }
+  Entry& entry = memory_->entries[slot];
+  const Mapping& own = host_->arena().mapping();
+  const auto* at = static_cast<const char*>(data);
+  const std::uint64_t key = random_key();
+  entry.key.store(key, std::memory_order_relaxed);
+  entry.address.store(reinterpret_cast<std::uintptr_t>(data), std::memory_order_relaxed);
+  entry.bytes.store(bytes, std::memory_order_relaxed);
+  entry.shared_at.store(own.holds(at, bytes) ? static_cast<std::uint64_t>(at - own.at(0)) : 0, std::memory_order_relaxed);
+  const bool can_be_written = device != gpu::none || (!is_read_only(at) && !is_read_only(at + bytes - 1));
+  entry.writable.store(writable && can_be_written, std::memory_order_relaxed);
+  entry.place.store(static_cast<std::uint32_t>(device + 1), std::memory_order_relaxed);
+  entry.is_exported.store(exported.has_value(), std::memory_order_relaxed);
+  if (exported) memory_->exports[slot] = *exported;
+  const std::uint64_t epoch = entry.epoch.load(std::memory_order_relaxed) + 1;
+  entry.epoch.store(epoch, std::memory_order_release);
+  count_.fetch_add(1, std::memory_order_relaxed);
+  return {slot, epoch, key};
+}
+
+Table::Dropped Table::drop(const Ticket& ticket, double seconds) {
+  if (ticket.slot >= most_registrations) return Dropped::was_not_there;
+  Entry& entry = memory_->entries[ticket.slot];
+  if (entry.key.load(std::memory_order_relaxed) != ticket.key) return Dropped::was_not_there;
+  std::uint64_t epoch = ticket.epoch;
+  entry.epoch.compare_exchange_strong(epoch, ticket.epoch + 1, std::memory_order_seq_cst);
+  if (epoch != ticket.epoch && epoch != ticket.epoch + 1) return Dropped::was_not_there;
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // with that of who claims
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  while (entry.holds.load(std::memory_order_seq_cst) != 0 || user_of(ticket) != 0) {
+    if (Clock::now() >= deadline) return Dropped::still_used;
+    usleep(static_cast<useconds_t>(std::chrono::microseconds(look_again).count()));
+  }
+  const std::lock_guard lock(mutex_);
+  // Two who drop it at the same time, one of them may have given the slot to somebody else since.
+  if (entry.key.load(std::memory_order_relaxed) != ticket.key) return Dropped::was_not_there;
+  entry.key.store(0, std::memory_order_relaxed);
+  free_.push_back(ticket.slot);
+  count_.fetch_sub(1, std::memory_order_relaxed);
+  if (entry.is_exported.load(std::memory_order_relaxed) != 0) have_it_unmapped();
+  return Dropped::yes;
+}
+
+// Whoever has mapped its allocation lets go of it soon, unless it has others there.
+void Table::have_it_unmapped() {
+  for (const std::shared_ptr<Peer>& peer : host_->peers()) {
+    TableMemory* table = table_of(*peer);
+    if (table == nullptr) continue;
+    table->let_go.store(1, std::memory_order_release);
+    table->bell.ring();
+  }
+}
+
+std::uint32_t Table::user_of(const Ticket& ticket) const {
+  for (const Claim& claim : memory_->claims) {
+    if (claim.key.load(std::memory_order_seq_cst) != ticket.key) continue;
+    const Owner owner = claim.owner.load(std::memory_order_acquire);
+    if (owner != 0 && alive(owner)) return pid_of(owner);
+  }
+  return 0;
+}
+
+Refusal Table::hold(const Ticket& ticket, std::uint64_t offset, std::uint64_t bytes, Access access, char** data) {
+  if (ticket.slot >= most_registrations || ticket.key == 0) return Refusal::wrong_key;
+  Entry& entry = memory_->entries[ticket.slot];
+  entry.holds.fetch_add(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  const Refusal refusal = entry.check(ticket, offset, bytes, access);
+  if (refusal != Refusal::none) {
+    entry.holds.fetch_sub(1, std::memory_order_release);
+  } else {
+    *data = reinterpret_cast<char*>(entry.address.load(std::memory_order_relaxed)) + offset;
+  }
+  return refusal;
+}
+
+void Table::let_go(const Ticket& ticket) { memory_->entries[ticket.slot].holds.fetch_sub(1, std::memory_order_release); }
+
+Request* take_request(TableMemory& table) {
+  for (const bool from_the_dead : {false, true}) {
+    for (Request& request : table.requests) {
+      // What the thread is looking at just now is not free, whoever has asked it.
+      if (request.state.load(std::memory_order_acquire) == Request::serving || !take(request, from_the_dead)) continue;
+      std::uint32_t asked = Request::asked;
+      request.state.compare_exchange_strong(asked, Request::idle);
+      if (asked != Request::serving) return &request;
+      request.owner.store(0, std::memory_order_release);
+    }
+  }
+  return nullptr;
+}
+
+void give_back(Request& request) {
+  request.state.store(Request::idle, std::memory_order_relaxed);
+  request.owner.store(0, std::memory_order_release);
+}
+
+TableMemory* table_of(const Peer& peer) {
+  const std::uint64_t at = peer.mapping->header().table.load(std::memory_order_acquire);
+  if (at == 0 || at > peer.mapping->size() - sizeof(TableMemory)) return nullptr;
+  return reinterpret_cast<TableMemory*>(peer.mapping->at(at));
+}
+
+std::uint64_t do_atomic(char* at, Access access, std::uint64_t operand, std::uint64_t expected) {
+  std::atomic_ref<std::uint64_t> cell(*reinterpret_cast<std::uint64_t*>(at));
+  if (access == Access::fetch_add) return cell.fetch_add(operand, std::memory_order_seq_cst);
+  cell.compare_exchange_strong(expected, operand, std::memory_order_seq_cst);
+  return expected;
+}
+
+}  // namespace monarch

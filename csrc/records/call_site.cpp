@@ -1,0 +1,114 @@
+// Places in the program: the innermost of its frames, and the number that they have together.
+#include <array>
+#include <cstdint>
+#include <unordered_map>
+
+#include "py_handle.h"
+
+namespace monarch::records {
+namespace {
+
+constexpr int kLines = 3;
+
+struct Key {
+  std::array<std::uintptr_t, 2 * kLines> words{};
+  bool operator==(const Key&) const = default;
+};
+
+struct Hash {
+  std::size_t operator()(const Key& key) const {
+    std::size_t found = 0;
+    for (const auto word : key.words) found = (found ^ word) * 0x9E3779B97F4A7C15ull + (found >> 29);
+    return found;
+  }
+};
+
+// For ever, as the program's code is: Python keeps the code objects.
+PyObject* is_internal = nullptr;  // asked once for each code object
+PyObject* number_of = nullptr;    // asked once for each place
+std::unordered_map<PyObject*, bool>& internal() {
+  static auto* known = new std::unordered_map<PyObject*, bool>;
+  return *known;
+}
+std::unordered_map<Key, PyObject*, Hash>& numbers() {
+  static auto* known = new std::unordered_map<Key, PyObject*, Hash>;
+  return *known;
+}
+
+Owned back_of(const Owned& frame) {
+  return own(reinterpret_cast<PyObject*>(PyFrame_GetBack(reinterpret_cast<PyFrameObject*>(frame.get()))));
+}
+
+long last_of(const Owned& frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+  return PyFrame_GetLasti(reinterpret_cast<PyFrameObject*>(frame.get()));
+#else
+  const Owned found = own(PyObject_GetAttrString(frame.get(), "f_lasti"));
+  return found ? PyLong_AsLong(found.get()) : -1;
+#endif
+}
+
+// 1 or 0; -1 with an error.
+int ask_internal(PyObject* code) {
+  const Owned answer = own(PyObject_CallOneArg(is_internal, code));
+  if (!answer) return -1;
+  return internal()[code] = PyObject_IsTrue(answer.get()) == 1;
+}
+
+PyObject* ask_number(const Key& key, const std::array<Owned, kLines>& codes, int count) {
+  const Owned places = own(PyTuple_New(count));
+  if (!places) return nullptr;
+  for (int i = 0; i < count; ++i) {
+    PyObject* place = Py_BuildValue("On", codes[i].get(), static_cast<Py_ssize_t>(key.words[2 * i + 1]));
+    if (place == nullptr) return nullptr;
+    PyTuple_SET_ITEM(places.get(), i, place);
+  }
+  PyObject* number = PyObject_CallOneArg(number_of, places.get());
+  if (number == nullptr) return nullptr;
+  const auto [kept, is_new] = numbers().emplace(key, number);
+  if (!is_new) {  // another thread was here meanwhile
+    Py_DECREF(number);
+  }
+  return Py_NewRef(kept->second);
+}
+
+PyObject* set_up(PyObject*, PyObject* args) {
+  PyObject *internal_now, *number_now;
+  if (!PyArg_ParseTuple(args, "OO", &internal_now, &number_now)) return nullptr;
+  Py_XSETREF(is_internal, Py_NewRef(internal_now));
+  Py_XSETREF(number_of, Py_NewRef(number_now));
+  Py_RETURN_NONE;
+}
+
+PyObject* here(PyObject*, PyObject*) { return place_here(); }
+
+PyMethodDef functions[] = {
+    {"set_up_places", set_up, METH_VARARGS, nullptr},
+    {"place_here", here, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+}  // namespace
+
+PyObject* place_here() {
+  Key key;
+  std::array<Owned, kLines> codes;
+  int count = 0;
+  Owned frame = share(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  for (; frame && count < kLines; frame = back_of(frame)) {
+    Owned code = own(reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.get()))));
+    const auto known = internal().find(code.get());
+    const int skip = known != internal().end() ? known->second : ask_internal(code.get());
+    if (skip < 0) return nullptr;
+    if (skip) continue;
+    key.words[2 * count] = reinterpret_cast<std::uintptr_t>(code.get());
+    key.words[2 * count + 1] = static_cast<std::uintptr_t>(last_of(frame));
+    codes[count++] = std::move(code);
+  }
+  const auto known = numbers().find(key);
+  return known != numbers().end() ? Py_NewRef(known->second) : ask_number(key, codes, count);
+}
+
+bool add_places(PyObject* module) { return PyModule_AddFunctions(module, functions) == 0; }
+
+}  // namespace monarch::records

@@ -1,0 +1,389 @@
+#include "shm/python/fast_paths.h"
+
+#include <structmember.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace monarch {
+
+namespace {
+
+// Attributes by names that are made once, for all shortcuts, and never freed: the interpreter may end before.
+struct Names {
+  py::str is_cpu{"is_cpu"}, layout{"layout"}, dtype{"dtype"}, is_contiguous{"is_contiguous"}, is_neg{"is_neg"},
+      data_ptr{"data_ptr"}, nbytes{"nbytes"}, shape{"shape"}, async_op{"asyncOp"}, reduce_op{"reduceOp"}, op{"op"},
+      root_rank{"rootRank"}, root_tensor{"rootTensor"}, device{"device"}, device_ids{"device_ids"}, type{"type"}, cpu{"cpu"}, opts{"opts"},
+      is_profiler_enabled{"_is_profiler_enabled"}, outputs{"_outputs"};
+};
+
+const Names& names() {
+  static const auto* const all = new Names;
+  return *all;
+}
+
+py::object get(PyObject* from, const py::str& name) {
+  PyObject* value = PyObject_GetAttr(from, name.ptr());
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+py::object ask(PyObject* whom, const py::str& method) {
+  PyObject* value = PyObject_CallMethodNoArgs(whom, method.ptr());
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+std::uint64_t number(const py::object& value) {
+  const unsigned long long result = PyLong_AsUnsignedLongLong(value.ptr());
+  if (result == static_cast<unsigned long long>(-1) && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return result;
+}
+
+bool is_list_of(PyObject* list, Py_ssize_t count) { return PyList_CheckExact(list) && PyList_GET_SIZE(list) == count; }
+
+struct Plain {
+  std::uintptr_t address;
+  std::uint64_t bytes;
+  PyObject* dtype;  // lives as long as torch
+};
+
+class Caller {
+ public:
+  explicit Caller(Shortcut shortcut)
+      : its_(std::move(shortcut)), n_(static_cast<std::uint64_t>(its_.group->size())), owner_(its_.owner), method_(its_.name) {
+    its_.owner = py::none();  // which holds us
+  }
+
+  PyObject* call(PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+    auto result = ended_ ? std::nullopt : in_short(args, count, keywords);
+    return result ? result->release().ptr() : at_length(args, count, keywords);
+  }
+  void end() { ended_ = true; }
+
+  // The method in whose place this is.
+  py::object method() const {
+    const py::object owner = owner_();
+    if (owner.is_none()) throw py::type_error("the process group of this method is gone");
+    return py::reinterpret_steal<py::object>(PyMethod_New(get(reinterpret_cast<PyObject*>(Py_TYPE(owner.ptr())), method_).ptr(), owner.ptr()));
+  }
+
+ private:
+  // The result; nothing where the call is anything else than what this is for.
+  std::optional<py::object> in_short(PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+    constexpr std::array<Py_ssize_t, 5> counts{2, 3, 3, 5, 1};  // of arguments, by form
+    if (keywords != nullptr) {
+      const bool only_opts = its_.form == Form::nothing && count == 0 && PyTuple_GET_SIZE(keywords) == 1;
+      if (!only_opts || !py::handle(PyTuple_GET_ITEM(keywords, 0)).equal(names().opts)) return std::nullopt;
+      count = 1;
+    }
+    if (count != counts.at(static_cast<std::size_t>(its_.form))) return std::nullopt;
+    PyObject* const opts = args[count - 1];
+    if (reinterpret_cast<PyObject*>(Py_TYPE(opts)) != its_.options.ptr()) return std::nullopt;
+    if (get(opts, names().async_op).ptr() != Py_False || watched()) return std::nullopt;
+    Tensors tensors;
+    const auto operation = std::make_shared<Operation>();
+    const bool same = its_.form == Form::nothing ? on_cpu(opts) : read(args, *operation, tensors);
+    if (!same || !describe(opts, *operation)) return std::nullopt;
+    const py::object options = py::reinterpret_borrow<py::object>(opts);
+    const auto failed = run_to_end(*its_.group, operation, its_.seconds, options);
+    return failed ? its_.failed(failed, tensors.shown()) : work(tensors, *operation);
+  }
+
+  // References of our own: while the operation runs, other threads of Python may change the lists that were given.
+  struct Tensors {
+    std::vector<py::object> all, outputs;
+
+    py::list shown() const {
+      py::list list(outputs.size());
+      for (std::size_t i = 0; i < outputs.size(); ++i) list[i] = outputs[i];
+      return list;
+    }
+  };
+
+  // A work costs as much as the operation. So one whose tensors are small is kept, to be given again if nobody else has it,
+  // with nothing of its past.
+  py::object work(const Tensors& tensors, const Operation& operation) {
+    constexpr std::uint64_t small = 64 << 10;
+    const bool keeps = operation.header.bytes * n_ <= small && its_.form != Form::exchange;
+    const bool again = keeps && spare_ && Py_REFCNT(spare_.ptr()) == 1;
+    py::object work = again ? spare_ : its_.work();
+    py::dict state;
+    state[names().outputs] = tensors.shown();
+    if (PyObject_GenericSetDict(work.ptr(), state.ptr(), nullptr) != 0) throw py::error_already_set();
+    if (keeps) spare_ = work;
+    return work;
+  }
+
+  // The tensors; false where these are not what the collective takes from plain ones in equal pieces.
+  bool read(PyObject* const* args, Operation& operation, Tensors& tensors) const {
+    const Form form = its_.form;
+    const auto own = [&](PyObject* tensor) {
+      tensors.all.push_back(py::reinterpret_borrow<py::object>(tensor));
+      return tensor;
+    };
+    PyObject *out = args[0], *in = args[1];
+    if (form == Form::gathering) {
+      if (!is_list_of(out, 1) || !is_list_of(in, 1) || !is_list_of(PyList_GET_ITEM(out, 0), static_cast<Py_ssize_t>(n_))) return false;
+      in = own(PyList_GET_ITEM(in, 0));
+      PyObject* const row = PyList_GET_ITEM(out, 0);
+      for (std::uint64_t r = 0; r < n_; ++r) {
+        tensors.outputs.push_back(py::reinterpret_borrow<py::object>(PyList_GET_ITEM(row, static_cast<Py_ssize_t>(r))));
+      }
+      return read_row(tensors.outputs, in, operation);
+    }
+    if (form == Form::in_place) {
+      if (!is_list_of(out, 1)) return false;
+      in = out = PyList_GET_ITEM(out, 0);
+    }
+    own(in);
+    tensors.outputs.push_back(py::reinterpret_borrow<py::object>(out));
+    if (form == Form::exchange && !(is_list_of(args[2], 0) && is_list_of(args[3], 0) && rows(out) && rows(in))) return false;
+    const auto to = plain(out), from = in == out ? to : plain(in);
+    const bool scatters = its_.collective == Collective::reduce_scatter, gathers = its_.collective == Collective::all_gather;
+    if (!to || !from || to->dtype != from->dtype || to->bytes * (scatters ? n_ : 1) != from->bytes * (gathers ? n_ : 1)) return false;
+    if (form != Form::in_place && meet(*from, *to) && !in_slot(*from, *to)) return false;
+    const bool exchanges = form == Form::exchange;
+    operation.in = pieces(*from, scatters || exchanges ? n_ : 1);
+    operation.out = pieces(*to, gathers || exchanges ? n_ : 1);
+    operation.header.bytes = exchanges ? 0 : gathers ? from->bytes : to->bytes;
+    return set_dtype(to->dtype, operation);
+  }
+
+  bool read_row(const std::vector<py::object>& row, PyObject* in, Operation& operation) const {
+    const auto from = plain(in);
+    if (!from) return false;
+    operation.in = pieces(*from, 1);
+    for (const py::object& out : row) {
+      const auto to = plain(out.ptr());
+      if (!to || to->dtype != from->dtype || to->bytes != from->bytes) return false;
+      operation.out.push_back({reinterpret_cast<char*>(to->address), to->bytes});
+    }
+    operation.header.bytes = from->bytes;
+    return are_apart(operation) && set_dtype(from->dtype, operation);
+  }
+
+  // Whether two ranges share memory. The method knows what is to be done then (process_group/_overlap.py).
+  static bool meet(const Plain& a, const Plain& b) { return a.address < b.address + b.bytes && b.address < a.address + a.bytes; }
+
+  // Whether the smaller tensor is the slice of this rank in the larger one, where reading and writing do not collide.
+  bool in_slot(const Plain& a, const Plain& b) const {
+    const auto& [small, large] = std::minmax(a, b, [](const Plain& x, const Plain& y) { return x.bytes < y.bytes; });
+    return small.bytes * n_ == large.bytes && small.address == large.address + static_cast<std::uint64_t>(its_.group->rank()) * small.bytes;
+  }
+
+  // Whether no output of a row shares memory with another output, nor with the input, which may be the output of this rank.
+  bool are_apart(const Operation& operation) const {
+    const Span& in = operation.in[0];
+    std::vector<const char*> places(operation.out.size());
+    for (std::size_t r = 0; r < places.size(); ++r) {
+      const char* const out = places[r] = operation.out[r].data;
+      const bool own = out == in.data && static_cast<int>(r) == its_.group->rank();
+      if (!own && out < in.data + in.bytes && in.data < out + in.bytes) return false;
+    }
+    if (!std::is_sorted(places.begin(), places.end())) std::sort(places.begin(), places.end());
+    const auto overlap = [&](const char* low, const char* high) { return high < low + in.bytes; };
+    return std::adjacent_find(places.begin(), places.end(), overlap) == places.end();
+  }
+
+  static std::vector<Span> pieces(const Plain& tensor, std::uint64_t n) {
+    std::vector<Span> result(n);
+    for (std::uint64_t i = 0; i < n; ++i) result[i] = {reinterpret_cast<char*>(tensor.address) + i * (tensor.bytes / n), tensor.bytes / n};
+    return result;
+  }
+
+  bool set_dtype(PyObject* dtype, Operation& operation) const {
+    PyObject* const code = PyDict_GetItem(its_.torch.dtypes.ptr(), dtype);
+    if (code != nullptr) operation.header.dtype = static_cast<Dtype>(PyLong_AsLong(code));
+    return code != nullptr;
+  }
+
+  // What the options say of it; false where it takes more than this.
+  bool describe(PyObject* opts, Operation& operation) const {
+    Header& header = operation.header;
+    const Collective collective = its_.collective;
+    header.collective = collective;
+    header.root = -1;
+    if (collective == Collective::barrier) header.dtype = Dtype::u8;  // as process_group/_shm/shm_backend.py has it
+    if (has_root(collective)) {
+      const py::object root = get(opts, names().root_rank);
+      header.root = static_cast<std::int32_t>(PyLong_AsLong(root.ptr()));
+      if (header.root < 0 || header.root >= static_cast<std::int32_t>(n_)) return false;
+      if (PyLong_AsLong(get(opts, names().root_tensor).ptr()) != 0) return false;
+    }
+    if (!reduces(collective)) return true;
+    const py::object op = get(opts, names().reduce_op);
+    if (op.equal(its_.torch.sum)) {
+      header.op = ReduceOp::sum;
+    } else {
+      const py::object kind = py::reinterpret_steal<py::object>(PyNumber_Long(get(op.ptr(), names().op).ptr()));
+      PyObject* const code = kind ? PyDict_GetItem(its_.torch.ops.ptr(), kind.ptr()) : throw py::error_already_set();
+      if (code == nullptr) return false;
+      header.op = static_cast<ReduceOp>(PyLong_AsLong(code));
+    }
+    return reduce_kernel(header.dtype, header.op) != nullptr;
+  }
+
+  // Of a barrier, which has no tensors.
+  bool on_cpu(PyObject* opts) const {
+    const py::object device = get(opts, names().device);
+    return (device.is_none() && py::len(get(opts, names().device_ids)) == 0) || (!device.is_none() && get(device.ptr(), names().type).equal(names().cpu));
+  }
+
+  // Whether each rank has as many rows of it.
+  bool rows(PyObject* tensor) const {
+    if (!is_plain(tensor)) return false;
+    const py::object shape = get(tensor, names().shape);
+    return PyTuple_Check(shape.ptr()) && PyTuple_GET_SIZE(shape.ptr()) != 0 && PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(shape.ptr(), 0)) % n_ == 0;
+  }
+
+  bool is_plain(PyObject* tensor) const {
+    PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
+    return type == its_.torch.tensor.ptr() || type == its_.torch.parameter.ptr();
+  }
+
+  std::optional<Plain> plain(PyObject* tensor) const {
+    if (!is_plain(tensor)) return std::nullopt;
+    if (get(tensor, names().is_cpu).ptr() != Py_True || get(tensor, names().layout).ptr() != its_.torch.strided.ptr()) return std::nullopt;
+    if (ask(tensor, names().is_contiguous).ptr() != Py_True || ask(tensor, names().is_neg).ptr() != Py_False) return std::nullopt;
+    const Plain found{number(ask(tensor, names().data_ptr)), number(get(tensor, names().nbytes)), get(tensor, names().dtype).ptr()};
+    return found.address == 0 && found.bytes != 0 ? std::nullopt : std::optional(found);
+  }
+
+  bool watched() const {
+    for (const py::handle watch : its_.torch.watches) {
+      if (watch().cast<bool>()) return true;
+    }
+    return PyDict_GetItem(its_.torch.profiler.ptr(), names().is_profiler_enabled.ptr()) != Py_False;
+  }
+
+  PyObject* at_length(PyObject* const* args, Py_ssize_t count, PyObject* keywords) const {
+    return PyObject_Vectorcall(method().ptr(), args, static_cast<std::size_t>(count), keywords);
+  }
+
+  Shortcut its_;
+  std::uint64_t n_;
+  py::weakref owner_;
+  py::str method_;
+  py::object spare_;
+  bool ended_ = false;
+};
+
+// A type of its own: a built-in function in the place of an override would mean to pybind11 that there is none, and C++
+// callers of the group would miss the method.
+struct Callable {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  Caller* caller;
+};
+
+// Python's exceptions for C++'s.
+template <class Body>
+PyObject* guarded(Body&& body) {
+  try {
+    return body();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+Caller& caller_of(PyObject* self) { return *reinterpret_cast<Callable*>(self)->caller; }
+
+PyObject* call(PyObject* self, PyObject* const* args, std::size_t count, PyObject* keywords) {
+  return guarded([&] { return caller_of(self).call(args, PyVectorcall_NARGS(count), keywords); });
+}
+
+PyObject* end(PyObject* self, PyObject*) {
+  caller_of(self).end();
+  Py_RETURN_NONE;
+}
+
+// Else what the method has: its name, its documentation, and by `__wrapped__` its signature.
+PyObject* attribute(PyObject* self, PyObject* name) {
+  return guarded([&]() -> PyObject* {
+    const std::string text = py::str(name);
+    if (text == "__wrapped__") return caller_of(self).method().release().ptr();
+    if (text == "end" || text == "__class__") return PyObject_GenericGetAttr(self, name);
+    return PyObject_GetAttr(caller_of(self).method().ptr(), name);
+  });
+}
+
+void free_callable(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  delete reinterpret_cast<Callable*>(self)->caller;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyTypeObject* callable_type() {
+  static PyMemberDef members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(Callable, vectorcall), READONLY, nullptr}, {nullptr, 0, 0, 0, nullptr}};
+  static PyMethodDef methods[] = {{"end", end, METH_NOARGS, "From now on every call takes the method."}, {nullptr, nullptr, 0, nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(free_callable)},
+                                {Py_tp_members, members},
+                                {Py_tp_methods, methods},
+                                {Py_tp_getattro, reinterpret_cast<void*>(attribute)},
+                                {0, nullptr}};
+  static PyType_Spec spec{"monarch_backend._native.Shortcut", sizeof(Callable), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+  static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  if (type == nullptr) throw py::error_already_set();
+  return type;
+}
+
+}  // namespace
+
+Clock::time_point after(double seconds) {
+  constexpr double year = 3e7;
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, year)));
+}
+
+std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> operation, const py::object& seconds,
+                                      const py::object& options) {
+  constexpr auto soon = std::chrono::milliseconds(2);
+  {
+    const py::gil_scoped_release release;
+    group.submit(operation);
+    group.wait_a_little(*operation, soon);
+  }
+  if (!operation->done.load(std::memory_order_acquire)) {
+    std::optional<py::error_already_set> raised;  // by a handler of a signal, say
+    std::optional<double> limit;
+    for (int tries = 0; !limit && tries < 100; ++tries) {
+      try {
+        limit = seconds(options).cast<double>();
+      } catch (py::error_already_set& error) {
+        raised.emplace(std::move(error));
+      }
+    }
+    {
+      const py::gil_scoped_release release;
+      group.finish_by(*operation, after(limit.value_or(0)));
+    }
+    if (raised) throw py::error_already_set(std::move(*raised));
+  }
+  return operation->failure ? operation : nullptr;
+}
+
+py::object make_shortcut(Shortcut shortcut) {
+  auto caller = std::make_unique<Caller>(std::move(shortcut));
+  PyTypeObject* const type = callable_type();
+  auto* const self = reinterpret_cast<Callable*>(type->tp_alloc(type, 0));
+  if (self == nullptr) throw py::error_already_set();
+  self->vectorcall = call;
+  self->caller = caller.release();
+  return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(self));
+}
+
+}  // namespace monarch

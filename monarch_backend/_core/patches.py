@@ -1,0 +1,171 @@
+"""Replaced names of torch: the row of a manifest, and the function that applies rows.
+
+A manifest is a sequence of `Patch`, a row for each replaced name. `apply` replaces those that the running release of
+torch needs. A row refers to its replacement by name: a manifest can be read without importing torch's modules.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from monarch_backend._core.torch_version import torch_version
+
+Kind = Literal["semantics", "fix", "cache"]
+Release = tuple[int, int]
+Maker = Callable[[Any], Any]
+"""Makes a replacement from torch's own object."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """A name of torch that is replaced.
+
+    ``target``: ``"module:attribute"``, with dots for attributes of a class. ``makers``: names of functions
+    (``"module:function"``), applied in order. Each makes a replacement from the object before it. ``since`` and
+    ``before``: the releases, from the first, up to and without the second. ``swaps_code``: the function object stays
+    and its code calls the replacement, for functions that other modules import by name. ``adds``: torch reads the
+    attribute and does not define it. ``test``: ``"path::name"``.
+    """
+
+    target: str
+    kind: Kind
+    makers: Sequence[str]
+    why: str
+    test: str
+    since: Release
+    before: Release | None = None
+    upstream: str = "none"
+    swaps_code: bool = False
+    adds: bool = False
+
+    def is_for(self, release: Release) -> bool:
+        """Return whether this release of torch is in the row's range."""
+        return self.since <= release and (self.before is None or release < self.before)
+
+
+class PatchTargetError(RuntimeError):
+    """A release of torch has no such name, although it is in the range of the name's row."""
+
+
+originals: dict[str, Any] = {}
+"""By target, torch's own object of each name that `apply` has replaced in this process."""
+
+
+def apply(rows: Iterable[Patch], release: Release | None = None) -> list[Patch]:
+    """Apply the rows whose range has ``release``, by default the running one, and return these.
+
+    A row is applied once in a process. Raises `PatchTargetError` before anything is replaced if a target is missing.
+    """
+    running = torch_version() if release is None else release
+    wanted = [row for row in rows if row.is_for(running)]
+    found = [(row, *locate(row)) for row in wanted if row.target not in originals]
+    makers = [[named(maker) for maker in row.makers] for row, *_ in found]
+    for (row, owner, name), making in zip(found, makers, strict=True):
+        originals[row.target] = None if row.adds else _own(owner, name)
+        if row.adds:
+            for maker in making:
+                setattr(owner, name, maker(None))
+        elif row.swaps_code:
+            originals[row.target] = _swap_code(inspect.unwrap(getattr(owner, name)), making)
+        else:
+            for maker in making:
+                _replace(owner, name, maker)
+    return wanted
+
+
+def locate(row: Patch) -> tuple[Any, str]:
+    """Return the module or class that has the row's name, and the attribute's name there."""
+    module, _, path = row.target.partition(":")
+    *classes, name = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module)
+        for each in classes:
+            owner = getattr(owner, each)
+        if not row.adds:
+            inspect.getattr_static(owner, name)
+    except (ImportError, AttributeError) as error:
+        releases = f"{_text(row.since)} up to {_text(row.before) if row.before else 'the newest'}"
+        raise PatchTargetError(
+            f"torch {'.'.join(map(str, torch_version()))} has no {row.target}, which monarch_backend replaces in torch "
+            f"{releases} ({row.why}). Use a release of torch that monarch_backend was tested with"
+        ) from error
+    return owner, name
+
+
+def named(reference: str) -> Any:
+    """Return the object of a ``"module:name"``."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _text(release: Release) -> str:
+    return ".".join(map(str, release))
+
+
+def _own(owner: Any, name: str) -> Any:
+    raw = inspect.getattr_static(owner, name)
+    return getattr(owner, name) if name in ("__bases__", "__class__") else raw
+
+
+def _replace(owner: Any, name: str, maker: Maker) -> None:
+    raw = inspect.getattr_static(owner, name)
+    if isinstance(raw, (staticmethod, classmethod)):
+        setattr(owner, name, type(raw)(functools.wraps(raw.__func__)(maker(raw.__func__))))
+        return
+    own = getattr(owner, name)
+    made = maker(own)
+    is_function = callable(own) and callable(made) and not isinstance(made, (type, property))
+    setattr(owner, name, functools.wraps(own)(made) if is_function else made)
+
+
+def _swap_code(function: Any, makers: Sequence[Maker]) -> Any:
+    """Let the function's code call what the makers make; return a function with its own code."""
+    own = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    function.__signature__ = inspect.signature(own)
+    name = f"_monarch_{function.__name__}"  # a module may have several
+    made: Any = own
+    for maker in makers:
+        made = maker(made)
+    function.__globals__[name] = made
+    calls = (lambda *args, **kwargs: _monarch_stand_in(*args, **kwargs)).__code__  # type: ignore[name-defined] # noqa: F821
+    # dynamo decides by the file whether it traces a function: as it does the replacement.
+    function.__code__ = calls.replace(co_names=(name,), co_filename=made.__code__.co_filename)
+    return own
+
+
+def documented(manifests: Mapping[str, Sequence[Patch]]) -> str:
+    """Return the page with a table of each manifest's rows, by its title."""
+    parts = [_PAGE]
+    for title, rows in manifests.items():
+        parts.append(f"\n## {title}\n\n{_counts(rows)}\n\n{_HEAD}\n")
+        parts += [f"| {' | '.join(_cells(row))} |\n" for row in rows]
+    return "".join(parts)
+
+
+_PAGE = """# Replaced names of torch
+
+Generated by `python -m monarch_backend.dtensor._patches.manifest`. Kinds: *semantics* where torch acts for the rank of
+its process, *fix* where its result is wrong or missing, *cache* where only time is saved.
+
+A row applies to the releases of torch in its range. Other meshes and groups get torch's own functions.
+"""
+_HEAD = "| name | kind | torch | why | upstream | test |\n| --- | --- | --- | --- | --- | --- |"
+
+
+def _counts(rows: Sequence[Patch]) -> str:
+    kinds = collections.Counter(row.kind for row in rows)
+    return f"{len(rows)} names: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) + "."
+
+
+def _cells(row: Patch) -> tuple[str, ...]:
+    before = f", < {_text(row.before)}" if row.before else ""
+    name = f"`{row.target.replace(':', '.')}`"
+    return name, row.kind, f">= {_text(row.since)}{before}", row.why, row.upstream, f"`{row.test}`"

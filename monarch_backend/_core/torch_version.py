@@ -1,0 +1,29 @@
+"""Releases of torch that this package was tested with, and the warning for other ones."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+
+# The tests were run on 2.9.0, 2.13.0, 2.14.1 and 2.15.0; README.md has the combinations.
+OLDEST = (2, 9)
+NEWEST = (2, 15)
+
+
+def torch_version() -> tuple[int, int]:
+    """Return (major, minor) of the installed torch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int("".join(c for c in minor if c.isdigit()))
+
+
+@functools.cache
+def remark() -> str:
+    """Warn, once per process and in one line, when torch is outside the tested range. Return that line or ''."""
+    if OLDEST <= torch_version() <= NEWEST:
+        return ""
+    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    line = f"monarch_backend was tested with torch {tested}; this is {torch.__version__}: parts of it may not work"
+    warnings.warn(line, stacklevel=3)
+    return line

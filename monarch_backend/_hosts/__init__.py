@@ -1,0 +1,1 @@
+"""Programs that use several hosts: daemons, agents, attaching, workspaces. Public: monarch_backend.hosts."""

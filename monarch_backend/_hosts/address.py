@@ -1,0 +1,54 @@
+"""Addresses of hosts as users write them, and the choice of the secret for a connection."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from monarch_backend._core import env
+from monarch_backend._transport.network.auth import parse_secret, read_secrets, user_secret
+
+DEFAULT_PORT = 26600
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of "tcp://10.0.0.2:26600", "node7", "[::1]:26600" and similar texts. Raises ValueError.
+
+    >>> parse_address("tcp://node7:1234"), parse_address("[::1]"), parse_address("10.0.0.2")
+    (('node7', 1234), ('::1', 26600), ('10.0.0.2', 26600))
+    """
+    found = re.fullmatch(r"(?:tcp://)?(?:\[([0-9A-Fa-f:.%\w]+)\]|([^\[\]:/\s]+))(?::(\d{1,5}))?/?", text)
+    if found is None or not 0 <= int(found[3] or DEFAULT_PORT) <= 65535:
+        raise ValueError(f"{text!r} is not an address of a host: write tcp://HOST:PORT, HOST:PORT or [IPv6]:PORT")
+    return found[1] or found[2], int(found[3] or DEFAULT_PORT)
+
+
+def given_secrets() -> list[bytes]:
+    """Return the secrets from MONARCH_SECRET or the file named by MONARCH_SECRET_FILE. A host may have one for each
+    job.
+
+    Raises ValueError, OSError.
+    """
+    if text := env.get("MONARCH_SECRET"):
+        return [parse_secret(text, "MONARCH_SECRET")]
+    if path := env.get("MONARCH_SECRET_FILE"):
+        return read_secrets(Path(path))
+    return []
+
+
+def given_secret() -> bytes | None:
+    """Return the first of `given_secrets`, which is the job's."""
+    return next(iter(given_secrets()), None)
+
+
+def find_secret(given: bytes | None) -> tuple[bytes, str]:
+    """Return the secret for a connection, and a sentence about its source for errors. Raises ValueError, OSError."""
+    if given is not None:
+        return given, "the secret is that of secret="
+    if secret := given_secret():
+        name = "MONARCH_SECRET" if env.get("MONARCH_SECRET") else "MONARCH_SECRET_FILE"
+        return secret, f"the secret is that of {name}"
+    return user_secret(), (
+        "no secret of the job is given: set MONARCH_SECRET_FILE, MONARCH_SECRET or secret=. This user's own secret of "
+        "this machine was tried"
+    )

@@ -1,0 +1,389 @@
+"""The controller's side of other hosts: its own gateway, its agents on the hosts, and the HostMesh of the hosts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from monarch_backend._actor.runtime_extension import RuntimeExtension
+from monarch_backend._core.timeouts import check_bounded
+from monarch_backend._hosts import agent as agent_module
+from monarch_backend._hosts import protocol
+from monarch_backend._hosts.address import find_secret, parse_address
+from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Started
+from monarch_backend._hosts.remote_spawner import RemoteSpawner
+from monarch_backend._hosts.tls_config import tls_for
+from monarch_backend._mesh.extent import Extent, Shape
+from monarch_backend._mesh.host_mesh import HostMesh
+from monarch_backend._mesh.runtime_protocol import program
+from monarch_backend._processes.spawner import Spawner
+from monarch_backend._transport.local.frames import Agent as AgentFrame
+from monarch_backend._transport.local.frames import Frame, Setting
+from monarch_backend._transport.local.peer import CreditWaiter, Peer
+from monarch_backend._transport.network.auth import name_of
+from monarch_backend._transport.network.connection import Timeouts
+from monarch_backend._transport.network.envelope import HOST_ID_LENGTH, host_of
+from monarch_backend._transport.network.remote_links import FarLinks
+
+CLOSE_TIMEOUT_S = 1.0
+"""Seconds for the gateway to end its sessions with other hosts."""
+
+GATEWAY_REPORT_S = 6.0
+"""Seconds after a deadline in which the gateway reports that it has passed, and why."""
+
+GATEWAY_START_TIMEOUT_S = 120.0
+"""Seconds for the start of this host's gateway, whose end is noticed at once. It may be the first process that needs
+the fork server, whose imports take long on a busy machine.
+"""
+
+
+class Host:
+    """Another host, as its controller knows it."""
+
+    def __init__(
+        self, answer: Attached, address: tuple[str, int], agent: Peer, spawner: RemoteSpawner, through: Host | None,
+        secret: bytes,
+    ) -> None:  # fmt: skip
+        self.secret = secret
+        self.id, self.token, self.name, self.address = host_of(answer.token), answer.token, answer.host_name, address
+        self.agent, self.spawner, self.workers = agent, spawner, answer.workers
+        self.through = through  # the host on the route to it, if this one cannot connect to it
+        self.lost: str | None = None  # the reason, once it is lost
+
+
+class HostRegistry(RuntimeExtension):
+    """The hosts of one controller, and its gateway to them."""
+
+    has_work = True
+
+    def __init__(self, owner: Any, bounds: Timeouts) -> None:
+        self._program = owner
+        self._bounds = bounds
+        self._sent: set[bytes] = set()  # names of the secrets that were sent to the gateway
+        self.hosts: dict[str, Host] = {}
+        self._lost_before: dict[str, str] = {}  # reasons of losses that were reported before the host was added
+        self._answers: dict[int, Any] = {}  # answers to Attach, by its id
+        self._rooms: dict[int, CreditWaiter] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()  # guards hosts and their loss; not held while a message is sent
+        self._ended = threading.Event()  # set at the end of the gateway
+        tls_for()  # raises here for wrong TLS settings, rather than in the gateway
+        self.gateway = self._start_gateway()
+
+    # ---- this host's gateway
+
+    def _start_gateway(self) -> Peer:
+        owner = self._program
+        read, self._secret_pipe = os.pipe()
+        token = owner.router.token[:HOST_ID_LENGTH] + secrets.token_hex(10) + "0000"
+        peer: Peer = owner.router.expect(token, "the gateway of this host")
+        server = owner.owner.fork_server_address()
+        plan = agent_module.Plan(
+            token=token, root=owner.router.token, asker="", server=server,
+            heartbeat=self._bounds.heartbeat, silence=self._bounds.silence,
+        )  # fmt: skip
+        self._spawner = Spawner(lambda event: self._gateway_event(peer, event), server)
+        owner.end_first()
+        owner.router.control[AgentFrame] = self._heard
+        agent_module.start(self._spawner, "gateway", plan, read)
+        if (
+            not self._until(lambda: peer.link >= 0 or peer.gone is not None, GATEWAY_START_TIMEOUT_S)
+            or peer.gone is not None
+        ):
+            raise RuntimeError(f"the gateway of this host did not start: {peer.gone or 'it does not answer'}")
+        self.join(peer)
+        return peer
+
+    def _gateway_event(self, peer: Peer, event: Any) -> None:
+        if not isinstance(event, Started):
+            self._ended.set()
+            self._program.soon(lambda: self._program.router.never_came(peer, str(event)))
+
+    def join(self, gateway: Peer) -> None:
+        """Connect this process, and those that it has started, to the gateway of this host."""
+        go_through(self._program, gateway.token)
+
+    def _until(self, ready: Callable[[], bool], seconds: float) -> bool:
+        owner = self._program
+        end = owner.clock.now() + seconds
+        while not ready() and owner.clock.now() < end:
+            owner.pump.wait(CreditWaiter(), min(0.05, max(0.0, end - owner.clock.now())), ready)
+        return ready()
+
+    # ---- hosts
+
+    def attach(
+        self, addresses: Sequence[tuple[str, int]], secret: bytes, source: str, patience: float, any_torch: bool,
+        through: Host | None = None,
+    ) -> list[Host]:  # fmt: skip
+        """Attach hosts, and return them in this order. ``source`` is a sentence about the secret.
+
+        Raises ConnectionError, which names each host that cannot be reached or does not fit, and why.
+        """
+        numbers = [next(self._ids) for _ in addresses]
+        asked, named = self.gateway, name_of(secret)
+        if through is not None:
+            asked, named = through.agent, b""
+        elif named not in self._sent:
+            self._sent.add(named)
+            os.write(self._secret_pipe, secret)
+        for number, (host, port) in zip(numbers, addresses, strict=True):
+            self._say(asked, Attach(number, host, port, patience, any_torch, named))
+
+        def over() -> bool:
+            lost = through is not None and through.lost is not None
+            return lost or self.gateway.gone is not None or all(number in self._answers for number in numbers)
+
+        self._until(over, patience + GATEWAY_REPORT_S)
+        if self.gateway.gone is not None:
+            raise RuntimeError(
+                f"the gateway of this host has ended, and with it all ways to others: {self.gateway.gone}"
+            )
+        if through is not None and through.lost is not None:
+            raise ConnectionError(through.lost)
+        answers = [self._answers.pop(number, None) for number in numbers]
+        failed = [
+            answer.reason if answer is not None else f"{address[0]}:{address[1]}: no answer within {patience:g} s"
+            for answer, address in zip(answers, addresses, strict=True)
+            if not isinstance(answer, Attached)
+        ]
+        if failed:
+            self._dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
+            what = f"{len(failed)} of {len(addresses)} hosts can't be attached: {'; '.join(failed)}"
+            raise ConnectionError(f"{what} ({source})")
+        made = [self._add(answer, address, through, secret) for answer, address in zip(answers, addresses, strict=True)]
+        self._tell_everybody()
+        return made
+
+    def _say(self, agent: Peer, message: Any) -> None:
+        self._program.router.tell(agent, AgentFrame(), protocol.encode(message))
+
+    def _dismiss(self, agents: Sequence[str]) -> None:
+        """End agents that are not needed after all."""
+        for token in agents:
+            self._say(self._program.router.peer(token), Finish())
+
+    def leave(self, host: Host) -> None:
+        """End the agent of a host that is not needed after all."""
+        self._dismiss([host.token])
+
+    def _add(self, answer: Attached, address: tuple[str, int], through: Host | None, secret: bytes) -> Host:
+        owner = self._program
+        agent = owner.router.peer(answer.token)
+        agent.label = f"the agent of {answer.host_name}"
+
+        spawner = RemoteSpawner(functools.partial(self._say, agent), owner.owner._event)
+        host = Host(answer, address, agent, spawner, through, secret)
+        with self._lock:
+            self.hosts[host.id] = host
+            why = self._lost_before.pop(host.id, None)
+        if why is not None:
+            self.lost(host.id, why)
+        return host
+
+    def _alive(self) -> list[Host]:
+        with self._lock:
+            return [host for host in self.hosts.values() if host.lost is None]
+
+    def _tell_everybody(self) -> None:
+        alive = self._alive()
+        known = {host.id: (*host.address, host.token, host.name) for host in alive}
+        self._say(self.gateway, Hosts(known, {h.id: h.through.id for h in alive if h.through is not None}))
+        for host in alive:
+            self._say(host.agent, Hosts(known, self._ways_of(host, alive)))
+        for host in alive:
+            if host.lost is not None:  # meanwhile: the other agents may have had the report before the host's address
+                self._tell_of_loss(host)
+
+    def _ways_of(self, host: Host, alive: Sequence[Host]) -> dict[str, str]:
+        """Return routes to the hosts that ``host`` cannot connect to. Both directions take one route, and break
+        together.
+
+        A host behind a gateway reaches all others through it. The gateway connects to the hosts behind it, and reaches
+        others through the controller's own host, as these reach it. Hosts of another job have another secret. The
+        controller's host has both secrets and is the route between them.
+        """
+        home = host_of(self._program.router.token)
+        if host.through is not None:
+            gateway = host.through.id
+            return {home: gateway} | {h.id: gateway for h in alive if h.id != gateway and h.through is not host.through}
+        gateways = [h.through for h in alive if h.through is not None]
+        if host in gateways:
+            return {h.id: home for h in alive if h is not host and h.through is not host}
+        return {h.id: home for h in alive if h.through is not None or h in gateways or h.secret != host.secret}
+
+    def _heard(self, peer: Peer, _: AgentFrame, frame: Frame) -> None:
+        host = self.hosts.get(host_of(peer.token))
+        if peer is not self.gateway and (host is None or host.agent is not peer):
+            return
+        message = protocol.decode(frame.body)
+        if isinstance(message, (Attached, AttachFailed)):
+            self._answers[message.id] = message
+            self._program.pump.wake()
+        elif isinstance(message, Lost):
+            self.lost(message.host, message.reason)
+        elif host is not None:
+            host.spawner.heard(message)
+
+    def on_disconnected(self, peer: Peer) -> None:
+        """Handle the end of a process that may be an agent."""
+        host = self.hosts.get(host_of(peer.token))
+        if host is not None and host.agent is peer:
+            self.lost(host.id, f"host {host.name} ({host.address[0]}) is lost: {peer.gone}")
+
+    def lost(self, number: str, why: str) -> None:
+        """Mark a host as lost, with all its processes."""
+        with self._lock:
+            host = self.hosts.get(number)
+            if host is None:
+                self._lost_before[number] = why
+            if host is None or host.lost is not None:
+                return
+            host.lost = why
+        host.spawner.host_lost(why)
+        self._tell_of_loss(host)
+
+    def _tell_of_loss(self, host: Host) -> None:
+        """Report the loss to all agents: they may have no session with the host, or not notice that it is lost."""
+        for agent in (self.gateway, *(other.agent for other in self._alive())):
+            self._say(agent, Lost(host.id, host.lost or ""))
+
+    def kill(self) -> None:
+        """End the gateway of this host, which tells the agents to end."""
+        self._say(self.gateway, Finish())
+        self._ended.wait(CLOSE_TIMEOUT_S)
+        self._spawner.close()
+        pipe, self._secret_pipe = self._secret_pipe, -1
+        if pipe >= 0:
+            os.close(pipe)
+
+
+def go_through(owner: Any, gateway: str) -> None:
+    """Connect this process, and those that it has started, to other hosts through this gateway."""
+    links, router = owner.links, owner.router
+    while (link := links.post.connect(gateway)) < 0:
+        if link == -1:
+            raise RuntimeError("the gateway of this host can't be reached")
+        owner.pump.wait(CreditWaiter(), 0.01)
+
+    def to_gateway(frame: Any) -> bool:
+        return bool(links.post.send(link, *frame))
+
+    links.go_through(FarLinks(links, os.getpid(), gateway, link, to_gateway, lambda send: router.keep(send)))
+    owner.gateway = gateway
+    owner.owner.tell_all(Setting("gateway", gateway))
+
+
+def attach_to_workers(
+    workers: Sequence[str], name: str = "hosts", *, secret: bytes | None = None, timeout: float = 15.0,
+    heartbeat: float = 1.0, silence: float = 3.0, any_torch: bool = False,
+) -> HostMesh:  # fmt: skip
+    """Return a HostMesh of machines on which `monarch-backend up` runs. Its one dimension is "hosts".
+
+    ``workers`` are their addresses, as "tcp://10.0.0.2:26600". ``name`` is used in messages. ``secret`` is the job's,
+    32 bytes. The default is that of MONARCH_SECRET or MONARCH_SECRET_FILE, or else the user's own, which only hosts on
+    this machine know. Hosts with several secrets may be attached: each secret is used for connections to its own hosts
+    only.
+
+    Each host sends a heartbeat every ``heartbeat`` seconds. A host is lost after ``silence`` seconds without any
+    message. The values of the first call hold for the whole program.
+
+    With ``any_torch=True`` hosts may have another release of torch than the controller, as hosts with TPUs have.
+    Tensors and code can be sent all the same. An object of torch whose pickled form differs between the two releases
+    raises on arrival.
+
+    Raises ConnectionError, with all reasons, unless all hosts are reached within ``timeout`` seconds, prove that they
+    know the secret, and have the same versions. Raises ValueError for an invalid address, and for ``silence`` below
+    three heartbeats. Raises RuntimeError if this process is not the main program, or if this program's own gateway has
+    ended.
+
+    >>> import subprocess, sys
+    >>> from monarch_backend.hosts import attach_to_workers
+    >>> command = [sys.executable, "-m", "monarch_backend.cli", "up", "--address", "127.0.0.1:0"]
+    >>> daemon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    >>> address = daemon.stdout.readline().split()[-1]
+    >>> attach_to_workers([address], timeout=60.0)
+    HostMesh('hosts', hosts=1)
+    >>> daemon.terminate()
+    >>> daemon.wait()
+    0
+    """
+    addresses, timeout = _addresses(workers), check_bounded(timeout)
+    with _attaching:
+        found, source = find_secret(secret)
+        made = _registry(heartbeat, silence).attach(addresses, found, source, timeout, any_torch)
+    return _mesh_of(made, name)
+
+
+def attach(
+    address: str, workers: Sequence[str] | None = None, name: str = "hosts", *, secret: bytes | None = None,
+    timeout: float = 15.0, heartbeat: float = 1.0, silence: float = 3.0, any_torch: bool = False,
+) -> HostMesh:  # fmt: skip
+    """Return a HostMesh of machines that can be reached from one machine only, such as the login node of a cluster.
+
+    ``address`` is that machine, on which `monarch-backend up` runs as on the others. All messages to the others go
+    through it. ``workers`` are their addresses, as seen from there. The default is the list that it was started with
+    (``--workers``). The machine itself is in the mesh only if it is in the list. The other parameters are those of
+    `attach_to_workers`, with ``timeout``, ``heartbeat`` and ``silence`` in seconds.
+
+    Raises as `attach_to_workers` does, and ValueError if there is no list of workers.
+
+    >>> import subprocess, sys
+    >>> from monarch_backend.hosts import attach
+    >>> command = [sys.executable, "-m", "monarch_backend.cli", "up", "--address", "127.0.0.1:0"]
+    >>> daemons = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    >>> login, worker = [daemon.stdout.readline().split()[-1] for daemon in daemons]
+    >>> attach(login, [worker], timeout=60.0)
+    HostMesh('hosts', hosts=1)
+    >>> for daemon in daemons:
+    ...     daemon.terminate()
+    ...     daemon.wait()
+    0
+    0
+    """
+    addresses, timeout = [] if workers is None else _addresses(workers), check_bounded(timeout)
+    with _attaching:
+        found, source = find_secret(secret)
+        registry = _registry(heartbeat, silence)
+        [gateway] = registry.attach([parse_address(address)], found, source, timeout, any_torch)
+        try:
+            if workers is None and not gateway.workers:
+                raise ValueError(
+                    f"{address} was started without --workers, and attach was called without workers: give the "
+                    "hosts that can be reached through it in one of both places"
+                )
+            behind = addresses or _addresses(gateway.workers)
+            made = registry.attach(behind, found, source, timeout, any_torch, gateway)
+        except BaseException:
+            registry.leave(gateway)
+            raise
+    return _mesh_of(made, name)
+
+
+def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:
+    if isinstance(workers, str) or not workers:
+        raise ValueError("workers is a list of addresses, of one or more hosts")
+    return [parse_address(worker) for worker in workers]
+
+
+def _registry(heartbeat: float, silence: float) -> HostRegistry:
+    """Return the registry of the program; the first call makes it."""
+    if not 0 < heartbeat <= silence / 3:  # one heartbeat may be late, and one may be lost
+        raise ValueError(f"heartbeat={heartbeat:g} and silence={silence:g}: silence is at least three heartbeats")
+    runtime: Any = program()
+    if runtime.root is not None:
+        raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
+    registry: HostRegistry = runtime.extend(HostRegistry, lambda: HostRegistry(runtime, Timeouts(heartbeat, silence)))
+    return registry
+
+
+def _mesh_of(hosts: Sequence[Host], name: str) -> HostMesh:
+    return HostMesh(Shape.of(Extent(("hosts",), (len(hosts),))), tuple(host.id for host in hosts), name)
+
+
+_attaching = threading.Lock()

@@ -1,0 +1,226 @@
+"""`monarch-backend up`: the daemon that makes a machine a host. It checks secrets, and starts an agent per controller.
+
+The daemon has a fork server with torch imported, so that agents and their processes start in milliseconds. agent.py
+defines what an agent does. All agents end with the daemon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from monarch_backend._core.addresses import is_loopback
+from monarch_backend._hosts import agent, protocol
+from monarch_backend._hosts.address import given_secrets, parse_address
+from monarch_backend._hosts.protocol import Ask, Unwelcome, Versions, Welcome
+from monarch_backend._hosts.tls_config import tls_for
+from monarch_backend._processes.resource_limits import allow_descriptors
+from monarch_backend._processes.spawner import Event, Exited, Spawner, SpawnFailed
+from monarch_backend._transport.network.auth import user_secret
+from monarch_backend._transport.network.connection import PeerConnection, Timeouts
+from monarch_backend._transport.network.connection_manager import Tcp, secrets_by_name
+from monarch_backend._transport.network.envelope import HOST_ID_LENGTH
+
+log = logging.getLogger("monarch_backend")
+
+AGENT_READY_TIMEOUT_S = 5.0
+"""Seconds until a new agent must accept a connection that is handed over to it."""
+
+MAX_FRAME_BYTES = 64 << 10
+"""Limit of a frame to a daemon. It reads only `Ask` messages, which have a few hundred bytes."""
+
+MAX_SESSIONS = 1024
+"""Limit of controllers that are connected to a daemon at one time. Together they can make it reserve 64 MiB."""
+
+PRELOAD = (
+    "monarch_backend._wiring",
+    "monarch_backend._actor.worker_main",
+    "monarch_backend._actor.process_groups",
+    "monarch_backend._hosts.agent",
+    "monarch_backend.process_group",
+)
+
+
+class Daemon:
+    """The daemon of a host. `start` returns the address on which it listens."""
+
+    def __init__(self, *known: bytes, workers: Sequence[str] = ()) -> None:
+        self._workers = tuple(workers)
+        self._spawner = Spawner(self._event, preload=PRELOAD)
+        self._closing = False
+        self._lock = threading.Lock()
+        self._agents: dict[int, str] = {}  # tokens of agents, by the spawner's numbers
+        self._tcp = Tcp(
+            os.urandom(16),
+            secrets_by_name(*known),
+            self._asked,
+            lambda _: None,
+            lambda _: None,
+            bounds=Timeouts(),
+            tls=tls_for(),
+            hand_over=self._hand_over,
+            max_frame_bytes=MAX_FRAME_BYTES,
+            max_sessions=MAX_SESSIONS,
+        )
+
+    def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen on this address. Raises OSError."""
+        address = self._tcp.listen(host, port)
+        self._spawner.start()
+        self._tcp.start()
+        return address
+
+    def close(self) -> None:
+        """End all agents, and all processes that they have started."""
+        self._closing = True
+        self._tcp.close()
+        self._spawner.close()
+
+    def _asked(self, remote: PeerConnection, _: bytes, body: memoryview) -> None:
+        """Answer a request. Runs on the thread of the connections."""
+        try:
+            ask = protocol.decode(body)
+            if not isinstance(ask, Ask):
+                raise msgspec.DecodeError(f"a {type(ask).__name__} where an Ask is expected")
+        except msgspec.DecodeError as error:
+            log.warning("%s sent an invalid request: %s", remote, error)
+            self._tcp.hang_up(remote)
+            return
+        self._tcp.send(remote, b"", [protocol.encode(self._answer(ask, remote.secret))])
+
+    def _answer(self, ask: Ask, secret: bytes) -> Welcome | Unwelcome:
+        """Start an agent. ``secret``: that of the job; the controller has proved that it knows it."""
+        here = Versions.here()
+        if differences := ask.versions.differences(here):
+            return Unwelcome(f"{', '.join(differences)}: {protocol.REMEDY}")
+        token = secrets.token_hex(14) + "0000"
+        plan = agent.Plan(
+            token=token, root=ask.root, asker=ask.token, server=self._spawner.address,
+            heartbeat=ask.heartbeat, silence=ask.silence,
+        )  # fmt: skip
+        read, write = os.pipe()
+        try:
+            os.write(write, secret)
+            number = agent.start(self._spawner, f"agent {token[:HOST_ID_LENGTH]}", plan, read)
+        except (OSError, RuntimeError, ValueError) as error:
+            return Unwelcome(f"no agent can be started: {error}")
+        finally:
+            os.close(write)
+        with self._lock:
+            self._agents[number] = token
+        return Welcome(token, protocol.host_name(), here, self._workers)
+
+    def _event(self, event: Event) -> None:
+        if isinstance(event, (Exited, SpawnFailed)):
+            with self._lock:
+                token = self._agents.pop(event.id, "")
+            if (isinstance(event, SpawnFailed) or event.returncode) and not self._closing:
+                log.warning("agent %s: %s", token[:HOST_ID_LENGTH], event)
+
+    def _hand_over(self, whom: bytes, connection: socket.socket, knock: bytes) -> bool:
+        """Pass a connection of another gateway on to the agent that it is for. The agent checks its proof."""
+        with self._lock:
+            if whom.hex() not in self._agents.values():
+                return False
+        self._pass_on(whom.hex(), connection.dup(), knock, time.monotonic() + AGENT_READY_TIMEOUT_S)
+        connection.close()
+        return True
+
+    def _pass_on(self, token: str, connection: socket.socket, knock: bytes, until: float) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as way:
+            way.settimeout(1)
+            try:
+                way.connect(agent.meeting_point(token))
+                socket.send_fds(way, [knock], [connection.fileno()])
+            except OSError:
+                with self._lock:
+                    there = token in self._agents.values()
+                if there and time.monotonic() < until:  # the agent is still starting
+                    self._tcp.later(0.01, lambda: self._pass_on(token, connection, knock, until))
+                    return
+        connection.close()
+
+
+def run_worker_loop_forever(
+    address: str = "127.0.0.1",
+    *,
+    secret: bytes | Sequence[bytes] | None = None,
+    workers: Sequence[str] = (),
+    on_ready: Any = None,
+) -> None:
+    """Make this machine a host for controllers, until SIGTERM or Ctrl-C. Then all processes on the host are killed.
+
+    ``address`` is where to listen, as "tcp://0.0.0.0:26600"; port 0 stands for any free port. ``workers`` are addresses
+    of hosts that controllers may reach through this one, with `attach`. ``on_ready(host, port)`` is called when the
+    host listens.
+
+    ``secret`` is that of the job, 32 bytes, or those of several jobs, which cannot access each other. The default is
+    MONARCH_SECRET or the file MONARCH_SECRET_FILE, which has one secret in each line. Without these it is the user's
+    own, on loopback only.
+
+    Raises ValueError for an invalid address, and OSError if it is not possible to listen on it. Raises PermissionError
+    for an address that other machines can reach without a secret of the job. Call it on the main thread.
+
+    >>> import os, signal
+    >>> from monarch_backend.hosts import run_worker_loop_forever
+    >>> def end(host, port):
+    ...     print("listens on", host)
+    ...     os.kill(os.getpid(), signal.SIGTERM)
+    >>> run_worker_loop_forever("tcp://127.0.0.1:0", on_ready=end)
+    listens on 127.0.0.1
+    """
+    host, port = parse_address(address)
+    if isinstance(workers, str):
+        raise ValueError("workers is a list of addresses")
+    for worker in workers:
+        parse_address(worker)
+    known = [secret] if isinstance(secret, bytes) else list(secret or given_secrets())
+    if not is_loopback(host) and not known:
+        raise PermissionError(
+            f"{address} can be reached from other machines, and the job has no secret: set MONARCH_SECRET_FILE to a "
+            "file of mode 600 with 64 hexadecimal digits, as of `openssl rand -hex 32`, here and for the controller"
+        )
+    allow_descriptors()
+    daemon = Daemon(*(known or [user_secret()]), workers=workers)
+    with _signals(signal.SIGTERM, signal.SIGINT) as told_to_end:
+        try:
+            where = daemon.start(host, port)
+            if on_ready is not None:
+                on_ready(*where)
+            told_to_end()
+        finally:
+            daemon.close()
+
+
+@contextlib.contextmanager
+def _signals(*numbers: int) -> Iterator[Callable[[], None]]:
+    """Yield a function that waits for one of these signals, and returns at once where one has arrived before.
+
+    Signals are read from a socket: a thread that waits for a lock misses a signal that arrives just before it waits.
+    """
+    told, tell = socket.socketpair()
+    with told, tell:
+        tell.setblocking(False)
+        handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        before = signal.set_wakeup_fd(tell.fileno())
+
+        def wait() -> None:
+            while told.recv(1)[0] not in numbers:
+                pass
+
+        try:
+            yield wait
+        finally:
+            signal.set_wakeup_fd(before)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

@@ -1,0 +1,224 @@
+"""Messages between controllers, agents and daemons. They are typed, and decoded only after the sender's proof.
+
+Processes are described by the messages of _processes/spawn_protocol.py. This module does not send.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import socket
+import sys
+from typing import Any
+
+import msgspec
+
+from monarch_backend._core import env
+from monarch_backend._processes.spawn_protocol import Exited, Kill, Spawn, SpawnFailed, Started
+from monarch_backend._transport.network.connection import Timeouts
+
+__all__ = ["Exited", "Kill", "Spawn", "SpawnFailed", "Started"]
+
+
+ANY = "any"
+"""Stands for a version that may differ."""
+REMEDY = "install the same versions on both, or, if torch differs on purpose, attach with any_torch=True"
+"""Advice for versions that differ."""
+
+
+def _torch_version() -> str:
+    """Return the version of torch without importing it, which would take most of a daemon's start."""
+    loaded = sys.modules.get("torch")
+    if loaded is None:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version("torch")
+        loaded = importlib.import_module("torch")  # built in place, without installed metadata
+    return str(loaded.__version__)
+
+
+class Versions(msgspec.Struct, frozen=True):
+    """Versions that must be equal on both sides, because code and data travel."""
+
+    python: str
+    torch: str
+    """A version, or ANY."""
+    monarch_backend: str
+
+    @classmethod
+    def here(cls, any_torch: bool = False) -> Versions:
+        """Return those of this interpreter. ``any_torch``: the other side may have another torch."""
+        from monarch_backend import __version__
+
+        # The build's suffix ("+cpu", "+cu126") may differ: hosts may have other accelerators.
+        return cls(platform.python_version(), ANY if any_torch else _torch_version().partition("+")[0], __version__)
+
+    def differences(self, host: Versions) -> list[str]:
+        """Return how these, a controller's, differ from a host's, in words. Micro versions of Python may differ."""
+        mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(host)
+        for each in (mine, theirs):
+            each["python"] = each["python"].rpartition(".")[0]
+        if ANY in (mine["torch"], theirs["torch"]):
+            del mine["torch"]
+        return [
+            f"{name} is {theirs[name]} there and {mine[name]} with the controller"
+            for name in mine
+            if mine[name] != theirs[name]
+        ]
+
+
+class Ask(msgspec.Struct, tag="ask", frozen=True):
+    """Request of a controller to a daemon: start an agent."""
+
+    token: str  # of the gateway that sends it: the controller's own one, or an agent of it on another host
+    root: str
+    versions: Versions
+    heartbeat: float
+    silence: float
+
+    @property
+    def bounds(self) -> Timeouts:
+        """The controller's heartbeat and silence."""
+        return Timeouts(heartbeat=self.heartbeat, silence=self.silence)
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """The daemon's answer: an agent was started, at the same address. ``workers`` are hosts that can be reached from
+    there.
+    """
+
+    token: str
+    host_name: str
+    versions: Versions
+    workers: tuple[str, ...] = ()
+
+
+class Unwelcome(msgspec.Struct, tag="unwelcome", frozen=True):
+    """The daemon's answer if it starts no agent, with the reason."""
+
+    reason: str
+
+
+class Attach(msgspec.Struct, tag="attach", frozen=True):
+    """Request of a controller to an agent: reach the host at this address within ``patience`` seconds.
+
+    ``secret_name``: `name_of` the secret of that host's job. The controller's own gateway finds the secret in its pipe:
+    messages are in memory that the program's processes share. An agent on another host gets b"": it has the secret of
+    its job.
+    """
+
+    id: int
+    host: str
+    port: int
+    patience: float
+    any_torch: bool = False
+    secret_name: bytes = b""
+
+
+class Attached(msgspec.Struct, tag="attached", frozen=True):
+    """Answer to `Attach`: the host is attached."""
+
+    id: int
+    token: str
+    host_name: str
+    workers: tuple[str, ...] = ()
+
+
+class AttachFailed(msgspec.Struct, tag="attach_failed", frozen=True):
+    """Answer to `Attach`: the host cannot be attached."""
+
+    id: int
+    reason: str
+
+
+class Hosts(msgspec.Struct, tag="hosts", frozen=True):
+    """Addresses of all hosts, sent to every agent. By host: address, port, the agent's token, its name in messages.
+
+    ``ways``: the next host on the route to each host that cannot be connected to.
+    """
+
+    known: dict[str, tuple[str, int, str, str]]
+    ways: dict[str, str]
+
+
+class KillIfDeaf(msgspec.Struct, tag="kill_if_deaf", frozen=True):
+    """Request to an agent: kill this process if it does not read its messages. It was told to stop a while ago.
+
+    ``knocked``: it has read that order, and may be busy. Then it is killed only if a signal or a debugger has stopped
+    it.
+    """
+
+    id: int
+    knocked: bool
+
+
+class Output(msgspec.Struct, tag="output", frozen=True):
+    """Output of a process; stream 1 or 2. Empty data marks the end."""
+
+    id: int
+    stream: int
+    data: bytes
+
+
+class OutputTaken(msgspec.Struct, tag="output_taken", frozen=True):
+    """Acknowledgement of ``count`` bytes of output: the agent may send more."""
+
+    count: int
+
+
+class Finish(msgspec.Struct, tag="finish", frozen=True):
+    """Order of a controller to a gateway: end the sessions with all hosts, and end."""
+
+
+class Lost(msgspec.Struct, tag="lost", frozen=True):
+    """Report that a host is lost, with the reason. A gateway sends it to the controller that has attached the host.
+
+    The controller then sends it to all agents: a host that it has lost is lost to all.
+    """
+
+    host: str
+    reason: str
+
+
+Message = (
+    Ask
+    | Welcome
+    | Unwelcome
+    | Attach
+    | Attached
+    | AttachFailed
+    | Hosts
+    | Output
+    | OutputTaken
+    | Lost
+    | Finish
+    | Spawn
+    | Kill
+    | KillIfDeaf
+    | Started
+    | SpawnFailed
+    | Exited
+)
+
+_decoder = msgspec.msgpack.Decoder(Message)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: Any) -> bytes:
+    """Return the message as bytes."""
+    return _encode(message)
+
+
+def decode(data: Any) -> Any:
+    """Return the message in ``data``. Raises msgspec.DecodeError for anything else."""
+    return _decoder.decode(data)
+
+
+def host_name() -> str:
+    """Return the name of this host in messages: MONARCH_HOST_NAME if it is set, else the system's host name.
+
+    >>> from monarch_backend.hosts import host_name
+    >>> len(host_name()) > 0
+    True
+    """
+    return env.get("MONARCH_HOST_NAME") or socket.gethostname()

@@ -1,0 +1,444 @@
+"""Base class of jobs. It starts hosts once, finds them again by the job's file, and ends them.
+
+A subclass defines in four methods how its kind of job starts, finds and ends hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import keyword
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from monarch_backend._core import env
+from monarch_backend._core.timeouts import check_bounded
+from monarch_backend._hosts.address import parse_address
+from monarch_backend._hosts.attach import attach_to_workers
+from monarch_backend._hosts.process_identity import Identity
+from monarch_backend._job import state_file
+from monarch_backend._job.errors import JobError
+from monarch_backend._job.host_launcher import Launch, Up
+from monarch_backend._job.state_file import HostEntry, JobFile
+from monarch_backend._mesh.host_mesh import HostMesh
+from monarch_backend._mesh.runtime_protocol import program
+from monarch_backend._transport.network.auth import new_secret, read_secret
+
+MAX_CONCURRENT_STARTS = 64
+"""Limit of hosts that are started at a time. Each needs a process of this host while it starts."""
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
+"""Seconds for this program's processes on a job's hosts to finish when the job is ended."""
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """Status of one host of a job. ``state`` is "up", "gone", "not started", or "unknown: " with the reason.
+
+    ``mesh`` and ``index`` tell its place in the job, ``address`` where it listens, ``log`` the path of its log. The
+    last two are "" for a host that was not started.
+
+    >>> from monarch_backend.job import SSHJob
+    >>> [status] = SSHJob().add_mesh("trainers", ["node1"]).status()
+    >>> status.mesh, status.index, status.state
+    ('trainers', 0, 'not started')
+    """
+
+    mesh: str
+    index: int
+    state: str
+    address: str = ""
+    log: str = ""
+
+
+class JobState(Mapping[str, HostMesh]):
+    """The attached meshes of a job, as attributes and items by their names. `Job.state` makes it.
+
+    An unknown name raises AttributeError, or KeyError as an item.
+
+    >>> from monarch_backend.job import LocalJob
+    >>> state = LocalJob(["trainers", "loaders"]).state()
+    >>> list(state), state.trainers
+    (['trainers', 'loaders'], HostMesh(this host))
+    """
+
+    def __init__(self, name: str, meshes: Mapping[str, HostMesh]) -> None:
+        self._name, self._meshes = name, dict(meshes)
+
+    def __getattr__(self, name: str) -> HostMesh:
+        if name.startswith("_") or name not in self._meshes:
+            known = ", ".join(self.__dict__.get("_meshes", ()))
+            raise AttributeError(f"the job has no mesh {name!r}; it has {known or 'none'}")
+        return self._meshes[name]
+
+    def __getitem__(self, name: str) -> HostMesh:
+        return self._meshes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._meshes)
+
+    def __len__(self) -> int:
+        return len(self._meshes)
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._meshes]
+
+    def __repr__(self) -> str:
+        return f"JobState({self._name!r}: {', '.join(f'{name}={mesh}' for name, mesh in self._meshes.items())})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one host is started. ``where`` is "" for this machine. ``reach`` is its address, if not the one that it
+    prints.
+    """
+
+    mesh: str
+    index: int
+    where: str
+    command: Sequence[str]
+    environment: Mapping[str, str] | None = None
+    reach: str = ""
+
+    @property
+    def label(self) -> str:
+        """Name of the host in messages."""
+        return f"{self.mesh}[{self.index}]{f' ({self.where})' if self.where else ''}"
+
+
+class Job:
+    """Meshes of hosts by name, and the file that records which of them run.
+
+    This is the base class of `LocalJob`, `ProcessJob` and `SSHJob`. ``name`` distinguishes the jobs of a user. ``path``
+    is the job's file, by default $XDG_STATE_HOME/monarch_backend/jobs/NAME.json. ``secret_file`` holds the secret of
+    all hosts and of the program. The default is MONARCH_SECRET_FILE's, or a new one for this job.
+
+    Raises ValueError for a name that cannot be a file's.
+
+    >>> from monarch_backend.job import SSHJob
+    >>> job = SSHJob(name="train").add_mesh("trainers", ["node1"])
+    >>> job.path.name, [status.state for status in job.status()]
+    ('train.json', ['not started'])
+    """
+
+    kind: ClassVar[str]
+    looks_at_once: ClassVar[bool] = False  # whether the state of hosts is cheap to find
+    _kinds: ClassVar[dict[str, type[Job]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if "kind" in cls.__dict__:
+            Job._kinds[cls.kind] = cls
+
+    def __init__(
+        self, name: str = "job", path: str | os.PathLike[str] | None = None,
+        secret_file: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        default = state_file.default_path(name)  # checks the name, too
+        self.name = name
+        self.path = default if path is None else Path(path).expanduser().absolute()
+        given = secret_file or env.get("MONARCH_SECRET_FILE") or None
+        self._secret_file = None if given is None else Path(given).expanduser().absolute()
+
+    # ---- of each kind
+
+    def _plans(self) -> list[Plan]:
+        """Return how each host is started."""
+        raise NotImplementedError
+
+    def _look(self, hosts: Sequence[HostEntry]) -> list[str]:
+        """Return the state of each host: "up", "gone", or "unknown: " and the reason."""
+        raise NotImplementedError
+
+    def _end(self, hosts: Sequence[HostEntry]) -> list[str]:
+        """End hosts, and return their states afterwards, as `_look` does."""
+        raise NotImplementedError
+
+    def _description(self) -> dict[str, Any]:
+        """Return the arguments that make this job again, as values that JSON has."""
+        raise NotImplementedError
+
+    # ---- of all
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Job:
+        """Return the job of this file, or of this name, for use in a second program.
+
+        Raises JobError if there is no such file, or if it is not a job's file.
+
+        >>> from monarch_backend.job import Job
+        >>> Job.load("/nowhere/job.json")
+        Traceback (most recent call last):
+            ...
+        monarch_backend.job.JobError: there is no job: no file /nowhere/job.json
+        """
+        text = os.fspath(path)
+        where = Path(text).expanduser().absolute()
+        if os.sep not in text and not where.exists() and not text.endswith(".json"):
+            where = state_file.default_path(text)
+        file = state_file.read(where)
+        if file is None:
+            raise JobError(f"there is no job: no file {where}")
+        cls = Job._kinds.get(file.kind)
+        if cls is None:
+            raise JobError(
+                f"{where} is of a job of kind {file.kind!r}, which this release of monarch_backend does not have"
+            )
+        try:
+            job = cls._from_description(file.description)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise JobError(f"{where} is not the file of a {cls.__name__}: {error}") from None
+        job.name, job.path = file.name, where
+        job._secret_file = None if file.own_secret else Path(file.secret_file)
+        return job
+
+    @classmethod
+    def _from_description(cls, description: dict[str, Any]) -> Job:
+        return cls(**description)
+
+    def apply(self, timeout: float = START_TIMEOUT_S) -> None:
+        """Start the hosts that do not run yet, and return when all listen.
+
+        The job's file records hosts that this job has started before, also from another program. Raises JobError if a
+        host cannot be started within ``timeout`` seconds; then no new host is left running. Raises JobError if the file
+        is of a job with other arguments, and ValueError for a job without hosts or a negative timeout.
+        """
+        env.check()
+        timeout, plans = check_bounded(timeout), self._plans()
+        if not plans and self.kind != "local":
+            raise ValueError("the job has no hosts: give it some")
+        with state_file.locked(self.path):
+            file = self._read()
+            if file is None:
+                file = self._new_file()
+            elif file.description != self._described():
+                raise JobError(
+                    f"{self.path} is of a job that was described differently: end that one first "
+                    f"(Job.load({str(self.path)!r}).kill()), or give this one another name"
+                )
+            running = self._running(file)
+            missing = [plan for plan in plans if (plan.mesh, plan.index) not in running]
+            if not missing and file.hosts:
+                return
+            file.hosts = list(running.values())
+            try:
+                self._start(missing, file, time.monotonic() + timeout)
+            finally:
+                if not file.hosts and missing:
+                    self._forget(file)
+
+    def _described(self) -> dict[str, Any]:
+        """Return the description as it is after a round trip through JSON."""
+        described: dict[str, Any] = json.loads(json.dumps(self._description()))
+        return described
+
+    def _running(self, file: JobFile) -> dict[tuple[str, int], HostEntry]:
+        """Return the hosts that run. Raises JobError if the state of one is unknown."""
+        states = self._look(file.hosts)
+        unknown = [f"{h.label}: {s}" for h, s in zip(file.hosts, states, strict=True) if s not in ("up", "gone")]
+        if unknown:
+            raise JobError("it is unknown whether these hosts still run: " + "; ".join(unknown))
+        return {(h.mesh, h.index): h for h, s in zip(file.hosts, states, strict=True) if s == "up"}
+
+    def _new_file(self) -> JobFile:
+        given = self._secret_file
+        if given is not None:
+            read_secret(given)
+        own = self.path.with_name(f"{self.path.stem}.secret")
+        if given is None and self.kind != "local":
+            state_file.write_private(own, new_secret().hex().encode() + b"\n")
+        return JobFile(
+            version=state_file.STATE_VERSION, kind=self.kind, name=self.name, id=secrets.token_hex(8),
+            machine=socket.gethostname(), secret_file=str(given or own), own_secret=given is None,
+            description=self._described(), hosts=[],
+        )  # fmt: skip
+
+    def _start(self, plans: Sequence[Plan], file: JobFile, until: float) -> None:
+        """Start all of these hosts, or none. The file is written before the first one is told to stay."""
+        before = list(file.hosts)
+        launches: list[Launch] = []
+        try:
+            secret = read_secret(Path(file.secret_file)) if plans else b""
+            for first in range(0, len(plans), MAX_CONCURRENT_STARTS):
+                some = plans[first : first + MAX_CONCURRENT_STARTS]
+                new = []
+                for plan in some:
+                    new.append(Launch(plan.label, plan.command, secret, plan.environment))
+                    launches.append(new[-1])
+                file.hosts += [_entry(plan, each.ready(until)) for plan, each in zip(some, new, strict=True)]
+            order = {name: number for number, name in enumerate(dict.fromkeys(plan.mesh for plan in self._plans()))}
+            file.hosts.sort(key=lambda host: (order[host.mesh], host.index))
+            state_file.write(self.path, file)
+            while launches:
+                launches[-1].stay()
+                launches.pop()
+        except BaseException:
+            new_hosts = [host for host in file.hosts if host not in before]
+            for each in launches:
+                each.let_go()
+            for each in launches:
+                each.give_up()
+            with contextlib.suppress(JobError, OSError):
+                self._end(new_hosts)
+            file.hosts = before
+            if before:
+                state_file.write(self.path, file)
+            raise
+
+    def _read(self) -> JobFile | None:
+        file = state_file.read(self.path)
+        if file is not None and file.kind != self.kind:
+            raise JobError(f"{self.path} is of a job of kind {file.kind!r}: give this one another name")
+        return file
+
+    def state(self, timeout: float = 15.0) -> JobState:
+        """Attach the hosts, and return the meshes of the job. Later calls return the same meshes.
+
+        Raises JobError, with names and logs, if the job was not applied, if hosts of it are gone, or if they cannot be
+        attached within ``timeout`` seconds.
+        """
+        timeout, file = check_bounded(timeout), self._read()
+        if file is None:
+            raise JobError(f"the job {self.name!r} does not run (no file {self.path}): apply() starts it")
+        plans, there = self._plans(), {(host.mesh, host.index): host for host in file.hosts}
+        if missing := [plan.label for plan in plans if (plan.mesh, plan.index) not in there]:
+            raise JobError(f"job {self.name!r}: not started: {', '.join(missing)}; apply() starts them")
+        meshes: dict[str, list[HostEntry]] = {}
+        for plan in plans:
+            meshes.setdefault(plan.mesh, []).append(there[plan.mesh, plan.index])
+        if self.looks_at_once and (why := self._who_is_gone(file)):
+            raise JobError(f"job {self.name!r}{why}")
+        attached = {name: self._attach(file, name, hosts, timeout) for name, hosts in meshes.items()}
+        return JobState(self.name, attached)
+
+    def _attach(self, file: JobFile, name: str, hosts: Sequence[HostEntry], timeout: float) -> HostMesh:
+        key = (file.id, name, tuple(host.process for host in hosts))
+        with _attaching:
+            mesh = _attached.get(key)
+            if mesh is not None and not _lost(mesh):
+                return mesh
+            addresses = [host.address for host in hosts]
+            if any(_refuse(addresses)) and (why := self._who_is_gone(file)):
+                raise JobError(f"job {self.name!r}{why}")
+            try:
+                secret = read_secret(Path(file.secret_file))
+                mesh = attach_to_workers(addresses, name, secret=secret, timeout=timeout)
+            except OSError as error:  # a ConnectionError, or no file of the secret
+                raise JobError(f"mesh {name!r} of job {self.name!r}: {error}{self._who_is_gone(file)}") from error
+            _attached[key] = mesh
+            return mesh
+
+    def _who_is_gone(self, file: JobFile) -> str:
+        states = self._look(file.hosts)
+        gone = [
+            f"{host.label}: its process {host.process.pid} is gone, its log is {host.log}"
+            if state == "gone"
+            else f"{host.label}: {state}"
+            for host, state in zip(file.hosts, states, strict=True)
+            if state != "up"
+        ]
+        return f": {'; '.join(gone)}. apply() starts again what is gone" if gone else ""
+
+    def status(self) -> list[HostStatus]:
+        """Return the `HostStatus` of each host, without attaching it. Raises JobError if the job's file is invalid."""
+        file = self._read()
+        hosts = [] if file is None else file.hosts
+        found = dict(zip(((h.mesh, h.index) for h in hosts), zip(hosts, self._look(hosts), strict=True), strict=True))
+        result = []
+        for plan in self._plans():
+            host, state = found.get((plan.mesh, plan.index), (None, "not started"))
+            address, log = ("", "") if host is None else (host.address, host.log)
+            result.append(HostStatus(plan.mesh, plan.index, state, address, log))
+        return result
+
+    def kill(self) -> None:
+        """End all hosts that the job has started, from this program or another one.
+
+        This program's processes on them are stopped before. Raises JobError, with their names, for hosts that could not
+        be ended: they stay in the job's file.
+        """
+        with state_file.locked(self.path):
+            file = self._read()
+            if file is None:
+                return
+            _stop_using(file)
+            states = self._end(file.hosts)
+            left = [(host, state) for host, state in zip(file.hosts, states, strict=True) if state != "gone"]
+            if left:
+                file.hosts = [host for host, _ in left]
+                state_file.write(self.path, file)
+                raise JobError("not ended: " + "; ".join(f"{host.label}: {state}" for host, state in left))
+            self._forget(file)
+
+    def _forget(self, file: JobFile) -> None:
+        self.path.unlink(missing_ok=True)
+        if file.own_secret:
+            Path(file.secret_file).unlink(missing_ok=True)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self._description()})"
+
+
+def check_mesh_name(name: str) -> str:
+    """Return ``name``. Raises ValueError where it cannot be an attribute of the job's state."""
+    if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_") or hasattr(JobState, name):
+        raise ValueError(f"{name!r} cannot be the name of a mesh, which is an attribute of state()")
+    return name
+
+
+def _entry(plan: Plan, up: Up) -> HostEntry:
+    assert up.process is not None  # of a detached one
+    scheme, _, address = up.address.partition("://")
+    host, _, port = address.rpartition(":")
+    if plan.reach:
+        host = plan.reach
+    elif host in ("0.0.0.0", "[::]"):
+        host = up.reached or plan.where
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return HostEntry(plan.mesh, plan.index, plan.where, f"{scheme}://{host}:{port}", up.process, up.log)
+
+
+def _refuse(addresses: Sequence[str]) -> list[bool]:
+    """Return for each host whether its address refuses connections. Attaching would wait for its timeout instead."""
+
+    def refuses(address: str) -> bool:
+        try:
+            socket.create_connection(parse_address(address), 2.0).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    with ThreadPoolExecutor(min(32, len(addresses))) as pool:
+        return list(pool.map(refuses, addresses))
+
+
+def _lost(mesh: HostMesh) -> bool:
+    runtime: Any = program()
+    hosts = [runtime.find_host(each) for each in mesh.hosts or ()]
+    # None: this is a fork of the program that has attached them.
+    return any(host is None or host.lost is not None for host in hosts)
+
+
+def _stop_using(file: JobFile) -> None:
+    """Stop this program's processes on a job's hosts before the hosts end; otherwise their end would be a failure."""
+    with _attaching:
+        keys = [key for key in _attached if key[0] == file.id]
+        meshes = [_attached.pop(key) for key in keys]
+    for mesh in meshes:
+        if not _lost(mesh):
+            with contextlib.suppress(Exception):
+                mesh.shutdown().get(timeout=STOP_TIMEOUT_S)
+
+
+_attached: dict[tuple[str, str, tuple[Identity, ...]], HostMesh] = {}
+_attaching = threading.RLock()

@@ -1,0 +1,85 @@
+"""`ProcessJob`: hosts that are processes of this machine, for tests and trials of programs for many hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+from monarch_backend._core.env import without_secrets
+from monarch_backend._job.base import Job, Plan, check_mesh_name
+from monarch_backend._job.errors import JobError
+from monarch_backend._job.host_launcher import ARGUMENTS
+from monarch_backend._job.state_file import HostEntry, JobFile
+
+TERM_GRACE_S = 10.0
+"""Seconds from SIGTERM to SIGKILL."""
+
+
+class ProcessJob(Job):
+    """Meshes of hosts on this machine: ``meshes`` has the number of hosts of each.
+
+    The hosts outlive the program; ``kill()`` ends them. ``env`` is added to their environment. Their output goes to
+    files in a directory beside the job's file, which errors and ``status()`` name.
+
+    Raises ValueError for a name that is not an identifier, and for a number that is not an int of 1 or more.
+
+    >>> import tempfile
+    >>> from monarch_backend.job import ProcessJob
+    >>> directory = tempfile.TemporaryDirectory()
+    >>> job = ProcessJob({"trainers": 1}, path=f"{directory.name}/job.json")
+    >>> job.apply()
+    >>> [status.state for status in job.status()]
+    ['up']
+    >>> job.kill()
+    >>> [status.state for status in job.status()]
+    ['not started']
+    >>> directory.cleanup()
+    """
+
+    kind: ClassVar[str] = "process"
+    looks_at_once: ClassVar[bool] = True
+
+    def __init__(
+        self, meshes: Mapping[str, int], *, name: str = "job", path: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None, secret_file: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(name, path, secret_file)
+        for mesh, count in meshes.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f"mesh {mesh!r}: {count!r} is not a number of hosts; give 1 or more")
+        self._meshes = {check_mesh_name(mesh): count for mesh, count in meshes.items()}
+        self._env = dict(env or {})
+
+    def _plans(self) -> list[Plan]:
+        inherited = without_secrets(os.environ)
+        plans = []
+        for mesh, count in self._meshes.items():
+            for index in range(count):
+                log = self.path.with_name(f"{self.path.stem}.logs") / f"{mesh}-{index}.log"
+                listen = ["--address", "127.0.0.1:0", "--detach", "--log", str(log)]
+                command = [sys.executable, "-m", "monarch_backend.cli", *ARGUMENTS, *listen]
+                environment = {**inherited, "MONARCH_HOST_NAME": f"{mesh}{index}", **self._env}
+                plans.append(Plan(mesh, index, "", command, environment))
+        return plans
+
+    def _read(self) -> JobFile | None:
+        file = super()._read()
+        if file is not None and file.machine != (here := socket.gethostname()):
+            raise JobError(f"{self.path} is of processes on {file.machine}, and this is {here}: run this there")
+        return file
+
+    def _look(self, hosts: Sequence[HostEntry]) -> list[str]:
+        return ["up" if host.process.runs() else "gone" for host in hosts]
+
+    def _end(self, hosts: Sequence[HostEntry]) -> list[str]:
+        if hosts:
+            with ThreadPoolExecutor(min(32, len(hosts))) as pool:
+                list(pool.map(lambda host: host.process.end(TERM_GRACE_S), hosts))
+        return ["unknown: it does not end" if host.process.runs() else "gone" for host in hosts]
+
+    def _description(self) -> dict[str, Any]:
+        return {"meshes": self._meshes, "env": self._env}

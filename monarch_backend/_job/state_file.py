@@ -1,0 +1,125 @@
+"""The file of a job, which records its hosts for programs that attach or end them, and the file of its secret.
+
+This module reads, writes and locks files. It starts no processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from monarch_backend._core.state import make_private
+from monarch_backend._hosts.process_identity import Identity
+from monarch_backend._hosts.startup_handshake import state_folder
+from monarch_backend._job.errors import JobError
+
+STATE_VERSION = 1
+
+
+class HostEntry(msgspec.Struct, frozen=True):
+    """A host that has been started. ``where``: its machine's name for ssh; "" for a process of this machine."""
+
+    mesh: str
+    index: int
+    where: str
+    address: str
+    process: Identity
+    log: str
+
+    @property
+    def label(self) -> str:
+        """Name of the host in messages."""
+        return f"{self.mesh}[{self.index}] ({self.where or self.address})"
+
+
+class JobFile(msgspec.Struct):
+    """Content of a job's file. ``machine``: where it was applied. ``description``: the arguments of the job."""
+
+    version: int
+    kind: str
+    name: str
+    id: str
+    machine: str
+    secret_file: str
+    own_secret: bool  # made for this job, and removed with it
+    description: dict[str, Any]
+    hosts: list[HostEntry]
+
+
+class _OnlyVersion(msgspec.Struct):
+    version: int
+
+
+def default_path(name: str) -> Path:
+    """Return the default path of a job's file. Raises ValueError for a bad name."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
+        raise ValueError(f"{name!r} is not a name for a job: use letters, digits, '_', '.' and '-'")
+    return state_folder() / "jobs" / f"{name}.json"
+
+
+def read(path: Path) -> JobFile | None:
+    """Return the content, or None where there is no file.
+
+    Raises JobError for a file that is not that of a job, or that other users can access.
+    """
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise JobError(f"the job's file can't be read: {error}") from None
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise JobError(f"{path} names commands to run and must be yours alone: chown it, and chmod 600 {path}")
+    try:
+        version = msgspec.json.decode(data, type=_OnlyVersion).version
+        if version != STATE_VERSION:
+            raise JobError(
+                f"{path} is of version {version}, and this monarch_backend reads {STATE_VERSION}: end the job with the "
+                "one that has started it"
+            )
+        return msgspec.json.decode(data, type=JobFile)
+    except msgspec.DecodeError as error:
+        raise JobError(
+            f"{path} is not the file of a job ({error}): if its hosts are gone, remove it; else end them by hand"
+        ) from None
+
+
+def write(path: Path, file: JobFile) -> None:
+    """Replace the file atomically: readers see the old or the new content, even if this process dies meanwhile."""
+    write_private(path, msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace a file as a whole with one that only this user can read."""
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a job: one program at a time starts or ends its hosts. Makes the folder."""
+    make_private(path.parent)
+    fd = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,171 @@
+"""This host's ranks as processes of the fork server: start, wait, signal.
+
+A `RankProcess` has the role that subprocess.Popen has for torch's agent. This module does not use torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from monarch_backend._launch import run_script
+from monarch_backend._launch.fork_server_bootstrap import ForkedServer
+from monarch_backend._processes.spawner import Event, Exited, ProcessSpec, Spawner, Started
+
+_log = logging.getLogger("monarch_backend")
+
+
+class RankProcess:
+    """One rank, with the methods of a Popen that torch's agent calls."""
+
+    def __init__(self, ranks: Ranks, label: str) -> None:
+        self._ranks = ranks
+        self.label = label
+        self.number = 0  # the spawner's number
+        self.pid = 0  # 0: not started yet
+        self.returncode: int | None = None
+        self.refusal = ""  # the reason, if it cannot be started
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while the rank runs."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code after the rank's end. Raises subprocess.TimeoutExpired."""
+        if not self._ranks.wait_until(lambda: self.returncode is not None, timeout):
+            raise subprocess.TimeoutExpired(self.label, timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the rank and its process group; no effect after its end.
+
+        SIGCONT follows, as from systemd: a stopped process would handle the signal only after the grace period.
+        """
+        for each in (number, signal.SIGCONT):
+            self._ranks.kill(self, each)
+
+
+class Ranks:
+    """The ranks of this host. `close`, which a ``with`` calls at its end, kills those that are left."""
+
+    def __init__(self, server: ForkedServer) -> None:
+        self._changed = threading.Condition()
+        self._processes: dict[int, RankProcess] = {}
+        self._ended = 0
+        self._server = server
+        self._spawner = Spawner(self._on_event, connection=server.connection)
+        # The path of a new interpreter, without the entry of the launcher's own script.
+        safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
+        self._path = sys.path[0 if safe else 1 :]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self._spawner.close()
+
+    def start(
+        self,
+        words: Sequence[Sequence[str]],
+        environments: Sequence[Mapping[str, str]],
+        stdouts: Sequence[str],
+        stderrs: Sequence[str],
+    ) -> list[RankProcess]:
+        """Start ``python *words[i]`` for each i, and return when all run.
+
+        Each environment is added to this process's. ``stdouts`` and ``stderrs`` are paths, empty for this process's
+        own. Raises RuntimeError, with none of them running, when one cannot be started.
+        """
+        handled = [int(number) for number in signal.valid_signals() if callable(signal.getsignal(number))]
+        self._server.inherit()
+        with contextlib.ExitStack() as files:
+            specs = [
+                ProcessSpec(
+                    label=f"rank {environment.get('RANK', rank)}: {' '.join(words[rank][1:])}",
+                    main=cloudpickle.dumps(functools.partial(run_script.run, list(words[rank]), handled)),
+                    environment={**os.environ, **environment},
+                    path=self._path,
+                    argv=words[rank][2:] if words[rank][1] == "-m" else words[rank][1:],
+                    cwd=os.getcwd(),
+                    stdout=_open(stdouts[rank], files),
+                    stderr=_open(stderrs[rank], files),
+                )
+                for rank, environment in enumerate(environments)
+            ]
+            started = self._spawn(specs)
+        self.wait_until(lambda: all(process.pid or process.refusal for process in started), None)
+        if refused := [process for process in started if process.refusal]:
+            self._abandon(started)
+            raise RuntimeError(f"{refused[0].label} could not be started: {refused[0].refusal}")
+        return started
+
+    def _spawn(self, specs: Sequence[ProcessSpec]) -> list[RankProcess]:
+        with self._changed:  # events come on another thread, which looks the processes up here
+            started = [RankProcess(self, spec.label) for spec in specs]
+            for process, number in zip(started, self._spawner.spawn(specs), strict=True):
+                process.number = number
+                self._processes[number] = process
+            return started
+
+    def _abandon(self, started: Sequence[RankProcess]) -> None:
+        for process in started:
+            self._spawner.kill(process.number)
+        self.wait_until(lambda: all(p.refusal or p.returncode is not None for p in started), None)
+
+    def kill(self, process: RankProcess, number: int) -> None:
+        """Send a signal to the rank and its process group."""
+        self._spawner.kill(process.number, number, group=True)
+
+    def wait_for_end(self, seen: int, timeout: float) -> int:
+        """Wait until more than ``seen`` ranks have ended, and return their number since the beginning."""
+        self.wait_until(lambda: self._ended > seen, timeout)
+        return self._ended
+
+    def wait_until(self, happened: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait for an event that makes ``happened()`` true. Return False after ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(happened, timeout)
+
+    def _on_event(self, event: Event) -> None:
+        with self._changed:
+            process = self._processes.get(event.id)
+            if process is None:  # a signal came between its start and its entry here: all ranks will end
+                return
+            if isinstance(event, Started):
+                process.pid = event.pid
+            elif isinstance(event, Exited):
+                process.returncode = event.returncode
+                self._ended += 1
+                del self._processes[event.id]
+                _remark(process, event)
+            else:
+                process.refusal = event.reason
+                del self._processes[event.id]
+            self._changed.notify_all()
+
+
+def _remark(process: RankProcess, event: Exited) -> None:
+    """Return what an exit code does not tell about an end."""
+    if event.reason:
+        _log.error("%s (pid %d) was lost: %s", process.label, event.pid, event.reason)
+    if event.oom_killed:
+        _log.error(
+            "%s (pid %d) was killed by the kernel for lack of memory: start fewer ranks, or let each use less",
+            process.label,
+            event.pid,
+        )
+
+
+def _open(path: str, files: contextlib.ExitStack) -> int | None:
+    return files.enter_context(open(path, "w")).fileno() if path else None

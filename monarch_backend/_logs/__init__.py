@@ -1,0 +1,1 @@
+"""The output of processes: collection, de-duplication, forwarding."""

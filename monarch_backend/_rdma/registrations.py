@@ -1,0 +1,99 @@
+"""Registry of this process's registered memory. It keeps the memory alive and names it by tickets."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from monarch_backend import _native
+from monarch_backend._actor.runtime import Runtime, program
+from monarch_backend._actor.runtime_extension import RuntimeExtension
+from monarch_backend._core import env
+from monarch_backend._rdma.errors import RDMAError
+from monarch_backend._rdma.handle import Handle, Ticket
+from monarch_backend._rdma.local_memory import LocalMemory
+
+DROP_TIMEOUT_S = 5.0
+"""Seconds that `drop` waits for transfers in progress."""
+
+log = logging.getLogger("monarch_backend")
+
+_WAS_NOT_THERE, _STILL_USED = 1, 2
+
+
+class Registry(RuntimeExtension):
+    """The registrations of one process."""
+
+    def __init__(self, owner: Runtime) -> None:
+        host = getattr(owner.links, "host", None)
+        if host is None:
+            raise RuntimeError("memory can't be registered in a simulation: its processes have none of their own")
+        self.asks_kernel = bool(env.get("MONARCH_CMA"))
+        self.maps_gpus = bool(env.get("MONARCH_GPU_IPC"))
+        self.native = _native.Memory(host, self.asks_kernel, self.maps_gpus, _copying_threads())
+        self.host = host
+        self._program = weakref.ref(owner)
+        # called when no transfer can start any more, while the memory still exists
+        self.on_drop: list[Callable[[Ticket], None]] = []
+        self._held: dict[Ticket, LocalMemory] = {}
+
+    def add(self, memory: LocalMemory) -> Handle:
+        """Register memory and keep it alive until it is dropped. Raises RDMAError if too many are registered."""
+        owner = self._program()
+        assert owner is not None
+        try:
+            ticket: Ticket = self.native.add(memory.address, memory.nbytes, memory.writable)
+        except ValueError as error:  # std::length_error
+            raise RDMAError(str(error)) from None
+        self._held[ticket] = memory
+        token = owner.router.token
+        return Handle(
+            token, owner.pid, owner.host_name(token), ticket, 0, memory.nbytes, memory.device, memory.writable
+        )
+
+    def drop(self, ticket: Ticket) -> bool:
+        """End a registration and wait for its transfers in progress. Return False if it had ended before.
+
+        Raises RDMAError if a transfer does not end in time. The memory is kept then; call `drop` again later.
+        """
+        found = self.native.drop(ticket, DROP_TIMEOUT_S)
+        for let_go in self.on_drop:  # no transfer starts with it from now on
+            let_go(ticket)
+        if found == _STILL_USED:
+            user = self.native.user_of(ticket) or os.getpid()
+            raise RDMAError(
+                f"process {user} is in the middle of a transfer with this memory and has not moved "
+                f"for {DROP_TIMEOUT_S:g} s (is it stopped?): no process can start another one, and it stays "
+                "allocated; call drop() again later"
+            )
+        return self._held.pop(ticket, None) is not None and found != _WAS_NOT_THERE
+
+    def memory(self, ticket: Ticket) -> LocalMemory | None:
+        """Return the registered memory, or None if it is not registered any more."""
+        return self._held.get(ticket)
+
+    def told_to_drop(self, ticket: Ticket) -> None:
+        """Drop memory on another process's request. Runs on a thread that may block."""
+        try:
+            self.drop(ticket)
+        except RDMAError as error:
+            log.warning("another process has dropped registered memory: %s", error)
+
+    def count(self) -> int:
+        """Return the number of registrations."""
+        return int(self.native.count())
+
+
+def _copying_threads() -> int:
+    """Return the number of this process's threads for one large copy between it and another process of its host."""
+    return min(int(env.get("MONARCH_CMA_THREADS")), len(os.sched_getaffinity(0)))
+
+
+def registry() -> Registry:
+    """Return this process's registry. The first call makes it, together with the program that owns it."""
+    runtime: Any = program()
+    found: Registry = runtime.extend(Registry, lambda: Registry(runtime))
+    return found

@@ -1,0 +1,1 @@
+"""The routes of transfers, and the choice between them."""

@@ -1,0 +1,184 @@
+"""Interfaces of routes, and the operations and results that they exchange with the transfer engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from monarch_backend import _native
+from monarch_backend._core.timeouts import check_timeout
+from monarch_backend._rdma.handle import Handle
+
+Segment = tuple[int, int, int]
+"""Offset in the registration, address in this process, bytes."""
+
+READ, WRITE, FETCH_ADD, COMPARE_AND_SWAP = range(4)
+"""Values of enum Access (csrc/memory/registration_table.h)."""
+
+
+DROPPED, WRONG_KEY, OUT_OF_RANGE, READ_ONLY, MISALIGNED, DEVICE, NO_ATOMICS, NO_STAGING = range(1, 9)
+"""Values of enum Refusal (csrc/memory/registration_table.h)."""
+
+
+class ReadWriteOp(NamedTuple):
+    """Part of a transfer: reads or writes of one registration. Offsets count from its beginning."""
+
+    handle: Handle
+    write: bool
+    segments: Sequence[Segment]
+
+
+class AtomicOp(NamedTuple):
+    """An atomic operation. ``take`` receives the old value."""
+
+    handle: Handle
+    access: int
+    offset: int
+    operand: int
+    expected: int
+    take: Callable[[int], object]
+
+
+class Result(NamedTuple):
+    """Result of a transfer: an Outcome (csrc/memory/status.h), a Refusal (table.h), an errno, an atomic's old
+    value.
+    """
+
+    outcome: int
+    refusal: int
+    error: int
+    found: int
+    text: str = ""  # details, if the route has any
+
+
+DONE, REFUSED, LOST, LATE, CANCELLED, FAILED, UNREACHABLE = range(7)
+"""Values of enum Outcome (csrc/memory/status.h)."""
+
+
+class Route(Protocol):
+    """A route to another process's memory."""
+
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """Return whether the transfer is so short that the caller's own thread runs it.
+
+        It must not depend on other threads.
+        """
+        ...
+
+    @property
+    def name(self) -> str:
+        """The value of RDMABuffer.backend."""
+        ...
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """Read or write. Offsets count from the beginning of the registration.
+
+        ``keep`` holds the memory of the local addresses, as LocalMemory or as objects with memory.
+        """
+        ...
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """Run FETCH_ADD or COMPARE_AND_SWAP on 8 bytes."""
+        ...
+
+
+class InFlightTransfer(Protocol):
+    """A transfer in flight that occupies no thread of this process.
+
+    All methods may be called from any thread and never block.
+    """
+
+    def help(self, spins: float, waits: float) -> None:
+        """Poll for completion from a thread that would sleep otherwise, while polling is cheaper than the sleep.
+
+        ``spins``: limit in seconds if polling uses a CPU. ``waits``: limit in seconds if it uses none.
+        """
+        ...
+
+    def listen(self) -> None:
+        """Make sure that completion is noticed without delay, because a callback or a sleeping thread depends on it."""
+        ...
+
+    def end(self, outcome: int) -> None:
+        """Abandon the transfer. It ends soon, with this outcome unless it has completed."""
+        ...
+
+    def end_now(self) -> None:
+        """Force the end of an abandoned transfer after its grace period.
+
+        Other transfers may fail, and it may block for a moment.
+        """
+        ...
+
+
+class AsyncRoute(Route, Protocol):
+    """A route that can advance transfers without a thread."""
+
+    def begin(
+        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+    ) -> InFlightTransfer | None:
+        """Start a part on the caller's thread, without blocking. Return None if it needs a thread, and `move` or
+        `change`.
+
+        ``done`` is called once, on any thread, when the local memory is not touched any more. That may be before this
+        returns. It must not block.
+        """
+        ...
+
+    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
+        """Return the final result of a part that has started and is not DONE.
+
+        It may try again. Runs on a thread that may block.
+        """
+        ...
+
+
+class NicRoute(AsyncRoute, Protocol):
+    """An AsyncRoute by NICs. Its transfers need no ``patient``, and end when their owner ends."""
+
+    def is_ready(self, handle: Handle) -> bool:
+        """Return whether a transfer with this memory could start without a request to the owner, as far as is known."""
+        ...
+
+    def prepare(self, handle: Handle) -> None:
+        """Prepare that, on a thread that may block. Moves no data, and never raises if the owner refuses."""
+        ...
+
+    def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
+        """Return a plan for `begin_planned`, valid while the local memory stays where it is. None if planning fails."""
+        ...
+
+    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+        """Return the plan for local memory in this allocation: address, bytes, owner.
+
+        With () the plan is for keeping: it keeps no memory alive.
+        """
+        ...
+
+    def begin_planned(
+        self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
+    ) -> InFlightTransfer | None:
+        """Start a planned part, as `begin` does."""
+        ...
+
+
+def flying(route: Route) -> AsyncRoute | None:
+    """Return the route if it is an AsyncRoute."""
+    return route if hasattr(route, "begin") else None  # type: ignore[return-value]
+
+
+def of_nics(route: Route) -> NicRoute | None:
+    """Return the route if it is a NicRoute."""
+    return route if hasattr(route, "begin_planned") else None  # type: ignore[return-value]
+
+
+def moved(part: ReadWriteOp | AtomicOp, route: Route, patient: Any, keep: Any) -> Result:
+    """Run a part on this route and return its result. An atomic's value is not taken yet."""
+    if isinstance(part, ReadWriteOp):
+        return route.move(part.handle, part.write, part.segments, patient, keep)
+    return route.change(part.handle, part.access, part.offset, part.operand, part.expected, patient)
+
+
+def patient(timeout: float | None) -> Any:
+    """Return the native timeout and cancel flag of a transfer. Raises as check_timeout does."""
+    return _native.Patient(check_timeout(timeout))

@@ -1,0 +1,398 @@
+"""Route for GPU memory that NICs do not reach: a pipeline through pinned memory of both hosts.
+
+A read has three steps. The owner's server copies a piece from its GPU into a slot of staging memory. The NIC of this
+process reads the slot, and this process copies the piece to its own GPU. A write does the reverse. The steps of
+different pieces overlap. Requests to the owner travel over a data connection, bytes by NICs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from monarch_backend import _native
+from monarch_backend._actor.runtime import Runtime
+from monarch_backend._rdma.control_rpc import ask
+from monarch_backend._rdma.errors import RDMAError
+from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.pinned_pool import PinnedLease, PinnedPool, PinnedPoolClient
+from monarch_backend._rdma.routes.base import (
+    DONE,
+    FAILED,
+    LOST,
+    NO_STAGING,
+    REFUSED,
+    UNREACHABLE,
+    ReadWriteOp,
+    Result,
+    Segment,
+    patient,
+)
+from monarch_backend._rdma.routes.tcp import Tcp
+from monarch_backend._rdma.routes.verbs import Awaited, Verbs
+from monarch_backend._verbs import VerbsError
+
+TOPIC = "staging"
+"""Topic of the request to an owner to lend staging memory, or to take it back. It is sent once."""
+
+LEAST_PIECE, MOST_RANGES = 512 << 10, 256
+"""Bytes of the smallest piece that is worth a request, and ranges of one request (csrc/memory/wire.h)."""
+
+ON_THE_WIRE = 2
+"""Pieces on the wire at a time: the NIC has the next one when the first is done."""
+
+LANES: int = _native.GpuCopies.lanes
+
+_turns = itertools.count(1)
+"""Sequence numbers of all requests of this process. The owner of a slot handles its requests in this order only."""
+
+
+class Piece(NamedTuple):
+    """At most one slot's bytes, from one or several segments."""
+
+    segments: Sequence[Segment]
+    nbytes: int
+
+
+def cut(segments: Sequence[Segment], most: int) -> Iterator[Piece]:
+    """Split segments into pieces of at most ``most`` bytes and MOST_RANGES segments.
+
+    >>> [piece.nbytes for piece in cut([(0, 0, 5), (8, 8, 4)], 4)]
+    [4, 4, 1]
+    """
+    parts: list[Segment] = []
+    size = 0
+    for offset, address, nbytes in segments:
+        while nbytes:
+            if size == most or len(parts) == MOST_RANGES:
+                yield Piece(parts, size)
+                parts, size = [], 0
+            step = min(nbytes, most - size)
+            parts.append((offset, address, step))
+            offset, address, nbytes, size = offset + step, address + step, nbytes - step, size + step
+    if parts:
+        yield Piece(parts, size)
+
+
+def piece_size(total: int, slots: int, slot_bytes: int) -> int:
+    """Return the bytes of a piece, so that all slots are used."""
+    return min(slot_bytes, max(LEAST_PIECE, -(-total // slots)))
+
+
+_FENCE = Piece(((0, 0, 0),), 0)
+
+
+class _Ended(Exception):
+    """The transfer stops. ``again``: it may be tried once more."""
+
+    def __init__(self, result: Result, *, again: bool = False) -> None:
+        super().__init__(result.text)
+        self.result, self.again = result, again
+
+
+class _Slot(NamedTuple):
+    """A slot of the owner's staging memory, and its place in this process's pinned memory."""
+
+    number: int
+    place: int
+
+
+class _Pipeline:
+    """One transfer, run by one thread through slots that it returns at its end."""
+
+    def __init__(
+        self, part: ReadWriteOp, verbs: Verbs, borrowed: PinnedLease, line: Any, memory: Any, patient: Any
+    ) -> None:
+        """``memory``: pinned memory of this process with a place for each slot."""
+        self._part, self._verbs, self._borrowed, self._patient = part, verbs, borrowed, patient
+        self._line, self._memory = line, memory
+        self._broken = False  # the data connection has failed
+        self.spoilt = False
+        """A stuck NIC may still write to the pinned memory, so that no other transfer may use it."""
+        self._copies: Any = _native.GpuCopies(_native.gpu_device_of(part.segments[0][1]))
+        self._mine: set[int] = set()
+        self._free: deque[_Slot] = deque()
+        self._asked: deque[tuple[_Slot, Piece]] = deque()
+        self._flying: deque[tuple[_Slot, Piece, Awaited]] = deque()
+
+    def run(self, numbers: Sequence[int]) -> None:
+        """Run the transfer. The transfer's memory is not touched any more when this returns.
+
+        Raises _Ended, GpuFailure and VerbsError.
+        """
+        part, borrowed = self._part, self._borrowed
+        total = sum(segment[2] for segment in part.segments)
+        pieces = cut(part.segments, piece_size(total, borrowed.slots, borrowed.slot_bytes))
+        self._mine.update(numbers)
+        self._free.extend(_Slot(number, place) for place, number in enumerate(numbers))
+        try:
+            self._fence()
+            if part.write:
+                self._write(pieces)
+            else:
+                self._read(pieces)
+        finally:
+            self._leave()
+
+    def _read(self, pieces: Iterator[Piece]) -> None:
+        while True:
+            while self._free and (piece := next(pieces, None)) is not None:
+                self._ask(self._free.popleft(), piece)
+            if self._asked and len(self._flying) < ON_THE_WIRE:
+                self._fly(*self._answered())
+            elif self._flying:
+                slot, piece = self._landed()
+                self._copies.begin(self._lane(slot), True, self._at(slot), piece.segments)
+                self._done_with(slot)
+            else:
+                break
+        for lane in range(LANES):
+            self._copies.finish(lane)
+
+    def _write(self, pieces: Iterator[Piece]) -> None:
+        gathered: deque[tuple[_Slot, Piece]] = deque()
+        while True:
+            if self._free and (piece := next(pieces, None)) is not None:
+                slot = self._free.popleft()
+                gathered.append((slot, piece))
+                self._copies.begin(self._lane(slot), False, self._at(slot), piece.segments)
+            elif gathered and len(self._flying) < ON_THE_WIRE:
+                self._fly(*gathered.popleft())
+            elif self._flying and len(self._asked) < ON_THE_WIRE:
+                self._ask(*self._landed())
+            elif self._asked:
+                self._done_with(self._answered()[0])
+            else:
+                return
+
+    # ---- steps of reads and writes
+
+    def _lane(self, slot: _Slot) -> int:
+        return slot.place % LANES
+
+    def _at(self, slot: _Slot) -> int:
+        return int(self._memory.address) + slot.place * self._borrowed.slot_bytes
+
+    def _ask(self, slot: _Slot, piece: Piece) -> None:
+        """Ask the owner to copy a piece into the slot, or out of it."""
+        self._go_on()
+        self._asked.append((slot, piece))
+        write = self._part.write and piece is not _FENCE  # a fence copies nothing and needs no write permission
+        ticket, key, turn = self._part.handle.ticket, self._borrowed.key, next(_turns)
+        self._sent(self._line.ask(write, ticket, piece.segments, key, slot.number, turn))
+
+    def _sent(self, said: Any) -> None:
+        result = Result(*said)
+        if result.outcome != DONE:
+            self._broken = True
+            # A write request may still take effect later, so the caller decides about a retry, as over TCP.
+            again = result.outcome in (LOST, UNREACHABLE) and not self._part.write
+            raise _Ended(result, again=again)
+
+    def _hear(self) -> tuple[_Slot, Piece, Result]:
+        """Receive the next reply, whether positive or not."""
+        said = Result(*self._line.hear())
+        if said.outcome != REFUSED:
+            self._sent(said)
+        slot, piece = self._asked.popleft()
+        return slot, piece, said
+
+    def _answered(self) -> tuple[_Slot, Piece]:
+        slot, piece, said = self._hear()
+        if said.outcome == REFUSED:
+            raise _Ended(said, again=said.refusal == NO_STAGING)
+        return slot, piece
+
+    def _fly(self, slot: _Slot, piece: Piece) -> None:
+        """Have the NIC move a piece, after the GPU has finished with its place."""
+        self._go_on()
+        self._copies.finish(self._lane(slot))
+        segment = slot.number * self._borrowed.slot_bytes, self._at(slot), piece.nbytes
+        token, region = self._part.handle.token, self._borrowed.region
+        flight = self._verbs.carry(token, self._part.write, region, segment, self._memory)
+        self._flying.append((slot, piece, flight))
+
+    def _landed(self) -> tuple[_Slot, Piece]:
+        slot, piece, flight = self._flying.popleft()
+        result = self._wait(flight)
+        if result.outcome != DONE:
+            raise _Ended(result, again=result.outcome == LOST)
+        return slot, piece
+
+    def _wait(self, flight: Awaited) -> Result:
+        result = flight.wait(self._patient)
+        self.spoilt = self.spoilt or result.outcome == FAILED
+        return result
+
+    def _done_with(self, slot: _Slot) -> None:
+        """Free the slot, or return it if another transfer waits for one and this one has more."""
+        if self._borrowed.is_short and len(self._mine) > 1:
+            self._mine.remove(slot.number)
+            self._borrowed.give(slot.number)
+        else:
+            self._free.append(slot)
+
+    def _go_on(self) -> None:
+        if over := self._patient.over():
+            raise _Ended(Result(over, 0, 0, 0))
+
+    # ---- begin and end
+
+    def _fence(self) -> None:
+        """Wait for a reply about each unsure slot. A late request of an abandoned transfer has no effect after that."""
+        unsure = [slot for slot in self._free if self._borrowed.is_unsure(slot.number)]
+        for slot in unsure:
+            self._free.remove(slot)
+            self._ask(slot, _FENCE)
+        for _ in unsure:
+            slot, _piece, said = self._hear()
+            if said.refusal == NO_STAGING:
+                raise _Ended(said, again=True)
+            self._borrowed.trust(slot.number)  # also after a refusal, as for dropped memory
+            self._free.append(slot)
+
+    def _leave(self) -> None:
+        for _, _, flight in self._flying:
+            self._wait(flight)
+        with contextlib.suppress(_Ended):
+            while self._asked and not self._broken and not self._patient.over():
+                self._hear()
+        for slot, _ in self._asked:
+            self._borrowed.doubt(slot.number)
+        for lane in range(LANES):
+            with contextlib.suppress(_native.GpuFailure):
+                self._copies.finish(lane)
+        self._line.close()
+        for number in self._mine:
+            self._borrowed.give(number)
+
+
+class Staged:
+    """Route to GPU memory of processes whose NICs this process's NICs reach."""
+
+    name = "verbs"
+
+    def __init__(self, owner: Runtime, verbs: Verbs, tcp: Tcp, say: Callable[[Handle, str], None]) -> None:
+        self._program, self._verbs, self._tcp, self._say = owner, verbs, tcp, say
+        self._lock = threading.Lock()
+        self._borrowed: dict[str, PinnedLease] = {}  # by the owner's token
+        self._pins = PinnedPoolClient()
+        self.why_here = ""
+        """The reason why this process's NICs do not reach its own GPU memory, if they do not."""
+
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return False
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """See Route. Retries once after a broken connection, but not a write whose data connection broke."""
+        part = ReadWriteOp(handle, write, segments)
+        try:
+            return self._move(part, patient)
+        except _Ended as ended:
+            if not ended.again:
+                return ended.result
+            if ended.result.refusal == NO_STAGING:
+                self.forget(handle.token)
+        try:
+            return self._move(part, patient)
+        except _Ended as ended:
+            return ended.result
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route. The owner refuses with a reason: neither a NIC nor a CPU can do it."""
+        return self._tcp.change(handle, access, offset, operand, expected, patient)
+
+    def _move(self, part: ReadWriteOp, patient: Any) -> Result:
+        """Move the bytes once. Raises _Ended."""
+        borrowed = self._borrow(part.handle, patient)
+        line, result = self._tcp.line(part.handle, patient)
+        if line is None:  # TCP would fail as well
+            raise _Ended(result._replace(outcome=LOST) if result.outcome == UNREACHABLE else result)
+        memory = pipeline = None
+        try:
+            memory = self._pins.take(_number(part), borrowed.slots * borrowed.slot_bytes)
+            pipeline = _Pipeline(part, self._verbs, borrowed, line, memory, patient)
+            numbers = borrowed.take(borrowed.slots, patient)
+            if not numbers:
+                raise _Ended(Result(patient.over(), 0, 0, 0))
+            pipeline.run(numbers)
+        except _native.GpuFailure as failure:
+            raise _Ended(Result(FAILED, 0, 0, 0, str(failure))) from None
+        # for example, the pinned memory of this process can't be registered
+        except (VerbsError, ValueError, TypeError) as error:
+            raise _Ended(Result(UNREACHABLE, 0, 0, 0, str(error))) from None
+        finally:
+            line.close()
+            if memory is not None and (pipeline is None or not pipeline.spoilt):
+                self._pins.give(memory)
+        return Result(DONE, 0, 0, 0)
+
+    # ---- leases
+
+    def _borrow(self, handle: Handle, patient: Any) -> PinnedLease:
+        with self._lock:
+            known = self._borrowed.get(handle.token)
+        if known is not None:
+            return known
+        peer = self._program.router.peer(handle.token)
+        try:
+            borrowed = PinnedLease(ask(self._program, peer, TOPIC, _question(handle, wanted=True), patient.over))
+        except (RDMAError, VerbsError) as error:
+            outcome = patient.over() or (LOST if peer.gone is not None else UNREACHABLE)
+            raise _Ended(Result(outcome, 0, 0, 0, str(error))) from None
+        with self._lock:
+            made = self._borrowed.setdefault(handle.token, borrowed)
+        if made is borrowed:
+            self._say(handle, f"verbs, staged through pinned memory of both hosts: {borrowed.why or self.why_here}")
+        return made
+
+    def has_borrowed(self, token: str) -> bool:
+        """Return whether that process has lent staging memory."""
+        with self._lock:
+            return token in self._borrowed
+
+    def prepare(self, handle: Handle) -> None:
+        """See NicRoute."""
+        with contextlib.suppress(_Ended):
+            self._borrow(handle, patient(None))
+
+    def give_back(self, handle: Handle, patient: Any) -> None:
+        """Return the lease, because no NIC of this process reaches the memory."""
+        if self.forget(handle.token):
+            with contextlib.suppress(RDMAError):
+                peer = self._program.router.peer(handle.token)
+                ask(self._program, peer, TOPIC, _question(handle, wanted=False), patient.over)
+
+    def forget(self, token: str) -> bool:
+        """Forget the lease of a process. Return False if there is none."""
+        with self._lock:
+            return self._borrowed.pop(token, None) is not None
+
+    def close(self) -> None:
+        """Free the pinned memory. Called when the program ends."""
+        self._pins.close()
+
+
+def _number(part: ReadWriteOp) -> int:
+    """Return the number of the GPU with the local side of the transfer."""
+    return _native.gpu_device_of(part.segments[0][1])
+
+
+def _question(handle: Handle, *, wanted: bool) -> bytes:
+    return msgspec.msgpack.encode((int(handle.device.rpartition(":")[2]), wanted))
+
+
+def answer(lender: PinnedPool, token: str, question: bytes) -> bytes:
+    """Handle another process's request to borrow or return staging memory. Raises as PinnedPool.lend."""
+    device, wanted = msgspec.msgpack.decode(question, type=tuple[int, bool])
+    if wanted:
+        return lender.lend(token, device)
+    lender.forget(token)
+    return b""

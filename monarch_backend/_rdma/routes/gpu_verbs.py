@@ -1,0 +1,97 @@
+"""NIC route to GPU memory: direct if the NICs of both sides reach it, staged otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from monarch_backend import _native
+from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.inflight import VerbsInFlight
+from monarch_backend._rdma.routes.base import UNREACHABLE, AtomicOp, ReadWriteOp, Result, Route, Segment, moved, of_nics
+from monarch_backend._rdma.routes.gpu_staged import Staged
+from monarch_backend._rdma.routes.verbs import Verbs
+
+
+class GpuNics:
+    """Route to GPU memory of processes that a NIC of this process reaches."""
+
+    name = "verbs"
+
+    def __init__(self, verbs: Verbs, staged: Staged) -> None:
+        self._verbs, self._staged = verbs, staged
+
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return False
+
+    def begin(
+        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+    ) -> VerbsInFlight | None:
+        """See AsyncRoute. Staged transfers need a thread."""
+        return self._verbs.begin(part, patient, keep, done) if part.handle.verbs else None
+
+    def is_ready(self, handle: Handle) -> bool:
+        """See NicRoute."""
+        return self._verbs.is_ready(handle) and (bool(handle.verbs) or self._staged.has_borrowed(handle.token))
+
+    def prepare(self, handle: Handle) -> None:
+        """See NicRoute."""
+        self._verbs.prepare(handle)
+        if not handle.verbs:
+            self._staged.prepare(handle)
+
+    def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
+        """See NicRoute."""
+        return self._verbs.planned(part, keep) if part.handle.verbs else None
+
+    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
+        """See NicRoute."""
+        return self._verbs.rebind_request(plan, memory)
+
+    def begin_planned(
+        self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
+    ) -> VerbsInFlight | None:
+        """See NicRoute."""
+        return self._verbs.begin_planned(part, plan, done)
+
+    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
+        """See AsyncRoute."""
+        return self._verbs.mend(part, result, patient, keep)
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """See Route."""
+        part = ReadWriteOp(handle, write, segments)
+        if handle.verbs:
+            result = moved(part, self._verbs, patient, keep)
+            if result.outcome != UNREACHABLE or self._verbs.has_no_way(handle.token):
+                return result
+            self._staged.why_here = result.text  # this process's own memory is the unreachable one
+        result = moved(part, self._staged, patient, keep)
+        if result.outcome == UNREACHABLE:
+            self._staged.give_back(handle, patient)
+        return result
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route."""
+        route = self._verbs if handle.verbs else self._staged
+        return route.change(handle, access, offset, operand, expected, patient)
+
+
+def gathered(routed: Sequence[tuple[ReadWriteOp | AtomicOp, Route]]) -> list[tuple[ReadWriteOp | AtomicOp, Route]]:
+    """Join the staged parts of the same registration and local GPU into one part each.
+
+    Each part costs a request to its owner, and many small ones fit into a slot.
+    """
+    made: list[tuple[ReadWriteOp | AtomicOp, Route]] = []
+    segments: dict[tuple[Any, ...], list[Segment]] = {}
+    for part, route in routed:
+        if not isinstance(part, ReadWriteOp) or not part.handle.staged or of_nics(route) is None:
+            made.append((part, route))
+            continue
+        handle, gpu = part.handle, _native.gpu_device_of(part.segments[0][1])
+        known = segments.setdefault((handle.token, handle.ticket, part.write, gpu), [])
+        if not known:
+            made.append((part._replace(segments=known), route))
+        known.extend(part.segments)
+    return made

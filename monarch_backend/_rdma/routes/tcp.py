@@ -1,0 +1,253 @@
+"""TCP route, which always exists: data connections that native threads serve without Python.
+
+A process listens for others once it sends handles to them. It connects to other processes at the first transfer with
+their memory. csrc/memory/wire.h defines the protocol, proof.h the authentication.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from monarch_backend import _native
+from monarch_backend._actor.runtime import Runtime
+from monarch_backend._rdma.control_rpc import ask
+from monarch_backend._rdma.errors import RDMAError
+from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.routes.base import (
+    DONE,
+    FAILED,
+    LOST,
+    READ,
+    UNREACHABLE,
+    WRITE,
+    AtomicOp,
+    ReadWriteOp,
+    Result,
+    Segment,
+)
+from monarch_backend._rdma.server_address import ServerInfo, place
+from monarch_backend._rdma.small_requests import SmallRequest, SmallRequestClient
+from monarch_backend._transport.local.frames import KNOCK, Setting
+
+Endpoints = tuple[tuple[str, int], ...]
+"""Addresses and ports."""
+
+STREAMS_PER_PEER = 4
+"""Connections to one process, for large transfers."""
+
+
+class Tcp:
+    """Route to memory of a process on any host."""
+
+    name = "tcp"
+
+    def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
+        """``submit`` runs a job on a thread that may block."""
+        self._program, self._registry = owner, registry
+        self._errands = SmallRequestClient(owner, submit)
+        self._lock = threading.Lock()  # guards the dictionaries; never held while blocking
+        self._serving = threading.RLock()  # guards the server; its holder may block in a request to the main program
+        self._place: ServerInfo | None = None
+        self._gateway = ""  # of the program when the addresses were requested; empty: there were no other hosts yet
+        self._server: Any = None
+        self._ports: dict[str, int] = {}  # by listening address
+        self._identities: dict[bool, Any] = {}
+        self._clients: dict[str, list[Any]] = {}  # by token: one for each address, the best one first
+
+    # ---- serving
+
+    def ways(self) -> tuple[Endpoints, bool]:
+        """Serve this process's memory. Return the server's addresses, and whether connections are encrypted."""
+        with self._serving:
+            where = self._where()
+            if self._server is None:
+                self._server = _native.MemoryServer(self._registry.native, self._identity(where.encrypted))
+            for address in where.addresses:
+                if address not in self._ports:
+                    self._ports[address] = self._listen(address)
+            return tuple((address, self._ports[address]) for address in where.addresses), where.encrypted
+
+    def server(self) -> Any:
+        """Return the running server."""
+        self.ways()
+        return self._server
+
+    def _listen(self, address: str) -> int:
+        """Listen at the address, or on all interfaces if the address is not one of this host's own."""
+        family, _, _, _, numeric = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        try:
+            return int(self._server.listen(numeric[0]))
+        except OSError:
+            return int(self._server.listen("::" if family == socket.AF_INET6 else "0.0.0.0"))
+
+    def _where(self) -> ServerInfo:
+        """Return the addresses and the secret. The caller holds the serving lock."""
+        if self._place is None or self._gateway != self._program.gateway:
+            self._gateway = self._program.gateway
+            self._place = place(self._program)
+        return self._place
+
+    def _identity(self, encrypted: bool) -> Any:
+        """Return the identity with or without TLS, to match the other side's server. Handles say which it uses."""
+        with self._serving:
+            made = self._identities.get(encrypted)
+            if made is None:
+                secret, token = self._where().secret, self._program.router.token
+                ders: tuple[bytes, ...] = ()
+                if encrypted:
+                    from monarch_backend._transport.network.tls import Ders
+
+                    own = Ders.of_secret(secret)
+                    ders = own.certificate, own.key, own.ca
+                made = self._identities[encrypted] = _native.MemoryIdentity(token, secret, *ders)
+            return made
+
+    # ---- connecting
+
+    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
+        """See Route."""
+        return False
+
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+        """See Route. A read is retried once after a broken connection.
+
+        A write is not: it may still take effect after a later write, so the caller decides about a retry.
+        """
+        result = self._move(handle, write, segments, patient)
+        return self._move(handle, write, segments, patient) if result.outcome == LOST and not write else result
+
+    def _move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
+        return self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
+
+    def begin(
+        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+    ) -> SmallRequest | None:
+        """See AsyncRoute. Takes small transfers if a connection is idle."""
+        clients = self._clients.get(part.handle.token)
+        if not clients:
+            return None
+        if isinstance(part, AtomicOp):
+            access, segments, numbers = part.access, ((part.offset, 0, 8),), (part.operand, part.expected)
+        else:
+            access, segments, numbers = WRITE if part.write else READ, part.segments, (0, 0)  # type: ignore[assignment]
+        try:
+            sent = clients[0].begin(part.handle.ticket, access, segments, *numbers, patient)
+        except RuntimeError:  # for example, descriptors are exhausted: `move` gets the same error and reports it
+            return None
+        if sent is None:
+            return None
+        errand = SmallRequest(self._errands, part.handle.token, patient, done, sent)
+        self._errands.add(errand)
+        return errand
+
+    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
+        """See AsyncRoute and `move`."""
+        if result.outcome == LOST and isinstance(part, ReadWriteOp) and not part.write:
+            return self._move(part.handle, False, part.segments, patient)
+        return result
+
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+        """See Route. Never retried after a broken connection, because the atomic may have taken effect."""
+        return self._try(
+            handle, patient, lambda client: client.change(handle.ticket, access, offset, operand, expected, patient)
+        )
+
+    def line(self, handle: Handle, patient: Any) -> tuple[Any, Result]:
+        """Return a connection for the caller alone, until the caller closes it.
+
+        On failure return None and the reason.
+        """
+        lines: list[Any] = []
+
+        def take(client: Any) -> Any:
+            made, result = client.line(patient)
+            lines.append(made)
+            return result
+
+        result = self._try(handle, patient, take)
+        return (lines[-1] if result.outcome == DONE else None), result
+
+    def _try(self, handle: Handle, patient: Any, act: Any) -> Result:
+        """Try the addresses of the host until one is reachable."""
+        try:
+            clients = self._clients_of(handle, patient)
+        except (RDMAError, RuntimeError) as error:
+            return Result(patient.over() or UNREACHABLE, 0, 0, 0, str(error))
+        result = Result(FAILED, 0, 0, 0, "it has told us no address")
+        for client in list(clients):
+            try:
+                result = Result(*act(client))
+            except RuntimeError as error:  # an error of this process: no descriptors, no memory
+                return Result(FAILED, 0, 0, 0, str(error))
+            if result.outcome != UNREACHABLE:
+                if clients[0] is not client:
+                    clients.sort(key=lambda each: each is not client)
+                break
+        return result
+
+    def _clients_of(self, handle: Handle, patient: Any) -> list[Any]:
+        with self._lock:
+            made = self._clients.get(handle.token)
+        if made is not None:
+            return made
+        # A connected peer gets a report of this process's end, even if this transfer sends it no message.
+        peer = self._program.router.peer(handle.token)
+        self._program.router.tell(peer, Setting(KNOCK, None))
+        ways, encrypted = handle.ways, handle.encrypted
+        if not ways:  # the handle was sent when there were no other hosts yet
+            answer = ask(self._program, peer, "ways", over=patient.over)
+            ways, encrypted = msgspec.msgpack.decode(answer, type=tuple[Endpoints, bool])
+        identity = self._identity(encrypted)
+        fresh = [
+            _native.MemoryClient(address, port, identity, handle.token, _streams(encrypted))
+            for name, port in ways
+            for address in _numeric(name)
+        ]
+        with self._lock:
+            return self._clients.setdefault(handle.token, fresh)
+
+    def close(self) -> None:
+        """Close all connections and the server."""
+        self._errands.end()
+        with self._lock:
+            gone, self._clients = [client for clients in self._clients.values() for client in clients], {}
+        with self._serving:
+            server, self._server = self._server, None
+            self._ports.clear()
+        for each in [*gone, server]:
+            if each is not None:
+                each.close()
+
+    def abandon(self) -> None:
+        """Drop inherited connections in a fork. The peers must get the report of the end from the owning process."""
+        for each in [*(client for clients in self._clients.values() for client in clients), self._server]:
+            if each is not None:
+                each.abandon()
+
+    def forget(self, token: str) -> None:
+        """Forget a process that has ended."""
+        with self._lock:
+            gone = self._clients.pop(token, ())
+        self._errands.end(token)
+        for client in gone:
+            client.close()
+
+
+def _streams(encrypted: bool) -> int:
+    """Return the number of connections. With TLS, more streams than half the CPUs would only take turns."""
+    return max(1, min(STREAMS_PER_PEER, len(os.sched_getaffinity(0)) // 2)) if encrypted else STREAMS_PER_PEER
+
+
+def _numeric(name: str) -> list[str]:
+    """Return the distinct numeric addresses of a name."""
+    try:
+        return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)))
+    except OSError as error:
+        raise RDMAError(f"the address {name} of a host is not known here: {error}") from None

@@ -1,0 +1,1 @@
+"""Objects as bytes: pickles, tensors, arrays, buffers, exceptions."""

@@ -1,0 +1,311 @@
+"""Simulated process: a real Runtime on simulated links, time and threads.
+
+Turns replace threads. The reading thread has a turn for each event and timer, an actor for each message. A turn that
+waits runs the event queue on its own stack meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from monarch_backend._actor import context, runtime
+from monarch_backend._actor.actor import blueprint
+from monarch_backend._actor.errors import CancelledError, in_words
+from monarch_backend._actor.runner import ActorRunner
+from monarch_backend._actor.runtime import Runtime
+from monarch_backend._hosts.attach import go_through
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._testing.links import SimulatedLinks, SimulatedLocalLinks
+from monarch_backend._testing.spawner import SimulatedSpawner
+from monarch_backend._transport.local.event_loop import Timer
+from monarch_backend._transport.local.frames import Constructed
+
+if TYPE_CHECKING:
+    from monarch_backend._actor.worker_main import Plan
+    from monarch_backend._testing.simulator import Simulation
+    from monarch_backend._transport.local.peer import Peer
+
+
+class ProcessDied(BaseException):
+    """Unwinds the stack of a simulated process that has ended while it waited."""
+
+
+class SimulatedPump:
+    """Simulated ProgressLoop of one process, without threads."""
+
+    def __init__(self, process: SimulatedProcess) -> None:
+        self._process = process
+
+    @property
+    def reading(self) -> bool:
+        """Whether this is a turn of the reading thread, which must not wait."""
+        return self._process.reading
+
+    def start(self) -> None:
+        """Do nothing: the simulation reads."""
+
+    def close(self) -> None:
+        """Do nothing: the simulation ends."""
+
+    def wake(self) -> None:
+        """Do nothing: a waiting turn checks its condition after every step."""
+
+    def later(self, seconds: float, call: Callable[[], None]) -> Timer:
+        """Schedule a call in simulated ``seconds``, unless the process has ended by then."""
+        timer, process = Timer(call), self._process
+        process.simulation.agenda.add(seconds, lambda: process.run(timer._fire, reading=True))
+        return timer
+
+    def wait(self, what: Any, seconds: float | None = None, given_up: Callable[[], bool] | None = None) -> bool:
+        """Run the simulation until ``what.ready``. Return False after ``seconds``, or when ``given_up()`` is True."""
+        return self._process.simulation.wait(self._process, what, seconds, given_up)
+
+
+class SimulatedProgram(Runtime):
+    """Runtime of a simulated process: turns replace its threads, and its end does not end the test."""
+
+    def __init__(self, process: SimulatedProcess) -> None:
+        self.process = process
+        self.joining: Peer | None = None  # the owner on another host, until it is connected
+        super().__init__(SimulatedLocalLinks(process.links), process.pump, process.simulation.agenda)
+        self.pid = process.pid
+        self.run_cell = process.run_cell
+        self.owner.collect_output = False
+        self.owner.make_spawner = process.make_spawner
+        self.owner.stands_still = lambda pid: False  # noqa: ARG005 (mypy wants the name)
+
+    def aside(self, call: Callable[[], object]) -> None:
+        """Schedule a call in a turn of its own, in which it may wait."""
+        self.process.soon(call)
+
+    def _set(self, _peer: Any, message: Any, _frame: Any) -> None:
+        """Apply the setting "gateway" only: other settings are for a whole operating-system process."""
+        if message.name == "gateway":
+            self.aside(lambda: self._go_through(str(message.value)))
+
+    def _go_through(self, gateway: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the gateway has ended, which the owner reports
+            go_through(self, gateway)
+
+    def _met(self, peer: Peer) -> None:
+        if peer is self.joining:
+            self.joining = None
+        super()._met(peer)
+
+    def _gone(self, peer: Peer) -> None:
+        super()._gone(peer)
+        if peer is self.joining:
+            self.process.die(1, "the owner is gone")
+
+    def exit_now(self, reason: str) -> NoReturn:
+        """End this process at once."""
+        self.process.die(-9, reason)
+        raise ProcessDied(reason)
+
+    def spawn_actors(self, procs: Any, name: str, cls: type, args: Any, kwargs: Any, restart: Any) -> Any:
+        """As Runtime.spawn_actors. Raises TypeError for actors with ``async def`` endpoints."""
+        if blueprint(cls).is_async:
+            raise TypeError(
+                f"{cls.__name__} has `async def` endpoints: the simulator runs actors with plain `def` only"
+            )
+        return super().spawn_actors(procs, name, cls, args, kwargs, restart)
+
+
+class Doorbell:
+    """Replaces the lock on which an actor runner waits: `release` schedules a turn of the actor."""
+
+    def __init__(self, process: SimulatedProcess, cell: ActorRunner) -> None:
+        self.cell = cell
+        self.busy = False
+        self._process = process
+        self._rung = self._built = False
+        cell._thread_id = threading.get_ident()  # the actor waits, and is cancelled, on this thread
+
+    def locked(self) -> bool:
+        """Return True: the actor waits."""
+        return True
+
+    def release(self) -> None:
+        """Schedule a turn of the actor."""
+        if not self._rung and not self.busy:
+            self._rung = True
+            self._process.soon(self._turn, self.cell)
+
+    def _turn(self) -> None:
+        cell, self._rung = self.cell, False
+        self.busy = True
+        try:
+            if not self._built:
+                self._built = True
+                cell.construct()
+            elif cell.failure is None:
+                cell.step()
+        except CancelledError:
+            pass  # the cancellation came after the message
+        finally:
+            self.busy = False
+        if cell.failure is None and cell._inbox:
+            self.release()
+        self._process.leave_if_done()
+
+
+class SimulatedProcess:
+    """Process of a simulation.
+
+    ``alive`` is true from its start to its end. ``returncode`` then says how it ended, as in subprocess: negative for a
+    signal, None if it was never started. ``end`` says it in words. ``label`` names it in messages. ``pid`` is unique in
+    the simulation. `Simulation.processes_of` returns these objects; only the simulator makes them.
+
+    >>> from monarch_backend.actor import this_host
+    >>> from monarch_backend.testing import Simulation
+    >>> with Simulation(seed=7) as simulation:
+    ...     procs = this_host().spawn_procs({"gpus": 2}, name="workers")
+    ...     simulation.run()
+    ...     first, second = simulation.processes_of(procs)
+    ...     simulation.kill(first)
+    ...     print(first.rank, first.alive, first.returncode, first.end, second.alive)
+    True
+    0 False -9 killed by signal 9 (SIGKILL) True
+    """
+
+    def __init__(self, simulation: Simulation, token: str, label: str, mesh: str = "", rank: int = 0) -> None:
+        self.simulation = simulation
+        self.token, self.label, self.mesh, self.rank = token, label, mesh, rank
+        self.pid = simulation.next_pid()
+        self.alive = False
+        self.end: str | None = None
+        self.returncode: int | None = None
+        self.reading = False
+        self.leaving: str | None = None
+        self.on_exit: Callable[[int], None] = lambda _: None  # reports the end to its spawner
+        self.on_kill: Callable[[int], None] = lambda _: None  # kills it before its start
+        self.spawners: list[SimulatedSpawner] = []
+        self.doorbells: list[Doorbell] = []
+        self.links = SimulatedLinks(simulation, self)
+        self.pump = SimulatedPump(self)
+        self.program: Any = None  # a SimulatedProgram; None before the start, and in a `Service`
+
+    def __repr__(self) -> str:
+        state = "running" if self.alive else self.end or "not started"
+        return f"<SimulatedProcess {self.label} (pid {self.pid}): {state}>"
+
+    # ---- start and end
+
+    def begin(self) -> None:
+        """Start the process: from now on others can reach it."""
+        self.alive = True
+        self.simulation.by_token[self.token] = self
+        self.program = SimulatedProgram(self)
+
+    def work(self, plan: Plan) -> None:
+        """Join the mesh, as ``monarch_backend._actor.worker_main.main`` does in a real process."""
+        program = self.program
+        owner = program.router.peer(plan.owner)
+        if plan.gateway:
+            program._go_through(plan.gateway)
+        if program.router.link_to(owner) < 0 and plan.tether != plan.owner:
+            program.joining = owner
+        if owner.gone is not None:
+            self.die(1, "the owner is gone")
+            return
+        program.server_address = plan.server
+        program.root = program.router.peer(plan.root, owner)
+        program.home_rank, program.home_extent = plan.rank, Extent(plan.labels, plan.sizes)
+        program.on_exit = self.leave
+        if plan.has_bootstrap:  # a simulation does not run it
+            program.router.tell(owner, Constructed(0, plan.rank))
+
+    def make_spawner(self, on_event: Callable[[Any], None], _address: str | None) -> SimulatedSpawner:
+        """Return a spawner, whose processes end with this process."""
+        spawner = SimulatedSpawner(self, on_event)
+        self.spawners.append(spawner)
+        return spawner
+
+    def run_cell(self, cell: ActorRunner) -> None:
+        """Run an actor of this process: it gets a turn for each message."""
+        bell = Doorbell(self, cell)
+        self.doorbells.append(bell)
+        cell.gate = bell  # type: ignore[assignment] # in place of the lock on which a thread waits
+        bell.release()
+
+    def leave(self, how: str, reason: str) -> None:
+        """End in order: actors first, the newest first. ``how`` and ``reason`` are passed to them."""
+        self.leaving = reason
+        for cell in reversed(list(self.program.cells.values())):
+            cell.end(how, reason)
+        self.leave_if_done()
+
+    def leave_if_done(self) -> None:
+        """End the process if it is leaving and its last actor has ended."""
+        if self.leaving is not None and self.alive:
+            cells = self.program.cells.values()
+            if all(cell.failure is not None for cell in cells) and not any(bell.busy for bell in self.doorbells):
+                self.program.closing = True
+                self.program.owner.close()
+                self.die(0, self.leaving, peace=True)
+
+    def die(self, returncode: int, reason: str = "", *, peace: bool = False) -> None:
+        """End the process at once, and the processes that it has started.
+
+        ``returncode`` is as in subprocess. ``peace``: peers are told of an orderly end, not of a failure.
+        """
+        if not self.alive:
+            return
+        self.alive = False
+        self.returncode, self.end = returncode, in_words(returncode)
+        simulation = self.simulation
+        simulation.note(self, f"ends: {self.end} {reason}")
+        what = "killed by signal" if returncode < 0 else "exited with status"
+        self.links.sever("" if peace else f"{what} {abs(returncode)}", peace)
+        for spawner in self.spawners:
+            spawner.close()
+        self.on_exit(returncode)
+        for tell in simulation.on_death:
+            tell(self)
+
+    # ---- turns
+
+    def run(
+        self, call: Callable[..., object], *args: Any, cell: ActorRunner | None = None, reading: bool = False
+    ) -> None:
+        """Call ``call(*args)`` now, as code of this process; do nothing if it has ended.
+
+        ``reading``: as on its thread that reads, where waiting is not allowed.
+        """
+        if not self.alive:
+            return
+        simulation = self.simulation
+        before, was_reading = simulation.running, self.reading
+        simulation.running, self.reading = self, reading
+        runtime._program = self.program
+        context.cell.set(cell)
+        context.message.set(None)
+        try:
+            call(*args)
+        except ProcessDied:
+            pass
+        finally:
+            self.reading, simulation.running = was_reading, before
+            runtime._program = before.program
+
+    def soon(self, call: Callable[[], object], cell: ActorRunner | None = None) -> None:
+        """Call ``call()`` in a turn of its own, after a delay that the conditions give."""
+        simulation = self.simulation
+        simulation.agenda.add(
+            simulation.conditions.pause(simulation.random), lambda: self.run(call, cell=cell, reading=False)
+        )
+
+    def receive(self, event: tuple[Any, ...], sender: SimulatedProcess) -> None:
+        """Receive an event from ``sender``; do nothing if the process has ended."""
+        if self.alive:
+            self.links.received += event[1] >= 0
+            self.simulation.note(self, sender, event)
+            self.run(self.handle, event, reading=True)
+
+    def handle(self, event: tuple[Any, ...]) -> None:
+        """Handle an event, as on the thread that reads."""
+        program = self.program
+        program.router.handle(program.links.translate((event,)))

@@ -1,0 +1,1 @@
+"""Frames, links and routing between the processes of one host."""

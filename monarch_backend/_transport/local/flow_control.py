@@ -1,0 +1,119 @@
+"""Flow control between two processes: a window of credits, and the threads that wait for credit.
+
+A message takes one credit, and one more for each `tuning.BYTES_PER_CREDIT`. The receiver returns them when the message
+has left its queue.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._transport.local import tuning
+from monarch_backend._transport.local.buffers import size_of
+from monarch_backend._transport.local.event_loop import release
+from monarch_backend._transport.local.frames import Frame, Kind
+from monarch_backend._transport.local.peer import CreditWaiter, Peer, PeerGoneError
+
+if TYPE_CHECKING:
+    from monarch_backend._transport.local.router import Router
+
+log = logging.getLogger("monarch_backend")
+
+SLOW_SEND_REPORT_S = 10.0
+"""Seconds after which a sender that waits for its receiver writes a log line."""
+
+
+def places_of(size: int) -> int:
+    """Return the credits that a message of ``size`` bytes takes, at its sender and at its receiver."""
+    return 1 + size // tuning.BYTES_PER_CREDIT
+
+
+class FlowControl:
+    """Credits of the messages to and from each peer. The counts themselves are fields of `Peer`."""
+
+    def __init__(self, router: Router) -> None:
+        self._router, self._me = router, router.me
+
+    @staticmethod
+    def has_room(peer: Peer) -> bool:
+        """Whether a message could be sent at once, even if other threads send some first."""
+        return peer.credit > tuning.CREDIT_RESERVE or peer.gone is not None
+
+    def wait_for_credit(self, peer: Peer, kind: int, target: int) -> None:
+        """Wait until one more message may be sent to this peer. Raises PeerGoneError if it is gone."""
+        if peer.gone is not None:
+            raise PeerGoneError.of(peer)
+        if peer.credit > 0:
+            return
+        mib = tuning.CREDIT_WINDOW * tuning.BYTES_PER_CREDIT >> 20
+        limit = f"{tuning.CREDIT_WINDOW} messages to {peer}, or {mib} MiB"
+        why = f"{limit}, are not processed yet: waiting"
+        self._router.on_wait(peer, kind, target, why)
+        report: Any = self.report(why, "the receiver is busy, or does not read its messages")
+        try:
+            while True:
+                room = self._waiter_of(peer)  # first: a change after the checks below wakes this waiter
+                if peer.gone is not None:
+                    raise PeerGoneError.of(peer)
+                if peer.credit > 0:
+                    return
+                self._router.wait(room, None, False)
+        finally:
+            report.cancel()
+
+    def wait_for_all(self, to: Sequence[tuple[Peer, int]], kind: int, target: int) -> None:
+        """Wait for credit of each peer; skip peers that are gone."""
+        for peer, _ in to:
+            if peer.credit <= 0:
+                try:
+                    self.wait_for_credit(peer, kind, target)
+                except PeerGoneError:
+                    continue  # supervision reports it
+
+    def lacks_credit(self, to: Sequence[tuple[Peer, int]]) -> bool:
+        """Whether another thread has taken the credit meanwhile. Call under the lock."""
+        return any(peer.credit <= 0 and peer.gone is None for peer, _ in to)
+
+    def _waiter_of(self, peer: Peer) -> CreditWaiter:
+        """Return the one object on which all threads wait for this peer: of several, only the last would be woken."""
+        new = CreditWaiter()
+        with self._router.lock:
+            room = peer.room = peer.room or new  # no call in between: a signal handler may send to this peer, too
+        return room
+
+    def report(self, why: str, guess: str) -> Any:
+        """Schedule a log line for a wait that takes long; cancel the result when the wait is over."""
+        return self._router.later(
+            SLOW_SEND_REPORT_S, lambda: log.warning("%s since %.0f s; %s", why, SLOW_SEND_REPORT_S, guess)
+        )
+
+    def processed(self, peer: Peer, frame: Frame) -> None:
+        """Return the credit of a message that has left its queue."""
+        body, buffers = frame.body, frame.buffers
+        places = places_of(len(body) if not buffers else size_of(body, buffers))
+        if peer is self._me:
+            self.refill(peer, places)
+            return
+        peer.done += places
+        if peer.done >= tuning.CREDIT_WINDOW // 16:  # often enough that nearly the whole window can be used
+            with self._router.lock:
+                count, peer.done = peer.done, 0
+                if count and peer.gone is None and self._router.reach(peer):
+                    self._router.links.send(peer.link, Kind.CREDIT, count, 0, 0, 0, peer.epoch, b"", b"", None)
+
+    def refill(self, peer: Peer, count: int) -> None:
+        """Add credit that the peer has returned, and wake the threads that wait for it."""
+        with self._router.lock:  # other threads take credit meanwhile
+            peer.credit += count
+        self.release(peer)
+
+    def release(self, peer: Peer) -> None:
+        """Wake the threads that wait for this peer."""
+        with self._router.lock:
+            room, peer.room = peer.room, None
+        if room is not None:
+            room.ready = True
+            release(room)
+            self._router.wake()

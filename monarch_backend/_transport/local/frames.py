@@ -1,0 +1,301 @@
+"""Frame formats: kinds of frames, and the typed control messages, which are small and bounded.
+
+csrc/channel/frame.h defines the layout of a frame. This module defines the meaning of its prefix and body.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+
+class Kind(IntEnum):
+    """Kinds of frames. MET, GONE, REFUSED and HOST_GONE are not sent: the links report them."""
+
+    CALL = 1  # to an actor; the prefix names the endpoint, the body has the arguments
+    REPLY = 2  # to a caller; the prefix is a Status
+    PORT = 3  # to a port; the prefix is a Status
+    CAST = 4  # a multicast frame on its way down the tree; the prefix is a Route
+    REPLIES = 5  # aggregated replies on their way up the tree; the prefix is Replies
+    CONTROL = 6  # the prefix is one of the structs below; the body has the user's data, if any
+    CREDIT = 7  # target: the returned credits
+    PART = 8  # a piece of a frame that is larger than the space in shared memory
+    MET = -1
+    GONE = -2
+    REFUSED = -3
+    HOST_GONE = -4  # precedes GONE and REFUSED of the processes of a lost host
+
+
+class Status:
+    """Prefix of a reply. It is short because it is compared for every reply."""
+
+    VALUE = b""
+    ERROR = b"E"  # the endpoint raised; the body is a packed exception
+    DEAD = b"D"  # the actor died before it read the message; the body is a packed exception
+    LOST = b"L"  # the actor died while it handled the message; the body is a packed exception
+    ITEM = b"I"  # a value of a generator; more follow
+    END = b"."  # the end of a generator
+    NOTHING = b"-"  # in aggregated replies: this reply is sent separately
+
+
+class Frame(NamedTuple):
+    """Frame as links deliver it. Events of a negative kind are shorter tuples."""
+
+    link: int
+    kind: int
+    target: int
+    ref: int
+    seq: int
+    rank: int
+    epoch: int
+    prefix: bytes
+    body: Any
+    buffers: list[Any] | None
+
+
+MAX_CONTROL_BYTES = 1 << 20
+"""Bytes of a control message without its body, which is the user's data."""
+
+
+class RelayHop(NamedTuple):
+    """Receiver of a multicast: the process, the message's sequence number for it, and its rank in the mesh."""
+
+    token: str
+    seq: int
+    rank: int
+
+
+TOKEN_LENGTH = 32
+"""Characters of a token."""
+
+
+class Route(msgspec.Struct, array_like=True, gc=False):
+    """Receivers of a multicast, in the order of the tree. The frame's rank is the receiver's place in it.
+
+    The tokens are one string: every receiver decodes the whole route and needs only a few entries.
+    """
+
+    cast: int
+    root: str
+    kind: int
+    target: int
+    ref: int
+    combine: bool
+    prefix: bytes
+    tokens: str
+    seqs: list[int]
+    ranks: list[int]
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def hop(self, index: int) -> RelayHop:
+        return RelayHop(
+            self.tokens[TOKEN_LENGTH * index : TOKEN_LENGTH * (index + 1)], self.seqs[index], self.ranks[index]
+        )
+
+
+class Part(msgspec.Struct, array_like=True, gc=False):
+    """One of the aggregated replies: its rank and status, and its bytes of the common body and number of buffers."""
+
+    rank: int
+    status: bytes
+    body: Annotated[int, msgspec.Meta(ge=0)]
+    buffers: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Replies(msgspec.Struct, array_like=True, gc=False):
+    """Prefix of aggregated replies. Each root numbers its own multicasts."""
+
+    root: str
+    parts: list[Part]
+    missing: int = 0  # further replies that do not come this way
+
+
+class CastArrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
+    """To the root of a multicast: these processes have received it."""
+
+    cast: int
+    tokens: list[str]
+
+
+class CastLost(msgspec.Struct, tag="lost", array_like=True, gc=False):
+    """To the root of a multicast: the processes below these ones may not have received it."""
+
+    cast: int
+    tokens: list[str]
+
+
+class LookupRequest(msgspec.Struct, tag="where", array_like=True, gc=False):
+    """To an owner: asks whether the process with this token is up."""
+
+    token: str
+
+
+class LookupReply(msgspec.Struct, tag="there", array_like=True, gc=False):
+    """The reply to `LookupRequest`: the process is up, or ``gone`` says how it ended."""
+
+    token: str
+    gone: str | None
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True, gc=False):
+    """To an actor: its caller has cancelled this call."""
+
+    actor: int
+    ref: int
+    reason: str
+
+
+class MoreCredit(msgspec.Struct, tag="more", array_like=True, gc=False):
+    """To an actor: its caller has consumed this many values of the generator."""
+
+    actor: int
+    ref: int
+    count: int
+
+
+class Construct(msgspec.Struct, tag="construct", array_like=True, gc=False):
+    """To a process: build an actor; the body has the class, its arguments and the mesh of processes."""
+
+    actor: int
+    name: str
+    rank: int
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    owner: int  # the actor that spawns it, 0 for a program
+    creator: str  # the owner's name
+    generation: int = 0
+    restarts: bool = False  # whether another Construct may follow after a failure
+    is_async: bool = False
+
+
+class Constructed(msgspec.Struct, tag="constructed", array_like=True, gc=False):
+    """To the owner: this rank of an actor mesh is up."""
+
+    actor: int
+    rank: int
+    generation: int = 0
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True, gc=False):
+    """To a process: stop an actor, or the process itself if actor is 0; `how` is stop, abort, restart or kill."""
+
+    actor: int
+    how: str
+    reason: str
+
+
+class Stopped(msgspec.Struct, tag="stopped", array_like=True, gc=False):
+    """To the owner: this rank of an actor mesh has ended and cleaned up, after a stop or a failure."""
+
+    actor: int
+    rank: int
+    generation: int = 0
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True, gc=False):
+    """To the owner: this rank of an actor mesh has failed; the body is a packed exception."""
+
+    actor: int
+    rank: int
+    generation: int = 0
+
+
+MAX_REPLACED_RANKS = 8192
+"""Ranks in one Replaced message, which stays well below MAX_CONTROL_BYTES."""
+
+
+class Replaced(msgspec.Struct, tag="replaced", array_like=True, gc=False):
+    """To all processes that use the mesh: these ranks have been restarted, with these tokens."""
+
+    mesh: str
+    ranks: list[int]
+    tokens: list[str]
+
+
+KNOCK = "knock"
+"""Name of a Setting without effect. A process that has not read it does not make progress."""
+
+REPORT_BUSY = "report_busy"
+"""Name of a Setting that makes actors which should stop log where they are busy."""
+
+
+class Setting(msgspec.Struct, tag="setting", array_like=True, gc=False):
+    """To a process: a new value of one of its settings, such as the log level, or one of the names above."""
+
+    name: str
+    value: Any
+
+
+class Agent(msgspec.Struct, tag="agent", array_like=True, gc=False):
+    """Between a controller and its agents on hosts: the body is a message of _hosts/protocol.py."""
+
+
+Control = (
+    CastArrived
+    | CastLost
+    | LookupRequest
+    | LookupReply
+    | Cancel
+    | MoreCredit
+    | Construct
+    | Constructed
+    | Stop
+    | Stopped
+    | Failed
+    | Replaced
+    | Setting
+    | Agent
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_control = msgspec.msgpack.Decoder(Control)
+_route = msgspec.msgpack.Decoder(Route)
+_replies = msgspec.msgpack.Decoder(Replies)
+
+
+class FrameError(ValueError):
+    """Bytes from another process are not a valid frame or message."""
+
+
+def encode(message: Any) -> bytes:
+    """Encode a struct of this module. Raises FrameError if it is larger than MAX_CONTROL_BYTES."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_CONTROL_BYTES:
+        raise FrameError(
+            f"a control message of {len(data)} bytes ({type(message).__name__}): the limit is {MAX_CONTROL_BYTES}"
+        )
+    return data
+
+
+def decode(decoder: Any, data: bytes, what: str = "a control message") -> Any:
+    """Decode bytes from another process. Raises FrameError if they are invalid or more than MAX_CONTROL_BYTES."""
+    if len(data) > MAX_CONTROL_BYTES:
+        raise FrameError(f"{what} of {len(data)} bytes: the limit is {MAX_CONTROL_BYTES}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the last two are not DecodeErrors
+        raise FrameError(f"not {what}: {error}") from error
+
+
+def decode_control(data: bytes) -> Control:
+    """Decode a control message. Raises FrameError."""
+    message: Control = decode(_control, data)
+    return message
+
+
+def decode_route(data: bytes) -> Route:
+    """Decode the route of a multicast. Raises FrameError, also for a route without receivers."""
+    route: Route = decode(_route, data)
+    if not route.seqs or len(route.tokens) != TOKEN_LENGTH * len(route.seqs) or len(route.ranks) != len(route.seqs):
+        raise FrameError("a multicast whose receivers do not add up")
+    return route
+
+
+def decode_replies(data: bytes) -> Replies:
+    """Decode the prefix of aggregated replies. Raises FrameError."""
+    replies: Replies = decode(_replies, data)
+    return replies

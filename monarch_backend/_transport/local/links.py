@@ -1,0 +1,145 @@
+"""Interfaces of links and of the clock, with their implementations on one host. The simulator replaces both.
+
+`Links` carry frames between processes. The frames between two processes stay in order.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from monarch_backend import _native
+from monarch_backend._core import env
+from monarch_backend._core.limits import explained
+
+ARENA_BYTES = 4 << 30
+"""Bytes of address space for the unread messages of one process. Pages are committed at their first use."""
+
+MOST_IN_ONE = 256 << 20
+"""Bytes of a payload that is sent in one piece; a larger one is sent in several."""
+
+MAX_UNREAD_BYTES = 256 << 20
+"""Bytes of the arena that one receiver may leave unread: the rest is for other receivers. One message of any size may
+always be sent."""
+
+FIRST_REMOTE_LINK = 1 << 20
+"""The number of the first link to another host."""
+
+LINK_PENDING = -2
+"""Result of `connect` for a process that does not answer yet."""
+
+
+class Clock(Protocol):
+    """Monotonic clock."""
+
+    def now(self) -> float:
+        """Return seconds since an arbitrary point."""
+        ...
+
+
+class RealClock:
+    """Monotonic clock of the machine."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+Receiver = tuple[int, int, int, int]
+"""Link, sequence number, rank, epoch."""
+
+
+def epoch_of(token: str) -> int:
+    """Return the epoch in a token: how often the process has been restarted. Frames carry the epoch.
+
+    The epoch of a program has no meaning.
+
+    >>> epoch_of("0123456789abcdef0123456789ab" + "0002")
+    2
+    """
+    try:
+        return int(token[-4:], 16)
+    except ValueError:
+        return 0
+
+
+class Links(Protocol):
+    """Sends frames to other processes, in order for each pair of processes."""
+
+    token: str
+
+    def connect(self, token: str) -> int:
+        """Return the link to the process with this token; -1 if it can't be reached.
+
+        Return LINK_PENDING if the process exists and does not answer yet. MET or REFUSED follows later.
+        """
+        ...
+
+    def send(
+        self,
+        link: int,
+        kind: int,
+        target: int,
+        ref: int,
+        seq: int,
+        rank: int,
+        epoch: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:
+        """Send a frame without waiting. Return False, and send nothing, if there is no space for the payload."""
+        ...
+
+    def cast(
+        self,
+        to: list[Receiver],
+        kind: int,
+        target: int,
+        ref: int,
+        prefix: bytes,
+        body: Any,
+        buffers: Sequence[Any] | None,
+    ) -> bool:
+        """Send one frame to several receivers; the payload is copied once."""
+        ...
+
+    def drop(self, link: int) -> None:
+        """Close this link."""
+        ...
+
+    def unread(self, link: int) -> int:
+        """Return the bytes on this link that its receiver has not read yet."""
+        ...
+
+
+def few_processors() -> bool:
+    """Whether there are too few processors for a process and its gateway, two threads each, to wait by spinning."""
+    return len(os.sched_getaffinity(0)) < 4
+
+
+class LocalLinks:
+    """Links between processes of one host, over shared memory."""
+
+    def __init__(self, token: str = "", *, crowded: bool = False) -> None:
+        with explained(f"reserve {ARENA_BYTES} bytes of address space for messages"):
+            self.host = _native.Host(ARENA_BYTES, token)
+        spin = env.get("MONARCH_BUSY_POLL")
+        with explained("start the thread that wakes this process for messages"):
+            self.post = _native.Post(self.host, spin == "0" if spin else crowded, MAX_UNREAD_BYTES)
+        self._crowded = crowded
+        self.token: str = self.host.token
+        self.connect = self.post.connect
+        self.send = self.post.send
+        self.cast = self.post.cast
+        self.drop = self.post.drop
+        self.unread = self.post.unread
+        self.translate: Callable[[Sequence[Any]], Sequence[Any]] = lambda events: events
+
+    def go_through(self, far: Any) -> None:
+        """Send through ``far``, a FarLinks around these links, so that other hosts can be reached, too."""
+        if not env.get("MONARCH_BUSY_POLL"):
+            self.post.crowd(self._crowded or few_processors())
+        self.connect, self.send, self.cast = far.connect, far.send, far.cast
+        self.drop, self.unread, self.translate = far.drop, far.unread, far.translate

@@ -1,0 +1,221 @@
+"""Multicast down a tree of processes: relaying, the root's record of receivers that have it, and replies.
+
+The tree's shape and the aggregation of replies are in broadcast_tree.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._transport.local import frames, tuning
+from monarch_backend._transport.local.broadcast_tree import (
+    Multicast,
+    ReplyAggregator,
+    children,
+    count_below,
+    descendants,
+)
+from monarch_backend._transport.local.buffers import own, size_of
+from monarch_backend._transport.local.flow_control import places_of
+from monarch_backend._transport.local.frames import CastArrived, CastLost, Frame, FrameError, Kind, Route, Status
+from monarch_backend._transport.local.links import Receiver
+from monarch_backend._transport.local.peer import Peer
+
+if TYPE_CHECKING:
+    from monarch_backend._transport.local.router import Router
+
+
+class TreeMulticast:
+    """Multicasts that this process has sent or relays."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.casts: dict[int, Multicast] = {}  # sent by this process, and not known to have arrived everywhere
+        self.combiners: dict[tuple[str, int], ReplyAggregator] = {}  # by the root's token and its number
+
+    def send(
+        self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, combine: bool
+    ) -> None:
+        """Send to (process, rank) pairs; waits until all have credit. With ``combine`` replies are aggregated."""
+        while True:
+            self._router.flow.wait_for_all(to, kind, target)
+            with self._router.lock:
+                if not self._router.flow.lacks_credit(to):
+                    return self._start(to, kind, target, ref, prefix, body, combine)
+
+    def _start(
+        self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, combine: bool
+    ) -> None:
+        """Send to the first processes of the tree. Call under the lock."""
+        hops, places = [], places_of(size_of(body, None))
+        for peer, rank in to:
+            peer.sent = seq = peer.sent + 1
+            peer.credit -= places
+            hops.append(frames.RelayHop(peer.token, seq, rank))
+        number = next(self._router.ids)
+        peers = [peer for peer, _ in to]
+        cast = Multicast(number, kind, target, ref, prefix, own(body), peers, hops, set(range(len(hops))))
+        self.casts[number] = cast
+        tokens = "".join(hop.token for hop in hops)
+        seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
+        route = frames.encode(
+            Route(number, self._router.token, kind, target, ref, combine, prefix, tokens, seqs, ranks)
+        )
+        first = [(peers[i].link, 0, i, peers[i].epoch) for i in range(min(tuning.TREE_FANOUT, len(hops)))]
+        self._send_each(first, route, cast.body, None)
+        for index, peer in enumerate(peers):
+            if peer.gone is not None:
+                self._bypass(cast, index)
+        self._mark(number, ())  # peers that have exited before the multicast was recorded
+
+    def receive(self, frame: Frame) -> None:
+        """Relay a multicast to the processes below this one, then deliver it here."""
+        route = frames.decode_route(frame.prefix)
+        if frame.rank >= len(route) or route.hop(frame.rank).token != self._router.token:
+            raise FrameError("a multicast for another process")
+        root = self._router.peer(route.root)
+        below = children(frame.rank, len(route), tuning.TREE_FANOUT)
+        combiner = None
+        with self._router.lock:
+            if route.combine and root.gone is None:
+                counts = {route.hop(i).token: count_below(i, len(route), tuning.TREE_FANOUT) for i in below}
+                combiner = self.combiners[route.root, route.cast] = ReplyAggregator(
+                    self._router, frame.link, root, route, counts
+                )
+            self._pass_on(route, root, frame, below)
+            if not route.combine:
+                self._router.tell(root, CastArrived(route.cast, [self._router.token]))
+        hop = route.hop(frame.rank)
+        mine = Frame(
+            frame.link,
+            route.kind,
+            route.target,
+            route.ref,
+            hop.seq,
+            hop.rank,
+            self._router.epoch,
+            route.prefix,
+            frame.body,
+            frame.buffers,
+        )
+        if not self._router.in_order(root, mine, combiner) and combiner is not None:
+            combiner.own(hop.rank, Status.NOTHING, b"", None)  # a copy came directly, and so does its reply
+
+    def _pass_on(self, route: Route, root: Peer, frame: Frame, below: Sequence[int]) -> None:
+        to = []
+        for index in below:
+            token = route.hop(index).token
+            child = self._router.peer(token, root)
+            if child.gone is None and self._router.reach(child):
+                to.append((child.link, 0, index, child.epoch))
+            else:
+                combiner = self.combiners.get((route.root, route.cast))
+                if combiner is not None:
+                    combiner.lost(token)
+                self._router.tell(root, CastLost(route.cast, [token]))
+        if to:
+            self._send_each(to, frame.prefix, frame.body, frame.buffers)
+
+    def _send_each(self, to: list[Receiver], route: bytes, body: Any, buffers: Any) -> None:
+        """Send to these places of the tree: with one copy, or separately if there is no space."""
+        if not self._router.links.cast(to, Kind.CAST, 0, 0, route, body, buffers):
+            for link, _, index, _ in to:
+                self._router.send_or_keep(link, Kind.CAST, 0, 0, route, body, buffers, rank=index)
+
+    def _bypass(self, cast: Multicast, index: int) -> None:
+        """Send directly to the processes below this place of the tree."""
+        for below in descendants(index, len(cast.hops), tuning.TREE_FANOUT):
+            if below in cast.missing and cast.peers[below].gone is None:
+                self._emit_hop(cast, below)
+
+    def _emit_hop(self, cast: Multicast, index: int) -> None:
+        hop, peer = cast.hops[index], cast.peers[index]
+        cast.missing.discard(index)  # a direct link loses nothing
+        if not cast.missing:
+            self.casts.pop(cast.number, None)
+        self._router.emit(peer, cast.kind, cast.target, cast.ref, hop.seq, hop.rank, cast.prefix, cast.body, None)
+
+    def on_arrived(self, _peer: Peer, message: CastArrived, _: Frame) -> None:
+        """Note that processes have the message."""
+        self._mark(message.cast, message.tokens)
+
+    def _mark(self, number: int, tokens: Sequence[str]) -> None:
+        with self._router.lock:
+            cast = self.casts.get(number)
+            if cast is None:
+                return
+            gone = set(tokens)
+            cast.missing -= {
+                i for i, hop in enumerate(cast.hops) if hop.token in gone or cast.peers[i].gone is not None
+            }
+            if not cast.missing:
+                del self.casts[number]
+
+    def on_lost(self, _peer: Peer, message: CastLost, _: Frame) -> None:
+        """Send directly to processes that the tree did not reach, and to those below them."""
+        with self._router.lock:
+            cast = self.casts.get(message.cast)
+            if cast is None:
+                return
+            for token in message.tokens:
+                index = next((i for i, hop in enumerate(cast.hops) if hop.token == token), None)
+                if index is not None:
+                    if index in cast.missing and cast.peers[index].gone is None:
+                        self._emit_hop(cast, index)
+                    self._bypass(cast, index)
+
+    def receive_replies(self, peer: Peer, frame: Frame) -> None:
+        """Relay aggregated replies up the tree; at the root, deliver them one by one."""
+        replies = frames.decode_replies(frame.prefix)
+        parts, buffers = replies.parts, frame.buffers or []
+        if sum(part.body for part in parts) != len(frame.body) or sum(part.buffers for part in parts) != len(buffers):
+            raise FrameError("aggregated replies whose lengths do not add up")
+        if replies.root != self._router.token:
+            combiner = self.combiners.get((replies.root, frame.target))
+            if combiner is not None:
+                combiner.below(peer.token, replies, frame.body, buffers)
+            else:  # the aggregator of this process has finished
+                link = self._router.link_to(self._router.peer(replies.root))
+                self._router.send_or_keep(
+                    link, Kind.REPLIES, frame.target, frame.ref, frame.prefix, frame.body, buffers
+                )
+            return
+        cast = self.casts.get(frame.target)
+        at, nth, body = 0, 0, memoryview(frame.body)
+        handler = self._router.handlers[Kind.REPLY]
+        ranks = {hop.rank: hop.token for hop in cast.hops} if cast is not None else {}
+        for part in parts:
+            own = body[at : at + part.body]
+            one = Frame(
+                frame.link,
+                Kind.REPLY,
+                0,
+                frame.ref,
+                0,
+                part.rank,
+                frame.epoch,
+                part.status,
+                own,
+                buffers[nth : nth + part.buffers],
+            )
+            at, nth = at + part.body, nth + part.buffers
+            if part.status != Status.NOTHING:
+                handler(peer, one, None)
+        if cast is not None:
+            self._mark(frame.target, [ranks[part.rank] for part in parts if part.rank in ranks])
+
+    def on_peer_exit(self, peer: Peer) -> None:
+        """Send directly to the subtree of a process that is gone; expect no reply from it. Call under the lock."""
+        for cast in list(self.casts.values()):
+            for index, other in enumerate(cast.peers):
+                if other is peer:
+                    self._bypass(cast, index)
+        for number in list(self.casts):
+            self._mark(number, [peer.token])
+        for (root, number), combiner in list(self.combiners.items()):
+            combiner.lost(peer.token)
+            if root == peer.token:
+                self.combiners.pop((root, number), None)
+            else:
+                self._router.tell(self._router.peer(root), CastLost(number, [peer.token]))

@@ -1,0 +1,1 @@
+"""Connections between hosts: TCP, TLS, authentication, gateways, multicast."""

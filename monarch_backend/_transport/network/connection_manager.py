@@ -1,0 +1,488 @@
+"""Connections to other hosts: one thread that accepts, connects and reads, and detects broken and silent peers.
+
+The module and its parts are the only users of sockets and real time between hosts:
+
+- connection.py: the state of a connection and of its peer
+- dialer.py: connecting, and the retry of a broken connection
+- handshake.py: authentication of a new connection (the messages are in auth.py)
+- socket_io.py: bytes, with or without TLS
+- frame_reader.py: frames, in the order of the session (session.py)
+
+gateway.py handles the frames. rdma_send.py sends large frames over NICs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._core.limits import start_thread
+from monarch_backend._transport.network.auth import (
+    HandshakeError,
+    name_of,
+)
+from monarch_backend._transport.network.connection import (
+    ANY_RECEIVER,
+    Address,
+    Connection,
+    HandedOverError,
+    PeerConnection,
+    Timeouts,
+)
+from monarch_backend._transport.network.dialer import Dialer
+from monarch_backend._transport.network.frame_reader import FrameReader
+from monarch_backend._transport.network.handshake import Handshakes
+from monarch_backend._transport.network.rdma_send import RdmaRead, RdmaSender, loans
+from monarch_backend._transport.network.session import (
+    MOST_BODY,
+    MOST_PREFIX,
+    SessionError,
+)
+from monarch_backend._transport.network.socket_io import SocketIO
+
+if TYPE_CHECKING:
+    from monarch_backend._transport.network.tls import Tls
+
+log = logging.getLogger("monarch_backend")
+
+MAX_UNAUTHENTICATED = 256
+"""Unauthenticated connections at one time. The oldest is closed when there is one more."""
+
+MAX_ENDED_SESSIONS = 1024
+"""Ended sessions that are remembered, so that none of them begins again."""
+
+AUTHENTICATION_TIMEOUT_S = 5.0
+"""Time for the handshake of an accepted connection."""
+
+RECONNECT_AFTER_CLOSE_S = 1.0
+"""Time for a peer to reconnect after it has closed its connection. A dying process closes its connections, too."""
+
+_PROMPT = ((16, 1), (44, 1000))
+"""TCP_THIN_LINEAR_TIMEOUTS, TCP_RTO_MAX_MS: retransmit lost packets at least each second. With the default back-off of
+0.2, 0.4, 0.8, 1.6, 3.2 s a network that recovers in time would still look silent."""
+
+
+class Tcp:
+    """Connections of one process to other hosts. Callbacks run on its thread, and must not block.
+
+    - ``on_frame(remote, prefix, body)``: ``body`` is a view that is valid until the callback returns.
+    - ``on_up(remote)``, ``on_lost(remote)``: called at most once for each peer. A connection that breaks and is
+      restored within ``bounds.silence`` calls neither.
+    - ``secrets``: accepted secrets by `name_of`; the mapping may change.
+    - ``hand_over(token, socket, read)``: passes on a connection to another process of this host, with the bytes that
+      were read from it. It returns False if there is no such process.
+    - ``lends``: NICs carry large frames if both hosts have NICs and set this.
+    - ``max_frame_bytes``: a peer that announces a larger frame loses its connection before memory is reserved.
+    - ``max_sessions``: sessions that peers may open at one time; a further one is refused.
+    """
+
+    def __init__(
+        self,
+        who: bytes,
+        secrets: Mapping[bytes, bytes],
+        on_frame: Callable[[PeerConnection, bytes, memoryview], None],
+        on_up: Callable[[PeerConnection], None],
+        on_lost: Callable[[PeerConnection], None],
+        *,
+        bounds: Timeouts | None = None,
+        tls: Callable[[bytes], Tls] | None = None,
+        hand_over: Callable[[bytes, socket.socket, bytes], bool] | None = None,
+        lends: bool = False,
+        max_frame_bytes: int = MOST_PREFIX + MOST_BODY,
+        max_sessions: int | None = None,
+    ) -> None:
+        self.who, self.secrets = who, secrets
+        self.on_frame, self.on_up, self._on_lost = on_frame, on_up, on_lost
+        self.bounds = bounds or Timeouts()
+        self.tls, self.hand_over = tls, hand_over
+        self.max_frame_bytes, self.max_sessions = max_frame_bytes, max_sessions
+        self.loans: RdmaSender | None = loans(self) if lends else None
+        self.remotes: dict[bytes, PeerConnection] = {}  # by session
+        self.ended_sessions: dict[bytes, None] = {}  # the oldest first
+        self.io, self.dialer = SocketIO(self), Dialer(self)
+        self.handshakes, self.frames = Handshakes(self), FrameReader(self)
+        self.strangers: dict[Connection, None] = {}  # unauthenticated, the oldest first
+        self.selector = selectors.DefaultSelector()
+        self._soon: deque[Callable[[], None]] = deque()
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.selector.register(self._nudge, selectors.EVENT_READ, None)
+        self._listeners: list[socket.socket] = []
+        self.is_closed = False
+        self._beats = 0.0  # time of the next heartbeat
+        self._thread = threading.Thread(target=self._run, name="monarch-hosts", daemon=True)
+
+    # ---- from any thread
+
+    def start(self) -> None:
+        start_thread(self._thread)
+
+    def listen(self, host: str, port: int = 0) -> Address:
+        """Accept connections. Return the address with the port that was assigned. Raises OSError."""
+        [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(128)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+        self._listeners.append(listener)
+        self.soon(lambda: self._watch(listener))
+        name: Address = listener.getsockname()[:2]
+        return name
+
+    def call(
+        self, address: Address, secret: bytes, whom: bytes = ANY_RECEIVER, *, patience: float | None = None
+    ) -> PeerConnection:
+        """Connect to a host, and retry for ``patience`` seconds. Then ``on_up`` or ``on_lost`` is called."""
+        remote = PeerConnection(os.urandom(16), address, secret, time.monotonic())
+        remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
+        self.remotes[remote.id] = remote
+        self.soon(lambda: self.dialer.call(remote))
+        self.later(remote.silence, lambda: None if remote.up else self._lose_the_silent(remote, time.monotonic()))
+        return remote
+
+    def take_over(self, accepted: socket.socket, knock: bytes) -> None:
+        """Take over a connection that another process has accepted; ``knock`` is the preamble that it has read."""
+        self.soon(lambda: self.adopt(accepted, None, knock))
+
+    def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
+        """Send a frame in order, now or when the session has room. The body must not change until it has arrived.
+
+        ``lendable``: the number of parts at the end of the body that NICs may read, without encryption.
+        """
+        with remote.lock:
+            if remote.lost is not None:
+                return
+            if remote.waiting or remote.session.full or remote.nics.loan is not None:
+                remote.waiting.append((prefix, body, lendable))
+            else:
+                self._send(remote, prefix, body, lendable)
+
+    def _send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int) -> None:
+        if lendable and self.loans is not None and self.loans.lend(remote, prefix, body, lendable):
+            return
+        parts = remote.session.send(prefix, body)
+        if remote.connection is not None:
+            self.io.write(remote.connection, parts)
+
+    def hang_up(self, remote: PeerConnection) -> None:
+        """End the session with this peer. No callback is called for it any more."""
+        self.soon(lambda: self._hang_up(remote))
+
+    def soon(self, call: Callable[[], None]) -> None:
+        self._soon.append(call)
+        self._wake()
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Schedule a call on the thread in ``seconds``."""
+        self.soon(lambda: self.timers.append((time.monotonic() + seconds, call)))
+
+    def close(self) -> None:
+        """End all sessions and the thread."""
+
+        def end() -> None:
+            for remote in list(self.remotes.values()):
+                self._hang_up(remote)
+            self.is_closed = True
+
+        if self._thread.is_alive():
+            self.soon(end)
+            self._thread.join()
+
+    # ---- the thread
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError, BlockingIOError):
+            os.eventfd_write(self._nudge, 1)
+
+    def _watch(self, listener: socket.socket) -> None:
+        self.selector.register(listener, selectors.EVENT_READ, listener)
+
+    def _run(self) -> None:
+        try:
+            turn = time.monotonic()
+            self._beats = turn + self.bounds.heartbeat
+            while not self.is_closed:
+                turn = self._turn(turn)
+        except BaseException:
+            log.exception("the thread of the connections between hosts has failed: all hosts are lost to this process")
+            for remote in list(self.remotes.values()):
+                self._safely(lambda remote=remote: self.lose(remote, "this side can't read connections any more"))  # type: ignore[misc]
+        finally:
+            if self.loans is not None:
+                self.loans.close()
+            self._end()
+
+    def _turn(self, last: float) -> float:
+        """Run one turn of the loop. Return the time at which it began."""
+        now = time.monotonic()
+        if now - last > self.bounds.silence / 2:  # this process was stopped: the peers' bytes may wait in the sockets
+            for remote in list(self.remotes.values()):
+                remote.heard += now - last
+        if now >= self._beats:
+            self._safely(lambda: self._beat(now))
+            self._beats = now + self.bounds.heartbeat
+        due = now if self._soon else min([self._beats, *(at for at, _ in self.timers)])
+        for key, events in self.selector.select(max(0.0, due - now)):
+            self._serve(key, events)
+        self._do_what_is_due()
+        return now
+
+    def _safely(self, call: Callable[[], object]) -> None:
+        """Run a call; log its error, which concerns one connection only."""
+        try:
+            call()
+        except Exception:
+            log.exception("an operation between hosts failed unexpectedly; the other connections continue")
+
+    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
+        try:
+            if key.data is None:
+                os.eventfd_read(self._nudge)
+            elif isinstance(key.data, Connection):
+                if not key.data.gone:
+                    self._ready(key.data, events)
+            else:
+                self._accept(key.data)
+        except Exception:
+            log.exception("a connection between hosts failed unexpectedly; the others continue")
+            if isinstance(key.data, Connection):
+                self.drop(key.data)
+
+    def _do_what_is_due(self) -> None:
+        for _ in range(len(self._soon)):  # calls that are added meanwhile wait until the sockets were read
+            self._safely(self._soon.popleft())
+        now = time.monotonic()
+        due = [call for at, call in self.timers if at <= now]
+        self.timers = [(at, call) for at, call in self.timers if at > now]
+        for call in due:
+            self._safely(call)
+
+    def _end(self) -> None:
+        for key in list(self.selector.get_map().values()):
+            if isinstance(key.data, Connection):
+                self.drop(key.data)
+        for listener in self._listeners:
+            listener.close()
+        self.selector.close()
+        os.close(self._nudge)
+
+    def _beat(self, now: float) -> None:
+        """Send heartbeats. Drop peers and unauthenticated connections that are silent for too long."""
+        for stranger in [s for s in self.strangers if now - s.since > AUTHENTICATION_TIMEOUT_S]:
+            self.drop(stranger)
+        for remote in list(self.remotes.values()):
+            if now - remote.heard > remote.silence:
+                self._lose_the_silent(remote, now)
+                continue
+            self._give_up_attempt(remote, now)
+            if self.loans is not None:
+                self.loans.beat(remote, now)
+            with remote.lock:
+                if remote.connection is not None and remote.up:
+                    self.io.write(remote.connection, [remote.session.word()])
+
+    def _give_up_attempt(self, remote: PeerConnection, now: float) -> None:
+        """Drop an attempt that gets no answer, then connect again: the packet that ended it may be lost."""
+        attempt, most = remote.attempt, self.bounds.silence / (2 if remote.up else 1)
+        if attempt is not None and not attempt.gone and now - attempt.since > most:
+            remote.trouble = f"it did not answer a connection for {now - attempt.since:.1f} s"
+            self.drop(attempt)
+
+    def _lose_the_silent(self, remote: PeerConnection, now: float) -> None:
+        how = "nothing was heard from it" if remote.up else "it did not answer"
+        why = f" ({remote.trouble})" if remote.trouble else ""
+        self.lose(remote, f"{how} for {now - remote.heard:.1f} s{why}")
+
+    def lose(self, remote: PeerConnection, why: str) -> None:
+        if self.remotes.pop(remote.id, None) is None:
+            return
+        self._forget(remote)
+        with remote.lock:
+            remote.lost = why
+            remote.waiting.clear()
+            self._lend_no_more(remote)
+            connection, remote.connection = remote.connection, None
+        if connection is not None:
+            self.drop(connection)
+        self._on_lost(remote)
+
+    def _forget(self, remote: PeerConnection) -> None:
+        """Remember the end of a session, so that it does not begin again with frames that were delivered before."""
+        self.ended_sessions[remote.id] = None
+        while len(self.ended_sessions) > MAX_ENDED_SESSIONS:
+            del self.ended_sessions[next(iter(self.ended_sessions))]
+
+    def _lend_no_more(self, remote: PeerConnection) -> None:
+        if self.loans is not None:
+            self.loans.forget(remote)
+
+    def _hang_up(self, remote: PeerConnection) -> None:
+        if self.remotes.pop(remote.id, None) is None:
+            return
+        self._forget(remote)
+        with remote.lock:
+            remote.lost = "this side has ended the session"
+            if self.loans is not None:
+                self.loans.settle(remote)
+            self._lend_no_more(remote)
+            connection, remote.connection = remote.connection, None
+            if connection is not None:
+                self.io.write(connection, [remote.session.bye()])
+        if connection is not None:
+            self.drop(connection)
+
+    # ---- start and end of connections
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            accepted, _ = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # free descriptors of unauthenticated connections
+                for stranger in list(self.strangers)[:8]:
+                    self.drop(stranger)
+            return
+        self.adopt(accepted, None, b"")
+
+    def adopt(self, plain: socket.socket, remote: PeerConnection | None, knock: bytes) -> None:
+        """Start the handshake on a socket: to ``remote`` if this process connects, else of an accepted connection."""
+        plain.setblocking(False)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in _PROMPT:
+            with contextlib.suppress(OSError):  # an older kernel
+                plain.setsockopt(socket.IPPROTO_TCP, option, value)
+        connection = Connection(plain, iter(()), None)  # type: ignore[arg-type]
+        if remote is None:
+            while len(self.strangers) >= MAX_UNAUTHENTICATED:
+                self.drop(next(iter(self.strangers)))
+            self.strangers[connection] = None
+            connection.reader = self.handshakes.accept(connection, knock)
+        else:
+            connection.name, connection.remote, connection.connecting = str(remote), remote, True
+            remote.attempt = connection
+            connection.reader = self.handshakes.connect(connection, remote)
+        self.selector.register(plain, selectors.EVENT_READ | selectors.EVENT_WRITE * connection.connecting, connection)
+        if remote is None:
+            self.guarded(connection, lambda: self.io.advance(connection, None))
+
+    def drop(self, connection: Connection) -> None:
+        """Close a connection. Its session may continue on another one."""
+        if connection.gone:
+            return
+        connection.gone = True
+        self.strangers.pop(connection, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(connection.socket)
+        remote = connection.remote
+        if remote is None:
+            connection.socket.close()
+        else:
+            with remote.lock:  # no thread is writing
+                if remote.lost is None:  # with a reset: an orderly close means that this process has ended
+                    with contextlib.suppress(OSError):
+                        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.socket.close()
+        with contextlib.suppress(ValueError):  # the reader is running: it has called this method
+            connection.reader.close()
+        if remote is None:
+            return
+        with remote.lock:
+            if remote.connection is connection:
+                remote.connection = None
+        if remote.address is not None and remote.lost is None and not self.is_closed:
+            self.dialer.call_again(remote)
+
+    # ---- reading
+
+    def guarded(self, connection: Connection, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except HandedOverError:
+            self.strangers.pop(connection, None)
+        except HandshakeError as error:
+            self.handshakes.refuse(connection, error)
+        except (OSError, SessionError, EOFError) as error:
+            remote = connection.remote
+            if remote is not None:
+                before = not remote.up and not connection.connecting
+                remote.trouble = f"{error}; is it a host, with the same MONARCH_TLS?" if before else str(error)
+            # After a failed write the socket reads an end, although the connection broke.
+            ended = isinstance(error, EOFError) and not connection.broken
+            ended = ended and remote is not None and remote.connection is connection
+            self.drop(connection)
+            if remote is not None and remote.up:
+                self._broken(remote, error, ended)
+
+    def _broken(self, remote: PeerConnection, error: Exception, ended: bool) -> None:
+        """Detect the end of the peer's process: its system closes connections, while a network breaks them."""
+        if ended:
+            remote.closed = True
+            times = remote.times
+            self.timers.append((time.monotonic() + RECONNECT_AFTER_CLOSE_S, lambda: self._still_closed(remote, times)))
+        elif remote.closed and isinstance(error, ConnectionRefusedError):
+            self.lose(remote, "its process has closed the connection and does not listen any more")
+
+    def _still_closed(self, remote: PeerConnection, times: int) -> None:
+        if remote.times == times and remote.lost is None:
+            self.lose(remote, "its process has closed the connection and does not connect again")
+
+    def _ready(self, connection: Connection, events: int) -> None:
+        def act() -> None:
+            if connection.connecting:
+                error = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if error:
+                    raise OSError(error, os.strerror(error))
+                connection.connecting = False
+                self.io.look_for(connection, selectors.EVENT_READ)
+                self.io.advance(connection, None)
+                return
+            if connection.shaking and not self.io.shake(connection):
+                return
+            if events & selectors.EVENT_WRITE and connection.remote is not None:
+                with connection.remote.lock:
+                    self.io.flush(connection)
+            elif events & selectors.EVENT_WRITE:
+                self.io.flush(connection)
+            if events & selectors.EVENT_READ:
+                self.io.read(connection)
+
+        self.guarded(connection, act)
+
+    # ---- for rdma_send.py
+
+    def have_read(self, remote: PeerConnection, reading: RdmaRead) -> None:
+        """As Carrier.have_read: deliver a frame that a NIC has read."""
+        if (connection := remote.connection) is not None:
+            self.guarded(connection, lambda: self.frames.take(remote, reading.head, reading.prefix, reading.body))
+        reading.over()
+
+    def go_on(self, remote: PeerConnection) -> None:
+        """As Carrier.go_on: send waiting frames, as far as the session has room."""
+        if self.loans is not None:
+            self.loans.heard(remote)
+        while remote.waiting and not remote.session.full and remote.nics.loan is None:
+            self._send(remote, *remote.waiting.popleft())
+
+    def put(self, remote: PeerConnection, parts: Sequence[Any]) -> None:
+        """As Carrier.put: write to the peer's connection, if there is one. The next connection resends what is lost."""
+        if remote.connection is not None:
+            self.io.write(remote.connection, parts)
+
+
+def secrets_by_name(*secrets: bytes) -> dict[bytes, bytes]:
+    """Return secrets by their names, as Tcp expects them."""
+    return {name_of(secret): secret for secret in secrets}

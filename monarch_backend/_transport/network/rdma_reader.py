@@ -1,0 +1,280 @@
+"""NICs of this process for frames between hosts: queue pairs to other gateways, registrations, and reads.
+
+The work runs on a thread of its own, because opening devices, registering memory and importing are slow. The engine is
+the process's shared one (_verbs/shared_engine.py), which is imported at its first use. rdma_send.py has the protocol
+between the gateways.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from monarch_backend._core import fork
+from monarch_backend._transport.network.rdma_frame_header import Part
+from monarch_backend._verbs import eligibility
+
+if TYPE_CHECKING:
+    from monarch_backend._verbs import Engine, Region
+
+log = logging.getLogger("monarch_backend")
+
+Key = tuple[int, int]
+"""Address and bytes of registered memory."""
+
+Done = Callable[[BaseException | None], None]
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """Peer of the engine: a session between a gateway of this process and one on another host.
+
+    ``who``: the token of this process's gateway. ``name`` is for messages.
+    """
+
+    who: bytes
+    session: bytes
+    name: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class UnusableError(Exception):
+    """This process can't use NICs; the log and `monarch-backend doctor` say why."""
+
+
+@dataclass
+class _Exposed:
+    region: Region
+    users: int = 0
+
+
+class Nics:
+    """NICs of one gateway. Methods other than `start`, `do` and `close` are called on its thread.
+
+    ``who`` is the gateway's own token. ``dial(gate)`` is called on another thread when a read needs a queue pair that
+    broke. It exchanges an offer and an answer with the peer, or gives up.
+    """
+
+    def __init__(self, who: bytes, dial: Callable[[PeerLink], None]) -> None:
+        self._who, self._dial = who, dial
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._engine: Engine | None = None
+        self._exposed: dict[Key, _Exposed] = {}
+        self._gates: set[PeerLink] = set()
+        self._closed = False
+        self._starting = threading.Lock()
+
+    def start(self) -> bool:
+        """Start the thread. Return False if that fails, or after `close`."""
+        with self._starting:  # sending and receiving threads may both be the first
+            if self._thread is None and not self._closed:
+                thread = threading.Thread(target=self._run, name="monarch-lending", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    log.warning("frames between hosts use TCP only: pid %d starts no thread: %s", os.getpid(), error)
+                    return False
+                self._thread = thread
+            return self._thread is not None
+
+    def do(self, call: Callable[[], None]) -> None:
+        """Schedule a call on the thread, if it runs."""
+        if self._thread is not None:
+            self._queue.put(call)
+
+    def close(self) -> None:
+        """End all reads, in both directions, and release the engine."""
+        with self._starting:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+        if self._engine is None:
+            return
+        for gate in list(self._gates):
+            self.forget(gate, "this gateway has ended")
+        for exposed in self._exposed.values():
+            self._engine.release(exposed.region)
+        self._exposed.clear()
+        self._engine = None
+        _leave(self._who)
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                call()
+            except Exception:
+                log.exception("an operation of NICs between hosts failed unexpectedly; the thread continues")
+
+    def _started(self) -> Engine:
+        if self._engine is None:
+            if not eligibility.usable():
+                raise UnusableError("this process may use no NIC")
+            self._engine = _join(self._who, self._dial)
+        return self._engine
+
+    # ---- connecting
+
+    def offer(self, gate: PeerLink) -> bytes:
+        """Return an offer for the peer's `accept`, in order to read from the peer. Raises VerbsError and others."""
+        self._gates.add(gate)
+        return self._started().offer(gate)
+
+    def renew(self, gate: PeerLink) -> None:
+        """Give up a half-open connection: messages about it may be lost."""
+        if self._engine is not None and not self._engine.connected(gate):
+            self._engine.give_up(gate, f"the connection to {gate} broke")
+
+    def accept(self, gate: PeerLink, offer: bytes) -> bytes:
+        """Return the answer to a peer that wants to read from here."""
+        self._gates.add(gate)
+        return self._started().accept(gate, offer)
+
+    def connect(self, gate: PeerLink, answer: bytes) -> None:
+        """Complete a connection for reads from the peer."""
+        self._started().connect(gate, answer)
+
+    def forget(self, gate: PeerLink, why: str) -> None:
+        """Fail the reads from and by a peer whose session is over."""
+        self._gates.discard(gate)
+        if self._engine is not None:
+            self._engine.peer_gone(gate, why)
+
+    def give_up(self, gate: PeerLink, why: str) -> None:
+        """Fail the reads from a peer."""
+        if self._engine is not None:
+            self._engine.give_up(gate, why)
+
+    # ---- memory for others
+
+    def expose(self, lent: dict[int, memoryview]) -> tuple[list[Part], list[Key]]:
+        """Register parts of a body, by offset, until their keys are released: all of them, or none and an error.
+
+        A body that is sent to several hosts is registered once.
+        """
+        parts: list[Part] = []
+        keys: list[Key] = []
+        try:
+            for offset, view in lent.items():
+                region, key = self._exposed_once(view)
+                keys.append(key)
+                parts.append(Part(offset, view.nbytes, region.to_bytes()))
+        except BaseException:
+            self.release(keys)
+            raise
+        return parts, keys
+
+    def _exposed_once(self, view: memoryview) -> tuple[Region, Key]:
+        from monarch_backend._verbs.registration_cache import allocation_of
+
+        key = allocation_of(view).address, view.nbytes
+        exposed = self._exposed.get(key)
+        if exposed is None:
+            made = self._started().expose(*key, view, writable=False)
+            exposed = self._exposed[key] = _Exposed(made)
+        exposed.users += 1
+        return exposed.region, key
+
+    def release(self, keys: Iterable[Key]) -> None:
+        """Release the registrations of one frame."""
+        for key in keys:
+            exposed = self._exposed.get(key)
+            if exposed is None:  # this gateway was closed meanwhile
+                continue
+            exposed.users -= 1
+            if not exposed.users:
+                del self._exposed[key]
+                assert self._engine is not None
+                self._engine.release(exposed.region)
+
+    # ---- others' memory
+
+    def read(self, gate: PeerLink, parts: Sequence[Part], body: memoryview, whole: memoryview, done: Done) -> None:
+        """Read parts into ``body``, which lies in ``whole``. The registration of ``whole`` lives as long as it does.
+
+        ``done`` is called once, from any thread, with None or the error, when no NIC writes there any more.
+        """
+        from monarch_backend._verbs import Region
+        from monarch_backend._verbs.registration_cache import allocation_of
+
+        together = _Together(len(parts), done)
+        for index, part in enumerate(parts):
+            try:
+                address = allocation_of(body).address + part.offset
+                segments = [(0, address, part.nbytes)]
+                region = Region.from_bytes(part.region)
+                self._started().transfer(gate, "read", region, segments, whole, together.one)
+            except Exception as error:  # of any kind: the peer then sends the frame over TCP
+                for _ in parts[index:]:
+                    together.one(error)
+                return
+
+
+class _Together:
+    """Calls ``done`` after the last of several reads, which end on several threads."""
+
+    def __init__(self, count: int, done: Done) -> None:
+        self._left, self._done = count, done
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def one(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._left -= 1
+            self._error = self._error or error
+            last = not self._left
+        if last:
+            self._done(self._error)
+
+
+# ---- the engine, shared by all gateways of this process
+
+_lock = threading.Lock()
+_dials: dict[bytes, Callable[[PeerLink], None]] = {}  # by gateway
+_engine: Engine | None = None
+
+
+def _join(who: bytes, dial: Callable[[PeerLink], None]) -> Engine:
+    global _engine
+    from monarch_backend._verbs import shared_engine
+
+    with _lock:
+        if _engine is None:
+            _engine = shared_engine.borrow(PeerLink, _dial)
+        _dials[who] = dial
+        return _engine
+
+
+def _leave(who: bytes) -> None:
+    global _engine
+    from monarch_backend._verbs import shared_engine
+
+    with _lock:
+        del _dials[who]
+        if not _dials:
+            _engine = None
+            shared_engine.give_back(PeerLink)
+
+
+def _dial(gate: PeerLink) -> None:
+    dial = _dials.get(gate.who)
+    if dial is not None:  # else the gateway has closed, and its connections have ended
+        dial(gate)
+
+
+def _in_forked_child() -> None:
+    global _lock, _engine
+    _lock, _engine = threading.Lock(), None
+    _dials.clear()
+
+
+fork.register(fork.Step.RDMA_READER, after_in_child=_in_forked_child)

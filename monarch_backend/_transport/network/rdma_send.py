@@ -1,0 +1,371 @@
+"""Large frames between hosts that the receiver's NIC reads: the protocol between two gateways.
+
+To connect, the sender of frames asks with WANT. The receiver replies with an OFFER of a queue pair. The sender replies
+with ANSWER, or with NO, and the receiver reports READY. A queue pair that breaks is connected again for the next read.
+
+Then a large frame is sent as LENT: its large parts are registered, and the receiver's NIC reads them. No other frame is
+sent until the receiver has acknowledged this one, or has replied REFUSED. After REFUSED, or if the connection breaks,
+the frame is sent over TCP with the same number. So the session (session.py) keeps the order and drops duplicates, and
+heartbeats continue meanwhile.
+
+The code runs on the thread of the Tcp, or under a peer's lock. NICs are in rdma_reader.py, sockets in
+connection_manager.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from monarch_backend._core import debug_log, env
+from monarch_backend._transport.network import rdma_frame_header
+from monarch_backend._transport.network.rdma_frame_header import Part
+from monarch_backend._transport.network.rdma_reader import Key, Nics, PeerLink, UnusableError
+from monarch_backend._transport.network.session import MOST_BODY, MOST_PREFIX, MOST_SAID, Head
+from monarch_backend._verbs import eligibility
+
+if TYPE_CHECKING:
+    from monarch_backend._transport.network.connection import PeerConnection
+
+log = logging.getLogger("monarch_backend")
+
+WANT, OFFER, ANSWER, NO, READY, REFUSED = range(1, 7)
+"""First byte of a message about NICs. An unknown one is ignored."""
+
+RETRY_INTERVAL_S = 60.0
+"""Interval at which a peer that can't be reached by NICs is asked again."""
+
+READ_SECONDS, READ_RATE = 15.0, 20e6
+"""Time for the read of a frame: seconds, plus its bytes divided by a rate in bytes per second."""
+
+_NUMBER = struct.Struct("!Q")
+
+
+@dataclass(eq=False)
+class RdmaSend:
+    """Frame that is being registered or, when it has a number, is read by the receiver."""
+
+    prefix: bytes
+    body: Sequence[Any] = field(repr=False)
+    lent: dict[int, memoryview] = field(repr=False)
+    parts: list[Part] = field(default_factory=list)  # after the registration
+    keys: list[Key] = field(default_factory=list)
+    number: int = 0
+
+
+@dataclass(eq=False)
+class RdmaRead:
+    """Frame that is read from the sender's memory.
+
+    ``current``: whether the connection on which it was announced still exists. ``over``: call it when the frame's
+    memory may be reused. ``until``: time limit of the read.
+    """
+
+    head: Head
+    prefix: bytes
+    body: memoryview
+    current: Callable[[], bool]
+    over: Callable[[], None]
+    until: float = 0.0
+
+
+@dataclass
+class PeerState:
+    """State of NICs between this process and one peer."""
+
+    able: bool = False  # whether the peer may have NICs
+    ready: bool = False  # whether the peer can read from here, by its last message
+    asked: float = float("-inf")  # when WANT was last sent
+    warned: bool = False
+    loan: RdmaSend | None = None  # all other frames wait for it
+    reading: RdmaRead | None = None
+    lent: int = 0  # frames that the peer has read
+    read: int = 0  # frames of the peer that were read here
+
+
+class Carrier(Protocol):
+    """Methods of a Tcp that a RdmaSender uses."""
+
+    who: bytes
+
+    def soon(self, call: Callable[[], None]) -> None:
+        """Schedule a call on the thread of the connections."""
+
+    def put(self, remote: PeerConnection, parts: Sequence[Any]) -> None:
+        """Write to the peer's connection, if there is one. Call under the peer's lock."""
+
+    def go_on(self, remote: PeerConnection) -> None:
+        """Send waiting frames. Call under the peer's lock."""
+
+    def have_read(self, remote: PeerConnection, reading: RdmaRead) -> None:
+        """Deliver a frame that was read."""
+
+
+def loans(carrier: Carrier) -> RdmaSender | None:
+    """Return the sender of a gateway; None if there are no NICs, or settings exclude them."""
+    try:
+        if not eligibility.there() or env.get("MONARCH_RDMA_TRANSPORT") == "tcp":
+            return None
+        return RdmaSender(carrier, eligibility.wanted_least())
+    except ValueError as error:
+        log.warning("frames between hosts use TCP only in pid %d: %s", os.getpid(), error)
+        return None
+
+
+class RdmaSender:
+    """Sends and receives frames over NICs for one Tcp."""
+
+    def __init__(self, carrier: Carrier, least: int) -> None:
+        self._carrier, self._least = carrier, least
+        self._nics = Nics(carrier.who, self._dial)
+        self._met: dict[bytes, PeerConnection] = {}  # by session: peers that have sent a message about NICs
+
+    def close(self) -> None:
+        """End all reads, in both directions."""
+        self._nics.close()
+
+    def _gate(self, remote: PeerConnection) -> PeerLink:
+        return PeerLink(self._carrier.who, remote.id, str(remote))
+
+    # ---- the sender of a frame
+
+    def lend(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int) -> bool:
+        """Send a frame whose last ``lendable`` parts a NIC may read. Return False if it is to be sent over TCP."""
+        nics = remote.nics
+        if not nics.able or len(prefix) > MOST_PREFIX // 2 or sum(map(_nbytes, body)) > MOST_BODY:
+            return False
+        lent = rdma_frame_header.choose(body, lendable, self._least)
+        if not lent:
+            return False
+        if not nics.ready:
+            self._ask(remote)
+            return False
+        loan = nics.loan = RdmaSend(prefix, body, lent)
+        self._nics.do(lambda: self._register(remote, loan))
+        return True
+
+    def _ask(self, remote: PeerConnection) -> None:
+        now = time.monotonic()
+        if now - remote.nics.asked > RETRY_INTERVAL_S and self._nics.start():
+            remote.nics.asked = now
+            self._say(remote, WANT)
+
+    def _register(self, remote: PeerConnection, loan: RdmaSend) -> None:
+        """Register the parts. Runs on the thread of the NICs."""
+        try:
+            parts, keys = self._nics.expose(loan.lent)
+        except Exception as error:
+            why = f"{sum(map(_nbytes, loan.lent.values()))} bytes can't be registered with NICs here: {error}"
+            self._carrier.soon(lambda: self._send_plainly(remote, loan, why))
+        else:
+            self._carrier.soon(lambda: self._send(remote, loan, parts, keys))
+
+    def _send_plainly(self, remote: PeerConnection, loan: RdmaSend, why: str) -> None:
+        with remote.lock:
+            if remote.nics.loan is not loan:
+                return
+            self._fell_back(remote, why)
+            remote.nics.ready, remote.nics.loan = False, None
+            self._carrier.put(remote, remote.session.send(loan.prefix, loan.body))
+            self._carrier.go_on(remote)
+
+    def _send(self, remote: PeerConnection, loan: RdmaSend, parts: list[Part], keys: list[Key]) -> None:
+        loan.parts, loan.keys = parts, keys
+        with remote.lock:
+            if remote.nics.loan is not loan:  # the session is over
+                self._give_back(loan)
+            elif remote.connection is not None:
+                self._announce(remote, loan)
+
+    def _announce(self, remote: PeerConnection, loan: RdmaSend) -> None:
+        rest = rdma_frame_header.rest(loan.body, loan.lent)
+        frame = remote.session.lend(rdma_frame_header.pack(loan.parts), loan.prefix, loan.body, rest)
+        loan.number = remote.session.sent
+        self._carrier.put(remote, frame)
+
+    def heard(self, remote: PeerConnection) -> None:
+        """Finish the send if the peer has acknowledged it. Call under the peer's lock."""
+        loan = remote.nics.loan
+        if loan is not None and 0 < loan.number <= remote.session.acknowledged:
+            remote.nics.lent += 1
+            if remote.nics.lent == 1:
+                _debug(f"large frames to {remote}: verbs")
+            self._end(remote)
+
+    def connected(self, remote: PeerConnection, able: bool) -> None:
+        """Begin on a new connection, where the session sends all unacknowledged frames over TCP, LENT ones included.
+
+        Call under the peer's lock.
+        """
+        remote.nics.able, remote.nics.reading = able, None
+        gate, loan = self._gate(remote), remote.nics.loan
+        self._nics.do(lambda: self._nics.renew(gate))
+        if not remote.nics.ready:  # messages on the last connection may be lost
+            remote.nics.asked = float("-inf")
+        if loan is not None and loan.number:
+            self._end(remote)
+        elif loan is not None and loan.parts:
+            self._announce(remote, loan)
+
+    def settle(self, remote: PeerConnection) -> None:
+        """Send the current frame and all later ones over TCP. Call under the peer's lock."""
+        remote.nics.able, loan = False, remote.nics.loan
+        if loan is None:
+            return
+        session = remote.session
+        again = session.again(loan.number) if loan.number else session.send(loan.prefix, loan.body)
+        self._carrier.put(remote, again)
+        self._end(remote)
+        self._carrier.go_on(remote)
+
+    def forget(self, remote: PeerConnection) -> None:
+        """Delete the state of a peer whose session is over."""
+        with remote.lock:
+            remote.nics.able, remote.nics.reading = False, None
+            self._end(remote)
+        gate = self._gate(remote)
+        self._met.pop(remote.id, None)
+        self._nics.do(lambda: self._nics.forget(gate, f"the session with {gate} is over"))
+
+    def _end(self, remote: PeerConnection) -> None:
+        loan, remote.nics.loan = remote.nics.loan, None
+        if loan is not None:
+            self._give_back(loan)
+
+    def _give_back(self, loan: RdmaSend) -> None:
+        keys, loan.keys = loan.keys, []
+        if keys:  # the call holds the memory until its release, so that the keys are not reused for other memory
+            self._nics.do(lambda: self._released(loan, keys))
+
+    def _released(self, loan: RdmaSend, keys: list[Key]) -> None:
+        self._nics.release(keys)
+        loan.lent.clear()
+
+    def _refused(self, remote: PeerConnection, number: int, why: str) -> None:
+        with remote.lock:
+            remote.nics.ready = False
+            self._fell_back(remote, f"it could not read a frame from here: {why}")
+            loan = remote.nics.loan
+            if loan is None or loan.number != number:
+                return
+            self._carrier.put(remote, remote.session.again(number))
+            self._end(remote)
+            self._carrier.go_on(remote)
+
+    # ---- the receiver of a frame
+
+    def read(self, remote: PeerConnection, reading: RdmaRead, parts: list[Part], whole: memoryview) -> None:
+        """Read parts into the frame's body, which lies in ``whole``; then deliver the frame, or refuse it."""
+        remote.nics.reading = reading
+        gate = self._gate(remote)
+
+        def done(error: BaseException | None) -> None:
+            self._carrier.soon(lambda: self._have_read(remote, reading, error))
+
+        self._nics.do(lambda: self._nics.read(gate, parts, reading.body, whole, done))
+        reading.until = time.monotonic() + READ_SECONDS + reading.head.body / READ_RATE
+
+    def _have_read(self, remote: PeerConnection, reading: RdmaRead, error: BaseException | None) -> None:
+        if remote.nics.reading is not reading or not reading.current():
+            return  # the frame is sent on another connection
+        remote.nics.reading = None
+        if error is None:
+            remote.nics.read += 1
+            self._carrier.have_read(remote, reading)
+            return
+        self._fell_back(remote, f"a frame of {reading.head.body} bytes could not be read from there: {error}")
+        self._say(remote, REFUSED, _NUMBER.pack(reading.head.number) + str(error).encode()[:1024])
+
+    def beat(self, remote: PeerConnection, now: float) -> None:
+        """Give up a read that exceeds its time limit. Called with each heartbeat."""
+        reading = remote.nics.reading
+        if reading is not None and now > reading.until:
+            reading.until = float("inf")  # once
+            gate = self._gate(remote)
+            self._nics.do(lambda: self._nics.give_up(gate, "a read of the NIC did not complete in time"))
+
+    # ---- messages about NICs
+
+    def hear(self, remote: PeerConnection, said: bytes) -> None:
+        """Handle a message of the peer."""
+        what, data, gate = said[0], said[1:], self._gate(remote)
+        nics = self._nics
+        if what == READY:
+            remote.nics.ready = True
+        elif what == REFUSED and len(data) >= _NUMBER.size:
+            (number,) = _NUMBER.unpack_from(data)
+            self._refused(remote, number, data[_NUMBER.size :].decode(errors="replace"))
+        elif what in (WANT, OFFER, ANSWER, NO) and nics.start():
+            self._met[remote.id] = remote
+            nics.do(lambda: self._step(remote, gate, what, data))
+
+    def _dial(self, gate: PeerLink) -> None:
+        self._nics.do(lambda: self._dial_again(gate))
+
+    def _dial_again(self, gate: PeerLink) -> None:
+        remote = self._met.get(gate.session)
+        if remote is None or not self._try(remote, OFFER, lambda: self._nics.offer(gate)):
+            self._nics.give_up(gate, f"no queue pair to {gate} could be connected")
+
+    def _step(self, remote: PeerConnection, gate: PeerLink, heard: int, data: bytes) -> None:
+        """Take the next step towards a queue pair. Runs on the thread of the NICs."""
+        nics = self._nics
+        if heard == WANT:
+            nics.give_up(gate, f"{gate} wants a new connection")
+            self._try(remote, OFFER, lambda: nics.offer(gate))
+        elif heard == OFFER and not self._try(remote, ANSWER, lambda: nics.accept(gate, data)):
+            self._carrier.soon(lambda: self._say(remote, NO))
+        elif heard == ANSWER:
+            self._try(remote, READY, lambda: nics.connect(gate, data))
+        elif heard == NO:
+            nics.give_up(gate, f"{gate} could not connect a queue pair: its log says why")
+
+    def _try(self, remote: PeerConnection, then: int, call: Callable[[], bytes | None]) -> bool:
+        """Call and send the result as the next message. Return False, and log why, if the call fails."""
+        if remote.lost is not None:
+            return False
+        try:
+            data = call() or b""
+        except UnusableError as error:  # an unused device needs no warning
+            _debug(f"large frames between here and {remote}: TCP, since {error}")
+            return False
+        except Exception as error:
+            why = f"no queue pair could be connected: {error}"
+            self._carrier.soon(lambda: self._fell_back(remote, why))
+            return False
+        self._carrier.soon(lambda: self._say(remote, then, data))
+        return True
+
+    def _say(self, remote: PeerConnection, what: int, data: bytes = b"") -> None:
+        if len(data) >= MOST_SAID:
+            self._fell_back(remote, f"a message has {len(data)} bytes: name fewer ports in MONARCH_RDMA_DEVICES")
+            return
+        with remote.lock:
+            self._carrier.put(remote, [remote.session.say(bytes([what]) + data)])
+
+    def _fell_back(self, remote: PeerConnection, why: str) -> None:
+        """Log the use of TCP: the first time as a warning."""
+        if remote.nics.warned:
+            _debug(f"large frames between here and {remote}: TCP, since {why}")
+            return
+        remote.nics.warned = True
+        log.warning(
+            "large frames between pid %d here and %s use TCP, since %s. `monarch-backend doctor` shows the machine's "
+            "NICs; MONARCH_RDMA_TRANSPORT=tcp on both hosts turns NICs off",
+            os.getpid(),
+            remote,
+            why,
+        )
+
+
+def _nbytes(part: Any) -> int:
+    return memoryview(part).nbytes
+
+
+def _debug(text: str) -> None:
+    debug_log.write(f"monarch: {text}")

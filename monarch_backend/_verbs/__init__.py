@@ -1,0 +1,91 @@
+"""One-sided transfers by RDMA NICs, with any NIC that libibverbs supports: READ, WRITE and atomics on RC queue pairs.
+
+The engine knows no actors. Its user carries the bytes of connection requests to a peer.
+
+======================  ==============================================================================
+module                  contents
+======================  ==============================================================================
+`engine.py`             The engine of a process: exposed regions, accepted peers, transfers.
+`shared_engine.py`      The one engine that the users in a process share.
+`connection.py`         The connection to one peer: connecting, breaking, reconnecting.
+`queue_pair.py`         One queue pair and the work requests posted on it.
+`work_requests.py`      A transfer, cut into work requests.
+`completion_poller.py`  Polling of completion queues.
+`native_queues.py`      Posting and polling in C++.
+`open_device.py`        An open device.
+`registration_cache.py` Registrations of local memory, kept while the allocation lives.
+`rkey_quarantine.py`    Keys of memory that is not registered any more.
+`deferred_destroy.py`   Resources that are destroyed later.
+`gpudirect.py`          Registrations of GPU memory.
+`wire_format.py`        Regions and connection requests as bytes.
+`path_selection.py`     Which port can reach which port.
+`discovery.py`          Devices in /sys, and whether they can be used.
+`eligibility.py`        From which size NICs carry messages.
+`config.py`             Settings.
+`provider.py`           The package that drives libibverbs.
+`provider_pyverbs.py`   Adapter of pyverbs.
+`provider_ibverbs.py`   Adapter of the ibverbs wheel.
+`errors.py`             Exceptions.
+======================  ==============================================================================
+
+The exported names are imported at their first use. A rank on a machine without NICs imports eligibility.py only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monarch_backend._verbs.config import Settings, from_environment
+    from monarch_backend._verbs.discovery import Diagnostic, available, describe
+    from monarch_backend._verbs.engine import Engine, Region, hears, plan_atomic, plan_transfer
+    from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
+    from monarch_backend._verbs.registration_cache import Allocation, allocation_of
+    from monarch_backend._verbs.work_requests import Plan
+
+_MODULES = {
+    "Settings": "config",
+    "from_environment": "config",
+    "Diagnostic": "discovery",
+    "available": "discovery",
+    "describe": "discovery",
+    "Engine": "engine",
+    "Region": "engine",
+    "hears": "engine",
+    "plan_atomic": "engine",
+    "plan_transfer": "engine",
+    "NoConnectionError": "errors",
+    "UnreachableMemoryError": "errors",
+    "VerbsError": "errors",
+    "Allocation": "registration_cache",
+    "allocation_of": "registration_cache",
+    "Plan": "work_requests",
+}
+
+__all__ = [
+    "Allocation",
+    "Diagnostic",
+    "Engine",
+    "NoConnectionError",
+    "Plan",
+    "Region",
+    "Settings",
+    "UnreachableMemoryError",
+    "VerbsError",
+    "allocation_of",
+    "available",
+    "describe",
+    "from_environment",
+    "hears",
+    "plan_atomic",
+    "plan_transfer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found

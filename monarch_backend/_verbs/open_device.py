@@ -1,0 +1,155 @@
+"""An open device of this process: its queue pairs by number, credit of its completion queue, registrations."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from monarch_backend import _native
+from monarch_backend._verbs import discovery
+from monarch_backend._verbs.config import Settings
+from monarch_backend._verbs.deferred_destroy import destroy
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.provider import LOCAL_WRITE, Binding, Registration
+from monarch_backend._verbs.registration_cache import MemoryCache, register
+from monarch_backend._verbs.rkey_quarantine import RkeyQuarantine
+from monarch_backend._verbs.wire_format import Endpoint
+
+if TYPE_CHECKING:
+    from monarch_backend._verbs.queue_pair import SendQueuePair
+
+log = logging.getLogger("monarch_backend")
+
+COMPLETION_QUEUE_SIZE = 16384
+"""Entries of a device's completion queue; each work request may need one, if it fails."""
+
+_MAX_OUTSTANDING_READS = 16
+"""READs and atomics in flight on a queue pair. Common devices support 16, and each takes memory."""
+
+FIRST_PACE, SLOWER = 1e-10, 1.25
+"""Initial seconds per byte of a device (10 GB/s), and the largest factor of slowdown by one transfer.
+
+A transfer may seem slow because its thread was not running.
+"""
+
+_UNTIMED = 15
+"""Transfers that are not timed after one at the device's known speed.
+
+In some guests reading the clock is a system call.
+"""
+
+_SLOTS = 512
+_VALUE = struct.Struct("=Q")
+
+
+class Slot:
+    """Eight registered bytes, to which the NIC writes an atomic's old value."""
+
+    def __init__(self, page: mmap.mmap, offset: int, address: int, lkey: int) -> None:
+        self._page, self._offset = page, offset
+        self.address, self.lkey = address, lkey
+
+    @property
+    def value(self) -> int:
+        """Return the number, in this machine's byte order."""
+        return int(_VALUE.unpack_from(self._page, self._offset)[0])
+
+
+class Device:
+    """An open device. ``index``: its number among this process's devices, which selects its keys in records."""
+
+    def __init__(
+        self, binding: Binding, index: int, ports: Sequence[PortFacts], settings: Settings, on_gone: Callable[[], None]
+    ) -> None:
+        self.index, self.node = index, ports[0].node
+        self.nic = binding.open_nic(ports[0].device, COMPLETION_QUEUE_SIZE)
+        self.name = self.nic.name
+        self.endpoints = [self._endpoint(facts, settings) for facts in ports]
+        self.max_message = min(self.nic.port(facts.port).max_message for facts in ports)
+        # A quarter of the completion queue is for proofs of new queue pairs and for completions of closed ones.
+        self.most_lanes = max(1, self.nic.limits.completions // 4)
+        self.credit = max(1, self.nic.limits.completions - self.most_lanes)
+        self.starved = False  # a queue pair had work, and there was no credit
+        self.armed = False  # an event is requested for the next completion
+        self.pace = FIRST_PACE
+        self.untimed = 0  # transfers that need not be timed
+        self.looked_promptly = False  # the polling thread polled a moment ago
+        self.lanes: dict[int, SendQueuePair] = {}  # by their queue pairs' numbers
+        self.retired = RkeyQuarantine()
+        self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
+        self._pages: list[Registration] = []
+        self._slots: list[Slot] = []
+        self._lost: set[int] = set()  # addresses of slots
+
+    def _endpoint(self, facts: PortFacts, settings: Settings) -> Endpoint:
+        port, limits = self.nic.port(facts.port), self.nic.limits
+        gids = [gid for gid in facts.gids if settings.gid_index in (None, gid.index)]
+        return Endpoint(
+            self.index,
+            self.name,
+            facts.port,
+            port.ethernet,
+            port.lid,
+            port.mtu,
+            min(limits.reads_in, _MAX_OUTSTANDING_READS),
+            min(limits.reads_out, _MAX_OUTSTANDING_READS),
+            gids,
+        )
+
+    def took(self, seconds: float, nbytes: int) -> None:
+        """Update the speed from the time between posting on an idle queue pair and the poll that found the completion.
+
+        Without prompt polling the time is only an upper limit.
+        """
+        found = seconds / nbytes
+        self.untimed = _UNTIMED if self.pace / SLOWER < found < self.pace * SLOWER else 0
+        self.pace = min(found, self.pace * (SLOWER if self.looked_promptly else 1.0))
+
+    def take_slot(self) -> Slot:
+        """Return a slot until `give_slot`. Raises VerbsError."""
+        if not self._slots:
+            page = mmap.mmap(-1, _SLOTS * _VALUE.size)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+            registration = register(self.nic, address, len(page), LOCAL_WRITE, [self.cache])
+            self._pages.append(registration)
+            for offset in range(0, len(page), _VALUE.size):
+                self._slots.append(Slot(page, offset, address + offset, registration.lkey))
+        return self._slots.pop()
+
+    def give_slot(self, slot: Slot) -> None:
+        """Return a slot whose value is not needed any more."""
+        if slot.address in self._lost:
+            _native.keep_for_ever(slot)
+        else:
+            self._slots.append(slot)
+
+    def lose_slot(self, address: int) -> None:
+        """Never reuse a slot to which the device may still write."""
+        self._lost.add(address)
+
+    def close(self) -> None:
+        """Close the device, after the queue pairs and exposed memory."""
+        self.cache.close()
+        for page in self._pages:
+            destroy(page, "a registration", self.name)
+        destroy(self.nic, "what was opened", self.name)
+
+
+def open_devices(binding: Binding, settings: Settings, on_gone: Callable[[], None]) -> list[Device]:
+    """Open all devices that may be used and can send. Raises OSError."""
+    by_device: dict[str, list[PortFacts]] = {}
+    for facts in discovery.usable(settings):
+        by_device.setdefault(facts.device, []).append(facts)
+    opened: list[Device] = []
+    try:
+        for ports in by_device.values():
+            opened.append(Device(binding, len(opened), ports, settings, on_gone))
+    except BaseException:
+        for device in opened:
+            device.close()
+        raise
+    return opened

@@ -1,0 +1,62 @@
+"""Registration of the functions that higher layers provide to lower ones: see _core/extension_points.py.
+
+The public modules and the processes of a mesh import this module. It imports higher layers at their first use only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from monarch_backend._core.extension_points import provide
+
+
+def _runtime() -> Any:
+    from monarch_backend._actor import runtime
+
+    return runtime
+
+
+def run_worker(plan: Any) -> None:
+    """Run a process of a mesh. A pickled plan names this function, so that the process imports this module."""
+    from monarch_backend._actor import worker_main
+
+    worker_main.main(plan)
+
+
+def _actor_module() -> Any:
+    from monarch_backend import actor
+
+    return actor
+
+
+def _gateway() -> Any:
+    from monarch_backend._hosts import attach
+
+    return attach.go_through
+
+
+def _workspace_sync() -> Any:
+    from monarch_backend._hosts import workspace_sync
+
+    return workspace_sync.sync
+
+
+def _rdma() -> Any:
+    from monarch_backend._rdma import control_rpc
+
+    return control_rpc.heard
+
+
+def _dtensor() -> Any:
+    from monarch_backend import dtensor
+
+    return dtensor
+
+
+provide("runtime", _runtime)
+provide("worker", lambda: run_worker)
+provide("actor module", _actor_module)
+provide("gateway", _gateway)
+provide("workspace sync", _workspace_sync)
+provide("setting rdma", _rdma)
+provide("dtensor", _dtensor)

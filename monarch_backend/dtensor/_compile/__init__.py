@@ -1,0 +1,1 @@
+"""Captured steps: from torch.compile's graph to commands of workers."""

@@ -1,0 +1,1 @@
+"""The controller's side of DTensors: meshes, remote tensors, commands to workers."""

@@ -1,0 +1,203 @@
+"""Values of the controller that differ by rank, before they are sent. Each worker gets only its own.
+
+`distribute_tensor` of a local tensor makes them: views of it, one for each class of ranks. They are sent after the last
+placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from monarch_backend.dtensor._controller import host_tensor_cache, per_rank_int
+from monarch_backend.dtensor._controller.remote_tensor import no_pointer
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._controller.host_tensor_cache import Source
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
+
+
+class PerRankTensor(torch.Tensor):
+    """A tensor of this process for each rank; None for a rank that takes no part."""
+
+    by_rank: tuple[torch.Tensor | None, ...]
+    workers: WorkerSet | None
+    source: Source | None = None  # of the values that differ by rank
+
+    @staticmethod
+    def __new__(cls, values: Sequence[torch.Tensor | None], workers: WorkerSet | None = None) -> PerRankTensor:
+        first = next(each for each in values if each is not None)
+
+        def each(of: Callable[[torch.Tensor, int], int]) -> tuple[Any, ...]:
+            def column(dim: int) -> Any:
+                return per_rank_int.by_rank(
+                    [None if tensor is None else of(tensor, dim) for tensor in values], sizes=True
+                )
+
+            return tuple(map(column, range(first.ndim)))
+
+        sizes, strides = each(lambda t, dim: t.size(dim)), each(lambda t, dim: t.stride(dim))
+        differ = any(type(number) is not int for number in (*sizes, *strides))
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, sizes, strides=strides, dtype=first.dtype, device=first.device,
+            dispatch_sizes_strides_policy="sizes" if differ else None,
+        )  # fmt: skip
+        no_pointer(made)
+        made.by_rank, made.workers = tuple(values), workers
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Target device: a controller without a GPU can't move the tensor there before it is sent."""
+        return next(t for t in self.by_rank if t is not None).device if self.workers is None else self.workers.device
+
+    @property
+    def outside(self) -> frozenset[int]:
+        """Ranks that take no part."""
+        return frozenset(rank for rank, each in enumerate(self.by_rank) if each is None)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return PerRankTensor(args[0].by_rank, args[0].workers)
+        if func is torch.ops.aten.sym_size.default:
+            return PerRankTensor._sizes(args[0], "size")
+        if func is torch.ops.aten.sym_stride.default:
+            return PerRankTensor._sizes(args[0], "stride")
+        if func is torch.ops.aten.dim.default:
+            return next(each for each in args[0].by_rank if each is not None).ndim
+        if func is torch.ops.aten.new_zeros.default and args[0].workers is not None:  # needs none of the values
+            return args[0].workers.without(args[0].workers.zeros(args[1], args[0].dtype), args[0].outside)
+        flat = pytree.tree_leaves((args, kwargs))
+        if func._schema.is_mutable:
+            for each in flat:
+                if isinstance(each, cls):
+                    each.source = None
+        workers = next((each.workers for each in flat if isinstance(each, cls) and each.workers), None)
+        if workers is None:  # torch has made it from values of this process; it goes to the others' workers
+            workers = next((each._meta.workers for each in flat if hasattr(each, "_meta")), None)
+        if workers is None:
+            return run(func, args, kwargs or {})
+        args, kwargs = pytree.tree_map(
+            lambda each: each.sent(workers, func._schema) if isinstance(each, cls) else each, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+    def _sizes(self, what: str) -> Any:
+        first = next(each for each in self.by_rank if each is not None)
+        return tuple(
+            per_rank_int.by_rank([None if v is None else getattr(v, what)(d) for v in self.by_rank], sizes=True)
+            for d in range(first.ndim)
+        )
+
+    def sent(self, workers: WorkerSet | None = None, schema: Any = None) -> Any:
+        """Send the tensor. ``schema``: of the operator that gets it; no other operator uses the copy."""
+        owner = self.workers or workers
+        if owner is None:
+            raise TypeError("the workers of this tensor are not known")
+        if self.is_meta:
+            return owner.without(owner.put_shape(self), self.outside)
+        first = self.by_rank[0]
+        if all(each is first for each in self.by_rank) and first is not None:
+            return host_tensor_cache.put(owner, schema, host_tensor_cache.source(first), lambda: owner.put(first))
+        return host_tensor_cache.put(owner, schema, self.source, lambda: owner.put_by_rank(self.by_rank))
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Send the tensor and set the flag. torch calls this last before the tensor is a DTensor's."""
+        return self.sent().requires_grad_(requires_grad)
+
+
+def belonging(tensor: Any, workers: WorkerSet, outside: frozenset[int]) -> Any:
+    """Set the workers of a tensor that is to be sent; a sent one stays. ``outside``: ranks without a part."""
+    from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+
+    if isinstance(tensor, RemoteTensor):
+        return workers.without(tensor, outside)
+    if isinstance(tensor, PerRankTensor):
+        tensor.workers = workers
+        return tensor
+    detached = tensor.detach()
+    made = PerRankTensor([None if rank in outside else detached for rank in range(workers.size)], workers)
+    return torch.Tensor.requires_grad_(made, tensor.requires_grad)  # its own method would send it
+
+
+def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call the function once for each class of ranks; return its results by rank. Ints and tensors may differ."""
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    columns = [_by_rank(each) for each in flat]
+    size = len(next(each for each in columns if each is not None))
+    known: dict[Any, Any] = {}
+    results: list[Any] = []
+    for rank in range(size):
+        mine = [value if column is None else column[rank] for value, column in zip(flat, columns, strict=True)]
+        if any(column is not None and column[rank] is None for column in columns):
+            results.append(None)
+            continue
+        key = tuple(
+            id(m) if isinstance(m, torch.Tensor) else m for m, c in zip(mine, columns, strict=True) if c is not None
+        )
+        if key not in known:
+            a, k = pytree.tree_unflatten(mine, spec)
+            known[key] = pytree.tree_flatten(function(*a, **k))
+        results.append(known[key])
+    source = _source(function, flat)
+    form = next(each[1] for each in results if each is not None)
+    leaves = zip(*[each[0] if each is not None else [None] * form.num_leaves for each in results], strict=True)
+    merged = [_merged(list(each)) for each in leaves]
+    for number, each in enumerate(merged):
+        if source is not None and isinstance(each, PerRankTensor):
+            each.source = source._replace(what=(number, source.what))
+    return pytree.tree_unflatten(merged, form)
+
+
+def _source(function: Callable[..., Any], flat: Sequence[Any]) -> Source | None:
+    """Return the source of a result of these arguments, one of which is a tensor."""
+    what: list[Any] = [function]
+    found = None
+    for each in flat:
+        if isinstance(each, torch.Tensor):
+            if found is not None:
+                return None
+            found = each.source if isinstance(each, PerRankTensor) else host_tensor_cache.source(each)
+            if found is None:
+                return None
+            what.append(found.what)
+        else:
+            values = per_rank_int.values_of(each)
+            what.append((type(each), each) if values is None else tuple(values))
+    if found is None:
+        return None
+    try:
+        hash(tuple(what))
+    except TypeError:
+        return None
+    return found._replace(what=tuple(what))
+
+
+def _by_rank(value: Any) -> Sequence[Any] | None:
+    return value.by_rank if isinstance(value, PerRankTensor) else per_rank_int.values_of(value)
+
+
+def _merged(column: list[Any]) -> Any:
+    first = next(each for each in column if each is not None) if any(each is not None for each in column) else None
+    if isinstance(first, torch.Tensor):
+        return PerRankTensor(column)
+    if type(first) is bool:
+        return all(each for each in column if each is not None)
+    if type(first) is int:
+        return per_rank_int.by_rank(column, sizes=True)
+    return first

@@ -1,0 +1,503 @@
+"""`WorkerSet`: the processes of one ProcMesh that hold tensors for this controller, and the commands to them.
+
+There is one for each ProcMesh, made by its first device mesh; slices share it. torch's global ranks are numbers of this
+controller: the ranks of the first WorkerSet, then those of the second, and so on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from monarch_backend import _native
+from monarch_backend._actor.errors import SupervisionError
+from monarch_backend._core import debug_log
+from monarch_backend._mesh.extent import Extent, Shape
+from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._controller import call_sites
+from monarch_backend.dtensor._controller.command_stream import DELETE_THRESHOLD_BYTES, FIRST, MOST, Stream
+from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
+from monarch_backend.dtensor._controller.tensor_meta import MetaCache, refuse_sparse
+from monarch_backend.dtensor._errors import MeshClosedError, RemoteOpError, RemoteTensorError
+from monarch_backend.dtensor._protocol import Define, Graph, Signature, Step
+
+if TYPE_CHECKING:
+    from monarch_backend._mesh.proc_mesh import ProcMesh
+
+
+_serials = itertools.count(1)
+
+
+class WorkerSet:
+    """Location of tensors for the controller.
+
+    ``line``: channel to the workers; ``first``: global rank of the first one.
+    """
+
+    def __init__(self, name: str, size: int, first: int, device: torch.device, line: Any) -> None:
+        self.name, self.size, self.first, self.device = name, size, first, device
+        self.meshes: dict[Any, Any] = {}  # meshes of these workers, by ranks, sizes and names
+        self.serial = next(_serials)  # never reused in this program
+        self.line = line
+        self.metas = MetaCache(self)
+        self.ids = itertools.count(1)
+        self.kept: dict[Any, Any] = {}  # data of other modules about these workers, for their lifetime
+        self.stream = Stream(line)
+        self._words = self.stream.words
+        self.unreachable = self.stream.unreachable
+        self._by_rank: dict[Any, int] = {}
+        self._keys: dict[int, Any] = {}  # of `_by_rank`
+        self.sink = _native.Sink(
+            self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
+        )  # for csrc/records/controller_dispatch.cpp
+        self.sink.most = DELETE_THRESHOLD_BYTES
+        self.debug = debug_log.is_enabled()
+        self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
+        self._defined_groups: set[str] = set()
+        self._defining = threading.Lock()
+        self._checks_raised = 0  # number of failures that were raised
+        self._raising = threading.Lock()
+        self._under_way: set[Any] = set()  # work that needs more than commands: see begin
+        self._at_rest: list[Callable[[], None]] = []  # called when none of it is left
+        self._settling = threading.Lock()
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether there are no processes."""
+        return not hasattr(self.line, "procs")
+
+    @property
+    def debug(self) -> bool:
+        """Whether a failed operation raises at its own call."""
+        return self.sink.debug
+
+    @debug.setter
+    def debug(self, wanted: bool) -> None:
+        self.sink.debug = wanted
+
+    def __deepcopy__(self, _memo: Any) -> WorkerSet:
+        return self  # a copy of a DTensor, or of its mesh, is on the same processes
+
+    def __reduce__(self) -> Any:
+        raise RemoteTensorError(
+            f"a DTensor or mesh of {self.name} can't be pickled: its shards are in other processes. Save the values "
+            "(x.full_tensor()), or write a checkpoint (torch.distributed.checkpoint)"
+        )
+
+    # Writing ----------------------------------------------------------------------------------------------------
+
+    def write(self, record: tuple[Any, ...], nbytes: int = 0) -> None:
+        """Write one command after all others. ``nbytes``: bytes that it allocates on a worker."""
+        words = self._words
+        self.sink.made += nbytes
+        if self.sink.made >= DELETE_THRESHOLD_BYTES:
+            self.sink.made = 0
+            self.stream.delete()
+        if not words:
+            self.stream.wake()
+        words += record
+        self.sink.records += 1
+        if len(words) > self.sink.limit or self.debug:
+            self._full()
+
+    def _full(self) -> None:
+        """Return whether there are enough words for a batch, or each command is a batch."""
+        self.stream.flush()
+        self.sink.limit = min(2 * self.sink.limit, MOST)
+        if self.debug:
+            self.synchronize()
+
+    def define(
+        self, target: str, args: list[Any], kwargs: dict[str, Any], operands: int, kind: int, results: int,
+        writes: list[int], ins: list[Any], orders: Sequence[list[int] | None] = (),
+    ) -> int:  # fmt: skip
+        """Define a new signature and return its number."""
+        number = next(self.stream.numbers)
+        signature = Signature(number, target, args, kwargs, operands, kind, results, writes, ins, list(orders))
+        self.stream.define(Define.SIGNATURE, *signature)
+        return number
+
+    def define_graph(
+        self, operands: int, numbers: list[str], steps: list[Step], results: list[int], writes: list[int],
+        ins: list[Any], inductor: bool, draws: list[Any],
+    ) -> int:  # fmt: skip
+        """Define a new graph and return its number."""
+        number = next(self.stream.numbers)
+        graph = Graph(number, operands, numbers, [list(each) for each in steps], results, writes, ins, inductor, draws)
+        self.stream.define(Define.GRAPH, *graph)
+        return number
+
+    def define_by_rank(self, numbers: Sequence[int], of_rank: Sequence[int]) -> int:
+        """Define the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing if that is -1.
+
+        Return its number.
+        """
+        key = (tuple(numbers), tuple(of_rank))
+        number = self._by_rank.get(key)
+        if number is None:
+            number = self._by_rank[key] = next(self.stream.numbers)
+            self._keys[number] = key
+            self.stream.define(Define.BY_RANK, number, list(numbers), list(of_rank))
+        return number
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Delete these signatures on the workers. No later command uses them."""
+        if numbers:
+            if not self._words:
+                self.stream.wake()
+            self._words.extend((_protocol.FORGET, len(numbers), *numbers))
+            key = self._keys.pop(numbers[0], None)
+            if key is not None:
+                del self._by_rank[key]
+
+    # Groups -----------------------------------------------------------------------------------------------------
+
+    def add_group(self, name: str, rows: list[list[int]]) -> None:
+        """Define a group that is, on each rank, the row of global ranks that contains the rank."""
+        self._groups[name] = [[rank - self.first for rank in row] for row in rows]
+
+    def has_group(self, name: str) -> bool:
+        """Whether a name is a group of these workers."""
+        return name in self._groups
+
+    def group_name(self, value: Any) -> str | None:
+        """Return the name of a group, or a group's name itself, after the workers know the group.
+
+        Raises MeshMismatchError for a group of other workers.
+        """
+        from monarch_backend.dtensor._controller import controller_process_group
+
+        name = value if isinstance(value, str) else getattr(value, "group_name", None)
+        if name is None and isinstance(value, torch.ScriptObject):
+            name = torch.distributed.ProcessGroup.unbox(value).group_name
+        if isinstance(name, str):
+            controller_process_group.check_group(self, value, name)
+        if name not in self._groups:
+            return None
+        if name not in self._defined_groups:
+            with self._defining:  # no other thread's signature may overtake it
+                if name not in self._defined_groups:
+                    self.stream.define(Define.GROUP, name, self._groups[name])
+                    self._defined_groups.add(name)
+        return str(name)
+
+    def rows(self, values: Sequence[Any]) -> list[list[int]]:
+        """Return the rows of the group among these values: its ranks, for each slice."""
+        return [row for name in map(self.group_name, values) if name is not None for row in self._groups[name]]
+
+    def outside(self, values: Sequence[Any]) -> set[int]:
+        """Return the ranks that are in no row of the group among these values."""
+        rows = self.rows(values)
+        return set(range(self.size)).difference(*rows) if rows else set()
+
+    # Values -----------------------------------------------------------------------------------------------------
+
+    def put(self, value: torch.Tensor, device: torch.device | None = None) -> RemoteTensor:
+        """Send the same tensor to all workers."""
+        if value.is_meta:
+            return self.put_shape(value.detach())
+        tensor = _dense(value)
+        if not tensor.ndim and tensor.is_floating_point() and device is None and tensor.device.type == "cpu":
+            return self._number(tensor.item(), tensor.dtype)
+        where = device or (self.device if tensor.device.type == "cpu" else tensor.device)
+        number = next(self.ids)
+        self.stream.flush()
+        self.line.put(number, tensor)
+        return RemoteTensor(self.metas.sent(tensor, where), Ref(self, number))
+
+    def _number(self, value: float, dtype: torch.dtype) -> RemoteTensor:
+        """Send a number by a command, not by a message: fused optimizers have a new one per parameter and step."""
+        from monarch_backend.dtensor._dispatch import dispatch
+
+        options = {"dtype": dtype, "device": self.device}
+        return dispatch.create(self, torch.ops.aten.scalar_tensor.default, [value], options)  # type: ignore[no-any-return]
+
+    def zeros(self, size: Sequence[Any], dtype: torch.dtype) -> RemoteTensor:
+        """Make zeros on the workers."""
+        from monarch_backend.dtensor._dispatch import dispatch
+
+        options = {"dtype": dtype, "device": self.device}
+        return dispatch.create(self, torch.ops.aten.zeros.default, [list(size)], options)  # type: ignore[no-any-return]
+
+    def put_shape(self, value: torch.Tensor) -> RemoteTensor:
+        """Put a tensor of the meta device on all workers; its sizes may differ by rank."""
+        from monarch_backend.dtensor._dispatch import dispatch
+
+        options = {"dtype": value.dtype, "device": torch.device("meta")}
+        arguments = [list(value.shape), list(value.stride())]
+        made: RemoteTensor = dispatch.create(self, torch.ops.aten.empty_strided.default, arguments, options)
+        return made
+
+    def put_by_rank(self, values: Sequence[torch.Tensor | None]) -> RemoteTensor:
+        """Send each rank its own tensor; nothing to ranks with None."""
+        dense = [None if value is None else _dense(value) for value in values]
+        meta = self.metas.by_rank([None if value is None else self.metas.sent(value, self.device) for value in dense])
+        number = next(self.ids)
+        self.stream.flush()
+        self.line.put_by_rank(number, dense)
+        return RemoteTensor(meta, Ref(self, number))
+
+    def put_on(self, value: torch.Tensor, outside: frozenset[int]) -> RemoteTensor:
+        """Send a tensor to all ranks but these. Values that are on the workers already are not sent again."""
+        if isinstance(value, RemoteTensor):
+            return self.without(value, outside)
+        if not outside or value.is_meta:
+            return self.without(self.put(value), outside)
+        return self.put_by_rank([None if rank in outside else value for rank in range(self.size)])
+
+    def without(self, tensor: RemoteTensor, outside: frozenset[int]) -> RemoteTensor:
+        """Return the same tensor without these ranks, which would not execute the other ranks' changes."""
+        from monarch_backend.dtensor._dispatch import dispatch
+        from monarch_backend.dtensor._worker import membership
+
+        if outside <= tensor._meta.outside:
+            return tensor
+        key = "inside", outside
+        inside = self.kept.get(key)
+        if inside is None:
+            mark = torch.zeros(())
+            inside = self.kept[key] = self.put_by_rank([None if r in outside else mark for r in range(self.size)])
+        name = f"{membership.__name__}:{membership.own.__name__}"
+        return dispatch.call(membership.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
+
+    def read(self, tensor: RemoteTensor, how: str = "tensor") -> Callable[[], Any]:
+        """Start to read, and return a function that waits for the value of the first rank that has one.
+
+        It waits until all workers have reached this point, and raises their failures.
+        """
+        meta = tensor._meta
+        rank = 0 if meta.classes is None else next(i for i, each in enumerate(meta.of_rank) if each >= 0)
+        self._flush_for_a_read()
+        replies = self.line.ask("read", tensor._ref.id, rank, how)
+
+        def wait(_keep: Any = tensor) -> Any:
+            value = self._first_or_failure(replies())[rank]
+            if value is None:
+                raise RemoteTensorError(f"rank {rank} of {self.name} has no part of this tensor, so it has no value")
+            return value
+
+        return wait
+
+    def ask(self, what: str, *args: Any) -> list[Any]:
+        """Return all ranks' replies; waits."""
+        self._flush_for_a_read()
+        return self._first_or_failure(self.line.ask(what, *args)())
+
+    def _flush_for_a_read(self) -> None:
+        self.sink.limit = FIRST
+        self.stream.flush(wait=False)
+
+    def synchronize(self) -> None:
+        """Wait until the workers have executed all commands.
+
+        Raises RemoteOpError for failures since the last call, unless they were raised already.
+        """
+        self.ask("failed_since")
+
+    def _first_or_failure(self, replies: list[Any]) -> list[Any]:
+        checks = self._new_checks(replies)
+        replies = [each["reply"] if _has_checks(each) else each for each in replies]
+        failures = [each for each in replies if isinstance(each, dict) and "failed" in each]
+        if failures or checks:
+            first = min([*failures, *checks.values()], key=lambda each: each["order"])
+            checks.pop(first["order"], None)
+            raise self.error_of(first, [checks[order] for order in sorted(checks)])
+        return replies
+
+    def _new_checks(self, replies: list[Any]) -> dict[int, Any]:
+        """Return failed operations without results, by their order. The first caller raises each, once."""
+        if not any(map(_has_checks, replies)):
+            return {}
+        with self._raising:
+            found = [check for each in replies if _has_checks(each) for check in each["checks"]]
+            new = {check["order"]: check for check in reversed(found) if check["order"] > self._checks_raised}
+            if new:
+                self._checks_raised = max(new)
+                with contextlib.suppress(SupervisionError):  # the next read raises it
+                    self.line.raised(self._checks_raised)
+        return new
+
+    def error_of(self, report: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> RemoteOpError:
+        """Return the error for a failure that a worker reports.
+
+        ``others``: failures that will not be reported again.
+        """
+        also = "".join(
+            f"\nBefore this was read, {each['failed']} raised as well, on rank {each['rank']}: {each['message']}\n"
+            f"Issued by the controller at:\n{call_sites.text_of(each['site'])}"
+            for each in others
+        )
+        return RemoteOpError(
+            report["failed"], report["rank"], report["host"], report["pid"], report["message"],
+            report["traceback"] + also, call_sites.text_of(report["site"]),
+        )  # fmt: skip
+
+    # The end ----------------------------------------------------------------------------------------------------
+
+    def begin(self, what: Any) -> None:
+        """Register work that workers or other processes must finish before the workers may end."""
+        with self._settling:
+            self._under_way.add(what)
+
+    def end(self, what: Any) -> None:
+        """End registered work, done or not."""
+        with self._settling:
+            self._under_way.discard(what)
+            calls = [] if self._under_way else self._at_rest[:]
+            del self._at_rest[: len(calls)]
+        for call in calls:
+            call()
+
+    def before_stop(self, then: Callable[[], None]) -> None:
+        """Send all commands, and call ``then`` when nothing is in transit."""
+        self.stream.send_the_rest()
+        with self._settling:
+            if self._under_way:
+                self._at_rest.append(then)
+                return
+        then()
+
+    def close(self, why: str) -> None:
+        """Refuse all further commands."""
+        self.stream.closed = self.stream.closed or MeshClosedError(f"the processes of {self.name} have ended: {why}")
+
+
+def _has_checks(reply: Any) -> bool:
+    return isinstance(reply, dict) and "checks" in reply
+
+
+class ActorCommandChannel:
+    """Channel to the executors in the processes of a mesh, by messages to actors."""
+
+    def __init__(
+        self, procs: ProcMesh, executors: Any, program: Any, device_type: str, made: dict[str, WorkerSet]
+    ) -> None:
+        self.procs, self._executors, self._program, self._device_type = procs, executors, program, device_type
+        self._made = made  # in these processes, by the type of their devices
+        self._ranks = [executors] if len(executors) == 1 else list(_each(executors))
+
+    def send(self, batch: bytes) -> None:
+        """Send to all, without a reply."""
+        self._executors.run.broadcast(batch)
+
+    def send_counted(self, batch: bytes) -> Callable[[], object]:
+        """Send to all, and return a function that waits for the replies."""
+        future = self._executors.run_counted.call(batch)
+        return lambda: future.get()
+
+    def send_at_the_end(self, batch: bytes) -> None:
+        """Send to all, without a reply and without waiting."""
+        self._executors.run.push(batch)
+
+    def has_room(self) -> bool:
+        """True if no worker is so far behind that a message would have to wait."""
+        room: bool = self._executors.run.has_room()
+        return room
+
+    def raised(self, order: int) -> None:
+        """Report that the failed checks up to this one were raised."""
+        self._executors.raised.broadcast(order)
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call a function later, on the thread that reads messages."""
+        self._program.pump.later(seconds, call)
+
+    def put(self, number: int, tensor: torch.Tensor) -> None:
+        """Send the same to all."""
+        self._executors.put.broadcast(number, tensor)
+
+    def put_by_rank(self, number: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Send each its own."""
+        for mine, tensor in zip(self._ranks, tensors, strict=True):
+            if tensor is not None:
+                mine.put.broadcast(number, tensor)
+
+    def ask(self, what: str, *args: Any) -> Callable[[], list[Any]]:
+        """Start to ask, and return a function that waits for all replies, by rank."""
+        future = getattr(self._executors, what).call(*args)
+        return lambda: list(future.get().values())
+
+    # Functions --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def sides(self) -> Any:
+        """The control actors beside the executors; see _worker/control_actor.py."""
+        from monarch_backend.dtensor._worker import ControlActor
+
+        self._executors.initialized.get()  # two threads that import these modules at once would deadlock
+        return self.procs.spawn("dtensor_side", ControlActor, self._device_type)
+
+    def sides_of(self, ranks: Sequence[int]) -> Any:
+        """Return the control actors of these ranks."""
+        return _those(self.sides, ranks)
+
+    def execute(self, ranks: Sequence[int], run: int, *args: Any) -> Any:
+        """Call a function on these ranks, which then wait for `say`; return a future of their results."""
+        assert self.sides is not None  # set before any wait for them
+        executors = _those(self._executors, ranks)
+        call = executors.execute.call(run, *args)
+        with contextlib.suppress(SupervisionError):  # the call's future reports it
+            executors.settle.broadcast(run)
+        return call
+
+    def say(self, ranks: Sequence[int], run: int, verdict: str, why: str) -> None:
+        """Report the end of a run to the workers: "done", or "failed", after which all workers make new groups."""
+        dead = set(self._executors.failed_ranks)
+        if dead:  # the others can't make groups without them
+            verdict = "dead"
+        alive = [rank for rank in ranks if rank not in dead]
+        if not alive:
+            return
+        try:
+            _those(self.sides, alive).say.broadcast(run, verdict, why)
+        except SupervisionError:  # another one has died
+            if not set(self._executors.failed_ranks) - dead:
+                raise
+            self.say(ranks, run, verdict, why)
+            return
+        others = [rank for rank in range(len(self._ranks)) if rank not in set(ranks)]
+        if verdict == "failed" and others:
+            _those(self._executors, others).meet_again.broadcast(run)
+        if verdict == "failed":
+            for each in list(self._made.values()):
+                if each.line is not self:
+                    each.stream.flush()
+                    each.line.join_again(run)
+
+    def join_again(self, run: int) -> None:
+        """Make new groups, after earlier messages: executors of another device have closed the groups in this run."""
+        self._executors.join_again.broadcast(run)
+
+    def aside(self, call: Callable[[], None]) -> None:
+        """Call a function on a thread of its own."""
+        self._program.aside(call)
+
+
+def _those(actors: Any, ranks: Sequence[int]) -> Any:
+    """Return these ranks' actors, in this order."""
+    if list(ranks) == list(range(len(actors))):
+        return actors
+    return actors._new_with_shape(Shape.from_ranks(Extent.of({"rank": len(ranks)}), ranks))
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as workers receive it: without gaps, on the CPU. A tensor without gaps keeps its strides."""
+    tensor = value.detach()
+    refuse_sparse(tensor)
+    if tensor.is_cuda:
+        tensor = tensor.cpu()
+    gaps = not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) != 0
+    return tensor.contiguous() if gaps else tensor
+
+
+def _each(mesh: Any) -> Any:
+    flat = mesh if len(mesh.extent.labels) == 1 else mesh.flatten("rank")
+    label = flat.extent.labels[0]
+    for rank in range(len(flat)):
+        yield flat.slice(**{label: rank})

@@ -1,0 +1,1 @@
+"""Dispatch of operations on DTensors, up to the commands for workers."""

@@ -1,0 +1,1 @@
+"""Operations with their own rules: sharding rules, attention, normalisation, optimizers."""

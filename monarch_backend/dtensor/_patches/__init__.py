@@ -1,0 +1,1 @@
+"""Replaced names of torch: the manifest, and the replacements by kind."""

@@ -1,0 +1,1 @@
+"""Replacements that only save time."""

@@ -1,0 +1,1 @@
+"""Replacements where torch's result is wrong or missing."""

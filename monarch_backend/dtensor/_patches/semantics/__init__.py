@@ -1,0 +1,1 @@
+"""Replacements where torch acts for the rank of this process."""

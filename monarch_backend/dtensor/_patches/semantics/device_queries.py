@@ -1,0 +1,274 @@
+"""Replacements of torch's functions that ask this process for a GPU, where only the workers have any.
+
+Each calls torch's own function where this process has a GPU itself, or is not a controller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend
+
+from monarch_backend.dtensor._controller import controller_process_group, device_moves
+from monarch_backend.dtensor._controller.device_module import Event, Stream
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._dispatch import dispatch
+from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import (
+    Replacement,
+)
+from monarch_backend.process_group._c10d_patches import overriding
+
+
+def stands_for_gpus() -> bool:
+    """Whether "cuda" means the workers' here: this is a controller without a GPU."""
+    return controller_process_group.is_controller() and not torch.cuda.is_available()
+
+
+def _stands_for_xla() -> bool:
+    """Whether "xla" means the workers' here."""
+    return controller_process_group.is_controller() and "xla" in _libraries
+
+
+def controls(device_type: str) -> bool:
+    """Whether there are workers with such devices."""
+    return controller_process_group.is_controller() and any(
+        each.device.type == device_type for each in controller_process_group.owners()
+    )
+
+
+def controls_others() -> bool:
+    """Whether there are workers with devices that C++ takes for the CPU here."""
+    return controls("cuda") or controls("xla")
+
+
+def is_of_workers(device_type: str) -> bool:
+    """Whether only workers have such devices, and some have."""
+    return device_type in ("cuda", "xla") and not _is_here(device_type) and controls(device_type)
+
+
+# Tensors that a program makes on "cuda" -------------------------------------------------------------------------
+
+
+_FACTORIES = (
+    "empty.memory_format", "empty_strided", "zeros", "ones", "full", "arange", "arange.start", "arange.start_step",
+    "linspace", "eye", "eye.m", "scalar_tensor", "tril_indices", "triu_indices",
+)  # fmt: skip
+_libraries: dict[str, torch.library.Library] = {}
+
+
+def register_factories(device_type: str) -> None:
+    """Let factory operators make tensors of this device type on the workers; a second call does nothing.
+
+    A build of torch for CPUs has no kernels there. Those of a build for GPUs could only fail without a GPU.
+    """
+    if device_type in _libraries or _is_here(device_type):
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with overriding():  # without such a device, the old kernels could only fail
+        for name in _FACTORIES:
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(operator, _factory(operator, device_type), device_type.upper())
+    for name in ("_fused_sgd_", "_fused_adagrad_"):
+        # Their shapes are found by running them on a device that is missing here; they only change values.
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+            library.impl(name, lambda *_, **__: None, "Meta")
+            library.impl(name + ".tensor_lr", lambda *_, **__: None, "Meta")
+    _libraries[device_type] = library
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(1.0, device=...): made here, then sent
+    torch._C._ensureCUDADeviceGuardSet()  # there is no device to switch to, but a program may name "cuda"
+
+
+def _is_here(device_type: str) -> bool:
+    return torch.cuda.is_available() if device_type == "cuda" else "torch_xla" in sys.modules
+
+
+def _factory(operator: Any, device_type: str) -> Any:
+    kept = ("dtype", "device", "memory_format")
+
+    def make(*args: Any, **options: Any) -> Any:
+        device = options.get("device") or torch.device(device_type)
+        workers = device_moves.workers_of_factory(device)
+        given = {name: each for name, each in options.items() if name in kept and each is not None}
+        if "dtype" not in given and not operator._schema.name.startswith(("aten::arange", "aten::full", "aten::tri")):
+            given["dtype"] = torch.get_default_dtype()
+        return dispatch.create(workers, operator, args, {**given, "device": workers.device})
+
+    return make
+
+
+# Streams, events, the device ------------------------------------------------------------------------------------
+
+
+def _if_here(own: Any, other: Any) -> Replacement:
+    return lambda *args, **options: (other if stands_for_gpus() else own)(*args, **options)
+
+
+_stream = Stream()
+
+
+def _the_stream(own: Any) -> Replacement:
+    return _if_here(own, lambda *_, **__: _stream)
+
+
+def _in_stream(own: Any) -> Replacement:
+    return _if_here(own, lambda *_, **__: contextlib.nullcontext())
+
+
+def _new(own: Any) -> Replacement:
+    def __new__(cls: Any, *args: Any, **options: Any) -> Any:
+        if stands_for_gpus():
+            return (Event if issubclass(cls, torch.cuda.Event) else Stream)()
+        return own(cls, *args, **options)
+
+    return __new__
+
+
+def _synchronize(own: Any) -> Replacement:
+    def synchronize(device: Any = None) -> Any:
+        for workers in controller_process_group.owners() if controller_process_group.is_controller() else ():
+            if workers.device.type == "cuda":
+                workers.synchronize()
+        return None if stands_for_gpus() else own(device)
+
+    return synchronize
+
+
+def _current_device(own: Any) -> Replacement:
+    return _if_here(own, lambda: 0)
+
+
+def _device_module(own: Any) -> Replacement:
+    def _get_device_module(device: str = "cuda") -> Any:
+        # It saves the random numbers of the workers' GPUs; torch.cuda would report no GPUs.
+        if device == "cuda" and stands_for_gpus():
+            return _checkpointed
+        # XLA's random numbers are the CPU's, which are saved anyway; a module torch.xla does not exist.
+        return torch.cpu if device == "xla" and _stands_for_xla() else own(device)
+
+    return _get_device_module
+
+
+def _fork_rng(own: Any) -> Replacement:
+    def fork_rng(
+        devices: Any = None, enabled: bool = True, _caller: str = "fork_rng", _devices_kw: str = "devices",
+        device_type: Any = None,
+    ) -> Any:  # fmt: skip
+        if device_type == "xla" and _stands_for_xla():  # the CPU's are forked in any case
+            devices, device_type = (), "cpu"
+        return own(devices, enabled, _caller, _devices_kw, device_type)
+
+    return fork_rng
+
+
+class _Checkpointed:
+    """Module like torch.cuda, for an activation checkpoint."""
+
+    _initialized = True
+
+    def device(self, _device: Any) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: there is no device to switch to."""
+        return contextlib.nullcontext()
+
+    def get_rng_state(self) -> torch.Tensor:
+        """Return the state of the workers' GPUs."""
+        return torch.cuda.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Set a state that get_rng_state returned."""
+        torch.cuda.set_rng_state(state)
+
+
+_checkpointed = _Checkpointed()
+
+
+def _set_device(own: Any) -> Replacement:
+    return _if_here(own, lambda device: None)  # noqa: ARG005 -- each worker has set its own
+
+
+def _exchange(own: Any) -> Replacement:
+    return _if_here(own, lambda device: 0)  # noqa: ARG005 -- ``with torch.cuda.device(...)``
+
+
+# Attention ------------------------------------------------------------------------------------------------------
+
+
+def _kernels(own: Any) -> Replacement:
+    def _sdpa_kernel(backends: Any, set_priority: bool = False) -> None:
+        backends = list(backends)
+        # The CPU, where C++ has remote tensors, has one fused kernel; it stands for any of the GPUs'.
+        if controls("cuda") and _FUSED.intersection(backends) and SDPBackend.FLASH_ATTENTION not in backends:
+            backends.append(SDPBackend.FLASH_ATTENTION)
+        own(backends, set_priority)
+
+    return _sdpa_kernel
+
+
+_FUSED = {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION}
+
+
+# Modules --------------------------------------------------------------------------------------------------------
+
+
+def _module_to(own: Any) -> Replacement:
+    def to(self: Any, *args: Any, **options: Any) -> Any:
+        if not stands_for_gpus() and not _stands_for_xla():
+            return own(self, *args, **options)
+        # Torch without GPUs knows only devices with a number; with one, it asks for a tensor there.
+        args = tuple(_with_number(each) for each in args)
+        options = {name: _with_number(each) for name, each in options.items()}
+        # A parameter of this process would take the memory of a remote tensor, which has none.
+        changes_class = _is_to_workers((*args, *options.values())) or any(map(_is_on_workers, _tensors_of(self)))
+        with _swapping() if changes_class else contextlib.nullcontext():
+            return own(self, *args, **options)
+
+    return to
+
+
+def _is_to_workers(given: Any) -> bool:
+    devices = [each.device if isinstance(each, torch.Tensor) else each for each in given]
+    return any(isinstance(each, torch.device) and is_of_workers(each.type) for each in devices)
+
+
+def _is_on_workers(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, (RemoteTensor, DTensor))
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())
+
+
+def _module_cuda(own: Any) -> Replacement:
+    return lambda self, device=None: self.to("cuda") if stands_for_gpus() else own(self, device)
+
+
+@contextlib.contextmanager
+def _swapping() -> Iterator[None]:
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _with_number(value: Any) -> Any:
+    kind = torch.device(value).type if isinstance(value, (str, torch.device)) else ""
+    return torch.device(kind, 0) if kind in ("cuda", "xla") else value
+
+
+# Mixed precision ------------------------------------------------------------------------------------------------
+
+
+def _no_amp(own: Any) -> Replacement:
+    return lambda: own() and not controls("cuda")
+
+
+def _bf16(own: Any) -> Replacement:
+    return lambda *args, **options: (controls("cuda") and stands_for_gpus()) or own(*args, **options)

@@ -1,0 +1,62 @@
+"""Subclasses of the objects with which DTensor dispatches operators, in place of their own classes.
+
+torch has one `OpDispatcher` for all DTensors. Its class becomes a subclass whose methods are layers of functions. Each
+layer handles its case and calls the next one for others, down to torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from monarch_backend.dtensor._patches.caches import redispatch_cache, redistribute_cache
+from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback, view_writeback
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api, submesh_shapes, trace_sizes
+
+Layers = Mapping[str, Sequence[Callable[[Any], Callable[..., Any]]]]
+
+DISPATCHER: Layers = {
+    "_propagate_op_sharding_dispatch_slow_path": (
+        submesh_shapes._ours_as_raised, redistribute_cache._of_one_mesh, replicate_fallback._or_whole,
+    ),
+    "_dispatch_get_local_results_slow_path": (
+        view_writeback._note_copies, redispatch_cache._again, embedding_mask._local_results,
+    ),
+    "_unwrap_to_op_info_impl": (redispatch_cache._later,),
+    "_dispatch_fast_path_python_tail": (device_mesh_and_api._of_the_host, view_writeback._after_each),
+    "redistribute_local_args": (trace_sizes.seen_arguments,),
+    "wrap": (device_mesh_and_api._wrap_result,),
+}  # fmt: skip
+"""Layers by method around torch's own, from the inside."""
+PROPAGATOR: Layers = {
+    "propagate_op_sharding_non_cached": (submesh_shapes._for_each_slice, trace_sizes.for_all_ranks),
+}
+CACHE: Layers = {"__call__": (submesh_shapes._not_remembered,)}
+
+
+def dispatcher(own: type) -> type:
+    """Replacement for the class of DTensor's dispatcher."""
+    return _layered(own, DISPATCHER)
+
+
+def propagator(own: type) -> type:
+    """Replacement for the class of its sharding propagator."""
+    return _layered(own, PROPAGATOR)
+
+
+def propagation_cache(own: type) -> type:
+    """Replacement for the class of the propagator's cache."""
+    return _layered(own, CACHE)
+
+
+def _layered(own: type, layers: Layers) -> type:
+    methods: dict[str, Any] = {"__slots__": ()} if "__dict__" not in dir(own) else {}
+    for name, makers in layers.items():
+        raw = inspect.getattr_static(own, name)
+        method = raw.__func__ if isinstance(raw, staticmethod) else raw
+        for maker in makers:
+            method = functools.wraps(method)(maker(method))
+        methods[name] = staticmethod(method) if isinstance(raw, staticmethod) else method
+    return type(f"Controller{own.__name__}", (own,), methods)

@@ -1,0 +1,1 @@
+"""Random numbers of shards, equal to those of a single process."""

@@ -1,0 +1,1 @@
+"""Private parts of torch that are read or called, and not replaced."""

@@ -1,0 +1,207 @@
+"""`ControlActor`: actor beside the executor for messages that cannot wait until the executor is free.
+
+It stores them in `ControlInbox` for the executor: the end of a run on other ranks, and transfers from other workers. It
+has no tensors and runs no operations.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from monarch_backend._actor.actor import Actor, endpoint
+
+log = logging.getLogger("monarch_backend")
+
+CANCEL_CHECK_INTERVAL_S = 1.0
+"""Seconds after which a wait is repeated: a cancelled call can be interrupted only between two waits."""
+
+MAX_FORGOTTEN = 1024
+"""Limit of dropped transfers for which messages may still arrive."""
+
+
+class Ended(RuntimeError):
+    """A run ended on another rank before it began here."""
+
+
+class ControlInbox:
+    """Messages that a process has received and its executor has not used yet."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._verdicts: dict[int, tuple[str, str]] = {}
+        self._parcels: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._refused: dict[int, str] = {}
+        self._kept: dict[int, Callable[[], object]] = {}
+        self._readers: defaultdict[int, int] = defaultdict(int)  # readers still to come; below 0: came too early
+        self._forgotten: dict[int, str] = {}  # with the reason
+        self._running: int | None = None
+
+    def begin(self, run: int) -> None:
+        """Record that the executor runs this run. Raises Ended if it has ended on another rank."""
+        with self._changed:
+            verdict, why = self._verdicts.get(run, ("", ""))
+            if verdict:
+                raise Ended(why)
+            self._running = run
+
+    def end(self) -> None:
+        """Record that the executor has left this run."""
+        with self._changed:
+            self._running = None
+
+    def say(self, run: int, verdict: str, why: str) -> None:
+        """Record the end of a run; if it continues here, its collectives end now."""
+        from monarch_backend.process_group import abort_all
+
+        with self._changed:
+            self._verdicts[run] = verdict, why
+            if verdict != "done" and self._running == run:
+                abort_all(why)
+            self._changed.notify_all()
+
+    def verdict(self, run: int) -> str:
+        """Wait until the run has ended on all ranks, and return its verdict."""
+        with self._changed:
+            while run not in self._verdicts:
+                self._changed.wait(CANCEL_CHECK_INTERVAL_S)
+            return self._verdicts.pop(run)[0]
+
+    def deliver(self, parcel: int, sender: int, content: Any) -> None:
+        """Store a part of a transfer from another worker."""
+        with self._changed:
+            if parcel not in self._forgotten:
+                self._parcels[parcel][sender] = content
+                self._changed.notify_all()
+
+    def refuse(self, parcel: int, why: str) -> None:
+        """Record that a transfer will not arrive."""
+        with self._changed:
+            if parcel not in self._forgotten:
+                self._refused[parcel] = why
+                self._changed.notify_all()
+
+    def take(self, parcel: int, count: int) -> list[Any]:
+        """Return the parts of ``count`` senders, by sender; waits for the last of them. Raises RuntimeError."""
+        with self._changed:
+            while not (len(self._parcels[parcel]) >= count or parcel in self._refused or parcel in self._forgotten):
+                self._changed.wait(CANCEL_CHECK_INTERVAL_S)
+            found, refused = self._parcels.pop(parcel), self._refused.pop(parcel, None)
+            refused = self._forgotten.get(parcel, refused)
+        if refused is not None:
+            raise RuntimeError(f"the data of a transfer to this rank have not come: {refused}")
+        return [found[sender] for sender in sorted(found)]
+
+    def keep(self, parcel: int, count: int, release: Callable[[], object]) -> None:
+        """Keep a transfer's data until they were let go ``count`` times; then ``release`` them."""
+        with self._changed:
+            is_wanted = parcel not in self._forgotten
+            if is_wanted:
+                self._kept[parcel] = release
+        if is_wanted:
+            self._count(parcel, count)
+        else:
+            release()
+
+    def let_go(self, parcel: int) -> None:
+        """End one reader's use. After a failure that may be before the data are kept, or they never are."""
+        self._count(parcel, -1)
+
+    def _count(self, parcel: int, more: int) -> None:
+        with self._changed:
+            if parcel in self._forgotten:
+                return
+            self._readers[parcel] += more
+            if self._readers[parcel] or parcel not in self._kept:
+                return
+            del self._readers[parcel]
+            release = self._kept.pop(parcel)
+        release()
+
+    def forget(self, parcel: int, why: str) -> None:
+        """Drop a transfer after a failure: calls that would take or release it will never begin.
+
+        Calls that wait for it stop waiting. Messages that were sent before may still arrive.
+        """
+        with self._changed:
+            self._forgotten[parcel] = why
+            if len(self._forgotten) > MAX_FORGOTTEN:
+                del self._forgotten[next(iter(self._forgotten))]
+            self._parcels.pop(parcel, None)
+            self._refused.pop(parcel, None)
+            self._readers.pop(parcel, None)
+            release = self._kept.pop(parcel, None)
+            self._changed.notify_all()
+        if release is not None:
+            # Not on this thread, which receives verdicts: a call whose run has failed elsewhere may still use the data.
+            threading.Thread(target=_release, args=(release,), name="monarch-forget", daemon=True).start()
+
+
+def _release(kept: Callable[[], object]) -> None:
+    try:
+        kept()
+    except Exception as error:
+        log.warning("the copy of a tensor that could not be moved is kept: %s", error)
+
+
+boards: defaultdict[str, ControlInbox] = defaultdict(ControlInbox)
+"""Inboxes of this process, by the type of the executor's device."""
+
+
+class Meetings:
+    """Runs after which this process has joined a new default group."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._runs: set[int] = set()
+
+    def note(self, run: int) -> None:
+        """Record a run after which the process has joined."""
+        with self._changed:
+            self._runs.add(run)
+            self._changed.notify_all()
+
+    def wait(self, run: int) -> None:
+        """Wait until the process has joined after this run."""
+        with self._changed:
+            while run not in self._runs:
+                self._changed.wait(CANCEL_CHECK_INTERVAL_S)
+
+
+meetings = Meetings()
+"""Runs of this process, for executors of all devices."""
+
+
+class ControlActor(Actor):
+    """The control actor of one executor."""
+
+    def __init__(self, device_type: str) -> None:
+        self._board = boards[device_type]
+
+    @endpoint
+    def say(self, run: int, verdict: str, why: str) -> None:
+        """See `ControlInbox.say`."""
+        self._board.say(run, verdict, why)
+
+    @endpoint
+    def deliver(self, parcel: int, sender: int, content: Any) -> None:
+        """See `ControlInbox.deliver`."""
+        self._board.deliver(parcel, sender, content)
+
+    @endpoint
+    def refuse(self, parcel: int, why: str) -> None:
+        """See `ControlInbox.refuse`."""
+        self._board.refuse(parcel, why)
+
+    @endpoint
+    def let_go(self, parcel: int) -> None:
+        """See `ControlInbox.let_go`."""
+        self._board.let_go(parcel)
+
+    @endpoint
+    def forget(self, parcel: int, why: str) -> None:
+        """See `ControlInbox.forget`."""
+        self._board.forget(parcel, why)

@@ -1,0 +1,1 @@
+"""torch_xla on the workers of a controller."""

@@ -1,0 +1,29 @@
+"""Jobs: the hosts of a program, and how they are started. On this machine, as processes, by ssh, or by a launcher.
+
+>>> from monarch_backend.job import LocalJob
+>>> LocalJob(["trainers"]).state().trainers
+HostMesh(this host)
+
+The implementation is in _job/: the base class (base.py), the file of a job (state_file.py), the start of one host
+(host_launcher.py), and each kind of job. _hosts/ has the hosts themselves.
+"""
+
+from monarch_backend import _wiring as _wiring
+from monarch_backend._job.base import HostStatus, Job, JobState
+from monarch_backend._job.errors import JobError
+from monarch_backend._job.local import LocalJob
+from monarch_backend._job.process import ProcessJob
+from monarch_backend._job.spmd import SPMDJob, host_mesh_from_env
+from monarch_backend._job.ssh import SSHJob
+
+__all__ = [
+    "HostStatus",
+    "Job",
+    "JobError",
+    "JobState",
+    "LocalJob",
+    "ProcessJob",
+    "SPMDJob",
+    "SSHJob",
+    "host_mesh_from_env",
+]

@@ -1,1 +1,0 @@
-"""Extents and slicing; host meshes and process meshes; spawning, bootstrap, logs."""

@@ -1,0 +1,52 @@
+"""Manifest of the names of torch that are replaced for ``backend="monarch"``; see _c10d_patches.py.
+
+`import torch` runs _autoload.py, which installs them and imports no other module of the package. So docs and tests read
+the rows and compare them with torch; `_core.patches.apply` does not.
+"""
+
+from __future__ import annotations
+
+from monarch_backend._core.patches import Patch
+
+_C10D = "torch.distributed.distributed_c10d"
+_MAKERS = "monarch_backend.process_group._c10d_patches"
+_TESTS = "tests/test_torch_patches.py"
+_HOOKS = "tests/process_group/test_c10d_hooks.py"
+
+C10D = (
+    Patch(
+        f"{_C10D}:rendezvous", "fix", (f"{_MAKERS}:rendezvous",),
+        "The store is connected to before the backend is called, and a missing rank is not named.",
+        f"{_TESTS}::test_rendezvous_is_watched_by_the_name_that_init_process_group_calls", (2, 9),
+    ),
+    *(
+        Patch(
+            f"{module}:batch_isend_irecv", "fix", (f"{_MAKERS}:batch_isend_irecv",),
+            "Operations are started one by one, so that a group cannot see that they share memory.",
+            f"{_TESTS}::test_batch_isend_irecv_of_every_torch_has_a_stand_in", (2, 9),
+        )
+        for module in (_C10D, "torch.distributed")
+    ),
+    *(
+        Patch(
+            f"{module}:monitored_barrier", "fix", (f"{_MAKERS}:monitored_barrier",),
+            "Raises ValueError for a backend that is not called gloo.",
+            f"{_TESTS}::test_monitored_barrier", (2, 9), (2, 14),
+        )
+        for module in (_C10D, "torch.distributed")
+    ),
+    *(
+        Patch(
+            f"torch._C._distributed_c10d:{hook}.attach", "fix", (f"{_MAKERS}:see_attached_hooks",),
+            "A hook registers itself in C++, which Python does not see.",
+            f"{_HOOKS}::test_flight_recorder_has_collectives", (2, 14),
+        )
+        for hook in ("NanCheckHook", "FlightRecorderHook")
+    ),
+    Patch(
+        "torch.distributed:new_group", "fix", (f"{_MAKERS}:restore_new_group",),
+        "torch_xla, when it is imported, replaces it for the groups of all backends.",
+        "tests/xla/test_xla_backend.py::test_subgroups_and_torch_s_own_new_group", (2, 9), (2, 10),
+    ),
+)  # fmt: skip
+"""At most 6 are replaced in one release."""

@@ -1,0 +1,377 @@
+"""Table of collectives: one row for each operation of torch's ProcessGroup.
+
+Other modules of process_group read their columns at import or when a group is made, never in a call.
+docs/guides/new-collective.md shows how a row is added. tests/process_group/test_collective_specs.py checks that each
+row has a method, a route for each device and a reference result.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+
+
+class Operation(NamedTuple):
+    """Operation of the compiled core. Hierarchy's algorithm for "all_reduce" is its method `_all_reduce`."""
+
+    name: str
+    has_root: bool = False
+    reduces: bool = False
+
+
+# The rows of csrc/shm/operation.h: collective_traits, in the same order.
+OPERATIONS = (
+    Operation("barrier"),
+    Operation("all_reduce", reduces=True),
+    Operation("reduce", has_root=True, reduces=True),
+    Operation("broadcast", has_root=True),
+    Operation("all_gather"),
+    Operation("gather", has_root=True),
+    Operation("scatter", has_root=True),
+    Operation("reduce_scatter", reduces=True),
+    Operation("all_to_all"),
+)
+BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, REDUCE_SCATTER, ALL_TO_ALL = range(len(OPERATIONS))
+
+
+class Form(enum.Enum):
+    """Arguments of a method before its options."""
+
+    IN_PLACE = enum.auto()  # [tensor]
+    IN_PLACE_LIST = enum.auto()  # [tensor, ...]
+    PAIR = enum.auto()  # output, input
+    PAIR_LIST = enum.auto()  # [output, ...], [input, ...]
+    TO_LIST = enum.auto()  # [[output of each rank]], [input]
+    TO_LISTS = enum.auto()  # [[output of each input], ...] for each rank, [input, ...]
+    FROM_LIST = enum.auto()  # [output], [[input for each rank]]
+    LISTS = enum.auto()  # [output of each rank], [input for each rank]
+    EXCHANGE = enum.auto()  # output, input, rows from each rank, rows for each rank
+    NOTHING = enum.auto()
+    SEND = enum.auto()  # [tensor], rank, tag
+    RECEIVE = enum.auto()  # [tensor], rank, tag
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the first argument is read and written."""
+        return self in (Form.IN_PLACE, Form.IN_PLACE_LIST)
+
+    @property
+    def is_point_to_point(self) -> bool:
+        """True for a message from one rank to another."""
+        return self in (Form.SEND, Form.RECEIVE)
+
+    @property
+    def writes(self) -> bool:
+        """True if the first argument is written."""
+        return self not in (Form.NOTHING, Form.SEND)
+
+
+class Overlap(enum.Enum):
+    """Result of a call whose output shares memory with its input or with another output."""
+
+    NONE = enum.auto()  # one tensor only
+    SEPARATED = enum.auto()  # as if the outputs were private and copied back in order: `_overlap.separate...`
+    READ_FIRST = enum.auto()  # inputs are copied first, in the order of the ranks: `_overlap.read_in_turn`
+    REFUSED = enum.auto()  # CollectiveArgumentError: `_overlap.refuse`
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSpec:
+    """One collective.
+
+    `arguments`: for each tensor argument, its names in c10d's list form and single-tensor form.
+    `keywords`: arguments that may replace the options.
+    `operation`: index in `OPERATIONS`; None if the method calls other collectives or messages.
+    `shortcut`: True if a fast path of the core may take calls before any line of Python (csrc/shm/python/fast_paths.h).
+    `xla_remedy`: advice in the error if torch_xla's group lacks the collective.
+    `xla_world_only`: True if torch_xla's group (2.9) is right only for a group of all ranks. Else it calls
+    XLA for all ranks, or takes a rank of the group for a global rank.
+    """
+
+    name: str  # in torch.distributed and in errors
+    methods: tuple[str, ...]  # of ProcessGroup, oldest release first; backends have the first
+    form: Form
+    operator: str = ""  # in torch.ops.c10d
+    options: type | None = None
+    arguments: tuple[tuple[str, ...], ...] = ()
+    keywords: tuple[str, ...] = ()
+    operation: int | None = None
+    overlap: Overlap = Overlap.NONE
+    shortcut: bool = False
+    range_name: str = ""  # in the profiler; by default the operation's
+    xla_remedy: str = ""
+    xla_world_only: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name of the row: the oldest method. Completion hooks get it as ``op_type``."""
+        return self.methods[0]
+
+    @property
+    def reduces(self) -> bool:
+        """True if the options have a reduce op."""
+        return self.operation is not None and OPERATIONS[self.operation].reduces
+
+    @property
+    def has_root(self) -> bool:
+        """True if the options have a root rank."""
+        return self.operation is not None and OPERATIONS[self.operation].has_root
+
+    @property
+    def profiler_name(self) -> str:
+        """Name of the profiler's range, after the name of the route."""
+        return self.range_name or OPERATIONS[self.operation or 0].name
+
+
+_TENSORS = ("tensors", "tensor")
+_OUTPUTS, _OUTPUT = ("output_tensors", "output_tensor", "output"), ("output", "outputTensor")
+_INPUTS, _INPUT = ("input_tensors", "input_tensor", "input"), ("input", "inputTensor")
+_SPLITS = (("output_split_sizes",), ("input_split_sizes",))
+
+COLLECTIVES = (
+    # Reductions
+    CollectiveSpec(
+        name="all_reduce",
+        methods=("allreduce",),
+        operator="allreduce_",
+        form=Form.IN_PLACE,
+        options=AllreduceOptions,
+        arguments=(_TENSORS,),
+        keywords=("op", "timeout"),
+        operation=ALL_REDUCE,
+        shortcut=True,
+    ),
+    CollectiveSpec(
+        name="all_reduce_coalesced",
+        methods=("allreduce_coalesced",),
+        operator="allreduce_coalesced_",
+        form=Form.IN_PLACE_LIST,
+        options=AllreduceCoalescedOptions,
+        arguments=(_TENSORS,),
+        operation=ALL_REDUCE,
+        overlap=Overlap.SEPARATED,
+        xla_remedy="Call all_reduce for each tensor; XLA fuses them.",
+    ),
+    CollectiveSpec(
+        name="reduce",
+        methods=("reduce",),
+        operator="reduce_",
+        form=Form.IN_PLACE,
+        options=ReduceOptions,
+        arguments=(_TENSORS,),
+        keywords=("root", "op", "timeout"),
+        operation=REDUCE,
+        shortcut=True,
+        xla_world_only=True,
+    ),
+    CollectiveSpec(
+        name="reduce_scatter",
+        methods=("reduce_scatter",),
+        operator="reduce_scatter_",
+        form=Form.FROM_LIST,
+        options=ReduceScatterOptions,
+        arguments=(_OUTPUTS, _INPUTS),
+        keywords=("op", "timeout"),
+        operation=REDUCE_SCATTER,
+        overlap=Overlap.READ_FIRST,
+    ),
+    CollectiveSpec(
+        name="reduce_scatter_tensor",
+        methods=("_reduce_scatter_base", "reduce_scatter_single"),
+        operator="_reduce_scatter_base_",
+        form=Form.PAIR,
+        options=ReduceScatterOptions,
+        arguments=(_OUTPUT, _INPUT),
+        operation=REDUCE_SCATTER,
+        overlap=Overlap.SEPARATED,
+        shortcut=True,
+    ),
+    CollectiveSpec(
+        name="reduce_scatter_tensor",
+        methods=("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+        operator="reduce_scatter_tensor_coalesced_",
+        form=Form.PAIR_LIST,
+        options=ReduceScatterOptions,
+        arguments=(("outputs",), ("inputs",)),
+        operation=REDUCE_SCATTER,
+        overlap=Overlap.SEPARATED,
+        xla_remedy="Call reduce_scatter_tensor for each tensor; XLA fuses them.",
+    ),
+    # Moves
+    CollectiveSpec(
+        name="broadcast",
+        methods=("broadcast",),
+        operator="broadcast_",
+        form=Form.IN_PLACE,
+        options=BroadcastOptions,
+        arguments=(_TENSORS,),
+        keywords=("root", "timeout"),
+        operation=BROADCAST,
+        shortcut=True,
+    ),
+    CollectiveSpec(
+        name="all_gather",
+        methods=("allgather",),
+        operator="allgather_",
+        form=Form.TO_LIST,
+        options=AllgatherOptions,
+        arguments=(_OUTPUTS, _INPUTS),
+        keywords=("timeout",),
+        operation=ALL_GATHER,
+        overlap=Overlap.SEPARATED,
+        shortcut=True,
+    ),
+    CollectiveSpec(
+        name="all_gather_coalesced",
+        methods=("allgather_coalesced",),
+        operator="allgather_coalesced_",
+        form=Form.TO_LISTS,
+        options=AllgatherOptions,
+        arguments=(("output_lists",), ("input_list",)),
+        operation=ALL_GATHER,
+        overlap=Overlap.SEPARATED,
+    ),
+    CollectiveSpec(
+        name="all_gather_into_tensor",
+        methods=("_allgather_base", "all_gather_single"),
+        operator="_allgather_base_",
+        form=Form.PAIR,
+        options=AllgatherOptions,
+        arguments=(_OUTPUT, _INPUT),
+        operation=ALL_GATHER,
+        overlap=Overlap.SEPARATED,
+        shortcut=True,
+    ),
+    CollectiveSpec(
+        name="all_gather_into_tensor",
+        methods=("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+        operator="allgather_into_tensor_coalesced_",
+        form=Form.PAIR_LIST,
+        options=AllgatherOptions,
+        arguments=(("outputs",), ("inputs",)),
+        operation=ALL_GATHER,
+        overlap=Overlap.SEPARATED,
+        xla_remedy="Call all_gather_into_tensor for each tensor; XLA fuses them.",
+    ),
+    CollectiveSpec(
+        name="gather",
+        methods=("gather",),
+        operator="gather_",
+        form=Form.TO_LIST,
+        options=GatherOptions,
+        arguments=(_OUTPUTS, _INPUTS),
+        keywords=("root", "timeout"),
+        operation=GATHER,
+        overlap=Overlap.SEPARATED,
+        xla_world_only=True,
+    ),
+    CollectiveSpec(
+        name="gather_single",  # torch 2.14 and later
+        methods=("gather_single",),
+        form=Form.PAIR,
+        options=GatherOptions,
+        arguments=(_OUTPUT, _INPUT),
+        overlap=Overlap.SEPARATED,
+        xla_remedy="Use gather.",
+    ),
+    CollectiveSpec(
+        name="scatter",
+        methods=("scatter",),
+        operator="scatter_",
+        form=Form.FROM_LIST,
+        options=ScatterOptions,
+        arguments=(_OUTPUTS, _INPUTS),
+        keywords=("root", "timeout"),
+        operation=SCATTER,
+        overlap=Overlap.SEPARATED,
+        xla_world_only=True,
+    ),
+    CollectiveSpec(
+        name="all_to_all",
+        methods=("alltoall",),
+        operator="alltoall_",
+        form=Form.LISTS,
+        options=AllToAllOptions,
+        arguments=(_OUTPUTS, _INPUTS),
+        operation=ALL_TO_ALL,
+        overlap=Overlap.SEPARATED,
+        xla_world_only=True,
+    ),
+    CollectiveSpec(
+        name="all_to_all_single",
+        methods=("alltoall_base", "all_to_all_single"),
+        operator="alltoall_base_",
+        form=Form.EXCHANGE,
+        options=AllToAllOptions,
+        arguments=(_OUTPUT, _INPUT, *_SPLITS),
+        keywords=("timeout",),
+        operation=ALL_TO_ALL,
+        overlap=Overlap.REFUSED,
+        shortcut=True,
+        xla_world_only=True,
+    ),
+    # Barriers and messages
+    CollectiveSpec(
+        name="barrier",
+        methods=("barrier",),
+        operator="barrier",
+        form=Form.NOTHING,
+        options=BarrierOptions,
+        keywords=("timeout",),
+        operation=BARRIER,
+        shortcut=True,
+    ),
+    CollectiveSpec(
+        name="monitored_barrier",
+        methods=("monitored_barrier",),
+        form=Form.NOTHING,
+        xla_remedy="Use a CPU barrier: call it without device_ids.",
+    ),
+    CollectiveSpec(
+        name="send",
+        methods=("send",),
+        operator="send",
+        form=Form.SEND,
+        range_name="send",
+        xla_world_only=True,
+    ),
+    CollectiveSpec(
+        name="recv",
+        methods=("recv",),
+        operator="recv_",
+        form=Form.RECEIVE,
+        range_name="recv",
+        xla_world_only=True,
+    ),
+    CollectiveSpec(
+        name="recv",
+        methods=("recv_anysource",),
+        operator="recv_any_source_",
+        form=Form.RECEIVE,
+        range_name="recvAnySource",
+        xla_remedy="Name the source rank.",
+    ),
+)
+
+BY_METHOD = {method: spec for spec in COLLECTIVES for method in spec.methods}
+BY_OPERATOR = {spec.operator: spec for spec in COLLECTIVES if spec.operator}
+
+
+def with_shortcut() -> Iterator[tuple[str, CollectiveSpec]]:
+    """Yield each method that a fast path may replace, with its row."""
+    return ((method, spec) for spec in COLLECTIVES if spec.shortcut for method in spec.methods)

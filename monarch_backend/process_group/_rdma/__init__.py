@@ -1,0 +1,1 @@
+"""Large messages between hosts that NICs read."""

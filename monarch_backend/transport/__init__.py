@@ -1,1 +1,0 @@
-"""Channels between processes: frames, rings in shared memory, serialization. Knows nothing of actors or meshes."""

@@ -1,0 +1,596 @@
+"""Cancellation of a call in any state: the caller is notified, the endpoint ends, other messages are unaffected."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from monarch_backend.actor import (
+    Actor,
+    ActorError,
+    ActorMesh,
+    CancelledError,
+    Channel,
+    Future,
+    Port,
+    ProcMesh,
+    concurrent_endpoint,
+    context,
+    current_rank,
+    endpoint,
+)
+from tests.actor.actors import Gate, Sync, held_up, pid_of, running, until
+from tests.actor.support import PATIENCE
+
+pytestmark = pytest.mark.usefixtures("faults")
+
+
+class Busy(Actor):
+    """Takes its time, until somebody cancels it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    @endpoint
+    def run(self, begun: Port[Any], name: Any = "run") -> None:
+        """For ever, in Python."""
+        try:
+            self.seen.append(f"{name} begins")
+            begun.send(current_rank().rank)
+            while True:
+                time.sleep(0.001)
+        finally:
+            self.seen.append(f"{name} ends")
+
+    @endpoint
+    def wait_for(self, begun: Port[Any], gate: ActorMesh) -> None:
+        """For ever, in a nested `get`."""
+        try:
+            self.seen.append("wait begins")
+            future = gate.wait.call_one()
+            begun.send(os.getpid())
+            future.get()
+        finally:
+            self.seen.append("wait ends")
+
+    @endpoint
+    def swallow(self, begun: Port[Any], gate: ActorMesh) -> str:
+        """Goes on all the same, and waits for something that will come."""
+        try:
+            begun.send(current_rank().rank)  # the caller may cancel before this has returned
+            while True:
+                time.sleep(0.001)
+        except CancelledError:
+            self.seen.append(("cancelled", context().actor_instance.cancelled))
+        self.seen.append(gate.echo.call_one("went on").get(PATIENCE))
+        return "nobody waits for this"
+
+    @endpoint
+    def turn(self, begun: Port[Any]) -> None:
+        """Makes another error of it."""
+        try:
+            begun.send(current_rank().rank)
+            while True:
+                time.sleep(0.001)
+        except CancelledError as error:
+            raise ValueError("out of order") from error
+
+    @endpoint
+    def note(self, value: Any) -> None:
+        self.seen.append(value)
+
+    @endpoint
+    def echo(self, value: Any) -> Any:
+        return value
+
+    @endpoint
+    def take_seen(self) -> list[Any]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+class AsyncBusy(Actor):
+    """The same on a loop."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    @endpoint
+    async def run(self, begun: Port[Any], name: Any = "run") -> None:
+        self.seen.append(f"{name} begins")
+        try:
+            begun.send(current_rank().rank)
+            await asyncio.Event().wait()
+        finally:
+            self.seen.append(f"{name} ends")
+
+    @endpoint
+    async def wait_for(self, begun: Port[Any], gate: ActorMesh) -> None:
+        self.seen.append("wait begins")
+        future = gate.wait.call_one()
+        try:
+            begun.send(os.getpid())
+            await future
+        finally:
+            self.seen.append("wait ends")
+
+    @endpoint
+    async def swallow(self, begun: Port[Any], gate: ActorMesh) -> str:
+        begun.send(current_rank().rank)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.seen.append(("cancelled", True))
+        self.seen.append(await gate.echo.call_one("went on"))
+        return "nobody waits for this"
+
+    @endpoint
+    async def turn(self, begun: Port[Any]) -> None:
+        begun.send(current_rank().rank)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError as error:
+            raise ValueError("out of order") from error
+
+    @endpoint
+    async def note(self, value: Any) -> None:
+        self.seen.append(value)
+
+    @endpoint
+    async def echo(self, value: Any) -> Any:
+        return value
+
+    @endpoint
+    async def take_seen(self) -> list[Any]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+@pytest.fixture(scope="module")
+def procs() -> Iterator[ProcMesh]:
+    with running({"gpus": 3}) as mesh:
+        yield mesh
+
+
+@pytest.fixture(params=[Busy, AsyncBusy])
+def busy(procs: ProcMesh, request: pytest.FixtureRequest) -> Iterator[ActorMesh]:
+    """Actors in the processes 0 and 1."""
+    mesh = procs.slice(gpus=slice(0, 2)).spawn("busy", request.param)
+    yield mesh
+    mesh.stop().get(PATIENCE)
+
+
+@pytest.fixture
+def one(busy: ActorMesh) -> ActorMesh:
+    return busy.slice(gpus=0)
+
+
+@pytest.fixture
+def gate(procs: ProcMesh) -> Iterator[ActorMesh]:
+    """Something to wait for, in process 2; nobody opens it."""
+    mesh = procs.slice(gpus=2).spawn("gate", Gate)
+    yield mesh
+    mesh.stop().get(PATIENCE)
+
+
+@pytest.fixture
+def helper(procs: ProcMesh) -> Iterator[ActorMesh]:
+    mesh = procs.slice(gpus=2).spawn("helper", Sync)
+    yield mesh
+    mesh.stop().get(PATIENCE)
+
+
+def begin(verb: Callable[..., Any], *args: Any, ranks: int = 1) -> Any:
+    """Make a call, and wait until its endpoint runs on so many ranks."""
+    port, receiver = Channel.open()
+    future = verb(port, *args)
+    for _ in range(ranks):
+        receiver.recv().get(PATIENCE)
+    receiver.close()
+    return future
+
+
+def seen(one: ActorMesh) -> list[Any]:
+    found: list[Any] = one.take_seen.call_one().get(PATIENCE)
+    return found
+
+
+def is_cancelled(future: Future[Any], reason: str = "cancelled by the caller") -> None:
+    assert future.done()
+    for _ in range(2):
+        with pytest.raises(CancelledError, match=reason):
+            future.get(PATIENCE)
+
+
+# ---- by state
+
+
+def test_cancel_of_a_queued_call_drops_it(one: ActorMesh) -> None:
+    running_one = begin(one.run.call_one)
+    port, receiver = Channel.open()
+    before, waiting, after = one.echo.call_one(1), one.run.call_one(port, "never"), one.echo.call_one(2)
+    assert waiting.cancel()
+    is_cancelled(waiting)
+    assert not before.done()
+    running_one.cancel()
+    assert (before.get(PATIENCE), after.get(PATIENCE)) == (1, 2)
+    assert seen(one) == ["run begins", "run ends"]
+    receiver.close()
+
+
+def test_cancel_of_a_running_call_interrupts_it(one: ActorMesh) -> None:
+    future = begin(one.run.call_one)
+    assert future.cancel("no longer wanted")
+    is_cancelled(future, "no longer wanted")
+    assert seen(one) == ["run begins", "run ends"]
+
+
+def test_cancel_of_a_call_that_waits_for_another_ends_both(one: ActorMesh, gate: ActorMesh) -> None:
+    future = begin(one.wait_for.call_one, gate)
+    assert future.cancel()
+    is_cancelled(future)
+    assert seen(one) == ["wait begins", "wait ends"]
+
+
+def test_cancel_propagates_along_awaited_calls(procs: ProcMesh, gate: ActorMesh) -> None:
+    middle = procs.slice(gpus=1).spawn("middle", AsyncBusy)
+    future = begin(middle.wait_for.call_one, gate)
+    until(lambda: gate.counts.call_one().get(PATIENCE) == (1, 1), "the gate holds the call")
+    future.cancel()
+    until(lambda: gate.counts.call_one().get(PATIENCE) == (1, 0), "the call at the gate is cancelled, too")
+    middle.stop().get(PATIENCE)
+
+
+def test_cancel_after_completion_is_false(one: ActorMesh) -> None:
+    future = one.echo.call_one(1)
+    assert future.get(PATIENCE) == 1
+    assert not future.cancel()
+    assert future.get() == 1
+    failed = one.turn.call_one(None)
+    assert isinstance(failed.exception(PATIENCE), ActorError)
+    assert not failed.cancel()
+    assert isinstance(failed.exception(), ActorError)
+
+
+def test_second_cancel_returns_false(one: ActorMesh) -> None:
+    future = begin(one.run.call_one)
+    assert future.cancel()
+    assert not future.cancel()
+    assert seen(one) == ["run begins", "run ends"]
+
+
+def test_cancel_of_a_broadcast_call_ends_it_on_all_ranks(busy: ActorMesh) -> None:
+    future = begin(busy.run.call, ranks=2)
+    assert future.cancel()
+    is_cancelled(future)
+    assert list(busy.take_seen.call().get(PATIENCE).values()) == [["run begins", "run ends"]] * 2
+
+
+def test_cancel_after_some_replies_ends_the_others(busy: ActorMesh) -> None:
+    blocking = begin(busy.slice(gpus=1).run.call_one)
+    future = busy.echo.call(5)
+    assert busy.slice(gpus=0).echo.call_one(6).get(PATIENCE) == 6  # so rank 0 has answered the one before
+    assert future.cancel()
+    is_cancelled(future)
+    blocking.cancel()
+    assert list(busy.take_seen.call().get(PATIENCE).values()) == [[], ["run begins", "run ends"]]
+
+
+def test_cancel_of_choose_ends_the_call(busy: ActorMesh) -> None:
+    for _ in range(4):
+        future = begin(busy.run.choose)
+        assert future.cancel()
+        is_cancelled(future)
+    assert sum(len(found) for found in busy.take_seen.call().get(PATIENCE).values()) == 8
+
+
+def test_cancel_of_a_stream_closes_the_generator(busy: ActorMesh) -> None:
+    stream = begin(busy.run.stream, ranks=2)
+    stream.cancel()
+    assert list(stream) == []
+    assert list(busy.take_seen.call().get(PATIENCE).values()) == [["run begins", "run ends"]] * 2
+
+
+def test_endpoint_that_ignores_cancellation_keeps_its_turn(one: ActorMesh, helper: ActorMesh) -> None:
+    future = begin(one.swallow.call_one, helper)
+    after = one.note.call_one("next")
+    future.cancel()
+    is_cancelled(future)
+    after.get(PATIENCE)
+    assert seen(one) == [("cancelled", True), "went on", "next"]
+    is_cancelled(future)  # what it has returned after all changes nothing
+
+
+def test_endpoint_that_raises_another_error_on_cancellation(one: ActorMesh) -> None:
+    future = begin(one.turn.call_one)
+    future.cancel()
+    is_cancelled(future)
+    assert one.echo.call_one(1).get(PATIENCE) == 1
+
+
+class Interleaved(Actor):
+    """Bodies that run at the same time."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.open = asyncio.Event()
+
+    @concurrent_endpoint
+    async def run(self, begun: Port[Any], name: Any) -> Any:
+        begun.send(name)
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.seen.append(name)
+            raise
+        return name
+
+    @endpoint
+    async def let_pass(self) -> list[Any]:
+        self.open.set()
+        return self.seen
+
+
+def test_cancel_of_one_concurrent_call_leaves_the_others(procs: ProcMesh) -> None:
+    mesh = procs.slice(gpus=0).spawn("interleaved", Interleaved)
+    futures = [begin(mesh.run.call_one, i) for i in range(5)]
+    futures[1].cancel()
+    futures[3].cancel()
+    assert mesh.let_pass.call_one().get(PATIENCE) == [1, 3]
+    assert [future.get(PATIENCE) for future in futures[::2]] == [0, 2, 4]
+    is_cancelled(futures[1])
+    mesh.stop().get(PATIENCE)
+
+
+# ---- by time
+
+
+def has_ended(name: str, found: list[str]) -> bool:
+    """It has ended wherever its time was up: in the middle, in its first line, before it began."""
+    return found in ([f"{name} begins", f"{name} ends"], [f"{name} ends"], [])
+
+
+@pytest.mark.parametrize("verb", ["call_one", "choose", "call"])
+def test_timeout_cancels_the_call_at_the_actor(busy: ActorMesh, verb: str) -> None:
+    port, receiver = Channel.open()
+    mesh = busy if verb == "call" else busy.slice(gpus=0)
+    future = getattr(mesh.run.options(timeout=0.05), verb)(port)
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match=r"busy\.run took longer than 0.05 s; it was cancelled at the actor"):
+            future.get(PATIENCE)
+    assert not future.cancel()
+    assert all(has_ended("run", found) for found in mesh.take_seen.call().get(PATIENCE).values())
+    receiver.close()
+
+
+def test_timeout_of_a_call_that_waits_for_another(one: ActorMesh, gate: ActorMesh) -> None:
+    port, receiver = Channel.open()
+    with pytest.raises(TimeoutError, match="cancelled at the actor"):
+        one.wait_for.options(timeout=0.05).call_one(port, gate).get(PATIENCE)
+    assert has_ended("wait", seen(one))
+    receiver.close()
+
+
+def test_timeout_of_a_queued_call_drops_it(one: ActorMesh) -> None:
+    blocking = begin(one.run.call_one)
+    waiting = one.note.options(timeout=0.02).call_one("never")
+    with pytest.raises(TimeoutError):
+        waiting.get(PATIENCE)
+    blocking.cancel()
+    assert seen(one) == ["run begins", "run ends"]
+
+
+@pytest.mark.parametrize("verb", ["stream", "stream of one"])
+def test_timeout_of_a_stream_of_replies(busy: ActorMesh, verb: str) -> None:
+    port, receiver = Channel.open()
+    mesh = busy if verb == "stream" else busy.slice(gpus=0)
+    futures = []
+    for future in mesh.run.options(timeout=0.05).stream(port):
+        futures.append(future)
+        with pytest.raises(TimeoutError, match=r"busy\.run took longer than 0.05 s"):
+            future.get(PATIENCE)
+    assert len(futures) == len(mesh)
+    assert all(has_ended("run", found) for found in mesh.take_seen.call().get(PATIENCE).values())
+    receiver.close()
+
+
+def test_timeout_does_not_affect_calls_in_time(one: ActorMesh) -> None:
+    quick = one.echo.options(timeout=PATIENCE)
+    assert [quick.call_one(i).get(PATIENCE) for i in range(10)] == list(range(10))
+    assert one.echo.call_one("without").get(PATIENCE) == "without"  # options make another endpoint
+
+
+def test_timeout_of_get_does_not_cancel_the_call(one: ActorMesh) -> None:
+    future = begin(one.run.call_one)
+    with pytest.raises(TimeoutError, match=r"the call goes on, see Future\.cancel"):
+        future.get(0.01)
+    assert not future.done()
+    assert future.cancel()
+    assert seen(one) == ["run begins", "run ends"]
+
+
+# ---- from asyncio
+
+
+def test_cancel_of_a_task_cancels_the_call_at_the_actor(one: ActorMesh) -> None:
+    port, receiver = Channel.open()
+
+    async def main() -> None:
+        async def look() -> Any:
+            return await one.run.call_one(port)
+
+        task = asyncio.create_task(look())
+        await receiver.recv()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await one.take_seen.call_one() == ["run begins", "run ends"]
+
+    asyncio.run(main())
+    receiver.close()
+
+
+def test_wait_for_timeout_cancels_the_call_at_the_actor(one: ActorMesh) -> None:
+    port, receiver = Channel.open()
+
+    async def main() -> None:
+        future = one.run.call_one(port)
+        await receiver.recv()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(future, 0.02)
+        assert await one.take_seen.call_one() == ["run begins", "run ends"]
+        assert isinstance(future.exception(), CancelledError)
+
+    asyncio.run(main())
+    receiver.close()
+
+
+# ---- nothing else is touched
+
+
+@pytest.mark.parametrize("how", ["run", "wait_for"])
+def test_messages_during_cancellation_are_all_handled(one: ActorMesh, gate: ActorMesh, how: str) -> None:
+    for turn in range(5):
+        port, receiver = Channel.open()
+        future = one.run.call_one(port) if how == "run" else one.wait_for.call_one(port, gate)
+        receiver.recv().get(PATIENCE)
+        receiver.close()
+        with held_up(pid_of(one)):
+            before = [one.echo.call_one(i) for i in range(10)]
+            future.cancel()
+            one.note.broadcast(turn)
+            after = [one.echo.call_one(i) for i in range(10)]
+        assert [reply.get(PATIENCE) for reply in before + after] == [*range(10), *range(10)]
+        assert seen(one)[-1] == turn
+
+
+def test_cancellation_does_not_hit_the_next_message(one: ActorMesh) -> None:
+    for i in range(300):
+        given_up, next_one = one.echo.call_one(("cancelled", i)), one.note.call_one(i)
+        given_up.cancel()
+        next_one.get(PATIENCE)
+    assert seen(one) == list(range(300))
+
+
+def test_cancelled_messages_return_their_credit(one: ActorMesh) -> None:
+    for _ in range(3):  # 2,700 messages, and a window of 1,024
+        blocking = begin(one.run.call_one)
+        waiting = [one.note.call_one(i) for i in range(900)]
+        assert all(future.cancel() for future in waiting)
+        blocking.cancel()
+    assert seen(one) == ["run begins", "run ends"] * 3
+
+
+class Flooding(Actor):
+    """Sends without end; remembers where it was interrupted."""
+
+    def __init__(self, to: ActorMesh) -> None:
+        self.to = to
+        self.n = 0
+        self.interrupted: list[int] = []
+
+    @endpoint
+    def note(self, begun: Port[Any]) -> None:
+        begun.send(None)
+        try:
+            while True:
+                self.n += 1
+                self.to.note.broadcast(self.n)
+        except CancelledError:
+            self.interrupted.append(self.n)
+            raise
+
+    @endpoint
+    def ask(self, begun: Port[Any]) -> None:
+        begun.send(None)
+        while True:
+            self.n += 1
+            answer = self.to.echo.call_one(self.n).get()
+            assert answer == self.n, (answer, self.n)
+
+    @endpoint
+    def tell(self, begun: Port[Any], port: Port[Any]) -> None:
+        begun.send(None)
+        try:
+            while True:
+                self.n += 1
+                port.send(self.n)
+        except CancelledError:
+            self.interrupted.append(self.n)
+            raise
+
+    @endpoint
+    def tell_last(self, port: Port[Any]) -> None:
+        port.send(None)
+
+    @endpoint
+    def told(self) -> tuple[int, list[int]]:
+        return self.n, self.interrupted
+
+    @endpoint
+    def still_well(self, value: Any) -> Any:
+        return self.to.echo.call_one(value).get(PATIENCE)
+
+
+@pytest.fixture
+def flooding(procs: ProcMesh) -> Iterator[tuple[ActorMesh, ActorMesh]]:
+    """Who sends, in process 0, and who is sent to, in process 1."""
+    to = procs.slice(gpus=1).spawn("flooded", Sync)
+    source = procs.slice(gpus=0).spawn("flooding", Flooding, to)
+    yield source, to
+    source.stop().get(PATIENCE)
+    to.stop().get(PATIENCE)
+
+
+def interrupt_often(verb: Callable[..., Any], *args: Any, times: int = 30) -> None:
+    rng = random.Random(1)
+    for _ in range(times):
+        future = begin(verb, *args)
+        for _ in range(rng.randrange(2000)):  # somewhere else each time
+            pass
+        assert future.cancel()
+
+
+def in_order_but_for(found: list[int], last: int, interrupted: list[int]) -> None:
+    """All numbers up to the last, each once and in order; at most those are missing whose sending was interrupted."""
+    assert found == sorted(set(found))
+    assert set(range(1, last + 1)) - set(found) <= set(interrupted)
+
+
+def test_interrupt_anywhere_in_a_broadcast_keeps_state_consistent(flooding: tuple[ActorMesh, ActorMesh]) -> None:
+    source, to = flooding
+    interrupt_often(source.note.call_one)
+    assert source.still_well.call_one("well").get(PATIENCE) == "well"
+    in_order_but_for(seen(to), *source.told.call_one().get(PATIENCE))
+
+
+def test_interrupt_anywhere_in_a_port_send_keeps_state_consistent(flooding: tuple[ActorMesh, ActorMesh]) -> None:
+    source, _ = flooding
+    port, receiver = Channel.open()
+    found: list[int] = []
+
+    def read() -> None:
+        while (value := receiver.recv().get(PATIENCE)) is not None:
+            found.append(value)
+
+    reader = threading.Thread(target=read)  # all the time: what is not read holds the sender up
+    reader.start()
+    interrupt_often(source.tell.call_one, port)
+    last, interrupted = source.told.call_one().get(PATIENCE)
+    source.tell_last.call_one(port).get(PATIENCE)
+    reader.join(PATIENCE)
+    in_order_but_for(found, last, interrupted)
+    receiver.close()
+
+
+def test_interrupt_anywhere_in_a_call_keeps_state_consistent(flooding: tuple[ActorMesh, ActorMesh]) -> None:
+    source, _ = flooding
+    interrupt_often(source.ask.call_one)
+    assert [source.still_well.call_one(i).get(PATIENCE) for i in range(20)] == list(range(20))

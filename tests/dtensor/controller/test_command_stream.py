@@ -1,0 +1,262 @@
+"""Batches of commands: when and in which order they are sent, and how far the controller runs ahead of fake workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._controller import command_stream
+from monarch_backend.dtensor._controller.command_stream import Stream
+
+
+class Played:
+    """Workers that do what has been sent when the test says so."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        self.may_answer = threading.Semaphore(0)
+        self.room = True
+
+    def send(self, batch: bytes) -> None:
+        self.batches.append(_protocol.decode(batch))
+
+    def send_counted(self, batch: bytes) -> Callable[[], object]:
+        self.send(batch)
+        return lambda: self.may_answer.acquire(timeout=60)
+
+    def send_at_the_end(self, batch: bytes) -> None:
+        self.send(batch)
+
+    def has_room(self) -> bool:
+        return self.room
+
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        self.timers.append((seconds, call))
+
+
+@pytest.fixture
+def played() -> Played:
+    return Played()
+
+
+def test_definitions_come_first_and_deletions_last(played: Played) -> None:
+    stream = Stream(played)
+    stream.words += (7, 0, 1)
+    stream.unreachable.append(1)
+    stream.define(_protocol.Define.GROUP, "g", [[0, 1]])
+    stream.flush()
+    assert played.batches == [[[[_protocol.Define.GROUP, "g", [[0, 1]]]], [7, 0, 1, _protocol.DELETE, 1, 1]]]
+    stream.flush()
+    assert len(played.batches) == 1, "nothing was sent again"
+
+
+def test_timer_does_not_wait_for_workers(played: Played) -> None:
+    """It runs on the thread that reads messages, without which there will never be room."""
+    stream = Stream(played)
+    stream.wake()
+    stream.words += (7, 0, 1)
+    played.room = False
+    played.timers[-1][1]()
+    assert not played.batches and len(played.timers) == 2 and stream.closed is None
+    played.room = True
+    played.timers[-1][1]()
+    assert [words for _, words in played.batches] == [[7, 0, 1]]
+
+
+def test_idle_batch_is_sent_by_the_timer(played: Played) -> None:
+    stream = Stream(played)
+    stream.wake()
+    stream.words += (7, 0, 1)
+    stream.wake()
+    assert len(played.timers) == 1, "one timer for a batch"
+    assert played.timers[0][0] <= 0.001
+    played.timers[0][1]()
+    assert [words for _, words in played.batches] == [[7, 0, 1]]
+
+
+def test_timer_leaves_a_growing_batch(played: Played) -> None:
+    stream = Stream(played)
+    stream.wake()
+    stream.words += (7, 0, 1)
+    stream.flush()
+    stream.wake()
+    stream.words += (8, 0, 1)
+    played.timers.pop()[1]()
+    assert len(played.batches) == 1, "these words are newer than the clock"
+    played.timers.pop()[1]()
+    assert [words for _, words in played.batches] == [[7, 0, 1], [8, 0, 1]]
+
+
+def test_controller_far_ahead_waits_for_workers(played: Played) -> None:
+    stream = Stream(played)
+    most = (
+        command_stream.ACKNOWLEDGE_EVERY_WORDS
+        // command_stream.MIN_BATCH_WORDS
+        * (command_stream.MAX_INFLIGHT_BATCHES + 1)
+        - 1
+    )
+    for _ in range(most):
+        stream.words.append(7)
+        stream.flush()
+    assert len(played.batches) == most, "until there it does not wait"
+
+    ahead = threading.Thread(target=lambda: (stream.words.append(7), stream.flush()))  # type: ignore[func-returns-value]
+    ahead.start()
+    while len(played.batches) == most:  # it is sent, and then waited
+        pass
+    assert ahead.is_alive()
+    played.may_answer.release()
+    ahead.join(60)
+    assert not ahead.is_alive()
+
+
+def test_writers_and_senders_of_many_threads_lose_nothing(played: Played) -> None:
+    stream = Stream(played)
+    played.may_answer.release(10_000)
+
+    def write(thread: int) -> None:
+        for i in range(2000):
+            stream.words += (thread, i)
+            if i % 7 == 0:
+                stream.flush()
+
+    threads = [threading.Thread(target=write, args=(thread,)) for thread in range(1, 5)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    stream.flush()
+    words = [word for _, batch in played.batches for word in batch]
+    pairs = list(zip(words[::2], words[1::2], strict=True))
+    for thread in range(1, 5):
+        assert [i for who, i in pairs if who == thread] == list(range(2000))
+
+
+def test_close_sends_the_rest_without_waiting(played: Played) -> None:
+    stream = Stream(played)
+    played.room = False
+    stream.words += (7, 0, 1)
+    stream.send_the_rest()
+    stream.send_the_rest()
+    assert [words for _, words in played.batches] == [[7, 0, 1]]
+
+
+def test_unsent_batch_at_close_raises_at_the_next_read(played: Played) -> None:
+    def send(_: bytes) -> None:
+        raise RuntimeError("rank 1 is dead")
+
+    played.send_at_the_end = send  # type: ignore[method-assign]
+    stream = Stream(played)
+    stream.words += (7, 0, 1)
+    stream.send_the_rest()
+    with pytest.raises(RuntimeError, match="rank 1 is dead"):
+        stream.flush()
+
+
+def test_close_waits_for_a_running_send_with_a_limit(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the midst of it, the end is on another thread, and gives up; then it is in time, and comes behind."""
+    monkeypatch.setattr(command_stream, "SEND_TIMEOUT_S", 0.01)
+    stream, ends = Stream(played), []
+
+    def end() -> threading.Thread:
+        ends.append(threading.Thread(target=stream.send_the_rest))
+        ends[-1].start()
+        return ends[-1]
+
+    own = played.send
+
+    def send(batch: bytes) -> None:
+        played.send = own  # type: ignore[method-assign]
+        stream.words += (8, 0, 2)
+        end().join(60)
+        monkeypatch.setattr(command_stream, "SEND_TIMEOUT_S", 60.0)
+        end()
+        own(batch)
+
+    played.send = send  # type: ignore[method-assign]
+    stream.words += (7, 0, 1)
+    stream.flush()
+    ends[-1].join(60)
+    assert [words for _, words in played.batches] == [[7, 0, 1], [8, 0, 2]]
+    assert not any(each.is_alive() for each in ends)
+
+
+def test_waiting_for_replies_does_not_block_sends(played: Played) -> None:
+    stream = Stream(played)
+    while len(stream._missing) <= command_stream.MAX_INFLIGHT_BATCHES:
+        stream.words.append(7)
+        stream.flush(wait=False)
+    stream.words.append(8)
+    ahead = threading.Thread(target=stream.flush)
+    ahead.start()
+    while len(stream._missing) > command_stream.MAX_INFLIGHT_BATCHES:  # it waits, or is about to
+        pass
+    stream.words.append(9)
+    stream.send_the_rest()
+    assert played.batches[-1][1] == [9]
+    played.may_answer.release()
+    ahead.join(60)
+
+
+def test_nothing_is_sent_after_close(played: Played) -> None:
+    stream = Stream(played)
+    stream.closed = RuntimeError("they have ended")
+    stream.words.append(7)
+    stream.send_the_rest()
+    with pytest.raises(RuntimeError, match="they have ended"):
+        stream.flush()
+    assert not played.batches
+
+
+@pytest.mark.parametrize("when", ["words", "unreachable", "_definitions"])
+def test_writes_during_a_flush_keep_their_order(played: Played, when: str) -> None:
+    stream = Stream(played)
+
+    class Interrupted(list[Any]):
+        """Right after it was copied, the program goes on: it defines 9, whose record makes 5, and drops that."""
+
+        left = 1
+
+        def __getitem__(self, index: Any) -> Any:
+            copied = super().__getitem__(index)
+            if self.left:
+                self.left -= 1
+                stream.define(_protocol.Define.GROUP, "9", [])
+                stream.words += (9, 0, 5)
+                stream.unreachable.append(5)
+            return copied
+
+    setattr(stream, when, Interrupted(getattr(stream, when)))
+    stream.flush()
+    stream.flush()
+    said: list[Any] = []
+    for definitions, words in played.batches:
+        said += [*definitions, *words]
+    wanted = [[_protocol.Define.GROUP, "9", []], 9, 0, 5, _protocol.DELETE, 1, 5]
+    assert said == wanted
+
+
+def test_timer_does_not_overtake_a_blocked_batch(played: Played) -> None:
+    """Who waits to send reads clocks meanwhile, on the same thread."""
+    stream = Stream(played)
+    order: list[Any] = []
+
+    def send(batch: bytes) -> None:
+        if not order:
+            order.append("waits")
+            stream.wake()
+            stream.words += (8, 0, 2)
+            played.timers.pop()[1]()
+        order.append(_protocol.decode(batch)[1])
+
+    played.send = send  # type: ignore[method-assign]
+    stream.words += (7, 0, 1)
+    stream.flush()
+    assert order == ["waits", [7, 0, 1]]
+    played.timers.pop()[1]()
+    assert order == ["waits", [7, 0, 1], [8, 0, 2]]

@@ -1,0 +1,189 @@
+"""Transfers between meshes: values arrive in any placements, and go from worker to worker."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
+
+from monarch_backend._actor import pending_calls
+from monarch_backend._transport.local.buffers import size_of
+from monarch_backend._transport.local.router import Router
+from monarch_backend.dtensor import RemoteOpError, RemoteTensorError, move, run
+from monarch_backend.dtensor._worker.control_actor import MAX_FORGOTTEN, ControlInbox
+from tests.dtensor import failing_lookup, worker_functions
+from tests.dtensor.conftest import DEVICE, workers_of
+from tests.dtensor.values import same, value
+
+ONE = [Shard(0), Shard(1), Replicate()]
+
+
+@pytest.mark.parametrize(("source", "target"), [("2", "3"), ("3", "2x2"), ("2x2", "2")])
+def test_from_any_placements_to_any(mesh_of: Callable[[str], Any], source: str, target: str) -> None:
+    here, there, whole = mesh_of(source), mesh_of(target), torch.randn(10, 7)
+    for before in itertools.product(ONE, repeat=here.ndim):
+        x = distribute_tensor(whole, here, list(before))
+        for after in itertools.product(ONE, repeat=there.ndim):
+            moved = move(x, there, list(after))
+            assert moved.device_mesh == there
+            assert moved.placements == tuple(after)
+            assert value(moved).equal(whole)
+
+
+def test_a_sum_that_is_not_done_is_done_first(mesh_of: Callable[[str], Any]) -> None:
+    a, b = torch.randn(4, 6), torch.randn(6, 3)
+    partial = distribute_tensor(a, mesh_of("2"), [Shard(1)]) @ distribute_tensor(b, mesh_of("2"), [Shard(0)])
+    assert partial.placements == (Partial(),)
+    same(move(partial, mesh_of("3")), a @ b)
+
+
+def test_what_is_moved_is_what_it_was_then(mesh_of: Callable[[str], Any]) -> None:
+    whole = torch.randn(6, 4)
+    x = distribute_tensor(whole, mesh_of("2"), [Shard(0)])
+    moved = move(x, mesh_of("3"), [Shard(0)])
+    x.zero_()
+    moved.add_(1)
+    same(moved, whole + 1)
+    same(x, whole * 0)
+
+
+def test_gradients_go_back(mesh_of: Callable[[str], Any]) -> None:
+    a, b = torch.randn(6, 4), torch.randn(4, 5)
+    x = distribute_tensor(a, mesh_of("2"), [Shard(0)]).requires_grad_()
+    w = distribute_tensor(b, mesh_of("3"), [Shard(1)]).requires_grad_()
+    (move(x * 2, mesh_of("3"), [Replicate()]) @ w).square().sum().backward()
+    p, q = a.clone().requires_grad_(), b.clone().requires_grad_()
+    ((p * 2) @ q).square().sum().backward()
+    same(x.grad, p.grad)  # type: ignore[arg-type]
+    same(w.grad, q.grad)  # type: ignore[arg-type]
+
+
+def test_to_another_mesh_of_the_same_processes(all_procs: Any) -> None:
+    procs, whole = all_procs["2x2"], torch.randn(4, 5)
+    first, second = (procs.slice(dp=i).device_mesh(DEVICE) for i in range(2))
+    moved = move(distribute_tensor(whole, first, [Shard(0)]), second, [Shard(1)])
+    assert value(moved).equal(whole)
+    assert value(move(moved, procs.device_mesh(DEVICE), [Shard(0), Shard(0)])).equal(whole)
+
+
+class Traffic:
+    """All bytes of messages that this process sends and of replies that it gets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nbytes = 0
+        for name, at in (("send", 7), ("cast", 6)):
+            self._count(monkeypatch, Router, name, lambda args, at=at: args[at : at + 2])
+        self._count(monkeypatch, pending_calls, "loads", lambda args: args)
+
+    def _count(self, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, of: Callable[[Any], Any]) -> None:
+        own = getattr(where, name)
+
+        def counting(*args: Any, **options: Any) -> Any:
+            self.nbytes += size_of(*of(args))
+            return own(*args, **options)
+
+        monkeypatch.setattr(where, name, counting)
+
+
+def test_no_value_passes_the_controller(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages that it sends and gets are as long for a tensor of 4 MB as for one of 384 bytes."""
+    here, there = mesh_of("2"), mesh_of("3")
+    seen = Traffic(monkeypatch)
+    lengths = []
+    for rows in (6, 1 << 16):
+        x = zeros(rows, 16, device_mesh=here, placements=[Shard(0)])
+        move(x, there, [Shard(0)])  # whatever is connected, defined and imported the first time
+        workers_of(there).synchronize()
+        before = seen.nbytes
+        x.add_(1)
+        moved = move(x, there, [Shard(0)])
+        workers_of(there).synchronize()
+        lengths.append(seen.nbytes - before)
+        assert moved.sum().item() == rows * 16
+    before = seen.nbytes
+    distribute_tensor(torch.ones(1 << 16, 16), here, [Shard(0)])
+    assert seen.nbytes - before > 4 << 20  # what does pass here is seen
+    assert lengths[0] > 100
+    assert lengths[1] < lengths[0] + 10_000
+
+
+def test_what_failed_before_is_told_where_the_moved_is_read(mesh_of: Callable[[str], Any]) -> None:
+    x = distribute_tensor(torch.ones(2, 3), mesh_of("2"), [Replicate()])
+    index = distribute_tensor(torch.tensor([7]), mesh_of("2"), [Replicate()])
+    broken = DTensor.from_local(failing_lookup.look_up(index.to_local(), x.to_local()), mesh_of("2"), [Replicate()])
+    moved = move(broken, mesh_of("3"), [Replicate()]) + 1
+    with pytest.raises(RemoteOpError, match=f"have not come: .*{failing_lookup.OPERATION}"):
+        moved.tolist()
+    assert (move(x, mesh_of("3")) + 1).sum().item() == 12
+    nothing_is_left(mesh_of("2"), mesh_of("3"))
+
+
+def test_a_failure_leaves_nothing_with_those_that_had_not_begun() -> None:
+    board, released, gone = ControlInbox(), [], threading.Event()
+    board.deliver(1, 0, "a part")
+    board.refuse(1, "the other part has failed")
+    board.keep(1, 2, lambda: (released.append(1), gone.set()))
+    board.let_go(1)
+    board.keep(2, 1, lambda: released.append(2))
+    board.forget(1, "another one could not take it")
+    assert gone.wait(10)
+    assert released == [1]
+    board.deliver(1, 1, "what was on its way")
+    board.refuse(1, "so was this")
+    board.let_go(1)
+    assert not (board._parcels or board._refused or 1 in board._kept or 1 in board._readers)
+    with pytest.raises(RuntimeError, match="have not come: another one could not take it"):
+        board.take(1, 2)
+    assert not board._parcels
+    board.let_go(2)
+    assert released == [1, 2]
+    board.keep(1, 2, lambda: released.append(1))
+    assert released == [1, 2, 1]
+    failed: list[str] = []
+
+    def wait() -> None:
+        try:
+            board.take(3, 1)
+        except RuntimeError as error:
+            failed.append(str(error))
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    board.forget(3, "no")
+    waits.join(10)
+    assert failed == ["the data of a transfer to this rank have not come: no"]
+    for parcel in range(3, 3 + 2 * MAX_FORGOTTEN):
+        board.forget(parcel, "")
+    assert len(board._forgotten) == MAX_FORGOTTEN
+
+
+def nothing_is_left(*meshes: Any) -> None:
+    """The last reader's word may still be on its way."""
+    for mesh in meshes:
+        assert any(set(run(mesh, worker_functions.left_on_boards).get().values()) == {0} for _ in range(1000))
+
+
+def test_nothing_is_left_behind(mesh_of: Callable[[str], Any]) -> None:
+    here, there = mesh_of("2"), mesh_of("3")
+    x = zeros(8, 8, device_mesh=here, placements=[Shard(0)])
+    for _ in range(3):
+        assert move(x, there, [Shard(0)]).sum().item() == 0
+    nothing_is_left(here, there)
+
+
+def test_what_cannot_be_moved(mesh_of: Callable[[str], Any]) -> None:
+    x = distribute_tensor(torch.ones(4), mesh_of("2"), [Shard(0)])
+    with pytest.raises(RemoteTensorError, match="takes DTensors of this controller"):
+        move(torch.ones(4), mesh_of("3"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give a Shard or Replicate for each dimension"):
+        move(x, mesh_of("3"), [Partial()])
+    with pytest.raises(ValueError, match="give a Shard or Replicate for each dimension"):
+        move(x, mesh_of("2x2"), [Shard(0)])
+    for other in ("cpu", torch.device("cpu"), None):
+        with pytest.raises(TypeError, match=r"takes the DeviceMesh that the tensor goes to, as ProcMesh\.device_mesh"):
+            move(x, other)  # type: ignore[arg-type]

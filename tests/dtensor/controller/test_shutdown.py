@@ -1,0 +1,226 @@
+"""End of the processes of a mesh: issued operations are executed, failures are reported, and nothing blocks it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import monarch_backend.actor as ma
+from monarch_backend.actor import MeshFailure, ProcMesh, this_host
+from monarch_backend.dtensor import MeshClosedError, RemoteOpError, move, run
+from tests.actor.actors import until
+from tests.dtensor import worker_functions
+from tests.dtensor.conftest import workers_of
+from tests.dtensor.values import same
+
+SAID = "aten._assert_async.default raised on rank {} "
+
+
+@pytest.fixture
+def procs() -> Iterator[ProcMesh]:
+    """Two, whose operations leave only when somebody reads or stops them."""
+    made = this_host().spawn_procs({"x": 2})
+    workers_of(made.device_mesh("cpu")).line.later = lambda *_: None  # what the end does not send is never sent
+    yield made
+    made.stop(timeout=0.1).get(30)
+
+
+def ones(procs: ProcMesh) -> DTensor:
+    """On workers that have come so far."""
+    x = distribute_tensor(torch.ones(4), procs.device_mesh("cpu"), [Shard(0)])
+    same(x, torch.ones(4))
+    return x
+
+
+def is_said(capfd: pytest.CaptureFixture[str], *ranks: int) -> str:
+    """What the processes have written, once all of these have said it: it may come after their end."""
+    said = ""
+
+    def found() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return all(SAID.format(rank) in said for rank in ranks)
+
+    until(found, "it is said")
+    return said
+
+
+def check(x: DTensor, wanted: float) -> None:
+    torch._assert_async((x == wanted).all().to_local())
+
+
+def write(folder: Path, x: DTensor) -> None:
+    """What this rank has, where others find it."""
+    (folder / str(dist.get_rank())).write_text(str(x.to_local().tolist()))
+
+
+def written(folder: Path) -> dict[str, str]:
+    return {each.name: each.read_text() for each in folder.iterdir()}
+
+
+def wait_and_write(folder: Path, gate: Path, x: DTensor) -> None:
+    """As write, once the gate is there."""
+    while not gate.exists():
+        time.sleep(0.01)
+    write(folder, x)
+
+
+def in_a_with(procs: ProcMesh) -> None:
+    with procs:
+        pass
+
+
+def on_another_thread(procs: ProcMesh) -> None:
+    thread = threading.Thread(target=lambda: procs.stop().get(30))
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def twice(procs: ProcMesh) -> None:
+    for each in (procs.stop(), procs.stop()):
+        each.get(30)
+    procs.stop().get(30)
+
+
+STOPS: dict[str, Callable[[ProcMesh], Any]] = {
+    "stop": lambda procs: procs.stop().get(30), "with": in_a_with, "thread": on_another_thread, "twice": twice,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", STOPS)
+def test_operations_of_the_last_moment_are_done_and_their_failures_said(
+    procs: ProcMesh, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    x = ones(procs)
+    x.add_(1)
+    check(x, 2.0)
+    check(x, 3.0)
+    STOPS[how](procs)
+    is_said(capfd, 0, 1)
+    with pytest.raises(MeshClosedError, match="have ended"):
+        x.tolist()
+
+
+def test_collectives_of_the_last_moment_are_done(procs: ProcMesh, capfd: pytest.CaptureFixture[str]) -> None:
+    """The groups end after those who have still something to do with them."""
+    x = ones(procs)
+    for _ in range(30):
+        total = (x + 1).sum().redistribute(placements=[Replicate()])
+    torch._assert_async(total.to_local() != 8)
+    procs.stop().get(30)
+    is_said(capfd, 0, 1)
+
+
+def test_the_end_right_after_a_function_that_has_failed(procs: ProcMesh) -> None:
+    """The workers are about to meet in new groups."""
+    x = ones(procs)
+    with pytest.raises(RemoteOpError, match="on purpose"):
+        run(x.device_mesh, worker_functions.fails_on, 1, x).get(30)
+    procs.stop().get(9)
+
+
+def test_a_function_of_the_last_moment_writes_what_it_is_to_write(procs: ProcMesh, tmp_path: Path) -> None:
+    x = ones(procs)
+    x.add_(1)
+    run(x.device_mesh, write, tmp_path, x)
+    procs.stop().get(30)
+    assert written(tmp_path) == {"0": "[2.0, 2.0]", "1": "[2.0, 2.0]"}
+
+
+def test_what_comes_after_a_function_that_runs_is_done(
+    procs: ProcMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The workers are told how it has ended before they are told to end."""
+    folder, gate = tmp_path / "written", tmp_path / "gate"
+    folder.mkdir()
+    x = ones(procs)
+    run(x.device_mesh, wait_and_write, folder, gate, x)
+    x.add_(1)
+    check(x, 1.0)
+    run(x.device_mesh, write, tmp_path, x)
+    stopped = [procs.stop(), procs.stop()]
+    assert not stopped[0].ready and not stopped[1].ready
+    gate.touch()
+    for each in stopped:
+        each.get(9)  # else they are waited for in vain, for 10 seconds
+    assert written(folder) == {"0": "[1.0, 1.0]", "1": "[1.0, 1.0]"}
+    assert (tmp_path / "1").read_text() == "[2.0, 2.0]"
+    is_said(capfd, 0)
+
+
+def test_what_was_moved_elsewhere_arrives(procs: ProcMesh, mesh_of: Callable[[str], Any]) -> None:
+    x = ones(procs)
+    moved = move(x * 3, mesh_of("3"), [Shard(0)])
+    procs.stop().get(9)
+    same(moved, torch.full((4,), 3.0))
+
+
+@pytest.fixture
+def deaths(monkeypatch: pytest.MonkeyPatch) -> list[MeshFailure]:
+    told: list[MeshFailure] = []
+    monkeypatch.setattr(ma, "unhandled_fault_hook", told.append)
+    return told
+
+
+def pids(procs: ProcMesh) -> list[int]:
+    return list(run(procs.device_mesh("cpu"), os.getpid).get(30).values())
+
+
+def test_a_dead_worker_holds_up_no_end(procs: ProcMesh, deaths: list[MeshFailure]) -> None:
+    x = ones(procs)
+    os.kill(pids(procs)[1], signal.SIGKILL)
+    x.sum().full_tensor()
+    procs.stop().get(30)
+    procs.stop().get(30)
+
+
+def test_a_function_whose_worker_has_died_holds_up_no_end(
+    procs: ProcMesh, tmp_path: Path, deaths: list[MeshFailure]
+) -> None:
+    x = ones(procs)
+    victim = pids(procs)[1]
+    gate = tmp_path / "gate"
+    run(x.device_mesh, wait_and_write, tmp_path, gate, x).ignore()
+    stopped = procs.stop()
+    os.kill(victim, signal.SIGKILL)
+    gate.touch()
+    stopped.get(30)
+
+
+def test_a_worker_that_does_nothing_holds_up_no_end_in_time(procs: ProcMesh, tmp_path: Path) -> None:
+    """Nor does one that is in the middle of a function."""
+    x = ones(procs)
+    victim = pids(procs)[0]
+    run(x.device_mesh, wait_and_write, tmp_path, tmp_path / "never", x).ignore()
+    os.kill(victim, signal.SIGSTOP)
+    x.add_(1)
+    procs.stop(timeout=0.1).get(30)
+
+
+def test_who_has_sent_all_that_workers_take_is_no_hindrance(
+    procs: ProcMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """There is room for no further message, and the last ones are done nevertheless."""
+    gate = tmp_path / "gate"
+    x = ones(procs)
+    run(x.device_mesh, wait_and_write, tmp_path, gate, x)
+    line = workers_of(x.device_mesh).line
+    while line.has_room():
+        line.raised(0)
+    x.add_(1)
+    check(x, 3.0)
+    stopped = procs.stop()
+    gate.touch()
+    stopped.get(30)
+    is_said(capfd, 0)

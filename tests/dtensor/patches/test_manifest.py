@@ -1,0 +1,213 @@
+"""The replaced names of torch are exactly those of the manifests. Other meshes get torch's own functions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from monarch_backend._core import patches
+from monarch_backend._core.patches import Patch
+from monarch_backend._core.torch_version import torch_version
+from monarch_backend.dtensor._patches import manifest
+from monarch_backend.process_group._c10d_manifest import C10D
+
+ROOT = Path(__file__).parents[3]
+ROWS = (*manifest.PATCHES, *manifest.WORKER_XLA, *C10D)
+
+COMPARE = """
+import inspect, json, sys, types
+
+def names():
+    # Of torch's modules and classes: the objects by name, the code of functions, and the bases of classes.
+    found, classes = {}, set()
+    for name, module in sorted(sys.modules.items()):
+        if name.partition(".")[0] == "torch" and isinstance(module, types.ModuleType):
+            for key, value in list(vars(module).items()):
+                found[f"{name}:{key}"] = value
+                if inspect.isclass(value) and (value.__module__ or "").partition(".")[0] == "torch":
+                    classes.add(value)
+    for cls in classes:
+        found.update({f"{cls.__module__}:{cls.__qualname__}.{key}": value for key, value in vars(cls).items()})
+        found[f"{cls.__module__}:{cls.__qualname__}.__bases__"] = cls.__bases__
+    functions = {id(f): f for f in map(function_of, found.values()) if f is not None}
+    for function in functions.values():
+        if (function.__module__ or "").partition(".")[0] == "torch":
+            found[f"code of {function.__module__}:{function.__qualname__}"] = function.__code__
+    for name, value in INSTANCES.items():
+        found[name] = value.__class__
+    return found
+
+def function_of(value):
+    value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    value = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
+    return value if isinstance(value, types.FunctionType) else None
+
+def changed(before, after):
+    kinds = (
+        types.FunctionType, types.BuiltinFunctionType, types.CodeType, property, type, staticmethod, classmethod, tuple
+    )
+    return sorted(
+        name.removeprefix("code of ") for name, value in after.items()
+        if (name in before or "." in name.partition(":")[2]) and isinstance(value, kinds)
+        and (before.get(name) != value if isinstance(value, tuple) else before.get(name) is not value)
+    )
+"""
+
+CONTROLLER = """
+import torch
+import monarch_backend.dtensor
+monarch_backend.dtensor.device_mesh
+from monarch_backend._core import patches
+from monarch_backend.dtensor._patches import manifest
+from monarch_backend.dtensor._patches.semantics import device_mesh_and_api, dynamo_and_aot
+INSTANCES = {}
+for row in manifest.PATCHES:
+    owner, name = patches.locate(row)
+    if name == "__class__":
+        INSTANCES[row.target] = owner
+    for maker in row.makers:
+        patches.named(maker)
+before = names()
+dynamo_and_aot.install()
+found = changed(before, names())
+listed = set()
+for row in manifest.PATCHES:
+    owner, name = patches.locate(row)
+    if row.swaps_code:
+        function = inspect.unwrap(getattr(owner, name))
+        listed.add(f"{function.__module__}:{function.__qualname__}")
+    elif inspect.isclass(owner):
+        listed.add(f"{owner.__module__}:{owner.__qualname__}.{name}")
+    else:
+        listed.add(row.target)
+print(json.dumps([found, sorted(listed)]))
+"""
+
+PLAIN = """
+import torch, torch.distributed as dist
+import torch.distributed.nn
+INSTANCES = {}
+before = names()
+import monarch_backend
+from monarch_backend import _autoload
+_autoload.torch_backends_entry()
+dist.init_process_group("monarch", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(3)
+dist.all_reduce(x)
+dist.barrier()
+found = changed(before, names())
+print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+OTHER_MESH = """
+import torch, torch.distributed as dist
+import monarch_backend.dtensor
+monarch_backend.dtensor.device_mesh
+from monarch_backend.dtensor._patches.semantics import dynamo_and_aot
+dynamo_and_aot.install()
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, ones
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+assert list(mesh.get_coordinate()) == [0, 1] and mesh.get_rank() == 1 and mesh.get_local_rank("tp") == 1
+assert dist.get_rank() == 1 and dist.get_rank(mesh.get_group("dp")) == 0
+whole = torch.arange(24.0).view(4, 6)
+x = distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+assert type(x.to_local()) is torch.Tensor and torch.equal(x.to_local(), whole[:2, 3:]), x.to_local()
+assert torch.equal((x * 2 + 1).to_local(), whole[:2, 3:] * 2 + 1)
+assert x.device.type == "cpu" and x.is_cpu and not x.is_cuda and not x.is_meta
+assert type(x.data) is DTensor and type(x.data_ptr()) is int
+assert type(x.cpu()) is DTensor and x.to(torch.float64).to_local().dtype == torch.float64
+assert [each.shape for each in x.redistribute(mesh, [Replicate(), Shard(1)])] == [torch.Size([6])] * 4
+assert x.sum().placements == (Partial(), Partial()) and "local_tensor" in repr(x)
+y = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Shard(1)])
+assert y.shape == (4, 6) and type(ones(4, 6, device_mesh=mesh).to_local()) is torch.Tensor
+assert (x == x)._local_tensor.all() and torch.split(x, 2, 1)[0].shape == (4, 2)
+model = distribute_module(torch.nn.Linear(6, 4), mesh)
+model(y).sum().backward()
+assert type(model.weight.grad.to_local()) is torch.Tensor
+torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+sharded = fully_shard(torch.nn.Linear(6, 4), mesh=mesh["dp"])
+sharded(torch.ones(2, 6)).sum().backward()
+assert type(sharded.weight.to_local()) is torch.Tensor and sharded.weight.to_local().shape == (2, 6)
+plain = torch.arange(4.0)
+plain[1] = 7
+assert plain[1] == 7 and (plain * 2)[1] == 14
+assert torch.equal(torch.compile(lambda v: v * 2 + 1, backend="aot_eager")(whole), whole * 2 + 1)
+torch.manual_seed(3)
+first = torch.rand(2)
+torch.manual_seed(3)
+assert torch.equal(first, torch.rand(2))
+if not torch.cuda.is_available():
+    try:
+        torch.cuda.current_device()
+    except (RuntimeError, AssertionError):
+        pass
+    else:
+        raise AssertionError("a process without GPUs that is not a controller has a current GPU")
+print("done")
+"""
+
+
+def run(source: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=300, check=False, cwd=ROOT,
+        env={**os.environ, **env},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_controller_replaces_exactly_the_rows_of_its_manifest() -> None:
+    found, listed = json.loads(run(COMPARE + CONTROLLER))
+    assert found == listed
+    assert len(manifest.PATCHES) == len({row.target for row in manifest.PATCHES}) == len(listed)
+
+
+def test_program_with_the_backend_only_has_at_most_six_replaced_names() -> None:
+    found = json.loads(run(COMPARE + PLAIN, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
+    wanted = sorted(row.target for row in C10D if row.is_for(torch_version()))
+    listed = [name for name in wanted if not name.endswith(":new_group")]  # of torch_xla only
+    assert found == listed
+    assert len(wanted) <= 6
+    assert all(sum(row.is_for(release) for row in C10D) <= 6 for release in ((2, 9), (2, 13), (2, 14), (2, 15)))
+
+
+def test_meshes_of_other_backends_get_torchs_own_functions() -> None:
+    assert run(OTHER_MESH) == "done"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)
+def test_row_names_a_test_that_exists_and_says_why(row: Patch) -> None:
+    path, _, name = row.test.partition("::")
+    text = (ROOT / path).read_text()
+    assert f"def {name}(" in text or f"class {name}(" in text
+    assert row.why.endswith(".") and row.kind in ("semantics", "fix", "cache")
+
+
+def test_missing_target_in_range_is_refused_before_anything_is_replaced() -> None:
+    there = Patch("json:dumps", "fix", ("json:loads",), "A test.", "none", (2, 0))
+    missing = Patch("json:JSONEncoder.gone", "fix", ("json:loads",), "A test.", "none", (2, 0))
+    own = json.dumps
+    with pytest.raises(patches.PatchTargetError, match=r"no json:JSONEncoder.gone.*2.0 up to the newest"):
+        patches.apply((there, missing))
+    assert json.dumps is own
+
+
+def test_row_of_another_release_is_not_applied() -> None:
+    row = Patch("json:gone", "fix", ("json:loads",), "A test.", "none", (2, 0), (2, 9))
+    assert patches.apply((row,), release=(2, 9)) == []
+    assert row.is_for((2, 8)) and not row.is_for((1, 13))
+
+
+def test_page_is_generated_from_the_manifests() -> None:
+    assert (ROOT / "docs" / "reference" / "torch-patches.md").read_text() == manifest.table()

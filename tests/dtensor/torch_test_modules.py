@@ -1,0 +1,12 @@
+"""Import of the modules below torch's own tests, as far as its wheel has them, without their warnings."""
+
+from __future__ import annotations
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.distributed._tensor import common_dtensor
+
+__all__ = ["common_dtensor", "op_db"]

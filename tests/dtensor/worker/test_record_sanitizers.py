@@ -1,0 +1,27 @@
+"""Both ends of a command record (csrc/records) under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+The controller's end runs instrumented. Workers come from a fork server with the package's own extension, so
+test_command_records.py runs their end in this process.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.support import sanitizers
+
+pytestmark = pytest.mark.slow
+
+
+def test_with_address_sanitizer() -> None:
+    prefix, extension = sanitizers.prefix("address"), sanitizers.extension("address")
+    command = [sys.executable, "-m", "tests.shm.test_sanitizers", extension, *sanitizers.PYTEST]
+    names = ("worker/test_command_records", "controller/test_per_rank_int", "controller/test_errors")
+    command += [f"tests/dtensor/{name}.py" for name in (*names, "controller/test_worker_memory")]
+    # The sanitizer keeps what is freed, 256 MiB of it, in the workers too: how much they have at once can not be told.
+    command += ["-k", "not thousand and not large_tensors", "-m", "not slow"]
+    # Python keeps what it has till its end: leaks are not to be told from that.
+    env = {"LD_PRELOAD": sanitizers.preload("address"), "ASAN_OPTIONS": "detect_leaks=0"}
+    assert " passed" in sanitizers.checked([*prefix, *command], 400, **env)

@@ -1,0 +1,156 @@
+"""Functions that workers run. Workers import this module."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+
+from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._rng import philox
+from monarch_backend.dtensor._worker import Executor, op_functions, random_ops
+from monarch_backend.dtensor._worker.control_actor import boards
+
+
+def left_on_boards() -> int:
+    """What was to be taken from the boards of this process and has not been."""
+    return sum(
+        len(board._parcels) + len(board._kept) + len(board._refused) + len(board._readers) for board in boards.values()
+    )
+
+
+class Box:
+    """No container that torch knows."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def fails_on(rank: int, _: Any) -> None:
+    """The others wait for it in a collective."""
+    if dist.get_rank() == rank:
+        raise ValueError("on purpose")
+    dist.all_reduce(torch.ones(1))
+
+
+def sum_of_ranks() -> int:
+    """By a collective of all."""
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return int(total)
+
+
+def checked_look_up(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rows of the table, looked up on the CPU, where torch checks an index."""
+    return torch.nn.functional.embedding(indices.cpu(), table.cpu()).to(table.device)
+
+
+def where_it_is(x: Any) -> tuple[str, str, list[Any]]:
+    """The device of this worker's part, its torch, and the part."""
+    return str(x.to_local().device), torch.__version__[:3], x.to_local().tolist()
+
+
+def fails() -> None:
+    """On all."""
+    raise ValueError("on purpose")
+
+
+def doubled_and_summed(x: Any) -> tuple[Any, Any]:
+    """By this torch's own DTensor."""
+    return x.redistribute(x.device_mesh, [Replicate()]) * 2, x.sum().full_tensor().item()
+
+
+def doubled_in_place(x: Any) -> None:
+    """By this torch's own DTensor."""
+    x.add_(x)
+
+
+def doubled_plain(x: torch.Tensor) -> float:
+    """In place, and its sum."""
+    return float(x.mul_(2).sum())
+
+
+def autocasts_of_xla() -> list[str]:
+    """Operators for which torch_xla has a rule in autocast."""
+    names = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastXLA")
+    return [name.removeprefix("aten::") for name in names]
+
+
+def dtypes_in_autocast(step: Any, x: Any) -> list[str]:
+    """Of what torch_xla's own autocast makes."""
+    with torch.autocast("xla"):
+        return [str(each.dtype) for each in step(x.full_tensor())]
+
+
+def done_so_far() -> int:
+    """How often XLA has done what was recorded."""
+    from torch_xla.debug import metrics
+
+    found = metrics.metric_data("ExecuteTime")
+    return 0 if found is None else int(found[0])
+
+
+def do_after(words: int) -> int:
+    """So many words of records; what it was before."""
+    from monarch_backend.dtensor._worker.xla import xla_device
+
+    before, xla_device.MAX_RECORDED_WORDS = xla_device.MAX_RECORDED_WORDS, words
+    return before
+
+
+class _Numbers:
+    """Of a GPU's generator, as far as anybody outside sees: a seed and how many were drawn decide what comes next."""
+
+    def __init__(self) -> None:
+        self._at, self._known = (0, 0), torch.get_rng_state()
+
+    def set_state(self, state: bytes, _device: torch.device) -> None:
+        seed, drawn = self._at = philox._STATE.unpack(state)
+        torch.manual_seed(seed * 1_000_003 + drawn)
+        self._known = torch.get_rng_state()
+
+    def state_of(self, device: torch.device) -> bytes:
+        seed, drawn = self._at
+        if not torch.equal(self._known, torch.get_rng_state()):
+            self.set_state(philox._STATE.pack(seed, drawn + 4), device)
+        return philox._STATE.pack(*self._at)
+
+    def after(self, draw: Any) -> Any:
+        """The function, behind which nothing but that decides."""
+
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return draw(*args, **kwargs)
+            finally:
+                self.state_of(torch.device("cpu"))
+
+        return drawn
+
+
+class ExecutorWithoutGpu(Executor):
+    """Executes what is meant for a GPU, on the CPU: "cuda" is the CPU, and attention is done as a GPU's worker does."""
+
+    def __init__(self, device_type: str, timeout: float) -> None:
+        super().__init__("cpu", timeout)
+        self.board = boards[device_type]  # where the actor beside it, which takes it for a GPU's, leaves what it hears
+        op_functions.constant = _with_gpus_on_the_cpu
+        numbers = _Numbers()
+        random_ops.state_of, random_ops.set_state = numbers.state_of, numbers.set_state
+        random_ops._drawn, random_ops.whole = numbers.after(random_ops._drawn), numbers.after(random_ops.whole)
+        for name, ours in (("", "forward"), ("_backward", "backward")):
+            operator = f"aten._scaled_dot_product_flash_attention_for_cpu{name}.default"
+            op_functions._REPLACED[operator] = f"monarch_backend.dtensor._worker.attention:{ours}"
+
+
+def _with_gpus_on_the_cpu(tagged: list[Any], device: torch.device) -> Any:
+    return device if tagged == [_protocol.Tag.DEVICE, "cuda"] else _protocol.constant(tagged, device)
+
+
+def reads_its_memory(x: Any) -> bool:
+    """Whether a local DTensor's shard is where its address says, and its wrapper has what torch gives it."""
+    local = x.to_local()
+    first = ctypes.c_float.from_address(local.data_ptr()).value
+    return bool(first == local.flatten()[0]) and local.untyped_storage().data_ptr() == local.data_ptr()

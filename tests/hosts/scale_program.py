@@ -1,0 +1,148 @@
+"""Controller program with many processes on many hosts: it calls all, some, and the rest after hosts are lost.
+
+Worker processes import this module, so it does not import pytest. Lines with "measured" are for people.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+
+from monarch_backend.actor import Actor, ActorError, ActorMesh, SupervisionError, current_rank, endpoint
+from monarch_backend.hosts import attach_to_workers
+from tests.actor.actors import until
+from tests.hosts.controller_programs import expect_faults
+from tests.hosts.support import NAMES, until_gone
+
+PATIENCE = 60.0
+"""Seconds for what hundreds of processes do together."""
+
+CASTS = 100
+
+
+class Counter(Actor):
+    """Counts casts: each must be the next one."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
+    def place(self) -> tuple[str, int]:
+        return os.environ["MONARCH_HOST_NAME"], current_rank().rank
+
+    @endpoint
+    def add(self, number: int) -> None:
+        assert number == self.count + 1, f"{number} came after {self.count}"
+        self.count = number
+
+    @endpoint
+    def total(self) -> int:
+        return self.count
+
+    @endpoint
+    def fails_at(self, rank: int) -> None:
+        if current_rank().rank == rank:
+            raise ValueError(f"rank {rank} was told to")
+
+
+def scale(addresses: list[str], gpus: int, daemons: list[int]) -> None:
+    """Everything once."""
+    faults, size = expect_faults(), len(addresses) * gpus
+    with _measured(f"attach {len(addresses)} hosts"):
+        hosts = attach_to_workers(addresses, timeout=PATIENCE)
+    free = _available()
+    with _measured(f"spawn {size} processes, until all have answered"):
+        procs = hosts.spawn_procs({"gpus": gpus}, name="procs")
+        counters = procs.spawn("counters", Counter)
+        pids = list(counters.pid.call().get(PATIENCE).values())
+    print(f"measured memory of a process: {(free - _available()) / size / 2**20:.1f} MiB", flush=True)
+    assert len(set(pids)) == size
+    _all_at_once(counters, 1)
+    _some(counters, gpus)
+    error = counters.fails_at.call(size // 2 + 1).exception(PATIENCE)
+    assert isinstance(error, ActorError) and error.rank == size // 2 + 1, error
+    assert f"rank {size // 2 + 1} was told to" in str(error), error
+    with _measured("kill -9 of a process, until the error of a call of all"):
+        os.kill(pids[-1], signal.SIGKILL)
+        _until_it_fails(counters, {size - 1})
+    assert faults.next().ranks == (size - 1,)
+    with _measured("kill -9 of a host, until all that it had is known to be lost"):
+        os.kill(daemons[1], signal.SIGKILL)
+        lost = set(range(gpus, 2 * gpus))
+        _until_it_fails(counters, lost | {size - 1})
+        while lost:
+            lost -= set(faults.next().ranks)
+    until_gone(pids[gpus : 2 * gpus], PATIENCE)
+    rest = counters.without(counters.failed_ranks)
+    assert len(rest) == size - gpus - 1
+    _all_at_once(rest, CASTS + 1)
+    assert sorted(set(rest.total.call().get(PATIENCE).values())) == [2 * CASTS]
+    with _measured("stop of all that is left"):
+        procs.stop().get(PATIENCE)
+        until_gone(pids, PATIENCE)
+    faults.none()
+
+
+def _all_at_once(counters: ActorMesh, first: int) -> None:
+    """Calls and casts of all; what a cast takes is that of many, until all have counted them."""
+    size, times = len(counters), []
+    for _ in range(10):
+        began = time.monotonic()
+        assert len(list(counters.total.call().get(PATIENCE).values())) == size
+        times.append(time.monotonic() - began)
+    print(f"measured call of {size}: {statistics.median(times) * 1000:.1f} ms", flush=True)
+    began = time.monotonic()
+    for number in range(first, first + CASTS):
+        counters.add.broadcast(number)
+    counts = list(counters.total.call().get(PATIENCE).values())
+    print(f"measured cast to {size}: {(time.monotonic() - began) / CASTS * 1000:.2f} ms", flush=True)
+    assert counts == [first + CASTS - 1] * size, counts
+
+
+def _some(counters: ActorMesh, gpus: int) -> None:
+    """A host, a column, a block, one."""
+    count = len(counters) // gpus
+    assert [host for host, _ in counters.slice(hosts=2).place.call().get(PATIENCE).values()] == [NAMES[3]] * gpus
+    column = list(counters.slice(gpus=gpus - 1).place.call().get(PATIENCE).values())
+    assert column == [(NAMES[1 + host], host) for host in range(count)], column
+    block = counters.slice(hosts=slice(1, 3), gpus=slice(0, gpus // 2))
+    assert len(list(block.place.call().get(PATIENCE).values())) == 2 * (gpus // 2)
+    assert counters.slice(hosts=count - 1, gpus=0).place.call_one().get(PATIENCE) == (NAMES[count], 0)
+
+
+def _until_it_fails(counters: ActorMesh, lost: set[int]) -> None:
+    """A call of all has an error that names one of these, and then all of them are known."""
+
+    def failed() -> bool:
+        error = counters.total.call().exception(PATIENCE)
+        assert error is None or (isinstance(error, SupervisionError) and error.rank in lost), error
+        return error is not None and lost == set(counters.failed_ranks)
+
+    until(failed, f"ranks {sorted(lost)} are lost")
+
+
+class _measured:
+    """How long the block takes."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            print(f"measured {self._what}: {time.monotonic() - self._began:.3f} s", flush=True)
+
+
+def _available() -> int:
+    """Bytes of this machine's memory."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))

@@ -1,0 +1,142 @@
+"""Loss of processes, agents, daemons and hosts: which errors are raised, when, and what continues."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.support import Daemon, World, descendants, until_gone
+
+QUICKLY = 2.0
+"""Seconds that promise 8 gives to what a dead controller has started."""
+
+SILENCE = 1.0
+"""Seconds, as controller_programs.py has it."""
+
+pytestmark = pytest.mark.usefixtures("whole")
+
+
+@pytest.fixture
+def whole(world: World) -> Iterator[None]:
+    """What a test has cut is whole again."""
+    yield
+    assert world.where is not None
+    for index in range(len(world.where.cables.pids) - 1):
+        world.where.cables.heal(index)
+
+
+def lose(world: World, daemons: list[Daemon], how: str, most: float) -> None:
+    assert world.where is not None
+    addresses = [daemon.address for daemon in daemons]
+    world.run("lost_host", addresses, how, most, world.where.cables.pids, [daemon.pid for daemon in daemons])
+
+
+def test_killed_worker_is_reported(world: World, workers: list[str]) -> None:
+    world.run("worker_killed", *workers[:2])
+
+
+@pytest.mark.parametrize("how", [pytest.param("agent killed", marks=pytest.mark.slow), "cut off"])
+def test_lost_host_is_reported(how: str, world: World, daemons: list[Daemon]) -> None:
+    lose(world, daemons[:2], how, 3 * SILENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["agent stopped", "cut there", "cut back", "cut from its controller", "unplugged"])
+def test_host_lost_in_other_ways_is_reported(how: str, world: World, daemons: list[Daemon]) -> None:
+    lose(world, daemons[:2], how, 3 * SILENCE)
+
+
+@pytest.mark.slow
+def test_killed_daemon_loses_its_host(world: World, daemons: list[Daemon]) -> None:
+    with world.daemon(2) as victim:
+        lose(world, [daemons[0], victim], "daemon killed", 3 * SILENCE)
+
+
+@pytest.mark.slow
+def test_stopped_daemon_fails_new_attachments_only(world: World, daemons: list[Daemon]) -> None:
+    with world.daemon(2) as stopped:
+        world.run("daemon_stopped", [daemons[0].address, stopped.address], stopped.pid)
+
+
+@pytest.mark.slow
+def test_lost_and_reordered_packets_change_no_message(world: World, daemons: list[Daemon]) -> None:
+    assert world.where is not None
+    with world.where.lossy(2, loss=0.02, reorder=0.1) as counts:
+        addresses = [daemon.address for daemon in daemons[:2]]
+        world.run("breaks", addresses, world.where.cables.pids, "nothing", 2)
+    print("measured frames sent, lost, reordered:", *counts)
+    assert counts[1] > 10 and counts[2] > 10, counts
+
+
+def test_killed_gateway_of_the_controller_is_reported(world: World, workers: list[str]) -> None:
+    run = world.run("gateway_killed", *workers[:2])
+    assert "the gateway of this host has ended" in run.out
+
+
+def test_link_cut_between_two_hosts(world: World, daemons: list[Daemon]) -> None:
+    assert world.where is not None
+    world.run("cut_between", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)
+
+
+@pytest.mark.slow
+def test_hosts_that_only_one_host_reaches(world: World, workers: list[str]) -> None:
+    assert world.where is not None
+    with world.daemon(1, "--workers", ",".join(workers[1:])) as gateway:
+        world.run("through_another", gateway.address, workers[1:], world.where.cables.pids)
+
+
+@pytest.mark.slow
+def test_link_cut_between_two_hosts_before_their_first_contact(world: World, daemons: list[Daemon]) -> None:
+    assert world.where is not None
+    world.run("cut_before_they_meet", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)
+
+
+def test_ranks_move_to_a_remaining_host(world: World, daemons: list[Daemon]) -> None:
+    world.run("spare", [daemon.address for daemon in daemons[:2]], [daemon.pid for daemon in daemons])
+
+
+@pytest.mark.parametrize("how", [pytest.param("killed"), pytest.param("cut off", marks=pytest.mark.slow)])
+def test_lost_controller_ends_its_processes(how: str, world: World, daemons: list[Daemon]) -> None:
+    """All that it has started is gone on every host, and the daemons serve the next one."""
+    assert world.where is not None
+    addresses = [daemon.address for daemon in daemons]
+    run = world.start("controller", *addresses)
+    try:
+        run.read_until("pids ")
+        run.read_until("\n")
+        pids = [int(word) for word in run.out.split("pids ")[1].split("\n")[0].split()]
+        if how == "killed":
+            os.kill(run.pid, signal.SIGKILL)
+            print("measured end of everything after kill -9 of its controller:", until_gone(pids, QUICKLY))
+        else:
+            world.where.cables.cut_off(0)
+            print("measured end of what a cut-off controller had elsewhere:", until_gone(pids[:-1], 3 * SILENCE))
+            world.where.cables.heal(0)
+        run = world.controller().finish()
+        assert run.returncode == (-signal.SIGKILL if how == "killed" else 1), run.err
+        if how != "killed":
+            assert "is lost" in run.err
+        until_gone(pids, QUICKLY)
+    finally:
+        world.controller().drop()
+    world.run("values", *addresses)
+    for daemon in daemons:
+        until_gone([pid for pid in descendants(daemon.pid) if pid in pids], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "times"),
+    [
+        ("reset", 3),
+        pytest.param("reset", 40, marks=pytest.mark.slow),
+        pytest.param("pause", 10, marks=pytest.mark.slow),
+        pytest.param("one long pause", 5, marks=pytest.mark.slow),
+    ],
+)
+def test_broken_connections_lose_no_message(how: str, times: int, world: World, workers: list[str]) -> None:
+    """Nothing is lost and nothing comes twice."""
+    assert world.where is not None
+    world.run("breaks", workers[:2], world.where.cables.pids, how, times)

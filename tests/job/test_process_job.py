@@ -1,0 +1,195 @@
+"""ProcessJob: start, find again, end, and no process left after a failure in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_backend._job.base import Plan
+from monarch_backend._job.host_launcher import ARGUMENTS
+from monarch_backend.job import Job, JobError, ProcessJob
+from tests.job.support import MARK, Where, gone, in_program, marked, new_mark, seen_by_ps
+
+
+@pytest.fixture(scope="module")
+def applied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessJob]:
+    with new_mark() as mark:
+        job = ProcessJob(
+            {"trainers": 1, "dataloaders": 1}, path=tmp_path_factory.mktemp("job") / "job.json", env={MARK: mark}
+        )
+        job.apply()
+        try:
+            yield job
+        finally:
+            job.kill()
+
+
+def pids(job: Job) -> list[int]:
+    return [host["process"]["pid"] for host in json.loads(job.path.read_text())["hosts"]]
+
+
+def names(path: Path) -> Any:
+    state = Job.load(path).state()
+    assert state.trainers is Job.load(path).state().trainers  # attached once
+    result = []
+    for mesh in (state.trainers, state["dataloaders"]):
+        procs = mesh.spawn_procs({"gpus": 2})
+        result.append(list(procs.spawn("where", Where).host.call().get(30).values()))
+        procs.stop().get(30)
+    return result
+
+
+def test_programs_find_their_meshes(applied: ProcessJob) -> None:
+    assert in_program(names, applied.path) == [["trainers0", "trainers0"], ["dataloaders0", "dataloaders0"]]
+
+
+def test_apply_again_finds_what_runs(applied: ProcessJob) -> None:
+    before = pids(applied)
+    applied.apply()
+    ProcessJob({"dataloaders": 1, "trainers": 1}, path=applied.path, env=applied._env).apply()
+    assert pids(applied) == before
+    assert [(host.mesh, host.index, host.state) for host in applied.status()] == [
+        ("trainers", 0, "up"),
+        ("dataloaders", 0, "up"),
+    ]
+
+
+def test_the_secret_is_in_its_file_only(applied: ProcessJob) -> None:
+    secret = applied.path.with_suffix(".secret").read_text().strip()
+    assert len(secret) == 64
+    assert seen_by_ps(secret) == []
+    logs = [Path(host.log) for host in applied.status()]
+    assert all(log.exists() and log.stat().st_mode & 0o077 == 0 for log in logs)
+    assert not any(secret in log.read_text() for log in logs)
+
+
+def killed_hosts(path: Path) -> Any:
+    """A program that has the job's meshes while one of its hosts is killed, and started again."""
+    job = Job.load(path)
+    before = job.state()
+    [victim] = [host for host in json.loads(path.read_text())["hosts"] if host["mesh"] == "dataloaders"]
+    os.kill(victim["process"]["pid"], signal.SIGKILL)
+    said = ""
+    end = time.monotonic() + 10
+    while not said and time.monotonic() < end:  # the kernel may take a moment
+        try:
+            job.state(timeout=2)
+        except JobError as error:
+            said = str(error)
+    states = [host.state for host in job.status()]
+    job.apply()
+    after = job.state()
+    same = after.trainers is before.trainers, after.dataloaders is before.dataloaders
+    procs = after.dataloaders.spawn_procs()
+    where = procs.spawn("where", Where).host.call_one().get(30)
+    procs.stop().get(30)
+    return said, states, same, where
+
+
+@pytest.mark.slow
+def test_a_host_that_is_killed_is_missed_and_started_again(applied: ProcessJob) -> None:
+    before = pids(applied)
+    said, states, same, where = in_program(killed_hosts, applied.path)
+    assert f"its process {before[1]} is gone, its log is" in said and "apply() starts again what is gone" in said
+    assert "dataloaders[0]" in said and "trainers[0]" not in said
+    assert states == ["up", "gone"]
+    assert same == (True, False)
+    assert where == "dataloaders0"
+    assert pids(applied)[0] == before[0] and pids(applied)[1] != before[1]
+
+
+def kill_while_in_use(path: Path) -> int:
+    job = Job.load(path)
+    procs = job.state().trainers.spawn_procs({"gpus": 2})
+    actors = procs.spawn("where", Where)
+    actors.host.call().get(30)
+    job.kill()  # no failure: what runs there is stopped before
+    job.kill()
+    return os.getpid()
+
+
+@pytest.mark.slow
+def test_a_second_program_ends_it(applied: ProcessJob) -> None:
+    """Last of those that have the job in common."""
+    mark = applied._env[MARK]
+    assert marked(mark)
+    assert in_program(kill_while_in_use, applied.path) != os.getpid()
+    assert gone(mark), marked(mark)
+    assert not applied.path.exists() and not applied.path.with_suffix(".secret").exists()
+    applied.kill()
+
+
+class OneBroken(ProcessJob):
+    """Its second host ends at once."""
+
+    def _plans(self) -> list[Plan]:
+        first, second = super()._plans()
+        code = "import sys; print('no such device', file=sys.stderr); sys.exit(3)"
+        return [first, Plan(second.mesh, second.index, "", [sys.executable, "-S", "-c", code, *ARGUMENTS])]
+
+
+@pytest.mark.slow
+def test_nothing_stays_of_a_job_that_starts_in_part(tmp_path: Path) -> None:
+    with new_mark() as mark:
+        job = OneBroken({"trainers": 2}, path=tmp_path / "job.json", env={MARK: mark})
+        with pytest.raises(JobError, match=r"trainers\[1\] has ended before it listened \(exit 3\): no such device"):
+            job.apply()
+        assert gone(mark, 5.0), marked(mark)
+    assert not list(tmp_path.glob("job.[js]*[nt]"))
+
+
+def test_nothing_stays_of_a_job_that_starts_too_late(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(3)")
+    late = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with new_mark() as mark:
+        job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={MARK: mark, "PYTHONPATH": late})
+        with pytest.raises(JobError, match=r"trainers\[0\] did not report in time that it listens"):
+            job.apply(timeout=0.2)
+        assert gone(mark, 5.0), marked(mark)
+    assert not job.path.exists()
+
+
+@pytest.mark.slow
+def test_nothing_stays_of_a_program_that_is_killed_while_it_starts_hosts(tmp_path: Path) -> None:
+    code = "import os; from monarch_backend.job import ProcessJob; ProcessJob({'h': 1}, path=os.environ['P']).apply()"
+    with new_mark() as mark:
+        env = {**os.environ, MARK: mark, "P": str(tmp_path / "job.json")}
+        program = subprocess.Popen([sys.executable, "-c", code], env=env)
+        end = time.monotonic() + 30
+        while len(marked(mark)) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        program.kill()
+        program.wait()
+        assert gone(mark, 20), marked(mark)
+
+
+@pytest.mark.slow
+def test_two_programs_at_once_start_one_host(tmp_path: Path) -> None:
+    with new_mark() as mark:
+        jobs = [ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={MARK: mark}) for _ in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda job: job.apply(), jobs))
+        try:
+            assert len([line for line in marked(mark) if " up " in line]) == 1
+            assert jobs[0].status() == jobs[1].status()
+        finally:
+            jobs[0].kill()
+        assert [host.state for host in jobs[1].status()] == ["not started"]
+
+
+@pytest.mark.slow
+def test_a_host_that_can_not_listen(tmp_path: Path) -> None:
+    """Its own words reach the program."""
+    job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={"MONARCH_TLS": "perhaps"})
+    with pytest.raises(JobError, match=r"trainers\[0\] has ended .*: monarch-backend up: MONARCH_TLS='perhaps'"):
+        job.apply()

@@ -1,0 +1,219 @@
+"""State file of a job: its permissions, its content, and the end of the processes that it names."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_backend._hosts.process_identity import Identity
+from monarch_backend._job import state_file
+from monarch_backend._job.state_file import HostEntry
+from monarch_backend._transport.network.auth import new_secret, user_secret
+from monarch_backend.job import Job, JobError, LocalJob, ProcessJob, SPMDJob, SSHJob
+
+
+def noted(path: Path, process: Identity, **changes: Any) -> ProcessJob:
+    """A job whose file says that this process is its only host."""
+    job = ProcessJob({"trainers": 1}, path=path)
+    file = job._new_file()
+    file.hosts = [HostEntry("trainers", 0, "", "tcp://127.0.0.1:1", process, "/tmp/log")]
+    state_file.write(path, file)
+    if changes:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return job
+
+
+@pytest.fixture
+def sleeper() -> Any:
+    process = subprocess.Popen(["sleep", "100"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_is_private_and_has_no_secret(tmp_path: Path, sleeper: Any) -> None:
+    path = tmp_path / "job.json"
+    noted(path, Identity.of(sleeper.pid))
+    secret = tmp_path / "job.secret"
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, secret)] == [0o600, 0o600]
+    assert secret.read_text().strip() not in path.read_text()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["job.json", "job.secret"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"version": 2, "hosts": "as they are called then"}', "is of version 2, and this monarch_backend reads 1"),
+        ("{", "is not the file of a job"),
+        ("", "is not the file of a job"),
+        ('{"version": 1}', "is not the file of a job"),
+        ("[1, 2]", "is not the file of a job"),
+        ("\0\xff", "is not the file of a job"),
+    ],
+)
+def test_what_is_no_file_of_a_job(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(text)
+    path.chmod(0o600)
+    job = ProcessJob({"trainers": 1}, path=path)
+    for use in (lambda: Job.load(path), job.apply, job.state, job.status, job.kill):
+        with pytest.raises(JobError, match=message):
+            use()
+    assert path.read_text() == text
+
+
+def test_of_a_kind_that_is_not_known(tmp_path: Path, sleeper: Any) -> None:
+    path = tmp_path / "job.json"
+    job = noted(path, Identity.of(sleeper.pid), kind="balloon")
+    with pytest.raises(JobError, match="kind 'balloon', which this release of monarch_backend does not have"):
+        Job.load(path)
+    with pytest.raises(JobError, match="kind 'balloon': give this one another name"):
+        job.apply()
+    noted(path, Identity.of(sleeper.pid), description={"meshes": {"trainers": 0}})
+    with pytest.raises(JobError, match="is not the file of a ProcessJob"):
+        Job.load(path)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
+def test_that_others_could_have_written_or_read(tmp_path: Path, sleeper: Any, mode: int) -> None:
+    path = tmp_path / "job.json"
+    job = noted(path, Identity.of(sleeper.pid))
+    path.chmod(mode)
+    with pytest.raises(JobError, match="must be yours alone: chown it, and chmod 600"):
+        job.kill()
+    assert sleeper.poll() is None
+
+
+def test_a_process_that_got_the_pid_later_is_left_alone(tmp_path: Path, sleeper: Any) -> None:
+    path, now = tmp_path / "job.json", Identity.of(sleeper.pid)
+    for other in (Identity(now.pid, now.start - 1, now.boot), Identity(now.pid, now.start, "before")):
+        job = noted(path, other)
+        assert [host.state for host in job.status()] == ["gone"]
+        job.kill()
+        assert not path.exists()
+    assert sleeper.poll() is None
+
+
+def test_kill_ends_what_is_meant(tmp_path: Path, sleeper: Any) -> None:
+    path = tmp_path / "job.json"
+    noted(path, Identity.of(sleeper.pid))
+    Job.load(path).kill()
+    assert sleeper.wait(5) == -signal.SIGTERM
+    assert not path.exists() and not (tmp_path / "job.secret").exists()
+    with pytest.raises(JobError, match="there is no job: no file"):
+        Job.load(path)
+    ProcessJob({"trainers": 1}, path=path).kill()  # nothing is there: nothing to do
+
+
+def test_one_that_does_not_hear_sigterm_gets_sigkill(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 100"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout as said:
+        said.readline()
+    Identity.of(process.pid).end(0.1)
+    assert process.wait(5) == -signal.SIGKILL
+
+
+def test_a_zombie_is_gone() -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ProcessLookupError):
+        Identity.of(process.pid)
+    process.wait()
+
+
+def test_of_another_machine(tmp_path: Path, sleeper: Any) -> None:
+    path = tmp_path / "job.json"
+    noted(path, Identity.of(sleeper.pid), machine="elsewhere")
+    for use in (Job.load(path).kill, Job.load(path).apply, Job.load(path).state):
+        with pytest.raises(JobError, match="is of processes on elsewhere, and this is "):
+            use()
+    assert sleeper.poll() is None
+
+
+def test_two_jobs_of_one_name(tmp_path: Path, sleeper: Any) -> None:
+    path = tmp_path / "job.json"
+    noted(path, Identity.of(sleeper.pid))
+    with pytest.raises(JobError, match=r"was described differently: end that one first \(Job.load\('.*'\).kill\(\)\)"):
+        ProcessJob({"trainers": 2}, path=path).apply()
+    with pytest.raises(JobError, match="is of a job of kind 'process': give this one another name"):
+        LocalJob(path=path).apply()
+
+
+def test_state_before_apply(tmp_path: Path) -> None:
+    job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json")
+    with pytest.raises(JobError, match=r"does not run \(no file .*\): apply\(\) starts it"):
+        job.state()
+    assert [host.state for host in job.status()] == ["not started"]
+
+
+def test_a_secret_that_others_can_read(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(new_secret().hex())
+    job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json", secret_file=secret)
+    with pytest.raises(PermissionError, match="must be yours alone"):
+        job.apply()
+    assert not job.path.exists()
+
+
+def test_default_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    job = LocalJob(["trainers", "evaluators"], name="some-job")
+    assert job.path == tmp_path / "monarch_backend" / "jobs" / "some-job.json"
+    job.apply()
+    other = Job.load("some-job")
+    assert isinstance(other, LocalJob) and other.name == "some-job"
+    assert list(other.state()) == ["trainers", "evaluators"]
+    assert other.state().trainers.hosts is None  # this host
+    assert repr(other.state()) == "JobState('some-job': trainers=HostMesh(this host), evaluators=HostMesh(this host))"
+    with pytest.raises(AttributeError, match="no mesh 'learners'; it has trainers, evaluators"):
+        other.state().learners  # noqa: B018
+    other.kill()
+    assert not job.path.exists()
+    assert user_secret()  # the folder is usable by others of ours
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ProcessJob({"trainers": 0}),
+        lambda: ProcessJob({"trainers": True}),
+        lambda: ProcessJob({"two words": 1}),
+        lambda: ProcessJob({"class": 1}),
+        lambda: ProcessJob({"_private": 1}),
+        lambda: ProcessJob({"items": 1}),  # a method of the state
+        lambda: ProcessJob({"trainers": 1}, name="../elsewhere"),
+        lambda: LocalJob(["a b"]),
+        lambda: SPMDJob("a b"),
+        lambda: SSHJob(options="-v"),
+        lambda: SSHJob(env={"A B": "c"}),
+        lambda: SSHJob().add_mesh("trainers", []),
+        lambda: SSHJob().add_mesh("trainers", "node1"),
+        lambda: SSHJob().add_mesh("trainers", ["-oProxyCommand=evil"]),
+        lambda: SSHJob().add_mesh("trainers", ["a b"]),
+        lambda: SSHJob().add_mesh("trainers", ["a"]).add_mesh("trainers", ["b"]),
+        lambda: SSHJob().add_mesh("trainers", ["a", "b"], reach=["c"]),
+        lambda: SSHJob(path="/nonexistent/job.json").apply(),
+    ],
+)
+def test_bad_arguments(make: Any) -> None:
+    with pytest.raises(ValueError):
+        make()
+
+
+def test_loading_makes_the_same_job(tmp_path: Path) -> None:
+    job = SSHJob(path=tmp_path / "j.json", user="me", port=22, options=["-v"], env={"A": "b"}, python="python3")
+    job.add_mesh("trainers", ["a", "b"], listen="0.0.0.0:7", reach=["10.0.0.1", "::1"]).add_mesh("others", ["a"])
+    state_file.write(job.path, job._new_file())
+    other = Job.load(job.path)
+    assert isinstance(other, SSHJob)
+    assert other._plans() == job._plans() and other.path == job.path
+    assert [plan.reach for plan in other._plans()] == ["10.0.0.1", "::1", ""]
+    job._forget(job._new_file())

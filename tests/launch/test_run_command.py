@@ -1,0 +1,211 @@
+"""`monarch-backend run` without a comparison: behaviour that torchrun lacks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import scripts
+from tests.launch.launcher import PATIENCE, Launched, finish, gone, launch, launching, until
+
+
+def _write(directory: Path, name: str, text: str) -> str:
+    (directory / name).write_text(text)
+    return str(directory / name)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"), [([], "training_script"), (["--nonsense", "x.py"], "--nonsense"), (["--nnodes"], "--nnodes")]
+)
+def test_wrong_usage(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process: that nothing of it is left is part of the test."""
+    from monarch_backend.cli import main
+
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *words])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("usage: monarch-backend run") and message in error
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    from monarch_backend.cli import main
+
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--help"])
+    assert caught.value.code == 0
+    assert "--rdzv-backend" in capsys.readouterr().out
+
+
+def test_there_is_no_such_script(tmp_path: Path) -> None:
+    done = launch("monarch", str(tmp_path / "nothing.py"), directory=tmp_path)
+    assert done.returncode == 1
+    assert f"can't open file '{tmp_path / 'nothing.py'}': [Errno 2]" in done.stderr
+    assert "exitcode  : 2 " in done.stderr
+
+
+def test_ranks_compute_together_with_the_threads_they_were_given(tmp_path: Path) -> None:
+    script = _write(tmp_path, "sum.py", scripts.SUM)
+    done = launch("monarch", "--nproc-per-node=3", script, directory=tmp_path, MONARCH="1", OMP_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
+    assert done.reports() == [[6.0, 2, "2", "0"]] * 3
+    assert done.stderr == ""
+
+
+def test_a_directory_and_standard_input(tmp_path: Path) -> None:
+    (tmp_path / "program").mkdir()
+    _write(tmp_path / "program", "__main__.py", "import sys, other; print(other.x, sys.argv[1:], sys.stdin.read())")
+    _write(tmp_path / "program", "other.py", "x = 'found'")
+    _write(tmp_path, "stdin", "what was typed")
+    with open(tmp_path / "stdin") as stdin:
+        done = launch("monarch", str(tmp_path / "program"), "-x", directory=tmp_path, stdin=stdin)
+    assert (done.returncode, done.stdout) == (0, "found ['-x'] what was typed\n")
+
+
+@pytest.mark.parametrize(
+    ("way", "code", "said"),
+    [("interrupt", 2, "KeyboardInterrupt"), pytest.param("words", 1, "some words\n", marks=pytest.mark.slow)],
+)
+def test_a_rank_ends_otherwise(way: str, code: int, said: str, tmp_path: Path) -> None:
+    script = _write(tmp_path, "failing.py", scripts.FAILING)
+    done = launch("monarch", "--nproc-per-node=2", script, way, directory=tmp_path)
+    assert done.returncode == 1
+    assert f"exitcode  : {code} " in done.table()  # without its sign
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("program", ["script", "no python"])
+def test_an_end_is_noticed_without_a_look(program: str, tmp_path: Path) -> None:
+    """torchrun looks every --monitor-interval; here that is a minute."""
+    script = _write(tmp_path, "failing.py", scripts.FAILING)
+    words = ["--no-python", sys.executable, script] if program == "no python" else [script]
+    began = time.monotonic()
+    done = launch("monarch", "--monitor-interval=60", "--nproc-per-node=2", *words, "kill", directory=tmp_path)
+    assert time.monotonic() - began < 30
+    assert done.returncode == 1
+    assert done.stdout == "rank 0 was told SIGTERM\n"
+    assert "exitcode  : 9 " in done.table()  # without its sign
+
+
+def test_stopped_rank_ends_without_grace_period(tmp_path: Path) -> None:
+    """The grace period is 30 s. Both kinds of start run at the same time."""
+    script = _write(tmp_path, "stopped.py", scripts.STOPPED)
+    forked, plain = tmp_path / "forked", tmp_path / "plain"
+    words = ["--nproc-per-node=2"]
+    began = time.monotonic()
+    with (
+        launching("monarch", *words, script, directory=forked) as one,
+        launching("monarch", *words, "--no-python", sys.executable, script, directory=plain) as other,
+    ):
+        both = finish(one, forked), finish(other, plain)
+    assert time.monotonic() - began < 25
+    for done in both:
+        assert done.returncode == 1
+        assert "exitcode  : 15 " in done.table() and "exitcode  : 3 " in done.table()  # without signs
+
+
+def test_a_rank_that_does_not_heed_is_killed_after_the_grace(tmp_path: Path) -> None:
+    script = _write(tmp_path, "waiting.py", scripts.WAITING)
+    words = ["--shutdown-timeout=1", "--nproc-per-node=2", script, "stubborn"]
+    with launching("monarch", *words, directory=tmp_path) as process:
+        until(lambda: len([*tmp_path.glob("pids-?")]) == 2)
+        process.send_signal(signal.SIGTERM)
+        done = finish(process, tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == "told SIGTERM\n" * 2
+    assert "forcefully exiting via" in done.stderr
+    assert all(gone(pid) for pid in _pids(tmp_path))
+
+
+def _pids(directory: Path) -> list[int]:
+    """Of ranks and of what they have started."""
+    return [int(word) for path in directory.glob("pids-?") for word in path.read_text().split()]
+
+
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    script = _write(tmp_path, "waiting.py", scripts.WAITING)
+    with launching("monarch", "--nproc-per-node=2", script, directory=tmp_path) as process:
+        until(lambda: len([*tmp_path.glob("pids-?")]) == 2)
+        assert not any(gone(pid) for pid in _pids(tmp_path))
+        process.kill()
+        until(lambda: all(gone(pid) for pid in _pids(tmp_path)))
+
+
+def test_another_interpreter_is_started_plainly(tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    script = _write(tmp_path, "say.py", "print('said')")
+    done = launch("monarch", script, directory=tmp_path, PYTHON_EXEC=str(other))
+    assert (done.returncode, done.stdout) == (0, "said\n")
+    assert f"PYTHON_EXEC={other} is another interpreter" in done.stderr
+
+
+# What a launcher has done before, and what it then says.
+BUSY = {
+    "OpenMP": (
+        "import torch; torch.set_num_threads(2); torch.ones(1 << 20).exp()",
+        "threads of an imported library were running",
+    ),
+    "Python": (
+        "import threading; threading.Thread(target=threading.Event().wait, name='busy', daemon=True).start()",
+        "the launcher has threads besides its main one, which a forked process would lack: ['busy']",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["OpenMP", pytest.param("Python", marks=pytest.mark.slow)])
+def test_a_launcher_with_threads_forks_nothing(kind: str, tmp_path: Path) -> None:
+    program, reason = BUSY[kind]
+    code = f"{program}; from monarch_backend.cli import main; import sys; sys.exit(main())"
+    words = [sys.executable, "-c", code, "run", _write(tmp_path, "say.py", "print('said')")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "said\n"), done.stderr
+    assert "each rank starts an interpreter and imports torch by itself" in done.stderr and reason in done.stderr
+
+
+@pytest.mark.slow
+def test_fresh_interpreters_for_who_wants_them(tmp_path: Path) -> None:
+    script = _write(tmp_path, "say.py", "import sys; print('said', sys.argv)")
+    done = launch("monarch", script, "x", directory=tmp_path, MONARCH_START_METHOD="spawn")
+    assert (done.returncode, done.stdout) == (0, f"said ['{script}', 'x']\n")
+
+
+def _endpoint() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.mark.slow
+def test_two_launchers_one_of_them_torchrun(tmp_path: Path) -> None:
+    script = _write(tmp_path, "sum.py", scripts.SUM)
+    words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={_endpoint()}", "--rdzv-id=x"]
+    words += ["--local-addr=127.0.0.1"]
+    with (
+        launching("monarch", *words, "--nproc-per-node=2", script, directory=tmp_path) as ours,
+        launching("torchrun", *words, "--nproc-per-node=1", script, directory=tmp_path) as theirs,
+    ):
+        both: list[Launched] = [finish(ours, tmp_path), finish(theirs, tmp_path)]
+    assert [one.returncode for one in both] == [0, 0], both[0].stderr + both[1].stderr
+    reports = both[0].reports()
+    assert [report[0] for report in reports] == [6.0] * 3
+    assert sorted(report[3] for report in reports) in (["0", "0", "1"], ["0", "1", "1"])
+
+
+def test_a_dead_server_is_no_mystery(tmp_path: Path) -> None:
+    script = _write(tmp_path, "waiting.py", scripts.WAITING)
+    with launching("monarch", script, directory=tmp_path) as process:
+        until(lambda: len([*tmp_path.glob("pids-?")]) == 1)
+        rank = _pids(tmp_path)[0]
+        server = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(server, signal.SIGKILL)
+        done = finish(process, tmp_path)
+    assert done.returncode == 1
+    assert "the fork server closed the connection" in done.stderr
+    assert all(gone(pid) for pid in _pids(tmp_path))

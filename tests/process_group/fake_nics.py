@@ -1,0 +1,79 @@
+"""Fake NICs between forked ranks. A read copies the memory of the other process.
+
+`install` gives a rank one port, whose address names its process. `apart` makes ranks of one machine look like ranks
+of several hosts. Registrations, queues and completions are those of tests/rdma/verbs/fabric.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+from monarch_backend import _native
+from monarch_backend._verbs import discovery, eligibility, engine
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.provider import READ, Path, Work
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid
+from tests.rdma.verbs.fabric import REMOTE_ACCESS, RETRIES, Fabric, FakeNic, FakePair
+
+_NETWORK = bytes(10) + b"\xff\xff" + bytes([10])  # and three bytes of a process id: an IPv4 address
+
+
+class Wires(Fabric):
+    """The binding of one rank. ``dead``: nothing answers any more."""
+
+    def open_nic(self, device: str, completions: int) -> FakeNic:
+        return _Nic(self, device, completions)
+
+
+class _Nic(FakeNic):
+    def queue_pair(self, depth: int) -> FakePair:
+        return _Pair(self, min(depth, self.limits.depth))
+
+
+class _Pair(FakePair):
+    def connect(self, path: Path) -> None:
+        if self.nic.fabric.unreachable:
+            raise OSError(101, "Network is unreachable")
+        super().connect(path)
+
+    def _do(self, work: Work) -> int:
+        if self.nic.fabric.dead:
+            return RETRIES
+        if not work.nbytes:
+            return 0
+        assert work.opcode == READ
+        assert self.path is not None
+        assert self.nic.registered[work.lkey].covers(work.local, work.nbytes)
+        return _copy(int.from_bytes(self.path.gid[13:], "big"), work)
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _copy(pid: int, work: Work) -> int:
+    here, there = _Span(work.local, work.nbytes), _Span(work.remote, work.nbytes)
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    if call(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) == work.nbytes:
+        return 0
+    return RETRIES if ctypes.get_errno() == 3 else REMOTE_ACCESS  # there is no such process
+
+
+def install() -> Wires:
+    """This process has a NIC, for as long as it lives."""
+    wires: Any = Wires()
+    gid = Gid(1, ROCE_V2, _NETWORK + os.getpid().to_bytes(3, "big"))
+    facts = [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
+    discovery.usable = lambda settings, root=None: facts  # type: ignore[assignment]
+    engine.available = discovery.available = lambda *_: None  # type: ignore[assignment]
+    engine.load = lambda wanted: wires  # type: ignore[assignment]
+    eligibility.DEVICES, eligibility.PACKAGES = "/proc/self", ("os",)  # there is something in it
+    eligibility.usable.cache_clear()
+    return wires
+
+
+def apart(host: int) -> None:
+    """This rank is on that host: it finds no shared memory with ranks of others."""
+    _native.ipc_namespace = lambda: f"host {host}"  # type: ignore[assignment]

@@ -1,0 +1,268 @@
+"""Owners of memory that is read and written over TCP: forked processes with a command pipe.
+
+An owner's Python runs only during a command. The tests are about its native threads meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from typing import Any
+
+from monarch_backend import _native
+from monarch_backend._transport.network.tls import Ders
+
+MIB = 1 << 20
+Ticket = tuple[int, int, int]
+
+
+class Memory:
+    """Bytes at a fixed address."""
+
+    def __init__(self, size: int, content: bytes = b"") -> None:
+        self._map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map[: len(content)] = content
+        self.size = size
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def __getitem__(self, part: slice) -> bytes:
+        return self._map[part]
+
+    def __setitem__(self, part: slice, content: bytes) -> None:
+        self._map[part] = content
+
+    def all(self) -> list[tuple[int, int, int]]:
+        """One segment, from the beginning of the registration."""
+        return [(0, self.address, self.size)]
+
+
+def identity(token: str, secret: bytes, tls: bool, ders_of: bytes | None = None) -> _native.MemoryIdentity:
+    """``ders_of``: another secret for the certificates."""
+    if not tls:
+        return _native.MemoryIdentity(token, secret)
+    ders = Ders.of_secret(secret if ders_of is None else ders_of)
+    return _native.MemoryIdentity(token, secret, ders.certificate, ders.key, ders.ca)
+
+
+def threads() -> list[str]:
+    """The names of this process's native threads that are ours."""
+    names = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as comm:
+            names.append(comm.read().strip())
+    return sorted(name for name in names if name in ("monarch_door", "monarch_serve", "monarch_stream"))
+
+
+def descriptors() -> int:
+    """How many this process has."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+class _Service:
+    """What runs in an owner."""
+
+    def __init__(self, secret: bytes, token: str, tls: bool, most: int, address: str) -> None:
+        self.table = _native.Memory(_native.Host(16 * MIB))
+        self.kept: dict[int, Memory] = {}
+        self.before = descriptors()
+        self.address, self.mine, self.most = address, identity(token, secret, tls), most
+        self.port = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Hang up on everybody, and listen again."""
+        self.server = _native.MemoryServer(self.table, self.mine, self.most)
+        self.port = self.server.listen(self.address, self.port)
+
+    def listening(self) -> int:
+        return self.port
+
+    def add(self, content: bytes, writable: bool = True) -> Ticket:
+        memory = Memory(len(content), content)
+        ticket = self.table.add(memory.address, len(content), writable)
+        self.kept[ticket[0]] = memory
+        return ticket
+
+    def drop(self, ticket: Ticket, seconds: float = 1.0) -> int:
+        return self.table.drop(ticket, seconds)
+
+    def content(self, ticket: Ticket) -> bytes:
+        return self.kept[ticket[0]][:]
+
+    def connections(self) -> int:
+        return self.server.connections()
+
+    def threads(self) -> list[str]:
+        return threads()
+
+    def freeze(self) -> None:
+        """Keeps the GIL until the process is killed."""
+        ctypes.PyDLL(None).sleep(1000)
+
+    def close(self) -> tuple[list[str], int]:
+        self.server.close()
+        del self.server
+        return threads(), descriptors() - self.before
+
+
+class Owner:
+    """A process that serves memory; make one with :func:`owner`."""
+
+    def __init__(self, tls: bool, most: int = 1024, address: str = "127.0.0.1") -> None:
+        self.secret, self.token = os.urandom(32), os.urandom(16).hex()
+        self.tls, self.address = tls, address
+        self._pipe, theirs = Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._pipe.close()
+                service = _Service(self.secret, self.token, tls, most, address)
+                while True:
+                    name, words = theirs.recv()
+                    theirs.send(getattr(service, name)(*words))
+            except EOFError:
+                os._exit(0)
+            finally:
+                os._exit(1)
+        theirs.close()
+        self.port: int = self.ask("listening")
+
+    def tell(self, name: str, *words: Any) -> None:
+        """Let it do that, and do not wait."""
+        self._pipe.send((name, words))
+
+    def ask(self, name: str, *words: Any) -> Any:
+        """What its service says."""
+        self.tell(name, *words)
+        assert self._pipe.poll(20), f"{name} took too long"
+        return self._pipe.recv()
+
+    def hear(self, seconds: float) -> Any:
+        """What it says to what it was told."""
+        assert self._pipe.poll(seconds), "no answer in time"
+        return self._pipe.recv()
+
+    def client(self, streams: int = 4, **other: Any) -> _native.MemoryClient:
+        """Of this process, to it. ``other``: what is different about it."""
+        mine = identity(
+            os.urandom(16).hex(), other.get("secret", self.secret), other.get("tls", self.tls), other.get("ders_of")
+        )
+        port = other.get("port", self.port)
+        return _native.MemoryClient(self.address, port, mine, other.get("whom", self.token), streams)
+
+    def connect(self) -> socket.socket:
+        """A bare connection, as strangers have it."""
+        return socket.create_connection((self.address, self.port), timeout=10)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Kill it."""
+        self._pipe.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+@contextlib.contextmanager
+def owner(tls: bool = False, **options: Any) -> Iterator[Owner]:
+    """An owner, gone afterwards."""
+    made = Owner(tls, **options)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+class Narrow:
+    """Stands between one client and an owner, and lets the owner's bytes through only as far as it is told to."""
+
+    ALL = 1 << 60
+
+    def __init__(self, port: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._owner = socket.create_connection(("127.0.0.1", port))
+        self._ears, self._bell = socket.socketpair()
+        self._left = self.ALL  # bytes of the owner's
+        self._passed = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def let_through(self, nbytes: int) -> None:
+        """So many from now on."""
+        self._passed.clear()
+        self._bell.send(nbytes.to_bytes(8, "little"))
+
+    def wait(self) -> None:
+        """Until they have passed."""
+        assert self._passed.wait(20), "the owner has sent less"
+
+    def _run(self) -> None:
+        if self._ears in select.select([self._listener, self._ears], [], [])[0]:
+            return
+        with self._listener.accept()[0] as client, contextlib.suppress(OSError):
+            while self._pass_on(client):
+                pass
+
+    def _pass_on(self, client: socket.socket) -> bool:
+        """What is there. False when one of them is at its end."""
+        ready = select.select([client, self._ears, *([self._owner] if self._left else [])], [], [])[0]
+        if self._ears in ready:
+            told = self._ears.recv(8)
+            self._left = int.from_bytes(told, "little")
+        elif client in ready:
+            told = client.recv(1 << 16)
+            self._owner.sendall(told)
+        else:
+            told = self._owner.recv(min(self._left, 1 << 16))
+            client.sendall(told)
+            self._left -= len(told)
+        if not self._left:
+            self._passed.set()
+        return bool(told)
+
+    def __enter__(self) -> Narrow:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bell.close()
+        self._thread.join()
+        for each in (self._listener, self._owner, self._ears):
+            each.close()
+
+
+class Background:
+    """A call on a thread of its own."""
+
+    def __init__(self, call: Any, *words: Any) -> None:
+        self.result: Any = None
+        self._thread = threading.Thread(target=self._run, args=(call, *words))
+        self._thread.start()
+
+    def _run(self, call: Any, *words: Any) -> None:
+        self.result = call(*words)
+
+    def wait(self, seconds: float = 20.0) -> Any:
+        """What came of it."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "it still waits"
+        return self.result
+
+    @property
+    def over(self) -> bool:
+        """It has come to an end."""
+        return not self._thread.is_alive()

@@ -1,0 +1,100 @@
+"""_rdma/cuda_ipc.py finds the private parts of torch that it needs. test_gpu_memory.py and tests/gpu test its use."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from monarch_backend._rdma import cuda_ipc
+from monarch_backend._rdma.handle import Handle
+from monarch_backend.rdma import RDMAError
+
+
+def test_what_torch_shares() -> None:
+    """All but these stands in what `reduce_tensor` returns, so that they must stay the same on both sides."""
+    assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters) == [
+        "tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device",
+        "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle",
+        "ref_counter_offset", "event_handle", "event_sync_required",
+    ]  # fmt: skip
+    source = inspect.getsource(reductions.reduce_tensor)
+    assert "_share_cuda_()" in source and "rebuild_cuda_tensor," in source
+    assert "_new_shared_cuda(" in inspect.getsource(reductions.rebuild_cuda_tensor)
+    for name in ("_share_cuda_", "_new_shared_cuda", "_release_ipc_counter_cuda"):
+        assert hasattr(torch.UntypedStorage, name)
+
+
+def test_counter_files_are_removed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    assert parameters.index("ref_counter_handle") == cuda_ipc._COUNTER_FILE
+    name = f"/torch_{os.getpid()}_test"
+    file = Path("/dev/shm" + name)
+    file.touch()
+    monkeypatch.setattr(cuda_ipc, "_counter_files", {name, "/torch_0_gone"})
+    cuda_ipc.remove_counter_files()
+    assert not file.exists()
+    assert not cuda_ipc._counter_files
+
+
+@pytest.mark.parametrize("keep", [bytearray(8), torch.zeros(2).untyped_storage()], ids=["array", "cpu"])
+def test_what_is_not_torch_s(keep: Any) -> None:
+    with pytest.raises(RDMAError, match="no tensor's memory"):
+        cuda_ipc.share(keep, 0)
+
+
+def _lent(lends: bool) -> tuple[cuda_ipc.Lent, list[Any]]:
+    """With a program that has met nobody, and what it would do later."""
+    later: list[Any] = []
+    program: Any = SimpleNamespace(
+        aside=lambda call: call(),
+        pump=SimpleNamespace(later=lambda _, call: later.append(call)),
+        router=SimpleNamespace(peer=lambda token: token),
+    )
+    native = SimpleNamespace(lend=lambda *_: lends, returned=list)
+    return cuda_ipc.Lent(program, SimpleNamespace(native=native)), later  # type: ignore[arg-type]
+
+
+def _handle(number: int) -> Handle:
+    return Handle("token", 1, "host", (number, 1, 1), 0, 8, "cuda:0", True)
+
+
+def test_few_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def ask(_: Any, __: Any, ___: str, question: bytes) -> bytes:
+        asked.append(question)
+        raise RDMAError("no")
+
+    monkeypatch.setattr(cuda_ipc, "ask", ask)
+    monkeypatch.setattr(cuda_ipc, "MAX_CACHED_REFUSALS", 3)
+    lent, later = _lent(True)
+    for number in [*range(4), 3, 2, 1]:
+        lent.want(_handle(number))
+    assert len(asked) == 4, "those that are remembered are not asked for again"
+    assert [bool(lent.why_not(_handle(number))) for number in range(4)] == [False, True, True, True]
+    assert lent.why_not(_handle(3)) == "RDMAError: no"
+    lent.want(_handle(0))
+    assert len(asked) == 5
+    assert not lent._asked and len(lent._refused) == 3
+    lent.forget("token")
+    assert not lent._refused and not later
+
+
+def test_of_an_owner_that_has_gone_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "ask", lambda *_: b"")
+    monkeypatch.setattr(cuda_ipc, "adopt", lambda _: (object(), 4096))
+    lent, later = _lent(False)
+    lent.want(_handle(1))
+    assert not lent._kept and not lent._asked and not later
+    lent, later = _lent(True)
+    lent.want(_handle(1))
+    assert len(lent._kept) == len(later) == 1
+    lent.want(_handle(2))
+    assert len(later) == 1, "one looks for all"

@@ -1,0 +1,53 @@
+"""Waits beside a reading thread: no waiting thread is lost when several start at once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from monarch_backend._transport.local import event_loop
+from monarch_backend._transport.local.event_loop import ProgressLoop
+
+
+class ReadByAnother:
+    """A post that somebody else always reads."""
+
+    def take(self) -> bool:
+        return False
+
+
+class Waited:
+    def __init__(self) -> None:
+        self.gate: Any = None
+        self.ready = False
+
+
+def test_a_gate_that_another_one_opens_first_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    what, real = Waited(), threading.Lock
+
+    class Overtaken:
+        """Between the moment in which a waiter has it and the one in which it gives it back, another opens it."""
+
+        def __init__(self) -> None:
+            self._lock = real()
+
+        def locked(self) -> bool:
+            return self._lock.locked()
+
+        def acquire(self, timeout: float | None = None) -> bool:
+            if timeout is None:
+                return self._lock.acquire()
+            what.ready = True
+            event_loop.release(what)  # it is ready
+            assert self._lock.acquire(timeout=60)
+            event_loop.release(what)  # and once more: a message that came a moment later
+            return True
+
+        def release(self) -> None:
+            self._lock.release()
+
+    monkeypatch.setattr(event_loop.threading, "Lock", Overtaken)
+    assert ProgressLoop(ReadByAnother(), lambda _: None).wait(what)
+    assert not what.gate.locked()

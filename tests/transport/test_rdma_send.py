@@ -1,0 +1,514 @@
+"""Large frames that the other host's NIC reads, over fake NICs that copy; both hosts are in this process.
+
+The guarantees are those without NICs: each frame once and in order, whatever breaks. Wire layouts are at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from monarch_backend._transport.network import rdma_frame_header, rdma_reader, rdma_send
+from monarch_backend._transport.network.auth import new_secret
+from monarch_backend._transport.network.connection import PeerConnection, Timeouts
+from monarch_backend._transport.network.connection_manager import Tcp
+from monarch_backend._transport.network.rdma_frame_header import Part
+from monarch_backend._transport.network.session import HEAD_BYTES, LENT, SessionError, read_head
+from monarch_backend._transport.network.tls import Tls
+from monarch_backend._verbs import discovery, eligibility, engine, shared_engine
+from monarch_backend._verbs.discovery import PortFacts
+from monarch_backend._verbs.wire_format import ROCE_V2, Gid
+from tests.rdma.verbs.fabric import Fabric
+from tests.rdma.verbs.peers import until
+from tests.transport.connected_hosts import Side, reset, together
+
+KIB, MIB = 1 << 10, 1 << 20
+PATIENT = Timeouts(heartbeat=0.1, silence=20.0, patience=10.0, pause=0.01)
+
+Make = Callable[..., tuple[Side, Side, PeerConnection, PeerConnection]]
+
+
+@pytest.fixture
+def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
+    """This process has a NIC."""
+    made = Fabric()
+    gid = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
+    facts = [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
+    monkeypatch.setattr(discovery, "usable", lambda *_: facts)
+    monkeypatch.setattr(engine, "available", lambda *_: None)
+    monkeypatch.setattr(discovery, "available", lambda *_: None)
+    monkeypatch.setattr(engine, "load", lambda wanted: made)
+    monkeypatch.setattr(eligibility, "DEVICES", "/proc/self")
+    monkeypatch.setattr(eligibility, "PACKAGES", ("os",))
+    eligibility.usable.cache_clear()
+    assert shared_engine._engine is None
+    yield made
+    eligibility.usable.cache_clear()
+
+
+@pytest.fixture
+def make(fabric: Fabric, sides: Callable[..., Side]) -> Iterator[Make]:
+    """Two hosts with NICs, that have met over them; in the end nothing is registered and no engine is there."""
+    made: list[Side] = []
+
+    def meet(**options: Any) -> tuple[Side, Side, PeerConnection, PeerConnection]:
+        here, there, out, back = together(sides, **{"bounds": PATIENT, "lends": True, **options})
+        made.extend((here, there))
+        connect(here, there, out)
+        return here, there, out, back
+
+    yield meet
+    for side in made:
+        side.tcp.close()
+    assert shared_engine._engine is None
+    assert not fabric.pairs
+    assert all(nic.opened == nic.closed for nic in fabric.nics)
+
+
+def connect(here: Side, there: Side, out: PeerConnection, nbytes: int = 2 * MIB) -> None:
+    """Before it is connected a frame goes as ever."""
+    here.tcp.send(out, b"first", [bytes(nbytes)], 1)
+    assert there.frames.get(timeout=20) == (b"first", bytes(nbytes))
+    assert until(lambda: out.nics.ready)
+    assert out.nics.lent == 0
+
+
+def numbers(nbytes: int, seed: int) -> bytearray:
+    """That repeat after 251, so that no power of two looks alike."""
+    one = bytes((i * 7 + seed) & 0xFF for i in range(251))
+    return bytearray((one * (nbytes // 251 + 1))[:nbytes])
+
+
+@contextlib.contextmanager
+def running(fabric: Fabric) -> Iterator[None]:
+    """The NICs work, each a while after it was told to."""
+    ended = threading.Event()
+
+    def run() -> None:
+        rng = random.Random(3)
+        while not ended.wait(rng.random() * 0.002):
+            fabric.run(rng.randrange(1, 4))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def warnings() -> Iterator[list[str]]:
+    """Of the log."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("monarch_backend")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def receive(side: Side) -> tuple[bytes, bytes]:
+    return side.frames.get(timeout=30)
+
+
+# What arrives ---------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_around_the_least(make: Make) -> None:
+    here, there, out, _ = make()
+    for nbytes in (1, 64 * KIB, MIB - 1, MIB, MIB + 1, 3 * MIB + 5, 40 * MIB, 100 * MIB):
+        sent = numbers(nbytes, nbytes % 7)
+        here.tcp.send(out, b"%d" % nbytes, [b"pickle", sent], 1)
+        assert receive(there) == (b"%d" % nbytes, b"pickle" + sent), nbytes
+    assert until(lambda: out.nics.lent == 5)
+
+
+def test_what_may_not_be_seen_stays_on_the_connection(make: Make, fabric: Fabric) -> None:
+    """Pickles, however large, and small parts; and empty ones are nowhere."""
+    here, there, out, back = make()
+    read: list[int] = []
+    registered = fabric.nics[0].register
+    fabric.nics[0].register = lambda address, nbytes, access: (  # type: ignore[method-assign]
+        read.append(nbytes),
+        registered(address, nbytes, access),
+    )[1]
+    pickle, parts = numbers(3 * MIB, 1), [numbers(n, n % 5) for n in (0, 2 * MIB, 100, 0, 64 * KIB, 64 * KIB - 1)]
+    here.tcp.send(out, b"mixed", [pickle, b"more of it", *parts], len(parts))
+    assert receive(there) == (b"mixed", b"".join((pickle, b"more of it", *parts)))
+    assert until(lambda: out.nics.lent == 1)
+    whole = 5 * MIB + len(b"more of it") + 100 + 2 * 64 * KIB - 1
+    assert sorted(read) == [64 * KIB, 2 * MIB, whole]  # the last is what it is read into
+    here.tcp.send(out, b"", [pickle], 0)
+    assert receive(there)[1] == pickle
+    assert out.nics.lent == back.nics.read == 1
+
+
+def test_numbers_of_parts(make: Make) -> None:
+    here, there, out, _ = make()
+    parts = [numbers(64 * KIB + i, i) for i in range(rdma_frame_header.MAX_PARTS + 5)]
+    here.tcp.send(out, b"many", parts, len(parts))
+    assert receive(there) == (b"many", b"".join(parts))
+    assert until(lambda: out.nics.lent == 1)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_both_ways_in_order(make: Make, fabric: Fabric, tls: bool) -> None:
+    here, there, out, back = make(tls=functools.cache(Tls.of_secret) if tls else None)
+    connect(there, here, back)
+    fabric.at_once = False
+    rng = random.Random(8)
+    sizes = [rng.choice((0, 10, 5000, MIB, 2 * MIB + 1)) for _ in range(60)]
+    with running(fabric):
+        for number, nbytes in enumerate(sizes):
+            for side, remote in ((here, out), (there, back)):
+                side.tcp.send(remote, b"%d" % number, [b"x", numbers(nbytes, number)], 1)
+        for number, nbytes in enumerate(sizes):
+            for side in (there, here):
+                assert receive(side) == (b"%d" % number, b"x" + numbers(nbytes, number))
+    large = sum(nbytes >= MIB for nbytes in sizes)
+    assert until(lambda: (out.nics.lent, back.nics.lent) == (large, large))
+    assert (out.nics.read, back.nics.read) == (large, large)
+
+
+def test_memory_is_given_back(make: Make, fabric: Fabric) -> None:
+    """Whatever is sent, only what is read into stays registered: on two queue pairs of each side nothing piles up."""
+    here, there, out, _ = make()
+    [nic] = fabric.nics
+    for number in range(40):
+        here.tcp.send(out, b"", [numbers(2 * MIB, number)], 1)
+        assert receive(there)[1] == numbers(2 * MIB, number)
+    assert until(lambda: len(nic.registered) == 1)
+    assert until(lambda: not out.session._kept) and out.session.unacknowledged == 0
+    assert len(fabric.pairs) == 4
+
+
+def test_a_body_for_several_hosts_is_registered_once(make: Make, fabric: Fabric, sides: Callable[..., Side]) -> None:
+    here, there, out, _ = make()
+    [secret] = here.tcp.secrets.values()
+    fleet = [(there, out)]
+    for _ in range(2):
+        other = sides(secret, bounds=PATIENT, lends=True)
+        remote = here.tcp.call(other.tcp.listen("127.0.0.1"), secret)
+        assert here.up.get(timeout=10) is remote
+        connect(here, other, remote)
+        fleet.append((other, remote))
+    fabric.at_once = False
+    [nic] = fabric.nics
+    before, body = nic.opened, numbers(4 * MIB, 1)
+    for _, remote in fleet:
+        here.tcp.send(remote, b"cast", [memoryview(body)], 1)
+    assert until(lambda: all(remote.nics.loan and remote.nics.loan.number for _, remote in fleet))
+    assert sum(each.nbytes == 4 * MIB and each.access == 4 for each in nic.registered.values()) == 1
+    with running(fabric):
+        for side, _ in fleet:
+            assert receive(side) == (b"cast", body)
+    assert until(lambda: all(remote.nics.lent for _, remote in fleet))
+    assert nic.opened - before <= 1 + len(fleet)  # and what each reads into
+    for side, _ in fleet:
+        side.tcp.close()
+
+
+# What goes wrong ------------------------------------------------------------------------------------------------------
+
+
+def test_connections_that_break_lose_nothing_and_repeat_nothing(make: Make, fabric: Fabric) -> None:
+    here, there, out, back = make()
+    fabric.at_once = False
+    with running(fabric):
+        for number in range(120):
+            here.tcp.send(out, b"%d" % number, [numbers((number % 3) * MIB, number)], 1)
+            if number % 12 == 11:
+                side, remote = (here, out) if number % 24 == 11 else (there, back)
+                side.tcp.soon(lambda side=side, remote=remote: reset(side, remote))  # type: ignore[misc]
+        for number in range(120):
+            assert receive(there) == (b"%d" % number, numbers((number % 3) * MIB, number))
+    assert here.lost.empty() and there.lost.empty() and there.frames.empty()
+    assert out.nics.lent > 20
+
+
+@pytest.mark.parametrize("side", ["here", "there"])
+def test_a_break_while_it_is_read(make: Make, fabric: Fabric, side: str) -> None:
+    """It comes by the next connection as ever; and what is still read writes to nobody's memory."""
+    here, there, out, back = make()
+    fabric.at_once = False
+    here.tcp.send(out, b"one", [numbers(2 * MIB, 1)], 1)
+    assert until(lambda: back.nics.reading is not None)
+    breaks, remote = (here, out) if side == "here" else (there, back)
+    breaks.tcp.soon(lambda: reset(breaks, remote))
+    assert receive(there) == (b"one", numbers(2 * MIB, 1))
+    here.tcp.send(out, b"two", [numbers(2 * MIB, 2)], 1)
+    with running(fabric):
+        assert receive(there) == (b"two", numbers(2 * MIB, 2))
+    assert there.frames.empty() and not here.lost.qsize()
+
+
+def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once as ever, with one warning on each side; and later by NICs again."""
+    here, there, out, _ = make()
+    expose = here.tcp.loans._nics.expose  # type: ignore[union-attr]
+
+    def forged(lent: dict[int, memoryview]) -> Any:
+        parts, keys = expose(lent)
+        other, more = expose({part.offset: memoryview(bytearray(part.nbytes)) for part in parts})
+        here.tcp.loans._nics.release(more)  # type: ignore[union-attr]
+        return other, keys
+
+    monkeypatch.setattr(here.tcp.loans._nics, "expose", forged)  # type: ignore[union-attr]
+    with warnings() as said:
+        for number in range(3):
+            here.tcp.send(out, b"%d" % number, [numbers(2 * MIB, number)], 1)
+        for number in range(3):
+            assert receive(there) == (b"%d" % number, numbers(2 * MIB, number))
+        assert until(lambda: len(said) == 2)
+    assert "could not be read from there" in said[0] and "use TCP" in said[0]
+    assert "could not read a frame from here" in said[1] and "remote access error" in said[1]
+    assert out.nics.lent == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(rdma_send, "RETRY_INTERVAL_S", 0.0)
+    again(here, there, out)
+
+
+def again(here: Side, there: Side, out: PeerConnection) -> None:
+    """By NICs, soon after one frame has asked for it."""
+    before = out.nics.lent
+    connected = False
+    for number in range(100):
+        here.tcp.send(out, b"again", [numbers(2 * MIB, number)], 1)
+        assert receive(there) == (b"again", numbers(2 * MIB, number))
+        if connected:
+            break
+        connected = until(lambda: out.nics.ready, 0.5)
+    assert until(lambda: out.nics.lent > before)
+
+
+def test_a_nic_that_goes_down_and_comes_back(make: Make, fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there, out, _ = make()
+    fabric.dead = True
+    with warnings() as said:
+        for number in range(5):
+            here.tcp.send(out, b"%d" % number, [numbers(2 * MIB, number)], 1)
+        for number in range(5):
+            assert receive(there) == (b"%d" % number, numbers(2 * MIB, number))
+    assert len(said) == 2 and out.nics.lent == 0
+    fabric.dead = False
+    monkeypatch.setattr(rdma_send, "RETRY_INTERVAL_S", 0.0)
+    again(here, there, out)
+
+
+@pytest.mark.parametrize("spare", [0, 3 * MIB])
+def test_memory_that_cannot_be_locked(make: Make, fabric: Fabric, spare: int) -> None:
+    """That of the sender, or that which is read into."""
+    here, there, out, _ = make()
+    [nic] = fabric.nics
+    nic.memory = sum(each.nbytes for each in nic.registered.values()) + spare
+    with warnings() as said:
+        for number in range(3):
+            here.tcp.send(out, b"%d" % number, [numbers(2 * MIB, number)], 1)
+            assert receive(there) == (b"%d" % number, numbers(2 * MIB, number))
+    assert len(said) == (2 if spare else 1)
+    assert "locked" in said[0] or "ulimit" in said[0] or "registered" in said[0]
+
+
+def test_a_read_that_never_ends(make: Make, fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there, out, _ = make()
+    monkeypatch.setattr(rdma_send, "READ_SECONDS", 0.1)
+    fabric.at_once = False
+    with warnings() as said:
+        here.tcp.send(out, b"late", [numbers(2 * MIB, 1)], 1)
+        assert receive(there) == (b"late", numbers(2 * MIB, 1))
+    assert "a read of the NIC did not complete in time" in said[0]
+
+
+def test_words_of_life_go_on_while_it_is_read(make: Make, fabric: Fabric) -> None:
+    """For longer than either may be silent; frames behind it wait, and those of the other direction do not."""
+    here, there, out, back = make(bounds=Timeouts(heartbeat=0.05, silence=0.6, patience=5.0, pause=0.01))
+    fabric.at_once = False
+    here.tcp.send(out, b"large", [numbers(2 * MIB, 1)], 1)
+    here.tcp.send(out, b"behind", [])
+    assert until(lambda: back.nics.reading is not None)
+    until_later = threading.Event()
+    here.tcp.later(1.5, until_later.set)
+    there.tcp.send(back, b"back", [])
+    assert receive(here) == (b"back", b"")
+    assert until_later.wait(20) and there.frames.empty()
+    fabric.run()
+    assert [receive(there)[0] for _ in range(2)] == [b"large", b"behind"]
+    assert here.lost.empty() and there.lost.empty()
+
+
+def test_goodbye_while_it_is_read(make: Make, fabric: Fabric) -> None:
+    """What was sent before comes before."""
+    here, there, out, back = make()
+    fabric.at_once = False
+    here.tcp.send(out, b"lent", [numbers(2 * MIB, 1)], 1)
+    here.tcp.send(out, b"behind", [])
+    assert until(lambda: back.nics.reading is not None)
+    reading = back.nics.reading
+    assert reading is not None
+    here.tcp.hang_up(out)
+    assert receive(there) == (b"lent", numbers(2 * MIB, 1))
+    assert receive(there) == (b"behind", b"")
+    assert there.lost.get(timeout=10) is back and back.lost == "it has ended the session"
+    assert not any(reading.body)  # to which a NIC could still write
+    fabric.run()
+    assert there.frames.empty()
+
+
+@pytest.mark.parametrize("who", ["here", "there"])
+def test_one_is_lost_while_it_is_read(make: Make, fabric: Fabric, who: str) -> None:
+    """What was lent is given back on both sides, and nothing is taken afterwards."""
+    here, there, out, back = make(bounds=Timeouts(heartbeat=0.05, silence=0.5, patience=5.0, pause=0.01))
+    fabric.at_once = False
+    here.tcp.send(out, b"lost", [numbers(2 * MIB, 1)], 1)
+    assert until(lambda: back.nics.reading is not None)
+    side, remote, other = (here, out, there) if who == "here" else (there, back, here)
+    side.tcp.soon(lambda: side.tcp.lose(remote, "of its own"))
+    assert other.lost.get(timeout=10) is not remote
+    assert until(lambda: out.nics.loan is None and len(fabric.nics[0].registered) <= 1)
+    fabric.run()
+    assert there.frames.empty()
+
+
+def test_a_fork_while_it_is_read(make: Make, fabric: Fabric) -> None:
+    here, there, out, back = make()
+    fabric.at_once = False
+    here.tcp.send(out, b"forked", [numbers(2 * MIB, 1)], 1)
+    assert until(lambda: back.nics.reading is not None)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if shared_engine._engine is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    fabric.run()
+    assert receive(there) == (b"forked", numbers(2 * MIB, 1))
+
+
+def test_one_thread_whoever_starts_it() -> None:
+    """Both directions begin at once; two threads would hear of one end."""
+    nics, begun = rdma_reader.Nics(b"who", lambda _: None), threading.Barrier(8)
+
+    def start() -> None:
+        begun.wait()
+        assert nics.start()
+
+    starters = [threading.Thread(target=start) for _ in range(8)]
+    for thread in starters:
+        thread.start()
+    for thread in starters:
+        thread.join()
+    assert sum(thread.name == "monarch-lending" for thread in threading.enumerate()) == 1
+    nics.close()
+    assert not nics.start()
+
+
+# Those who have none --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_without_nics_or_of_an_older_release(fabric: Fabric, sides: Callable[..., Side], who: int) -> None:
+    """It greets as one that knows nothing of it, and is told nothing of it."""
+    secret = new_secret()
+    here, there = (sides(secret, bounds=PATIENT, lends=index != who) for index in range(2))
+    out = here.tcp.call(there.tcp.listen("127.0.0.1"), secret)
+    back = there.up.get(timeout=10)
+    for side, remote, other in ((here, out, there), (there, back, here)):
+        for number in range(3):
+            side.tcp.send(remote, b"%d" % number, [numbers(2 * MIB, number)], 1)
+            assert receive(other) == (b"%d" % number, numbers(2 * MIB, number))
+    assert not fabric.nics
+    assert out.nics.asked < 0 and back.nics.asked < 0
+
+
+def test_one_whose_nics_are_of_no_use(fabric: Fabric, sides: Callable[..., Side], monkeypatch: Any) -> None:
+    monkeypatch.setattr(discovery, "available", lambda *_: "no port is active")
+    here, there, out, _ = together(sides, bounds=PATIENT, lends=True)
+    with warnings() as said:
+        for number in range(3):
+            here.tcp.send(out, b"%d" % number, [numbers(2 * MIB, number)], 1)
+            assert receive(there) == (b"%d" % number, numbers(2 * MIB, number))
+    assert not said and not fabric.nics and not out.nics.ready
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("MONARCH_RDMA_TRANSPORT", "tcp"), ("MONARCH_RDMA_MIN_BYTES", "many")], ids=str
+)
+def test_settings_that_stand_against_it(fabric: Fabric, monkeypatch: Any, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with warnings() as said:
+        tcp = Tcp(os.urandom(16), {}, lambda *_: None, lambda _: None, lambda _: None, lends=True)
+    tcp.close()
+    tcp._end()
+    assert tcp.loans is None
+    assert len(said) == (value == "many")
+
+
+_GATEWAY = """
+import sys
+from monarch_backend._transport.network.connection_manager import Tcp
+tcp = Tcp(bytes(16), {}, None, None, None, lends=True)
+tcp.start()
+tcp.close()
+print([name for name in sys.modules if name.startswith("monarch_backend.rdma")])
+"""
+
+
+def test_rdma_is_not_imported_in_vain() -> None:
+    done = subprocess.run([sys.executable, "-c", _GATEWAY], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        b"",
+        b"\0\0\0",
+        b"\0\0\0\5abc",
+        b"\xff\xff\xff\xff" + bytes(40),
+        b"\0\0\0\1\x90prefix",  # no parts
+        b"\0\0\0\1\xc1",
+        rdma_frame_header.pack([Part(0, 5, b"r"), Part(4, 5, b"r")]),
+        rdma_frame_header.pack([Part(5, 5, b"r"), Part(0, 5, b"r")]),
+        rdma_frame_header.pack([Part(0, 0, b"r")]),
+        rdma_frame_header.pack([Part(-1, 5, b"r")]),
+        rdma_frame_header.pack([Part(96, 5, b"r")]),
+        rdma_frame_header.pack([Part(1 << 62, 1 << 62, b"r")]),
+        rdma_frame_header.pack([Part(i, 1, b"") for i in range(90)])[:-1],
+    ],
+)
+def test_parts_that_cannot_be(prefix: bytes) -> None:
+    with pytest.raises(SessionError):
+        rdma_frame_header.unpack(prefix, 100)
+
+
+def test_too_many_parts() -> None:
+    many = [Part(i, 1, b"") for i in range(rdma_frame_header.MAX_PARTS + 1)]
+    assert rdma_frame_header.unpack(rdma_frame_header.pack(many[:-1]) + b"rest", 1000) == (many[:-1], b"rest")
+    with pytest.raises(SessionError):
+        rdma_frame_header.unpack(rdma_frame_header.pack(many), 1000)
+
+
+def test_whoever_has_no_nics_takes_no_loans(sides: Callable[..., Side]) -> None:
+    """Nor is anybody's word believed: the connection is over, and the session goes on with another one."""
+    here, there, out, _ = together(sides)
+    with out.lock:
+        frame = out.session.lend(rdma_frame_header.pack([Part(0, 5, b"r")]), b"prefix", [b"12345"], [])
+        assert read_head(frame[0][:HEAD_BYTES]).kind == LENT
+        here.tcp.put(out, frame)
+    assert there.frames.get(timeout=10) == (b"prefix", b"12345")
