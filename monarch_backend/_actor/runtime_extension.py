@@ -27,14 +27,11 @@ class RuntimeExtension:
     def on_process_lost(self, peer: Peer) -> None:
         """A process has ended, and pending calls to it have failed."""
 
-    def on_actors_ended(self) -> None:
-        """All actors of this process have ended, and it is about to exit. Called in the processes of a mesh only."""
-
     def kill(self) -> None:
         """End what the extension has started outside this process. Called at the end of the program."""
 
     def close(self) -> None:
-        """Release what the extension holds. Called after `kill`."""
+        """Release what the extension holds. Called after `kill`, in the main program only."""
 
     def abandon(self) -> None:
         """Drop inherited resources silently. Called in a fork of this process."""

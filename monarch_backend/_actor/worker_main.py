@@ -136,8 +136,6 @@ def main(plan: Plan) -> None:
     _wait_for_others(program)
     for call in program.last:
         call()
-    for part in program.extensions.values():
-        part.on_actors_ended()
     # Before the link closes, which the owner takes for the end of this process.
     if thread.is_aborted:
         finalization.skip()

@@ -19,7 +19,8 @@ import msgspec
 import torch
 from torch.multiprocessing import reductions as _reductions
 
-from monarch_backend._actor.runtime import Runtime
+from monarch_backend._actor.runtime import Runtime, program
+from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._rdma import gpu_memory
 from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
@@ -33,13 +34,25 @@ TOPIC = "torch_ipc"
 _COUNTER_FILE = 11
 """Index in the arguments of `rebuild_cuda_tensor`: the name of a shared-memory file with torch's reference counters."""
 
-_counter_files: set[str] = set()
-
 SWEEP_INTERVAL_S = 1.0
 """Seconds between two checks for dropped registrations: no message reports a drop to readers."""
 
 MAX_CACHED_REFUSALS = 1024
 """Refusals that are remembered. For older ones the owner is asked again."""
+
+
+class CounterFiles(RuntimeExtension):
+    """Files of torch's reference counters that this process has made. torch leaves them behind in `os._exit`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.names: set[str] = set()
+        runtime.last.append(self.close)  # in a process of a mesh
+
+    def close(self) -> None:
+        """Delete the files, once. Files that are gone already are skipped."""
+        while self.names:
+            with contextlib.suppress(OSError):
+                os.unlink("/dev/shm/" + self.names.pop().lstrip("/"))
 
 
 def share(keep: Any, address: int) -> bytes:
@@ -54,7 +67,8 @@ def share(keep: Any, address: int) -> bytes:
     if rebuild is not reductions.rebuild_cuda_tensor:
         raise RDMAError("this torch shares it in a way that is not known here")
     if words[_COUNTER_FILE]:
-        _counter_files.add(os.fsdecode(words[_COUNTER_FILE]))
+        runtime = program()
+        runtime.extend(CounterFiles, lambda: CounterFiles(runtime)).names.add(os.fsdecode(words[_COUNTER_FILE]))
     return pickle.dumps((words, address - keep.data_ptr()))
 
 
@@ -64,13 +78,6 @@ def adopt(shared: bytes) -> tuple[Any, int]:
     tensor = reductions.rebuild_cuda_tensor(*words)
     gpu_memory.settle(tensor.device)
     return tensor, tensor.data_ptr() + offset
-
-
-def remove_counter_files() -> None:
-    """Delete torch's files of reference counters when this process ends. torch leaves them behind in `os._exit`."""
-    while _counter_files:
-        with contextlib.suppress(OSError):
-            os.unlink("/dev/shm/" + _counter_files.pop().lstrip("/"))
 
 
 def answer(registry: Registry, question: bytes) -> bytes:

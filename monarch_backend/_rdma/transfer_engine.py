@@ -240,11 +240,6 @@ class Engine(RuntimeExtension):
     def close(self) -> None:
         """Close all routes. Called when the program ends."""
         self.routes.close()
-        cuda_ipc.remove_counter_files()
-
-    def on_actors_ended(self) -> None:
-        """Delete files that torch leaves behind when a process ends with `os._exit`."""
-        cuda_ipc.remove_counter_files()
 
     def abandon(self) -> None:
         """Close inherited connections silently. Called in a fork of this process."""
@@ -634,7 +629,6 @@ def _refusal(_: Runtime, __: Peer, question: bytes) -> bytes:
 
 
 def _torch_shares(_: Runtime, __: Peer, question: bytes) -> bytes:
-    engine()  # it deletes torch's files at the end
     return cuda_ipc.answer(registry(), question)
 
 

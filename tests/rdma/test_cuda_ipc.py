@@ -31,16 +31,19 @@ def test_what_torch_shares() -> None:
         assert hasattr(torch.UntypedStorage, name)
 
 
-def test_counter_files_are_removed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counter_files_are_removed_once() -> None:
     parameters = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert parameters.index("ref_counter_handle") == cuda_ipc._COUNTER_FILE
     name = f"/torch_{os.getpid()}_test"
     file = Path("/dev/shm" + name)
     file.touch()
-    monkeypatch.setattr(cuda_ipc, "_counter_files", {name, "/torch_0_gone"})
-    cuda_ipc.remove_counter_files()
+    runtime: Any = SimpleNamespace(last=[])
+    files = cuda_ipc.CounterFiles(runtime)
+    files.names |= {name, "/torch_0_gone"}
+    (remove,) = runtime.last
+    remove()
     assert not file.exists()
-    assert not cuda_ipc._counter_files
+    assert not files.names
 
 
 @pytest.mark.parametrize("keep", [bytearray(8), torch.zeros(2).untyped_storage()], ids=["array", "cpu"])
