@@ -200,7 +200,7 @@ class ActorMeshOwner:
     def lost_rank(self, core: ActorMeshState, rank: int, failure: MeshFailure) -> None:
         """Restart a dead actor of an owned mesh, or report its failure."""
         owned = core.owned
-        if core.peer(rank).gone is not None:
+        if owned.homes[rank].gone is not None:
             owned.is_gone(rank)
         if core.stopped is not None or core.procs.stopped is not None or self._runtime.closing:
             return

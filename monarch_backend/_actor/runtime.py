@@ -409,7 +409,6 @@ class Runtime:
         for core in alive(self.actors):
             if core.owned is not None and core.procs.owned is None:
                 for rank in [rank for rank, home in core.owned.homes.items() if home is peer]:
-                    core.owned.is_gone(rank)
                     self.actor_owner.lost_rank(core, rank, failure)
 
     def _say_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
