@@ -15,6 +15,8 @@ from typing import Any
 from monarch_backend.actor import (
     Actor,
     ActorMesh,
+    Channel,
+    Port,
     ProcMesh,
     SupervisionError,
     concurrent_endpoint,
@@ -93,6 +95,21 @@ def pid_of(one: ActorMesh) -> int:
     pid = int(one._core.peer(one._shape.ranks[0]).pid)
     assert pid > 0, "it has not connected yet"
     return pid
+
+
+class PortHolder(Actor):
+    """Sends to ports of others, and opens a port of its own, whose receiver is in ``receiver``."""
+
+    receiver: Any
+
+    @endpoint
+    def send_to(self, port: Port[Any], value: Any) -> None:
+        port.send(value)
+
+    @endpoint
+    def open_port(self) -> Port[Any]:
+        port, self.receiver = Channel.open()
+        return port
 
 
 class Sync(Actor):

@@ -18,7 +18,6 @@ from typing import Any
 from monarch_backend.actor import (
     Actor,
     ActorMesh,
-    Channel,
     MeshFailure,
     Port,
     ProcMesh,
@@ -30,6 +29,7 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
+from tests.actor.actors import PortHolder
 from tests.actor.support import pass_gate
 
 
@@ -46,7 +46,7 @@ def end_process(how: str) -> None:
         os._exit(int(how))
 
 
-class Victim(Actor):
+class Victim(PortHolder):
     """Does what it is told, also to its own harm."""
 
     def __init__(self, log: str = "", name: str = "victim") -> None:
@@ -84,15 +84,6 @@ class Victim(Actor):
         begun.send(os.getpid())
         pass_gate(gate)
         return int(first)
-
-    @endpoint
-    def send_to(self, port: Port[Any], value: Any) -> None:
-        port.send(value)
-
-    @endpoint
-    def open_port(self) -> Port[Any]:
-        port, self.receiver = Channel.open()
-        return port
 
     @endpoint
     def recurse(self) -> None:

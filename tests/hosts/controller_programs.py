@@ -35,7 +35,6 @@ from monarch_backend.actor import (
     ActorMesh,
     Channel,
     MeshFailure,
-    Port,
     ProcMesh,
     Restart,
     SupervisionError,
@@ -44,7 +43,7 @@ from monarch_backend.actor import (
     endpoint,
 )
 from monarch_backend.hosts import attach, attach_to_workers
-from tests.actor.actors import resident_bytes, until
+from tests.actor.actors import PortHolder, resident_bytes, until
 from tests.actor.support import Faults
 from tests.hosts.support import NAMES, PATIENCE, ended_within, until_gone
 from tests.support.hosts import Cables
@@ -52,7 +51,7 @@ from tests.support.hosts import Cables
 BOUNDS = {"heartbeat": 0.2, "silence": 1.0}
 
 
-class Worker(Actor):
+class Worker(PortHolder):
     """Does what it is told, and counts how often."""
 
     def __init__(self) -> None:
@@ -102,15 +101,6 @@ class Worker(Actor):
     def note_many(self, other: ActorMesh, count: int) -> None:
         futures = [other.note.call_one(number) for number in range(count)]
         assert [future.get(PATIENCE) for future in futures] == list(range(count))
-
-    @endpoint
-    def send_to(self, port: Port[Any], value: Any) -> None:
-        port.send(value)
-
-    @endpoint
-    def open_port(self) -> Port[Any]:
-        port, self.receiver = Channel.open()
-        return port
 
     @endpoint
     def receive(self) -> Any:

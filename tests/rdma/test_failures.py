@@ -65,8 +65,9 @@ def test_main_program_can_own_and_read(fresh: Pair) -> None:
     owner.drop.call_one(theirs).get()
 
 
-def test_owner_killed_during_a_read_fails_it(fresh: Pair, faults: Faults) -> None:
-    owner, reader = fresh
+def kill_owner_during_a_read(pair: Pair) -> tuple[RDMABuffer, int, BaseException | None]:
+    """Kill the owner of a buffer during a read. Return the buffer, the pid, and the cause of the next read's error."""
+    owner, reader = pair
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 32 * MIB).get()
     assert reader.read.call_one(buffer).get()
@@ -77,7 +78,11 @@ def test_owner_killed_during_a_read_fails_it(fresh: Pair, faults: Faults) -> Non
     assert str(pid) in words
     with pytest.raises(ActorError) as raised:
         reader.read.call_one(buffer).get(20)
-    lost = raised.value.__cause__
+    return buffer, pid, raised.value.__cause__
+
+
+def test_owner_killed_during_a_read_fails_it(fresh: Pair, faults: Faults) -> None:
+    buffer, pid, lost = kill_owner_during_a_read(fresh)
     assert isinstance(lost, OwnerLostError) and isinstance(lost, SupervisionError) and isinstance(lost, RDMAError)
     faults.next()
     with pytest.raises(OwnerLostError, match="signal 9") as here:

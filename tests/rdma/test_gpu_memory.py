@@ -24,6 +24,7 @@ from tests.rdma import pretended_gpu
 from tests.rdma.actors import DEVICE_ROUTES, Process, as_tensor, case, fill, pattern, two_processes
 from tests.rdma.conftest import MARKS
 from tests.rdma.test_failures import (  # noqa: F401
+    kill_owner_during_a_read,
     test_dead_reader_does_not_block_others,
     test_stopped_owner_hits_the_deadline,
 )
@@ -278,18 +279,9 @@ def test_a_driver_that_fails(pair: Pair, write: bool, request: pytest.FixtureReq
 
 
 def test_owner_killed_during_a_read_fails_it(fresh: Pair, faults: Faults) -> None:
-    owner, reader = fresh
-    pid = owner.pid.call_one().get()
-    buffer = owner.own.call_one("tensor", 32 * MIB).get()
-    assert reader.read.call_one(buffer).get()
-    reading = reader.read_for_ever.call_one(buffer)
-    os.kill(pid, signal.SIGKILL)
-    words = reading.get(20)
-    assert words.startswith("OwnerLostError after 0."), words
-    assert str(pid) in words
-    with pytest.raises(ActorError) as raised:
-        reader.read.call_one(buffer).get(20)
-    assert isinstance(raised.value.__cause__, OwnerLostError)
+    _, reader = fresh
+    _, _, lost = kill_owner_during_a_read(fresh)
+    assert isinstance(lost, OwnerLostError)
     faults.next()
     _eventually(lambda: reader.counts.call_one().get()[pretended_gpu.IMPORTED], 0)
 

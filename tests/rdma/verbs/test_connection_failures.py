@@ -176,6 +176,14 @@ def _stream(host: Host, region: bytes, nbytes: int) -> bool:
     return peers.until(lambda: host.streams[-1].reads > 1)
 
 
+def _start_streams(owner: Peer, asking: Peer) -> bytes:
+    """Expose memory of the owner, and read it without end. Return its region."""
+    region: bytes = owner(peers.expose, "there", 8 * MI, 1)
+    peers.introduce(asking, owner)
+    assert asking(_stream, region, 8 * MI)
+    return region
+
+
 def _stop(host: Host) -> list[str]:
     for stream in host.streams:
         stream.stop = True
@@ -190,9 +198,7 @@ def _advances(host: Host) -> bool:
 
 def test_a_short_cut_of_the_cable_harms_nothing(owner: Peer, asking: Peer, cable: Any) -> None:
     """The device sends again what was lost; if it gives up at once, the engine connects again."""
-    region = owner(peers.expose, "there", 8 * MI, 1)
-    peers.introduce(asking, owner)
-    assert asking(_stream, region, 8 * MI)
+    _start_streams(owner, asking)
     cable("down")
     cable("up")
     deadline = time.monotonic() + peers.PATIENCE
@@ -208,9 +214,7 @@ def test_a_short_cut_of_the_cable_harms_nothing(owner: Peer, asking: Peer, cable
 def test_a_connection_that_broke_is_made_again_and_the_transfers_end_well(
     owner: Peer, asking: Peer, cable: Any
 ) -> None:
-    region = owner(peers.expose, "there", 8 * MI, 1)
-    peers.introduce(asking, owner)
-    assert asking(_stream, region, 8 * MI)
+    _start_streams(owner, asking)
     cable("down")
     assert asking.wants() == "owner"
     cable("up")
@@ -222,9 +226,7 @@ def test_a_connection_that_broke_is_made_again_and_the_transfers_end_well(
 def test_a_link_that_stays_dead_is_reported_in_seconds_in_the_devices_words(
     owner: Peer, asking: Peer, cable: Any
 ) -> None:
-    region = owner(peers.expose, "there", 8 * MI, 1)
-    peers.introduce(asking, owner)
-    assert asking(_stream, region, 8 * MI)
+    region = _start_streams(owner, asking)
     cable("down")
     began = time.monotonic()
     assert asking.wants(60) == "owner"  # some 2 s by the NIC's settings, and the guest has one processor for all
