@@ -165,7 +165,7 @@ def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _source(function: Callable[..., Any], flat: Sequence[Any]) -> Source | None:
-    """Return the source of a result of these arguments, one of which is a tensor."""
+    """Return the source of a function's result. None unless one argument is a tensor, and all others are hashable."""
     what: list[Any] = [function]
     found = None
     for each in flat:

@@ -134,7 +134,7 @@ _DTENSORS = (
     ),
     _semantics(
         f"{_DTENSOR}.to_local", f"{_API}:_to_local",
-        "Random operations on a plain tensor need to know of which shard it is.",
+        "Notes the shard on the local tensor, because random operations draw the shard's part.",
         "ops/test_random_numbers.py::test_plain_shards_draw_their_part_of_a_single_process_numbers",
     ),
     _semantics(
