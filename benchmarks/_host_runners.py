@@ -31,7 +31,7 @@ class Silent(Exception):
 
 
 class Ended(Exception):
-    """A runner that is no more, and said nothing."""
+    """A runner process has ended without an answer."""
 
 
 class Runner:
