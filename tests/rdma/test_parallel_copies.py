@@ -25,6 +25,7 @@ from tests.rdma.tcp_owners import Memory
 from tests.rdma.verbs.peers import until
 
 MIB = 1 << 20
+PROT_NONE = 0
 SIZE = 24 * MIB
 CONTENT = pattern(SIZE, 3).numpy().tobytes()
 
@@ -39,7 +40,7 @@ class Owner:
 
 @contextlib.contextmanager
 def owned(memory: Memory, missing: int = 0, first: bool = False) -> Iterator[Owner]:
-    """By a fork, which has so many bytes at its end no more; or ``first``, at its beginning."""
+    """A forked owner whose last ``missing`` bytes cannot be accessed; or its ``first`` ones."""
     said, says = os.pipe()
     hears, tell = os.pipe()
     pid = os.fork()
@@ -49,7 +50,9 @@ def owned(memory: Memory, missing: int = 0, first: bool = False) -> Iterator[Own
             ticket = registered.add(memory.address, memory.size, True)
             if missing:
                 at = memory.address + (0 if first else memory.size - missing)
-                ctypes.CDLL(None).munmap(ctypes.c_void_p(at), missing)
+                # A range that is unmapped may be taken by the next mapping, as the reader's segment is one. So the
+                # range stays taken, without access: the kernel refuses both alike.
+                assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(at), ctypes.c_size_t(missing), PROT_NONE) == 0
             os.write(says, " ".join(map(str, (host.token, *ticket))).encode())
             os.close(tell)
             os.read(hears, 1)
