@@ -58,6 +58,7 @@ def test_each_page_with_python_code_is_run() -> None:
     assert pages - FRAGMENTS == set(RUN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
 def test_the_code_of_a_page_runs(name: str, interpreter: WarmInterpreter, tmp_path: Path) -> None:
     script = "\n".join(blocks(DOCS / name))
@@ -91,6 +92,7 @@ def test_commands_of_a_page_print_what_it_shows(name: str, tmp_path: Path) -> No
         assert _without_seconds(done.stdout) == _without_seconds(promised)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHRUN)
 def test_scripts_of_a_page_run_under_torchrun(name: str, tmp_path: Path) -> None:
     """A heredoc of the page is the script; the page's text block, or the table above, is what the ranks print."""

@@ -584,6 +584,7 @@ def test_blocking_code_on_other_thread_is_reported(
         assert "this is another thread" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["abort", "stop"])
 @pytest.mark.parametrize("what", ["message", "constructor", "swallows"])
 def test_end_of_uninterruptible_actor_kills_process(

@@ -53,6 +53,7 @@ def test_cpu_route_without_group_names_shared_memory(
     assert finding.state == f"{backend}: {route.why}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_doctor_without_reader_ends_quietly(unbuffered: str) -> None:
     """As `monarch-backend doctor | head -0`; an unbuffered stream fails in the print, another one at the end."""

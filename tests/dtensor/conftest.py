@@ -21,6 +21,7 @@ from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 from tests.actor.script_runner import Run, WarmInterpreter, with_meshes
 from tests.dtensor import xla_selection
 from tests.support import xla
+from tests.support.tiers import slow_except
 
 FOLDER = Path(__file__).parent
 DEVICE = "xla" if xla.PYTHON else "cpu"
@@ -39,6 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 SIZES: dict[str, dict[str, int]] = {"2": {"x": 2}, "3": {"x": 3}, "2x2": {"dp": 2, "tp": 2}}
+
+ORDINARY = tuple(SIZES) if xla.PYTHON else ("3", "2x2")
+"""What is not only in the slow run. On XLA devices one of each test is chosen, so they have all of them."""
 
 LAST_ROW = "last row"
 """Of four processes: a mesh that has not all of them, and not the first one, where values would be read."""
@@ -91,13 +95,13 @@ def part_of(mesh_of: Callable[[str], Any], name: str) -> Any:
     return mesh_of(size)[of[0]] if of else mesh_of(size)
 
 
-@pytest.fixture(params=[*SIZES, pytest.param(LAST_ROW, marks=pytest.mark.slow)])
+@pytest.fixture(params=slow_except([*SIZES, LAST_ROW], *ORDINARY))
 def mesh(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
     """One of each shape."""
     return mesh_of(request.param)
 
 
-@pytest.fixture(params=["2", "3", pytest.param(LAST_ROW, marks=pytest.mark.slow)])
+@pytest.fixture(params=slow_except(["2", "3", LAST_ROW], *(name for name in ORDINARY if name != "2x2")))
 def line(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
     """A mesh of one dimension."""
     return mesh_of(request.param)

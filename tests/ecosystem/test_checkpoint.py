@@ -118,6 +118,7 @@ def test_resumed_training_is_undisturbed_training(tmp_path: Path) -> None:
     assert [result["losses"] for result in resumed] == undisturbed
 
 
+@pytest.mark.slow
 def test_from_one_backend_to_the_other(tmp_path: Path) -> None:
     saved = on_both(_save, 2, str(tmp_path), "fsdp")[0]
     for saver, loader in (("gloo", "monarch"), ("monarch", "gloo")):

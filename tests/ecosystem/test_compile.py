@@ -170,6 +170,7 @@ def _in_a_pair(rank: int) -> Any:
     return [_compiled(step)(x), step(x), _compiled(sharded)(x), sharded(x)]
 
 
+@pytest.mark.slow
 def test_a_process_that_was_a_controller_compiles_its_own_programs_as_before() -> None:
     """What stands in for torch's functions there must be no place where a graph ends."""
     for *collectives, (step, eager_step, sharded, eager_sharded) in on_both(_as_a_former_controller, 2, _all_of_them):
@@ -193,6 +194,7 @@ def _in_subgroups(rank: int) -> Any:
     return [_compiled(step)(x), step(x)]
 
 
+@pytest.mark.slow
 def test_subgroups_in_a_graph() -> None:
     for compiled, eager in on_both(_in_subgroups, 4):
         assert compiled == eager
@@ -212,6 +214,7 @@ def _between_graphs(rank: int) -> Any:
     return [compiled(torch.full((4,), float(rank))), step(torch.full((4,), float(rank)))]
 
 
+@pytest.mark.slow
 def test_what_no_graph_can_hold_runs_between_graphs() -> None:
     for compiled, eager in on_both(_between_graphs, 2):
         assert compiled == eager
@@ -278,6 +281,7 @@ def _check(results: list[Any]) -> None:
     assert all(result["state"] == results[0]["state"] for result in results)
 
 
+@pytest.mark.slow
 def test_step_with_collectives_in_it() -> None:
     _check(on_both(_averaging, 2, "aot_eager"))
 

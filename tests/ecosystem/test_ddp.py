@@ -84,6 +84,7 @@ def test_ddp(options: dict[str, Any]) -> None:
     _check(on_both(_plain, 2, options))
 
 
+@pytest.mark.slow
 def test_ddp_on_three_ranks() -> None:
     _check(on_both(_plain, 3, {"bucket_cap_mb": 0.001}))
 

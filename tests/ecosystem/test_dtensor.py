@@ -91,6 +91,7 @@ def _redistribute(rank: int, dims: int, how_many: str) -> Any:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dims", "ranks", "how_many"), [(1, 2, "all"), (1, 3, "all"), *PAIRS])
 def test_redistribute(dims: int, ranks: int, how_many: str) -> None:
     results = on_both(_redistribute, ranks, dims, how_many)
@@ -203,6 +204,7 @@ def _slices(rank: int) -> Any:
     return result
 
 
+@pytest.mark.slow
 def test_mesh_slices_and_flatten() -> None:
     """Ranks are pp * 4 + dp * 2 + tp, so each group's sum of powers of two says who was in it."""
     results = on_both(_slices, 8)

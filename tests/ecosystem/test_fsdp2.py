@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.ecosystem.support import batch, learns, mlp, on_both, train_step
+from tests.support.tiers import slow_except
 
 STEPS = 4
 
@@ -79,7 +80,7 @@ def _one_dim(rank: int, policy: str) -> Any:
     return _train(shard(mlp(), **POLICIES[policy]), rank)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_except(POLICIES, "plain", "bf16"))
 def test_fully_shard(policy: str) -> None:
     results = on_both(_one_dim, 2, policy)
     _check(results)
@@ -102,6 +103,7 @@ def _hybrid(rank: int, policy: str) -> Any:
     return _train(shard(mlp(), mesh=mesh, **POLICIES[policy]), rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "keep-gathered"))]
 )

@@ -29,6 +29,7 @@ def losses(interpreter: WarmInterpreter, *options: str) -> tuple[str, str]:
     return done.out, found[1]
 
 
+@pytest.mark.slow
 def test_a_killed_process_changes_nothing(interpreter: WarmInterpreter) -> None:
     said, disturbed = losses(interpreter, "--kill-at", "5")
     assert "killed by signal 9" in said

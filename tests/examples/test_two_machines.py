@@ -6,6 +6,8 @@ import contextlib
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.examples.example_runner import EXAMPLES
 from tests.hosts.support import World
 from tests.support.hosts import hosts, refusal
@@ -29,6 +31,7 @@ def comparable(lines: list[str]) -> list[str]:
     return sorted(re.sub(r"\b\d+\.\d+\.\d+\.\d+\b", "ADDRESS", line) for line in masked)
 
 
+@pytest.mark.slow
 def test_a_killed_host_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         namespaces = None if refusal() else stack.enter_context(hosts(3))

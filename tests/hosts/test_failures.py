@@ -76,6 +76,7 @@ def test_killed_gateway_of_the_controller_is_reported(world: World, workers: lis
     assert "the gateway of this host has ended" in run.out
 
 
+@pytest.mark.slow
 def test_link_cut_between_two_hosts(world: World, daemons: list[Daemon]) -> None:
     assert world.where is not None
     world.run("cut_between", [daemon.address for daemon in daemons[:2]], world.where.cables.pids)

@@ -14,6 +14,7 @@ SEEDS = 1
 MANY_SEEDS, CHUNK = 10, 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_schedule_of_faults(seed: int, world: World, daemons: list[Daemon]) -> None:
     fault_schedules.run(world, daemons, seed)

@@ -11,6 +11,7 @@ def test_reads_and_writes_of_remote_memory_transfer_the_bytes(world: World, work
     world.run("reads_and_writes", workers, module="rdma_programs")
 
 
+@pytest.mark.slow
 def test_lost_owner_fails_transfers(world: World, daemons: list[Daemon]) -> None:
     assert world.where is not None
     world.run("losses", [daemon.address for daemon in daemons], world.where.cables.pids, module="rdma_programs")

@@ -148,6 +148,7 @@ def test_nothing_stays_of_a_job_that_starts_in_part(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("job.[js]*[nt]"))
 
 
+@pytest.mark.slow
 def test_nothing_stays_of_a_job_that_starts_too_late(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(3)")
     late = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))

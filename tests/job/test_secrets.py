@@ -47,6 +47,7 @@ def scan(mesh: Any, secrets: list[bytes]) -> tuple[list[str], list[str]]:
     return found, kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [pytest.param("variable", marks=pytest.mark.slow), "file"])
 def test_worker_of_a_job_has_no_secret_in_variables_or_memory(given: str, tmp_path: Path) -> None:
     own, other = new_secret(), new_secret()
@@ -115,6 +116,7 @@ def two_jobs(folder: Path, mark: str) -> None:
             mesh.stop().get(30)
 
 
+@pytest.mark.slow
 def test_two_jobs_in_one_program_reach_each_other_and_one_is_restarted(tmp_path: Path) -> None:
     with new_mark() as mark:
         in_program(two_jobs, tmp_path, mark, timeout=120)

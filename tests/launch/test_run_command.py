@@ -94,6 +94,7 @@ def test_an_end_is_noticed_without_a_look(program: str, tmp_path: Path) -> None:
     assert "exitcode  : 9 " in done.table()  # without its sign
 
 
+@pytest.mark.slow
 def test_stopped_rank_ends_without_grace_period(tmp_path: Path) -> None:
     """The grace period is 30 s. Both kinds of start run at the same time."""
     script = _write(tmp_path, "stopped.py", scripts.STOPPED)

@@ -144,6 +144,7 @@ def test_the_launcher_gets_a_signal_while_ranks_start(tmp_path: Path) -> None:
     assert "rank 0 was told SIGINT\n" in ended.stdout, ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_launcher_gets_a_signal(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "waiting.py").write_text(scripts.WAITING)

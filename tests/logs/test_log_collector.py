@@ -677,6 +677,7 @@ def test_random_writers_lose_nothing(
     assert heard == said
 
 
+@pytest.mark.slow
 @may_fork
 @pytest.mark.parametrize("same", [True, False])
 def test_ten_megabytes_from_eight_processes(

@@ -10,6 +10,7 @@ import pytest
 import monarch_backend
 from tests.process_group.test_collectives import COLLECTIVES, _run_cells
 from tests.support.ranks import run_ranks
+from tests.support.tiers import slow_except
 
 OFF = {"MONARCH_SHM": "0"}
 DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64", "float8_e4m3fn")
@@ -20,7 +21,7 @@ def _matrix(rank: int, collective: str) -> list[str]:
     return [text for dtype in DTYPES for text in _run_cells(rank, collective, dtype)[1]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", slow_except([1, 2, 4], 2))
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_matrix_of_collectives_over_gloo(collective: str, world_size: int) -> None:
     failures = [text for texts in run_ranks(_matrix, world_size, collective, env=OFF) for text in texts]

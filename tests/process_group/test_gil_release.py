@@ -69,6 +69,7 @@ def _many(rank: int, name: str, profiled: bool) -> None:
                 functional.wait_tensor(tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_collective_under_the_profiler_does_not_deadlock(name: str) -> None:
     run_ranks(_many, 2, name, True)

@@ -123,6 +123,7 @@ def _many(rank: int) -> None:
         dist.destroy_process_group(group)
 
 
+@pytest.mark.slow
 def test_fifty_live_groups_work(pool) -> None:
     pool(2).run(_many)
 

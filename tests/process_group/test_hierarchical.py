@@ -67,6 +67,7 @@ def test_matrix_of_collectives_over_hosts(three: Hosts, placement: str, collecti
     _no_cell_fails(three, placement, collective, DTYPES if some_on_gloo else DTYPES + GLOO_MOVES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_part_of_the_matrix_over_hosts(three: Hosts, collective: str) -> None:
     """Each collective with two dtypes and on one placement; every one of them comes with several collectives."""
@@ -546,6 +547,7 @@ def _ddp(rank: int, hook: str) -> list[list[float]]:
     return [losses, *(p.detach().flatten().tolist() for p in model.parameters())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", ["", "allreduce_hook", "fp16_compress_hook"])
 @pytest.mark.parametrize("placement", [INTERLEAVED, TWO_AND_ONE])
 def test_ddp_trains_as_over_gloo(three: Hosts, placement: tuple[int, ...], hook: str) -> None:

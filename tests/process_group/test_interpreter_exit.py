@@ -31,6 +31,7 @@ if how == "held":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["never destroyed", pytest.param("held", marks=pytest.mark.slow)])
 def test_script_that_ends_with_a_live_group_exits_with_0(how: str, tmp_path: Path) -> None:
     jobs = [

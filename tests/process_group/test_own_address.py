@@ -43,6 +43,7 @@ def test_group_of_hosts_named_loopback_works(debian: Hosts, master: str, shared_
     assert run_on_hosts(debian, [0, 0, 1], _sums, env=env, master=master) == [[True] * 3] * 3
 
 
+@pytest.mark.slow
 def test_interface_of_the_user_wins_over_store_route(debian: Hosts) -> None:
     # Each of the two hosts has a loopback interface of its own, so that a group over it can't be made.
     words = "Connection refused|timed out|not there within"

@@ -564,6 +564,7 @@ def _waited_for_late(rank: int, source: int | None, sends: bool) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "sends"), [(1, False), (None, False), (1, True)])
 def test_timeout_starts_with_the_wait(run: Run, source: int | None, sends: bool) -> None:
     run(_waited_for_late, (0, 1), source, sends)

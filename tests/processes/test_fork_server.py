@@ -688,6 +688,7 @@ def test_requests_that_no_spawner_sends(host: Host) -> None:
 # Methods
 
 
+@pytest.mark.slow
 def test_forced_spawn(host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("MONARCH_START_METHOD", "spawn")
     outcome = host.run(lambda: print(os.getppid(), [n for n in os.listdir("/proc/self/fd") if int(n) > 3]))
@@ -701,6 +702,7 @@ def test_forced_spawn(host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytes
         host.spawn(nothing)
 
 
+@pytest.mark.slow
 def test_unsafe_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "starts_a_thread.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
@@ -851,6 +853,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["script", "-", "-c", "-i"])
 def test_programs_without_a_guard(way: str, programs: Programs) -> None:
     out = programs[way].result()

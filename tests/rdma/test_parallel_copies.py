@@ -127,6 +127,7 @@ def test_where_one_fails_the_others_stop() -> None:
     pytest.fail("the second thread has copied all of its share, 20 times")
 
 
+@pytest.mark.slow
 def test_cancelled_in_the_middle() -> None:
     found = set()
     with owned(Memory(4 * SIZE, CONTENT * 4)) as owner:

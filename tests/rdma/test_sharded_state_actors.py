@@ -80,6 +80,7 @@ def test_every_route(route: str) -> None:
     trainers.proc_mesh.stop().get(PATIENCE)
 
 
+@pytest.mark.slow
 def test_an_owner_that_dies(faults: Faults) -> None:
     trainers, generators = trainers_of({"dp": 2}), generators_of(2)
     trainers.shard.call().get(PATIENCE)

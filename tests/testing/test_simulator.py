@@ -137,6 +137,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert _digest(3) != _digest(4)
 
 
+@pytest.mark.slow
 def test_the_same_seed_is_the_same_run_in_another_process() -> None:
     """Also where strings have other hashes, so that sets have another order."""
     code = "from tests.testing.test_simulator import _digest; print(_digest(3))"

@@ -57,6 +57,7 @@ def test_every_test_is_collected(suite: GetSuite) -> None:
     assert sorted(NAMES) == sorted(suite().names)
 
 
+@pytest.mark.slow
 def test_a_hung_test_fails_with_its_stacks() -> None:
     impatient = Suite("monarch", hang=0.2)
     try:

@@ -44,6 +44,7 @@ INPUTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", INPUTS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_one_of_the_results_is_enough(mesh_of: Callable[[str], Any], name: str, given: str) -> None:

@@ -878,8 +878,9 @@ WITH_HOSTS = {
 @pytest.mark.parametrize(
     ("name", "mesh_name", "placements"),
     [
-        *((name, "2", (Shard(0),)) for name in WITH_HOSTS),
-        ("other results", "2", (Shard(1),)),
+        ("sum", "2", (Shard(0),)),
+        *(pytest.param(name, "2", (Shard(0),), marks=pytest.mark.slow) for name in WITH_HOSTS if name != "sum"),
+        pytest.param("other results", "2", (Shard(1),), marks=pytest.mark.slow),
         pytest.param("other results", "3", (Shard(0),), marks=pytest.mark.slow),
         pytest.param("other results", "2x2", (Shard(0), Shard(1)), marks=pytest.mark.slow),
     ],
@@ -1162,6 +1163,7 @@ class Layers(nn.Module):
         return self.last(torch.relu(self.first(x)))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its treespecs
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_is_transformed_to_tensor_parallel(mesh_of: Callable[[str], Any], strict: bool) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from monarch_backend.dtensor._compile import compile_backend
 from tests.dtensor.values import same
+from tests.support.tiers import slow_except
 
 CALLS = ((6, Shard(0)), (9, Shard(0)), (12, Shard(0)), (7, Shard(0)), (6, Shard(1)), (9, Replicate()))
 """Rows on three ranks: of one size, of two others, of unequal ones."""
@@ -53,10 +54,9 @@ SELDOM: dict[str, Callable[[Any, Any], Any]] = {
     "roll": lambda x, _: x.roll(1, 0),
     "in place": lambda x, _: x.clone().add_(1),
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in SELDOM]
 
 
-@pytest.mark.parametrize("name", [*OFTEN, *SLOW])
+@pytest.mark.parametrize("name", slow_except([*OFTEN, *SELDOM], "view", "redistribute"))
 def test_other_sizes(mesh_of: Callable[[str], Any], name: str) -> None:
     function = {**OFTEN, **SELDOM}[name]
 

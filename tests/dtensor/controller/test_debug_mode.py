@@ -44,6 +44,7 @@ CHECK = "aten._assert_async.default | torch._assert_async(rows.to_local() == 0)"
 GOES_ON = "30.0 [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "where", "check"), [
     ("1", "the operation", "the check"),
     ("", "the read", "the read"),

@@ -22,6 +22,7 @@ from monarch_backend.dtensor._compile import compile_backend
 from monarch_backend.dtensor._patches.semantics import dynamo_and_aot
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
+from tests.support.tiers import slow_except
 
 PLAN: Any = {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()}
 PLAIN = {"first.weight", "first.bias", "block.norm.weight", "block.norm.bias", "norm.weight", "norm.bias"}
@@ -230,6 +231,7 @@ def test_another_dtype(called: tuple[nn.Module, nn.Module]) -> None:
     same(ours(x), alone(x))
 
 
+@pytest.mark.slow
 def test_functions_on_the_workers_get_it(called: tuple[nn.Module, nn.Module], mesh_of: Callable[[str], Any]) -> None:
     ours, alone = called
 
@@ -261,7 +263,7 @@ HOW: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", slow_except(HOW, "a module"))
 @pytest.mark.parametrize("when", WHEN)
 def test_captured_steps_take_it(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, when: str, how: str
@@ -332,6 +334,7 @@ def test_a_fused_step_has_all_of_what_each_rank_has_a_part_of(mesh_of: Callable[
     alike(ours, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to_none", [True, False])
 def test_a_new_trace_of_what_has_gradients(mesh_of: Callable[[str], Any], to_none: bool) -> None:
     """DTensors, of parameters that are none."""

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from monarch_backend.dtensor._controller import fetch
+from tests.support.tiers import slow_except
 
 
 def filled(*shape: int) -> torch.Tensor:
@@ -77,10 +78,7 @@ def shown(x: DTensor) -> str:
     return text.removeprefix("DTensor(").removesuffix(end)
 
 
-MANY = {"just not large", "of four dimensions", "narrow", "giant in the middle", "large bfloat16", "large complex"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x in MANY else ()) for x in TENSORS])
+@pytest.mark.parametrize("name", slow_except(TENSORS, "flat", "uneven", "large", "small"))
 def test_values_are_printed_as_torch_prints_them(mesh_of: Callable[[str], Any], name: str) -> None:
     whole = TENSORS[name]()
     for placement in [Replicate(), *map(Shard, range(min(whole.ndim, 2)))]:

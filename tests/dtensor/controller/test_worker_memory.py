@@ -95,6 +95,7 @@ def train(mesh: Any, steps: int) -> Callable[[int], None]:
     return run
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_hold_no_more_than_three_and_learn_no_signature(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     run = train(mesh, 1003)
@@ -145,6 +146,7 @@ def forget_almost_all(workers: Any) -> None:
         dispatch._forget_half(workers)
 
 
+@pytest.mark.slow
 def test_an_index_that_counts_is_forgotten_here_and_there(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
     mesh = mesh_of("2")
     workers = workers_of(mesh)
@@ -163,6 +165,7 @@ def test_an_index_that_counts_is_forgotten_here_and_there(mesh_of: Callable[[str
     assert [x[i].item() for i in (0, 1, 999)] == [0.0, 1.0, 999.0], "what was forgotten is found out again"
 
 
+@pytest.mark.slow
 def test_rows_of_uneven_shards_are_forgotten_too(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
     mesh = mesh_of("2")
     workers = workers_of(mesh)

@@ -382,6 +382,7 @@ def test_autocast(mesh: Any, dtype: torch.dtype) -> None:
     same(product.float(), F.linear(x, weight, bias), 0.03)
 
 
+@pytest.mark.slow
 @without_gpu
 def test_what_a_captured_step_leaves_to_eager_code(mesh: Any) -> None:
     """Ways between devices, autocast and attention with dropout: values, devices and dtypes are eager code's."""

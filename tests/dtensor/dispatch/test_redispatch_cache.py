@@ -19,6 +19,7 @@ from monarch_backend.dtensor import MeshMismatchError, simulated_mesh
 from monarch_backend.dtensor._patches.caches import redispatch_cache, scalar_spec_cache
 from monarch_backend.dtensor._patches.caches.redispatch_cache import RedispatchPlan
 from tests.dtensor.values import same, value
+from tests.support.tiers import slow_except
 
 NUMBERS: list[Any] = [
     2, 2.0, True, 2 + 0j, 0, 0.0, -0.0, False, complex(0.0, -0.0), -3, 2.5, math.nan, math.inf, -math.inf, 1j,
@@ -31,7 +32,6 @@ WITH_A_NUMBER: dict[str, Callable[[Any, Any], Any]] = {
     "sub_": lambda x, n: x.clone().sub_(n), "rsub": lambda x, n: n - x, "gt": operator.gt, "eq": operator.eq,
     "where": lambda x, n: torch.where(x == x, x, n),
 }  # fmt: skip
-ALWAYS = ("mul", "mul_", "rsub", "eq")
 NOT_COMPLEX = ("rsub", "gt", "eq")
 """torch's DTensor can't hash a complex "Scalar"."""
 
@@ -75,9 +75,7 @@ def exactly(found: Any, expected: Any) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    "name", [each if each in ALWAYS else pytest.param(each, marks=pytest.mark.slow) for each in WITH_A_NUMBER]
-)
+@pytest.mark.parametrize("name", slow_except(WITH_A_NUMBER, "mul", "eq"))
 def test_numbers_of_all_kinds_behind_each_other(mesh_of: Any, name: str) -> None:
     """1, 1.0, True and 1+0j are equal, hash alike and are four different operands; so are 0.0 and -0.0."""
     of, mesh = WITH_A_NUMBER[name], mesh_of("2")

@@ -434,8 +434,14 @@ ATTENTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("what", ATTENTIONS)
+@pytest.mark.parametrize(
+    ("what", "is_captured"),
+    [
+        *((name, False) for name in ATTENTIONS),
+        ("scaled_dot_product", True),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("softmax", "heads")),
+    ],
+)
 def test_dropout_in_heads_of_parallel_layers_is_that_of_a_single_process(
     fresh: Any, what: str, is_captured: bool
 ) -> None:

@@ -197,6 +197,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 def test_results_that_are_views_of_unequal_shards(mesh_of: Callable[[str], Any], name: str) -> None:
     """Each rank's is at another place in its own memory."""

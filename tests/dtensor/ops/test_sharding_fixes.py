@@ -299,9 +299,8 @@ def test_rows_of_a_sharded_table_by_an_index_of_any_dimensions(mesh_of: Callable
     same(rows.grad, alone.grad)
 
 
-@pytest.mark.parametrize(
-    "by_frequency", [pytest.param(True, marks=pytest.mark.slow), False], ids=["by frequency", "plain"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("by_frequency", [True, False], ids=["by frequency", "plain"])
 def test_the_gradient_of_rows_that_were_looked_up(mesh_of: Callable[[str], Any], by_frequency: bool) -> None:
     """By how often, also where each rank has some of the indices; and of a table by rows in both dimensions."""
     mesh, table = mesh_of("2x2"), torch.randn(10, 4)

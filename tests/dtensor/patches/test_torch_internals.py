@@ -589,9 +589,8 @@ def test_parts_of_a_norm() -> None:
     assert reductions.NormReduction(3).norm_type == 3
 
 
-@pytest.mark.parametrize(
-    "first", ["_compile.compile_backend", pytest.param("_patches.fixes.view_writeback", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["_compile.compile_backend", "_patches.fixes.view_writeback"])
 def test_all_is_in_place_whoever_was_imported_first(first: str) -> None:
     """As `compile_backend` is, by torch's entry point, where a step is captured before there is a mesh."""
     program = f"""

@@ -21,6 +21,7 @@ from monarch_backend.dtensor import RemoteOpError, RemoteTensor, RemoteTensorErr
 from monarch_backend.dtensor._dispatch import dispatch
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
+from tests.support.tiers import slow_except
 
 WIDTH, HIDDEN = 8, 15  # the hidden one is even for no mesh here
 ROWS = 24
@@ -158,7 +159,7 @@ def test_replicas_whose_gradients_are_reduced_later(mesh_of: Any) -> None:
         same(mine.grad, other.grad)
 
 
-@pytest.mark.parametrize("hidden", [12, HIDDEN, 3], ids=["even", "uneven", "a rank has nothing"])
+@pytest.mark.parametrize("hidden", slow_except([12, HIDDEN, 3], 12), ids=["even", "uneven", "a rank has nothing"])
 def test_with_tensor_parallelism(mesh_of: Any, hidden: int) -> None:
     mesh, reference = mesh_of("2x2"), Net(hidden=hidden)
     model = copy.deepcopy(reference)
@@ -169,6 +170,7 @@ def test_with_tensor_parallelism(mesh_of: Any, hidden: int) -> None:
     train(model, mesh["dp"], reference, lambda model: adam(model, foreach=False))
 
 
+@pytest.mark.slow
 def test_replicated_sharded_and_tensor_parallel(cube: Any) -> None:
     """Two dimensions of three for fully_shard, the third for parallelize_module."""
     mesh, reference = cube.device_mesh(DEVICE), Net(hidden=12)
