@@ -19,7 +19,7 @@ ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format docs bench clean
+.PHONY: help setup demo test test-fast test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format docs bench clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -42,8 +42,11 @@ test: $(STAMP) lint  ## lint, types and the ordinary tests
 test-fast: $(STAMP) lint  ## lint, types and the short tests of every package: at most 5 minutes
 	$(BIN)/python -m tests.halves --fast -q -m "not slow and not gpu and not xla and not verbs"
 
-test-slow: $(STAMP)  ## what takes minutes: torch's suite beside Gloo's, four-rank training, compiled steps
-	$(BIN)/python -m tests.halves -m "slow and not gpu and not xla and not verbs" --durations=25
+test-slow: $(STAMP)  ## long variants: torch's own suite, four-rank training, compiled steps, lost hosts
+	$(BIN)/python -m tests.halves -m "slow and not nightly and not gpu and not xla and not verbs" --durations=25
+
+test-nightly: $(STAMP)  ## random programs, all of torch's operators, chaos, sanitizers, every state of the model: half an hour
+	$(BIN)/python -m tests.halves -m "nightly and not gpu and not xla and not verbs" --durations=25
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/worker/test_record_sanitizers.py

@@ -11,7 +11,11 @@ from monarch_backend._transport.network.tls import Ders
 from tests.rdma import pretended_gpu
 from tests.support import sanitizers
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="memory over TCP is Linux's")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.nightly,
+    pytest.mark.skipif(sys.platform != "linux", reason="memory over TCP is Linux's"),
+]
 
 # OpenSSL is not compiled for ThreadSanitizer, which does not see its atomics.
 NOT_OURS = "called_from_lib:libssl.so\ncalled_from_lib:libcrypto.so\nrace:libssl.so\nrace:libcrypto.so\n"

@@ -40,6 +40,7 @@ from tests.support.ranks import _answer, _spawn, init, store_file
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's"),
 ]
 

@@ -38,7 +38,7 @@ LONG = {
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=c.name, marks=() if c.name in SAMPLE else pytest.mark.slow)
+        pytest.param(c, id=c.name, marks=() if c.name in SAMPLE else [pytest.mark.slow, pytest.mark.nightly])
         for c in check.CASES
         if c.name not in LONG
     ],

@@ -54,6 +54,7 @@ def test_random_program_in_threads() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_many_random_programs() -> None:
     start, first = time.monotonic(), int(SEED or random.SystemRandom().randrange(1_000_000))
     plan = [(first + i, 2 + i % 3, i % 4 == 3) for i in range(1 if SEED else 24)]

@@ -29,6 +29,7 @@ SUPPRESSIONS = "race:c10d::ProcessGroupGloo\nrace:_dl_deallocate_tls\n"
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's"),
 ]
 

@@ -33,6 +33,7 @@ def test_invariants_hold_in_random_worlds() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, BIG_CHUNK))
 def test_invariants_hold_for_many_seeds(first: int) -> None:
     run_in_interpreters(range(first, first + BIG_CHUNK), *SMALL)

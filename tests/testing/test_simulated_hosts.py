@@ -75,6 +75,7 @@ def test_promises() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, BIG_CHUNK))
 def test_promises_of_many_seeds(first: int) -> None:
     run_in_interpreters(range(first, first + BIG_CHUNK), *SIZES)

@@ -89,6 +89,7 @@ def test_as_many_as_gloo(suite: GetSuite) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_gloo_passes_nothing_more(suite: GetSuite, name: str) -> None:
     gloo = suite("gloo").run(name)

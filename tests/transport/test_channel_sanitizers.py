@@ -15,6 +15,7 @@ from tests.support import sanitizers
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(sys.platform != "linux", reason="the channels' core is Linux's"),
 ]
 

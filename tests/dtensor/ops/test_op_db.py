@@ -97,6 +97,7 @@ def test_some_of_each_kind(mesh_of: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_all(mesh_of: Any, tmp_path: Path, part: int) -> None:
     compare(list(op_db.operators())[part::PARTS], mesh_of("2"), tmp_path)

@@ -233,6 +233,7 @@ def test_parts_of_a_host_tensor_that_are_kept_for_backward(mesh_of: Callable[[st
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", seeds(16))
 def test_programs_eager_and_captured(mesh_of: Callable[[str], Any], names: list[str], seed: int) -> None:
     check(seed, mesh_of, names, captured=True)

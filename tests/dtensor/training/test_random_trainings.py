@@ -277,6 +277,7 @@ def test_trainings(mesh_of: Callable[[str], Any], seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", [each for each in seeds(44) if each >= 4 or len(seeds(44)) == 1])
 def test_more_trainings(mesh_of: Callable[[str], Any], seed: int) -> None:
     check(seed, mesh_of)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import sanitizers
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 
 def test_with_address_sanitizer() -> None:
