@@ -14,9 +14,9 @@ from monarch_backend._actor.actor import blueprint
 from monarch_backend._actor.actor_mesh import ActorMesh
 from monarch_backend._actor.errors import Death, MeshFailure, SupervisionError
 from monarch_backend._actor.future import Future
+from monarch_backend._actor.interruption import KILL_AFTER_S
 from monarch_backend._actor.mesh_state import ActorMeshState
 from monarch_backend._actor.ownership import OwnedActors
-from monarch_backend._actor.runner import KILL_AFTER_S
 from monarch_backend._actor.supervision import Restart, RestartLimiter, check_policy
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.proc_mesh import ProcMesh

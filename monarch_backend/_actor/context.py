@@ -57,7 +57,7 @@ class ActorInstance:
     @property
     def cancelled(self) -> bool:
         """True if the caller has cancelled the running message. A long computation may check it."""
-        return False if self._cell is None else self._cell.is_cancelled()
+        return False if self._cell is None else self._cell.code.is_cancelled
 
     def stop(self, reason: str = "stopped by itself") -> None:
         """Stop this actor after the messages in its queue. Raises RuntimeError in the main program."""

@@ -146,19 +146,20 @@ class Runtime:
                 return self._wait_on_main(what, seconds)
             return bool(self.pump.wait(what, seconds))
         self._refuse_to_wait(cell, what)
-        cell.waiting_for = what
+        code = cell.code
+        code.waiting_for = what
         try:
-            done = bool(self.pump.wait(what, seconds, cell.interrupt_pending))
+            done = bool(self.pump.wait(what, seconds, code.is_pending))
         finally:
-            cell.waiting_for = None
+            code.waiting_for = None
         if not done:
-            cell.interrupt_here()
+            code.raise_here()
         return done
 
     def _refuse_to_wait(self, cell: ActorRunner, what: Any) -> None:
         """Raise RuntimeError where an actor waits for its own reply: it handles one message at a time."""
         core = getattr(what, "core", None)
-        if core is None or core.actor != cell.actor or what.ready or cell._thread_id != threading.get_ident():
+        if core is None or core.actor != cell.actor or what.ready or cell.code.thread_id != threading.get_ident():
             return
         me = self.router.me
         if getattr(what, "peer", None) is me or me in getattr(what, "peers", ()):
@@ -354,7 +355,7 @@ class Runtime:
             self.aside(lambda: extension("gateway")(self, str(message.value)))
         elif message.name == REPORT_BUSY:
             for cell in list(self.cells.values()):
-                cell.report_busy()
+                cell.code.report_busy()
         elif message.name == "log_level":
             install_worker_logging(message.value)
         elif message.name == "abort_groups":
@@ -403,7 +404,7 @@ class Runtime:
         for part in self.extensions.values():
             part.on_process_lost(peer)
         for cell in list(self.cells.values()):
-            cell.reader_gone(peer)
+            cell.streams.reader_gone(peer)
             if cell.owner is peer and cell.failure is None:
                 cell.end("abort", f"its owner, {peer}, is gone")
         for core in alive(self.actors):

@@ -122,7 +122,7 @@ class Doorbell:
         self.busy = False
         self._process = process
         self._rung = self._built = False
-        cell._thread_id = threading.get_ident()  # the actor waits, and is cancelled, on this thread
+        cell.code.thread_id = threading.get_ident()  # the actor waits, and is cancelled, on this thread
 
     def locked(self) -> bool:
         """Return True: the actor waits."""
@@ -147,7 +147,7 @@ class Doorbell:
             pass  # the cancellation came after the message
         finally:
             self.busy = False
-        if cell.failure is None and cell._inbox:
+        if cell.failure is None and cell.inbox:
             self.release()
         self._process.leave_if_done()
 

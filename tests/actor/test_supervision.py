@@ -13,7 +13,6 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._actor import ownership as owned
+from monarch_backend._actor.message_queue import MessageQueue
 from monarch_backend._actor.runtime import program
 from monarch_backend._processes.spawner import Exited
 from monarch_backend._transport.local import tuning
@@ -623,13 +623,13 @@ def test_message_during_the_death_of_an_actor_fails(faults: Faults) -> None:
     assert victim.echo.call_one(1).get(PATIENCE) == 1
     cell = program().cells[victim._core.actor]
 
-    class Queue(deque[Any]):
+    class Queue(MessageQueue):
         def append(self, item: Any) -> None:
             if cell.failure is None:
                 cell.die(ValueError("meanwhile"))
             super().append(item)
 
-    cell._inbox = Queue()
+    cell.inbox = Queue(program())
     assert failed(victim.echo.call_one(2)).delivery == "not sent"
     cell._wake()
     assert "meanwhile" in faults.next().report()
