@@ -98,11 +98,11 @@ class MeshReferences:
         if core.stopped is not None:
             what, code = f"it was stopped: {core.stopped}", None
         else:
-            what, code = self._runtime.owner.how_it_ended(peer)
+            what, code = self._runtime.owner.records.how_it_ended(peer)
         death = Death(rank, core.where(rank), self._runtime.host_name(peer.token), peer.pid, what, code)
         error = None
-        if core.stopped is None and self._runtime.owner.failed_to_start(peer):
-            error, trace = self._runtime.owner.bootstrap_error(peer)
+        if core.stopped is None and self._runtime.owner.readiness.failed_to_start(peer):
+            error, trace = self._runtime.owner.readiness.bootstrap_error(peer)
             death = replace(death, error=error, trace=trace, at_start=True)
         failure = MeshFailure(mesh_name or core.name, [death])
         failure.__cause__ = error

@@ -1,7 +1,7 @@
 """Runtime of one process: its meshes, pending calls and actors.
 
 Each process, of the controller or of a mesh, has one `Runtime`, made at its first use. It connects frames
-(_transport/), processes (_mesh/) and actors (this package). ownership.py has the records of owned processes,
+(_transport/), processes (_mesh/) and actors (this package). ownership.py has the parts that own processes,
 supervision.py the policy.
 """
 
@@ -134,7 +134,7 @@ class Runtime:
             }
         )
         self.owner = ProcessOwner(self)
-        self.router.on_asked = self.owner.tell_successor
+        self.router.on_asked = self.owner.restarts.tell_successor
 
     # ---- waiting and threads
 
@@ -219,7 +219,7 @@ class Runtime:
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
         """Start a process for each rank of the extent. Return a ProcMesh at once."""
         program_exit.prepare()
-        return self.owner.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
+        return self.owner.starter.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
 
     # ---- extensions, hosts among them
 
@@ -286,7 +286,7 @@ class Runtime:
 
     def ready(self, core: ProcMeshState) -> Future[None]:
         """Return a Future that is done when all processes have started."""
-        return self.owner.ready(core)
+        return self.owner.readiness.ready(core)
 
     def built(self, core: ActorMeshState) -> Future[None]:
         """Return a Future that is done when all actors are constructed. Raises RuntimeError if others own the mesh."""
@@ -301,7 +301,7 @@ class Runtime:
         self, core: ProcMeshState | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
     ) -> Future[None]:
         """End processes. Return a Future that is done when they have exited."""
-        return self.owner.stop(core, how, reason, timeout, hosts)
+        return self.owner.stops.stop(core, how, reason, timeout, hosts)
 
     def stop_actors(self, core: ActorMeshState, how: str, reason: str, timeout: float | None = None) -> Future[None]:
         """End actors, interrupted after ``timeout`` seconds. Return a Future that is done when they have ended."""
@@ -377,7 +377,7 @@ class Runtime:
     # ---- start and end of processes
 
     def _met(self, peer: Peer) -> None:
-        self.owner.met(peer)
+        self.owner.readiness.met(peer)
         if peer.owner is None:  # it has connected to this process: a known mesh may name its owner
             for core in alive(self.procs):
                 rank = core.rank_of(peer.token)
@@ -387,9 +387,9 @@ class Runtime:
     def _gone(self, peer: Peer) -> None:
         for part in self.extensions.values():
             part.on_disconnected(peer)
-        owned = self.owner.member(peer)
+        owned = self.owner.records.find(peer)
         if owned is not None:
-            self.owner.ended(peer)  # calls on_process_lost when the exit status is known
+            self.owner.exits.ended(peer)  # calls on_process_lost when the exit status is known
         else:
             self.on_process_lost(peer, None)
             if not peer.peace and peer.owner is not None and peer.owner.link < 0:
@@ -424,12 +424,12 @@ class Runtime:
 
     def flush_logs(self) -> None:
         """Write the output of the processes to the terminal."""
-        self.owner.flush_logs()
+        self.owner.starter.flush_logs()
 
     def kill_all(self) -> None:
         """Kill every process that this one has started, and return when they have exited."""
         self.closing = True
-        self.owner.close()
+        self.owner.starter.close()
         for part in self.extensions.values():
             part.kill()
 
@@ -444,7 +444,7 @@ class Runtime:
 
         router: Any = self.router
         router.send = router.cast = router.tell = router.reply = refuse
-        self.wait = self.soon = self.owner.stop = self.pump.wait = refuse  # type: ignore[method-assign]
+        self.wait = self.soon = self.owner.stops.stop = self.pump.wait = refuse  # type: ignore[method-assign]
 
     def end_first(self) -> None:
         """Run `shutdown` at exit before the hooks registered until now, which would kill processes at once."""
@@ -457,16 +457,18 @@ class Runtime:
         if self.closing and not program_exit.is_ending():
             return
         try:
-            if self.closing or not (self.owner.any() or any(part.has_work for part in self.extensions.values())):
+            if self.closing or not (
+                self.owner.records.any() or any(part.has_work for part in self.extensions.values())
+            ):
                 return
             stopping = self.stop_procs(None, "stop", "the program ends")
             if not self.wait(stopping, SHUTDOWN_NOTICE_S):
-                some = self.owner.at_work()
+                some = self.owner.records.at_work()
                 sys.stderr.write(
                     f"monarch_backend: waiting for {some} to finish, at most {SHUTDOWN_KILL_S:g} s; Ctrl-C kills them\n"
                 )
             if not self.wait(stopping, SHUTDOWN_KILL_S - SHUTDOWN_NOTICE_S):
-                some = self.owner.at_work()
+                some = self.owner.records.at_work()
                 sys.stderr.write(
                     f"monarch_backend: the program has ended, and {SHUTDOWN_KILL_S:g} s later {some} had not finished "
                     "and was killed. To let actors finish, wait for their futures, or call stop().get() of their "

@@ -142,7 +142,7 @@ def main(plan: Plan) -> None:
     else:
         finalization.finalize_user_code()
     program.closing = True
-    program.owner.close()
+    program.owner.starter.close()
     _send_what_is_left(program)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -82,7 +82,7 @@ class HostRegistry(RuntimeExtension):
         read, self._secret_pipe = os.pipe()
         token = owner.router.token[:HOST_ID_LENGTH] + secrets.token_hex(10) + "0000"
         peer: Peer = owner.router.expect(token, "the gateway of this host")
-        server = owner.owner.fork_server_address()
+        server = owner.owner.starter.fork_server_address()
         plan = agent_module.Plan(
             token=token, root=owner.router.token, asker="", server=server,
             heartbeat=self._bounds.heartbeat, silence=self._bounds.silence,
@@ -177,7 +177,7 @@ class HostRegistry(RuntimeExtension):
         agent = owner.router.peer(answer.token)
         agent.label = f"the agent of {answer.host_name}"
 
-        spawner = RemoteSpawner(functools.partial(self._say, agent), owner.owner._event)
+        spawner = RemoteSpawner(functools.partial(self._say, agent), owner.owner.exits.on_event)
         host = Host(answer, address, agent, spawner, through, secret)
         with self._lock:
             self.hosts[host.id] = host
@@ -276,7 +276,7 @@ def go_through(owner: Any, gateway: str) -> None:
 
     links.go_through(FarLinks(links, os.getpid(), gateway, link, to_gateway, lambda send: router.keep(send)))
     owner.gateway = gateway
-    owner.owner.tell_all(Setting("gateway", gateway))
+    owner.owner.starter.tell_all(Setting("gateway", gateway))
 
 
 def attach_to_workers(

@@ -73,9 +73,9 @@ class SimulatedProgram(Runtime):
         super().__init__(SimulatedLocalLinks(process.links), process.pump, process.simulation.agenda)
         self.pid = process.pid
         self.run_cell = process.run_cell
-        self.owner.collect_output = False
-        self.owner.make_spawner = process.make_spawner
-        self.owner.stands_still = lambda pid: False  # noqa: ARG005 (mypy wants the name)
+        self.owner.starter.collect_output = False
+        self.owner.starter.make_spawner = process.make_spawner
+        self.owner.stops.stands_still = lambda pid: False  # noqa: ARG005 (mypy wants the name)
 
     def aside(self, call: Callable[[], object]) -> None:
         """Schedule a call in a turn of its own, in which it may wait."""
@@ -244,7 +244,7 @@ class SimulatedProcess:
             cells = self.program.cells.values()
             if all(cell.failure is not None for cell in cells) and not any(bell.busy for bell in self.doorbells):
                 self.program.closing = True
-                self.program.owner.close()
+                self.program.owner.starter.close()
                 self.die(0, self.leaving, peace=True)
 
     def die(self, returncode: int, reason: str = "", *, peace: bool = False) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import monarch_backend.actor as public
-from monarch_backend._actor import actor_mesh_owner, codec, context, ownership, runtime
+from monarch_backend._actor import actor_mesh_owner, codec, context, process_start, runtime
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._mesh import proc_mesh
 from monarch_backend._mesh.extent import Extent, ranks_in_words
@@ -81,7 +81,7 @@ def simulated_seams(
     secrets = Secrets(rng)
     changes: list[tuple[Any, str, Any]] = [
         (actor_mesh_owner, "secrets", secrets),
-        (ownership, "secrets", secrets),
+        (process_start, "secrets", secrets),
         (codec, "getpid", _pid_here),
         (public, "unhandled_fault_hook", on_fault),
         (runtime, "_program", None),

@@ -617,9 +617,9 @@ def test_end_of_uninterruptible_actor_kills_process(
 def test_stop_of_processes_names_the_line_that_is_waited_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from monarch_backend._actor import ownership
+    from monarch_backend._actor import process_stop
 
-    monkeypatch.setattr(ownership, "SHUTDOWN_GRACE_S", 0.2)
+    monkeypatch.setattr(process_stop, "SHUTDOWN_GRACE_S", 0.2)
     with running({"gpus": 1}) as mesh:
         stuck = mesh.spawn("stuck", StuckInConstructor, "in_select")
         asynchronous = mesh.spawn("async", AsyncBlocking)

@@ -35,7 +35,7 @@ def server() -> str:
     """The address of a fork server that is there already."""
     with this_host().spawn_procs({"gpus": 1}) as procs:
         procs.initialized.get(PATIENCE)
-    return str(program().owner._spawner.address)
+    return str(program().owner.starter.spawner.address)
 
 
 @pytest.fixture(scope="module")
@@ -725,7 +725,7 @@ v = procs.spawn("v", Parent)
 for i, pid in enumerate(v.pid.call().get().values()):
     print(f"rank{i}={pid}")
 print("child={} daemon={} nested={}".format(*v.slice(gpus=0).spawn.call_one().get()))
-server = runtime.program().owner._spawner._process
+server = runtime.program().owner.starter.spawner._process
 print(f"server={server.pid}" if server else "", flush=True)
 v.slice(gpus=0).busy.call_one(1000)
 print("ready", flush=True)
@@ -765,7 +765,7 @@ def test_dead_fork_server_is_the_root_cause(start: Start, interpreter: WarmInter
         """
         v = this_host().spawn_procs({"gpus": 1}).spawn("v", Victim)
         worker = v.pid.call_one().get()  # so that there is a server
-        print(f"server={runtime.program().owner._spawner._process.pid} worker={worker}", flush=True)
+        print(f"server={runtime.program().owner.starter.spawner._process.pid} worker={worker}", flush=True)
         threading.Event().wait()
         """,
         own_server=True,
