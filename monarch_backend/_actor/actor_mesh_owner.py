@@ -110,7 +110,7 @@ class ActorMeshOwner:
                 Death(
                     rank,
                     core.where(rank),
-                    self._runtime.host_name(core.peer(rank).token),
+                    self._runtime.hosts.name_of(core.peer(rank).token),
                     core.peer(rank).pid,
                     f"it was stopped: {reason}",
                 )

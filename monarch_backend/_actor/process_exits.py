@@ -81,7 +81,7 @@ class ProcessExits:
             self._program.router.never_came(member.peer, how)
         elif member.peer.gone is not None:
             self._tell(member)
-        elif self._program.host(member.peer.token) is not None:  # its gateway reports it, after its last frames
+        elif self._program.hosts.of(member.peer.token) is not None:  # its gateway reports it, after its last frames
             self._program.pump.later(
                 SIGKILL_STATUS_TIMEOUT_S, lambda: self._program.router.never_came(member.peer, how)
             )
@@ -144,7 +144,7 @@ class ProcessExits:
                 Death(
                     rank,
                     core.where(rank),
-                    program.host_name(member.peer.token),
+                    program.hosts.name_of(member.peer.token),
                     member.peer.pid,
                     what,
                     code,

@@ -102,9 +102,9 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
     if world is None or world.failed_ranks:
         world = core.groups[key] = procs.spawn("world", World)
     done: Future[None] = Future(program.wait)
-    home = program.host(core.tokens[key[0]])
+    home = program.hosts.of(core.tokens[key[0]])
     host, homes = MEETING_HOST if home is None else home.address[0], [host_of(core.tokens[rank]) for rank in key]
-    known = [program.host(core.tokens[rank]) for rank in key]
+    known = [program.hosts.of(core.tokens[rank]) for rank in key]
     others = sorted({each.address[0] for each in known if each is not None})
     first = world if len(world) == 1 else world.flatten("rank").slice(rank=0)
 

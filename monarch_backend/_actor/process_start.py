@@ -159,7 +159,7 @@ class ProcessStarter:
         neighbours = count // max(1, len({host_of(token) for token in core.tokens}))  # number on each host
 
         def make(rank: int, peer: Peer) -> ProcessSpec:
-            host = program.host(peer.token)
+            host = program.hosts.of(peer.token)
             plan = Plan(
                 token=peer.token, owner=program.router.token, rank=rank, mesh=core.id, name=core.name,
                 server=core.server if host is None else "", root=(program.root or program.router.me).token,
@@ -192,7 +192,7 @@ class ProcessStarter:
             by_host.setdefault(host_of(owned.core.tokens[rank]), []).append(rank)
         found = []
         for those in by_host.values():
-            host = self._program.host(owned.core.tokens[those[0]])
+            host = self._program.hosts.of(owned.core.tokens[those[0]])
             found.append((self._spawner_of_this_process() if host is None else host.spawner, those))
         return found
 
@@ -227,7 +227,7 @@ class ProcessStarter:
     def tell_all(self, message: Any) -> None:
         """Send a message to every process that this one has started on this host."""
         for member in list(self._records.by_token.values()):
-            if not member.gone and self._program.host(member.peer.token) is None:
+            if not member.gone and self._program.hosts.of(member.peer.token) is None:
                 self._program.router.tell(member.peer, message)
 
     def _spawner_of_this_process(self) -> Any:
@@ -235,14 +235,14 @@ class ProcessStarter:
         with self._making:
             if self.spawner is None:
                 self.spawner = self.make_spawner(self._on_event, self._program.server_address or None)
-                self._program.end_first()
+                self._program.shutdown.end_first()
             return self.spawner
 
     def _collector(self) -> LogCollector:
         with self._making:
             if self.logs is None:
                 self.logs = LogCollector()
-                self._program.end_first()
+                self._program.shutdown.end_first()
             return self.logs
 
     def flush_logs(self) -> None:

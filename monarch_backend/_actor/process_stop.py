@@ -126,7 +126,7 @@ class ProcessStop:
                 member.killed_at = now
                 self._records.kill(member)
             else:
-                if program.host(peer.token) is not None:
+                if program.hosts.of(peer.token) is not None:
                     member.spawner.kill_if_deaf(member.number, member.knocked)
                 busy.append(str(peer))
                 # A process that a signal has stopped after it read the message to stop would be "at work" without end.

@@ -15,16 +15,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from monarch_backend import _native
-from monarch_backend._actor import context, named_actors, program_exit
-from monarch_backend._actor.actor import blueprint
+from monarch_backend._actor import named_actors, program_exit
 from monarch_backend._actor.actor_mesh import ActorMesh
 from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
-from monarch_backend._actor.codec import HOST
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.future import Future
+from monarch_backend._actor.known_hosts import KnownHosts
 from monarch_backend._actor.local_actors import LocalActors
 from monarch_backend._actor.mesh_references import MeshReferences, alive
 from monarch_backend._actor.mesh_state import ActorMeshState
@@ -32,10 +31,12 @@ from monarch_backend._actor.ownership import ProcessOwner
 from monarch_backend._actor.placement import Placement
 from monarch_backend._actor.port import PortReceiver
 from monarch_backend._actor.runner import ActorRunner
-from monarch_backend._actor.runtime_extension import RuntimeExtension
+from monarch_backend._actor.runtime_extension import Extensions
+from monarch_backend._actor.shutdown import Shutdown
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._actor.supervision import Restart, Supervision
-from monarch_backend._core import debug_log, env, fork
+from monarch_backend._actor.waiting import Waiting, log_wait
+from monarch_backend._core import env, fork
 from monarch_backend._core.extension_points import extension, has_extension
 from monarch_backend._core.limits import start_thread
 from monarch_backend._logs.worker_logging import install_worker_logging
@@ -61,14 +62,8 @@ from monarch_backend._transport.local.frames import (
 from monarch_backend._transport.local.links import Clock, Links, LocalLinks, RealClock
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend._transport.local.router import Router
-from monarch_backend._transport.network.envelope import host_of
 
 log = logging.getLogger("monarch_backend")
-
-E = TypeVar("E", bound=RuntimeExtension)
-
-SHUTDOWN_NOTICE_S, SHUTDOWN_KILL_S = 1.0, 5.0
-"""Seconds after which the end of the program reports processes that still run, and then kills them."""
 
 
 class Runtime:
@@ -95,7 +90,6 @@ class Runtime:
         self.leaving = False  # this process is to end
         self.last: list[Callable[[], None]] = []  # called when all actors of this process have ended
         self.disowned = False  # this process is a fork of the runtime's process
-        self.at_exit = False  # `shutdown` is registered with atexit
         self.home_extent: Extent | None = None  # extent of this process's mesh; None in the main program
         self.home_rank = 0
         self.root: Peer | None = None  # the main program; None if this is it
@@ -103,20 +97,23 @@ class Runtime:
         self.interrupts = Interrupts(self)
         self.server_address = ""  # address of the fork server, in a process of a mesh
         self.gateway = ""  # token of this host's gateway, once there are other hosts
-        self.known_hosts: dict[str, str] = {}  # names of other hosts by number, received with meshes
-        self.extensions: dict[type[RuntimeExtension], RuntimeExtension] = {}
-        self._extending = threading.RLock()
+        self.extensions = Extensions()
+        self.hosts = KnownHosts(self)
+        self.host_names = self.hosts.names_of
+        self.waiting = Waiting(self)
+        self.wait: Callable[..., bool] = self.waiting.wait
+        self.shutdown = Shutdown(self)
         self.run_cell: Callable[[ActorRunner], None] = self._run_in_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
-        self.router = Router(links, self._wait_for_room)
+        self.router = Router(links, self.waiting.wait_for_room)
         self.router.wake = pump.wake  # type: ignore[method-assign]
         self.router.later = pump.later  # type: ignore[method-assign]
         self.router.on_gone = self._gone
         self.router.before_host_gone = self.references.find_peers_on
         self.router.on_met = self._met
-        self.router.on_wait = self._say_wait
-        self.router.on_full = _log_wait
+        self.router.on_wait = self.waiting.on_wait
+        self.router.on_full = log_wait
         self.router.handlers.update(
             {Kind.CALL: self.local_actors.receive, Kind.REPLY: self._replied, Kind.PORT: self._ported}
         )
@@ -129,60 +126,14 @@ class Runtime:
                 Stop: self.local_actors.stop,
                 Stopped: self.actor_owner.on_stopped,
                 Failed: self.actor_owner.on_failed,
-                Replaced: self._replaced,
+                Replaced: references.on_replaced,
                 Setting: self._set,
             }
         )
         self.owner = ProcessOwner(self)
         self.router.on_asked = self.owner.restarts.tell_successor
 
-    # ---- waiting and threads
-
-    def wait(self, what: Any, seconds: float | None = None) -> bool:
-        """Wait for ``what``, and read messages meanwhile. An actor's thread can be interrupted in it."""
-        cell = context.cell.get()
-        if cell is None:
-            if threading.get_ident() == self.interrupts.main:
-                return self._wait_on_main(what, seconds)
-            return bool(self.pump.wait(what, seconds))
-        self._refuse_to_wait(cell, what)
-        code = cell.code
-        code.waiting_for = what
-        try:
-            done = bool(self.pump.wait(what, seconds, code.is_pending))
-        finally:
-            code.waiting_for = None
-        if not done:
-            code.raise_here()
-        return done
-
-    def _refuse_to_wait(self, cell: ActorRunner, what: Any) -> None:
-        """Raise RuntimeError where an actor waits for its own reply: it handles one message at a time."""
-        core = getattr(what, "core", None)
-        if core is None or core.actor != cell.actor or what.ready or cell.code.thread_id != threading.get_ident():
-            return
-        me = self.router.me
-        if getattr(what, "peer", None) is me or me in getattr(what, "peers", ()):
-            raise RuntimeError(
-                f"{cell.name} would never continue: it handles one message at a time, and waits for its own reply to "
-                f"{what.endpoint}. Call the method, self.method(...), or make the endpoints concurrent (async)"
-            )
-
-    def _wait_on_main(self, what: Any, seconds: float | None) -> bool:
-        interrupts = self.interrupts
-        interrupts.guard()
-        interrupts.waiting_for = what
-        try:
-            done = bool(self.pump.wait(what, seconds, interrupts.is_noted))
-        finally:
-            interrupts.waiting_for = None
-        if interrupts.noted:
-            interrupts.raise_here()
-        return done
-
-    def _wait_for_room(self, what: Any, seconds: float | None, whole: bool) -> bool:
-        """Wait as `wait` does. With ``whole``, in the middle of a message, it cannot be interrupted."""
-        return bool(self.pump.wait(what, seconds)) if whole else self.wait(what, seconds)
+    # ---- threads
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call a function on the reading thread, soon."""
@@ -220,52 +171,6 @@ class Runtime:
         """Start a process for each rank of the extent. Return a ProcMesh at once."""
         program_exit.prepare()
         return self.owner.starter.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
-
-    # ---- extensions, hosts among them
-
-    def extend(self, kind: type[E], make: Callable[[], E]) -> E:
-        """Return the extension of this class. The first call makes it."""
-        found = self.extensions.get(kind)
-        if found is None:
-            with self._extending:
-                found = self.extensions.get(kind)
-                if found is None:
-                    found = make()  # may itself add extensions
-                    self.extensions = {**self.extensions, kind: found}  # other threads may iterate over the old one
-        return cast("E", found)
-
-    def attached_hosts(self) -> list[Any]:
-        """Return the Hosts that this program has attached, lost ones among them."""
-        return [host for part in self.extensions.values() for host in list(part.hosts.values())]
-
-    def get_extension(self, kind: type[E]) -> E | None:
-        """Return the extension of this class, if it was made."""
-        return cast("E | None", self.extensions.get(kind))
-
-    def host(self, token: str) -> Any:
-        """Return the Host of a remote process; None if the process is here or another process attached its host."""
-        return self.find_host(host_of(token))
-
-    def find_host(self, host_id: str) -> Any:
-        """Return the Host with this id; None if this program has not attached it."""
-        for part in self.extensions.values():
-            if (found := part.hosts.get(host_id)) is not None:
-                return found
-        return None
-
-    def host_name(self, token: str) -> str:
-        """Return the name of this process's host, for messages."""
-        if host_of(token) == host_of(self.router.token):
-            return HOST
-        host = self.host(token)
-        return self.known_hosts.get(host_of(token), host_of(token)) if host is None else str(host.name)
-
-    def host_names(self, tokens: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Return host numbers and names, see `MeshProgram.host_names`."""
-        if not self.gateway:  # all receivers are on this host
-            return ()
-        numbers = sorted({host_of(token) for token in tokens})
-        return tuple((number, name) for number in numbers if (name := self.host_name(number)) != number)
 
     def spawn_actors(
         self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
@@ -338,16 +243,6 @@ class Runtime:
 
     # ---- actors of this process
 
-    def _replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
-        core = self.procs.get(message.mesh)
-        if core is None or core.owned is not None or core.owner is not peer:
-            return
-        for rank, token in zip(message.ranks, message.tokens):  # noqa: B905 (another process may send unequal lengths)
-            if rank < len(core.tokens):
-                core.replace(rank, token)
-                if token in self.router.peers:
-                    core.peer(rank)
-
     def _set(self, peer: Peer, message: Setting, _: Frame) -> None:
         if message.name == "crowded":
             self.links.post.crowd(bool(message.value))  # type: ignore[attr-defined]
@@ -385,7 +280,7 @@ class Runtime:
                     core.peer(rank)
 
     def _gone(self, peer: Peer) -> None:
-        for part in self.extensions.values():
+        for part in self.extensions:
             part.on_disconnected(peer)
         owned = self.owner.records.find(peer)
         if owned is not None:
@@ -401,7 +296,7 @@ class Runtime:
             failure = self.references.exit_of(peer)
         for call in list(self.pending.values()):
             call.on_gone(peer, failure)
-        for part in self.extensions.values():
+        for part in self.extensions:
             part.on_process_lost(peer)
         for cell in list(self.cells.values()):
             cell.streams.reader_gone(peer)
@@ -412,26 +307,11 @@ class Runtime:
                 for rank in [rank for rank, home in core.owned.homes.items() if home is peer]:
                     self.actor_owner.lost_rank(core, rank, failure)
 
-    def _say_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
-        cell = context.cell.get()
-        if peer is self.router.me and cell is not None and (kind == Kind.PORT or target == cell.actor):
-            # They cannot be received while it waits here. Other actors of this process have threads of their own.
-            what = "to a port of its own process" if kind == Kind.PORT else "to itself"
-            raise RuntimeError(f"{cell.name} has sent so many messages {what} that the queue is full: {why}")
-        _log_wait(why)
-
     # ---- the end
 
     def flush_logs(self) -> None:
         """Write the output of the processes to the terminal."""
         self.owner.starter.flush_logs()
-
-    def kill_all(self) -> None:
-        """Kill every process that this one has started, and return when they have exited."""
-        self.closing = True
-        self.owner.starter.close()
-        for part in self.extensions.values():
-            part.kill()
 
     def detach_after_fork(self) -> None:
         """Make this runtime unusable in a fork of its process."""
@@ -445,50 +325,6 @@ class Runtime:
         router: Any = self.router
         router.send = router.cast = router.tell = router.reply = refuse
         self.wait = self.soon = self.owner.stops.stop = self.pump.wait = refuse  # type: ignore[method-assign]
-
-    def end_first(self) -> None:
-        """Run `shutdown` at exit before the hooks registered until now, which would kill processes at once."""
-        if self.at_exit:
-            atexit.unregister(self.shutdown)
-            atexit.register(self.shutdown)
-
-    def shutdown(self) -> None:
-        """Stop all processes in order; kill them at a second Ctrl-C."""
-        if self.closing and not program_exit.is_ending():
-            return
-        try:
-            if self.closing or not (
-                self.owner.records.any() or any(part.has_work for part in self.extensions.values())
-            ):
-                return
-            stopping = self.stop_procs(None, "stop", "the program ends")
-            if not self.wait(stopping, SHUTDOWN_NOTICE_S):
-                some = self.owner.records.at_work()
-                sys.stderr.write(
-                    f"monarch_backend: waiting for {some} to finish, at most {SHUTDOWN_KILL_S:g} s; Ctrl-C kills them\n"
-                )
-            if not self.wait(stopping, SHUTDOWN_KILL_S - SHUTDOWN_NOTICE_S):
-                some = self.owner.records.at_work()
-                sys.stderr.write(
-                    f"monarch_backend: the program has ended, and {SHUTDOWN_KILL_S:g} s later {some} had not finished "
-                    "and was killed. To let actors finish, wait for their futures, or call stop().get() of their "
-                    "processes, before the end.\n"
-                )
-        except KeyboardInterrupt:
-            sys.stderr.write("monarch_backend: interrupted again: the processes are killed\n")
-        finally:
-            self.kill_all()
-            for part in self.extensions.values():
-                part.close()
-            self.links.host.leave()  # type: ignore[attr-defined]
-            self.pump.close()
-            # References to classes of the main module would keep its globals from being finalized.
-            blueprint.cache_clear()
-            self.main_children.clear()
-
-
-def _log_wait(why: str) -> None:
-    debug_log.write(f"monarch: {why}")
 
 
 _program: Runtime | None = None
@@ -522,8 +358,7 @@ def program() -> Runtime:
             if _program is None:
                 env.check()
                 made = start()
-                made.at_exit = True
-                made.end_first()
+                made.shutdown.register()
     assert _program is not None
     return _program
 
@@ -533,9 +368,9 @@ def _in_forked_child() -> None:
     global _program, _forked_from
     if _program is not None:
         _forked_from |= {_program.router.token, *_program.router.peers}
-        atexit.unregister(_program.shutdown)
+        atexit.unregister(_program.shutdown.run)
         _program.links.host.abandon()  # type: ignore[attr-defined]
-        for part in _program.extensions.values():
+        for part in _program.extensions:
             part.abandon()
         _program.detach_after_fork()
         _native.keep_for_ever(_program)

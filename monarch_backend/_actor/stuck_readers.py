@@ -65,7 +65,7 @@ class StuckReaders:
         member = self._records.by_token.get(peer.token)
         if member is not None and not member.gone:
             _, since, _ = self.unread.get(peer.token, (0, self._program.clock.now(), False))
-            if self._program.host(peer.token) is not None:
+            if self._program.hosts.of(peer.token) is not None:
                 member.spawner.kill_if_deaf(member.number, True)
             elif self._program.clock.now() - since >= UNREADY_REPORT_S:
                 log.warning("%s is killed: its actor was to end, and it does not read its messages", peer)

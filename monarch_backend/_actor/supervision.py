@@ -126,7 +126,7 @@ def end_program(failure: MeshFailure) -> None:
     sys.stderr.flush()
     if not interactive():
         ending = here.root is None and program_exit.end_main_thread(here)
-        here.kill_all()
+        here.shutdown.kill_all()
         if not ending:
             program_exit.exit_now()
 

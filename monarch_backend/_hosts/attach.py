@@ -88,7 +88,7 @@ class HostRegistry(RuntimeExtension):
             heartbeat=self._bounds.heartbeat, silence=self._bounds.silence,
         )  # fmt: skip
         self._spawner = Spawner(lambda event: self._gateway_event(peer, event), server)
-        owner.end_first()
+        owner.shutdown.end_first()
         owner.router.control[AgentFrame] = self._heard
         agent_module.start(self._spawner, "gateway", plan, read)
         if (
@@ -378,7 +378,9 @@ def _registry(heartbeat: float, silence: float) -> HostRegistry:
     runtime: Any = program()
     if runtime.root is not None:
         raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
-    registry: HostRegistry = runtime.extend(HostRegistry, lambda: HostRegistry(runtime, Timeouts(heartbeat, silence)))
+    registry: HostRegistry = runtime.extensions.extend(
+        HostRegistry, lambda: HostRegistry(runtime, Timeouts(heartbeat, silence))
+    )
     return registry
 
 

@@ -639,7 +639,7 @@ TOPICS.update({cuda_ipc.TOPIC: _torch_shares, gpu_staged.TOPIC: _stage})
 def engine() -> Engine:
     """Return this process's engine."""
     runtime: Any = program()
-    found: Engine = runtime.extend(Engine, lambda: Engine(runtime, registry()))
+    found: Engine = runtime.extensions.extend(Engine, lambda: Engine(runtime, registry()))
     return found
 
 
