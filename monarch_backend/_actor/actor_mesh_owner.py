@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor import context, process_stop, stuck_readers
-from monarch_backend._actor.actor import blueprint
 from monarch_backend._actor.actor_mesh import ActorMesh
+from monarch_backend._actor.blueprint import blueprint
 from monarch_backend._actor.errors import Death, MeshFailure, SupervisionError
 from monarch_backend._actor.future import Future
 from monarch_backend._actor.interruption import KILL_AFTER_S

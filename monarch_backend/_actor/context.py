@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._actor.this_proc import this_proc
 from monarch_backend._mesh.extent import Extent, Point
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ class ActorInstance:
     @property
     def proc(self) -> Any:
         """This process, as a mesh of one process."""
-        from monarch_backend._actor.this_proc import this_proc
-
         return this_proc()
 
     @property

@@ -7,7 +7,7 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from monarch_backend._actor.actor import blueprint
+from monarch_backend._actor.blueprint import blueprint
 from monarch_backend._actor.errors import Death, MeshFailure
 from monarch_backend._actor.mesh_state import ActorMeshState
 from monarch_backend._mesh.extent import Extent

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._actor.actor import Actor, endpoint
 from monarch_backend._actor.codec import supervision_error
 from monarch_backend._actor.context import current_rank
+from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.future import Future
 from monarch_backend._core.addresses import address_towards, is_loopback, numeric_address
 from monarch_backend._core.timeouts import check_bounded
@@ -69,8 +70,6 @@ class World(Actor):
 
         If the process ends, its other actors end first, because they may still use the group.
         """
-        from monarch_backend._actor.runtime import program
-
         store, self._store = self._store, None
 
         def leave(_store: Any = store) -> None:

@@ -16,6 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from monarch_backend._actor.process_records import OwnedProcess, OwnedProcs, ProcessRecords
 from monarch_backend._actor.stuck_readers import StuckReaders
 from monarch_backend._actor.supervision import Restart, RestartLimiter, check_policy
+from monarch_backend._actor.worker_plan import Plan
 from monarch_backend._core import env as settings
 from monarch_backend._core.extension_points import extension
 from monarch_backend._logs.log_collector import LogCollector
@@ -146,11 +147,9 @@ class ProcessStarter:
     def _recipe(
         self, core: ProcMeshState, bootstrap: Any, cpus: list[Any], env: Mapping[str, str] | None
     ) -> Callable[[int, Peer], ProcessSpec]:
-        from monarch_backend._actor.worker_main import Plan, run_bootstrap
-
         program, packed = self._program, None
         if bootstrap is not None:
-            packed = cloudpickle.dumps(functools.partial(run_bootstrap, _packed(bootstrap)))
+            packed = cloudpickle.dumps(functools.partial(extension("bootstrap"), _packed(bootstrap)))
         count = core.extent.nelements
         processors = len(os.sched_getaffinity(0))
         environment = {**settings.without_secrets(os.environ), **(env or {})}

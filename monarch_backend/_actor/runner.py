@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from monarch_backend._actor import context, interruption
-from monarch_backend._actor.actor import ActorClassInfo, blueprint, build, specify
+from monarch_backend._actor.actor import ActorClassInfo, build, specify
+from monarch_backend._actor.blueprint import blueprint
 from monarch_backend._actor.codec import HOST, pack_error, pack_failure, read_prefix, text_of
 from monarch_backend._actor.errors import CancelledError, Death, MeshFailure
 from monarch_backend._actor.interruption import CONSTRUCTOR, AbortLimits, RunningCode

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend._actor import named_actors, program_exit
+from monarch_backend._actor import current_runtime, named_actors, process_groups, program_exit
 from monarch_backend._actor.actor_mesh import ActorMesh
 from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
+from monarch_backend._actor.current_runtime import is_of_parent, program
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.future import Future
 from monarch_backend._actor.known_hosts import KnownHosts
@@ -180,8 +181,6 @@ class Runtime:
 
     def process_group(self, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
         """Make the processes the ranks of a torch process group. Return a Future."""
-        from monarch_backend._actor import process_groups
-
         return process_groups.meet(self, procs, backend, timeout)
 
     def set_log_level(self, core: ProcMeshState, level: int | str) -> None:
@@ -254,8 +253,6 @@ class Runtime:
         elif message.name == "log_level":
             install_worker_logging(message.value)
         elif message.name == "abort_groups":
-            from monarch_backend._actor import process_groups
-
             self.aside(lambda: process_groups.abort_groups(str(message.value)))
         elif has_extension(name := f"setting {message.name.partition('.')[0]}"):
             self.aside(lambda: extension(name)(self, peer, message.name, message.value))
@@ -327,14 +324,8 @@ class Runtime:
         self.wait = self.soon = self.owner.stops.stop = self.pump.wait = refuse  # type: ignore[method-assign]
 
 
-_program: Runtime | None = None
-_forked_from: frozenset[str] = frozenset()
-_guard = threading.Lock()
-
-
 def start(token: str = "", crowded: bool = False) -> Runtime:
     """Start the runtime of this process, over shared memory."""
-    global _program
     _native.park_threads_at_exit()  # threads of actors wait in C++ code when the interpreter ends
     links = LocalLinks(token, crowded=crowded)
     holder: list[Runtime] = []
@@ -342,42 +333,30 @@ def start(token: str = "", crowded: bool = False) -> Runtime:
     made = Runtime(links, pump, RealClock())
     holder.append(made)
     pump.start()
-    _program = made
+    current_runtime.set_program(made)
     return made
 
 
-def is_of_parent(token: str) -> bool:
-    """Return whether the token is of a process that only the parent of this fork knows."""
-    return token in _forked_from and (_program is None or token not in _program.router.peers)
-
-
-def program() -> Runtime:
-    """Return the runtime of this process. The first call starts it."""
-    if _program is None:
-        with _guard:
-            if _program is None:
-                env.check()
-                made = start()
-                made.shutdown.register()
-    assert _program is not None
-    return _program
+def _start_main() -> None:
+    """Start the runtime of the main program, at its first use."""
+    env.check()
+    start().shutdown.register()
 
 
 def _in_forked_child() -> None:
     """Drop the runtime in a fork: its meshes are the parent's."""
-    global _program, _forked_from
-    if _program is not None:
-        _forked_from |= {_program.router.token, *_program.router.peers}
-        atexit.unregister(_program.shutdown.run)
-        _program.links.host.abandon()  # type: ignore[attr-defined]
-        for part in _program.extensions:
+    dropped = current_runtime.drop_program()
+    if dropped is not None:
+        atexit.unregister(dropped.shutdown.run)
+        dropped.links.host.abandon()  # type: ignore[attr-defined]
+        for part in dropped.extensions:
             part.abandon()
-        _program.detach_after_fork()
-        _native.keep_for_ever(_program)
-        _program = None
+        dropped.detach_after_fork()
+        _native.keep_for_ever(dropped)
 
 
 fork.register(fork.Step.RUNTIME, after_in_child=_in_forked_child)
+current_runtime.install(_start_main)
 seam.install(program)
 
 __all__ = ["Runtime", "is_of_parent", "program", "start"]

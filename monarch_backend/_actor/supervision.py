@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from monarch_backend._actor import program_exit
+from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._core.extension_points import extension
 from monarch_backend._transport.local.links import Clock
@@ -113,8 +114,6 @@ def end_program(failure: MeshFailure) -> None:
     >>> actor.unhandled_fault_hook = lambda failure: print(failure.report())
     >>> actor.unhandled_fault_hook = default
     """
-    from monarch_backend._actor.runtime import program
-
     here = program()
     here.flush_logs()
     sys.stderr.write(

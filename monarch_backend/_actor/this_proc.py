@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from monarch_backend._actor.runtime import program
+from monarch_backend._actor.current_runtime import program
 from monarch_backend._mesh.extent import Extent, Shape
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
 

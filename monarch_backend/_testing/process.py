@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from monarch_backend._actor import context, runtime
-from monarch_backend._actor.actor import blueprint
+from monarch_backend._actor import context, current_runtime
+from monarch_backend._actor.blueprint import blueprint
 from monarch_backend._actor.errors import CancelledError, in_words
 from monarch_backend._actor.runner import ActorRunner
 from monarch_backend._actor.runtime import Runtime
@@ -24,7 +24,7 @@ from monarch_backend._transport.local.event_loop import Timer
 from monarch_backend._transport.local.frames import Constructed
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.worker_main import Plan
+    from monarch_backend._actor.worker_plan import Plan
     from monarch_backend._testing.simulator import Simulation
     from monarch_backend._transport.local.peer import Peer
 
@@ -280,7 +280,7 @@ class SimulatedProcess:
         simulation = self.simulation
         before, was_reading = simulation.running, self.reading
         simulation.running, self.reading = self, reading
-        runtime._program = self.program
+        current_runtime._program = self.program
         context.cell.set(cell)
         context.message.set(None)
         try:
@@ -289,7 +289,7 @@ class SimulatedProcess:
             pass
         finally:
             self.reading, simulation.running = was_reading, before
-            runtime._program = before.program
+            current_runtime._program = before.program
 
     def soon(self, call: Callable[[], object], cell: ActorRunner | None = None) -> None:
         """Call ``call()`` in a turn of its own, after a delay that the conditions give."""

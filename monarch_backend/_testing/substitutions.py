@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import monarch_backend.actor as public
-from monarch_backend._actor import actor_mesh_owner, codec, context, process_start, runtime
+from monarch_backend._actor import actor_mesh_owner, codec, context, current_runtime, process_start
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._mesh import proc_mesh
 from monarch_backend._mesh.extent import Extent, ranks_in_words
@@ -33,7 +33,7 @@ def _ranks_in_words(extent: Extent, ranks: Collection[int]) -> str:
 
 
 def _pid_here() -> int:
-    running = runtime._program
+    running = current_runtime._program
     return running.pid if running is not None else 0
 
 
@@ -84,7 +84,7 @@ def simulated_seams(
         (process_start, "secrets", secrets),
         (codec, "getpid", _pid_here),
         (public, "unhandled_fault_hook", on_fault),
-        (runtime, "_program", None),
+        (current_runtime, "_program", None),
         (proc_mesh, "ranks_in_words", _ranks_in_words),
         *((router_tuning, name, value) for name, value in tuning.items() if value is not None),
     ]

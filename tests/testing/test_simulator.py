@@ -21,7 +21,7 @@ import pytest
 import monarch_backend.actor as public
 import monarch_backend.testing
 from monarch_backend import _testing
-from monarch_backend._actor import actor_mesh_owner, process_restarts, runtime
+from monarch_backend._actor import actor_mesh_owner, current_runtime, process_restarts, runtime
 from monarch_backend._actor import context as actor_context
 from monarch_backend._transport.local import tuning
 from monarch_backend._transport.local.frames import Kind, Replaced
@@ -176,7 +176,7 @@ def test_everything_is_put_back() -> None:
             tuning.SHARED_COPY_MIN_BYTES,
         ]
         constants = [*sizes, tuning.TREE_FANOUT, tuning.MAX_DIRECT_RECEIVERS, actor_mesh_owner.secrets]
-        seams = [runtime._program, public.unhandled_fault_hook, actor_context.cell.get()]
+        seams = [current_runtime._program, public.unhandled_fault_hook, actor_context.cell.get()]
         return [*constants, *seams, signal.getsignal(signal.SIGINT)]
 
     before = state()
