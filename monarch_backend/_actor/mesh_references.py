@@ -13,9 +13,8 @@ from monarch_backend._actor.mesh_state import ActorMeshState
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMeshState, ProcReference, label_of
 from monarch_backend._transport.local.frames import Frame, Replaced
-from monarch_backend._transport.local.links import epoch_of
 from monarch_backend._transport.local.peer import Peer
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import epoch_of, host_of
 
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime

@@ -18,7 +18,7 @@ from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.future import Future
 from monarch_backend._core.addresses import address_towards, is_loopback, numeric_address
 from monarch_backend._core.timeouts import check_bounded
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import host_of
 
 if TYPE_CHECKING:
     from monarch_backend._mesh.proc_mesh import ProcMesh

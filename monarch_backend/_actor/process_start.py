@@ -29,7 +29,7 @@ from monarch_backend._processes.resource_limits import allow_descriptors, check_
 from monarch_backend._processes.spawner import RANKS_HERE, ProcessSpec, Spawner
 from monarch_backend._serialization.pickling import dumps_in_band
 from monarch_backend._transport.local.peer import Peer
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import host_of
 
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime

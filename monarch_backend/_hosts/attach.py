@@ -27,8 +27,8 @@ from monarch_backend._transport.local.frames import Frame, Setting
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.network.auth import name_of
 from monarch_backend._transport.network.connection import Timeouts
-from monarch_backend._transport.network.envelope import HOST_ID_LENGTH, host_of
 from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for the gateway to end its sessions with other hosts."""

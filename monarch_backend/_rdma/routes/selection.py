@@ -36,7 +36,7 @@ from monarch_backend._rdma.routes.gpu_verbs import GpuNics
 from monarch_backend._rdma.routes.same_host import LocalRoute, SameHost
 from monarch_backend._rdma.routes.tcp import Endpoints, Tcp
 from monarch_backend._rdma.routes.verbs import Verbs
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import host_of
 from monarch_backend._verbs import VerbsError
 
 log = logging.getLogger("monarch_backend")

@@ -39,17 +39,12 @@ from monarch_backend._transport.local.frames import (
     LookupReply,
     LookupRequest,
 )
-from monarch_backend._transport.local.links import (
-    FIRST_REMOTE_LINK,
-    LINK_PENDING,
-    Links,
-    epoch_of,
-)
+from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDING, Links
 from monarch_backend._transport.local.memory_pressure import RetryQueue, SharedMemoryWait
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.local.peer_lookup import PeerLookup
 from monarch_backend._transport.local.tree_multicast import TreeMulticast
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import epoch_of, host_of
 
 log = logging.getLogger("monarch_backend")
 
