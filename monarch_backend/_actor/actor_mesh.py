@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.endpoint import Endpoint, NonEndpointMethod
 from monarch_backend._actor.mesh_state import ActorMeshState
-from monarch_backend._mesh.extent import MeshBase, Shape
+from monarch_backend._mesh.mesh_base import MeshBase
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcReference, whole
+from monarch_backend._mesh.shape import Shape
 
 if TYPE_CHECKING:
     from typing_extensions import Self

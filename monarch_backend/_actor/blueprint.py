@@ -7,7 +7,7 @@ import inspect
 
 from monarch_backend._actor.actor import Actor, ActorClassInfo, EndpointMethod, EndpointSpec, specify
 from monarch_backend._actor.actor_mesh import ActorMesh
-from monarch_backend._mesh.extent import MeshBase
+from monarch_backend._mesh.mesh_base import MeshBase
 
 
 def _reserved() -> frozenset[str]:

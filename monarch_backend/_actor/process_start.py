@@ -21,8 +21,9 @@ from monarch_backend._core import env as settings
 from monarch_backend._core.extension_points import extension
 from monarch_backend._logs.log_collector import LogCollector
 from monarch_backend._logs.mesh_log import MeshLog
-from monarch_backend._mesh.extent import Extent, ranks_in_words
+from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState, label_of
+from monarch_backend._mesh.rank_text import ranks_in_words
 from monarch_backend._processes import cpu_affinity
 from monarch_backend._processes.main_module import main_module, refuse_import_of_main
 from monarch_backend._processes.resource_limits import allow_descriptors, check_count, check_spawn

@@ -18,9 +18,10 @@ from monarch_backend._hosts.address import find_secret, parse_address
 from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Started
 from monarch_backend._hosts.remote_spawner import RemoteSpawner
 from monarch_backend._hosts.tls_config import tls_for
-from monarch_backend._mesh.extent import Extent, Shape
+from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._mesh.runtime_protocol import program
+from monarch_backend._mesh.shape import Shape
 from monarch_backend._processes.spawner import Spawner
 from monarch_backend._transport.local.frames import Agent as AgentFrame
 from monarch_backend._transport.local.frames import Frame, Setting

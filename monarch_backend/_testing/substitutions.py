@@ -18,7 +18,8 @@ import monarch_backend.actor as public
 from monarch_backend._actor import actor_mesh_owner, codec, context, current_runtime, process_start
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._mesh import proc_mesh
-from monarch_backend._mesh.extent import Extent, ranks_in_words
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.rank_text import ranks_in_words
 from monarch_backend._transport.local import tuning as router_tuning
 
 

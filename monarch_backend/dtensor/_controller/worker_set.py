@@ -18,7 +18,8 @@ import torch
 from monarch_backend import _native
 from monarch_backend._actor.errors import SupervisionError
 from monarch_backend._core import debug_log
-from monarch_backend._mesh.extent import Extent, Shape
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.shape import Shape
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.command_stream import DELETE_THRESHOLD_BYTES, FIRST, MOST, Stream
