@@ -92,10 +92,11 @@ $(FUZZ)/.installed:
 	$(FUZZ)/bin/pip install -q "atheris>=3.0" "msgspec>=0.19"
 	touch $@
 
-lint: $(STAMP)  ## ruff (format and lint), the layers of packages, prose, mypy --strict
+lint: $(STAMP)  ## ruff (format and lint), layers of packages and cycles inside them, prose, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/lint-imports .importlinter-cycles
 	$(BIN)/python tools/check_prose.py
 	$(BIN)/mypy
 

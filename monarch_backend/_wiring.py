@@ -23,6 +23,13 @@ def run_worker(plan: Any) -> None:
     worker_main.main(plan)
 
 
+def run_bootstrap(packed: bytes) -> None:
+    """Call the user's ``bootstrap=`` in a process of a mesh. It is pickled as `run_worker` is."""
+    from monarch_backend._actor import worker_main
+
+    worker_main.run_bootstrap(packed)
+
+
 def _actor_module() -> Any:
     from monarch_backend import actor
 
@@ -55,6 +62,7 @@ def _dtensor() -> Any:
 
 provide("runtime", _runtime)
 provide("worker", lambda: run_worker)
+provide("bootstrap", lambda: run_bootstrap)
 provide("actor module", _actor_module)
 provide("gateway", _gateway)
 provide("workspace sync", _workspace_sync)

@@ -36,9 +36,10 @@ from monarch_backend._actor.supervision import end_program as unhandled_fault_ho
 from monarch_backend._actor.this_proc import get_or_spawn_controller, this_proc
 from monarch_backend._hosts.attach import attach, attach_to_workers
 from monarch_backend._hosts.daemon import run_worker_loop_forever
-from monarch_backend._mesh.extent import Extent, Point, Shape
+from monarch_backend._mesh.extent import Extent, Point
 from monarch_backend._mesh.host_mesh import HostMesh, this_host
 from monarch_backend._mesh.proc_mesh import ProcMesh
+from monarch_backend._mesh.shape import Shape
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._processes.resource_limits import SpawnLimitError
 from monarch_backend._serialization.pickling import DeserializationError, SerializationError

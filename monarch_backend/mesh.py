@@ -6,9 +6,10 @@
 """
 
 from monarch_backend import _wiring as _wiring
-from monarch_backend._mesh.extent import Extent, Point, Shape
+from monarch_backend._mesh.extent import Extent, Point
 from monarch_backend._mesh.host_mesh import HostMesh, this_host
 from monarch_backend._mesh.proc_mesh import ProcMesh
+from monarch_backend._mesh.shape import Shape
 from monarch_backend._mesh.value_mesh import ValueMesh
 
 __all__ = ["Extent", "HostMesh", "Point", "ProcMesh", "Shape", "ValueMesh", "this_host"]

@@ -19,7 +19,7 @@ from _verbs_floor import below, sleeps
 
 from monarch_backend import rdma
 from monarch_backend._rdma.registrations import registry
-from monarch_backend._rdma.routes.base import patient
+from monarch_backend._rdma.route_protocol import patient
 from monarch_backend._rdma.transfer_engine import engine
 from monarch_backend._verbs import Region
 from monarch_backend._verbs.provider import READ, WRITE, Work

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._actor.current_runtime import program
+from monarch_backend._actor.endpoint import Endpoint, NonEndpointMethod
 from monarch_backend._actor.mesh_state import ActorMeshState
-from monarch_backend._mesh.extent import MeshBase, Shape
+from monarch_backend._mesh.mesh_base import MeshBase
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcReference, whole
+from monarch_backend._mesh.shape import Shape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from monarch_backend._actor.endpoint import Endpoint
     from monarch_backend._actor.future import Future
 
 
@@ -26,8 +28,6 @@ def _from_reference(
     owner: str,
     shape: Shape,
 ) -> ActorMesh:
-    from monarch_backend._actor.runtime import program
-
     return ActorMesh(program().actor_core(actor, name, cls, procs, labels, sizes, bases, owner), shape)
 
 
@@ -67,12 +67,8 @@ class ActorMesh(MeshBase):
     def __getattr__(self, name: str) -> Endpoint[Any]:
         if name.startswith("__") or name in ("_core", "_shape"):
             raise AttributeError(name)
-        from monarch_backend._actor.endpoint import Endpoint
-
         spec = self._core.blueprint.endpoints.get(name)
         if spec is None and callable(getattr(self._core.blueprint.cls, name, None)):
-            from monarch_backend._actor.endpoint import NonEndpointMethod
-
             return NonEndpointMethod(self, name)  # type: ignore[return-value]
         found: Endpoint[Any] = Endpoint(self, self._core.blueprint.spec(name))
         self.__dict__[name] = found  # the next access does not come here
@@ -96,8 +92,6 @@ class ActorMesh(MeshBase):
         It raises `MeshFailure` if a constructor has raised. Raises RuntimeError for a mesh that another process has
         spawned.
         """
-        from monarch_backend._actor.runtime import program
-
         return program().built(self._core)
 
     @property
@@ -119,8 +113,6 @@ class ActorMesh(MeshBase):
         Raises ValueError for a slice or an invalid timeout, and RuntimeError for a mesh that another process has
         spawned.
         """
-        from monarch_backend._actor.runtime import program
-
         return program().stop_actors(whole(self, "stop"), "stop", reason, timeout)
 
     def abort(self, reason: str = "aborted by its owner") -> Future[None]:
@@ -132,8 +124,6 @@ class ActorMesh(MeshBase):
 
         Raises ValueError for a slice, and RuntimeError for a mesh that another process has spawned.
         """
-        from monarch_backend._actor.runtime import program
-
         return program().stop_actors(whole(self, "abort"), "abort", reason)
 
     def __dir__(self) -> list[str]:

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._actor import context, ownership
-from monarch_backend._actor.actor import blueprint
+from monarch_backend._actor import context, process_stop, stuck_readers
 from monarch_backend._actor.actor_mesh import ActorMesh
+from monarch_backend._actor.blueprint import blueprint
 from monarch_backend._actor.errors import Death, MeshFailure, SupervisionError
 from monarch_backend._actor.future import Future
+from monarch_backend._actor.interruption import KILL_AFTER_S
 from monarch_backend._actor.mesh_state import ActorMeshState
-from monarch_backend._actor.ownership import OwnedActors
-from monarch_backend._actor.runner import KILL_AFTER_S
+from monarch_backend._actor.owned_actors import OwnedActors
 from monarch_backend._actor.supervision import Restart, RestartLimiter, check_policy
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.proc_mesh import ProcMesh
@@ -110,7 +110,7 @@ class ActorMeshOwner:
                 Death(
                     rank,
                     core.where(rank),
-                    self._runtime.host_name(core.peer(rank).token),
+                    self._runtime.hosts.name_of(core.peer(rank).token),
                     core.peer(rank).pid,
                     f"it was stopped: {reason}",
                 )
@@ -149,17 +149,19 @@ class ActorMeshOwner:
         def give_up() -> None:
             for rank in list(core.owned.left):
                 peer = core.peer(rank)
-                if peer is not self._runtime.router.me and not self._runtime.owner.kill_if_deaf(peer):
+                if peer is not self._runtime.router.me and not self._runtime.owner.stuck.kill_if_deaf(peer):
                     log.warning(
                         "%s of %s counts as ended: its process has not started yet, and will end the actor when it has",
                         core.where(rank), core.name,
                     )  # fmt: skip
                     core.owned.is_gone(rank)
             if not ended.ready:
-                timers.append(self._runtime.pump.later(ownership.CHECK_INTERVAL_S, give_up))
+                timers.append(self._runtime.pump.later(stuck_readers.CHECK_INTERVAL_S, give_up))
 
         timers = [
-            self._runtime.pump.later(ownership.SHUTDOWN_GRACE_S if timeout is None else timeout + KILL_AFTER_S, give_up)
+            self._runtime.pump.later(
+                process_stop.SHUTDOWN_GRACE_S if timeout is None else timeout + KILL_AFTER_S, give_up
+            )
         ]
         if timeout is not None:
             timers.append(self._runtime.pump.later(timeout, interrupt))
@@ -173,7 +175,7 @@ class ActorMeshOwner:
     def on_constructed(self, peer: Peer, message: Constructed, _: Frame) -> None:
         """Note that an actor is constructed, or, for number 0, that a process is ready."""
         if message.actor == 0:
-            self._runtime.owner.bootstrapped(peer)
+            self._runtime.owner.readiness.bootstrapped(peer)
             return
         core = self._runtime.actors.get(message.actor)
         if core is not None and core.owned is not None:
@@ -188,7 +190,7 @@ class ActorMeshOwner:
     def on_failed(self, peer: Peer, message: Failed, frame: Frame) -> None:
         """Handle the failure of an actor, or, for number 0, of a process at its start."""
         if message.actor == 0:
-            self._runtime.owner.bootstrap_failed(peer, unpack_exception(bytes(frame.body)))
+            self._runtime.owner.readiness.bootstrap_failed(peer, unpack_exception(bytes(frame.body)))
             return
         core = self._runtime.actors.get(message.actor)
         if core is None or core.owned is None or message.generation != core.owned.generations[message.rank]:
@@ -232,7 +234,7 @@ class ActorMeshOwner:
         if owned.intensity is not None and core.peer(rank).gone is None:
             self._runtime.router.tell(core.peer(rank), Stop(core.actor, "stop", "it has died too often"))
         owned.built._fail(mesh_failure)
-        if not self._runtime.owner.failed_to_start(core.peer(rank)) or self._runtime.supervision.is_asked(
+        if not self._runtime.owner.readiness.failed_to_start(core.peer(rank)) or self._runtime.supervision.is_asked(
             owned.owner_cell
         ):
             self._runtime.supervision.failed(owned.owner_cell, mesh_failure)

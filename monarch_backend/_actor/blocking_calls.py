@@ -1,7 +1,7 @@
 """Interruption of blocking code on the main thread of a process of a mesh, and the place where a thread is blocked.
 
-A signal ends the system call, and Python runs its handler before it repeats the call. The handler makes the actor
-runner raise in the interrupted frame. Python runs handlers on the main thread only, so other threads stay blocked.
+A signal ends the system call, and Python runs its handler before it repeats the call. The handler raises in
+the interrupted frame (interruption.py). Python runs handlers on the main thread only, so other threads stay blocked.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from monarch_backend._actor import context
 from monarch_backend._actor.errors import CancelledError
 from monarch_backend._core import fork
-
-if TYPE_CHECKING:
-    from monarch_backend._actor.runner import ActorRunner
 
 CANCEL_SIGNAL = signal.SIGURG
 """Signal that interrupts processes of a mesh; program_exit.py interrupts the main program. Ignored without handler."""
@@ -37,7 +34,17 @@ STILL_S = 0.05
 MAX_MOVING_S = 0.5
 """Seconds after which standard library code that makes progress is interrupted."""
 
-_target: ActorRunner | None = None
+
+class Interruptible(Protocol):
+    """Code of one thread that a signal can interrupt."""
+
+    thread_id: int
+
+    def raise_in(self, frame: FrameType | None) -> None:
+        """Raise an exception in this frame of the thread, if it may be raised there."""
+
+
+_target: Interruptible | None = None
 
 
 def install() -> None:
@@ -49,7 +56,7 @@ def install() -> None:
     def repeat_or_report(unraisable: sys.UnraisableHookArgs) -> None:
         """Interrupt again if the exception was lost, as in ``__del__``, where Python ignores every exception."""
         cell = context.cell.get()
-        if cell is None or not cell.repeat_interruption(unraisable.exc_value):
+        if cell is None or not cell.code.repeat(unraisable.exc_value):
             former(unraisable)
 
     sys.unraisablehook = repeat_or_report
@@ -78,11 +85,11 @@ def why_not(thread_id: int) -> str | None:
     )
 
 
-def interrupt(cell: ActorRunner) -> None:
-    """Call ``cell.raise_in(frame)`` on the main thread."""
+def interrupt(code: Interruptible) -> None:
+    """Call ``code.raise_in(frame)`` on the main thread."""
     global _target
-    _target = cell
-    signal.pthread_kill(cell._thread_id, CANCEL_SIGNAL)
+    _target = code
+    signal.pthread_kill(code.thread_id, CANCEL_SIGNAL)
 
 
 def raise_soon(thread_id: int) -> None:
@@ -106,9 +113,9 @@ def discard_exception() -> None:
 
 
 def _on_signal(_number: int, frame: FrameType | None) -> None:
-    cell = _target
-    if cell is not None:
-        cell.raise_in(frame)
+    code = _target
+    if code is not None:
+        code.raise_in(frame)
 
 
 class Standstill:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._actor.this_proc import this_proc
 from monarch_backend._mesh.extent import Extent, Point
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ class ActorInstance:
     @property
     def proc(self) -> Any:
         """This process, as a mesh of one process."""
-        from monarch_backend._actor.this_proc import this_proc
-
         return this_proc()
 
     @property
@@ -57,7 +56,7 @@ class ActorInstance:
     @property
     def cancelled(self) -> bool:
         """True if the caller has cancelled the running message. A long computation may check it."""
-        return False if self._cell is None else self._cell.is_cancelled()
+        return False if self._cell is None else self._cell.code.is_cancelled
 
     def stop(self, reason: str = "stopped by itself") -> None:
         """Stop this actor after the messages in its queue. Raises RuntimeError in the main program."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch_backend._actor.actor import EndpointSpec, specify
 from monarch_backend._actor.codec import prefix_of, supervision_error
+from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.errors import SupervisionError, UnknownEndpointError
 from monarch_backend._actor.future import Future
 from monarch_backend._actor.pending_calls import BroadcastCall, Stream, StreamCollector, UnaryCall, _error_of, loading
@@ -57,8 +58,6 @@ class Endpoint(Generic[R]):
     """
 
     def __init__(self, mesh: ActorMesh, spec: EndpointSpec, plain: int = 0) -> None:
-        from monarch_backend._actor.runtime import program
-
         self._mesh, self._spec, self._plain = mesh, spec, plain
         self._core = mesh._core
         self._ranks: Sequence[int] = mesh._shape.ranks

@@ -8,7 +8,8 @@ from monarch_backend._actor import named_actors
 from monarch_backend._actor.async_runner import AsyncActorRunner
 from monarch_backend._actor.codec import HOST, pack_failure
 from monarch_backend._actor.errors import Death, MeshFailure
-from monarch_backend._actor.runner import ActorRunner, Message
+from monarch_backend._actor.reply_handle import Message
+from monarch_backend._actor.runner import ActorRunner
 from monarch_backend._serialization.pickling import dumps
 from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
 from monarch_backend._transport.local.frames import Cancel, Construct, Frame, Kind, MoreCredit, Status, Stop
@@ -79,7 +80,7 @@ class LocalActors:
         """Let a generator send more values."""
         cell = self.cells.get(message.actor)
         if cell is not None:
-            cell.more(peer, message)
+            cell.streams.more(peer, message)
 
     def construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
         """Construct an actor, or the successor of an actor that is restarted."""

@@ -7,14 +7,14 @@ import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from monarch_backend._actor.actor import blueprint
+from monarch_backend._actor.blueprint import blueprint
 from monarch_backend._actor.errors import Death, MeshFailure
 from monarch_backend._actor.mesh_state import ActorMeshState
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMeshState, ProcReference, label_of
-from monarch_backend._transport.local.links import epoch_of
+from monarch_backend._transport.local.frames import Frame, Replaced
 from monarch_backend._transport.local.peer import Peer
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import epoch_of, host_of
 
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
@@ -37,7 +37,7 @@ class MeshReferences:
         core = self.procs.get(data.id)
         if core is not None and not _is_newer(data, core):
             return core
-        self._runtime.known_hosts.update(data.host_names)
+        self._runtime.hosts.add_names(data.host_names)
         owner = self._runtime.router.peer(data.owner)
         with self.naming:  # takes no other lock inside
             core = self.procs.get(data.id)
@@ -61,6 +61,17 @@ class MeshReferences:
         if peer.gone is not None and not peer.peace:  # a restart may have been missed
             self._runtime.router.ask_owner(peer)
         return peer
+
+    def on_replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
+        """Note the successors of restarted processes, of which their owner informs this process."""
+        core = self.procs.get(message.mesh)
+        if core is None or core.owned is not None or core.owner is not peer:
+            return
+        for rank, token in zip(message.ranks, message.tokens):  # noqa: B905 (another process may send unequal lengths)
+            if rank < len(core.tokens):
+                core.replace(rank, token)
+                if token in self._runtime.router.peers:
+                    core.peer(rank)
 
     def find_peers_on(self, host: str) -> None:
         """Look up the peers of all known processes on a lost host, so that each of them is marked as lost."""
@@ -98,11 +109,11 @@ class MeshReferences:
         if core.stopped is not None:
             what, code = f"it was stopped: {core.stopped}", None
         else:
-            what, code = self._runtime.owner.how_it_ended(peer)
-        death = Death(rank, core.where(rank), self._runtime.host_name(peer.token), peer.pid, what, code)
+            what, code = self._runtime.owner.records.how_it_ended(peer)
+        death = Death(rank, core.where(rank), self._runtime.hosts.name_of(peer.token), peer.pid, what, code)
         error = None
-        if core.stopped is None and self._runtime.owner.failed_to_start(peer):
-            error, trace = self._runtime.owner.bootstrap_error(peer)
+        if core.stopped is None and self._runtime.owner.readiness.failed_to_start(peer):
+            error, trace = self._runtime.owner.readiness.bootstrap_error(peer)
             death = replace(death, error=error, trace=trace, at_start=True)
         failure = MeshFailure(mesh_name or core.name, [death])
         failure.__cause__ = error
@@ -115,7 +126,7 @@ class MeshReferences:
             if rank is not None:
                 return self.death_of(core, rank, peer)
         return MeshFailure(
-            "?", [Death(0, str(peer), self._runtime.host_name(peer.token), peer.pid, peer.gone or "it is gone")]
+            "?", [Death(0, str(peer), self._runtime.hosts.name_of(peer.token), peer.pid, peer.gone or "it is gone")]
         )
 
 

@@ -10,8 +10,9 @@ from monarch_backend._actor.actor import ActorClassInfo
 from monarch_backend._actor.codec import describe_error, read_error
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.unread_errors import CallSite, UnreadError
-from monarch_backend._mesh.extent import Extent, ranks_in_words
+from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMeshState
+from monarch_backend._mesh.rank_text import ranks_in_words
 from monarch_backend._transport.local.frames import Frame, Status
 from monarch_backend._transport.local.peer import Peer
 

@@ -6,15 +6,18 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor import context
-from monarch_backend._actor.actor import Actor, blueprint, endpoint
+from monarch_backend._actor.actor import Actor, endpoint
+from monarch_backend._actor.actor_mesh import ActorMesh
+from monarch_backend._actor.blueprint import blueprint
+from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.future import Future
 from monarch_backend._actor.mesh_state import ActorMeshState
+from monarch_backend._actor.this_proc import this_proc
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMeshState
 from monarch_backend._transport.local.frames import Construct
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.actor_mesh import ActorMesh
     from monarch_backend._actor.runtime import Runtime
 
 SERVICE_ACTOR_NUMBER = 2
@@ -31,8 +34,6 @@ class Registry:
 
     def get(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
         """Return the actor of this name, and spawn it if needed. Raises TypeError if it is of another class."""
-        from monarch_backend._actor.this_proc import this_proc
-
         with self._lock:
             mesh = self._meshes.get(name)
             if mesh is None or mesh._core.failure_of(0) is not None:
@@ -49,8 +50,6 @@ class NamedActorService(Actor):
     @endpoint
     def find(self, name: str, cls: type, args: Any, kwargs: Any) -> Any:
         """Return the actor as `Registry.get` does. Its owner is the main program, not this actor."""
-        from monarch_backend._actor.runtime import program
-
         running = context.cell.set(None)
         try:
             return program().registry.get(name, cls, args, kwargs).get()
@@ -65,8 +64,6 @@ def plan() -> Construct:
 
 def ask(program: Runtime, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
     """Request a named actor from the main program, in another process."""
-    from monarch_backend._actor.actor_mesh import ActorMesh
-
     root = program.root
     assert root is not None
     with program.naming:

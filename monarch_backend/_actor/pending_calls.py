@@ -16,7 +16,8 @@ from monarch_backend._actor.codec import supervision_error
 from monarch_backend._actor.errors import CancelledError, MeshFailure
 from monarch_backend._actor.future import Future
 from monarch_backend._actor.unread_errors import CallSite
-from monarch_backend._mesh.extent import Extent, ranks_in_words
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.rank_text import ranks_in_words
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._serialization.pickling import loads
 from monarch_backend._transport.local.event_loop import release

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import host_of
 
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
@@ -22,7 +22,7 @@ class Placement:
         if hosts is None:
             return [host_of(self._runtime.router.token)] * count
         for each in hosts:
-            known = self._runtime.find_host(each)
+            known = self._runtime.hosts.find(each)
             if known is None:
                 raise RuntimeError(
                     f"host {each} was attached by another process: only that process can start processes there"
@@ -33,13 +33,13 @@ class Placement:
 
     def home_again(self, token: str, others: Sequence[str]) -> str:
         """Return the host of a restarted process: its former host or, if that is lost, another one of its mesh."""
-        host = self._runtime.host(token)
+        host = self._runtime.hosts.of(token)
         if host is None or host.lost is None:
             return host_of(token)
         alive = [
             host_of(other)
             for other in others
-            if (known := self._runtime.host(other)) is not None and known.lost is None
+            if (known := self._runtime.hosts.of(other)) is not None and known.lost is None
         ]
         return min(sorted(set(alive)), key=alive.count, default=host_of(token))
 

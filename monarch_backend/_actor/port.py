@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from monarch_backend._actor.codec import Address, pack_error, read_error
+from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.future import Future
 from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._serialization.pickling import dumps, loads
@@ -75,8 +76,6 @@ class Port(Generic[T]):
         self._send(Status.ERROR, pack_error(error), None)
 
     def _send(self, status: bytes, body: Any, buffers: Any) -> None:
-        from monarch_backend._actor.runtime import program
-
         router = program().router
         token, number = self._address
         router.send(router.peer(token), Kind.PORT, number, 0, self._rank, status, body, buffers)
@@ -125,8 +124,6 @@ class HandedPort(Port[T]):
         return (*self._address, self._rank)
 
     def _send(self, status: bytes, body: Any, buffers: Any) -> None:
-        from monarch_backend._actor.runtime import program
-
         router = program().router
         token, ref = self._address
         if ref:  # 0: the call has no reply
@@ -371,8 +368,6 @@ class Channel:
 
 
 def _open(once: bool, ranked: bool) -> tuple[Port[Any], PortReceiver[Any]]:
-    from monarch_backend._actor.runtime import program
-
     here = program()
     number = next(here.ids)
     receiver: PortReceiver[Any] = PortReceiver(here, number, once, ranked)

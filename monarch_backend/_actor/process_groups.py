@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._actor.actor import Actor, endpoint
 from monarch_backend._actor.codec import supervision_error
 from monarch_backend._actor.context import current_rank
+from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.future import Future
 from monarch_backend._core.addresses import address_towards, is_loopback, numeric_address
 from monarch_backend._core.timeouts import check_bounded
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import host_of
 
 if TYPE_CHECKING:
     from monarch_backend._mesh.proc_mesh import ProcMesh
@@ -69,8 +70,6 @@ class World(Actor):
 
         If the process ends, its other actors end first, because they may still use the group.
         """
-        from monarch_backend._actor.runtime import program
-
         store, self._store = self._store, None
 
         def leave(_store: Any = store) -> None:
@@ -102,9 +101,9 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
     if world is None or world.failed_ranks:
         world = core.groups[key] = procs.spawn("world", World)
     done: Future[None] = Future(program.wait)
-    home = program.host(core.tokens[key[0]])
+    home = program.hosts.of(core.tokens[key[0]])
     host, homes = MEETING_HOST if home is None else home.address[0], [host_of(core.tokens[rank]) for rank in key]
-    known = [program.host(core.tokens[rank]) for rank in key]
+    known = [program.hosts.of(core.tokens[rank]) for rank in key]
     others = sorted({each.address[0] for each in known if each is not None})
     first = world if len(world) == 1 else world.flatten("rank").slice(rank=0)
 

@@ -1,7 +1,7 @@
 """Runtime of one process: its meshes, pending calls and actors.
 
 Each process, of the controller or of a mesh, has one `Runtime`, made at its first use. It connects frames
-(_transport/), processes (_mesh/) and actors (this package). ownership.py has the records of owned processes,
+(_transport/), processes (_mesh/) and actors (this package). ownership.py has the parts that own processes,
 supervision.py the policy.
 """
 
@@ -15,16 +15,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from monarch_backend import _native
-from monarch_backend._actor import context, named_actors, program_exit
-from monarch_backend._actor.actor import blueprint
+from monarch_backend._actor import current_runtime, named_actors, process_groups, program_exit
 from monarch_backend._actor.actor_mesh import ActorMesh
 from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
-from monarch_backend._actor.codec import HOST
+from monarch_backend._actor.current_runtime import is_of_parent, program
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.future import Future
+from monarch_backend._actor.known_hosts import KnownHosts
 from monarch_backend._actor.local_actors import LocalActors
 from monarch_backend._actor.mesh_references import MeshReferences, alive
 from monarch_backend._actor.mesh_state import ActorMeshState
@@ -32,10 +32,12 @@ from monarch_backend._actor.ownership import ProcessOwner
 from monarch_backend._actor.placement import Placement
 from monarch_backend._actor.port import PortReceiver
 from monarch_backend._actor.runner import ActorRunner
-from monarch_backend._actor.runtime_extension import RuntimeExtension
+from monarch_backend._actor.runtime_extension import Extensions
+from monarch_backend._actor.shutdown import Shutdown
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._actor.supervision import Restart, Supervision
-from monarch_backend._core import debug_log, env, fork
+from monarch_backend._actor.waiting import Waiting, log_wait
+from monarch_backend._core import env, fork
 from monarch_backend._core.extension_points import extension, has_extension
 from monarch_backend._core.limits import start_thread
 from monarch_backend._logs.worker_logging import install_worker_logging
@@ -61,14 +63,8 @@ from monarch_backend._transport.local.frames import (
 from monarch_backend._transport.local.links import Clock, Links, LocalLinks, RealClock
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend._transport.local.router import Router
-from monarch_backend._transport.network.envelope import host_of
 
 log = logging.getLogger("monarch_backend")
-
-E = TypeVar("E", bound=RuntimeExtension)
-
-SHUTDOWN_NOTICE_S, SHUTDOWN_KILL_S = 1.0, 5.0
-"""Seconds after which the end of the program reports processes that still run, and then kills them."""
 
 
 class Runtime:
@@ -95,7 +91,6 @@ class Runtime:
         self.leaving = False  # this process is to end
         self.last: list[Callable[[], None]] = []  # called when all actors of this process have ended
         self.disowned = False  # this process is a fork of the runtime's process
-        self.at_exit = False  # `shutdown` is registered with atexit
         self.home_extent: Extent | None = None  # extent of this process's mesh; None in the main program
         self.home_rank = 0
         self.root: Peer | None = None  # the main program; None if this is it
@@ -103,20 +98,23 @@ class Runtime:
         self.interrupts = Interrupts(self)
         self.server_address = ""  # address of the fork server, in a process of a mesh
         self.gateway = ""  # token of this host's gateway, once there are other hosts
-        self.known_hosts: dict[str, str] = {}  # names of other hosts by number, received with meshes
-        self.extensions: dict[type[RuntimeExtension], RuntimeExtension] = {}
-        self._extending = threading.RLock()
+        self.extensions = Extensions()
+        self.hosts = KnownHosts(self)
+        self.host_names = self.hosts.names_of
+        self.waiting = Waiting(self)
+        self.wait: Callable[..., bool] = self.waiting.wait
+        self.shutdown = Shutdown(self)
         self.run_cell: Callable[[ActorRunner], None] = self._run_in_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
-        self.router = Router(links, self._wait_for_room)
+        self.router = Router(links, self.waiting.wait_for_room)
         self.router.wake = pump.wake  # type: ignore[method-assign]
         self.router.later = pump.later  # type: ignore[method-assign]
         self.router.on_gone = self._gone
         self.router.before_host_gone = self.references.find_peers_on
         self.router.on_met = self._met
-        self.router.on_wait = self._say_wait
-        self.router.on_full = _log_wait
+        self.router.on_wait = self.waiting.on_wait
+        self.router.on_full = log_wait
         self.router.handlers.update(
             {Kind.CALL: self.local_actors.receive, Kind.REPLY: self._replied, Kind.PORT: self._ported}
         )
@@ -129,59 +127,14 @@ class Runtime:
                 Stop: self.local_actors.stop,
                 Stopped: self.actor_owner.on_stopped,
                 Failed: self.actor_owner.on_failed,
-                Replaced: self._replaced,
+                Replaced: references.on_replaced,
                 Setting: self._set,
             }
         )
         self.owner = ProcessOwner(self)
-        self.router.on_asked = self.owner.tell_successor
+        self.router.on_asked = self.owner.restarts.tell_successor
 
-    # ---- waiting and threads
-
-    def wait(self, what: Any, seconds: float | None = None) -> bool:
-        """Wait for ``what``, and read messages meanwhile. An actor's thread can be interrupted in it."""
-        cell = context.cell.get()
-        if cell is None:
-            if threading.get_ident() == self.interrupts.main:
-                return self._wait_on_main(what, seconds)
-            return bool(self.pump.wait(what, seconds))
-        self._refuse_to_wait(cell, what)
-        cell.waiting_for = what
-        try:
-            done = bool(self.pump.wait(what, seconds, cell.interrupt_pending))
-        finally:
-            cell.waiting_for = None
-        if not done:
-            cell.interrupt_here()
-        return done
-
-    def _refuse_to_wait(self, cell: ActorRunner, what: Any) -> None:
-        """Raise RuntimeError where an actor waits for its own reply: it handles one message at a time."""
-        core = getattr(what, "core", None)
-        if core is None or core.actor != cell.actor or what.ready or cell._thread_id != threading.get_ident():
-            return
-        me = self.router.me
-        if getattr(what, "peer", None) is me or me in getattr(what, "peers", ()):
-            raise RuntimeError(
-                f"{cell.name} would never continue: it handles one message at a time, and waits for its own reply to "
-                f"{what.endpoint}. Call the method, self.method(...), or make the endpoints concurrent (async)"
-            )
-
-    def _wait_on_main(self, what: Any, seconds: float | None) -> bool:
-        interrupts = self.interrupts
-        interrupts.guard()
-        interrupts.waiting_for = what
-        try:
-            done = bool(self.pump.wait(what, seconds, interrupts.is_noted))
-        finally:
-            interrupts.waiting_for = None
-        if interrupts.noted:
-            interrupts.raise_here()
-        return done
-
-    def _wait_for_room(self, what: Any, seconds: float | None, whole: bool) -> bool:
-        """Wait as `wait` does. With ``whole``, in the middle of a message, it cannot be interrupted."""
-        return bool(self.pump.wait(what, seconds)) if whole else self.wait(what, seconds)
+    # ---- threads
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call a function on the reading thread, soon."""
@@ -218,53 +171,7 @@ class Runtime:
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
         """Start a process for each rank of the extent. Return a ProcMesh at once."""
         program_exit.prepare()
-        return self.owner.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
-
-    # ---- extensions, hosts among them
-
-    def extend(self, kind: type[E], make: Callable[[], E]) -> E:
-        """Return the extension of this class. The first call makes it."""
-        found = self.extensions.get(kind)
-        if found is None:
-            with self._extending:
-                found = self.extensions.get(kind)
-                if found is None:
-                    found = make()  # may itself add extensions
-                    self.extensions = {**self.extensions, kind: found}  # other threads may iterate over the old one
-        return cast("E", found)
-
-    def attached_hosts(self) -> list[Any]:
-        """Return the Hosts that this program has attached, lost ones among them."""
-        return [host for part in self.extensions.values() for host in list(part.hosts.values())]
-
-    def get_extension(self, kind: type[E]) -> E | None:
-        """Return the extension of this class, if it was made."""
-        return cast("E | None", self.extensions.get(kind))
-
-    def host(self, token: str) -> Any:
-        """Return the Host of a remote process; None if the process is here or another process attached its host."""
-        return self.find_host(host_of(token))
-
-    def find_host(self, host_id: str) -> Any:
-        """Return the Host with this id; None if this program has not attached it."""
-        for part in self.extensions.values():
-            if (found := part.hosts.get(host_id)) is not None:
-                return found
-        return None
-
-    def host_name(self, token: str) -> str:
-        """Return the name of this process's host, for messages."""
-        if host_of(token) == host_of(self.router.token):
-            return HOST
-        host = self.host(token)
-        return self.known_hosts.get(host_of(token), host_of(token)) if host is None else str(host.name)
-
-    def host_names(self, tokens: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Return host numbers and names, see `MeshProgram.host_names`."""
-        if not self.gateway:  # all receivers are on this host
-            return ()
-        numbers = sorted({host_of(token) for token in tokens})
-        return tuple((number, name) for number in numbers if (name := self.host_name(number)) != number)
+        return self.owner.starter.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
 
     def spawn_actors(
         self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
@@ -274,8 +181,6 @@ class Runtime:
 
     def process_group(self, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
         """Make the processes the ranks of a torch process group. Return a Future."""
-        from monarch_backend._actor import process_groups
-
         return process_groups.meet(self, procs, backend, timeout)
 
     def set_log_level(self, core: ProcMeshState, level: int | str) -> None:
@@ -285,7 +190,7 @@ class Runtime:
 
     def ready(self, core: ProcMeshState) -> Future[None]:
         """Return a Future that is done when all processes have started."""
-        return self.owner.ready(core)
+        return self.owner.readiness.ready(core)
 
     def built(self, core: ActorMeshState) -> Future[None]:
         """Return a Future that is done when all actors are constructed. Raises RuntimeError if others own the mesh."""
@@ -300,7 +205,7 @@ class Runtime:
         self, core: ProcMeshState | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
     ) -> Future[None]:
         """End processes. Return a Future that is done when they have exited."""
-        return self.owner.stop(core, how, reason, timeout, hosts)
+        return self.owner.stops.stop(core, how, reason, timeout, hosts)
 
     def stop_actors(self, core: ActorMeshState, how: str, reason: str, timeout: float | None = None) -> Future[None]:
         """End actors, interrupted after ``timeout`` seconds. Return a Future that is done when they have ended."""
@@ -337,16 +242,6 @@ class Runtime:
 
     # ---- actors of this process
 
-    def _replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
-        core = self.procs.get(message.mesh)
-        if core is None or core.owned is not None or core.owner is not peer:
-            return
-        for rank, token in zip(message.ranks, message.tokens):  # noqa: B905 (another process may send unequal lengths)
-            if rank < len(core.tokens):
-                core.replace(rank, token)
-                if token in self.router.peers:
-                    core.peer(rank)
-
     def _set(self, peer: Peer, message: Setting, _: Frame) -> None:
         if message.name == "crowded":
             self.links.post.crowd(bool(message.value))  # type: ignore[attr-defined]
@@ -354,12 +249,10 @@ class Runtime:
             self.aside(lambda: extension("gateway")(self, str(message.value)))
         elif message.name == REPORT_BUSY:
             for cell in list(self.cells.values()):
-                cell.report_busy()
+                cell.code.report_busy()
         elif message.name == "log_level":
             install_worker_logging(message.value)
         elif message.name == "abort_groups":
-            from monarch_backend._actor import process_groups
-
             self.aside(lambda: process_groups.abort_groups(str(message.value)))
         elif has_extension(name := f"setting {message.name.partition('.')[0]}"):
             self.aside(lambda: extension(name)(self, peer, message.name, message.value))
@@ -376,7 +269,7 @@ class Runtime:
     # ---- start and end of processes
 
     def _met(self, peer: Peer) -> None:
-        self.owner.met(peer)
+        self.owner.readiness.met(peer)
         if peer.owner is None:  # it has connected to this process: a known mesh may name its owner
             for core in alive(self.procs):
                 rank = core.rank_of(peer.token)
@@ -384,11 +277,11 @@ class Runtime:
                     core.peer(rank)
 
     def _gone(self, peer: Peer) -> None:
-        for part in self.extensions.values():
+        for part in self.extensions:
             part.on_disconnected(peer)
-        owned = self.owner.member(peer)
+        owned = self.owner.records.find(peer)
         if owned is not None:
-            self.owner.ended(peer)  # calls on_process_lost when the exit status is known
+            self.owner.exits.ended(peer)  # calls on_process_lost when the exit status is known
         else:
             self.on_process_lost(peer, None)
             if not peer.peace and peer.owner is not None and peer.owner.link < 0:
@@ -400,10 +293,10 @@ class Runtime:
             failure = self.references.exit_of(peer)
         for call in list(self.pending.values()):
             call.on_gone(peer, failure)
-        for part in self.extensions.values():
+        for part in self.extensions:
             part.on_process_lost(peer)
         for cell in list(self.cells.values()):
-            cell.reader_gone(peer)
+            cell.streams.reader_gone(peer)
             if cell.owner is peer and cell.failure is None:
                 cell.end("abort", f"its owner, {peer}, is gone")
         for core in alive(self.actors):
@@ -411,26 +304,11 @@ class Runtime:
                 for rank in [rank for rank, home in core.owned.homes.items() if home is peer]:
                     self.actor_owner.lost_rank(core, rank, failure)
 
-    def _say_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
-        cell = context.cell.get()
-        if peer is self.router.me and cell is not None and (kind == Kind.PORT or target == cell.actor):
-            # They cannot be received while it waits here. Other actors of this process have threads of their own.
-            what = "to a port of its own process" if kind == Kind.PORT else "to itself"
-            raise RuntimeError(f"{cell.name} has sent so many messages {what} that the queue is full: {why}")
-        _log_wait(why)
-
     # ---- the end
 
     def flush_logs(self) -> None:
         """Write the output of the processes to the terminal."""
-        self.owner.flush_logs()
-
-    def kill_all(self) -> None:
-        """Kill every process that this one has started, and return when they have exited."""
-        self.closing = True
-        self.owner.close()
-        for part in self.extensions.values():
-            part.kill()
+        self.owner.starter.flush_logs()
 
     def detach_after_fork(self) -> None:
         """Make this runtime unusable in a fork of its process."""
@@ -443,59 +321,11 @@ class Runtime:
 
         router: Any = self.router
         router.send = router.cast = router.tell = router.reply = refuse
-        self.wait = self.soon = self.owner.stop = self.pump.wait = refuse  # type: ignore[method-assign]
-
-    def end_first(self) -> None:
-        """Run `shutdown` at exit before the hooks registered until now, which would kill processes at once."""
-        if self.at_exit:
-            atexit.unregister(self.shutdown)
-            atexit.register(self.shutdown)
-
-    def shutdown(self) -> None:
-        """Stop all processes in order; kill them at a second Ctrl-C."""
-        if self.closing and not program_exit.is_ending():
-            return
-        try:
-            if self.closing or not (self.owner.any() or any(part.has_work for part in self.extensions.values())):
-                return
-            stopping = self.stop_procs(None, "stop", "the program ends")
-            if not self.wait(stopping, SHUTDOWN_NOTICE_S):
-                some = self.owner.at_work()
-                sys.stderr.write(
-                    f"monarch_backend: waiting for {some} to finish, at most {SHUTDOWN_KILL_S:g} s; Ctrl-C kills them\n"
-                )
-            if not self.wait(stopping, SHUTDOWN_KILL_S - SHUTDOWN_NOTICE_S):
-                some = self.owner.at_work()
-                sys.stderr.write(
-                    f"monarch_backend: the program has ended, and {SHUTDOWN_KILL_S:g} s later {some} had not finished "
-                    "and was killed. To let actors finish, wait for their futures, or call stop().get() of their "
-                    "processes, before the end.\n"
-                )
-        except KeyboardInterrupt:
-            sys.stderr.write("monarch_backend: interrupted again: the processes are killed\n")
-        finally:
-            self.kill_all()
-            for part in self.extensions.values():
-                part.close()
-            self.links.host.leave()  # type: ignore[attr-defined]
-            self.pump.close()
-            # References to classes of the main module would keep its globals from being finalized.
-            blueprint.cache_clear()
-            self.main_children.clear()
-
-
-def _log_wait(why: str) -> None:
-    debug_log.write(f"monarch: {why}")
-
-
-_program: Runtime | None = None
-_forked_from: frozenset[str] = frozenset()
-_guard = threading.Lock()
+        self.wait = self.soon = self.owner.stops.stop = self.pump.wait = refuse  # type: ignore[method-assign]
 
 
 def start(token: str = "", crowded: bool = False) -> Runtime:
     """Start the runtime of this process, over shared memory."""
-    global _program
     _native.park_threads_at_exit()  # threads of actors wait in C++ code when the interpreter ends
     links = LocalLinks(token, crowded=crowded)
     holder: list[Runtime] = []
@@ -503,43 +333,30 @@ def start(token: str = "", crowded: bool = False) -> Runtime:
     made = Runtime(links, pump, RealClock())
     holder.append(made)
     pump.start()
-    _program = made
+    current_runtime.set_program(made)
     return made
 
 
-def is_of_parent(token: str) -> bool:
-    """Return whether the token is of a process that only the parent of this fork knows."""
-    return token in _forked_from and (_program is None or token not in _program.router.peers)
-
-
-def program() -> Runtime:
-    """Return the runtime of this process. The first call starts it."""
-    if _program is None:
-        with _guard:
-            if _program is None:
-                env.check()
-                made = start()
-                made.at_exit = True
-                made.end_first()
-    assert _program is not None
-    return _program
+def _start_main() -> None:
+    """Start the runtime of the main program, at its first use."""
+    env.check()
+    start().shutdown.register()
 
 
 def _in_forked_child() -> None:
     """Drop the runtime in a fork: its meshes are the parent's."""
-    global _program, _forked_from
-    if _program is not None:
-        _forked_from |= {_program.router.token, *_program.router.peers}
-        atexit.unregister(_program.shutdown)
-        _program.links.host.abandon()  # type: ignore[attr-defined]
-        for part in _program.extensions.values():
+    dropped = current_runtime.drop_program()
+    if dropped is not None:
+        atexit.unregister(dropped.shutdown.run)
+        dropped.links.host.abandon()  # type: ignore[attr-defined]
+        for part in dropped.extensions:
             part.abandon()
-        _program.detach_after_fork()
-        _native.keep_for_ever(_program)
-        _program = None
+        dropped.detach_after_fork()
+        _native.keep_for_ever(dropped)
 
 
 fork.register(fork.Step.RUNTIME, after_in_child=_in_forked_child)
+current_runtime.install(_start_main)
 seam.install(program)
 
 __all__ = ["Runtime", "is_of_parent", "program", "start"]

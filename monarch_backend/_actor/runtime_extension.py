@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from monarch_backend._transport.local.peer import Peer
 
 
 class RuntimeExtension:
-    """Part of a runtime that a higher layer owns. `Runtime.extend` attaches it; it lives as long as the runtime.
+    """Part of a runtime that a higher layer owns. `Extensions.extend` attaches it; it lives as long as the runtime.
 
     Each method does nothing here. The runtime calls them on the thread that reads messages, unless they say otherwise.
     """
@@ -35,3 +36,32 @@ class RuntimeExtension:
 
     def abandon(self) -> None:
         """Drop inherited resources silently. Called in a fork of this process."""
+
+
+E = TypeVar("E", bound=RuntimeExtension)
+
+
+class Extensions:
+    """The extensions of a runtime, at most one of each class. They are iterated in the order of their addition."""
+
+    def __init__(self) -> None:
+        self._parts: dict[type[RuntimeExtension], RuntimeExtension] = {}
+        self._lock = threading.RLock()
+
+    def __iter__(self) -> Iterator[RuntimeExtension]:
+        return iter(self._parts.values())
+
+    def extend(self, kind: type[E], make: Callable[[], E]) -> E:
+        """Return the extension of this class. The first call makes it."""
+        found = self._parts.get(kind)
+        if found is None:
+            with self._lock:
+                found = self._parts.get(kind)
+                if found is None:
+                    found = make()  # may itself add extensions
+                    self._parts = {**self._parts, kind: found}  # other threads may iterate over the old one
+        return cast("E", found)
+
+    def get(self, kind: type[E]) -> E | None:
+        """Return the extension of this class, if it was made."""
+        return cast("E | None", self._parts.get(kind))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from monarch_backend._actor import program_exit
+from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._core.extension_points import extension
 from monarch_backend._transport.local.links import Clock
@@ -113,8 +114,6 @@ def end_program(failure: MeshFailure) -> None:
     >>> actor.unhandled_fault_hook = lambda failure: print(failure.report())
     >>> actor.unhandled_fault_hook = default
     """
-    from monarch_backend._actor.runtime import program
-
     here = program()
     here.flush_logs()
     sys.stderr.write(
@@ -126,7 +125,7 @@ def end_program(failure: MeshFailure) -> None:
     sys.stderr.flush()
     if not interactive():
         ending = here.root is None and program_exit.end_main_thread(here)
-        here.kill_all()
+        here.shutdown.kill_all()
         if not ending:
             program_exit.exit_now()
 

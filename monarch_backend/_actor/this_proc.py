@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from monarch_backend._actor.runtime import program
-from monarch_backend._mesh.extent import Extent, Shape
+from monarch_backend._actor.current_runtime import program
+from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
+from monarch_backend._mesh.shape import Shape
 
 
 def this_proc() -> ProcMesh:

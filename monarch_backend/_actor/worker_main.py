@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections import deque
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -14,6 +14,7 @@ from monarch_backend._actor import blocking_calls, runtime
 from monarch_backend._actor.codec import HOST, pack_failure, text_of
 from monarch_backend._actor.errors import Death, MeshFailure
 from monarch_backend._actor.runner import ActorRunner
+from monarch_backend._actor.worker_plan import Plan
 from monarch_backend._core.extension_points import extension
 from monarch_backend._core.limits import start_thread
 from monarch_backend._logs import worker_logging
@@ -25,26 +26,6 @@ from monarch_backend._serialization.exceptions import remote_traceback
 from monarch_backend._transport.local.event_loop import release
 from monarch_backend._transport.local.frames import Constructed, Failed
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
-
-
-class Plan(NamedTuple):
-    """Arguments of a new process."""
-
-    token: str
-    owner: str
-    rank: int
-    mesh: str
-    name: str
-    server: str
-    root: str
-    labels: tuple[str, ...]
-    sizes: tuple[int, ...]
-    crowded: bool
-    gateway: str = ""  # token of its host's gateway, if there are other hosts
-    tether: str = ""  # token of the process on this host with which it ends
-    neighbours: int = 0  # on a remote host: processes of the mesh there
-    has_bootstrap: bool = False  # the owner waits until it has succeeded
-
 
 _bootstrap_error: BaseException | None = None
 
@@ -142,7 +123,7 @@ def main(plan: Plan) -> None:
     else:
         finalization.finalize_user_code()
     program.closing = True
-    program.owner.close()
+    program.owner.starter.close()
     _send_what_is_left(program)
     sys.stdout.flush()
     sys.stderr.flush()

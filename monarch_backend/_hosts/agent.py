@@ -60,10 +60,11 @@ from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.auth import SECRET_BYTES
 from monarch_backend._transport.network.connection import PeerConnection, Timeouts
 from monarch_backend._transport.network.connection_manager import Tcp, secrets_by_name
-from monarch_backend._transport.network.envelope import Envelope, host_of
+from monarch_backend._transport.network.envelope import Envelope
 from monarch_backend._transport.network.gateway import Gateway
 from monarch_backend._transport.network.multicast import DEFAULT_FANOUT
 from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 
 log = logging.getLogger("monarch_backend")
 
@@ -496,7 +497,7 @@ def _branches() -> int:
 
 def _host_of(remote: PeerConnection) -> str:
     """Return the host that this connection reaches, or is meant to reach."""
-    return (remote.who if remote.up else remote.wanted).hex()[: envelope.HOST_ID_LENGTH]
+    return (remote.who if remote.up else remote.wanted).hex()[:HOST_ID_LENGTH]
 
 
 def start(spawner: Spawner, label: str, plan: Plan, secrets: int) -> int:

@@ -18,17 +18,18 @@ from monarch_backend._hosts.address import find_secret, parse_address
 from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Started
 from monarch_backend._hosts.remote_spawner import RemoteSpawner
 from monarch_backend._hosts.tls_config import tls_for
-from monarch_backend._mesh.extent import Extent, Shape
+from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._mesh.runtime_protocol import program
+from monarch_backend._mesh.shape import Shape
 from monarch_backend._processes.spawner import Spawner
 from monarch_backend._transport.local.frames import Agent as AgentFrame
 from monarch_backend._transport.local.frames import Frame, Setting
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.network.auth import name_of
 from monarch_backend._transport.network.connection import Timeouts
-from monarch_backend._transport.network.envelope import HOST_ID_LENGTH, host_of
 from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 
 CLOSE_TIMEOUT_S = 1.0
 """Seconds for the gateway to end its sessions with other hosts."""
@@ -82,13 +83,13 @@ class HostRegistry(RuntimeExtension):
         read, self._secret_pipe = os.pipe()
         token = owner.router.token[:HOST_ID_LENGTH] + secrets.token_hex(10) + "0000"
         peer: Peer = owner.router.expect(token, "the gateway of this host")
-        server = owner.owner.fork_server_address()
+        server = owner.owner.starter.fork_server_address()
         plan = agent_module.Plan(
             token=token, root=owner.router.token, asker="", server=server,
             heartbeat=self._bounds.heartbeat, silence=self._bounds.silence,
         )  # fmt: skip
         self._spawner = Spawner(lambda event: self._gateway_event(peer, event), server)
-        owner.end_first()
+        owner.shutdown.end_first()
         owner.router.control[AgentFrame] = self._heard
         agent_module.start(self._spawner, "gateway", plan, read)
         if (
@@ -177,7 +178,7 @@ class HostRegistry(RuntimeExtension):
         agent = owner.router.peer(answer.token)
         agent.label = f"the agent of {answer.host_name}"
 
-        spawner = RemoteSpawner(functools.partial(self._say, agent), owner.owner._event)
+        spawner = RemoteSpawner(functools.partial(self._say, agent), owner.owner.exits.on_event)
         host = Host(answer, address, agent, spawner, through, secret)
         with self._lock:
             self.hosts[host.id] = host
@@ -276,7 +277,7 @@ def go_through(owner: Any, gateway: str) -> None:
 
     links.go_through(FarLinks(links, os.getpid(), gateway, link, to_gateway, lambda send: router.keep(send)))
     owner.gateway = gateway
-    owner.owner.tell_all(Setting("gateway", gateway))
+    owner.owner.starter.tell_all(Setting("gateway", gateway))
 
 
 def attach_to_workers(
@@ -378,7 +379,9 @@ def _registry(heartbeat: float, silence: float) -> HostRegistry:
     runtime: Any = program()
     if runtime.root is not None:
         raise RuntimeError("hosts are attached by the main program; it can send the mesh to its actors")
-    registry: HostRegistry = runtime.extend(HostRegistry, lambda: HostRegistry(runtime, Timeouts(heartbeat, silence)))
+    registry: HostRegistry = runtime.extensions.extend(
+        HostRegistry, lambda: HostRegistry(runtime, Timeouts(heartbeat, silence))
+    )
     return registry
 
 

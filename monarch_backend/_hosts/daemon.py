@@ -29,7 +29,7 @@ from monarch_backend._processes.spawner import Event, Exited, Spawner, SpawnFail
 from monarch_backend._transport.network.auth import user_secret
 from monarch_backend._transport.network.connection import PeerConnection, Timeouts
 from monarch_backend._transport.network.connection_manager import Tcp, secrets_by_name
-from monarch_backend._transport.network.envelope import HOST_ID_LENGTH
+from monarch_backend._transport.tokens import HOST_ID_LENGTH
 
 log = logging.getLogger("monarch_backend")
 

@@ -424,7 +424,7 @@ def _refuse(addresses: Sequence[str]) -> list[bool]:
 
 def _lost(mesh: HostMesh) -> bool:
     runtime: Any = program()
-    hosts = [runtime.find_host(each) for each in mesh.hosts or ()]
+    hosts = [runtime.hosts.find(each) for each in mesh.hosts or ()]
     # None: this is a fork of the program that has attached them.
     return any(host is None or host.lost is not None for host in hosts)
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._core.extension_points import extension
-from monarch_backend._mesh.extent import Extent, MeshBase, Shape
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.mesh_base import MeshBase
 from monarch_backend._mesh.runtime_protocol import program
+from monarch_backend._mesh.shape import Shape
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_backend._core.extension_points import extension
-from monarch_backend._mesh.extent import Extent, MeshBase, Shape, ranks_in_words
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.mesh_base import MeshBase
+from monarch_backend._mesh.rank_text import ranks_in_words
 from monarch_backend._mesh.runtime_protocol import program
+from monarch_backend._mesh.shape import Shape
 
 ERROR_GRACE_S = 10.0
 """Seconds for actors to finish their messages when an error leaves the ``with`` block of their processes."""

@@ -6,7 +6,9 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from monarch_backend._mesh.extent import Extent, MeshBase, Point, Shape
+from monarch_backend._mesh.extent import Extent, Point
+from monarch_backend._mesh.mesh_base import MeshBase
+from monarch_backend._mesh.shape import Shape
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -13,7 +13,7 @@ from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU, LocalMemory, frozen, memory_of, writable
 from monarch_backend._rdma.registrations import registry
-from monarch_backend._rdma.routes.base import COMPARE_AND_SWAP, FETCH_ADD
+from monarch_backend._rdma.route_protocol import COMPARE_AND_SWAP, FETCH_ADD
 from monarch_backend._rdma.transfer_cache import TransferPlanCache, after
 from monarch_backend._rdma.transfer_engine import AtomicOp, ReadWriteOp, engine
 from monarch_backend._rdma.transfer_future import SingleFuture

@@ -93,7 +93,7 @@ def ask(
 def heard(owner: Runtime, peer: Peer, name: str, value: Any) -> None:
     """Handle a Setting of this package. Runs on a thread that may block."""
     if name == DROP:
-        if (registry := owner.get_extension(Registry)) is not None:
+        if (registry := owner.extensions.get(Registry)) is not None:
             registry.told_to_drop(tuple(value))
     elif name == ANSWER:
         number, is_answer, said = value

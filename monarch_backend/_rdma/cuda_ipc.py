@@ -68,7 +68,9 @@ def share(keep: Any, address: int) -> bytes:
         raise RDMAError("this torch shares it in a way that is not known here")
     if words[_COUNTER_FILE]:
         runtime = program()
-        runtime.extend(CounterFiles, lambda: CounterFiles(runtime)).names.add(os.fsdecode(words[_COUNTER_FILE]))
+        runtime.extensions.extend(CounterFiles, lambda: CounterFiles(runtime)).names.add(
+            os.fsdecode(words[_COUNTER_FILE])
+        )
     return pickle.dumps((words, address - keep.data_ptr()))
 
 

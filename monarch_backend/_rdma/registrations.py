@@ -51,7 +51,7 @@ class Registry(RuntimeExtension):
         self._held[ticket] = memory
         token = owner.router.token
         return Handle(
-            token, owner.pid, owner.host_name(token), ticket, 0, memory.nbytes, memory.device, memory.writable
+            token, owner.pid, owner.hosts.name_of(token), ticket, 0, memory.nbytes, memory.device, memory.writable
         )
 
     def drop(self, ticket: Ticket) -> bool:
@@ -95,5 +95,5 @@ def _copying_threads() -> int:
 def registry() -> Registry:
     """Return this process's registry. The first call makes it, together with the program that owns it."""
     runtime: Any = program()
-    found: Registry = runtime.extend(Registry, lambda: Registry(runtime))
+    found: Registry = runtime.extensions.extend(Registry, lambda: Registry(runtime))
     return found

@@ -50,14 +50,14 @@ def _place_of(root: Runtime, token: str) -> ServerInfo:
 
     with _lock:
         secret = _secrets.setdefault(root, secrets.token_bytes(32))
-    host = root.host(token)
+    host = root.hosts.of(token)
     addresses = tuple(dict.fromkeys(_own_addresses(root))) if host is None else (host.address[0],)
     return ServerInfo(secret, addresses or (LOOPBACK,), tls_for() is not None)
 
 
 def _own_addresses(root: Runtime) -> Iterator[str]:
     """Return the addresses of the main program's host from which it connects to other hosts."""
-    for host in root.attached_hosts():
+    for host in root.hosts.attached():
         if host.lost is not None or host.through is not None:
             continue
         yield from local_addresses(host.address[0])

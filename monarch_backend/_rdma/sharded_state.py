@@ -37,7 +37,7 @@ from monarch_backend._rdma.shard_geometry import (
     without,
 )
 from monarch_backend._rdma.transfer_engine import ReadWriteOp, engine
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import host_of
 
 _SHOWN = 8  # names, ranks or boxes that a message lists
 

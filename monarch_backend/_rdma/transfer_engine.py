@@ -29,8 +29,7 @@ from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.inflight import CANCEL_GRACE_S, MAX_POLL_S
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
 from monarch_backend._rdma.registrations import Registry, registry
-from monarch_backend._rdma.routes import gpu_staged
-from monarch_backend._rdma.routes.base import (
+from monarch_backend._rdma.route_protocol import (
     CANCELLED,
     DONE,
     DROPPED,
@@ -50,6 +49,7 @@ from monarch_backend._rdma.routes.base import (
     of_nics,
     patient,
 )
+from monarch_backend._rdma.routes import gpu_staged
 from monarch_backend._rdma.routes.gpu_verbs import gathered
 from monarch_backend._rdma.routes.same_host import INLINE_MAX_BYTES
 from monarch_backend._rdma.routes.selection import Routes, refuse_the_parents
@@ -639,7 +639,7 @@ TOPICS.update({cuda_ipc.TOPIC: _torch_shares, gpu_staged.TOPIC: _stage})
 def engine() -> Engine:
     """Return this process's engine."""
     runtime: Any = program()
-    found: Engine = runtime.extend(Engine, lambda: Engine(runtime, registry()))
+    found: Engine = runtime.extensions.extend(Engine, lambda: Engine(runtime, registry()))
     return found
 
 

@@ -24,7 +24,7 @@ from monarch_backend._testing.network import Network, SimulatedTcp
 from monarch_backend._testing.process import SimulatedProcess
 from monarch_backend._testing.substitutions import Secrets, replaced
 from monarch_backend._transport.network.connection import Address
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import host_of
 
 if TYPE_CHECKING:
     from monarch_backend._mesh.host_mesh import HostMesh

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.local.frames import Kind
 from monarch_backend._transport.local.links import LINK_PENDING, Receiver
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import host_of
 
 if TYPE_CHECKING:
     from monarch_backend._testing.process import SimulatedProcess

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from monarch_backend._actor import context, runtime
-from monarch_backend._actor.actor import blueprint
+from monarch_backend._actor import context, current_runtime
+from monarch_backend._actor.blueprint import blueprint
 from monarch_backend._actor.errors import CancelledError, in_words
 from monarch_backend._actor.runner import ActorRunner
 from monarch_backend._actor.runtime import Runtime
@@ -24,7 +24,7 @@ from monarch_backend._transport.local.event_loop import Timer
 from monarch_backend._transport.local.frames import Constructed
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.worker_main import Plan
+    from monarch_backend._actor.worker_plan import Plan
     from monarch_backend._testing.simulator import Simulation
     from monarch_backend._transport.local.peer import Peer
 
@@ -73,9 +73,9 @@ class SimulatedProgram(Runtime):
         super().__init__(SimulatedLocalLinks(process.links), process.pump, process.simulation.agenda)
         self.pid = process.pid
         self.run_cell = process.run_cell
-        self.owner.collect_output = False
-        self.owner.make_spawner = process.make_spawner
-        self.owner.stands_still = lambda pid: False  # noqa: ARG005 (mypy wants the name)
+        self.owner.starter.collect_output = False
+        self.owner.starter.make_spawner = process.make_spawner
+        self.owner.stops.stands_still = lambda pid: False  # noqa: ARG005 (mypy wants the name)
 
     def aside(self, call: Callable[[], object]) -> None:
         """Schedule a call in a turn of its own, in which it may wait."""
@@ -122,7 +122,7 @@ class Doorbell:
         self.busy = False
         self._process = process
         self._rung = self._built = False
-        cell._thread_id = threading.get_ident()  # the actor waits, and is cancelled, on this thread
+        cell.code.thread_id = threading.get_ident()  # the actor waits, and is cancelled, on this thread
 
     def locked(self) -> bool:
         """Return True: the actor waits."""
@@ -147,7 +147,7 @@ class Doorbell:
             pass  # the cancellation came after the message
         finally:
             self.busy = False
-        if cell.failure is None and cell._inbox:
+        if cell.failure is None and cell.inbox:
             self.release()
         self._process.leave_if_done()
 
@@ -244,7 +244,7 @@ class SimulatedProcess:
             cells = self.program.cells.values()
             if all(cell.failure is not None for cell in cells) and not any(bell.busy for bell in self.doorbells):
                 self.program.closing = True
-                self.program.owner.close()
+                self.program.owner.starter.close()
                 self.die(0, self.leaving, peace=True)
 
     def die(self, returncode: int, reason: str = "", *, peace: bool = False) -> None:
@@ -280,7 +280,7 @@ class SimulatedProcess:
         simulation = self.simulation
         before, was_reading = simulation.running, self.reading
         simulation.running, self.reading = self, reading
-        runtime._program = self.program
+        current_runtime._program = self.program
         context.cell.set(cell)
         context.message.set(None)
         try:
@@ -289,7 +289,7 @@ class SimulatedProcess:
             pass
         finally:
             self.reading, simulation.running = was_reading, before
-            runtime._program = before.program
+            current_runtime._program = before.program
 
     def soon(self, call: Callable[[], object], cell: ActorRunner | None = None) -> None:
         """Call ``call()`` in a turn of its own, after a delay that the conditions give."""

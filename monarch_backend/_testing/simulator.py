@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._actor import context, runtime
+from monarch_backend._actor import context, current_runtime
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._testing.event_queue import Agenda
@@ -126,7 +126,7 @@ class Simulation:
         self._undo.enter_context(logged_errors(self.errors))
         self.controller = self.running = self.born(f"{self.random.getrandbits(128):032x}", "the main program")
         self.controller.begin()
-        runtime._program = self.controller.program
+        current_runtime._program = self.controller.program
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -339,6 +339,6 @@ class Simulation:
         finally:
             self.running = running
             running.reading = reading
-            runtime._program = running.program
+            current_runtime._program = running.program
             context.cell.set(cell)
             context.message.set(message)

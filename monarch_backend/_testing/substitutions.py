@@ -15,10 +15,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import monarch_backend.actor as public
-from monarch_backend._actor import actor_mesh_owner, codec, context, ownership, runtime
+from monarch_backend._actor import actor_mesh_owner, codec, context, current_runtime, process_start
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._mesh import proc_mesh
-from monarch_backend._mesh.extent import Extent, ranks_in_words
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.rank_text import ranks_in_words
 from monarch_backend._transport.local import tuning as router_tuning
 
 
@@ -33,7 +34,7 @@ def _ranks_in_words(extent: Extent, ranks: Collection[int]) -> str:
 
 
 def _pid_here() -> int:
-    running = runtime._program
+    running = current_runtime._program
     return running.pid if running is not None else 0
 
 
@@ -81,10 +82,10 @@ def simulated_seams(
     secrets = Secrets(rng)
     changes: list[tuple[Any, str, Any]] = [
         (actor_mesh_owner, "secrets", secrets),
-        (ownership, "secrets", secrets),
+        (process_start, "secrets", secrets),
         (codec, "getpid", _pid_here),
         (public, "unhandled_fault_hook", on_fault),
-        (runtime, "_program", None),
+        (current_runtime, "_program", None),
         (proc_mesh, "ranks_in_words", _ranks_in_words),
         *((router_tuning, name, value) for name, value in tuning.items() if value is not None),
     ]

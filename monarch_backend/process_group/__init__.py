@@ -7,14 +7,17 @@ module                         contents
 `_collective_specs.py`         The table of collectives; other modules take names, forms and routes from it.
 `_collectives.py`              One method per collective: validation, choice of the backend, call.
 `_backend_selection.py`        Which backend a device takes and why.
+`_routes.py`                   The routes of a group or of this machine, for users.
 `_rendezvous.py`               From the default group's address to a store that all ranks have reached.
 `_handshake.py`                Agreement of a new group's ranks on one attempt, within the timeout.
+`_bootstrap.py`                Which ranks share memory, and its proof.
 `_store_host.py`               How long rank 0 keeps the store that it hosts.
 `_argument_forms.py`           The call forms of c10d's methods.
 `_cpu_validation.py`           What CPU collectives accept: dtypes, reduce ops, shapes, ranks.
 `_overlap.py`                  Tensors of one call that share memory.
 `_tensor_lists.py`             Several tensors per rank in one call.
 `_hooks.py`                    Completion hooks, and works that complete late.
+`_work_queue.py`               Operations of a group, one after the other.
 `_interpreter_exit.py`         Groups that are alive when the interpreter ends.
 `_c10d_internals.py`           Private parts of torch's c10d.
 `_c10d_patches.py`             Functions of torch's c10d that are replaced.
@@ -26,7 +29,7 @@ module                         contents
 """
 
 from monarch_backend._core.errors import MonarchError
-from monarch_backend.process_group._backend_selection import Route, routes
+from monarch_backend.process_group._backend_selection import Route
 from monarch_backend.process_group._errors import (
     CollectiveArgumentError,
     CollectiveMismatchError,
@@ -38,6 +41,7 @@ from monarch_backend.process_group._errors import (
 )
 from monarch_backend.process_group._options import Options
 from monarch_backend.process_group._process_group import MonarchProcessGroup, abort_all, create
+from monarch_backend.process_group._routes import routes
 from monarch_backend.process_group._shm.segment import SharedMemoryError, empty_shared
 
 __all__ = [

@@ -140,34 +140,12 @@ def survey(device_map: dict[str, str] | None = None) -> dict[str, Route]:
 
 def _cpu_without_group(route: Route) -> Route:
     """Return the CPU's route as far as one process knows it; only a group's ranks know which of them share a host."""
-    from monarch_backend.process_group._shm import bootstrap  # its imports are slow
+    from monarch_backend.process_group import _bootstrap  # its imports are slow
 
-    refusal = bootstrap.refusal()
+    refusal = _bootstrap.refusal()
     if refusal:
         return replace(route, why=f"{route.why}; no shared memory: {refusal}")
     return replace(route, backend="shm+gloo", why="shared memory between ranks of one host, torch's Gloo between hosts")
-
-
-def routes(group: dist.ProcessGroup | None = None) -> dict[str, Route]:
-    """Return the available routes: of ``group``, by default of the default group, or of this machine without a group.
-
-    The keys are device types. In a group the CPU's backend is "shm" (all ranks share a host), "shm+gloo" (some do)
-    or "gloo". Without a group it is "shm+gloo", or "gloo" where this machine can't share memory; ``why`` says so.
-    Raises TypeError if ``group`` is not a group of backend "monarch".
-
-    >>> import monarch_backend
-    >>> print(monarch_backend.routes()["cpu"])
-    cpu -> shm+gloo (shared memory between ranks of one host, torch's Gloo between hosts)
-    """
-    from monarch_backend.process_group._process_group import MonarchProcessGroup
-
-    if group is None and dist.is_initialized():
-        default = dist.group.WORLD
-        group = default if isinstance(default, MonarchProcessGroup) else None
-    if group is not None and not isinstance(group, MonarchProcessGroup):
-        raise TypeError(f"routes() takes a process group of backend 'monarch', not {type(group).__name__}")
-    found = group._known_routes() if group is not None else survey()
-    return {device: route for device, route in found.items() if route.available}
 
 
 def announce(group: MonarchProcessGroup, route: Route) -> None:

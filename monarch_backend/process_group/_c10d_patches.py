@@ -149,7 +149,7 @@ def _telling(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     return attach
 
 
-_SHARED = ("shm", "shm+gloo")  # _shm/bootstrap.py
+_SHARED = ("shm", "shm+gloo")  # _bootstrap.py
 
 
 def _recorded(caller: FrameType) -> set[str]:

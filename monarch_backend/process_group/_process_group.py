@@ -22,6 +22,7 @@ from torch.distributed import DistNetworkError
 from monarch_backend._core import env, torch_version
 from monarch_backend.process_group import (
     _backend_selection,
+    _bootstrap,
     _c10d_internals,
     _c10d_patches,
     _handshake,
@@ -33,7 +34,7 @@ from monarch_backend.process_group._errors import GroupClosedError, NoRouteError
 from monarch_backend.process_group._handshake import Deadline
 from monarch_backend.process_group._hooks import CompletionHooks
 from monarch_backend.process_group._options import Options
-from monarch_backend.process_group._shm import bootstrap, segment
+from monarch_backend.process_group._shm import segment
 from monarch_backend.process_group._store_host import Arrival
 from monarch_backend.process_group._xla import xla_backend
 
@@ -196,11 +197,11 @@ class MonarchProcessGroup(Collectives):
         self._inner[device] = inner
         self._backends[device] = route.backend
         named = _backend_selection.was_named(device, self._creation.device_map)
-        if device == "cpu" and route.backend == "gloo" and not named and bootstrap.wanted():
+        if device == "cpu" and route.backend == "gloo" and not named and _bootstrap.wanted():
             store = PrefixStore("cpu:shm", self._store)
             timeout = functools.partial(_c10d_internals.timeout_of, inner)
             who = f"[{where(self)}]"
-            met = bootstrap.meet(
+            met = _bootstrap.meet(
                 store, self.rank(), self.size(), deadline, timeout, inner, who, _backend_selection.debug_line(self)
             )
             self._shm, self._far = met.memory, met.far

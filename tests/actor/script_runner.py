@@ -189,7 +189,7 @@ def with_meshes() -> Iterator[WarmInterpreter]:
 
     with this_host().spawn_procs({"x": 1}) as procs:
         procs.initialized.get(PATIENCE)
-    address = str(program().owner._spawner.address)
+    address = str(program().owner.starter.spawner.address)
     with WarmInterpreter(address, modules=("monarch_backend.dtensor._controller.device_mesh",)) as interpreter:
         yield interpreter
 
@@ -210,13 +210,13 @@ def python(*arguments: str, stdin: str | None = None, env: Mapping[str, str] | N
 
 def use_server(address: str) -> None:
     """Take processes from a fork server that is there, in place of starting one."""
-    from monarch_backend._actor import ownership
+    from monarch_backend._actor import process_start
     from monarch_backend._processes.spawner import Spawner
 
     def spawner(told: Any, given: str | None = None, **options: Any) -> Spawner:
         return Spawner(told, given or address, **options)
 
-    ownership.Spawner = spawner  # type: ignore[assignment, misc]
+    process_start.Spawner = spawner  # type: ignore[assignment, misc]
 
 
 def _next_script(channel: socket.socket) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._actor import actor_mesh_owner, runner
+from monarch_backend._actor import actor_mesh_owner, interruption
 from monarch_backend._actor.runtime import program
 from monarch_backend.actor import (
     Actor,
@@ -308,18 +308,18 @@ class SwallowsInConstructor(Actor):
 
 def be_quick() -> None:
     """In the processes: what takes seconds takes fractions."""
-    from monarch_backend._actor import runner
+    from monarch_backend._actor import interruption
 
-    runner.INTERRUPT_AFTER_S = runner.REPORT_AFTER_S = 0.2
-    runner.KILL_AFTER_S = PATIENCE
+    interruption.INTERRUPT_AFTER_S = interruption.REPORT_AFTER_S = 0.2
+    interruption.KILL_AFTER_S = PATIENCE
 
 
 def kill_soon() -> None:
     """In processes that are to be killed."""
-    from monarch_backend._actor import runner
+    from monarch_backend._actor import interruption
 
     be_quick()
-    runner.KILL_AFTER_S = 0.5
+    interruption.KILL_AFTER_S = 0.5
 
 
 def never_interrupt_standard_library() -> None:
@@ -436,8 +436,8 @@ def test_abort_of_blocking_unpickling_ends_actor() -> None:
 def test_end_of_blocking_actor_of_the_program_leaves_the_program(
     how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runner, "INTERRUPT_AFTER_S", 0.1)
-    monkeypatch.setattr(runner, "KILL_AFTER_S", 0.4)
+    monkeypatch.setattr(interruption, "INTERRUPT_AFTER_S", 0.1)
+    monkeypatch.setattr(interruption, "KILL_AFTER_S", 0.4)
     monkeypatch.setattr(actor_mesh_owner, "KILL_AFTER_S", 0.1)
     release = threading.Event()
     monkeypatch.setitem(KINDS, "in_program", release.wait)
@@ -618,9 +618,9 @@ def test_end_of_uninterruptible_actor_kills_process(
 def test_stop_of_processes_names_the_line_that_is_waited_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from monarch_backend._actor import ownership
+    from monarch_backend._actor import process_stop
 
-    monkeypatch.setattr(ownership, "SHUTDOWN_GRACE_S", 0.2)
+    monkeypatch.setattr(process_stop, "SHUTDOWN_GRACE_S", 0.2)
     with running({"gpus": 1}) as mesh:
         stuck = mesh.spawn("stuck", StuckInConstructor, "in_select")
         asynchronous = mesh.spawn("async", AsyncBlocking)

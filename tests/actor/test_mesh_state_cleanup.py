@@ -40,11 +40,11 @@ def records() -> dict[str, int]:
         "peers": here.router.peers,
         "links": here.router.by_link,
         "pending": here.pending,
-        "meshes that run": owner._meshes,
-        "members by number": owner._by_number,
-        "members by token": owner._by_token,
-        "early": owner._early,
-        "unread": owner._unread,
+        "meshes that run": owner.records.meshes,
+        "members by number": owner.records.by_number,
+        "members by token": owner.records.by_token,
+        "early": owner.starter.early,
+        "unread": owner.stuck.unread,
     }
     return {name: len(kind) for name, kind in kinds.items()}
 

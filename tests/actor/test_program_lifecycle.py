@@ -35,7 +35,7 @@ def server() -> str:
     """The address of a fork server that is there already."""
     with this_host().spawn_procs({"gpus": 1}) as procs:
         procs.initialized.get(PATIENCE)
-    return str(program().owner._spawner.address)
+    return str(program().owner.starter.spawner.address)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def finish(start: Start, interpreter: WarmInterpreter) -> Start:
 HEAD = """
 import asyncio, os, signal, subprocess, sys, threading, time
 import monarch_backend.actor as ma
-from monarch_backend._actor import runtime
+from monarch_backend._actor import runtime, shutdown
 from monarch_backend.actor import Actor, ActorError, MeshFailure, Restart, SupervisionError, endpoint, this_host
 
 class Victim(Actor):
@@ -101,7 +101,7 @@ class Victim(Actor):
         print("cleaned up", exc)
 
 # A busy machine is not what these programs wait for at their end.
-runtime.SHUTDOWN_NOTICE_S, runtime.SHUTDOWN_KILL_S = 50, 55
+shutdown.SHUTDOWN_NOTICE_S, shutdown.SHUTDOWN_KILL_S = 50, 55
 """
 
 
@@ -121,10 +121,10 @@ def cleaned_up(run: Run) -> set[int]:
 
 PLAIN = """
 import sys
-from monarch_backend._actor import runtime as _program
+from monarch_backend._actor import shutdown as _shutdown
 from monarch_backend.actor import Actor, endpoint, this_host
 
-_program.SHUTDOWN_NOTICE_S, _program.SHUTDOWN_KILL_S = 50, 55
+_shutdown.SHUTDOWN_NOTICE_S, _shutdown.SHUTDOWN_KILL_S = 50, 55
 
 GREETING = "hello"
 
@@ -677,8 +677,8 @@ print(type(config) is Config, color is Color.RED, squares)
 def test_unfinished_work_at_the_end_is_named(finish: Start) -> None:
     ended = finish(
         """
-import monarch_backend._actor.runtime as _program
-_program.SHUTDOWN_NOTICE_S, _program.SHUTDOWN_KILL_S = 0.1, 0.2
+import monarch_backend._actor.shutdown as _shutdown
+_shutdown.SHUTDOWN_NOTICE_S, _shutdown.SHUTDOWN_KILL_S = 0.1, 0.2
 class Saver(Victim):
     @endpoint
     def save(self):
@@ -725,7 +725,7 @@ v = procs.spawn("v", Parent)
 for i, pid in enumerate(v.pid.call().get().values()):
     print(f"rank{i}={pid}")
 print("child={} daemon={} nested={}".format(*v.slice(gpus=0).spawn.call_one().get()))
-server = runtime.program().owner._spawner._process
+server = runtime.program().owner.starter.spawner._process
 print(f"server={server.pid}" if server else "", flush=True)
 v.slice(gpus=0).busy.call_one(1000)
 print("ready", flush=True)
@@ -765,7 +765,7 @@ def test_dead_fork_server_is_the_root_cause(start: Start, interpreter: WarmInter
         """
         v = this_host().spawn_procs({"gpus": 1}).spawn("v", Victim)
         worker = v.pid.call_one().get()  # so that there is a server
-        print(f"server={runtime.program().owner._spawner._process.pid} worker={worker}", flush=True)
+        print(f"server={runtime.program().owner.starter.spawner._process.pid} worker={worker}", flush=True)
         threading.Event().wait()
         """,
         own_server=True,

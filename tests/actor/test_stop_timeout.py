@@ -8,7 +8,9 @@ import time
 
 import pytest
 
-from monarch_backend._actor import ownership as owned
+from monarch_backend._actor import process_stop
+from monarch_backend._actor.process_records import OwnedProcess, ProcessRecords
+from monarch_backend._actor.runtime import program
 from monarch_backend.actor import Actor, Port, endpoint, this_host
 from tests.actor.support import PATIENCE, Faults, begun
 
@@ -57,14 +59,14 @@ def test_stop_after_deadline_logs_one_line_per_process(
     faults: Faults, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kills: list[object] = []
-    kill = owned.ProcessOwner._kill
+    kill = ProcessRecords.kill
 
-    def kill_late(owner: owned.ProcessOwner, member: owned._Member) -> None:
+    def kill_late(records: ProcessRecords, member: OwnedProcess) -> None:
         """The fork server takes a while, as on a loaded host."""
         kills.append(member)
-        owner._program.pump.later(0.3, lambda: kill(owner, member))
+        program().pump.later(0.3, lambda: kill(records, member))
 
-    monkeypatch.setattr(owned.ProcessOwner, "_kill", kill_late)
+    monkeypatch.setattr(ProcessRecords, "kill", kill_late)
     procs = this_host().spawn_procs({"gpus": 2}, name="deaf")
     actors = procs.spawn("deaf", Deaf)
     calls = [begun(actors.slice(gpus=rank).work.call_one).ignore() for rank in range(2)]
@@ -78,16 +80,16 @@ def test_stop_after_deadline_logs_one_line_per_process(
 def test_stop_of_process_that_survives_kill_repeats_rarely(
     faults: Faults, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
-    kill, kills = owned.ProcessOwner._kill, 0
+    monkeypatch.setattr(process_stop, "SHUTDOWN_GRACE_S", 0.3)
+    kill, kills = ProcessRecords.kill, 0
 
-    def kill_the_third_time(owner: owned.ProcessOwner, member: owned._Member) -> None:
+    def kill_the_third_time(records: ProcessRecords, member: OwnedProcess) -> None:
         nonlocal kills
         kills += 1
         if kills >= 3:
-            kill(owner, member)
+            kill(records, member)
 
-    monkeypatch.setattr(owned.ProcessOwner, "_kill", kill_the_third_time)
+    monkeypatch.setattr(ProcessRecords, "kill", kill_the_third_time)
     procs = this_host().spawn_procs({"gpus": 1}, name="undying")
     begun(procs.spawn("deaf", Deaf).work.call_one).ignore()
     began = time.monotonic()

@@ -13,7 +13,6 @@ import signal
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._actor import ownership as owned
+from monarch_backend._actor import process_stop, stuck_readers
+from monarch_backend._actor.message_queue import MessageQueue
 from monarch_backend._actor.runtime import program
 from monarch_backend._processes.spawner import Exited
 from monarch_backend._transport.local import tuning
@@ -308,7 +308,7 @@ def test_process_that_reads_nothing_is_logged_and_not_killed(
     single: ProcMesh, faults: Faults, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Stopped here; C code that keeps the interpreter's lock looks the same."""
-    monkeypatch.setattr(owned, "STUCK_READER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(stuck_readers, "STUCK_READER_TIMEOUT_S", 0.1)
     victim = single.spawn("victim", Victim)
     pid = victim.pid.call_one().get(PATIENCE)
     with held_up(pid):
@@ -337,7 +337,7 @@ def test_out_of_memory_kill_is_reported_as_such(
     single: ProcMesh, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A SIGKILL for want of memory is reported as one; tests/processes/test_resource_limits.py has the detection."""
-    spawner = program().owner._spawner
+    spawner = program().owner.starter.spawner
     told = spawner._on_event
 
     def starved(event: Any) -> None:
@@ -623,13 +623,13 @@ def test_message_during_the_death_of_an_actor_fails(faults: Faults) -> None:
     assert victim.echo.call_one(1).get(PATIENCE) == 1
     cell = program().cells[victim._core.actor]
 
-    class Queue(deque[Any]):
+    class Queue(MessageQueue):
         def append(self, item: Any) -> None:
             if cell.failure is None:
                 cell.die(ValueError("meanwhile"))
             super().append(item)
 
-    cell._inbox = Queue()
+    cell.inbox = Queue(program())
     assert failed(victim.echo.call_one(2)).delivery == "not sent"
     cell._wake()
     assert "meanwhile" in faults.next().report()
@@ -965,7 +965,7 @@ def test_cleanup_that_raises_does_not_delay_the_end(capfd: pytest.CaptureFixture
 
 
 def test_endless_cleanup_is_not_waited_for(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
+    monkeypatch.setattr(process_stop, "SHUTDOWN_GRACE_S", 0.3)
 
     class Endless(Victim):
         def __init__(self) -> None:
@@ -1137,7 +1137,7 @@ def test_kill_does_not_wait(faults: Faults, tmp_path: Path) -> None:
 def test_process_that_ignores_stop_is_killed(
     how: str, faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
+    monkeypatch.setattr(process_stop, "SHUTDOWN_GRACE_S", 0.3)
     procs = this_host().spawn_procs({"gpus": 1})
     victim = procs.spawn("victim", Victim)
     with gate(tmp_path) as (name, _):
@@ -1155,7 +1155,7 @@ def test_busy_process_is_waited_for_and_named(faults: Faults, tmp_path: Path, ca
         stopping = procs.stop()
         links, link = program().links, procs._core.peer(0).link
         until(lambda: links.unread(link) == 0, "it has read that it is to stop")  # else it would be killed
-        program().soon(lambda: program().owner._hurry(procs._core.owned, "stop", None))  # as after GRACE
+        program().soon(lambda: program().owner.stops._hurry(procs._core.owned, "stop", None))  # as after GRACE
         until(lambda: "patient is to stop and still has messages to finish" in caplog.text, "the report")
         assert "gpus 0 of patient" in caplog.text and not stopping.done()
         open_gate()
@@ -1177,14 +1177,14 @@ def test_busy_process_of_a_failed_mesh_is_killed(
         stopping = procs.stop()
         links, link = program().links, procs._core.peer(0).link
         until(lambda: links.unread(link) == 0, "it has read that it is to stop")
-        program().soon(lambda: program().owner._hurry(procs._core.owned, "stop", None))  # as after GRACE
+        program().soon(lambda: program().owner.stops._hurry(procs._core.owned, "stop", None))  # as after GRACE
         stopping.get(PATIENCE)
         assert failed(running).delivery == "unknown"
     assert "it is still at work, and another process of its mesh has died" in caplog.text
 
 
 def test_stopped_process_is_killed_by_stop(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owned, "SHUTDOWN_GRACE_S", 0.3)
+    monkeypatch.setattr(process_stop, "SHUTDOWN_GRACE_S", 0.3)
     procs = this_host().spawn_procs({"gpus": 1})
     os.kill(procs.spawn("victim", Victim).pid.call_one().get(PATIENCE), signal.SIGSTOP)
     procs.stop().get(PATIENCE)

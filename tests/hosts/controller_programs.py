@@ -386,7 +386,7 @@ def up_refused(cases: list[tuple[str, dict[str, str], str]]) -> None:
 
 def host_registry() -> HostRegistry:
     """What this program has attached."""
-    found = program().get_extension(HostRegistry)
+    found = program().extensions.get(HostRegistry)
     assert found is not None
     return found
 

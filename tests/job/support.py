@@ -44,8 +44,8 @@ def in_program(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
         try:
             return fn(*args)
         finally:
-            program().shutdown()  # type: ignore[attr-defined]
-            program().kill_all()  # type: ignore[attr-defined]
+            program().shutdown.run()  # type: ignore[attr-defined]
+            program().shutdown.kill_all()  # type: ignore[attr-defined]
 
     return run_ranks(run, 1, backend=None, timeout=timeout)[0]
 

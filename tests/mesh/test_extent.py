@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monarch_backend._mesh.extent import Extent, MeshBase, Point, Shape, ranks_in_words
+from monarch_backend._mesh.extent import Extent, Point
+from monarch_backend._mesh.mesh_base import MeshBase
+from monarch_backend._mesh.rank_text import ranks_in_words
+from monarch_backend._mesh.shape import Shape
 
 LABELS = ("hosts", "numa", "gpus", "tp", "cp")
 BOTH = Extent.of({"hosts": 2, "gpus": 4})

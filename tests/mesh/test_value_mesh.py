@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_backend._mesh.extent import Extent, MeshBase, Shape
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.mesh_base import MeshBase
+from monarch_backend._mesh.shape import Shape
 from monarch_backend._mesh.value_mesh import ValueMesh
 
 BOTH = Extent.of({"hosts": 2, "gpus": 4})

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from monarch_backend import CollectiveArgumentError
 from monarch_backend._core.torch_version import torch_version
-from monarch_backend.process_group._shm import bootstrap
+from monarch_backend.process_group import _bootstrap
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(torch_version() < (2, 14), reason="torch 2.14 brought it")
@@ -159,13 +159,13 @@ def test_hooks_can_call_collectives(before: bool) -> None:
 
 def _two_hosts(rank: int) -> tuple[set[str], list[Any]]:
     """Ranks 0 and 1 here, 2 and 3 as if elsewhere: messages are Gloo's, whatever looks on."""
-    exchange = bootstrap._exchange
+    exchange = _bootstrap._exchange
 
     def elsewhere(store: Any, name: str, rank: int, size: int, mine: Any, timeout: Any) -> Any:
         said = mine | {"kernel": "another"} if name == "shm" and rank >= 2 else mine
         return exchange(store, name, rank, size, said, timeout)
 
-    bootstrap._exchange = elsewhere
+    _bootstrap._exchange = elsewhere
     group = dist.new_group([0, 1, 2, 3])
     unasked = set(group._observed)
     results: list[Any] = [str(group._routes["cpu"].backend)]

@@ -25,10 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monarch_backend
 from monarch_backend import GroupClosedError
-from monarch_backend.process_group import _c10d_internals
+from monarch_backend.process_group import _bootstrap, _c10d_internals
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from monarch_backend.process_group._hierarchical import hierarchical_backend
-from monarch_backend.process_group._shm import bootstrap
 from tests.ecosystem.support import batch, mlp, train_step
 from tests.process_group import reference
 from tests.process_group.test_collectives import COLLECTIVES, _run_cells
@@ -194,9 +193,9 @@ def test_hosts_consist_of_ranks_that_reached_each_other() -> None:
     def pairs(*ranks: tuple[int, int]) -> set[frozenset[int]]:
         return {frozenset(pair) for pair in ranks}
 
-    assert bootstrap._cliques(pairs((0, 2), (1, 3)), 4) == ([[0, 2], [1, 3]], "")
-    assert bootstrap._cliques(pairs((1, 2), (0, 2), (0, 1)), 4) == ([[0, 1, 2], [3]], "")
-    found, remark = bootstrap._cliques(pairs((0, 1), (1, 2), (3, 4)), 5)
+    assert _bootstrap._cliques(pairs((0, 2), (1, 3)), 4) == ([[0, 2], [1, 3]], "")
+    assert _bootstrap._cliques(pairs((1, 2), (0, 2), (0, 1)), 4) == ([[0, 1, 2], [3]], "")
+    found, remark = _bootstrap._cliques(pairs((0, 1), (1, 2), (3, 4)), 5)
     assert found == [[0], [1], [2], [3, 4]]
     assert "ranks 0 and 2 share no memory" in remark
 

@@ -40,9 +40,9 @@ def test_unknown_route_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_query_starts_no_thread_or_device() -> None:
     code = (
-        "import sys, threading; from monarch_backend import rdma; from monarch_backend._actor import runtime; "
+        "import sys, threading; from monarch_backend import rdma; from monarch_backend._actor import current_runtime; "
         "rdma.is_rdma_available(); rdma.get_rdma_backend(); "
-        "assert runtime._program is None; assert threading.active_count() == 1; "
+        "assert current_runtime._program is None; assert threading.active_count() == 1; "
         "assert not {'pyverbs', 'ibverbs', 'torch.distributed.tensor'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -18,7 +18,7 @@ import pytest
 from monarch_backend import _native
 from monarch_backend._actor.runtime import program
 from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.routes.base import CANCELLED, DONE, DROPPED, FETCH_ADD, LATE, LOST, READ, REFUSED, WRITE
+from monarch_backend._rdma.route_protocol import CANCELLED, DONE, DROPPED, FETCH_ADD, LATE, LOST, READ, REFUSED, WRITE
 from monarch_backend._rdma.routes.tcp import Tcp
 from monarch_backend._rdma.thread_pool import Workers
 from monarch_backend._rdma.transfer_engine import engine

@@ -347,7 +347,7 @@ class Watch:
             if process.alive and process.program is not None:
                 program, router = process.program, process.program.router
                 kept = {"calls": program.pending, "casts": router.tree.casts, "combiners": router.tree.combiners}
-                kept["pieces"] = router._fragments.assemblies
+                kept["pieces"] = router.fragments.assemblies
                 kept["held back"] = {peer.token: peer.held for peer in router.peers.values() if peer.held}
                 for what, left in kept.items():
                     if left:

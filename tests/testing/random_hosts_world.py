@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from monarch_backend._mesh.host_mesh import HostMesh
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import host_of
 from monarch_backend.actor import MeshFailure, Restart, this_host
 from monarch_backend.testing import SimulatedProcess, Simulation
 from tests.testing import actors

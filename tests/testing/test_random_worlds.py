@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._actor import pending_calls, runner
+from monarch_backend._actor.message_queue import MessageQueue
 from monarch_backend._actor.runner import ActorRunner
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._actor.supervision import Supervision
@@ -114,7 +115,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "gone, many": (pending_calls.BroadcastCall, "on_gone", _nothing, WAITS),
     "gone, a stream": (pending_calls.Stream, "on_gone", _nothing, WAITS),
     "the queue of a restarted actor": (ActorRunner, "take_over", _nothing, WAITS),
-    "refusals": (ActorRunner, "_refuse", _nothing, WAITS),
+    "refusals": (MessageQueue, "_refuse", _nothing, WAITS),
     "not told": (Supervision, "_reached_program", _nothing, "promise 7"),
     "told twice": (Supervision, "failed", _told_twice, "promise 7"),
     "the root cause": (runner, "pack_failure", _without_cause, "promise 7"),

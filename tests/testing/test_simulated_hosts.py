@@ -15,6 +15,7 @@ from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.gateway import Gateway
 from monarch_backend._transport.network.remote_links import FarLinks
 from monarch_backend._transport.network.session import Session, SessionError
+from monarch_backend._transport.tokens import host_of
 from monarch_backend.actor import Actor, Channel, Restart, SupervisionError, current_rank, endpoint, this_host
 from monarch_backend.hosts import attach
 from monarch_backend.testing import Conditions, Simulation, SimulationError
@@ -158,7 +159,7 @@ def test_the_real_protocol_without_a_thread() -> None:
         machines, _, counters = _mesh(simulation, 8, 2)
         assert counters.sizes == {"hosts": 8, "gpus": 2}
         assert list(counters.add.call().get().values()) == [(rank, 1) for rank in range(16)]
-        hosts = {envelope.host_of(process.token) for process in simulation.processes_of(counters)}
+        hosts = {host_of(process.token) for process in simulation.processes_of(counters)}
         assert hosts == set(machines.hosts)
         assert len(_services(simulation)) == 8 * 2 + 1
         assert threading.active_count() == before

@@ -21,7 +21,7 @@ import pytest
 import monarch_backend.actor as public
 import monarch_backend.testing
 from monarch_backend import _testing
-from monarch_backend._actor import actor_mesh_owner, ownership, runtime
+from monarch_backend._actor import actor_mesh_owner, current_runtime, process_restarts, runtime
 from monarch_backend._actor import context as actor_context
 from monarch_backend._transport.local import tuning
 from monarch_backend._transport.local.frames import Kind, Replaced
@@ -177,7 +177,7 @@ def test_everything_is_put_back() -> None:
             tuning.SHARED_COPY_MIN_BYTES,
         ]
         constants = [*sizes, tuning.TREE_FANOUT, tuning.MAX_DIRECT_RECEIVERS, actor_mesh_owner.secrets]
-        seams = [runtime._program, public.unhandled_fault_hook, actor_context.cell.get()]
+        seams = [current_runtime._program, public.unhandled_fault_hook, actor_context.cell.get()]
         return [*constants, *seams, signal.getsignal(signal.SIGINT)]
 
     before = state()
@@ -393,10 +393,10 @@ def test_restarts() -> None:
         assert not simulation.faults
 
 
-@pytest.mark.parametrize("most", [ownership.MAX_REPLACED_RANKS, 10])
+@pytest.mark.parametrize("most", [process_restarts.MAX_REPLACED_RANKS, 10])
 def test_a_restart_of_all_is_told_to_each_once(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each rank, which would be the square of a large mesh; nor to those that it has killed."""
-    monkeypatch.setattr(ownership, "MAX_REPLACED_RANKS", most)
+    monkeypatch.setattr(process_restarts, "MAX_REPLACED_RANKS", most)
     told: dict[str, list[int]] = {}
     with Simulation(1, QUIET) as simulation:
         procs, actors = _mesh(24, restart=Restart("all", backoff=0.01))

@@ -12,11 +12,12 @@ import pytest
 from monarch_backend._transport.local.frames import FrameError, Kind
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDING
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import Envelope, host_of
+from monarch_backend._transport.network.envelope import Envelope
 from monarch_backend._transport.network.gateway import Gateway
 from monarch_backend._transport.network.multicast import DEFAULT_FANOUT
 from monarch_backend._transport.network.remote_links import FarLinks
 from monarch_backend._transport.network.reply_aggregation import AGGREGATION_WINDOW_S
+from monarch_backend._transport.tokens import host_of
 
 
 def token(host: int, process: int) -> str:

@@ -62,7 +62,7 @@ Member::~Member() {
   engine_->stop();
 }
 
-// The smaller token connects to the larger, as process_group/_shm/bootstrap.py has it.
+// The smaller token connects to the larger, as process_group/_bootstrap.py has it.
 void Member::connect(int meeting) {
   const auto token_of = [&](int rank) { return std::string(world_.tokens[rank].begin(), world_.tokens[rank].end()); };
   std::copy(host_->token().begin(), host_->token().end(), world_.tokens[rank_].begin());

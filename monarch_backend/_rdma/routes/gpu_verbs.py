@@ -8,7 +8,16 @@ from typing import Any
 from monarch_backend import _native
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.inflight import VerbsInFlight
-from monarch_backend._rdma.routes.base import UNREACHABLE, AtomicOp, ReadWriteOp, Result, Route, Segment, moved, of_nics
+from monarch_backend._rdma.route_protocol import (
+    UNREACHABLE,
+    AtomicOp,
+    ReadWriteOp,
+    Result,
+    Route,
+    Segment,
+    moved,
+    of_nics,
+)
 from monarch_backend._rdma.routes.gpu_staged import Staged
 from monarch_backend._rdma.routes.verbs import Verbs
 

@@ -18,9 +18,8 @@ from monarch_backend._core import debug_log, env
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
-from monarch_backend._rdma.pinned_pool import PinnedPool
 from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.routes.base import (
+from monarch_backend._rdma.route_protocol import (
     UNREACHABLE,
     AtomicOp,
     InFlightTransfer,
@@ -33,10 +32,11 @@ from monarch_backend._rdma.routes.base import (
 )
 from monarch_backend._rdma.routes.gpu_staged import Staged
 from monarch_backend._rdma.routes.gpu_verbs import GpuNics
+from monarch_backend._rdma.routes.pinned_pool import PinnedPool
 from monarch_backend._rdma.routes.same_host import LocalRoute, SameHost
 from monarch_backend._rdma.routes.tcp import Endpoints, Tcp
 from monarch_backend._rdma.routes.verbs import Verbs
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import host_of
 from monarch_backend._verbs import VerbsError
 
 log = logging.getLogger("monarch_backend")

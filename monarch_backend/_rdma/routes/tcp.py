@@ -20,7 +20,7 @@ from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.routes.base import (
+from monarch_backend._rdma.route_protocol import (
     DONE,
     FAILED,
     LOST,

@@ -24,7 +24,7 @@ from monarch_backend._rdma.handle import Handle, Ticket
 from monarch_backend._rdma.inflight import CANCEL_GRACE_S, VerbsInFlight, result_of
 from monarch_backend._rdma.local_memory import LocalMemory
 from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.routes.base import (
+from monarch_backend._rdma.route_protocol import (
     FAILED,
     FETCH_ADD,
     LOST,

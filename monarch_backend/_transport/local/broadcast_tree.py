@@ -96,7 +96,7 @@ class ReplyAggregator:
         complete = self._mine == 0 and all(count <= 0 for count in self._children.values())
         if (self._parts or self._missing) and (complete or urgent):
             prefix = frames.encode(Replies(self._route.root, self._parts, self._missing))
-            link = self._parent if self._router.open(self._parent) else self._router.link_to(self._root)
+            link = self._parent if self._router.table.open(self._parent) else self._router.link_to(self._root)
             self._router.send_or_keep(
                 link, Kind.REPLIES, self._route.cast, self._route.ref, prefix, self._chunks, self._buffers
             )

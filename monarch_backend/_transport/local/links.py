@@ -50,20 +50,6 @@ Receiver = tuple[int, int, int, int]
 """Link, sequence number, rank, epoch."""
 
 
-def epoch_of(token: str) -> int:
-    """Return the epoch in a token: how often the process has been restarted. Frames carry the epoch.
-
-    The epoch of a program has no meaning.
-
-    >>> epoch_of("0123456789abcdef0123456789ab" + "0002")
-    2
-    """
-    try:
-        return int(token[-4:], 16)
-    except ValueError:
-        return 0
-
-
 class Links(Protocol):
     """Sends frames to other processes, in order for each pair of processes."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._transport.local.frames import Frame
-from monarch_backend._transport.local.links import epoch_of
+from monarch_backend._transport.tokens import epoch_of
 
 if TYPE_CHECKING:
     from monarch_backend._transport.local.broadcast_tree import ReplyAggregator

@@ -35,7 +35,7 @@ class PeerLookup:
             if peer.owner.gone is None:
                 return
         peer.gone = "it can't be reached, and its owner is gone too" if peer.owner else "it can't be reached"
-        self._router.bury(peer)
+        self._router.table.bury(peer)
 
     def ask_owner(self, peer: Peer) -> None:
         """Ask the owner for the successor of a dead process. The owner reports later successors on its own."""
@@ -95,7 +95,7 @@ class PeerLookup:
                         self._request_again(asked)
                     asked.believed = link == LINK_PENDING
                     return
-                self._router.bind(asked, link)
+                self._router.table.bind(asked, link)
             backlog, asked.backlog = asked.backlog, deque()
             for emit in backlog:
                 emit()

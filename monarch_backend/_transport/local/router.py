@@ -8,6 +8,7 @@ delivers messages that arrive, and handles the exit of a process. Its parts are 
 - memory_pressure.py: sending while shared memory is full
 - fragmentation.py: frames that are larger than one piece
 - tree_multicast.py: multicast down a tree of processes
+- peer_table.py: the known processes, their links and their end
 - peer_lookup.py: processes that can't be reached
 
 The router does not depend on actors or meshes, reads no clock and starts no thread. The simulator runs the same code.
@@ -19,7 +20,6 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,17 +39,13 @@ from monarch_backend._transport.local.frames import (
     LookupReply,
     LookupRequest,
 )
-from monarch_backend._transport.local.links import (
-    FIRST_REMOTE_LINK,
-    LINK_PENDING,
-    Links,
-    epoch_of,
-)
+from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, Links
 from monarch_backend._transport.local.memory_pressure import RetryQueue, SharedMemoryWait
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.local.peer_lookup import PeerLookup
+from monarch_backend._transport.local.peer_table import PeerTable
 from monarch_backend._transport.local.tree_multicast import TreeMulticast
-from monarch_backend._transport.network.envelope import host_of
+from monarch_backend._transport.tokens import epoch_of
 
 log = logging.getLogger("monarch_backend")
 
@@ -72,16 +68,19 @@ class Router:
         self.epoch = epoch_of(links.token)
         self.lock = threading.RLock()
         self.me = Peer(links.token, tuning.CREDIT_WINDOW)
-        self.peers: dict[str, Peer] = {links.token: self.me}
         self.wait = wait
-        self.by_link: dict[int, Peer] = {}
+        self.table = table = PeerTable(self, self.me)
+        self.peers, self.by_link = table.peers, table.by_link
+        # Called for each message, so without a further call of a function.
+        self.peer, self.expect, self.never_came, self.forget = table.peer, table.expect, table.never_came, table.forget
+        self.reach, self.link_to = table.reach, table.link_to
         self.ids = itertools.count(1)  # of multicasts and of fragmented frames
         self.flow = FlowControl(self)
         self.has_room, self.processed = self.flow.has_room, self.flow.processed  # called for each message
         self.tree = TreeMulticast(self)
         self.lookup = PeerLookup(self)
         self.ask_owner = self.lookup.ask_owner
-        self._fragments = Fragmenter(self)
+        self.fragments = Fragmenter(self)
         self._retries = RetryQueue(self)
         self.keep = self._retries.add
         self.handlers: dict[int, Handler] = {}
@@ -98,46 +97,11 @@ class Router:
         self.on_full: Callable[[str], None] = lambda _why: None
         self.before_host_gone: Callable[[str], None] = lambda _: None
         self._told = {
-            Kind.MET: self._met,
-            Kind.GONE: self._ended,
+            Kind.MET: table.on_met,
+            Kind.GONE: table.on_ended,
             Kind.REFUSED: self.lookup.on_refused,
-            Kind.HOST_GONE: self._host_gone,
+            Kind.HOST_GONE: table.on_host_gone,
         }
-
-    # ---- peers
-
-    def peer(self, token: str, owner: Peer | None = None) -> Peer:
-        """Return the process with this token. Lookups of a process that can't be reached are sent to ``owner``."""
-        peer = self.peers.get(token)
-        if peer is None:
-            with self.lock:
-                peer = self.peers.setdefault(token, Peer(token, tuning.CREDIT_WINDOW))
-        if peer.owner is None and owner is not None and owner is not peer:
-            peer.owner = owner
-        return peer
-
-    def expect(self, token: str, label: str | Callable[[], str]) -> Peer:
-        """Return a process that this one has started. Messages to it are queued here until it connects."""
-        peer = self.peer(token)
-        peer.expected, peer.label = True, label
-        return peer
-
-    def never_came(self, peer: Peer, how: str) -> None:
-        """Mark an expected process as gone, whether or not it has connected."""
-        if peer.gone is None:
-            peer.gone = how
-            self.bury(peer)
-
-    def forget(self, token: str) -> None:
-        """Delete the state of a process that is gone. Call it when no further message can name the process."""
-        peer = self.peers.get(token)
-        if peer is not None and peer.gone is not None:
-            self.peers.pop(token, None)
-
-    def open(self, link: int) -> bool:
-        """Whether frames can still be sent on this link."""
-        peer = self.by_link.get(link)
-        return peer is not None and peer.gone is None
 
     # ---- sending
 
@@ -198,7 +162,7 @@ class Router:
             frame = Frame(-1, kind, target, ref, 0, rank, self.epoch, prefix, own(body), own_all(buffers))
             self._deliver_here(kind, frame)
         elif reached and large:  # outside the lock: the sequence number keeps the order
-            self._fragments.send(peer, kind, target, ref, seq, rank, prefix, body, buffers)
+            self.fragments.send(peer, kind, target, ref, seq, rank, prefix, body, buffers)
 
     def _release_seq(self, peer: Peer, seq: int) -> None:
         """Take back a sequence number with which nothing was sent. Call under the lock."""
@@ -289,7 +253,7 @@ class Router:
         finally:
             if full is not None:
                 full.close()
-        self._fragments.send(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
+        self.fragments.send(peer, Kind.REPLY, 0, ref, 0, rank, status, body, buffers)
 
     def send_or_keep(
         self,
@@ -468,7 +432,7 @@ class Router:
         elif kind == Kind.CREDIT:
             self.flow.refill(peer, frame.target)
         elif kind == Kind.PART:
-            whole = self._fragments.receive(frame)
+            whole = self.fragments.receive(frame)
             if whole is not None:
                 self._handle(whole)
         else:
@@ -493,76 +457,6 @@ class Router:
         """Schedule a call on the reading thread. Replaced by the progress loop's method, if there is one."""
         raise NotImplementedError
 
-    # ---- start and end of processes
-
-    def reach(self, peer: Peer) -> bool:
-        """Whether frames can be sent to this peer now; connects to it if necessary. Call under the lock."""
-        if peer.backlog or peer.gone is not None:
-            return False
-        if peer.link >= 0:
-            return True
-        if peer.expected:
-            return False
-        link = self.links.connect(peer.token)
-        if link >= 0:
-            self.bind(peer, link)
-            return True
-        if link != LINK_PENDING:
-            self.lookup.request(peer)
-        return False
-
-    def link_to(self, peer: Peer) -> int:
-        """Return the link to this process, or -1."""
-        with self.lock:
-            return peer.link if self.reach(peer) else -1
-
-    def bind(self, peer: Peer, link: int) -> None:
-        self.by_link[link] = peer
-        if peer.link < 0:
-            peer.link = link
-
-    def _met(self, event: Any) -> None:
-        link, _, token, pid = event
-        peer = self.peer(token)
-        peer.pid = pid
-        with self.lock:
-            self.bind(peer, link)
-            backlog, peer.backlog = peer.backlog, deque()
-            for emit in backlog:
-                emit()
-            self.lookup.answer(peer)
-        self.on_met(peer)
-
-    def _ended(self, event: Any) -> None:
-        link, _, how, peace = event
-        self._fragments.drop_link(link)
-        peer = self.by_link.pop(link, None)
-        if peer is not None and peer.gone is None:
-            peer.gone, peer.peace = how or "it ended", peace
-            self.bury(peer)
-
-    def _host_gone(self, event: Any) -> None:
-        """Mark all processes of the host as gone before the first call to one of them fails."""
-        _, _, host, how = event
-        self.before_host_gone(host)
-        lost = [peer for peer in list(self.peers.values()) if host_of(peer.token) == host and peer.gone is None]
-        for peer in lost:
-            peer.gone = how
-        for peer in lost:
-            self.bury(peer)
-
-    def bury(self, peer: Peer) -> None:
-        with self.lock:
-            peer.backlog.clear()
-            peer.held.clear()
-            self.lookup.answer(peer)
-            self.flow.release(peer)
-            for other in list(self.peers.values()):
-                if other.owner is peer and other.link < 0 and other.gone is None and other.backlog:
-                    self.never_came(other, f"its owner is gone: {peer.gone}")
-            self.tree.on_peer_exit(peer)
-        self.on_gone(peer)
-
     # ---- frames that are sent later
 
     def emit(
@@ -583,6 +477,6 @@ class Router:
             return
         body, buffers = own(body), own_all(buffers)
         if large:
-            self._fragments.send(peer, kind, target, ref, seq, rank, prefix, body, buffers, keep=True)
+            self.fragments.send(peer, kind, target, ref, seq, rank, prefix, body, buffers, keep=True)
         else:
             self.keep(lambda: peer.gone is not None or send(), peer.link)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError
+from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 
 CARRIED, MANY = 0x40, 0x80
 """Flags in a kind: the frame is for, or from, a process on another host; or for several of them."""
@@ -21,19 +22,11 @@ CALL, MET, REFUSED, GONE = 0xF1, 0xF2, 0xF3, 0xF4
 PASS, ARRIVED, COMBINED = 0xF5, 0xF6, 0xF7
 """Kinds between gateways: a multicast on its way down a tree; all below have it; aggregated replies on their way up."""
 
-HOST_ID_LENGTH = 8
-"""Characters at the start of a token that name its host."""
-
 _HEAD = struct.Struct("!BxHIIQQQQ")  # kind, buffers, rank, epoch, target, ref, seq, bytes of the body
 _RECEIVER = struct.Struct(f"!{TOKEN_LENGTH}sQII")  # token, seq, rank, epoch
 _COUNT = struct.Struct("!I")
 _PASS = struct.Struct(f"!{HOST_ID_LENGTH}s{HOST_ID_LENGTH}sBIQQI")  # root, parent, kind, branches, number, over, hosts
 _PART = struct.Struct(f"!{HOST_ID_LENGTH}sI")  # host, receivers
-
-
-def host_of(token: str) -> str:
-    """Return the host of the process with this token. The token contains it, so no directory is needed."""
-    return token[:HOST_ID_LENGTH]
 
 
 def is_word(kind: int) -> bool:

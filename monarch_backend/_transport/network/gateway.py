@@ -25,12 +25,12 @@ from monarch_backend._transport.network.envelope import (
     MET,
     REFUSED,
     Envelope,
-    host_of,
     is_for_many,
     is_relayed,
     is_word,
 )
 from monarch_backend._transport.network.multicast import DEFAULT_FANOUT, Relay
+from monarch_backend._transport.tokens import host_of
 
 log = logging.getLogger("monarch_backend")
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from monarch_backend._transport.local.buffers import own, own_all
 from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import ARRIVED, COMBINED, MANY, PASS, Envelope, RelayHeader, host_of
+from monarch_backend._transport.network.envelope import ARRIVED, COMBINED, MANY, PASS, Envelope, RelayHeader
 from monarch_backend._transport.network.reply_aggregation import Gatherer
+from monarch_backend._transport.tokens import host_of
 
 DEFAULT_FANOUT = 8
 """Hosts to which one gateway of a tree sends a frame. A multicast to this many hosts or fewer needs no tree."""

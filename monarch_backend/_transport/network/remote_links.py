@@ -15,17 +15,8 @@ from monarch_backend._transport.local.buffers import own, own_all
 from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDING, Receiver
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import (
-    CALL,
-    CARRIED,
-    GONE,
-    HOST_LOST,
-    MANY,
-    MET,
-    REFUSED,
-    Envelope,
-    host_of,
-)
+from monarch_backend._transport.network.envelope import CALL, CARRIED, GONE, HOST_LOST, MANY, MET, REFUSED, Envelope
+from monarch_backend._transport.tokens import host_of
 
 log = logging.getLogger("monarch_backend")
 

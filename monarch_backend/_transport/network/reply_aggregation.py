@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from monarch_backend._transport.local import frames
 from monarch_backend._transport.local.buffers import own, own_all
 from monarch_backend._transport.local.frames import TOKEN_LENGTH, Kind, Part, Replies, Status
-from monarch_backend._transport.local.links import epoch_of
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import CARRIED, COMBINED, HOST_ID_LENGTH, Envelope, host_of
+from monarch_backend._transport.network.envelope import CARRIED, COMBINED, Envelope
+from monarch_backend._transport.tokens import HOST_ID_LENGTH, epoch_of, host_of
 
 AGGREGATION_WINDOW_S = 0.005
 """Seconds for which replies wait for the missing ones."""

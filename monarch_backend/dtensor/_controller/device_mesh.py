@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend.dtensor._controller import controller_process_group
-from monarch_backend.dtensor._controller.worker_set import ActorCommandChannel, WorkerSet
+from monarch_backend.dtensor._controller.actor_command_channel import ActorCommandChannel
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import collectives, dispatch
 from monarch_backend.dtensor._dispatch import special_ops as special_ops
 from monarch_backend.dtensor._errors import RemoteTensorError

@@ -97,7 +97,7 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
             desk.target.refuse.broadcast(parcel, str(error))
 
     def over(_: Any) -> None:
-        source.end(("move", parcel))
+        source.unfinished.end(("move", parcel))
         error = offered.exception() or filled.exception()
         if error is not None:
             for side in (desk.source, desk.target):
@@ -105,6 +105,6 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
                     side.forget.broadcast(parcel, str(error))
 
     offered.add_done_callback(tell)  # type: ignore[arg-type]
-    source.begin(("move", parcel))
+    source.unfinished.begin(("move", parcel))
     filled.add_done_callback(lambda _: offered.add_done_callback(over))
     return remote_call_args.first_like(filled.held, frame)

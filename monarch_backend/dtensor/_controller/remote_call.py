@@ -19,6 +19,7 @@ from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.remote_call_args import Packer
 from monarch_backend.dtensor._controller.remote_tensor import Ref
+from monarch_backend.dtensor._controller.worker_failures import error_of
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 from monarch_backend.dtensor._worker.remote_call import RunFailed
@@ -85,12 +86,12 @@ def _start(workers: WorkerSet, mesh: DeviceMesh, function: Callable[..., Any], a
     body, buffers, meshes = packer.pack((function, args, kwargs))
     ranks = (device_mesh_and_api.rows_of(mesh).flatten() - workers.first).tolist()
     site = call_sites.here()
-    workers.begin(number)
+    workers.unfinished.begin(number)
     try:
         workers.stream.flush()
         call = workers.line.execute(ranks, number, held.id, site, meshes, body, buffers)
     except BaseException:
-        workers.end(number)
+        workers.unfinished.end(number)
         raise
     done = Run(call._wait, call.cancel)
     done.held, done.name = held, f"run({getattr(function, '__qualname__', function)})"
@@ -110,7 +111,7 @@ def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, do
     """Let all workers continue, then finish the call's future."""
     error = call.exception()
     if isinstance(error, ActorError) and isinstance(error.__cause__, RunFailed):
-        error = workers.error_of(error.__cause__.report)
+        error = error_of(error.__cause__.report)
     try:
         if error is None:
             workers.line.say(ranks, number, "done", "")
@@ -120,7 +121,7 @@ def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, do
     except BaseException as ended:  # the processes have ended and cannot receive it
         error = error or ended
     finally:
-        workers.end(number)
+        workers.unfinished.end(number)
     if error is not None:
         done._fail(error)
         return

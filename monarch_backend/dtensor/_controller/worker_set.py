@@ -6,8 +6,6 @@ controller: the ranks of the first WorkerSet, then those of the second, and so o
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -16,19 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from monarch_backend import _native
-from monarch_backend._actor.errors import SupervisionError
 from monarch_backend._core import debug_log
-from monarch_backend._mesh.extent import Extent, Shape
 from monarch_backend.dtensor import _protocol
-from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.command_stream import DELETE_THRESHOLD_BYTES, FIRST, MOST, Stream
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import MetaCache, refuse_sparse
-from monarch_backend.dtensor._errors import MeshClosedError, RemoteOpError, RemoteTensorError
+from monarch_backend.dtensor._controller.unfinished_work import UnfinishedWork
+from monarch_backend.dtensor._controller.worker_failures import WorkerFailures
+from monarch_backend.dtensor._errors import MeshClosedError, RemoteTensorError
 from monarch_backend.dtensor._protocol import Define, Graph, Signature, Step
 
 if TYPE_CHECKING:
-    from monarch_backend._mesh.proc_mesh import ProcMesh
+    pass
 
 
 _serials = itertools.count(1)
@@ -61,11 +58,8 @@ class WorkerSet:
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
         self._defined_groups: set[str] = set()
         self._defining = threading.Lock()
-        self._checks_raised = 0  # number of failures that were raised
-        self._raising = threading.Lock()
-        self._under_way: set[Any] = set()  # work that needs more than commands: see begin
-        self._at_rest: list[Callable[[], None]] = []  # called when none of it is left
-        self._settling = threading.Lock()
+        self.failures = WorkerFailures(line)
+        self.unfinished = UnfinishedWork()
 
     @property
     def is_simulated(self) -> bool:
@@ -277,7 +271,7 @@ class WorkerSet:
         replies = self.line.ask("read", tensor._ref.id, rank, how)
 
         def wait(_keep: Any = tensor) -> Any:
-            value = self._first_or_failure(replies())[rank]
+            value = self.failures.check(replies())[rank]
             if value is None:
                 raise RemoteTensorError(f"rank {rank} of {self.name} has no part of this tensor, so it has no value")
             return value
@@ -287,7 +281,7 @@ class WorkerSet:
     def ask(self, what: str, *args: Any) -> list[Any]:
         """Return all ranks' replies; waits."""
         self._flush_for_a_read()
-        return self._first_or_failure(self.line.ask(what, *args)())
+        return self.failures.check(self.line.ask(what, *args)())
 
     def _flush_for_a_read(self) -> None:
         self.sink.limit = FIRST
@@ -300,190 +294,16 @@ class WorkerSet:
         """
         self.ask("failed_since")
 
-    def _first_or_failure(self, replies: list[Any]) -> list[Any]:
-        checks = self._new_checks(replies)
-        replies = [each["reply"] if _has_checks(each) else each for each in replies]
-        failures = [each for each in replies if isinstance(each, dict) and "failed" in each]
-        if failures or checks:
-            first = min([*failures, *checks.values()], key=lambda each: each["order"])
-            checks.pop(first["order"], None)
-            raise self.error_of(first, [checks[order] for order in sorted(checks)])
-        return replies
-
-    def _new_checks(self, replies: list[Any]) -> dict[int, Any]:
-        """Return failed operations without results, by their order. The first caller raises each, once."""
-        if not any(map(_has_checks, replies)):
-            return {}
-        with self._raising:
-            found = [check for each in replies if _has_checks(each) for check in each["checks"]]
-            new = {check["order"]: check for check in reversed(found) if check["order"] > self._checks_raised}
-            if new:
-                self._checks_raised = max(new)
-                with contextlib.suppress(SupervisionError):  # the next read raises it
-                    self.line.raised(self._checks_raised)
-        return new
-
-    def error_of(self, report: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> RemoteOpError:
-        """Return the error for a failure that a worker reports.
-
-        ``others``: failures that will not be reported again.
-        """
-        also = "".join(
-            f"\nBefore this was read, {each['failed']} raised as well, on rank {each['rank']}: {each['message']}\n"
-            f"Issued by the controller at:\n{call_sites.text_of(each['site'])}"
-            for each in others
-        )
-        return RemoteOpError(
-            report["failed"], report["rank"], report["host"], report["pid"], report["message"],
-            report["traceback"] + also, call_sites.text_of(report["site"]),
-        )  # fmt: skip
-
     # The end ----------------------------------------------------------------------------------------------------
-
-    def begin(self, what: Any) -> None:
-        """Register work that workers or other processes must finish before the workers may end."""
-        with self._settling:
-            self._under_way.add(what)
-
-    def end(self, what: Any) -> None:
-        """End registered work, done or not."""
-        with self._settling:
-            self._under_way.discard(what)
-            calls = [] if self._under_way else self._at_rest[:]
-            del self._at_rest[: len(calls)]
-        for call in calls:
-            call()
 
     def before_stop(self, then: Callable[[], None]) -> None:
         """Send all commands, and call ``then`` when nothing is in transit."""
         self.stream.send_the_rest()
-        with self._settling:
-            if self._under_way:
-                self._at_rest.append(then)
-                return
-        then()
+        self.unfinished.call_at_end(then)
 
     def close(self, why: str) -> None:
         """Refuse all further commands."""
         self.stream.closed = self.stream.closed or MeshClosedError(f"the processes of {self.name} have ended: {why}")
-
-
-def _has_checks(reply: Any) -> bool:
-    return isinstance(reply, dict) and "checks" in reply
-
-
-class ActorCommandChannel:
-    """Channel to the executors in the processes of a mesh, by messages to actors."""
-
-    def __init__(
-        self, procs: ProcMesh, executors: Any, program: Any, device_type: str, made: dict[str, WorkerSet]
-    ) -> None:
-        self.procs, self._executors, self._program, self._device_type = procs, executors, program, device_type
-        self._made = made  # in these processes, by the type of their devices
-        self._ranks = [executors] if len(executors) == 1 else list(_each(executors))
-
-    def send(self, batch: bytes) -> None:
-        """Send to all, without a reply."""
-        self._executors.run.broadcast(batch)
-
-    def send_counted(self, batch: bytes) -> Callable[[], object]:
-        """Send to all, and return a function that waits for the replies."""
-        future = self._executors.run_counted.call(batch)
-        return lambda: future.get()
-
-    def send_at_the_end(self, batch: bytes) -> None:
-        """Send to all, without a reply and without waiting."""
-        self._executors.run.push(batch)
-
-    def has_room(self) -> bool:
-        """True if no worker is so far behind that a message would have to wait."""
-        room: bool = self._executors.run.has_room()
-        return room
-
-    def raised(self, order: int) -> None:
-        """Report that the failed checks up to this one were raised."""
-        self._executors.raised.broadcast(order)
-
-    def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call a function later, on the thread that reads messages."""
-        self._program.pump.later(seconds, call)
-
-    def put(self, number: int, tensor: torch.Tensor) -> None:
-        """Send the same to all."""
-        self._executors.put.broadcast(number, tensor)
-
-    def put_by_rank(self, number: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Send each its own."""
-        for mine, tensor in zip(self._ranks, tensors, strict=True):
-            if tensor is not None:
-                mine.put.broadcast(number, tensor)
-
-    def ask(self, what: str, *args: Any) -> Callable[[], list[Any]]:
-        """Start to ask, and return a function that waits for all replies, by rank."""
-        future = getattr(self._executors, what).call(*args)
-        return lambda: list(future.get().values())
-
-    # Functions --------------------------------------------------------------------------------------------------
-
-    @functools.cached_property
-    def sides(self) -> Any:
-        """The control actors beside the executors; see _worker/control_actor.py."""
-        from monarch_backend.dtensor._worker import ControlActor
-
-        self._executors.initialized.get()  # two threads that import these modules at once would deadlock
-        return self.procs.spawn("dtensor_side", ControlActor, self._device_type)
-
-    def sides_of(self, ranks: Sequence[int]) -> Any:
-        """Return the control actors of these ranks."""
-        return _those(self.sides, ranks)
-
-    def execute(self, ranks: Sequence[int], run: int, *args: Any) -> Any:
-        """Call a function on these ranks, which then wait for `say`; return a future of their results."""
-        assert self.sides is not None  # set before any wait for them
-        executors = _those(self._executors, ranks)
-        call = executors.execute.call(run, *args)
-        with contextlib.suppress(SupervisionError):  # the call's future reports it
-            executors.settle.broadcast(run)
-        return call
-
-    def say(self, ranks: Sequence[int], run: int, verdict: str, why: str) -> None:
-        """Report the end of a run to the workers: "done", or "failed", after which all workers make new groups."""
-        dead = set(self._executors.failed_ranks)
-        if dead:  # the others can't make groups without them
-            verdict = "dead"
-        alive = [rank for rank in ranks if rank not in dead]
-        if not alive:
-            return
-        try:
-            _those(self.sides, alive).say.broadcast(run, verdict, why)
-        except SupervisionError:  # another one has died
-            if not set(self._executors.failed_ranks) - dead:
-                raise
-            self.say(ranks, run, verdict, why)
-            return
-        others = [rank for rank in range(len(self._ranks)) if rank not in set(ranks)]
-        if verdict == "failed" and others:
-            _those(self._executors, others).meet_again.broadcast(run)
-        if verdict == "failed":
-            for each in list(self._made.values()):
-                if each.line is not self:
-                    each.stream.flush()
-                    each.line.join_again(run)
-
-    def join_again(self, run: int) -> None:
-        """Make new groups, after earlier messages: executors of another device have closed the groups in this run."""
-        self._executors.join_again.broadcast(run)
-
-    def aside(self, call: Callable[[], None]) -> None:
-        """Call a function on a thread of its own."""
-        self._program.aside(call)
-
-
-def _those(actors: Any, ranks: Sequence[int]) -> Any:
-    """Return these ranks' actors, in this order."""
-    if list(ranks) == list(range(len(actors))):
-        return actors
-    return actors._new_with_shape(Shape.from_ranks(Extent.of({"rank": len(ranks)}), ranks))
 
 
 def _dense(value: torch.Tensor) -> torch.Tensor:
@@ -494,10 +314,3 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
         tensor = tensor.cpu()
     gaps = not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) != 0
     return tensor.contiguous() if gaps else tensor
-
-
-def _each(mesh: Any) -> Any:
-    flat = mesh if len(mesh.extent.labels) == 1 else mesh.flatten("rank")
-    label = flat.extent.labels[0]
-    for rank in range(len(flat)):
-        yield flat.slice(**{label: rank})

@@ -19,7 +19,7 @@ Sums add the ranks of each host in their order, then the hosts in the order of t
 same bits, on every run. 16-bit and 8-bit floats are added in float32 and rounded once on each host and once between
 hosts. Their mean is a mean of the hosts' means, which can't overflow. Every other mean is the sum divided once.
 
-_shm/bootstrap.py finds which ranks share a host. work_queue.py orders operations. reduction.py has the arithmetic
+_bootstrap.py finds which ranks share a host. _work_queue.py orders operations. reduction.py has the arithmetic
 between hosts, inter_host.py messages and failures.
 """
 
@@ -58,10 +58,10 @@ from monarch_backend.process_group._hierarchical.inter_host import (
     Posted,
 )
 from monarch_backend.process_group._hierarchical.reduction import combine, op_on_host
-from monarch_backend.process_group._hierarchical.work_queue import OperationQueue
 from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._shm import shm_backend
 from monarch_backend.process_group._shm.shm_backend import SharedMemory, ShmWork
+from monarch_backend.process_group._work_queue import OperationQueue
 
 SLICE_MIN_BYTES = 128 << 10  # bytes from which a host's ranks share an all_reduce; below, latency decides
 SEGMENT_BYTES = 8 << 20  # bytes of an all_reduce in flight between hosts while the next ones are reduced on the host

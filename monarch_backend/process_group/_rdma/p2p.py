@@ -30,7 +30,6 @@ from torch import Tensor
 
 from monarch_backend.process_group import _c10d_internals
 from monarch_backend.process_group._errors import ProcessGroupError
-from monarch_backend.process_group._hierarchical.work_queue import Operation, in_a_thread
 from monarch_backend.process_group._rdma import p2p_protocol, peer_reads
 from monarch_backend.process_group._rdma.p2p_protocol import (
     ANSWER,
@@ -42,6 +41,7 @@ from monarch_backend.process_group._rdma.p2p_protocol import (
     SendHeader,
 )
 from monarch_backend.process_group._shm.shm_backend import ShmWork, call_by_operator, explained
+from monarch_backend.process_group._work_queue import Operation, in_a_thread
 
 log = logging.getLogger("monarch_backend")
 

@@ -1,6 +1,6 @@
 """Shared memory of one process for all of its groups: one arena, one progress thread.
 
-This module has its size, its limits, and tensors that live in it. bootstrap.py connects peers, shm_backend.py runs
+This module has its size, its limits, and tensors that live in it. _bootstrap.py connects peers, shm_backend.py runs
 operations.
 """
 

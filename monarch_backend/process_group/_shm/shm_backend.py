@@ -1,6 +1,6 @@
 """Shared-memory backend: CPU tensors of ranks on one host, as calls of the compiled core.
 
-bootstrap.py finds ranks that share memory. Algorithms, waiting and failures are in csrc/shm/. This module converts
+_bootstrap.py finds ranks that share memory. Algorithms, waiting and failures are in csrc/shm/. This module converts
 c10d's arguments to addresses, and the core's reports to works and errors. The methods have the names and arguments of
 torch's own backends, so that a group can use either.
 """

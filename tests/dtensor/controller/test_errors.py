@@ -305,12 +305,12 @@ def test_unread_failure_is_logged_at_the_end_of_the_mesh(capfd: pytest.CaptureFi
 ENDS = """
 import os, signal, threading, torch
 import monarch_backend.actor as ma
-from monarch_backend._actor import runtime
+from monarch_backend._actor import shutdown
 from monarch_backend.dtensor._controller import command_stream
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 if __name__ == "__main__":
-    runtime.SHUTDOWN_NOTICE_S, runtime.SHUTDOWN_KILL_S = 50, 55  # a busy machine is not what this waits for
+    shutdown.SHUTDOWN_NOTICE_S, shutdown.SHUTDOWN_KILL_S = 50, 55  # a busy machine is not what this waits for
     command_stream.IDLE_FLUSH_S = 3600.0  # what the end does not send is never sent
     died = threading.Event()
     ma.unhandled_fault_hook = lambda failure: died.set()

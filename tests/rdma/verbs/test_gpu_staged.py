@@ -18,11 +18,11 @@ import torch
 
 from monarch_backend import _native
 from monarch_backend._actor.runtime import program
-from monarch_backend._rdma import pinned_pool
-from monarch_backend._rdma.pinned_pool import PinnedLease
 from monarch_backend._rdma.registrations import registry
-from monarch_backend._rdma.routes.base import DONE, DROPPED, NO_STAGING, OUT_OF_RANGE, READ_ONLY, REFUSED, patient
+from monarch_backend._rdma.route_protocol import DONE, DROPPED, NO_STAGING, OUT_OF_RANGE, READ_ONLY, REFUSED, patient
+from monarch_backend._rdma.routes import pinned_pool
 from monarch_backend._rdma.routes.gpu_staged import Piece, cut, piece_size
+from monarch_backend._rdma.routes.pinned_pool import PinnedLease
 from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.transfer_engine import engine
 from monarch_backend._verbs import Region, VerbsError

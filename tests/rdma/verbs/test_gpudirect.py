@@ -13,7 +13,7 @@ import pytest
 
 from monarch_backend import _native
 from monarch_backend._rdma.inflight import result_of
-from monarch_backend._rdma.routes.base import UNREACHABLE
+from monarch_backend._rdma.route_protocol import UNREACHABLE
 from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, gpudirect
 from monarch_backend._verbs.provider import REMOTE_READ
 from monarch_backend._verbs.registration_cache import MemoryCache, allocation_of

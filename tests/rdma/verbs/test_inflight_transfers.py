@@ -20,8 +20,7 @@ from monarch_backend._actor.runtime import program
 from monarch_backend._rdma import action as action_module
 from monarch_backend._rdma import inflight, transfer_engine
 from monarch_backend._rdma.local_memory import memory_of
-from monarch_backend._rdma.routes import selection, verbs
-from monarch_backend._rdma.routes.base import (
+from monarch_backend._rdma.route_protocol import (
     DONE,
     FAILED,
     FETCH_ADD,
@@ -33,6 +32,7 @@ from monarch_backend._rdma.routes.base import (
     Result,
     patient,
 )
+from monarch_backend._rdma.routes import selection, verbs
 from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.routes.verbs import _owners
 from monarch_backend._rdma.thread_pool import Workers

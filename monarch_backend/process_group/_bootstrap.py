@@ -5,7 +5,7 @@ namespaces connect and pass each other a descriptor of their memory. Only that p
 be reached (another network namespace, another user) counts as one of another host.
 
 Every rank then reads which ranks the others have reached. All come to the same answer: which ranks make up a host.
-shm_backend.py uses the memory of one host, _hierarchical/hierarchical_backend.py that of several.
+_shm/shm_backend.py uses the memory of one host, _hierarchical/hierarchical_backend.py that of several.
 """
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""Peers of a process: which are known, which are connected, and their end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._transport.local import tuning
+from monarch_backend._transport.local.links import LINK_PENDING
+from monarch_backend._transport.local.peer import Peer
+from monarch_backend._transport.tokens import host_of
+
+if TYPE_CHECKING:
+    from monarch_backend._transport.local.router import Router
+
+
+class PeerTable:
+    """The peers of one router, by token and by link."""
+
+    def __init__(self, router: Router, me: Peer) -> None:
+        self._router = router
+        self.peers: dict[str, Peer] = {me.token: me}
+        self.by_link: dict[int, Peer] = {}
+
+    def peer(self, token: str, owner: Peer | None = None) -> Peer:
+        """Return the process with this token. Lookups of a process that can't be reached are sent to ``owner``."""
+        peer = self.peers.get(token)
+        if peer is None:
+            with self._router.lock:
+                peer = self.peers.setdefault(token, Peer(token, tuning.CREDIT_WINDOW))
+        if peer.owner is None and owner is not None and owner is not peer:
+            peer.owner = owner
+        return peer
+
+    def expect(self, token: str, label: str | Callable[[], str]) -> Peer:
+        """Return a process that this one has started. Messages to it are queued here until it connects."""
+        peer = self.peer(token)
+        peer.expected, peer.label = True, label
+        return peer
+
+    def never_came(self, peer: Peer, how: str) -> None:
+        """Mark an expected process as gone, whether or not it has connected."""
+        if peer.gone is None:
+            peer.gone = how
+            self.bury(peer)
+
+    def forget(self, token: str) -> None:
+        """Delete the state of a process that is gone. Call it when no further message can name the process."""
+        peer = self.peers.get(token)
+        if peer is not None and peer.gone is not None:
+            self.peers.pop(token, None)
+
+    def open(self, link: int) -> bool:
+        """Whether frames can still be sent on this link."""
+        peer = self.by_link.get(link)
+        return peer is not None and peer.gone is None
+
+    def reach(self, peer: Peer) -> bool:
+        """Whether frames can be sent to this peer now; connects to it if necessary. Call under the lock."""
+        if peer.backlog or peer.gone is not None:
+            return False
+        if peer.link >= 0:
+            return True
+        if peer.expected:
+            return False
+        link = self._router.links.connect(peer.token)
+        if link >= 0:
+            self.bind(peer, link)
+            return True
+        if link != LINK_PENDING:
+            self._router.lookup.request(peer)
+        return False
+
+    def link_to(self, peer: Peer) -> int:
+        """Return the link to this process, or -1."""
+        with self._router.lock:
+            return peer.link if self.reach(peer) else -1
+
+    def bind(self, peer: Peer, link: int) -> None:
+        """Note that this link leads to the process."""
+        self.by_link[link] = peer
+        if peer.link < 0:
+            peer.link = link
+
+    def on_met(self, event: Any) -> None:
+        """Handle the connection of a process: send what waits for it."""
+        link, _, token, pid = event
+        peer = self.peer(token)
+        peer.pid = pid
+        with self._router.lock:
+            self.bind(peer, link)
+            backlog, peer.backlog = peer.backlog, deque()
+            for emit in backlog:
+                emit()
+            self._router.lookup.answer(peer)
+        self._router.on_met(peer)
+
+    def on_ended(self, event: Any) -> None:
+        """Handle the end of a link, which is the end of its process."""
+        link, _, how, peace = event
+        self._router.fragments.drop_link(link)
+        peer = self.by_link.pop(link, None)
+        if peer is not None and peer.gone is None:
+            peer.gone, peer.peace = how or "it ended", peace
+            self.bury(peer)
+
+    def on_host_gone(self, event: Any) -> None:
+        """Mark all processes of the host as gone before the first call to one of them fails."""
+        _, _, host, how = event
+        self._router.before_host_gone(host)
+        lost = [peer for peer in list(self.peers.values()) if host_of(peer.token) == host and peer.gone is None]
+        for peer in lost:
+            peer.gone = how
+        for peer in lost:
+            self.bury(peer)
+
+    def bury(self, peer: Peer) -> None:
+        """Release what waits for a process that is gone, and report its end."""
+        with self._router.lock:
+            peer.backlog.clear()
+            peer.held.clear()
+            self._router.lookup.answer(peer)
+            self._router.flow.release(peer)
+            for other in list(self.peers.values()):
+                if other.owner is peer and other.link < 0 and other.gone is None and other.backlog:
+                    self.never_came(other, f"its owner is gone: {peer.gone}")
+            self._router.tree.on_peer_exit(peer)
+        self._router.on_gone(peer)
