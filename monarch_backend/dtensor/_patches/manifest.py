@@ -79,11 +79,6 @@ _RANKS = (
         "patches/test_torch_internals.py::test_the_controllers_tensor_is_each_ranks", swaps_code=True,
     ),
     _semantics(
-        f"{_TENSOR}._collective_utils:get_group_rank", f"{_API}:_rank_of_a_trace",
-        "A trace needs the size of a rank's part, which is the same for all ranks.",
-        "compile/test_compile.py::test_two_dimensions",
-    ),
-    _semantics(
         "torch.distributed.distributed_c10d:broadcast_object_list", f"{_API}:_broadcast_objects",
         "The controller's objects are those of all ranks.",
         "controller/test_host_collectives.py::test_objects_of_the_controller_are_each_ranks", swaps_code=True,
@@ -92,11 +87,6 @@ _RANKS = (
         "torch.distributed._functional_collectives:_maybe_wrap_tensor", f"{_API}:_wrap",
         "Workers wait for a collective when its result is used.",
         "dispatch/test_collectives.py::test_functional_collective_of_workers_tensors_has_wait",
-    ),
-    _fix(
-        f"{_TENSOR}._redistribute:_optimize_transform_infos", f"{_API}:_one_collective",
-        "Uneven shards over two mesh dimensions are not those over the flattened one.",
-        "ops/test_operations.py::test_two_dimensions_of_a_mesh_and_the_flattened_one",
     ),
 )  # fmt: skip
 
@@ -115,12 +105,6 @@ _DTENSORS = (
         f"{_DTENSOR}._op_dispatcher.sharding_propagator.__class__", f"{_DISPATCHER}:propagator",
         "A subclass of ShardingPropagator: sizes that differ by slice are propagated for each slice.",
         "dispatch/test_shapes_per_slice.py::test_operations",
-    ),
-    _semantics(
-        f"{_DTENSOR}._op_dispatcher.sharding_propagator.propagate_op_sharding.__class__",
-        f"{_DISPATCHER}:propagation_cache",
-        "A subclass of the propagator's cache, in which sizes that differ by slice are not kept.",
-        "dispatch/test_shapes_per_slice.py::test_numbers_and_matrices",
     ),
     _semantics(
         f"{_DTENSOR}.__init__", f"{_API}:_made",
@@ -163,27 +147,7 @@ _DTENSORS = (
         "controller/test_module_placement.py::test_what_no_style_takes_is_trained_on_the_workers", swaps_code=True,
     ),
     _semantics(
-        f"{_TENSOR}.placement_types:Shard._shard_tensor", f"{_API}:_shard_tensor",
-        "Each worker is sent its shard; torch scatters from a rank.",
-        "ops/test_operations.py::test_what_is_distributed_comes_back_and_is_where_it_belongs",
-    ),
-    _semantics(
-        f"{_TENSOR}.placement_types:_StridedShard._shard_tensor", f"{_API}:_shard_tensor",
-        "Each worker is sent its shard; torch scatters from a rank.",
-        "ops/test_sharding_fixes.py::test_views_of_what_is_sharded_with_strides",
-    ),
-    _semantics(
-        f"{_TENSOR}.placement_types:Replicate._make_replicate_tensor", f"{_API}:_replicate_tensor",
-        "All workers are sent the tensor; torch broadcasts from a rank.",
-        "ops/test_operations.py::test_what_is_distributed_comes_back_and_is_where_it_belongs",
-    ),
-    _semantics(
         f"{_TENSOR}._api:compute_global_tensor_info", f"{_API}:_whole_of_shards",
-        "A whole has the sizes of all ranks' shards; torch multiplies one rank's.",
-        "ops/test_operations.py::test_shards_of_no_tensor_are_refused",
-    ),
-    _semantics(
-        f"{_TENSOR}._utils:compute_global_tensor_info", f"{_API}:_whole_of_shards",
         "A whole has the sizes of all ranks' shards; torch multiplies one rank's.",
         "ops/test_operations.py::test_shards_of_no_tensor_are_refused",
     ),
@@ -191,11 +155,6 @@ _DTENSORS = (
         f"{_TENSOR}._api:_dtensor_init_helper", f"{_API}:_init_helper",
         "Factories make shards on the workers, with a single process' random numbers.",
         "ops/test_random_numbers.py::test_factories",
-    ),
-    _semantics(
-        f"{_TENSOR}._op_schema:_rebuild_tensor_from_dtensor_meta", f"{_API}:_without_values",
-        "C++ refuses to switch to XLA's device, even for shapes.",
-        "devices/test_xla_meshes.py::test_shapes_that_torch_finds_on_the_device_only",
     ),
     _cache(
         f"{_TENSOR}._redistribute:redistribute_local_tensor", f"{_CACHES}.redistribute_cache:_redistribute",
@@ -255,56 +214,6 @@ _FIXES_OF_SHARDINGS = (
         "ops/test_sharding_fixes.py::test_rows_of_a_table_that_a_rank_has_not",
     ),
     _fix(
-        "torch._meta_registrations:_meta_grouped_mm_common", f"{_FIXES}.grouped_mm:corrected",
-        "The meta function refuses float32 and float16, which the kernels take.",
-        "ops/test_sharding_fixes.py::test_grouped_mm_of_float32_has_a_single_process_values",
-    ),
-    _fix(
-        f"{_TENSOR}._ops._math_ops:common_reduction_strategy", f"{_SHARDINGS}:_of_norms",
-        "The sum of norms is not the norm, and an empty shard has no largest value.",
-        "ops/test_normalization.py::test_norms_of_what_several_ranks_have_are_not_added",
-    ),
-    _fix(
-        f"{_TENSOR}._ops._math_ops:_infer_reduction_dims", f"{_SHARDINGS}:_reduced",
-        "An empty list of dimensions means all of them.",
-        "ops/test_sharding_fixes.py::test_reductions_of_no_dimensions",
-    ),
-    _fix(
-        f"{_TENSOR}._ops._view_ops:view_groups", f"{_SHARDINGS}:_of_nothing",
-        "A view of a tensor of size 0 does not end.",
-        "ops/test_replicate_fallback.py::test_views_of_nothing",
-    ),
-    _fix(
-        f"{_TENSOR}._ops._view_ops:dim_transpose", f"{_SHARDINGS}:_of_a_number",
-        "A transpose of a tensor without dimensions raises.",
-        "ops/test_sharding_fixes.py::test_dimensions_of_a_number",
-    ),
-    _fix(
-        f"{_TENSOR}.parallel.loss:_nll_loss_and_log_softmax_backward", f"{_SHARDINGS}:_of_weighted_classes",
-        "The weight of a label that is ignored is looked up, and is no class.",
-        "ops/test_losses.py::test_of_parallel_classes_with_weights_and_labels_that_do_not_count",
-    ),
-    _fix(
-        "torch.nn.functional:one_hot", f"{_SHARDINGS}:_one_hot",
-        "C++ checks the classes of plain tensors only.",
-        "dispatch/test_deferred_checks.py::test_one_hot_of_negative_numbers",
-    ),
-    _fix(
-        "torch.nn.modules.rnn:LSTM.forward", f"{_API}:_in_parts",
-        "oneDNN's operator for a layer keeps nothing for its backward on the workers.",
-        "dispatch/test_uneven_shards.py::test_recurrent_layers_of_a_batch_that_ranks_do_not_share_evenly",
-    ),
-    _fix(
-        "torch.nn.init:orthogonal_", f"{_API}:_on_the_host",
-        "A factorisation of shards is not that of the whole.",
-        "ops/test_random_numbers.py::test_initialisation",
-    ),
-    _fix(
-        "torch.nn.init:sparse_", f"{_API}:_on_the_host",
-        "Rows are drawn of the whole, not of a shard.",
-        "ops/test_random_numbers.py::test_initialisation",
-    ),
-    _fix(
         "torch.nn.utils.clip_grad:_get_total_norm", f"{_API}:_total_norm",
         "Norms of gradients on several meshes cannot be stacked.",
         "training/test_training_steps.py::test_gradients_on_several_meshes_are_clipped_by_one_norm", swaps_code=True,
@@ -348,11 +257,6 @@ _CHECKPOINTS = (
         "DistributedDataParallel is for a program on each rank: an error says so.",
         "controller/test_rank0_helpers.py::test_distributed_data_parallel_says_what_to_do",
     ),
-    _semantics(
-        f"{_TENSOR}.debug:visualize_sharding", f"{_SEMANTICS}.rank0_helpers:_drawn_once",
-        "A picture that rank 0 draws is drawn once.",
-        "controller/test_rank0_helpers.py::test_a_picture_of_a_dtensor_is_drawn_once", swaps_code=True,
-    ),
 )  # fmt: skip
 
 _GPU = "devices/test_gpu_meshes.py"
@@ -372,7 +276,6 @@ _CUDA = (
     _semantics("torch.cuda:set_rng_state", f"{_API}:_set_rng_state", _NUMBERS, f"{_GPU}::test_random_numbers"),
     _semantics("torch.cuda:current_stream", f"{_DEVICES}:_the_stream", _STREAMS, _STREAMS_TEST),
     _semantics("torch.cuda:default_stream", f"{_DEVICES}:_the_stream", _STREAMS, _STREAMS_TEST),
-    _semantics("torch.cuda:stream", f"{_DEVICES}:_in_stream", _STREAMS, _STREAMS_TEST),
     _semantics("torch.cuda.streams:Event.__new__", f"{_DEVICES}:_new", _STREAMS, _STREAMS_TEST),
     _semantics("torch.cuda.streams:Stream.__new__", f"{_DEVICES}:_new", _STREAMS, _STREAMS_TEST),
     _semantics(
@@ -382,7 +285,6 @@ _CUDA = (
     _semantics("torch.cuda:current_device", f"{_DEVICES}:_current_device", _DEVICE, _STREAMS_TEST),
     _semantics("torch.cuda:set_device", f"{_DEVICES}:_set_device", _DEVICE, _STREAMS_TEST),
     _semantics("torch.cuda:_exchange_device", f"{_DEVICES}:_exchange", _DEVICE, _STREAMS_TEST),
-    _semantics("torch.cuda:_maybe_exchange_device", f"{_DEVICES}:_exchange", _DEVICE, _STREAMS_TEST),
     _semantics(
         "torch.cuda:is_bf16_supported", f"{_DEVICES}:_bf16",
         "The workers' GPUs have bfloat16.", f"{_GPU}::test_autocast",
@@ -397,22 +299,9 @@ _CUDA = (
         "C++ decides by where it has a tensor, which for a remote one is the CPU.", f"{_GPU}::test_autocast",
     ),
     _semantics(
-        "torch.amp.autocast_mode:autocast.__exit__", f"{_SEMANTICS}.autocast:_exit",
-        "Ends what `__enter__` has begun.", f"{_GPU}::test_autocast",
-    ),
-    _semantics(
         "torch.utils.checkpoint:_get_device_module", f"{_DEVICES}:_device_module",
         "An activation checkpoint keeps the state of the workers' generator.",
         f"{_GPU}::test_an_activation_checkpoint_keeps_the_state_of_the_workers_generator",
-    ),
-    _semantics(
-        "torch.random:fork_rng", f"{_DEVICES}:_fork_rng",
-        "torch has no module torch.xla; XLA's numbers are the CPU's here.",
-        "devices/test_xla_meshes.py::test_an_activation_checkpoint_draws_the_same_numbers_again",
-    ),
-    _semantics(
-        "torch.nn.attention:_sdpa_kernel", f"{_DEVICES}:_kernels",
-        "C++ takes remote tensors for the CPU's, which has one fused kernel.", f"{_GPU}::test_attention",
     ),
     _semantics(
         "torch.utils._foreach_utils:_group_tensors_by_device_and_dtype", f"{_API}:grouped_by_device",
@@ -434,10 +323,6 @@ _HANDLE_TEST = "training/test_fsdp.py::test_a_mesh_of_gpus_needs_none_here"
 _ON_WORKERS = "Buffers that FSDP makes are made on the workers."
 _FSDP2 = (
     _semantics(
-        f"{_FSDP}._fully_shard:_get_device_from_mesh", f"{_FSDP_MAKERS}:_device_from_mesh",
-        "The device is the workers'.", _HANDLE_TEST,
-    ),
-    _semantics(
         f"{_FSDP}._fsdp_init:_move_states_to_device", f"{_FSDP_MAKERS}:_move_states",
         "Parameters go to the workers as shards, not to a device of this process.", _HANDLE_TEST,
     ),
@@ -457,26 +342,13 @@ _FSDP2 = (
         "training/test_fsdp.py::test_each_worker_gets_its_shard_and_no_more",
     ),
     _semantics(
-        f"{_FSDP}._fsdp_param_group:FSDPParamGroup.__init__", f"{_FSDP_MAKERS}:_make_group",
-        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
-    ),
-    _semantics(
-        f"{_FSDP}._fsdp_param_group:foreach_all_gather", f"{_FSDP_MAKERS}:_communicate",
-        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
-    ),
-    _semantics(
-        f"{_FSDP}._fsdp_param_group:foreach_reduce", f"{_FSDP_MAKERS}:_communicate",
+        f"{_FSDP}._fsdp_param_group:FSDPParamGroup", f"{_FSDP_MAKERS}:_group",
         _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
     ),
     _semantics(
         f"{_FSDP}._fsdp_collectives:_get_dim0_padded_size", f"{_FSDP_MAKERS}:_padded_size",
         "torch.Size has no count of elements where sizes differ by rank.",
         "training/test_fsdp.py::test_with_tensor_parallelism",
-    ),
-    _semantics(
-        f"{_FSDP}._fsdp_collectives:_get_gradient_divide_factors", f"{_FSDP_MAKERS}:_divide_factors",
-        "A factor in the operation of a collective has no place in a record.",
-        "training/test_fsdp.py::test_an_own_factor_for_the_gradients",
     ),
 )  # fmt: skip
 
@@ -509,19 +381,6 @@ COMPILE = (
     _semantics(
         f"{_DYNAMO}.builder:get_fake_value", f"{_TRACE}:_or_with_sizes",
         "A trace that fails with symbols begins anew with sizes.", "compile/test_dynamic_sizes.py::test_other_sizes",
-    ),
-    _semantics(
-        f"{_DYNAMO}.builder:wrap_to_fake_tensor_and_record", f"{_TRACE}:_wrap_input",
-        "An input whose sizes differ by rank breaks the graph.",
-        "compile/test_compile.py::test_a_view_of_uneven_shards_is_left_to_eager_code",
-    ),
-    _semantics(
-        f"{_DYNAMO}.builder:VariableBuilder.__call__", f"{_TRACE}:_wrap_value",
-        "An int that differs by rank breaks the graph.", "compile/test_compile.py::test_the_number_of_the_rank",
-    ),
-    _semantics(
-        f"{_DYNAMO}.builder:SourcelessBuilder.create", f"{_TRACE}:_wrap_value",
-        "An int that differs by rank breaks the graph.", "compile/test_compile.py::test_the_number_of_the_rank",
     ),
     _semantics(
         f"{_DYNAMO}.tensor:TensorVariable.var_getattr", f"{_TRACE}:_attribute",
@@ -561,11 +420,6 @@ COMPILE = (
         f"{_AOT}:gen_alias_from_base", f"{_TRACE}:_view_of",
         "A result that is a view of an input cannot be made again of a DTensor.",
         "compile/test_compile.py::test_inputs_that_are_changed_and_results_that_are_views",
-    ),
-    _semantics(
-        f"{_AOT}:coerce_to_expected_memory_format", f"{_TRACE}:_same_strides",
-        "A gradient with other strides is made anew on the workers.",
-        "compile/test_compile.py::test_gradients_with_other_strides_of_shards_of_unequal_sizes",
     ),
     _fix(
         f"{_AOT}:AOTDispatchAutograd.process_runtime_tangent", f"{_SEMANTICS}.aot_tangents:process",

@@ -356,7 +356,7 @@ def test_dynamo_has_the_table_where_plain_tensors_are_noted() -> None:
     kinds = builder.VariableBuilder._type_dispatch()
     assert kinds is builder.VariableBuilder._type_dispatch()
     assert kinds[torch.Tensor] is builder.VariableBuilder.wrap_tensor
-    assert kinds[RemoteTensor] is dynamo_and_aot._wrap_plain
+    assert kinds[RemoteTensor] is dynamo_and_aot._wrap_tensor
 
 
 # By hand --------------------------------------------------------------------------------------------------------

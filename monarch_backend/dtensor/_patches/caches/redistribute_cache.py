@@ -249,10 +249,29 @@ def _by_torchs_plan(
     first = _on_the_way(current_spec, target_spec) if is_ours else None
     steps = [current_spec, target_spec] if first is None else [current_spec, first, target_spec]
     result = local_tensor
-    with _maker_of_indices(local_tensor, mesh):
+    is_uneven = is_ours and _is_uneven(current_spec, target_spec)
+    with _maker_of_indices(local_tensor, mesh), _one_by_one() if is_uneven else contextlib.nullcontext():
         for before, after in itertools.pairwise(steps):
             result = own(result, before, after, async_op=async_op and after is target_spec, **settings)
     return _in_order(result, target_spec) if is_ours else result
+
+
+_one_by_one: Any = redistribution.disable_redistribute_transform_optimization
+"""Context without torch's gathering of shards over two dimensions of a mesh as those over the flattened one."""
+
+
+def _is_uneven(*specs: DTensorSpec) -> bool:
+    """Whether several dimensions of a mesh shard one dimension unevenly, which the flattened one would do otherwise."""
+    for spec in specs:
+        parts: dict[int, list[int]] = {}
+        for dim, each in enumerate(spec.placements):
+            if each.is_shard():
+                parts.setdefault(each.dim, []).append(spec.mesh.size(dim))  # type: ignore[attr-defined]
+        for dim, sizes in parts.items():
+            size = spec.shape[dim]
+            if len(sizes) > 1 and not (type(size) is int and size % math.prod(sizes) == 0):
+                return True
+    return False
 
 
 def _maker_of_indices(local: Any, mesh: Any) -> Any:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results, op_signatures
 from monarch_backend.dtensor._ops import attention, sharding_rules
-from monarch_backend.dtensor._patches.fixes import view_writeback
+from monarch_backend.dtensor._patches.fixes import composite_ops, view_writeback
 from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
 from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
 from monarch_backend.dtensor._torch_internals import decompositions, tracing_state
@@ -75,7 +75,7 @@ def _or_whole(own: Any) -> Replacement:
             return _whole(op_call, args, kwargs)
         if op_call in _OTHER_SIZES and _are_ours(args, kwargs) and _parts_strides(args[0], args[1]):
             return _whole(op_call, args, kwargs)
-        by_others = decompositions.made_of_others(op_call)
+        by_others = composite_ops.KERNELS.get(op_call) or decompositions.made_of_others(op_call)
         if by_others is not None and _are_ours(args, kwargs):  # torch takes another version, with other random numbers
             return by_others(*args, **(kwargs or {}))
         try:

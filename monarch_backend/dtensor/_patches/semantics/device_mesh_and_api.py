@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,8 +21,10 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import _api as api
+from torch.distributed.tensor import _collective_utils as collective_utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._ops import _pointwise_ops as pointwise
+from torch.distributed.tensor.debug import _visualize_sharding
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
@@ -61,7 +63,7 @@ def install() -> None:
         return
     _installed = True
     from monarch_backend.dtensor._patches import manifest  # it imports this module
-    from monarch_backend.dtensor._patches.fixes import sharding_fixes
+    from monarch_backend.dtensor._patches.fixes import composite_ops, grouped_mm, sharding_fixes
     from monarch_backend.dtensor._patches.semantics import per_rank_int_operands
 
     patches.apply(manifest.MESH)
@@ -79,8 +81,11 @@ def install() -> None:
     )
     handlers.update(decomposed_losses.HANDLERS)
     _register_lists()
+    _register_shapes()
     per_rank_int_operands.install()
     sharding_fixes.correct()
+    grouped_mm.register()
+    composite_ops.register()
     sharding_rules.install()
     # A host's tensor beside distributed ones is the same on all ranks, because only this process has one.
     torch._C._set_dtensor_allow_implicit_replication(True)
@@ -205,6 +210,8 @@ class ControllerMesh(DeviceMesh):
     def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
         if mesh_dim is None and self.ndim > 1:
             raise RuntimeError(f"this mesh has {self.ndim} dimensions: say which one by mesh_dim")
+        if sys._getframe(1).f_globals["__name__"] == _visualize_sharding.__name__:
+            return 0  # torch draws its picture on rank 0
         dim = self._mesh_dim_names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0  # type: ignore[union-attr]
         return coordinate(self, _workers(self))[dim]
 
@@ -367,38 +374,20 @@ def _rank_in(own: Any) -> Replacement:
     return get_rank
 
 
-def _one_collective(own: Any) -> Replacement:
-    def _optimize_transform_infos(
-        transform_infos: Any, device_mesh: Any, src_placements: Any, dst_placements: Any
-    ) -> Any:
-        # torch 2.13 gathers shards over two dimensions of a mesh as those over the flattened one. With unequal sizes
-        # the two differ.
-        if (
-            len(transform_infos) > 1
-            and workers_of(device_mesh) is not None
-            and any(_is_uneven(info, device_mesh, src_placements) for info in transform_infos)
-        ):
-            return list(transform_infos)
-        return own(transform_infos, device_mesh, src_placements, dst_placements)
-
-    return _optimize_transform_infos
-
-
-def _is_uneven(info: Any, mesh: Any, placements: Any) -> bool:
-    source = info.src_dst_placements[0]
-    if not source.is_shard():
-        return False
-    sizes = [mesh.size(dim) for dim, each in enumerate(placements) if each.is_shard(source.dim)]
-    size = info.logical_shape[source.dim]
-    return len(sizes) > 1 and not (type(size) is int and size % math.prod(sizes) == 0)
-
-
 # Collectives ----------------------------------------------------------------------------------------------------
 
 
-def _rank_of_a_trace(own: Any) -> Replacement:
-    # Called for the size of a rank's part in a resharding, which is the same for all.
-    return lambda group, rank: 0 if isinstance(group, controller_process_group.ControllerGroup) else own(group, rank)
+def _register_shapes() -> None:
+    """Register the shape of a resharding's result, for which torch asks for this process's rank."""
+    torch.library.register_fake("_dtensor::shard_dim_alltoall", _shape_of_resharding, allow_override=True)
+
+
+def _shape_of_resharding(input: Any, gather_dim: int, shard_dim: int, group_name: Any) -> Any:
+    group = collective_utils._resolve_process_group(group_name) if isinstance(group_name, str) else group_name
+    if not isinstance(group, controller_process_group.ControllerGroup):
+        return collective_utils._shard_dim_alltoall_meta(input, gather_dim, shard_dim, group_name)
+    gathered = torch.cat([torch.empty_like(input)] * group.size(), dim=gather_dim)
+    return gathered.narrow(shard_dim, 0, gathered.size(shard_dim) // group.size()).contiguous()
 
 
 def _wrap(own: Any) -> Replacement:
@@ -421,16 +410,6 @@ def _broadcast_objects(own: Any) -> Replacement:
 # Values of the controller that become distributed ---------------------------------------------------------------
 
 
-def _shard_tensor(own: Any) -> Replacement:
-    def _shard_tensor(self: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
-        workers = workers_of(mesh)
-        if workers is None:
-            return own(self, tensor, mesh, mesh_dim, src_data_rank)
-        return per_rank_host_tensor.belonging(own(self, tensor, mesh, mesh_dim, None), workers, outside(mesh))
-
-    return _shard_tensor
-
-
 def _handle(own: Any) -> Replacement:
     @functools.cache
     def made(device_type: str) -> Any:
@@ -441,17 +420,6 @@ def _handle(own: Any) -> Replacement:
         return made(device_type) if is_ours else own(device_type)
 
     return _get_device_handle
-
-
-def _without_values(own: Any) -> Replacement:
-    # For shapes only. Some of torch's C++ would switch to the device, which fails for XLA; the CPU always works.
-    def _rebuild_tensor_from_dtensor_meta(arg: Any) -> Any:
-        meta = arg.tensor_meta
-        if arg.mesh.device_type != "xla" or meta is None or workers_of(arg.mesh) is None:
-            return own(arg)
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
-
-    return _rebuild_tensor_from_dtensor_meta
 
 
 def _distribute_module(own: Any) -> Replacement:
@@ -487,23 +455,14 @@ def _distribute(own: Any) -> Replacement:
             check_mesh("distribute_tensor() of a DTensor", tensor.device_mesh, mesh)
         if workers is not None and isinstance(tensor, RemoteTensor):
             _check_workers("distribute_tensor()", tensor, workers)
-        is_host = not isinstance(tensor, (DTensor, RemoteTensor)) and not tensor.is_meta and tensor.is_leaf
-        if workers is not None and is_host and tensor.device != workers.device:
-            # Else torch moves it to a device that this process lacks.
+        if workers is None:
+            return own(tensor, mesh, placements, **options)
+        if not isinstance(tensor, DTensor) and tensor.is_leaf:
+            # Else torch moves it to a device that this process lacks. Each worker is sent its shard.
             tensor = per_rank_host_tensor.belonging(tensor, workers, outside(mesh))
-        return (own if workers is None else ours)(tensor, mesh, placements, **options)
+        return ours(tensor, mesh, placements, **{**options, "src_data_rank": None})
 
     return distribute_tensor
-
-
-def _replicate_tensor(own: Any) -> Replacement:
-    def _make_replicate_tensor(cls: Any, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
-        workers = workers_of(mesh)
-        if workers is None:
-            return own(cls, tensor, mesh, mesh_dim, src_data_rank)
-        return per_rank_host_tensor.belonging(tensor, workers, outside(mesh))
-
-    return _make_replicate_tensor
 
 
 _NO_PLAIN_TENSOR = (
@@ -837,22 +796,6 @@ def _of_the_host(own: Any) -> Replacement:
         )
 
     return _dispatch_fast_path_python_tail
-
-
-def _in_parts(own: Any) -> Replacement:
-    # By its parts: oneDNN's operator for a whole layer on CPUs keeps nothing for the backward on workers.
-    def forward(self: Any, *args: Any, **options: Any) -> Any:
-        given = args[0] if args else options.get("input")
-        if not isinstance(getattr(given, "data", None), DTensor):  # a tensor's, or a packed sequence's
-            return own(self, *args, **options)
-        enabled = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags() warns of other flags
-        try:
-            return own(self, *args, **options)
-        finally:
-            torch._C._set_mkldnn_enabled(enabled)
-
-    return forward
 
 
 # Random numbers -------------------------------------------------------------------------------------------------

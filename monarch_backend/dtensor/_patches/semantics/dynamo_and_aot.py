@@ -30,8 +30,9 @@ from torch._dynamo.exc import (
     Unsupported,
     unimplemented,
 )
+from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import tls as dynamos
-from torch._dynamo.variables import builder
+from torch._dynamo.variables import TensorVariable, builder
 from torch._functorch import config as functorch
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -215,7 +216,7 @@ def install() -> None:
     device_mesh_and_api.before_to_local = before_to_local
     _leave_alone()
     _have_nothing_captured()
-    _take_plain_tensors()
+    _wrap_by_type()
     # Dynamo looks functions of torch up by name, once. It must find the replacements.
     trace_rules.clear_lru_cache()
 
@@ -233,18 +234,62 @@ def _have_nothing_captured() -> None:
             trace_rules.add(module.name)
 
 
-def _take_plain_tensors() -> None:
-    """Accept remote tensors without a DTensor as inputs of a graph: parameters outside plans, `to_local()`'s.
+def _wrap_by_type() -> None:
+    """Register how dynamo takes tensors and ints of workers into a graph, in its tables by type.
 
-    Dynamo asks a class with a `__torch_dispatch__` for inner tensors, which these lack.
+    Remote tensors without a DTensor are parameters outside plans, and `to_local()`'s. Dynamo asks a class with a
+    `__torch_dispatch__` for inner tensors, which these lack.
     """
     torch._dynamo.config.traceable_tensor_subclasses.add(RemoteTensor)
-    builder.VariableBuilder._type_dispatch()[RemoteTensor] = _wrap_plain
+    for traces_numpy in (False, True):
+        table = builder.VariableBuilder._type_dispatch_impl(traces_numpy)
+        table.update({RemoteTensor: _wrap_tensor, DTensor: _wrap_tensor, torch.SymInt: _wrap_number})
+    builder.SourcelessBuilder._type_handlers[torch.SymInt] = _wrap_number_without_source  # type: ignore[attr-defined]
 
 
-def _wrap_plain(self: Any, value: RemoteTensor) -> Any:
-    with _no_word_of_grad():
-        return self.wrap_tensor(value)
+def _wrap_number(self: Any, value: torch.SymInt) -> Any:
+    _refuse_number(value)
+    with _left_out(self._type_dispatch()):
+        return self._wrap(value)
+
+
+def _wrap_number_without_source(tx: Any, value: torch.SymInt) -> Any:
+    _refuse_number(value)
+    with _left_out(builder.SourcelessBuilder._type_handlers):  # type: ignore[attr-defined]
+        return builder.SourcelessBuilder.create(tx, value)
+
+
+def _refuse_number(value: torch.SymInt) -> None:
+    """Break the graph at ints that differ by rank; a branch on one raises as in eager code."""
+    if per_rank_int.values_of(value) is not None:
+        break_graph(f"the int {value}", RankDependentError(f"the int {value}", "has another value on each rank"))
+
+
+@contextlib.contextmanager
+def _left_out(table: dict[Any, Any]) -> Iterator[None]:
+    """Context in which a table of dynamo has nothing for a SymInt, as torch's own."""
+    ours = table.pop(torch.SymInt)
+    try:
+        yield
+    finally:
+        table[torch.SymInt] = ours
+
+
+def _wrap_tensor(self: Any, value: Any) -> Any:
+    """Break the graph at inputs with sizes that differ by rank, or with a mask beside the tensor."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    _refuse_input(value, local, getattr(self.source, "member", ""))
+    with _no_word_of_grad(), on_the_cpu() if isinstance(local, RemoteTensor) else contextlib.nullcontext():
+        found = self.wrap_tensor(value)
+    fake = found.proxy.node.meta.get("example_value") if isinstance(found, TensorVariable) else None
+    if _is_ours(fake):
+        _keep_sizes_of_shards(fake)
+    if _is_uneven(local):  # guarded by the DTensor's guards
+        source = self.source if local is value else AttrSource(self.source, "_local_tensor")
+        known = self.tx.output.input_source_to_sizes_strides.get(source)
+        if known is not None:
+            known.update(size=local.size(), stride=local.stride())
+    return found
 
 
 @contextlib.contextmanager
@@ -304,66 +349,22 @@ class LeftToEagerError(UnsupportedOperatorException):
         return str(self.func)
 
 
-def _wrap_input(own: Any) -> Any:
-    """Break the graph at inputs with sizes that differ by rank, or with a mask beside the tensor."""
-
-    def wrap_to_fake_tensor_and_record(value: Any, tx: Any, **options: Any) -> Any:
-        local = value._local_tensor if isinstance(value, DTensor) else value
-        if (
-            isinstance(local, RemoteTensor)
-            and local is not value
-            and any(map(embedding_mask.is_masked, value._spec.placements))
-        ):
-            rows = "rows that an embedding has found on each rank, not yet reduced"
-            break_graph(rows, RemoteTensorError(f"{rows}: torch keeps beside them which ones those are"))
-        differs = _is_uneven(value) and len(value._meta.classes) > 1  # else some ranks have no part of it
-        if differs and getattr(options["source"], "member", "") != "_local_tensor":
-            size = f"shards of sizes {', '.join(map(str, value.shape))}"
-            break_graph(size, RankDependentError(size, "differ by rank"))
-        if local is not value and isinstance(local, RemoteTensor) and submesh_shapes.numbers(value._spec):
-            size = f"a DTensor of sizes {', '.join(map(str, value.shape))}"
-            break_graph(size, RankDependentError(size, "has other sizes on each slice of its mesh"))
-        if local is not value and _is_uneven(local) and value._is_view():
-            view = "a view, made before, of shards of unequal sizes"
-            break_graph(view, RankDependentError(view, "is made once more in a graph, where no size differs by rank"))
-        with on_the_cpu():
-            found = own(value, tx, **options)
-        if _is_ours(found):
-            _keep_sizes_of_shards(found)
-        if _is_uneven(value):  # guarded by the DTensor's guards
-            known = tx.output.input_source_to_sizes_strides[options["source"]]
-            known.update(size=value.size(), stride=value.stride())
-        return found
-
-    return wrap_to_fake_tensor_and_record
-
-
-def _wrap_value(own: Any) -> Any:
-    """Break the graph at ints that differ by rank; a branch on one raises as in eager code."""
-
-    def wrap(self_or_tx: Any, value: Any) -> Any:
-        if isinstance(value, torch.SymInt) and per_rank_int.values_of(value) is not None:
-            break_graph(f"the int {value}", RankDependentError(f"the int {value}", "has another value on each rank"))
-        with _no_word_of_grad() if isinstance(value, DTensor) else contextlib.nullcontext():
-            return own(self_or_tx, value)
-
-    return wrap
-
-
-def _same_strides(own: Any) -> Any:
-    """Convert a gradient with other strides than in the trace; torch's own uses a factory that ignores workers."""
-
-    def coerce_to_expected_memory_format(value: Any, expected: Any) -> Any:
-        if not isinstance(value, RemoteTensor) or expected.memory_format is not None:
-            return own(value, expected)
-        meta = rank_classes.meta_seen(value._meta)  # of the ranks that the called graph's trace stood for
-        if meta.shape == tuple(expected.size) and meta.stride == tuple(expected.stride):
-            return value
-        if meta is not value._meta:
-            return value.contiguous()  # each rank's graph is made for such a gradient
-        return value.new_empty_strided(expected.size, expected.stride).copy_(value)
-
-    return coerce_to_expected_memory_format
+def _refuse_input(value: Any, local: Any, member: str) -> None:
+    """Raise at an input that a graph cannot have. ``member``: the attribute that it is of its object."""
+    is_distributed = local is not value and isinstance(local, RemoteTensor)
+    if is_distributed and any(map(embedding_mask.is_masked, value._spec.placements)):
+        rows = "rows that an embedding has found on each rank, not yet reduced"
+        break_graph(rows, RemoteTensorError(f"{rows}: torch keeps beside them which ones those are"))
+    differs = _is_uneven(value) and len(value._meta.classes) > 1  # else some ranks have no part of it
+    if differs and member != "_local_tensor":
+        size = f"shards of sizes {', '.join(map(str, value.shape))}"
+        break_graph(size, RankDependentError(size, "differ by rank"))
+    if is_distributed and submesh_shapes.numbers(value._spec):
+        size = f"a DTensor of sizes {', '.join(map(str, value.shape))}"
+        break_graph(size, RankDependentError(size, "has other sizes on each slice of its mesh"))
+    if is_distributed and _is_uneven(local) and value._is_view():
+        view = "a view, made before, of shards of unequal sizes"
+        break_graph(view, RankDependentError(view, "is made once more in a graph, where no size differs by rank"))
 
 
 def _view_of(own: Any) -> Any:

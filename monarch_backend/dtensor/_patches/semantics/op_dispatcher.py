@@ -32,8 +32,8 @@ DISPATCHER: Layers = {
 """Layers by method around torch's own, from the inside."""
 PROPAGATOR: Layers = {
     "propagate_op_sharding_non_cached": (submesh_shapes._for_each_slice, trace_sizes.for_all_ranks),
+    "_propagate_tensor_meta_non_cached": (submesh_shapes._on_the_cpu,),
 }
-CACHE: Layers = {"__call__": (submesh_shapes._not_remembered,)}
 
 
 def dispatcher(own: type) -> type:
@@ -43,16 +43,12 @@ def dispatcher(own: type) -> type:
 
 def propagator(own: type) -> type:
     """Replacement for the class of its sharding propagator."""
-    return _layered(own, PROPAGATOR)
+    return _layered(own, PROPAGATOR, propagate_op_sharding=property(submesh_shapes.PropagationCache))
 
 
-def propagation_cache(own: type) -> type:
-    """Replacement for the class of the propagator's cache."""
-    return _layered(own, CACHE)
-
-
-def _layered(own: type, layers: Layers) -> type:
+def _layered(own: type, layers: Layers, **more: Any) -> type:
     methods: dict[str, Any] = {"__slots__": ()} if "__dict__" not in dir(own) else {}
+    methods.update(more)
     for name, makers in layers.items():
         raw = inspect.getattr_static(own, name)
         method = raw.__func__ if isinstance(raw, staticmethod) else raw
