@@ -17,11 +17,11 @@ XLA: Release = (2, 9)
 
 _HERE = "monarch_backend.dtensor._patches"
 _SEMANTICS, _FIXES, _CACHES = f"{_HERE}.semantics", f"{_HERE}.fixes", f"{_HERE}.caches"
-_API = f"{_SEMANTICS}.device_mesh_and_api"
+_API = f"{_SEMANTICS}.dtensor_api"
 _DISPATCHER = f"{_SEMANTICS}.op_dispatcher"
 _DEVICES = f"{_SEMANTICS}.device_queries"
 _FSDP_MAKERS = f"{_SEMANTICS}.fsdp"
-_TRACE = f"{_SEMANTICS}.dynamo_and_aot"
+_TRACE = f"{_SEMANTICS}.graph_inputs"
 _SHARDINGS = f"{_FIXES}.sharding_fixes"
 
 _TENSOR = "torch.distributed.tensor"

@@ -24,8 +24,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._ops import decomposed_losses, sharding_rules
 from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._patches.semantics import dtensor_api
+from monarch_backend.dtensor._patches.semantics.dtensor_api import Replacement
 
 _aten = torch.ops.aten
 
@@ -335,7 +335,7 @@ def _from_the_start(own: Replacement) -> Replacement:
 def _by_a_whole_number(func: Any, args: Any, kwargs: Any) -> Any:
     """Replicate the number of a list operator: torch decides by the first tensor whether it may be a sum over ranks."""
     tensors, number, *rest = args
-    return device_mesh_and_api._in_torchs_way(func, (tensors, local_results.everywhere(number), *rest), kwargs)
+    return dtensor_api._in_torchs_way(func, (tensors, local_results.everywhere(number), *rest), kwargs)
 
 
 def _of_values(own: Replacement) -> Replacement:

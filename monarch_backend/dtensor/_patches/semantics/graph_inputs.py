@@ -63,8 +63,8 @@ from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorErro
 from monarch_backend.dtensor._patches import manifest
 from monarch_backend.dtensor._patches.fixes import embedding_mask
 from monarch_backend.dtensor._patches.semantics import (
-    device_mesh_and_api,
     device_queries,
+    dtensor_api,
     dtensor_methods,
     submesh_shapes,
 )
@@ -208,12 +208,12 @@ _installed = False
 def install() -> None:
     """Apply the rows of the manifest that a trace needs, after those that a mesh needs; a second call does nothing."""
     global _installed
-    device_mesh_and_api.install()
+    dtensor_api.install()
     if _installed:
         return
     _installed = True
     patches.apply(manifest.COMPILE)
-    device_mesh_and_api.before_to_local = before_to_local
+    dtensor_api.before_to_local = before_to_local
     _leave_alone()
     _have_nothing_captured()
     _wrap_by_type()
@@ -230,7 +230,7 @@ def _have_nothing_captured() -> None:
         if module.name != dtensor.__name__:
             trace_rules.add(module.name)
     for module in pkgutil.walk_packages(dtensor.__path__, f"{dtensor.__name__}."):
-        if not module.ispkg and module.name not in (device_mesh_and_api.__name__, device_methods.__name__):
+        if not module.ispkg and module.name not in (dtensor_api.__name__, device_methods.__name__):
             trace_rules.add(module.name)
 
 
@@ -309,15 +309,15 @@ def _leave_alone() -> None:
     alone = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
     set_code_exec_strategy(RemoteTensor.__torch_dispatch__.__func__.__code__, alone)  # type: ignore[attr-defined]
     # A hook of a compiled module is called by code that dynamo excludes, so it arrives alone.
-    set_code_exec_strategy(device_mesh_and_api._AtFirstCall.__call__.__code__, alone)
+    set_code_exec_strategy(dtensor_api._AtFirstCall.__call__.__code__, alone)
     for handler in api.DTensor._op_dispatcher._custom_op_handlers.values():
         code = getattr(handler, "__code__", None)
         if (
-            isinstance(code, CodeType) and code.co_filename == device_mesh_and_api.__file__
+            isinstance(code, CodeType) and code.co_filename == dtensor_api.__file__
         ):  # for operators without a handler in torch
             set_code_exec_strategy(code, alone)
-    files = (device_mesh_and_api.__file__, dtensor_methods.__file__, device_methods.__file__)
-    ours = [*DTensor.__mro__, *type(DTensor._op_dispatcher).__mro__, device_mesh_and_api.ControllerMesh]
+    files = (dtensor_api.__file__, dtensor_methods.__file__, device_methods.__file__)
+    ours = [*DTensor.__mro__, *type(DTensor._op_dispatcher).__mro__, dtensor_api.ControllerMesh]
     for module in (api, collective_utils, dispatch, redistribute, utils, placement_types, device_mesh):
         functions = [*vars(module).values(), *ours]
         functions += [each for found in functions if inspect.isclass(found) for each in vars(found).values()]
@@ -478,7 +478,7 @@ def before_to_local(tensor: Any) -> None:
 def _note_origin(tensor: Any) -> None:
     """Record in the traced graph the origin of a DTensor's local tensor, on which its random numbers depend."""
     mode = get_proxy_mode()
-    origin = None if mode is None or not _is_ours(tensor) else device_mesh_and_api.origin_of(tensor._spec)
+    origin = None if mode is None or not _is_ours(tensor) else dtensor_api.origin_of(tensor._spec)
     if mode is None or origin is None:
         return
     local = tensor._local_tensor
@@ -506,7 +506,7 @@ def _differs(spec: DTensorSpec) -> bool:
     for dim, placement in enumerate(spec.placements):
         if placement.is_shard():
             parts[placement.dim % spec.ndim] *= spec.mesh.size(dim)  # type: ignore[attr-defined]
-    return device_mesh_and_api.workers_of(spec.mesh) is not None and any(spec.shape[dim] % parts[dim] for dim in parts)
+    return dtensor_api.workers_of(spec.mesh) is not None and any(spec.shape[dim] % parts[dim] for dim in parts)
 
 
 def _refuse_sizes(spec: DTensorSpec) -> NoReturn:
@@ -606,7 +606,7 @@ def _has_symbols(fake: Any) -> bool:
 
 def _is_ours(fake: Any) -> bool:
     """Whether a tensor in a trace is a DTensor on a controller's mesh."""
-    return type(fake) is DTensor and device_mesh_and_api.workers_of(tracing_state.real(fake.device_mesh)) is not None
+    return type(fake) is DTensor and dtensor_api.workers_of(tracing_state.real(fake.device_mesh)) is not None
 
 
 def _or_with_sizes(own: Any) -> Any:
@@ -666,9 +666,7 @@ def _on_workers(own: Any) -> Any:
 def _is_of_workers(value: Any) -> bool:
     real = tracing_state.real(value)
     local = real._local_tensor if isinstance(real, DTensor) else real
-    return type(local) is RemoteTensor or (
-        isinstance(real, DeviceMesh) and device_mesh_and_api.workers_of(real) is not None
-    )
+    return type(local) is RemoteTensor or (isinstance(real, DeviceMesh) and dtensor_api.workers_of(real) is not None)
 
 
 def autocasts(graph: torch.fx.GraphModule) -> set[str]:

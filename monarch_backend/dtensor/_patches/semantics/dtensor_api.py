@@ -494,7 +494,7 @@ def _from_local(own: Any) -> Replacement:
 
 
 before_to_local: Callable[[Any], None] | None = None
-"""Called in a trace; set by dynamo_and_aot.py."""
+"""Called in a trace; set by graph_inputs.py."""
 
 
 def _to_local(own: Any) -> Replacement:
@@ -699,9 +699,9 @@ def _first_trace(own: Any) -> Replacement:
 
     def __call__(self: Any, *args: Any, skip: int = 0, **options: Any) -> Any:
         if controller_process_group.is_controller():
-            from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # it imports this module
+            from monarch_backend.dtensor._patches.semantics import graph_inputs  # it imports this module
 
-            dynamo_and_aot.install()
+            graph_inputs.install()
         return own(self, *args, skip=skip + 1, **options)
 
     return __call__
@@ -813,9 +813,9 @@ def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, 
         if any(map(_is_traced, tensors)):
             if random_ops.is_bernoulli_on_a_cpu(func, args, kwargs):
                 return random_ops.bernoulli_in_a_trace(args[0])
-            from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # needs dynamo, which is imported now
+            from monarch_backend.dtensor._patches.semantics import graph_inputs  # needs dynamo, which is imported now
 
-            dynamo_and_aot.break_graph(
+            graph_inputs.break_graph(
                 str(func), RemoteTensorError(f"{func} draws a count of numbers that depends on values")
             )
         return _in_torchs_way(func, args, kwargs)
