@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from monarch_backend.dtensor import RemoteTensor, put_module, run, shard_batch
 from monarch_backend.dtensor._compile import compile_backend
-from monarch_backend.dtensor._patches.semantics import graph_inputs
+from monarch_backend.dtensor._patches.semantics import graph_inputs, trace_installation
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 
@@ -352,7 +352,7 @@ def test_a_new_trace_of_what_has_gradients(mesh_of: Callable[[str], Any], to_non
 
 
 def test_dynamo_has_the_table_where_plain_tensors_are_noted() -> None:
-    graph_inputs.install()
+    trace_installation.install()
     kinds = builder.VariableBuilder._type_dispatch()
     assert kinds is builder.VariableBuilder._type_dispatch()
     assert kinds[torch.Tensor] is builder.VariableBuilder.wrap_tensor

@@ -47,7 +47,14 @@ from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._ops import convolution
 from monarch_backend.dtensor._patches import manifest
 from monarch_backend.dtensor._patches.fixes import replicate_fallback, sharding_fixes
-from monarch_backend.dtensor._patches.semantics import dtensor_api, graph_inputs
+from monarch_backend.dtensor._patches.semantics import (
+    controller_mesh,
+    installation,
+    op_handlers,
+    parallel_modules,
+    trace_installation,
+    traced_views,
+)
 from monarch_backend.dtensor._torch_internals import c10d_registry, decompositions
 
 ASYNC_SAVE = (
@@ -166,7 +173,7 @@ OF_C = {
 }  # fmt: skip
 
 
-dtensor_api.install()
+installation.install()
 
 
 def name_of(where: Any, name: str) -> str:
@@ -187,7 +194,7 @@ def places_of(rows: Sequence[Patch]) -> dict[str, Any]:
             ours -= {"__module__", "__doc__", "__slots__"}
             found.update({name_of(where, each): getattr(torch.Tensor, each) for each in ours})
         elif name == "__new__" and where is DeviceMesh:
-            ours = vars(dtensor_api.ControllerMesh)
+            ours = vars(controller_mesh.ControllerMesh)
             methods = {each for each in ours if each == "__init__" or not each.startswith("__")}
             found.update({name_of(where, each): inspect.getattr_static(DeviceMesh, each) for each in methods})
             found[name_of(where, name)] = own
@@ -315,17 +322,17 @@ def test_a_mesh_names_its_groups_by_dimension_and_a_slice_has_those_of_its_root(
 
 def test_parallelize_module_calls_itself_for_each_style() -> None:
     """So only the outermost call is the user's."""
-    make = dtensor_api._parallelize
+    make = parallel_modules._parallelize
     seen: list[bool] = []
 
     def own(module: Any, mesh: Any, plan: Any) -> Any:
-        seen.append(dtensor_api._mode.parallelizing)
+        seen.append(controller_mesh._mode.parallelizing)
         return module if plan is None else make(own)(module, mesh, None)
 
     assert make(own)("module", None, None) == "module"
     with pytest.raises(RuntimeError, match="mesh"):
         make(own)(torch.nn.Linear(1, 1), None, {})
-    assert seen == [True, True, True] and not dtensor_api._mode.parallelizing
+    assert seen == [True, True, True] and not controller_mesh._mode.parallelizing
 
 
 def test_modules_and_parameters_have_the_tables_of_hooks_that_are_read() -> None:
@@ -340,7 +347,7 @@ def test_modules_and_parameters_have_the_tables_of_hooks_that_are_read() -> None
 
 
 def test_torch_runs_functions_for_each_rank_by_the_names_that_are_replaced() -> None:
-    mode = dtensor_api._mode
+    mode = controller_mesh._mode
     assert local_tensor._PROCESS_MODE and local_tensor._PROCESS_LOCAL_TENSOR_MODE[0] is mode
     assert local_tensor.local_tensor_mode() is local_tensor.enabled_local_tensor_mode() is mode
     with mode.disable():
@@ -380,7 +387,7 @@ def test_a_collective_without_a_group_is_told_from_others_that_fail() -> None:
 def test_meshes_of_processes_that_have_ended_are_not_those_of_new_ones(mesh: Any) -> None:
     assert "self._thread_id" in inspect.getsource(DeviceMesh._hash_key)
     assert "_thread_id" in inspect.getsource(DeviceMesh.__eq__)
-    serial = dtensor_api.workers_of(mesh).serial
+    serial = controller_mesh.workers_of(mesh).serial
     assert all(each._thread_id == serial for each in (mesh, mesh[mesh.mesh_dim_names[0]]))
 
 
@@ -441,7 +448,7 @@ FORMS_OF_COMPILE = {
 
 @pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
 def test_what_traces_of_classes_of_ranks_replace_has_the_form_that_we_rely_on(name: str) -> None:
-    graph_inputs.install()  # one of them is a classmethod, whose form depends on it
+    trace_installation.install()  # one of them is a classmethod, whose form depends on it
     own = {**PLACES, **places_of(manifest.COMPILE)}[name]
     own = own.__func__ if isinstance(own, (staticmethod, classmethod)) else own
     assert " ".join(inspect.signature(own).parameters) == FORMS_OF_COMPILE[name]
@@ -453,7 +460,7 @@ def test_the_dimension_of_an_input_that_a_sharded_dimension_of_its_view_is_made_
 
     def of(view: torch.Tensor, dim: int) -> int:
         like: Any = types.SimpleNamespace(shape=view.shape, stride=view.stride, size=view.size)
-        return graph_inputs._origin(base, like, dim)
+        return traced_views._origin(base, like, dim)
 
     whole = torch.ones(4, 6, 8)
     assert [of(whole[1], dim) for dim in (0, 1)] == [1, 2]
@@ -480,7 +487,7 @@ def test_torch_traces_in_a_context_of_its_own_and_says_what_a_trace_changes() ->
 
 def test_convolutions_have_a_handler_that_those_of_others_still_get() -> None:
     assert set(convolution.HANDLERS) <= DTensor._op_dispatcher._custom_op_handlers.keys()
-    handle = dtensor_api._of_controllers(lambda *_: "ours", lambda *_: "torch's")
+    handle = op_handlers._of_controllers(lambda *_: "ours", lambda *_: "torch's")
     assert handle(None, (torch.ones(1), None), {}) == "torch's"
 
 
@@ -493,7 +500,7 @@ def test_the_table_of_reductions_is_the_one_that_is_looked_into(mesh: Any) -> No
 
 
 def test_operators_on_lists_are_registered_as_torch_registers_its_own() -> None:
-    parameters = inspect.signature(dtensor_api.pointwise._register_single_dim_pointwise).parameters
+    parameters = inspect.signature(op_handlers.pointwise._register_single_dim_pointwise).parameters
     assert next(iter(parameters)) == "op"
     assert all(each.default is not inspect.Parameter.empty for each in list(parameters.values())[1:])
     known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
@@ -557,8 +564,8 @@ def test_all_is_in_place_whoever_was_imported_first(first: str) -> None:
     """As `compile_backend` is, by torch's entry point, where a step is captured before there is a mesh."""
     program = f"""
 import monarch_backend.dtensor.{first}
-from monarch_backend.dtensor._patches.semantics import dtensor_api
-dtensor_api.install()
+from monarch_backend.dtensor._patches.semantics import controller_mesh, installation, op_handlers, parallel_modules
+installation.install()
 from monarch_backend._core import patches
 from monarch_backend.dtensor._patches import manifest
 placed = len(patches.originals)

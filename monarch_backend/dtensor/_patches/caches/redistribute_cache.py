@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import MeshMismatchError
-from monarch_backend.dtensor._patches.semantics import dtensor_api
-from monarch_backend.dtensor._patches.semantics.dtensor_api import Replacement
+from monarch_backend.dtensor._patches.semantics import controller_mesh
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 CACHE_SIZE = 1024
@@ -244,8 +244,8 @@ def _redistribute(own: Any) -> Replacement:
 def _by_torchs_plan(
     own: Any, local_tensor: Any, current_spec: Any, target_spec: Any, mesh: Any, *, async_op: bool, **settings: Any
 ) -> Any:
-    dtensor_api.check_mesh("a redistribution", mesh, target_spec.mesh)
-    is_ours = dtensor_api.workers_of(mesh) is not None
+    controller_mesh.check_mesh("a redistribution", mesh, target_spec.mesh)
+    is_ours = controller_mesh.workers_of(mesh) is not None
     first = _on_the_way(current_spec, target_spec) if is_ours else None
     steps = [current_spec, target_spec] if first is None else [current_spec, first, target_spec]
     result = local_tensor
@@ -295,7 +295,7 @@ def _of_one_mesh(own: Any) -> Replacement:
             given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
             try:
                 for each in given:
-                    dtensor_api.check_mesh(str(op_call), given[0].device_mesh, each.device_mesh)
+                    controller_mesh.check_mesh(str(op_call), given[0].device_mesh, each.device_mesh)
             except MeshMismatchError as mismatch:
                 raise mismatch from error
             raise

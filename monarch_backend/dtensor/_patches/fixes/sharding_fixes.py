@@ -24,8 +24,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._ops import decomposed_losses, sharding_rules
 from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback
-from monarch_backend.dtensor._patches.semantics import dtensor_api
-from monarch_backend.dtensor._patches.semantics.dtensor_api import Replacement
+from monarch_backend.dtensor._patches.semantics import op_handlers
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
 _aten = torch.ops.aten
 
@@ -171,7 +171,8 @@ def _from_known_values(own: Replacement, at: int | None, reduction: Callable[[An
 
 
 def _gathered(given: Any, dims: Any, reduction: Any) -> Any:
-    wanted = range(given.ndim) if dims is None else math_ops.normalize_dims(math_ops.as_list(dims), given.ndim)
+    named = None if dims is None else [dims] if isinstance(dims, int) else list(dims)
+    wanted = range(given.ndim) if named is None else math_ops.normalize_dims(named, given.ndim)
     found = []
     for way in given.strategies:
         spec = way.output_spec
@@ -335,7 +336,7 @@ def _from_the_start(own: Replacement) -> Replacement:
 def _by_a_whole_number(func: Any, args: Any, kwargs: Any) -> Any:
     """Replicate the number of a list operator: torch decides by the first tensor whether it may be a sum over ranks."""
     tensors, number, *rest = args
-    return dtensor_api._in_torchs_way(func, (tensors, local_results.everywhere(number), *rest), kwargs)
+    return op_handlers._in_torchs_way(func, (tensors, local_results.everywhere(number), *rest), kwargs)
 
 
 def _of_values(own: Replacement) -> Replacement:

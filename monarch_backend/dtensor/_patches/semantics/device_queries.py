@@ -18,9 +18,7 @@ from monarch_backend.dtensor._controller import controller_process_group, device
 from monarch_backend.dtensor._controller.device_module import Event, Stream, XlaModule
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._patches.semantics.dtensor_api import (
-    Replacement,
-)
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.process_group._c10d_patches import overriding
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from monarch_backend.dtensor._patches.caches import redispatch_cache, redistribute_cache
 from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback, view_writeback
-from monarch_backend.dtensor._patches.semantics import dtensor_api, submesh_shapes, trace_sizes
+from monarch_backend.dtensor._patches.semantics import dtensor_api, op_handlers, submesh_shapes, trace_sizes
 
 Layers = Mapping[str, Sequence[Callable[[Any], Callable[..., Any]]]]
 
@@ -25,7 +25,7 @@ DISPATCHER: Layers = {
         view_writeback._note_copies, redispatch_cache._again, embedding_mask._local_results,
     ),
     "_unwrap_to_op_info_impl": (redispatch_cache._later,),
-    "_dispatch_fast_path_python_tail": (dtensor_api._of_the_host, view_writeback._after_each),
+    "_dispatch_fast_path_python_tail": (op_handlers._of_the_host, view_writeback._after_each),
     "redistribute_local_args": (trace_sizes.seen_arguments,),
     "wrap": (dtensor_api._wrap_result,),
 }  # fmt: skip

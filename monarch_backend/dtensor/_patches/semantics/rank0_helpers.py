@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.dtensor_api import Replacement
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
 
 def _broadcast(own: Any) -> Replacement:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.dtensor_api import Replacement, workers_of
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, workers_of
 
 LOCALLY = (
     "A DTensor is one tensor for all of them: calculate with the ranks' parts and say what they are of "
