@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import deferred_checks
-from monarch_backend.dtensor._torch_internals import decompositions
+from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._torch_internals import decompositions, tracing_state
 from monarch_backend.dtensor._worker import value_checks
 
 _aten = torch.ops.aten
@@ -40,6 +41,10 @@ def _by_torch(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
     # torch's decomposition checks the classes of plain tensors only.
+    if tracing_state.is_dynamos() and controller_process_group.is_controller():
+        from monarch_backend.dtensor._patches.semantics import graph_breaks  # needs dynamo, which is imported now
+
+        graph_breaks.break_graph("one_hot", RemoteTensorError("one_hot checks its classes in eager code"))
     if not torch.compiler.is_compiling() and isinstance(tensor, (DTensor, RemoteTensor)):
         deferred_checks.require(value_checks.classes, tensor, num_classes)
     return _by_torch(_aten.one_hot.default, tensor, num_classes)
