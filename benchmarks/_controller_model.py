@@ -79,7 +79,7 @@ def _one_controller(size: int, *, captured: bool) -> Built:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from monarch_backend.actor import this_host
-    from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+    from monarch_backend.dtensor._patches.semantics import controller_mesh
 
     mesh = this_host().spawn_procs({"tp": size}).device_mesh("cpu")
     model = _model(mesh)
@@ -93,7 +93,7 @@ def _one_controller(size: int, *, captured: bool) -> Built:
     batch = there(_batch())
     step = _step(model, batch[:, :-1], batch[:, 1:])
     return Built(
-        torch.compile(step, backend="monarch") if captured else step, _counted(device_mesh_and_api.workers_of(mesh))
+        torch.compile(step, backend="monarch") if captured else step, _counted(controller_mesh.workers_of(mesh))
     )
 
 

@@ -94,10 +94,10 @@ def ours() -> dict[str, Case]:
     from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 
     from monarch_backend.actor import this_host
-    from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+    from monarch_backend.dtensor._patches.semantics import controller_mesh
 
     mesh = this_host().spawn_procs({"x": 2}).device_mesh("cpu")
-    workers = device_mesh_and_api.workers_of(mesh)
+    workers = controller_mesh.workers_of(mesh)
     assert workers is not None
     a, b = workers.put(torch.randn(8, 16)), workers.put(torch.randn(8, 16))
     x, y = (DTensor.from_local(each, mesh, [Shard(0)]) for each in (a, b))

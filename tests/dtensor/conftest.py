@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import monarch_backend.actor as ma
 from monarch_backend.actor import MeshFailure, ProcMesh, this_host
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh
 from tests.actor.script_runner import Run, WarmInterpreter, with_meshes
 from tests.dtensor import xla_selection
 from tests.support import xla
@@ -136,4 +136,4 @@ def run_script(interpreter: WarmInterpreter, tmp_path: Path) -> Callable[..., Ru
 
 def workers_of(mesh: Any) -> Any:
     """For tests that look behind a mesh."""
-    return device_mesh_and_api.workers_of(mesh)
+    return controller_mesh.workers_of(mesh)

@@ -24,13 +24,19 @@ from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._errors import MeshMismatchError, RankDependentError, RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import aot_tangents, dynamo_and_aot
+from monarch_backend.dtensor._patches.semantics import (
+    aot_tangents,
+    graph_breaks,
+    graph_inputs,
+    trace_backends,
+    trace_installation,
+)
 
 OPTIONS = ("inductor",)
 statistics = {"graphs": 0, "calls": 0}
 """Graphs that were defined on workers, and commands that call them."""
 
-dynamo_and_aot.install()
+trace_installation.install()
 
 
 def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, options: Any = None) -> Any:
@@ -46,15 +52,15 @@ def monarch(graph: fx.GraphModule, inputs: Any, *, mode: str | None = None, opti
         _refuse_autocast(graph)
         with on_the_cpu():
             return aot_tangents.with_hooks(_traced(graph, inputs, inductor))
-    except dynamo_and_aot.Restart:
+    except graph_breaks.Restart:
         raise
     except Exception as error:
-        dynamo_and_aot.trace_with_sizes()
+        graph_inputs.trace_with_sizes()
         # Eager code runs what has no graph, for our reasons or torch's (DTensors that share memory, say), or raises its
         # own error.
         ours = isinstance(error, RemoteTensorError)
         why = str(error) if ours else f"{type(error).__name__}: {error}"
-        raise dynamo_and_aot.LeftToEagerError(why) from error  # type: ignore[arg-type]
+        raise graph_breaks.LeftToEagerError(why) from error  # type: ignore[arg-type]
 
 
 def _traced(graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
@@ -92,7 +98,7 @@ def _one_graph(workers: WorkerSet | None, graph: fx.GraphModule, inputs: Any, in
         lowering.check(traced, workers)
         return _Graph([traced], None, inductor=inductor)
 
-    return dynamo_and_aot.two_graphs(compiler, compiler)(graph, inputs)
+    return trace_backends.two_graphs(compiler, compiler)(graph, inputs)
 
 
 def _graph_for_each(classes: Classes, graph: fx.GraphModule, inputs: Any, inductor: bool) -> Any:
@@ -109,7 +115,7 @@ def _graph_for_each(classes: Classes, graph: fx.GraphModule, inputs: Any, induct
     def standing_for(number: int) -> Any:
         return rank_classes.standing_for(classes.workers, classes.members[number])
 
-    compiled = dynamo_and_aot.in_classes([compiler(number) for number in range(len(made))], standing_for)(graph, inputs)
+    compiled = trace_backends.in_classes([compiler(number) for number in range(len(made))], standing_for)(graph, inputs)
     for ways in zip(*made, strict=True):
         graphs = [graph for each in ways for graph in each.graphs]
         merge_graphs.check(graphs)
@@ -119,7 +125,7 @@ def _graph_for_each(classes: Classes, graph: fx.GraphModule, inputs: Any, induct
 
 def _refuse_autocast(graph: fx.GraphModule) -> None:
     """Raise for CPU autocast within a trace. Traces have their tensors on the CPU, and it would have no effect."""
-    inside = dynamo_and_aot.autocasts(graph)
+    inside = trace_backends.autocasts(graph)
     found = [kind for kind in ("cuda", "xla") if kind in inside or torch.is_autocast_enabled(kind)]
     if found:
         raise RemoteTensorError(

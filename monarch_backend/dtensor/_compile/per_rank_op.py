@@ -1,7 +1,7 @@
 """Operator in traces for a function that each worker calls with its own numbers.
 
 While torch.compile traces, torch's functions for "the rank that I am" (see
-dtensor/_patches/semantics/device_mesh_and_api.py) meet tensors without values and ints that differ by rank. Such a call
+dtensor/_patches/semantics/rank_functions.py) meet tensors without values and ints that differ by rank. Such a call
 becomes one node here; a captured step (see lowering.py) has in its place the function itself and each rank's numbers.
 On real tensors, which are this process's, it runs for each rank (`here`).
 """
@@ -56,9 +56,9 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise  # the ranks are traced again, in classes
         if not tracing_state.is_dynamos():
             raise  # make_fx() and torch.export have no eager code to fall back to
-        from monarch_backend.dtensor._patches.semantics import dynamo_and_aot  # needs dynamo, which is imported now
+        from monarch_backend.dtensor._patches.semantics import graph_breaks  # needs dynamo, which is imported now
 
-        dynamo_and_aot.break_graph(_calls[number].name, error)
+        graph_breaks.break_graph(_calls[number].name, error)
     form, kept = _forms[number]
     return pytree.tree_unflatten([next(results) if each is _TENSOR else each for each in kept], form)
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor._controller import fetch, remote_call
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import MeshMismatchError
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh
 from monarch_backend.dtensor._worker import checkpoint as there
 from monarch_backend.dtensor._worker.remote_call_args import Unfailed
 
@@ -28,11 +28,11 @@ def mesh_of(state_dict: Any) -> DeviceMesh | None:
     """Return the mesh of the DTensors, None without a controller's mesh. Raises MeshMismatchError for several."""
     found: list[DeviceMesh] = []
     for leaf in _leaves(state_dict):
-        if isinstance(leaf, DTensor) and device_mesh_and_api.remote_of(leaf) is not None:
-            root = device_mesh_and_api.root_of(leaf.device_mesh)
+        if isinstance(leaf, DTensor) and controller_mesh.remote_of(leaf) is not None:
+            root = controller_mesh.root_of(leaf.device_mesh)
             if root not in found:
                 found.append(root)
-    ranks = {tuple(sorted(device_mesh_and_api.rows_of(mesh).flatten().tolist())) for mesh in found}
+    ranks = {tuple(sorted(controller_mesh.rows_of(mesh).flatten().tolist())) for mesh in found}
     if len(ranks) > 1:
         raise MeshMismatchError(
             "the state dict has tensors of several sets of processes: " + " and ".join(map(str, found)) + ". Save or "
@@ -57,7 +57,7 @@ def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, u
 
     Raises the errors of a read: RemoteOpError for a failed check. An earlier checkpoint at that place then stays valid.
     """
-    workers = device_mesh_and_api.workers_of(mesh)
+    workers = controller_mesh.workers_of(mesh)
     if workers is not None:
         workers.synchronize()
     return _first(_start(mesh, state_dict, storage_writer, planner, use_collectives))

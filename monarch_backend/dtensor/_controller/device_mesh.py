@@ -17,7 +17,7 @@ from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import collectives, dispatch
 from monarch_backend.dtensor._dispatch import special_ops as special_ops
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api, device_queries
+from monarch_backend.dtensor._patches.semantics import device_queries, installation
 from monarch_backend.dtensor._torch_internals import invalid_access
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.
         raise ValueError(f"device_type {device_type!r}: a mesh has {', '.join(DEVICE_TYPES)} devices")
     timeout = check_bounded(timeout)
     controller_process_group.refuse_a_rank()  # before the processes are used
-    device_mesh_and_api.install()
+    installation.install()
     workers = workers_for(procs, device_type, timeout)
     key = (tuple(procs._shape.ranks), tuple(procs.extent.sizes), tuple(procs.extent.labels))
     found = workers.meshes.get(key)
@@ -197,7 +197,7 @@ def simulated_mesh(sizes: tuple[int, ...], names: tuple[str, ...], device_type: 
     >>> (x @ x.T).shape, tuple(x.to_local().shape)
     (torch.Size([128, 128]), (2, 2))
     """
-    device_mesh_and_api.install()
+    installation.install()
     size = 1
     for each in sizes:
         size *= each

@@ -64,6 +64,10 @@ class DeviceHandle:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
+    def current_device(self) -> int:
+        """Return 0: each worker has one device."""
+        return 0
+
     def current_stream(self, _device: Any = None) -> Any:
         """Return the only stream."""
         return self._stream
@@ -71,3 +75,11 @@ class DeviceHandle:
     def stream(self, _stream: Any) -> contextlib.AbstractContextManager[None]:
         """Do nothing."""
         return contextlib.nullcontext()
+
+
+class XlaModule:
+    """Module torch.xla of a controller, which has no such device. XLA's random numbers are the CPU's here."""
+
+    def device_count(self) -> int:
+        """Return 0: there is no state of random numbers beside the CPU's."""
+        return 0

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.overrides import TorchFunctionMode
 
 from monarch_backend.dtensor._dispatch import dispatch, local_results
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
@@ -46,7 +46,7 @@ def make(workers: WorkerSet, init_op: Any, size: Any, mesh: Any, placements: Any
         dtype = options.get("dtype") or torch.full((), value).dtype
     device = torch.device(mesh.device_type)
     local = dispatch.create(workers, _OPERATORS[init_op], args, {"dtype": dtype, "device": device})
-    local = workers.without(local, device_mesh_and_api.outside(mesh))
+    local = workers.without(local, controller_mesh.outside(mesh))
     strides = torch._prims_common.make_contiguous_strides_for(size)
     made = local_results.of_parts(local, TensorMeta(size, strides, local.dtype), mesh, placements)
     if init_op is torch.rand:
@@ -65,9 +65,9 @@ class OnWorkers(TorchFunctionMode):
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
-        workers = device_mesh_and_api.workers_of(mesh)
+        workers = controller_mesh.workers_of(mesh)
         assert workers is not None
-        self._workers, self._outside = workers, device_mesh_and_api.outside(mesh)
+        self._workers, self._outside = workers, controller_mesh.outside(mesh)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -17,7 +17,7 @@ from monarch_backend.dtensor._controller import per_rank_host_tensor, per_rank_i
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import outside, workers_of
+from monarch_backend.dtensor._patches.semantics.controller_mesh import outside, workers_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, empty
 
 from monarch_backend.dtensor._controller import remote_call, remote_call_args
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh
 from monarch_backend.dtensor._worker import mesh_transfer as there
 
 _numbers = itertools.count(1)
@@ -44,14 +44,14 @@ def move(x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = 
     >>> here.stop().get(), there.stop().get()
     (None, None)
     """
-    if not isinstance(x, DTensor) or device_mesh_and_api.remote_of(x) is None:
+    if not isinstance(x, DTensor) or controller_mesh.remote_of(x) is None:
         raise RemoteTensorError("move() takes DTensors of this controller: distribute_tensor() makes them")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"move() takes the DeviceMesh that the tensor goes to, as ProcMesh.device_mesh() makes it, not {mesh!r}; "
             "x.to(device) is to another device of the same processes, x.full_tensor().numpy() the values here"
         )
-    if device_mesh_and_api.workers_of(mesh) is None:
+    if controller_mesh.workers_of(mesh) is None:
         raise RemoteTensorError(f"{mesh} is no mesh of this controller: make one with ProcMesh.device_mesh()")
     there = tuple(placements or [Replicate()] * mesh.ndim)
     if len(there) != mesh.ndim or any(each.is_partial() for each in there):
@@ -76,13 +76,13 @@ class _Move(torch.autograd.Function):
 
 
 def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    source, target = device_mesh_and_api.workers_of(x.device_mesh), device_mesh_and_api.workers_of(mesh)
+    source, target = controller_mesh.workers_of(x.device_mesh), controller_mesh.workers_of(mesh)
     assert source is not None
     assert target is not None
     parcel = next(_numbers)
     # Each slice of a sliced mesh has its own tensor. The first slice's is the one that reading shows.
-    senders = (device_mesh_and_api.rows_of(x.device_mesh)[0].flatten() - source.first).tolist()
-    readers = (device_mesh_and_api.rows_of(device_mesh_and_api.root_of(mesh)).flatten() - target.first).tolist()
+    senders = (controller_mesh.rows_of(x.device_mesh)[0].flatten() - source.first).tolist()
+    readers = (controller_mesh.rows_of(controller_mesh.root_of(mesh)).flatten() - target.first).tolist()
     desk = there.TransferBuffers(parcel, senders, source.line.sides_of(senders), readers, target.line.sides_of(readers))
     offered = remote_call.run(x.device_mesh, there.offer, x, desk)
     frame = empty(x.shape, dtype=x.dtype, device_mesh=mesh, placements=placements)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh, parallel_modules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +43,7 @@ def put_module(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     ('RemoteTensor', [1.0, 1.0, 1.0])
     >>> procs.stop().get()
     """
-    workers = device_mesh_and_api.workers_of(mesh)
+    workers = controller_mesh.workers_of(mesh)
     if workers is None:
         raise ValueError(f"{mesh} is no controller's mesh: a rank of a process group has the module's tensors already")
     # The first forward may be in one of these modes, and later ones not.
@@ -63,7 +63,7 @@ def _put_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None
     remote.__dict__.update(its_own)
     if parameter.grad is not None:
         remote.grad = _put(parameter.grad, mesh)
-    why = device_mesh_and_api.exchange(parameter, remote)
+    why = parallel_modules.exchange(parameter, remote)
     if why:
         log.warning(
             "%s stays on the controller, and is sent to the workers whenever it is used: %s. Call "
@@ -78,17 +78,17 @@ def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
 
     It is the controller's, or a gradient, which may be on workers already.
     """
-    workers = device_mesh_and_api.workers_of(mesh)
+    workers = controller_mesh.workers_of(mesh)
     assert workers is not None
     whole = local_results.local_of(local_results.everywhere(tensor))
-    return sent(whole.detach(), workers, device_mesh_and_api.outside(mesh))
+    return sent(whole.detach(), workers, controller_mesh.outside(mesh))
 
 
 def _is_elsewhere_too(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
     """Return whether it is also on workers outside the mesh, which would not change it."""
-    if not isinstance(tensor, RemoteTensor) or tensor._meta.workers is not device_mesh_and_api.workers_of(mesh):
+    if not isinstance(tensor, RemoteTensor) or tensor._meta.workers is not controller_mesh.workers_of(mesh):
         return False
-    return not device_mesh_and_api.outside(mesh) <= tensor._meta.outside
+    return not controller_mesh.outside(mesh) <= tensor._meta.outside
 
 
 def put_buffers(modules: Iterable[nn.Module], mesh: DeviceMesh) -> None:

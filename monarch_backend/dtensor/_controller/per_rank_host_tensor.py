@@ -116,6 +116,10 @@ class PerRankTensor(torch.Tensor):
             return host_tensor_cache.put(owner, schema, host_tensor_cache.source(first), lambda: owner.put(first))
         return host_tensor_cache.put(owner, schema, self.source, lambda: owner.put_by_rank(self.by_rank))
 
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+        """Return the tensor as it is. torch calls this before it replicates a tensor, which is done by sending it."""
+        return self
+
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Send the tensor and set the flag. torch calls this last before the tensor is a DTensor's."""
         return self.sent().requires_grad_(requires_grad)
@@ -158,9 +162,12 @@ def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     form = next(each[1] for each in results if each is not None)
     leaves = zip(*[each[0] if each is not None else [None] * form.num_leaves for each in results], strict=True)
     merged = [_merged(list(each)) for each in leaves]
+    workers = next((each.workers for each in flat if isinstance(each, PerRankTensor) and each.workers), None)
     for number, each in enumerate(merged):
-        if source is not None and isinstance(each, PerRankTensor):
-            each.source = source._replace(what=(number, source.what))
+        if isinstance(each, PerRankTensor):
+            each.workers = workers
+            if source is not None:
+                each.source = source._replace(what=(number, source.what))
     return pytree.tree_unflatten(merged, form)
 
 
@@ -172,7 +179,7 @@ def _source(function: Callable[..., Any], flat: Sequence[Any]) -> Source | None:
         if isinstance(each, torch.Tensor):
             if found is not None:
                 return None
-            found = each.source if isinstance(each, PerRankTensor) else host_tensor_cache.source(each)
+            found = _source_of(each)
             if found is None:
                 return None
             what.append(found.what)
@@ -186,6 +193,16 @@ def _source(function: Callable[..., Any], flat: Sequence[Any]) -> Source | None:
     except TypeError:
         return None
     return found._replace(what=tuple(what))
+
+
+def _source_of(tensor: torch.Tensor) -> Source | None:
+    if not isinstance(tensor, PerRankTensor):
+        return host_tensor_cache.source(tensor)
+    wholes = {id(each): each for each in tensor.by_rank if each is not None}
+    if tensor.source is not None or len(wholes) != 1:
+        return tensor.source
+    source = host_tensor_cache.source(*wholes.values())  # one that goes to its workers, and is not split yet
+    return None if source is None else source._replace(what=(source.what, tensor.outside))
 
 
 def _by_rank(value: Any) -> Sequence[Any] | None:

@@ -21,7 +21,7 @@ from monarch_backend.dtensor._controller.remote_call_args import Packer
 from monarch_backend.dtensor._controller.remote_tensor import Ref
 from monarch_backend.dtensor._controller.worker_failures import error_of
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh
 from monarch_backend.dtensor._worker.remote_call import RunFailed
 
 if TYPE_CHECKING:
@@ -74,17 +74,17 @@ def run(mesh: DeviceMesh | ProcMesh, function: Callable[..., Any], /, *args: Any
     """
     if isinstance(mesh, ProcMesh):
         mesh = mesh.device_mesh()
-    workers = device_mesh_and_api.workers_of(mesh)
+    workers = controller_mesh.workers_of(mesh)
     if workers is None:
         raise RemoteTensorError(f"{mesh} is no mesh of this controller: make one with ProcMesh.device_mesh()")
-    return _start(workers, device_mesh_and_api.root_of(mesh), function, args, kwargs)
+    return _start(workers, controller_mesh.root_of(mesh), function, args, kwargs)
 
 
 def _start(workers: WorkerSet, mesh: DeviceMesh, function: Callable[..., Any], args: Any, kwargs: Any) -> Run:
     number, held = next(_numbers), Ref(workers, next(workers.ids))
     packer = Packer(workers, mesh)
     body, buffers, meshes = packer.pack((function, args, kwargs))
-    ranks = (device_mesh_and_api.rows_of(mesh).flatten() - workers.first).tolist()
+    ranks = (controller_mesh.rows_of(mesh).flatten() - workers.first).tolist()
     site = call_sites.here()
     workers.unfinished.begin(number)
     try:

@@ -21,7 +21,7 @@ from monarch_backend._serialization.pickling import SerializationError, dumps_by
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh
 from monarch_backend.dtensor._protocol import Kind, Tag
 from monarch_backend.dtensor._worker import remote_call_args as there
 
@@ -64,12 +64,12 @@ class Packer:
         if isinstance(value, RemoteTensor):
             return there.tensor, (self._held(value), *_role(value))
         if isinstance(value, DTensor):
-            local = device_mesh_and_api.remote_of(value)
+            local = controller_mesh.remote_of(value)
             if local is None:
                 return NotImplemented
             at = self._mesh(value.device_mesh), value.placements, tuple(value.shape), value.stride()
             return there.dtensor, (self._held(local), *at, *_role(value))
-        if isinstance(value, DeviceMesh) and device_mesh_and_api.workers_of(value) is not None:
+        if isinstance(value, DeviceMesh) and controller_mesh.workers_of(value) is not None:
             return there.mesh, (self._mesh(value),)
         return NotImplemented
 
@@ -88,14 +88,14 @@ class Packer:
     def _mesh(self, mesh: DeviceMesh) -> int:
         if mesh in self.meshes:
             return self.meshes.index(mesh)
-        self._check(device_mesh_and_api.workers_of(mesh), "a mesh")
-        root = device_mesh_and_api.root_of(mesh)
+        self._check(controller_mesh.workers_of(mesh), "a mesh")
+        root = controller_mesh.root_of(mesh)
         names = mesh.mesh_dim_names
         if root is not mesh and names and set(names) <= set(root.mesh_dim_names or ()):
             described: Any = (self._mesh(root), names)
         else:
             groups = [self.workers.group_name(mesh.get_group(dim)) for dim in range(mesh.ndim)]
-            rows = (device_mesh_and_api.rows_of(mesh) - self.workers.first).tolist()
+            rows = (controller_mesh.rows_of(mesh) - self.workers.first).tolist()
             described = (mesh.device_type, names, groups, rows)
         self.meshes.append(mesh)
         self._described.append(described)
@@ -155,7 +155,7 @@ class Packer:
 
 def first_like(held: Ref, like: DTensor) -> DTensor:
     """Return the first DTensor of a result that is known to have this one's layout, without waiting for its shape."""
-    remote = device_mesh_and_api.remote_of(like)
+    remote = controller_mesh.remote_of(like)
     assert remote is not None
     local = _part(held, 0, remote._meta)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from monarch_backend.dtensor._dispatch import collectives, dispatch
 from monarch_backend.dtensor._dispatch.op_signatures import Operand, out_sizes, propagate, stands_in
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._ops import grad_scaler
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import op_handlers
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -88,7 +88,7 @@ def _set_metadata(func: Any, args: Any, kwargs: Any) -> Any:
     # A detached tensor has the same id and keeps its sizes, so this tensor gets a new id.
     own = dispatch.dispatch(_aten.alias.default, (tensor,), {})
     dispatch.run_plain(func, (own, *args[1:]), kwargs)
-    device_mesh_and_api.set_metadata(func, args, kwargs)
+    op_handlers.set_metadata(func, args, kwargs)
     tensor._ref, tensor._meta = own._ref, changed
     return tensor
 

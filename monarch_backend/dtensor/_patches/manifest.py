@@ -17,11 +17,10 @@ XLA: Release = (2, 9)
 
 _HERE = "monarch_backend.dtensor._patches"
 _SEMANTICS, _FIXES, _CACHES = f"{_HERE}.semantics", f"{_HERE}.fixes", f"{_HERE}.caches"
-_API = f"{_SEMANTICS}.device_mesh_and_api"
 _DISPATCHER = f"{_SEMANTICS}.op_dispatcher"
 _DEVICES = f"{_SEMANTICS}.device_queries"
+_SEEDS = f"{_SEMANTICS}.device_modules"
 _FSDP_MAKERS = f"{_SEMANTICS}.fsdp"
-_TRACE = f"{_SEMANTICS}.dynamo_and_aot"
 _SHARDINGS = f"{_FIXES}.sharding_fixes"
 
 _TENSOR = "torch.distributed.tensor"
@@ -51,12 +50,12 @@ def _cache(target: str, maker: str, why: str, test: str, *, swaps_code: bool = F
 
 _MESHES = (
     _semantics(
-        f"{_MESH}.__new__", f"{_API}:make_mesh",
+        f"{_MESH}.__new__", f"{_SEMANTICS}.controller_mesh:make_mesh",
         "A mesh of a controller's ranks is of a subclass, which has ranks and coordinates of all processes.",
         "controller/test_device_mesh.py::test_each_process_has_its_part_of_three_dimensions",
     ),
     _semantics(
-        "torch.distributed.device_mesh:_get_device_handle", f"{_API}:_handle",
+        "torch.distributed.device_mesh:_get_device_handle", f"{_SEEDS}:_handle",
         "FSDP's streams and events are those of a device that is not here; and there is no module torch.xla.",
         "training/test_fsdp.py::test_a_mesh_of_gpus_needs_none_here", swaps_code=True,
     ),
@@ -64,39 +63,29 @@ _MESHES = (
 
 _RANKS = (
     _semantics(
-        "torch.distributed._local_tensor:_for_each_rank_run_func", f"{_API}:_for_each_rank",
+        "torch.distributed._local_tensor:_for_each_rank_run_func", f"{_SEMANTICS}.rank_functions:_for_each_rank",
         "A function that torch runs once for each rank runs on the workers, or once if all ranks are alike.",
         "ops/test_operations.py::test_shards_of_unequal_sizes_are_of_one_tensor",
     ),
     _semantics(
-        f"{_TENSOR}._utils:_compute_local_shape_and_global_offset", f"{_API}:_local_shape",
+        f"{_TENSOR}._utils:_compute_local_shape_and_global_offset", f"{_SEMANTICS}.rank_functions:_local_shape",
         "The shard of each rank has its own shape and offset.",
         "controller/test_checkpoint.py::test_each_worker_writes_its_shard_and_no_other",
     ),
     _semantics(
-        "torch.distributed.distributed_c10d:get_rank", f"{_API}:_rank_in",
+        "torch.distributed.distributed_c10d:get_rank", f"{_SEMANTICS}.rank_functions:_rank_in",
         "A group of a controller has a rank for each process.",
         "patches/test_torch_internals.py::test_the_controllers_tensor_is_each_ranks", swaps_code=True,
     ),
     _semantics(
-        f"{_TENSOR}._collective_utils:get_group_rank", f"{_API}:_rank_of_a_trace",
-        "A trace needs the size of a rank's part, which is the same for all ranks.",
-        "compile/test_compile.py::test_two_dimensions",
-    ),
-    _semantics(
-        "torch.distributed.distributed_c10d:broadcast_object_list", f"{_API}:_broadcast_objects",
+        "torch.distributed.distributed_c10d:broadcast_object_list", f"{_SEMANTICS}.rank_functions:_broadcast_objects",
         "The controller's objects are those of all ranks.",
         "controller/test_host_collectives.py::test_objects_of_the_controller_are_each_ranks", swaps_code=True,
     ),
     _semantics(
-        "torch.distributed._functional_collectives:_maybe_wrap_tensor", f"{_API}:_wrap",
+        "torch.distributed._functional_collectives:_maybe_wrap_tensor", f"{_SEMANTICS}.rank_functions:_wrap",
         "Workers wait for a collective when its result is used.",
         "dispatch/test_collectives.py::test_functional_collective_of_workers_tensors_has_wait",
-    ),
-    _fix(
-        f"{_TENSOR}._redistribute:_optimize_transform_infos", f"{_API}:_one_collective",
-        "Uneven shards over two mesh dimensions are not those over the flattened one.",
-        "ops/test_operations.py::test_two_dimensions_of_a_mesh_and_the_flattened_one",
     ),
 )  # fmt: skip
 
@@ -117,85 +106,54 @@ _DTENSORS = (
         "dispatch/test_shapes_per_slice.py::test_operations",
     ),
     _semantics(
-        f"{_DTENSOR}._op_dispatcher.sharding_propagator.propagate_op_sharding.__class__",
-        f"{_DISPATCHER}:propagation_cache",
-        "A subclass of the propagator's cache, in which sizes that differ by slice are not kept.",
-        "dispatch/test_shapes_per_slice.py::test_numbers_and_matrices",
-    ),
-    _semantics(
-        f"{_DTENSOR}.__init__", f"{_API}:_made",
+        f"{_DTENSOR}.__init__", f"{_SEMANTICS}.dtensor_api:_made",
         "C++ that asks a controller's DTensor for its memory gets an error.",
         "patches/test_torch_internals.py::test_a_dtensor_is_made_by_new_alone",
     ),
     _semantics(
-        f"{_DTENSOR}.from_local", f"{_API}:_from_local",
+        f"{_DTENSOR}.from_local", f"{_SEMANTICS}.dtensor_api:_from_local",
         "The local tensor is each worker's; a tensor of the controller is sent.",
         "controller/test_rank0_helpers.py::test_a_plain_loss_beside_a_dtensor_says_what_to_do",
     ),
     _semantics(
-        f"{_DTENSOR}.to_local", f"{_API}:_to_local",
+        f"{_DTENSOR}.to_local", f"{_SEMANTICS}.dtensor_api:_to_local",
         "Notes the shard on the local tensor, because random operations draw the shard's part.",
         "ops/test_random_numbers.py::test_plain_shards_draw_their_part_of_a_single_process_numbers",
     ),
     _semantics(
-        f"{_DTENSOR}.redistribute", f"{_API}:_on_its_mesh",
+        f"{_DTENSOR}.redistribute", f"{_SEMANTICS}.dtensor_api:_on_its_mesh",
         "Another mesh is an error, which torch finds only where placements differ.",
         "controller/test_device_mesh.py::test_tensors_of_other_meshes_are_refused",
     ),
     _semantics(
-        f"{_DTENSOR}.__repr__", f"{_API}:_repr",
+        f"{_DTENSOR}.__repr__", f"{_SEMANTICS}.dtensor_api:_repr",
         "The text has the values of the whole tensor.",
         "controller/test_repr.py::test_values_are_printed_as_torch_prints_them",
     ),
     _semantics(
-        f"{_TENSOR}._api:distribute_tensor", f"{_API}:_distribute",
+        f"{_TENSOR}._api:distribute_tensor", f"{_SEMANTICS}.dtensor_api:_distribute",
         "Each worker is sent its shard; torch broadcasts from a rank.",
         "controller/test_host_tensors.py::test_each_worker_is_sent_its_shard_and_no_other", swaps_code=True,
     ),
     _semantics(
-        f"{_TENSOR}._api:distribute_module", f"{_API}:_distribute_module",
+        f"{_TENSOR}._api:distribute_module", f"{_SEMANTICS}.dtensor_api:_distribute_module",
         "Tied parameters stay tied.",
         "controller/test_module_placement.py::test_tied_weights_stay_tied", swaps_code=True,
     ),
     _semantics(
-        f"{_TENSOR}.parallel.api:parallelize_module", f"{_API}:_parallelize",
+        f"{_TENSOR}.parallel.api:parallelize_module", f"{_SEMANTICS}.parallel_modules:_parallelize",
         "Parameters that no plan names go to the workers at the first call.",
         "controller/test_module_placement.py::test_what_no_style_takes_is_trained_on_the_workers", swaps_code=True,
     ),
     _semantics(
-        f"{_TENSOR}.placement_types:Shard._shard_tensor", f"{_API}:_shard_tensor",
-        "Each worker is sent its shard; torch scatters from a rank.",
-        "ops/test_operations.py::test_what_is_distributed_comes_back_and_is_where_it_belongs",
-    ),
-    _semantics(
-        f"{_TENSOR}.placement_types:_StridedShard._shard_tensor", f"{_API}:_shard_tensor",
-        "Each worker is sent its shard; torch scatters from a rank.",
-        "ops/test_sharding_fixes.py::test_views_of_what_is_sharded_with_strides",
-    ),
-    _semantics(
-        f"{_TENSOR}.placement_types:Replicate._make_replicate_tensor", f"{_API}:_replicate_tensor",
-        "All workers are sent the tensor; torch broadcasts from a rank.",
-        "ops/test_operations.py::test_what_is_distributed_comes_back_and_is_where_it_belongs",
-    ),
-    _semantics(
-        f"{_TENSOR}._api:compute_global_tensor_info", f"{_API}:_whole_of_shards",
+        f"{_TENSOR}._api:compute_global_tensor_info", f"{_SEMANTICS}.dtensor_api:_whole_of_shards",
         "A whole has the sizes of all ranks' shards; torch multiplies one rank's.",
         "ops/test_operations.py::test_shards_of_no_tensor_are_refused",
     ),
     _semantics(
-        f"{_TENSOR}._utils:compute_global_tensor_info", f"{_API}:_whole_of_shards",
-        "A whole has the sizes of all ranks' shards; torch multiplies one rank's.",
-        "ops/test_operations.py::test_shards_of_no_tensor_are_refused",
-    ),
-    _semantics(
-        f"{_TENSOR}._api:_dtensor_init_helper", f"{_API}:_init_helper",
+        f"{_TENSOR}._api:_dtensor_init_helper", f"{_SEMANTICS}.dtensor_api:_init_helper",
         "Factories make shards on the workers, with a single process' random numbers.",
         "ops/test_random_numbers.py::test_factories",
-    ),
-    _semantics(
-        f"{_TENSOR}._op_schema:_rebuild_tensor_from_dtensor_meta", f"{_API}:_without_values",
-        "C++ refuses to switch to XLA's device, even for shapes.",
-        "devices/test_xla_meshes.py::test_shapes_that_torch_finds_on_the_device_only",
     ),
     _cache(
         f"{_TENSOR}._redistribute:redistribute_local_tensor", f"{_CACHES}.redistribute_cache:_redistribute",
@@ -255,62 +213,12 @@ _FIXES_OF_SHARDINGS = (
         "ops/test_sharding_fixes.py::test_rows_of_a_table_that_a_rank_has_not",
     ),
     _fix(
-        "torch._meta_registrations:_meta_grouped_mm_common", f"{_FIXES}.grouped_mm:corrected",
-        "The meta function refuses float32 and float16, which the kernels take.",
-        "ops/test_sharding_fixes.py::test_grouped_mm_of_float32_has_a_single_process_values",
-    ),
-    _fix(
-        f"{_TENSOR}._ops._math_ops:common_reduction_strategy", f"{_SHARDINGS}:_of_norms",
-        "The sum of norms is not the norm, and an empty shard has no largest value.",
-        "ops/test_normalization.py::test_norms_of_what_several_ranks_have_are_not_added",
-    ),
-    _fix(
-        f"{_TENSOR}._ops._math_ops:_infer_reduction_dims", f"{_SHARDINGS}:_reduced",
-        "An empty list of dimensions means all of them.",
-        "ops/test_sharding_fixes.py::test_reductions_of_no_dimensions",
-    ),
-    _fix(
-        f"{_TENSOR}._ops._view_ops:view_groups", f"{_SHARDINGS}:_of_nothing",
-        "A view of a tensor of size 0 does not end.",
-        "ops/test_replicate_fallback.py::test_views_of_nothing",
-    ),
-    _fix(
-        f"{_TENSOR}._ops._view_ops:dim_transpose", f"{_SHARDINGS}:_of_a_number",
-        "A transpose of a tensor without dimensions raises.",
-        "ops/test_sharding_fixes.py::test_dimensions_of_a_number",
-    ),
-    _fix(
-        f"{_TENSOR}.parallel.loss:_nll_loss_and_log_softmax_backward", f"{_SHARDINGS}:_of_weighted_classes",
-        "The weight of a label that is ignored is looked up, and is no class.",
-        "ops/test_losses.py::test_of_parallel_classes_with_weights_and_labels_that_do_not_count",
-    ),
-    _fix(
-        "torch.nn.functional:one_hot", f"{_SHARDINGS}:_one_hot",
-        "C++ checks the classes of plain tensors only.",
-        "dispatch/test_deferred_checks.py::test_one_hot_of_negative_numbers",
-    ),
-    _fix(
-        "torch.nn.modules.rnn:LSTM.forward", f"{_API}:_in_parts",
-        "oneDNN's operator for a layer keeps nothing for its backward on the workers.",
-        "dispatch/test_uneven_shards.py::test_recurrent_layers_of_a_batch_that_ranks_do_not_share_evenly",
-    ),
-    _fix(
-        "torch.nn.init:orthogonal_", f"{_API}:_on_the_host",
-        "A factorisation of shards is not that of the whole.",
-        "ops/test_random_numbers.py::test_initialisation",
-    ),
-    _fix(
-        "torch.nn.init:sparse_", f"{_API}:_on_the_host",
-        "Rows are drawn of the whole, not of a shard.",
-        "ops/test_random_numbers.py::test_initialisation",
-    ),
-    _fix(
-        "torch.nn.utils.clip_grad:_get_total_norm", f"{_API}:_total_norm",
+        "torch.nn.utils.clip_grad:_get_total_norm", f"{_SEMANTICS}.gradient_lists:_total_norm",
         "Norms of gradients on several meshes cannot be stacked.",
         "training/test_training_steps.py::test_gradients_on_several_meshes_are_clipped_by_one_norm", swaps_code=True,
     ),
     _fix(
-        "torch.nn.utils.clip_grad:_clip_grads_with_norm_", f"{_API}:_clip_by_norm",
+        "torch.nn.utils.clip_grad:_clip_grads_with_norm_", f"{_SEMANTICS}.gradient_lists:_clip_by_norm",
         "Gradients on several meshes cannot be scaled by one call.",
         "training/test_training_steps.py::test_gradients_on_several_meshes_are_clipped_by_one_norm", swaps_code=True,
     ),
@@ -318,17 +226,17 @@ _FIXES_OF_SHARDINGS = (
 
 _CHECKPOINTS = (
     _semantics(
-        "torch.distributed.checkpoint.state_dict_saver:_save_state_dict", f"{_API}:_save",
+        "torch.distributed.checkpoint.state_dict_saver:_save_state_dict", f"{_SEMANTICS}.checkpoints:_save",
         "Each worker writes its shard.",
         "controller/test_checkpoint.py::test_saved_from_one_mesh_and_loaded_into_any_other_bit_for_bit",
     ),
     _semantics(
-        "torch.distributed.checkpoint.state_dict_saver:async_save", f"{_API}:_async_save",
+        "torch.distributed.checkpoint.state_dict_saver:async_save", f"{_SEMANTICS}.checkpoints:_async_save",
         "Workers write while the controller goes on.",
         "controller/test_checkpoint.py::test_saved_while_the_controller_goes_on", swaps_code=True,
     ),
     _semantics(
-        "torch.distributed.checkpoint.state_dict_loader:_load_state_dict", f"{_API}:_load",
+        "torch.distributed.checkpoint.state_dict_loader:_load_state_dict", f"{_SEMANTICS}.checkpoints:_load",
         "Each worker reads its shard.",
         "controller/test_checkpoint.py::test_saved_from_one_mesh_and_loaded_into_any_other_bit_for_bit",
     ),
@@ -348,11 +256,6 @@ _CHECKPOINTS = (
         "DistributedDataParallel is for a program on each rank: an error says so.",
         "controller/test_rank0_helpers.py::test_distributed_data_parallel_says_what_to_do",
     ),
-    _semantics(
-        f"{_TENSOR}.debug:visualize_sharding", f"{_SEMANTICS}.rank0_helpers:_drawn_once",
-        "A picture that rank 0 draws is drawn once.",
-        "controller/test_rank0_helpers.py::test_a_picture_of_a_dtensor_is_drawn_once", swaps_code=True,
-    ),
 )  # fmt: skip
 
 _GPU = "devices/test_gpu_meshes.py"
@@ -362,17 +265,16 @@ _NUMBERS = "The generator of GPUs is the controller's, for all workers."
 _DEVICE = "The device is the workers' own, which each has set."
 _CUDA = (
     _semantics(
-        "torch.cuda:_lazy_init", f"{_API}:_device_for_whom",
+        "torch.cuda:_lazy_init", f"{_SEEDS}:_device_for_whom",
         "A device among a function's arguments may be the workers'.",
         f"{_GPU}::test_a_program_makes_tensors_by_their_device",
     ),
-    _semantics("torch.cuda:manual_seed", f"{_API}:_seeding", _NUMBERS, f"{_GPU}::test_random_numbers"),
-    _semantics("torch.cuda:manual_seed_all", f"{_API}:_seeding", _NUMBERS, f"{_GPU}::test_random_numbers"),
-    _semantics("torch.cuda:get_rng_state", f"{_API}:_get_rng_state", _NUMBERS, f"{_GPU}::test_random_numbers"),
-    _semantics("torch.cuda:set_rng_state", f"{_API}:_set_rng_state", _NUMBERS, f"{_GPU}::test_random_numbers"),
+    _semantics("torch.cuda:manual_seed", f"{_SEEDS}:_seeding", _NUMBERS, f"{_GPU}::test_random_numbers"),
+    _semantics("torch.cuda:manual_seed_all", f"{_SEEDS}:_seeding", _NUMBERS, f"{_GPU}::test_random_numbers"),
+    _semantics("torch.cuda:get_rng_state", f"{_SEEDS}:_get_rng_state", _NUMBERS, f"{_GPU}::test_random_numbers"),
+    _semantics("torch.cuda:set_rng_state", f"{_SEEDS}:_set_rng_state", _NUMBERS, f"{_GPU}::test_random_numbers"),
     _semantics("torch.cuda:current_stream", f"{_DEVICES}:_the_stream", _STREAMS, _STREAMS_TEST),
     _semantics("torch.cuda:default_stream", f"{_DEVICES}:_the_stream", _STREAMS, _STREAMS_TEST),
-    _semantics("torch.cuda:stream", f"{_DEVICES}:_in_stream", _STREAMS, _STREAMS_TEST),
     _semantics("torch.cuda.streams:Event.__new__", f"{_DEVICES}:_new", _STREAMS, _STREAMS_TEST),
     _semantics("torch.cuda.streams:Stream.__new__", f"{_DEVICES}:_new", _STREAMS, _STREAMS_TEST),
     _semantics(
@@ -382,7 +284,6 @@ _CUDA = (
     _semantics("torch.cuda:current_device", f"{_DEVICES}:_current_device", _DEVICE, _STREAMS_TEST),
     _semantics("torch.cuda:set_device", f"{_DEVICES}:_set_device", _DEVICE, _STREAMS_TEST),
     _semantics("torch.cuda:_exchange_device", f"{_DEVICES}:_exchange", _DEVICE, _STREAMS_TEST),
-    _semantics("torch.cuda:_maybe_exchange_device", f"{_DEVICES}:_exchange", _DEVICE, _STREAMS_TEST),
     _semantics(
         "torch.cuda:is_bf16_supported", f"{_DEVICES}:_bf16",
         "The workers' GPUs have bfloat16.", f"{_GPU}::test_autocast",
@@ -397,25 +298,13 @@ _CUDA = (
         "C++ decides by where it has a tensor, which for a remote one is the CPU.", f"{_GPU}::test_autocast",
     ),
     _semantics(
-        "torch.amp.autocast_mode:autocast.__exit__", f"{_SEMANTICS}.autocast:_exit",
-        "Ends what `__enter__` has begun.", f"{_GPU}::test_autocast",
-    ),
-    _semantics(
         "torch.utils.checkpoint:_get_device_module", f"{_DEVICES}:_device_module",
         "An activation checkpoint keeps the state of the workers' generator.",
         f"{_GPU}::test_an_activation_checkpoint_keeps_the_state_of_the_workers_generator",
     ),
     _semantics(
-        "torch.random:fork_rng", f"{_DEVICES}:_fork_rng",
-        "torch has no module torch.xla; XLA's numbers are the CPU's here.",
-        "devices/test_xla_meshes.py::test_an_activation_checkpoint_draws_the_same_numbers_again",
-    ),
-    _semantics(
-        "torch.nn.attention:_sdpa_kernel", f"{_DEVICES}:_kernels",
-        "C++ takes remote tensors for the CPU's, which has one fused kernel.", f"{_GPU}::test_attention",
-    ),
-    _semantics(
-        "torch.utils._foreach_utils:_group_tensors_by_device_and_dtype", f"{_API}:grouped_by_device",
+        "torch.utils._foreach_utils:_group_tensors_by_device_and_dtype",
+        f"{_SEMANTICS}.gradient_lists:grouped_by_device",
         "C++ finds remote tensors on the CPU.", f"{_GPU}::test_optimizers", swaps_code=True,
     ),
     _semantics(
@@ -433,10 +322,6 @@ _CUDA = (
 _HANDLE_TEST = "training/test_fsdp.py::test_a_mesh_of_gpus_needs_none_here"
 _ON_WORKERS = "Buffers that FSDP makes are made on the workers."
 _FSDP2 = (
-    _semantics(
-        f"{_FSDP}._fully_shard:_get_device_from_mesh", f"{_FSDP_MAKERS}:_device_from_mesh",
-        "The device is the workers'.", _HANDLE_TEST,
-    ),
     _semantics(
         f"{_FSDP}._fsdp_init:_move_states_to_device", f"{_FSDP_MAKERS}:_move_states",
         "Parameters go to the workers as shards, not to a device of this process.", _HANDLE_TEST,
@@ -457,15 +342,7 @@ _FSDP2 = (
         "training/test_fsdp.py::test_each_worker_gets_its_shard_and_no_more",
     ),
     _semantics(
-        f"{_FSDP}._fsdp_param_group:FSDPParamGroup.__init__", f"{_FSDP_MAKERS}:_make_group",
-        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
-    ),
-    _semantics(
-        f"{_FSDP}._fsdp_param_group:foreach_all_gather", f"{_FSDP_MAKERS}:_communicate",
-        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
-    ),
-    _semantics(
-        f"{_FSDP}._fsdp_param_group:foreach_reduce", f"{_FSDP_MAKERS}:_communicate",
+        f"{_FSDP}._fsdp_param_group:FSDPParamGroup", f"{_FSDP_MAKERS}:_group",
         _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
     ),
     _semantics(
@@ -473,17 +350,12 @@ _FSDP2 = (
         "torch.Size has no count of elements where sizes differ by rank.",
         "training/test_fsdp.py::test_with_tensor_parallelism",
     ),
-    _semantics(
-        f"{_FSDP}._fsdp_collectives:_get_gradient_divide_factors", f"{_FSDP_MAKERS}:_divide_factors",
-        "A factor in the operation of a collective has no place in a record.",
-        "training/test_fsdp.py::test_an_own_factor_for_the_gradients",
-    ),
 )  # fmt: skip
 
 MESH = (
     *_MESHES, *_RANKS, *_DTENSORS, *_NUMBER_OPERANDS, *_FIXES_OF_SHARDINGS, *_CHECKPOINTS, *_CUDA, *_FSDP2,
     _semantics(
-        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_API}:_first_trace",
+        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_SEMANTICS}.installation:_first_trace",
         "The rows for traces are applied with the first trace; dynamo takes a second to import.",
         "compile/test_compile.py::test_a_trace_for_another_backend_installs_what_it_needs",
     ),
@@ -493,79 +365,63 @@ MESH = (
 _UNEVEN = "compile/test_compile.py::test_shards_of_unequal_sizes"
 COMPILE = (
     _semantics(
-        "torch:_TorchCompileInductorWrapper.__call__", f"{_TRACE}:_on_workers",
+        "torch:_TorchCompileInductorWrapper.__call__", f"{_SEMANTICS}.trace_installation:_on_workers",
         "Inductor's code reads memory, so it compiles on the workers.",
         "compile/test_compile.py::test_inductor_compiles_on_the_workers",
     ),
     _fix(
-        "torch._subclasses.meta_utils:MetaConverter._backward_error", f"{_TRACE}:_with_history",
+        "torch._subclasses.meta_utils:MetaConverter._backward_error", f"{_SEMANTICS}.graph_inputs:_with_history",
         "DTensor's sharding cache takes no symbols.",
         "compile/test_dynamic_sizes.py::test_other_sizes",
     ),
     _semantics(
-        f"{_DYNAMO}.builder:_automatic_dynamic", f"{_TRACE}:_static",
+        f"{_DYNAMO}.builder:_automatic_dynamic", f"{_SEMANTICS}.graph_inputs:_static",
         "Sizes that differ by rank are no symbols.", _UNEVEN,
     ),
     _semantics(
-        f"{_DYNAMO}.builder:get_fake_value", f"{_TRACE}:_or_with_sizes",
+        f"{_DYNAMO}.builder:get_fake_value", f"{_SEMANTICS}.graph_inputs:_or_with_sizes",
         "A trace that fails with symbols begins anew with sizes.", "compile/test_dynamic_sizes.py::test_other_sizes",
     ),
     _semantics(
-        f"{_DYNAMO}.builder:wrap_to_fake_tensor_and_record", f"{_TRACE}:_wrap_input",
-        "An input whose sizes differ by rank breaks the graph.",
-        "compile/test_compile.py::test_a_view_of_uneven_shards_is_left_to_eager_code",
-    ),
-    _semantics(
-        f"{_DYNAMO}.builder:VariableBuilder.__call__", f"{_TRACE}:_wrap_value",
-        "An int that differs by rank breaks the graph.", "compile/test_compile.py::test_the_number_of_the_rank",
-    ),
-    _semantics(
-        f"{_DYNAMO}.builder:SourcelessBuilder.create", f"{_TRACE}:_wrap_value",
-        "An int that differs by rank breaks the graph.", "compile/test_compile.py::test_the_number_of_the_rank",
-    ),
-    _semantics(
-        f"{_DYNAMO}.tensor:TensorVariable.var_getattr", f"{_TRACE}:_attribute",
+        f"{_DYNAMO}.tensor:TensorVariable.var_getattr", f"{_SEMANTICS}.graph_breaks:_attribute",
         "The local part of an uneven DTensor breaks the graph.",
         "compile/test_compile.py::test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code",
     ),
     _semantics(
-        f"{_DYNAMO}.tensor:TensorVariable.call_method", f"{_TRACE}:_between_devices",
+        f"{_DYNAMO}.tensor:TensorVariable.call_method", f"{_SEMANTICS}.graph_breaks:_between_devices",
         "A trace has tensors of all devices on the CPU, so a move breaks the graph.",
         f"{_GPU}::test_what_a_captured_step_leaves_to_eager_code",
     ),
     _semantics(
-        f"{_DYNAMO}.torch:TorchInGraphFunctionVariable.call_function", f"{_TRACE}:_made_there",
+        f"{_DYNAMO}.torch:TorchInGraphFunctionVariable.call_function", f"{_SEMANTICS}.graph_breaks:_made_there",
         "A factory in a trace makes its tensor where the trace has the workers' tensors.",
         f"{_GPU}::test_what_a_captured_step_makes_is_made_on_the_workers_gpu",
     ),
     _fix(
-        f"{_DYNAMO}.script_object:TorchScriptObjectVariable.call_method", f"{_TRACE}:_number_of_the_rank",
+        f"{_DYNAMO}.script_object:TorchScriptObjectVariable.call_method",
+        f"{_SEMANTICS}.graph_breaks:_number_of_the_rank",
         "A graph break in a method of a mesh is taken for an error.",
         "compile/test_compile.py::test_the_number_of_the_rank",
     ),
     _semantics(
-        "torch._subclasses.meta_utils:MetaTensorDescriber.describe_tensor", f"{_TRACE}:_describe",
+        "torch._subclasses.meta_utils:MetaTensorDescriber.describe_tensor", f"{_SEMANTICS}.graph_inputs:_describe",
         "A trace has the sizes of the ranks that it stands for.", _UNEVEN,
     ),
     _fix(
-        f"{_DTENSOR}.__tensor_unflatten__", f"{_TRACE}:_strided_again",
+        f"{_DTENSOR}.__tensor_unflatten__", f"{_SEMANTICS}.traced_views:_strided_again",
         "The order of shards is lost when a DTensor is taken apart.",
         "compile/test_compile.py::test_views_over_a_sharded_dimension",
     ),
     _fix(
-        f"{_TENSOR}.placement_types:_StridedShard.local_shard_size_and_offset", f"{_TRACE}:_places_of_strided",
+        f"{_TENSOR}.placement_types:_StridedShard.local_shard_size_and_offset",
+        f"{_SEMANTICS}.traced_views:_places_of_strided",
         "Offsets are read out of a tensor, which has no values in a trace.",
         "compile/test_compile.py::test_views_over_a_sharded_dimension",
     ),
     _fix(
-        f"{_AOT}:gen_alias_from_base", f"{_TRACE}:_view_of",
+        f"{_AOT}:gen_alias_from_base", f"{_SEMANTICS}.traced_views:_view_of",
         "A result that is a view of an input cannot be made again of a DTensor.",
         "compile/test_compile.py::test_inputs_that_are_changed_and_results_that_are_views",
-    ),
-    _semantics(
-        f"{_AOT}:coerce_to_expected_memory_format", f"{_TRACE}:_same_strides",
-        "A gradient with other strides is made anew on the workers.",
-        "compile/test_compile.py::test_gradients_with_other_strides_of_shards_of_unequal_sizes",
     ),
     _fix(
         f"{_AOT}:AOTDispatchAutograd.process_runtime_tangent", f"{_SEMANTICS}.aot_tangents:process",

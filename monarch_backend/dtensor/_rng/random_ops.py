@@ -133,7 +133,7 @@ def _workers(tensor: Any) -> WorkerSet:
     local = _local(tensor)
     if type(local) is RemoteTensor:
         return local._meta.workers
-    from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # it imports this module
+    from monarch_backend.dtensor._patches.semantics.controller_mesh import workers_of  # it imports this module
 
     return workers_of(tensor.device_mesh)  # type: ignore[return-value]
 
@@ -511,7 +511,7 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
     >>> torch.nn.functional.dropout(rows).shape  # each rank drops other elements
     torch.Size([2, 3])
     """
-    from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import workers_of  # it imports this module
+    from monarch_backend.dtensor._patches.semantics.controller_mesh import workers_of  # it imports this module
 
     workers = workers_of(mesh)
     if workers is None:

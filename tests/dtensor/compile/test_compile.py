@@ -39,7 +39,7 @@ from monarch_backend.dtensor import (
 )
 from monarch_backend.dtensor._compile import compile_backend, merge_graphs, rank_classes
 from monarch_backend.dtensor._patches import manifest
-from monarch_backend.dtensor._patches.semantics import dynamo_and_aot
+from monarch_backend.dtensor._patches.semantics import trace_installation
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 
@@ -1134,7 +1134,7 @@ def test_a_trace_for_another_backend_installs_what_it_needs(
     two: Any, monkeypatch: pytest.MonkeyPatch, fullgraph: bool
 ) -> None:
     installed: list[None] = []
-    monkeypatch.setattr(dynamo_and_aot, "install", lambda: installed.append(None))
+    monkeypatch.setattr(trace_installation, "install", lambda: installed.append(None))
     x = distribute_tensor(torch.ones(2), two, [Replicate()])
     assert value(torch.compile(lambda x: x * 2, backend="eager", fullgraph=fullgraph)(x)).tolist() == [2, 2]
     assert installed

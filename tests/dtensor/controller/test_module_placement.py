@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from monarch_backend.dtensor import RemoteTensor, put_module, run, shard_batch
 from monarch_backend.dtensor._compile import compile_backend
-from monarch_backend.dtensor._patches.semantics import dynamo_and_aot
+from monarch_backend.dtensor._patches.semantics import graph_inputs, trace_installation
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 from tests.support.tiers import slow_except
@@ -355,11 +355,11 @@ def test_a_new_trace_of_what_has_gradients(mesh_of: Callable[[str], Any], to_non
 
 
 def test_dynamo_has_the_table_where_plain_tensors_are_noted() -> None:
-    dynamo_and_aot.install()
+    trace_installation.install()
     kinds = builder.VariableBuilder._type_dispatch()
     assert kinds is builder.VariableBuilder._type_dispatch()
     assert kinds[torch.Tensor] is builder.VariableBuilder.wrap_tensor
-    assert kinds[RemoteTensor] is dynamo_and_aot._wrap_plain
+    assert kinds[RemoteTensor] is graph_inputs._wrap_tensor
 
 
 # By hand --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 
 from monarch_backend.actor import ProcMesh
 from monarch_backend.dtensor import RemoteTensorError, move, put_module, run
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
 
@@ -260,7 +260,7 @@ def test_parameters_of_fully_shard_are_the_members_only(part: Any) -> None:
     with torch.device("meta"):
         empty = fully_shard(Model(), mesh=part)
     for each in (*fully_shard(Model(), mesh=part).parameters(), *empty.to_empty(device=DEVICE).parameters()):
-        assert each._local_tensor._meta.outside == device_mesh_and_api.outside(part)  # type: ignore[attr-defined]
+        assert each._local_tensor._meta.outside == controller_mesh.outside(part)  # type: ignore[attr-defined]
 
 
 def test_all_processes_have_the_same_as_before(mesh_of: Callable[[str], Any]) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import RemoteTensor, RemoteTensorError, own_random_numbers, simulated_mesh
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh
 from monarch_backend.dtensor._rng import cpu_generator, philox, random_ops
 from monarch_backend.dtensor._worker import random_ops as worker_random
 from tests.dtensor import failing_lookup
@@ -732,7 +732,7 @@ def test_shards_of_ranks_with_other_data_draw_other_numbers_on_each(own_mesh: An
 
 
 def test_one_record_each_and_the_state_only_where_it_is_another(line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = device_mesh_and_api.workers_of(line)
+    workers = controller_mesh.workers_of(line)
     assert workers is not None
     x = distribute_tensor(torch.zeros(UNEVEN), line, [Shard(0)])
     written: list[Any] = []
@@ -780,7 +780,7 @@ def test_a_worker_that_could_not_draw_says_so_until_it_knows_the_state_again() -
 
 def test_workers_say_once_how_far_an_operation_moves_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = simulated_mesh((2,), ("x",), "cuda")
-    workers = device_mesh_and_api.workers_of(mesh)
+    workers = controller_mesh.workers_of(mesh)
     assert workers is not None
     torch.manual_seed(7)
     beginning = torch.cuda.get_rng_state()

@@ -64,7 +64,7 @@ import monarch_backend.dtensor
 monarch_backend.dtensor.device_mesh
 from monarch_backend._core import patches
 from monarch_backend.dtensor._patches import manifest
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api, dynamo_and_aot
+from monarch_backend.dtensor._patches.semantics import trace_installation
 INSTANCES = {}
 for row in manifest.PATCHES:
     owner, name = patches.locate(row)
@@ -73,7 +73,7 @@ for row in manifest.PATCHES:
     for maker in row.makers:
         patches.named(maker)
 before = names()
-dynamo_and_aot.install()
+trace_installation.install()
 found = changed(before, names())
 listed = set()
 for row in manifest.PATCHES:
@@ -109,8 +109,8 @@ OTHER_MESH = """
 import torch, torch.distributed as dist
 import monarch_backend.dtensor
 monarch_backend.dtensor.device_mesh
-from monarch_backend.dtensor._patches.semantics import dynamo_and_aot
-dynamo_and_aot.install()
+from monarch_backend.dtensor._patches.semantics import trace_installation
+trace_installation.install()
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, ones

@@ -47,7 +47,14 @@ from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._ops import convolution
 from monarch_backend.dtensor._patches import manifest
 from monarch_backend.dtensor._patches.fixes import replicate_fallback, sharding_fixes
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api, dynamo_and_aot
+from monarch_backend.dtensor._patches.semantics import (
+    controller_mesh,
+    installation,
+    op_handlers,
+    parallel_modules,
+    trace_installation,
+    traced_views,
+)
 from monarch_backend.dtensor._torch_internals import c10d_registry, decompositions
 
 ASYNC_SAVE = (
@@ -56,24 +63,12 @@ ASYNC_SAVE = (
 )
 FSDP = "torch.distributed.fsdp._fully_shard"
 FORMS_OF_FSDP = {
-    "_fully_shard._get_device_from_mesh": "mesh",
     "_fsdp_init._move_states_to_device": "params buffers device",
     "_fully_shard._init_param_group": (
         "state params modules mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy "
         "reshard_after_forward"
     ),
     "_fsdp_param._chunk_with_empty": "tensor num_chunks dim",
-    "_fsdp_param_group.foreach_all_gather": (
-        "fsdp_params group async_op all_gather_copy_in_stream all_gather_stream device all_gather_comm"
-    ),
-    "_fsdp_param_group.foreach_reduce": (
-        "fsdp_params unsharded_grads reduce_scatter_group reduce_scatter_stream reduce_scatter_comm orig_dtype "
-        "reduce_dtype device gradient_divide_factor all_reduce_group all_reduce_stream all_reduce_grads "
-        "partial_reduce_output all_reduce_hook force_sum_reduction_for_comms"
-    ),
-    "_fsdp_collectives._get_gradient_divide_factors": (
-        "reduce_scatter_group all_reduce_group reduce_dtype device_type factor force_sum_reduction_for_comms"
-    ),
     "_fsdp_collectives._get_dim0_padded_size": "tensor_size dim0_factor",
 }
 FORMS_OF_FSDP_PARAM = {
@@ -86,7 +81,6 @@ FORMS = {
     "DeviceMesh.__init__": (
         "self device_type mesh mesh_dim_names backend_override _init_backend _rank _layout _rank_map _root_mesh"
     ),
-    "torch.distributed.tensor._op_schema._rebuild_tensor_from_dtensor_meta": "arg",
     "DeviceMesh.get_coordinate": "self",
     "DeviceMesh._is_current_rank_part_of_mesh": "self",
     "DeviceMesh._sym_get_coordinate": "self index",
@@ -96,25 +90,12 @@ FORMS = {
     "DeviceMesh._setup_world_group_and_device": "self",
     "DeviceMesh._compute_coordinate_on_dim": "self",
     "DeviceMesh._init_process_groups": "layout rank_map mesh_dim_names backend_override",
-    "torch.distributed.tensor._collective_utils.get_group_rank": "group global_rank",
     "torch.distributed._local_tensor._for_each_rank_run_func": "func ranks args kwargs alias",
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset": (
         "global_shape mesh_shape my_coordinate placements skip_offset"
     ),
     "torch.distributed._functional_collectives._maybe_wrap_tensor": "self",
-    "torch.distributed.tensor._redistribute._optimize_transform_infos": (
-        "transform_infos device_mesh src_placements dst_placements"
-    ),
     "ConvertFrameAssert.__call__": "self frame cache_entry hooks frame_state skip",
-    "torch._meta_registrations._meta_grouped_mm_common": (
-        "mat_a mat_b scale_a scale_b offs bias scale_result out_dtype use_fast_accum"
-    ),
-    "torch.distributed.tensor._ops._math_ops.common_reduction_strategy": (
-        "input_strategy reduce_dims keep_dim reduction_linear reduction_op"
-    ),
-    "Shard._shard_tensor": "self tensor mesh mesh_dim src_data_rank",
-    "_StridedShard._shard_tensor": "self tensor mesh mesh_dim src_data_rank",
-    "Replicate._make_replicate_tensor": "cls tensor mesh mesh_dim src_data_rank",
     "DTensor.from_local": "local_tensor device_mesh placements run_check shape stride grad_placements",
     "torch.distributed.tensor._api._dtensor_init_helper": "init_op size device_mesh placements kwargs",
     "torch.distributed.checkpoint.state_dict_saver._save_state_dict": (
@@ -128,30 +109,24 @@ FORMS = {
     "FSDPParamGroup.__init__": (
         "self params modules mesh_info post_forward_mesh_info device shard_placement_fn mp_policy offload_policy"
     ),
+    "FSDPParamGroup.unshard": "self async_op",
+    "FSDPParamGroup.post_backward": "self unused",
     "FSDPState._root_pre_forward": "self module args kwargs",
-    "torch.distributed.tensor._ops._math_ops._infer_reduction_dims": "dims_arg ndim",
-    "torch.distributed.tensor._ops._view_ops.view_groups": "from_size to_size",
-    "torch.distributed.tensor._ops._view_ops.dim_transpose": "ndim dim1 dim2",
     "torch.cuda._lazy_init": "",
     "torch.cuda.current_stream": "device",
     "torch.cuda.default_stream": "device",
-    "torch.cuda.stream": "stream",
     "Stream.__new__": "cls device priority kwargs",
     "Event.__new__": "cls enable_timing blocking interprocess external",
     "torch.cuda.synchronize": "device",
     "torch.cuda.current_device": "",
     "torch.cuda.set_device": "device",
     "torch.cuda._exchange_device": "device",
-    "torch.cuda._maybe_exchange_device": "device",
-    "torch.nn.attention._sdpa_kernel": "backends set_priority",
     "Module.to": "self args kwargs",
     "Module.cuda": "self device",
     "torch.cuda.is_bf16_supported": "including_emulation",
     "torch.cuda.amp.common.amp_definitely_not_available": "",
     "torch.utils.checkpoint._get_device_module": "device",
-    "torch.random.fork_rng": "devices enabled _caller _devices_kw device_type",
     "autocast.__enter__": "self",
-    "autocast.__exit__": "self exc_type exc_val exc_tb",
     "DTensor.__init__": "args kwargs",
     "OpDispatcher.wrap": "res spec",
     "OpDispatcher._dispatch_get_local_results_slow_path": "self op_call args op_info",
@@ -162,10 +137,10 @@ FORMS = {
         "self op_call args kwargs compute_mesh output_sharding local_results participating is_inplace_op "
         "is_out_variant_op"
     ),
+    "ShardingPropagator._propagate_tensor_meta_non_cached": "self op_schema",
     "OpDispatcher.redistribute_local_args": "op_info suggested_input_schema use_val_from_redistribute_schema",
     "OpDispatcher._propagate_op_sharding_dispatch_slow_path": "self op_call args kwargs op_info try_cache",
     "ShardingPropagator.propagate_op_sharding_non_cached": "self op_schema",
-    "LocalLRUCache.__call__": "self args kwargs",
     "SymInt.__hash__": "self",
     "Tensor.__getitem__": "self key",
     "Tensor.__setitem__": "self key value",
@@ -174,17 +149,11 @@ FORMS = {
     "DTensor.__repr__": "self",
     "DTensor.__iter__": "self",
     "DTensor.__format__": "self format_spec",
-    "LSTM.forward": "self input hx",
     "torch.cuda.manual_seed": "seed",
     "torch.cuda.manual_seed_all": "seed",
     "torch.cuda.get_rng_state": "device",
     "torch.cuda.set_rng_state": "new_state device",
-    "torch.nn.init.orthogonal_": "tensor gain generator",
-    "torch.nn.init.sparse_": "tensor sparsity std generator",
     "_MaskPartial._partition_value": "self tensor mesh mesh_dim",
-    "torch.distributed.tensor.parallel.loss._nll_loss_and_log_softmax_backward": (
-        "grad_output x target weight reduction ignore_index total_weight input_shape channel_dim mesh mesh_dim"
-    ),
     "torch.distributed.distributed_c10d._get_pg_default_device": "group",
     "torch.nn.parallel.distributed._verify_param_shape_across_processes": "process_group tensors logger",
     "DTensor.storage": "self",
@@ -198,15 +167,13 @@ OF_C = {
     "DTensor.device", "DTensor.is_cpu", "DTensor.is_cuda", "DTensor.is_meta",
     "DTensor.to", "DTensor.cpu", "DTensor.cuda", "DTensor.type_as", "DTensor.pin_memory", "DTensor.record_stream",
     "torch.distributed.tensor._api.compute_global_tensor_info",
-    "torch.distributed.tensor._utils.compute_global_tensor_info",
     "DTensor.data_ptr", "DTensor.untyped_storage", "DTensor.apply_", "DTensor.map_", "DTensor.map2_",
     "DTensor.__cuda_array_interface__", "torch.to_dlpack", "torch.utils.dlpack.to_dlpack",
-    "torch.nn.functional.one_hot",
     "DTensor.get_device", "DTensor.__setstate__", "DeviceMesh.__new__",
 }  # fmt: skip
 
 
-device_mesh_and_api.install()
+installation.install()
 
 
 def name_of(where: Any, name: str) -> str:
@@ -227,12 +194,14 @@ def places_of(rows: Sequence[Patch]) -> dict[str, Any]:
             ours -= {"__module__", "__doc__", "__slots__"}
             found.update({name_of(where, each): getattr(torch.Tensor, each) for each in ours})
         elif name == "__new__" and where is DeviceMesh:
-            ours = vars(device_mesh_and_api.ControllerMesh)
+            ours = vars(controller_mesh.ControllerMesh)
             methods = {each for each in ours if each == "__init__" or not each.startswith("__")}
             found.update({name_of(where, each): inspect.getattr_static(DeviceMesh, each) for each in methods})
             found[name_of(where, name)] = own
         elif inspect.isclass(own):
-            ours = [each for each in vars(replaced) if not (each.startswith("__") and each != "__call__")]
+            special = ("__call__", "__init__")
+            ours = [each for each in vars(replaced) if each in special or not each.startswith("__")]
+            ours = [each for each in ours if hasattr(own, each)]
             found.update({name_of(own, each): inspect.getattr_static(own, each) for each in ours})
         else:
             found[name_of(where, name)] = own
@@ -256,7 +225,7 @@ def test_torchs_own_function_has_the_form_that_we_rely_on(place: str) -> None:
         return
     assert own.__module__.split(".")[0] == "torch", "it is not torch's own that was replaced"
     if inspect.isbuiltin(own):  # of a build for GPUs, which says no parameters
-        assert own in (torch._C._cuda_exchangeDevice, torch._C._cuda_maybeExchangeDevice)
+        assert own is torch._C._cuda_exchangeDevice
         return
     assert " ".join(inspect.signature(own).parameters) == FORMS[place]
 
@@ -299,7 +268,6 @@ def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
         "_get_total_norm": "tensors norm_type error_if_nonfinite foreach",
         "_clip_grads_with_norm_": "parameters max_norm total_norm foreach",
         "parallelize_module": "module device_mesh parallelize_plan src_data_rank",
-        "visualize_sharding": "dtensor header use_rich",
         "_group_tensors_by_device_and_dtype": "tensorlistlist with_indices",
         "redistribute_local_tensor": (
             "local_tensor current_spec target_spec async_op use_graph_based_transform is_explicit"
@@ -354,17 +322,17 @@ def test_a_mesh_names_its_groups_by_dimension_and_a_slice_has_those_of_its_root(
 
 def test_parallelize_module_calls_itself_for_each_style() -> None:
     """So only the outermost call is the user's."""
-    make = device_mesh_and_api._parallelize
+    make = parallel_modules._parallelize
     seen: list[bool] = []
 
     def own(module: Any, mesh: Any, plan: Any) -> Any:
-        seen.append(device_mesh_and_api._mode.parallelizing)
+        seen.append(controller_mesh._mode.parallelizing)
         return module if plan is None else make(own)(module, mesh, None)
 
     assert make(own)("module", None, None) == "module"
     with pytest.raises(RuntimeError, match="mesh"):
         make(own)(torch.nn.Linear(1, 1), None, {})
-    assert seen == [True, True, True] and not device_mesh_and_api._mode.parallelizing
+    assert seen == [True, True, True] and not controller_mesh._mode.parallelizing
 
 
 def test_modules_and_parameters_have_the_tables_of_hooks_that_are_read() -> None:
@@ -379,7 +347,7 @@ def test_modules_and_parameters_have_the_tables_of_hooks_that_are_read() -> None
 
 
 def test_torch_runs_functions_for_each_rank_by_the_names_that_are_replaced() -> None:
-    mode = device_mesh_and_api._mode
+    mode = controller_mesh._mode
     assert local_tensor._PROCESS_MODE and local_tensor._PROCESS_LOCAL_TENSOR_MODE[0] is mode
     assert local_tensor.local_tensor_mode() is local_tensor.enabled_local_tensor_mode() is mode
     with mode.disable():
@@ -419,7 +387,7 @@ def test_a_collective_without_a_group_is_told_from_others_that_fail() -> None:
 def test_meshes_of_processes_that_have_ended_are_not_those_of_new_ones(mesh: Any) -> None:
     assert "self._thread_id" in inspect.getsource(DeviceMesh._hash_key)
     assert "_thread_id" in inspect.getsource(DeviceMesh.__eq__)
-    serial = device_mesh_and_api.workers_of(mesh).serial
+    serial = controller_mesh.workers_of(mesh).serial
     assert all(each._thread_id == serial for each in (mesh, mesh[mesh.mesh_dim_names[0]]))
 
 
@@ -480,7 +448,7 @@ FORMS_OF_COMPILE = {
 
 @pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
 def test_what_traces_of_classes_of_ranks_replace_has_the_form_that_we_rely_on(name: str) -> None:
-    dynamo_and_aot.install()  # one of them is a classmethod, whose form depends on it
+    trace_installation.install()  # one of them is a classmethod, whose form depends on it
     own = {**PLACES, **places_of(manifest.COMPILE)}[name]
     own = own.__func__ if isinstance(own, (staticmethod, classmethod)) else own
     assert " ".join(inspect.signature(own).parameters) == FORMS_OF_COMPILE[name]
@@ -492,7 +460,7 @@ def test_the_dimension_of_an_input_that_a_sharded_dimension_of_its_view_is_made_
 
     def of(view: torch.Tensor, dim: int) -> int:
         like: Any = types.SimpleNamespace(shape=view.shape, stride=view.stride, size=view.size)
-        return dynamo_and_aot._origin(base, like, dim)
+        return traced_views._origin(base, like, dim)
 
     whole = torch.ones(4, 6, 8)
     assert [of(whole[1], dim) for dim in (0, 1)] == [1, 2]
@@ -519,7 +487,7 @@ def test_torch_traces_in_a_context_of_its_own_and_says_what_a_trace_changes() ->
 
 def test_convolutions_have_a_handler_that_those_of_others_still_get() -> None:
     assert set(convolution.HANDLERS) <= DTensor._op_dispatcher._custom_op_handlers.keys()
-    handle = device_mesh_and_api._of_controllers(lambda *_: "ours", lambda *_: "torch's")
+    handle = op_handlers._of_controllers(lambda *_: "ours", lambda *_: "torch's")
     assert handle(None, (torch.ones(1), None), {}) == "torch's"
 
 
@@ -532,7 +500,7 @@ def test_the_table_of_reductions_is_the_one_that_is_looked_into(mesh: Any) -> No
 
 
 def test_operators_on_lists_are_registered_as_torch_registers_its_own() -> None:
-    parameters = inspect.signature(device_mesh_and_api.pointwise._register_single_dim_pointwise).parameters
+    parameters = inspect.signature(op_handlers.pointwise._register_single_dim_pointwise).parameters
     assert next(iter(parameters)) == "op"
     assert all(each.default is not inspect.Parameter.empty for each in list(parameters.values())[1:])
     known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
@@ -595,8 +563,8 @@ def test_all_is_in_place_whoever_was_imported_first(first: str) -> None:
     """As `compile_backend` is, by torch's entry point, where a step is captured before there is a mesh."""
     program = f"""
 import monarch_backend.dtensor.{first}
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
-device_mesh_and_api.install()
+from monarch_backend.dtensor._patches.semantics import controller_mesh, installation, op_handlers, parallel_modules
+installation.install()
 from monarch_backend._core import patches
 from monarch_backend.dtensor._patches import manifest
 placed = len(patches.originals)

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import MeshMismatchError
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._patches.semantics import controller_mesh
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 CACHE_SIZE = 1024
@@ -244,15 +244,34 @@ def _redistribute(own: Any) -> Replacement:
 def _by_torchs_plan(
     own: Any, local_tensor: Any, current_spec: Any, target_spec: Any, mesh: Any, *, async_op: bool, **settings: Any
 ) -> Any:
-    device_mesh_and_api.check_mesh("a redistribution", mesh, target_spec.mesh)
-    is_ours = device_mesh_and_api.workers_of(mesh) is not None
+    controller_mesh.check_mesh("a redistribution", mesh, target_spec.mesh)
+    is_ours = controller_mesh.workers_of(mesh) is not None
     first = _on_the_way(current_spec, target_spec) if is_ours else None
     steps = [current_spec, target_spec] if first is None else [current_spec, first, target_spec]
     result = local_tensor
-    with _maker_of_indices(local_tensor, mesh):
+    is_uneven = is_ours and _is_uneven(current_spec, target_spec)
+    with _maker_of_indices(local_tensor, mesh), _one_by_one() if is_uneven else contextlib.nullcontext():
         for before, after in itertools.pairwise(steps):
             result = own(result, before, after, async_op=async_op and after is target_spec, **settings)
     return _in_order(result, target_spec) if is_ours else result
+
+
+_one_by_one: Any = redistribution.disable_redistribute_transform_optimization
+"""Context without torch's gathering of shards over two dimensions of a mesh as those over the flattened one."""
+
+
+def _is_uneven(*specs: DTensorSpec) -> bool:
+    """Whether several dimensions of a mesh shard one dimension unevenly, which the flattened one would do otherwise."""
+    for spec in specs:
+        parts: dict[int, list[int]] = {}
+        for dim, each in enumerate(spec.placements):
+            if each.is_shard():
+                parts.setdefault(each.dim, []).append(spec.mesh.size(dim))  # type: ignore[attr-defined]
+        for dim, sizes in parts.items():
+            size = spec.shape[dim]
+            if len(sizes) > 1 and not (type(size) is int and size % math.prod(sizes) == 0):
+                return True
+    return False
 
 
 def _maker_of_indices(local: Any, mesh: Any) -> Any:
@@ -276,7 +295,7 @@ def _of_one_mesh(own: Any) -> Replacement:
             given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
             try:
                 for each in given:
-                    device_mesh_and_api.check_mesh(str(op_call), given[0].device_mesh, each.device_mesh)
+                    controller_mesh.check_mesh(str(op_call), given[0].device_mesh, each.device_mesh)
             except MeshMismatchError as mismatch:
                 raise mismatch from error
             raise

@@ -15,8 +15,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _MaskPartial
 
 from monarch_backend.dtensor._ops import sharding_rules
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._patches.semantics import controller_mesh
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.dtensor._worker import value_checks
 
 MASKED = (torch.ops.aten.embedding.default, torch.ops.aten.gather.default)
@@ -27,7 +27,7 @@ _rows_here: Any = maybe_run_for_local_tensor(value_checks.rows_here)
 
 def _partition(own: Any) -> Replacement:
     def _partition_value(self: Any, tensor: Any, mesh: Any, mesh_dim: int) -> Any:
-        if device_mesh_and_api.workers_of(mesh) is None:
+        if controller_mesh.workers_of(mesh) is None:
             return own(self, tensor, mesh, mesh_dim)
         whole = self.offset_shape[self.offset_dim]
         place = mesh._sym_get_coordinate(mesh_dim)
@@ -72,7 +72,7 @@ def masked_at_once(func: Any, args: Any, kwargs: Any) -> Any:
     dispatcher.sharding_propagator.propagate(info)
     spec: Any = info.output_sharding.output_spec  # type: ignore[union-attr]
     local: Any = dispatcher._dispatch_get_local_results_slow_path(func, args, info)
-    if device_mesh_and_api.workers_of(spec.mesh) and isinstance(local, torch.Tensor):
+    if controller_mesh.workers_of(spec.mesh) and isinstance(local, torch.Tensor):
         placements = tuple(_without_mask(each, local) for each in spec.placements)
         spec = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
     return dispatcher.wrap(local, spec)

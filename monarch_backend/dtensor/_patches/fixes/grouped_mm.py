@@ -12,6 +12,17 @@ from torch import _meta_registrations
 NAME = "_meta_grouped_mm_common"
 
 
+def register() -> None:
+    """Register the corrected shape of the operator's result."""
+    torch.library.register_fake("aten::_grouped_mm", _shape, allow_override=True)
+
+
+def _shape(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    return corrected(_meta_registrations._meta_grouped_mm_common)(
+        mat_a, mat_b, None, None, offs=offs, bias=bias, out_dtype=out_dtype
+    )
+
+
 def corrected(own: Any) -> Callable[..., Any]:
     """Replacement for torch's meta function of this name."""
 

@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results, op_signatures
 from monarch_backend.dtensor._ops import attention, sharding_rules
-from monarch_backend.dtensor._patches.fixes import view_writeback
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._patches.fixes import composite_ops, view_writeback
+from monarch_backend.dtensor._patches.semantics import controller_mesh, op_handlers
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.dtensor._torch_internals import decompositions, tracing_state
 
 log = logging.getLogger("monarch_backend")
@@ -75,7 +75,7 @@ def _or_whole(own: Any) -> Replacement:
             return _whole(op_call, args, kwargs)
         if op_call in _OTHER_SIZES and _are_ours(args, kwargs) and _parts_strides(args[0], args[1]):
             return _whole(op_call, args, kwargs)
-        by_others = decompositions.made_of_others(op_call)
+        by_others = composite_ops.KERNELS.get(op_call) or decompositions.made_of_others(op_call)
         if by_others is not None and _are_ours(args, kwargs):  # torch takes another version, with other random numbers
             return by_others(*args, **(kwargs or {}))
         try:
@@ -134,7 +134,7 @@ def _given(args: Any, kwargs: Any) -> list[Any]:
 
 def _are_ours(args: Any, kwargs: Any) -> bool:
     """Whether all DTensors among the arguments are a controller's."""
-    return all(device_mesh_and_api.workers_of(each.device_mesh) is not None for each in _given(args, kwargs))
+    return all(controller_mesh.workers_of(each.device_mesh) is not None for each in _given(args, kwargs))
 
 
 def _can_be_whole(op_call: Any, args: Any, kwargs: Any, error: BaseException) -> bool:
@@ -267,6 +267,6 @@ def _as_view(op_call: Any, args: Any, kwargs: Any, found: Any, placements: Any) 
 def _with_other_sizes(op_call: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     view = _OUT_OF_PLACE[op_call](*args, **(kwargs or {}))
-    device_mesh_and_api.set_metadata(op_call, args, kwargs or {})
+    op_handlers.set_metadata(op_call, args, kwargs or {})
     tensor._local_tensor, tensor._spec = view._local_tensor, view._spec
     return tensor

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +21,11 @@ from torch.distributed.tensor._ops import _view_ops as view_ops
 from torch.distributed.tensor.parallel import loss
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-from monarch_backend.dtensor._dispatch import deferred_checks, local_results
+from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._ops import decomposed_losses, sharding_rules
 from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
-from monarch_backend.dtensor._worker import value_checks as worker_checks
+from monarch_backend.dtensor._patches.semantics import op_handlers
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
 _aten = torch.ops.aten
 
@@ -41,6 +38,10 @@ def correct() -> None:
     """Correct torch's tables, before special_ops and sharding_rules add their entries."""
     propagator = api.DTensor._op_dispatcher.sharding_propagator
     known = propagator.op_strategy_funcs
+    _register_views()
+    none_is_none = known[_aten.any.dims]
+    _correct_reductions(known)
+    known[_aten.any.dims] = _from_known_values(none_is_none, 1, _operation)
     # It has no values, so it can't be a part of a sum.
     known[_aten.empty_like.default] = known[_aten.zeros_like.default]
     known[_aten.gather.default] = _aligned(known[_aten.gather.default])
@@ -50,7 +51,6 @@ def correct() -> None:
     known[_aten.linalg_vector_norm.default] = _of_values(known[_aten.linalg_vector_norm.default])
     # torch takes the sum of bools, which as a float is 2 where two ranks have one.
     math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
-    known[_aten.any.dims] = _where_none_is_none(known[_aten.any.dims])
     known[_aten.logsumexp.default] = _also_of_a_number(known[_aten.logsumexp.default])
     handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
     for operator in (_aten.argmin.default, _aten.argmax.default):
@@ -58,6 +58,8 @@ def correct() -> None:
     handlers[_aten.as_strided.default] = replicate_fallback.strided(handlers[_aten.as_strided.default])
     handlers.update(dict.fromkeys(_BY_ONE_NUMBER, _by_a_whole_number))
     handlers.update(dict.fromkeys(embedding_mask.MASKED, embedding_mask.masked_at_once))
+    for operator in (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default):
+        loss.customized_loss_ops[operator] = _of_weighted_classes(loss.customized_loss_ops[operator])
     for operator in decomposed_losses.OF_CLASSES:
         handlers[operator] = _unless_parallel(loss.customized_loss_ops.pop(operator), handlers[operator])
     single = propagator.op_single_dim_strategy_funcs
@@ -73,44 +75,117 @@ def correct() -> None:
     propagator.op_to_schema_info[_aten.view.dtype] = RuntimeSchemaInfo(1)  # else any dtype gets the first one's result
 
 
-def _of_norms(own: Any) -> Replacement:
-    def common_reduction_strategy(
-        input_strategy: Any, reduce_dims: Any, keep_dim: bool = False, reduction_linear: bool = True,
-        reduction_op: Any = "sum",
-    ) -> Any:  # fmt: skip
-        # A rank without elements has no largest value. The sum of partial norms is not the norm.
-        specs = [way.output_spec for way in input_strategy.strategies]
-        if reduction_op != "sum" and any(
-            sharding_rules.has_nothing(spec, dim) for spec in specs for dim in reduce_dims
-        ):
-            reduction_linear = False
-        norms = {
-            each.norm_type for spec in specs for each in spec.placements if isinstance(each, math_ops._NormPartial)
-        }
-        is_same = isinstance(reduction_op, math_ops.NormReduction) and norms <= {reduction_op.norm_type}
-        return own(input_strategy, reduce_dims, keep_dim, reduction_linear and (is_same or not norms), reduction_op)
-
-    return common_reduction_strategy
+def _register_views() -> None:
+    """Register torch's strategies of views once more, with corrected maps of dimensions."""
+    maps: dict[Any, Any] = view_ops.dim_maps
+    maps[torch.Tensor.view] = _of_nothing(maps[torch.Tensor.view])
+    maps[torch.reshape] = _of_nothing(maps[torch.reshape])
+    maps[torch.transpose] = _of_a_number(maps[torch.transpose])
+    for operator, name, is_strict in (
+        (_aten.view.default, torch.Tensor.view, True),
+        (_aten.view_copy.default, torch.Tensor.view, False),
+        (_aten._unsafe_view.default, torch.Tensor.view, True),
+        (_aten.reshape.default, torch.reshape, False),
+        (_aten.transpose.int, torch.transpose, False),
+    ):
+        info = RuntimeSchemaInfo(1)
+        view_ops.register_op_strategy_map(operator, name, schema_info=info, strict_view=is_strict)
 
 
-def _of_nothing(own: Any) -> Replacement:
-    def view_groups(from_size: Any, to_size: Any) -> Any:
-        if not any(type(size) is int and size == 0 for size in from_size):
-            return own(from_size, to_size)
-        # torch's loop does not end, because its products stay 0. Leading dimensions that stay may be sharded.
-        sizes = view_ops.infer_size(0, view_ops.normalize_sizes(to_size))
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(from_size, sizes, strict=False))
+def _of_nothing(own: Replacement) -> Replacement:
+    """Handle a tensor of size 0: torch's loop does not end, because its products stay 0."""
+
+    def view(x: Any, *shape: Any) -> Any:
+        if not any(type(size) is int and size == 0 for size in x.shape):
+            return own(x, *shape)
+        # Leading dimensions that stay may be sharded.
+        sizes = view_ops.infer_size(0, view_ops.normalize_sizes(shape))
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(x.shape, sizes, strict=False))
         kept = len(list(same))
         return tuple(view_ops.InputDim(dim) if dim < kept else view_ops.Singleton() for dim in range(len(sizes)))
 
-    return view_groups
+    return view
 
 
-def _of_a_number(own: Any) -> Replacement:
-    def dim_transpose(ndim: int, dim1: int, dim2: int) -> Any:
-        return own(ndim, dim1, dim2) if ndim else ()
+def _of_a_number(own: Replacement) -> Replacement:
+    """Handle a tensor without dimensions, for which torch's map of a transpose raises."""
 
-    return dim_transpose
+    def transpose(x: Any, dim0: int, dim1: int) -> Any:
+        return own(x, dim0, dim1) if x.ndim else ()
+
+    return transpose
+
+
+def _correct_reductions(known: dict[Any, Any]) -> None:
+    """Correct strategies of reductions: an empty list of dimensions means all, and some partial values cannot be kept.
+
+    A rank without elements has no largest value. The sum of partial norms is not the norm.
+    """
+    linear, spread = known[_aten.sum.dim_IntList], known[_aten.var.correction]
+    for operator, own in list(known.items()):
+        if own is linear:
+            known[operator] = _reduced(_from_known_values(own, 1, _operation), 1)
+        elif own is spread:
+            known[operator] = _reduced(own, 1)
+    known[_aten.logsumexp.default] = _reduced(known[_aten.logsumexp.default], 1)
+    for operator in (_aten.linalg_vector_norm.default, _aten.norm.Scalar):
+        known[operator] = _reduced(_from_known_values(known[operator], 2, _norm), 2)
+    known[_aten.linalg__powsum.default] = _reduced(_from_known_values(known[_aten.linalg__powsum.default], 2, _sum), 2)
+    for operator, reduction in (
+        (_aten._foreach_norm.Scalar, _norm), (_aten._foreach_max.default, _max), (_aten._foreach_powsum.Scalar, _sum),
+    ):  # fmt: skip
+        known[operator] = _from_known_values(known[operator], None, reduction)
+
+
+def _operation(op_schema: Any) -> Any:
+    return math_ops.LINEAR_REDUCTION_OP_MAP[op_schema.op]
+
+
+def _norm(op_schema: Any) -> Any:
+    return math_ops._get_norm_reduction_op(op_schema.args_schema[1] if len(op_schema.args_schema) > 1 else 2)
+
+
+def _sum(_op_schema: Any) -> str:
+    return "sum"
+
+
+def _max(_op_schema: Any) -> str:
+    return "max"
+
+
+def _from_known_values(own: Replacement, at: int | None, reduction: Callable[[Any], Any]) -> Replacement:
+    """Gather what ``reduction`` cannot make of the ranks' results. ``at``: place of the dimensions among arguments."""
+
+    def strategy(op_schema: Any) -> Any:
+        given, *rest = op_schema.args_schema
+        operation, dims = reduction(op_schema), rest[at - 1] if at is not None and len(rest) >= at else None
+        if isinstance(given, TupleStrategy):
+            given = TupleStrategy([_gathered(each, dims, operation) for each in given.children])
+        else:
+            given = _gathered(given, dims, operation)
+        if given is op_schema.args_schema[0]:
+            return own(op_schema)
+        return own(dataclasses.replace(op_schema, args_schema=(given, *rest)))
+
+    return strategy
+
+
+def _gathered(given: Any, dims: Any, reduction: Any) -> Any:
+    named = None if dims is None else [dims] if isinstance(dims, int) else list(dims)
+    wanted = range(given.ndim) if named is None else math_ops.normalize_dims(named, given.ndim)
+    found = []
+    for way in given.strategies:
+        spec = way.output_spec
+        norms = {each.norm_type for each in spec.placements if isinstance(each, math_ops._NormPartial)}
+        is_same = isinstance(reduction, math_ops.NormReduction) and norms <= {reduction.norm_type}
+        is_empty = reduction != "sum" and any(sharding_rules.has_nothing(spec, dim) for dim in wanted)
+        if is_empty or (norms and not is_same):
+            placements = math_ops.replicate_reduction_dims(spec.placements, list(wanted))
+            spec = DTensorSpec(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+            way = OpSpec(spec)
+        found.append(way)
+    is_changed = any(one is not other for one, other in zip(found, given.strategies, strict=True))
+    return OpStrategy(found) if is_changed else given
 
 
 def _aligned(own: Replacement) -> Replacement:
@@ -261,7 +336,7 @@ def _from_the_start(own: Replacement) -> Replacement:
 def _by_a_whole_number(func: Any, args: Any, kwargs: Any) -> Any:
     """Replicate the number of a list operator: torch decides by the first tensor whether it may be a sum over ranks."""
     tensors, number, *rest = args
-    return device_mesh_and_api._in_torchs_way(func, (tensors, local_results.everywhere(number), *rest), kwargs)
+    return op_handlers._in_torchs_way(func, (tensors, local_results.everywhere(number), *rest), kwargs)
 
 
 def _of_values(own: Replacement) -> Replacement:
@@ -285,26 +360,6 @@ def _without(spec: Any, whole: Sequence[bool]) -> Any:
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
 
 
-class _Mode(threading.local):
-    none_is_none = False
-
-
-_mode = _Mode()
-
-
-def _where_none_is_none(own: Replacement) -> Replacement:
-    """Handle an empty list of dimensions for an operator that does not take it for all dimensions."""
-
-    def strategy(op_schema: Any) -> Any:
-        _mode.none_is_none = True
-        try:
-            return own(op_schema)
-        finally:
-            _mode.none_is_none = False
-
-    return strategy
-
-
 def _also_of_a_number(own: Replacement) -> Replacement:
     """Handle a tensor without dimensions for an operator whose dimensions torch then gets wrong."""
 
@@ -315,36 +370,31 @@ def _also_of_a_number(own: Replacement) -> Replacement:
     return strategy
 
 
-def _reduced(own: Any) -> Replacement:
+def _reduced(own: Replacement, at: int) -> Replacement:
     """Treat no dimensions as all of them. torch itself asks so for the gradient of ``amax()``."""
 
-    def _infer_reduction_dims(dims_arg: Any, ndim: int) -> Any:
-        is_all = isinstance(dims_arg, (list, tuple)) and not dims_arg and not _mode.none_is_none
-        return None if is_all else own(dims_arg, ndim)
+    def strategy(op_schema: Any) -> Any:
+        args = op_schema.args_schema
+        if len(args) > at and isinstance(args[at], (list, tuple)) and not args[at]:
+            op_schema = dataclasses.replace(op_schema, args_schema=(*args[:at], None, *args[at + 1 :]))
+        return own(op_schema)
 
-    return _infer_reduction_dims
+    return strategy
 
 
-def _of_weighted_classes(own: Any) -> Replacement:
-    # torch also looks up the weight of ignored labels, which are not classes.
-    def _nll_loss_and_log_softmax_backward(
-        grad_output: Any, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int, *rest: Any
-    ) -> Any:
+def _of_weighted_classes(own: Replacement) -> Replacement:
+    """Leave out the weight of ignored labels, which torch looks up, and which are no classes."""
+
+    def handle(func: Any, args: Any, kwargs: Any) -> Any:
+        grad_output, x, target, weight, reduction, ignore_index, *rest = args
         if weight is None:
-            return own(grad_output, x, target, weight, reduction, ignore_index, *rest)
+            return own(func, args, kwargs)
         counts = target != ignore_index
-        classes = torch.where(counts, target, 0)
-        found = own(grad_output, x, classes, weight, reduction, ignore_index, *rest)
-        return torch.where(counts.unsqueeze(1 if x.dim() > 1 else 0), found, 0)
+        found = own(
+            func, (grad_output, x, torch.where(counts, target, 0), weight, reduction, ignore_index, *rest), kwargs
+        )
+        counts = counts._local_tensor if isinstance(counts, DTensor) else counts
+        found._local_tensor = torch.where(counts.unsqueeze(1 if x.dim() > 1 else 0), found._local_tensor, 0)
+        return found
 
-    return _nll_loss_and_log_softmax_backward
-
-
-def _one_hot(own: Any) -> Replacement:
-    # C++ checks the values of plain tensors only.
-    def one_hot(tensor: Any, num_classes: int = -1) -> Any:
-        if not torch.compiler.is_compiling() and isinstance(tensor, (DTensor, RemoteTensor)):
-            deferred_checks.require(worker_checks.classes, tensor, num_classes)
-        return own(tensor, num_classes)
-
-    return one_hot
+    return handle

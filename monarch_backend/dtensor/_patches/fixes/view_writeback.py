@@ -25,8 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._patches.semantics import controller_mesh
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
 _Base: Any = torch.Tensor
 
@@ -74,7 +74,7 @@ def _note_copies(own: Any) -> Replacement:
         if (
             sharding.needs_redistribute
             and op_call._schema._is_view_op()
-            and device_mesh_and_api.workers_of(op_info.compute_mesh)
+            and controller_mesh.workers_of(op_info.compute_mesh)
         ):
             gathered = sharding.redistribute_schema.args_spec[0].placements
             if gathered != args[0].placements:
@@ -154,7 +154,7 @@ class IndexMethods:
 
 
 def _is_ours(tensor: Any) -> bool:
-    return device_mesh_and_api._is_remote(tensor) or device_mesh_and_api._is_traced(tensor)
+    return controller_mesh._is_remote(tensor) or controller_mesh._is_traced(tensor)
 
 
 def _source(local: Any) -> Any:
@@ -228,7 +228,7 @@ def write_back(op_call: Any, args: Any, kwargs: Any) -> None:
     behind = 1  # torch increments it after this, except for lists
     if _changes_a_list(op_call):
         behind = 0
-        counted = (each for each in ours.values() if device_mesh_and_api._is_remote(each) and not each.is_inference())
+        counted = (each for each in ours.values() if controller_mesh._is_remote(each) and not each.is_inference())
         torch.autograd.graph.increment_version(list(counted))
     for taken, copy in steps:
         with torch.no_grad():

@@ -15,9 +15,11 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
 from torch.utils import _pytree as pytree
 
+from monarch_backend.dtensor._compile import rank_classes
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh
 
 
 class _Step:
@@ -81,18 +83,31 @@ def process(own: Any) -> Any:
 
     def process_runtime_tangent(x: Any, meta: Any, at: Any = None, desc: Any = None, *rest: Any) -> Any:
         kind = getattr(meta, "original_subclass_type", None)
-        if isinstance(x, DTensor) and kind is None and device_mesh_and_api.workers_of(x.device_mesh) is not None:
+        if isinstance(x, DTensor) and kind is None and controller_mesh.workers_of(x.device_mesh) is not None:
             with torch.no_grad():
                 x = local_results.local_of(local_results.everywhere(x))
         elif type(x) is torch.Tensor and kind is DTensor:
             node: Any = torch._C._current_autograd_node()
             step: Any = None if node is None else node.metadata.get(_STEP)
             mesh = None if step is None else _mesh_of(step, desc)
-            if mesh is not None and device_mesh_and_api.workers_of(mesh) is not None:
+            if mesh is not None and controller_mesh.workers_of(mesh) is not None:
                 x = _there(x, step, mesh, meta.meta[0])
+        elif isinstance(x, RemoteTensor) and kind is None and meta.memory_format.memory_format is None:
+            x = _with_strides(x, meta.memory_format)
+            return x, [x]
         return own(x, meta, at, desc, *rest)
 
     return process_runtime_tangent
+
+
+def _with_strides(x: RemoteTensor, expected: Any) -> Any:
+    """Convert a gradient with other strides than in the trace; torch's own uses a factory that ignores workers."""
+    meta = rank_classes.meta_seen(x._meta)  # of the ranks that the called graph's trace stood for
+    if meta.shape == tuple(expected.size) and meta.stride == tuple(expected.stride):
+        return x
+    if meta is not x._meta:
+        return x.contiguous()  # each rank's graph is made for such a gradient
+    return x.new_empty_strided(expected.size, expected.stride).copy_(x)
 
 
 def _mesh_of(step: _Step, desc: Any) -> Any:

@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import TensorWeakRef
 
 from monarch_backend.dtensor._controller import device_moves
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._ops import autocast_rules
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement, _is_remote
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _is_remote
 from monarch_backend.dtensor._patches.semantics.device_queries import controls
 from monarch_backend.process_group._c10d_patches import overriding
 
 _RULES = {"cuda": autocast_rules.CUDA, "xla": autocast_rules.XLA}
 _KEYS = {"cuda": "AutocastCUDA", "xla": "AutocastXLA"}
 _libraries: dict[str, list[torch.library.Library]] = {}
-_cast: dict[tuple[int, torch.dtype], tuple[Any, Any]] = {}
-"""Cast parameters, until the outermost autocast ends."""
+_cast: dict[tuple[int, torch.dtype], tuple[TensorWeakRef, TensorWeakRef, int]] = {}
+"""Parameters with their casts, for as long as a graph has these, and the parameter's version. Of one autocast."""
 
 
 def operators(kind: str) -> list[Any]:
@@ -99,33 +100,25 @@ def _as(tensor: Any, dtype: torch.dtype) -> Any:
         return tensor
     if not (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()):
         return tensor.to(dtype)
-    found = _cast.get((id(tensor), dtype))
+    key, version = (id(tensor), dtype), tensor._version
+    parameter, cast, at = _cast.get(key, (None, None, -1))
+    found = None if parameter is None or cast is None or at != version or parameter() is not tensor else cast()
     if found is None:
-        found = _cast[id(tensor), dtype] = tensor, tensor.to(dtype)
-    return found[1]
+        found = tensor.to(dtype)
+        _cast[key] = TensorWeakRef(tensor), TensorWeakRef(found), version
+    return found
 
 
 def _enter(own: Any) -> Replacement:
     def __enter__(self: Any) -> Any:
+        if not any(map(torch.is_autocast_enabled, _KEYS)):
+            _cast.clear()
         found = own(self)
         if self.device in _KEYS and self._enabled and controls(self.device):
             if self.device not in _libraries:
                 _register(self.device)
-            self._monarch_guard = torch._C._IncludeDispatchKeyGuard(_key(self.device))
-            self._monarch_guard.__enter__()
+            # For the rest of the thread: torch excludes the key again where the autocast ends.
+            torch._C._dispatch_tls_set_dispatch_key_included(_key(self.device), True)
         return found
 
     return __enter__
-
-
-def _exit(own: Any) -> Replacement:
-    def __exit__(self: Any, *error: Any) -> Any:
-        guard = self.__dict__.pop("_monarch_guard", None)
-        if guard is not None:
-            guard.__exit__(None, None, None)
-        found = own(self, *error)
-        if not any(map(torch.is_autocast_enabled, _KEYS)):
-            _cast.clear()
-        return found
-
-    return __exit__

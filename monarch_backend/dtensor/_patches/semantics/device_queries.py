@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend
 
 from monarch_backend.dtensor._controller import controller_process_group, device_moves
-from monarch_backend.dtensor._controller.device_module import Event, Stream
+from monarch_backend.dtensor._controller.device_module import Event, Stream, XlaModule
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import (
-    Replacement,
-)
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.process_group._c10d_patches import overriding
 
 
@@ -80,6 +77,8 @@ def register_factories(device_type: str) -> None:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             library.impl(name, lambda *_, **__: None, "Meta")
             library.impl(name + ".tensor_lr", lambda *_, **__: None, "Meta")
+    if device_type == "xla" and not hasattr(torch, "xla"):
+        torch._register_device_module("xla", XlaModule())
     _libraries[device_type] = library
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(1.0, device=...): made here, then sent
     torch._C._ensureCUDADeviceGuardSet()  # there is no device to switch to, but a program may name "cuda"
@@ -117,10 +116,6 @@ def _the_stream(own: Any) -> Replacement:
     return _if_here(own, lambda *_, **__: _stream)
 
 
-def _in_stream(own: Any) -> Replacement:
-    return _if_here(own, lambda *_, **__: contextlib.nullcontext())
-
-
 def _new(own: Any) -> Replacement:
     def __new__(cls: Any, *args: Any, **options: Any) -> Any:
         if stands_for_gpus():
@@ -147,24 +142,9 @@ def _current_device(own: Any) -> Replacement:
 def _device_module(own: Any) -> Replacement:
     def _get_device_module(device: str = "cuda") -> Any:
         # It saves the random numbers of the workers' GPUs; torch.cuda would report no GPUs.
-        if device == "cuda" and stands_for_gpus():
-            return _checkpointed
-        # XLA's random numbers are the CPU's, which are saved anyway; a module torch.xla does not exist.
-        return torch.cpu if device == "xla" and _stands_for_xla() else own(device)
+        return _checkpointed if device == "cuda" and stands_for_gpus() else own(device)
 
     return _get_device_module
-
-
-def _fork_rng(own: Any) -> Replacement:
-    def fork_rng(
-        devices: Any = None, enabled: bool = True, _caller: str = "fork_rng", _devices_kw: str = "devices",
-        device_type: Any = None,
-    ) -> Any:  # fmt: skip
-        if device_type == "xla" and _stands_for_xla():  # the CPU's are forked in any case
-            devices, device_type = (), "cpu"
-        return own(devices, enabled, _caller, _devices_kw, device_type)
-
-    return fork_rng
 
 
 class _Checkpointed:
@@ -193,24 +173,7 @@ def _set_device(own: Any) -> Replacement:
 
 
 def _exchange(own: Any) -> Replacement:
-    return _if_here(own, lambda device: 0)  # noqa: ARG005 -- ``with torch.cuda.device(...)``
-
-
-# Attention ------------------------------------------------------------------------------------------------------
-
-
-def _kernels(own: Any) -> Replacement:
-    def _sdpa_kernel(backends: Any, set_priority: bool = False) -> None:
-        backends = list(backends)
-        # The CPU, where C++ has remote tensors, has one fused kernel; it stands for any of the GPUs'.
-        if controls("cuda") and _FUSED.intersection(backends) and SDPBackend.FLASH_ATTENTION not in backends:
-            backends.append(SDPBackend.FLASH_ATTENTION)
-        own(backends, set_priority)
-
-    return _sdpa_kernel
-
-
-_FUSED = {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION}
+    return _if_here(own, lambda device: -1)  # noqa: ARG005 -- ``with torch.cuda.device(...)``, which then restores none
 
 
 # Modules --------------------------------------------------------------------------------------------------------

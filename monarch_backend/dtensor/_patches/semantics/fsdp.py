@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -12,20 +13,11 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from monarch_backend.dtensor._controller import controller_process_group, fsdp, module_placement
-from monarch_backend.dtensor._controller.controller_process_group import ControllerGroup
 from monarch_backend.dtensor._controller.factories import OnWorkers
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement, slices_of, workers_of
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, slices_of, workers_of
 
 # Parameters and buffers -----------------------------------------------------------------------------------------
-
-
-def _device_from_mesh(own: Any) -> Replacement:
-    def _get_device_from_mesh(mesh: Any) -> torch.device:
-        workers = workers_of(mesh)
-        return own(mesh) if workers is None else workers.device
-
-    return _get_device_from_mesh
 
 
 def _move_states(own: Any) -> Replacement:
@@ -99,11 +91,10 @@ def _param(own: Any) -> Any:
             return None
 
         def init_all_gather_outputs(self, *args: Any) -> Any:
-            if self.all_gather_outputs or workers_of(self.mesh_info.mesh) is None:
+            if self.all_gather_outputs:
                 return super().init_all_gather_outputs(*args)
-            with OnWorkers(self.mesh_info.mesh):
-                super().init_all_gather_outputs(*args)
-            return None
+            with _on_workers(self.mesh_info.mesh):
+                return super().init_all_gather_outputs(*args)
 
     return ControllerFSDPParam
 
@@ -122,26 +113,37 @@ def _chunk(own: Any) -> Replacement:
 # Buffers that FSDP makes for itself -----------------------------------------------------------------------------
 
 
-def _make_group(own: Any) -> Replacement:
-    def __init__(self: Any, params: Any, modules: Any, mesh_info: Any, *args: Any, **options: Any) -> Any:
-        if workers_of(mesh_info.mesh) is None:
-            return own(self, params, modules, mesh_info, *args, **options)
-        with OnWorkers(mesh_info.mesh):
-            own(self, params, modules, mesh_info, *args, **options)
-        return None
+def _group(own: Any) -> Any:
+    class ControllerFSDPParamGroup(own):  # type: ignore[misc]
+        _has_forced_sum = False
 
-    return __init__
+        def __init__(self, params: Any, modules: Any, mesh_info: Any, *args: Any, **options: Any) -> None:
+            with _on_workers(mesh_info.mesh):
+                super().__init__(params, modules, mesh_info, *args, **options)
+
+        def unshard(self, async_op: bool = False) -> Any:
+            with _on_workers(self.mesh_info.mesh):
+                return super().unshard(async_op)
+
+        def post_backward(self, *unused: Any) -> Any:
+            with _on_workers(self.mesh_info.mesh):
+                return super().post_backward(*unused)
+
+        @property
+        def force_sum_reduction_for_comms(self) -> bool:
+            # A factor would be in the collective's reduction, for which a command has no place.
+            ours = self.gradient_divide_factor is not None and workers_of(self.mesh_info.mesh) is not None
+            return self._has_forced_sum or ours
+
+        @force_sum_reduction_for_comms.setter
+        def force_sum_reduction_for_comms(self, is_forced: bool) -> None:
+            self._has_forced_sum = is_forced
+
+    return ControllerFSDPParamGroup
 
 
-def _communicate(own: Any) -> Replacement:
-    def communicate(fsdp_params: Any, *args: Any, **options: Any) -> Any:
-        mesh = fsdp_params[0].mesh_info.mesh
-        if workers_of(mesh) is None:
-            return own(fsdp_params, *args, **options)
-        with OnWorkers(mesh):
-            return own(fsdp_params, *args, **options)
-
-    return communicate
+def _on_workers(mesh: Any) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if workers_of(mesh) is None else OnWorkers(mesh)
 
 
 def _padded_size(own: Any) -> Replacement:
@@ -153,19 +155,6 @@ def _padded_size(own: Any) -> Replacement:
         )
 
     return _get_dim0_padded_size
-
-
-def _divide_factors(own: Any) -> Replacement:
-    def _get_gradient_divide_factors(
-        scatter_group: Any, reduce_group: Any, dtype: Any, device_type: str = "", factor: Any = None,
-        force_sum: bool = False,
-    ) -> Any:  # fmt: skip
-        ours = isinstance(scatter_group or reduce_group, ControllerGroup)
-        # A factor would be in the collective's reduction, for which a command has no place.
-        force_sum = force_sum or (ours and factor is not None)
-        return own(scatter_group, reduce_group, dtype, device_type, factor, force_sum)
-
-    return _get_gradient_divide_factors
 
 
 # Running --------------------------------------------------------------------------------------------------------

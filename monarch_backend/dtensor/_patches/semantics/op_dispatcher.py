@@ -13,7 +13,7 @@ from typing import Any
 
 from monarch_backend.dtensor._patches.caches import redispatch_cache, redistribute_cache
 from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback, view_writeback
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api, submesh_shapes, trace_sizes
+from monarch_backend.dtensor._patches.semantics import dtensor_api, op_handlers, submesh_shapes, trace_sizes
 
 Layers = Mapping[str, Sequence[Callable[[Any], Callable[..., Any]]]]
 
@@ -25,15 +25,15 @@ DISPATCHER: Layers = {
         view_writeback._note_copies, redispatch_cache._again, embedding_mask._local_results,
     ),
     "_unwrap_to_op_info_impl": (redispatch_cache._later,),
-    "_dispatch_fast_path_python_tail": (device_mesh_and_api._of_the_host, view_writeback._after_each),
+    "_dispatch_fast_path_python_tail": (op_handlers._of_the_host, view_writeback._after_each),
     "redistribute_local_args": (trace_sizes.seen_arguments,),
-    "wrap": (device_mesh_and_api._wrap_result,),
+    "wrap": (dtensor_api._wrap_result,),
 }  # fmt: skip
 """Layers by method around torch's own, from the inside."""
 PROPAGATOR: Layers = {
     "propagate_op_sharding_non_cached": (submesh_shapes._for_each_slice, trace_sizes.for_all_ranks),
+    "_propagate_tensor_meta_non_cached": (submesh_shapes._on_the_cpu,),
 }
-CACHE: Layers = {"__call__": (submesh_shapes._not_remembered,)}
 
 
 def dispatcher(own: type) -> type:
@@ -43,16 +43,12 @@ def dispatcher(own: type) -> type:
 
 def propagator(own: type) -> type:
     """Replacement for the class of its sharding propagator."""
-    return _layered(own, PROPAGATOR)
+    return _layered(own, PROPAGATOR, propagate_op_sharding=property(submesh_shapes.PropagationCache))
 
 
-def propagation_cache(own: type) -> type:
-    """Replacement for the class of the propagator's cache."""
-    return _layered(own, CACHE)
-
-
-def _layered(own: type, layers: Layers) -> type:
+def _layered(own: type, layers: Layers, **more: Any) -> type:
     methods: dict[str, Any] = {"__slots__": ()} if "__dict__" not in dir(own) else {}
+    methods.update(more)
     for name, makers in layers.items():
         raw = inspect.getattr_static(own, name)
         method = raw.__func__ if isinstance(raw, staticmethod) else raw

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import RankDependentError
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.dtensor._patches.semantics.submesh_shapes import LOCALLY
 
 _aten = torch.ops.aten

@@ -5,7 +5,6 @@ A whole state dict is the controller's, which broadcasts nothing; a picture of a
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
@@ -14,10 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import (
-    Replacement,
-    _is_remote,
-)
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
 
 def _broadcast(own: Any) -> Replacement:
@@ -80,30 +76,3 @@ def _of_one_rank(own: Any) -> Replacement:
         return own(process_group, tensors, logger)
 
     return _verify_param_shape_across_processes
-
-
-class _OnRank0:
-    """A mesh as the drawing rank sees it."""
-
-    def __init__(self, mesh: Any) -> None:
-        self._mesh = mesh
-
-    def get_local_rank(self, mesh_dim: Any = None) -> int:
-        """Return the first coordinate of each dimension."""
-        return 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mesh, name)
-
-
-def _drawn_once(own: Any) -> Replacement:
-    def stand_in(dtensor: Any, header: Any = "", use_rich: bool = False) -> Any:
-        if not _is_remote(dtensor):
-            return own(dtensor, header, use_rich)
-        drawn = types.SimpleNamespace(
-            numel=dtensor.numel, shape=dtensor.shape, placements=dtensor.placements,
-            device_mesh=_OnRank0(dtensor.device_mesh),
-        )  # fmt: skip
-        return own(drawn, header, use_rich)
-
-    return stand_in

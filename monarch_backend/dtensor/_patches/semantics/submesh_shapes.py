@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.device_mesh_and_api import Replacement
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, workers_of
 
 LOCALLY = (
     "A DTensor is one tensor for all of them: calculate with the ranks' parts and say what they are of "
@@ -57,14 +57,56 @@ def _for_each_slice(own: Any) -> Replacement:
     return propagate_op_sharding_non_cached
 
 
-def _not_remembered(own: Any) -> Replacement:
-    # torch's propagator, which is older than these replacements, caches results of its own function.
-    def __call__(self: Any, *args: Any, **options: Any) -> Any:
-        if len(args) == 1 and isinstance(args[0], OpSchema) and numbers(args[0]):
-            return DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached(args[0])
-        return own(self, *args, **options)
+class PropagationCache:
+    """Cache of a sharding propagator, in which sizes that differ by slice are not kept."""
 
-    return __call__
+    def __init__(self, propagator: Any) -> None:
+        self._propagator, self._own = propagator, propagator.__dict__["propagate_op_sharding"]
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        # torch's propagator, which is older than these replacements, caches results of its own function.
+        if len(args) == 1 and isinstance(args[0], OpSchema) and numbers(args[0]):
+            return self._propagator.propagate_op_sharding_non_cached(args[0])
+        return self._own(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+class _OnTheCpu:
+    """Schema of an operation whose tensors torch makes on the CPU, for shapes only."""
+
+    def __init__(self, schema: OpSchema) -> None:
+        self.op, self._schema = schema.op, schema
+
+    def gen_fake_args(self) -> Any:
+        """Return the arguments with tensors for specs."""
+        return pytree.tree_map_only(DTensorSpec, _without_values, self._schema.args_schema, is_leaf=_is_spec)
+
+    def gen_fake_kwargs(self) -> Any:
+        """Return the named arguments with tensors for specs."""
+        return pytree.tree_map_only(DTensorSpec, _without_values, self._schema.kwargs_schema, is_leaf=_is_spec)
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, DTensorSpec)
+
+
+def _without_values(spec: DTensorSpec) -> torch.Tensor:
+    meta = spec.tensor_meta
+    assert meta is not None
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+
+
+def _on_the_cpu(own: Any) -> Replacement:
+    # Some of torch's C++ would switch to the device, which fails for XLA.
+    def _propagate_tensor_meta_non_cached(self: Any, op_schema: Any) -> Any:
+        given = pytree.tree_leaves((op_schema.args_schema, op_schema.kwargs_schema), is_leaf=_is_spec)
+        meshes = [each.mesh for each in given if isinstance(each, DTensorSpec)]
+        is_xla = any(each.device_type == "xla" and workers_of(each) is not None for each in meshes)
+        return own(self, _OnTheCpu(op_schema) if is_xla else op_schema)
+
+    return _propagate_tensor_meta_non_cached
 
 
 def _ours_as_raised(own: Any) -> Replacement:

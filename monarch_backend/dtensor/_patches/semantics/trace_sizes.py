@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._compile import rank_classes
-from monarch_backend.dtensor._patches.semantics import device_mesh_and_api
+from monarch_backend.dtensor._patches.semantics import controller_mesh
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 
@@ -30,7 +30,7 @@ def seen_arguments(own: Any) -> Any:
 
     def redistribute_local_args(op_info: Any, *rest: Any) -> None:
         own(op_info, *rest)
-        workers = device_mesh_and_api.workers_of(op_info.compute_mesh)
+        workers = controller_mesh.workers_of(op_info.compute_mesh)
         if workers is not None and any(map(tracing_state.is_traced, op_info.local_args)):
             seen = lambda each: rank_classes.seen(each, workers)  # noqa: E731
             op_info.local_args = pytree.tree_map_only(torch.SymInt, seen, op_info.local_args)

@@ -1,0 +1,82 @@
+"""Application of the manifest: with a controller's first mesh, and with its first trace by torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._local_tensor as local_tensor
+from torch.distributed.tensor import _api as api
+
+from monarch_backend._core import patches
+from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._ops import (
+    convolution,
+    decomposed_losses,
+    fused_optimizers,
+    grad_scaler,
+    normalization,
+    sharding_rules,
+)
+from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _mode
+from monarch_backend.dtensor._patches.semantics.op_handlers import (
+    _equal,
+    _item,
+    _of_controllers,
+    _or_torchs,
+    _random_operation,
+    _register_lists,
+)
+from monarch_backend.dtensor._patches.semantics.rank_functions import _register_shapes
+from monarch_backend.dtensor._rng import random_ops
+
+
+def install() -> None:
+    """Apply the rows of the manifest that a mesh needs, and register operators; a second call does nothing."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    from monarch_backend.dtensor._patches import manifest  # it imports this module
+    from monarch_backend.dtensor._patches.fixes import composite_ops, grouped_mm, sharding_fixes
+    from monarch_backend.dtensor._patches.semantics import per_rank_int_operands
+
+    patches.apply(manifest.MESH)
+    modes: list[Any] = local_tensor._PROCESS_LOCAL_TENSOR_MODE
+    modes.insert(0, _mode)  # torch looks for its LocalTensorMode there
+    handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _item
+    handlers[torch.ops.aten.is_nonzero.default] = lambda func, args, kwargs: bool(_item(func, args, kwargs))
+    handlers[torch.ops.aten.equal.default] = _equal
+    handlers.update({func: _random_operation(handle) for func, handle in random_ops.handlers.items()})
+    for operator, ours in {**convolution.HANDLERS, **grad_scaler.HANDLERS}.items():
+        handlers[operator] = _of_controllers(ours, handlers[operator])
+    handlers.update(
+        {func: _or_torchs(handle) for func, handle in {**normalization.HANDLERS, **fused_optimizers.HANDLERS}.items()}
+    )
+    handlers.update(decomposed_losses.HANDLERS)
+    _register_lists()
+    _register_shapes()
+    per_rank_int_operands.install()
+    sharding_fixes.correct()
+    grouped_mm.register()
+    composite_ops.register()
+    sharding_rules.install()
+    # A host's tensor beside distributed ones is the same on all ranks, because only this process has one.
+    torch._C._set_dtensor_allow_implicit_replication(True)
+
+
+_installed = False
+
+
+def _first_trace(own: Any) -> Replacement:
+    """Install the rows for traces at dynamo's first trace for any backend; their imports take a second."""
+
+    def __call__(self: Any, *args: Any, skip: int = 0, **options: Any) -> Any:
+        if controller_process_group.is_controller():
+            from monarch_backend.dtensor._patches.semantics import trace_installation  # it imports this module
+
+            trace_installation.install()
+        return own(self, *args, skip=skip + 1, **options)
+
+    return __call__
