@@ -22,7 +22,7 @@ from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._dispatch import fake_tensors, output_strides
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._rng import random_ops, shard_origins, traced_random_op
+from monarch_backend.dtensor._rng import captured_random_ops, random_ops, shard_origins, traced_random_op
 from monarch_backend.dtensor._rng.shard_origins import Operand, Origin
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
 from monarch_backend.dtensor._torch_internals import tracing_state
@@ -66,7 +66,7 @@ class Capture(NamedTuple):
     created: int
     writes: list[int]
     """Positions of changed tensors among the command's tensors."""
-    draws: random_ops.RandomOps | None
+    draws: captured_random_ops.RandomOps | None
     nbytes: int
     """Bytes of the results on a worker."""
 
@@ -227,7 +227,7 @@ class GraphLowering:
             p: Any = node.args[1]
             fake = fake_tensors.propagate(torch.empty_like, (x.fake,), {"dtype": torch.bool})
             origin = self.origins.get(node.args[0])  # type: ignore[arg-type]
-            mask = self._draw(random_ops.draw_of_dropout(fake.shape, fake.stride(), p, origin), fake)
+            mask = self._draw(captured_random_ops.draw_of_dropout(fake.shape, fake.stride(), p, origin), fake)
             given = (x, mask, p)
             result = fake_tensors.propagate(dropped, tuple(map(_fake, given)), {})
             self.values[node] = self._add(node, given, {}, result, dropped)
@@ -349,7 +349,7 @@ class GraphLowering:
         return Capture(
             number, self.tensors, self.kept, self.own, self._function_here(wanted), len(self.sent), len(self.numbers),
             outs, len(created), sorted(set(self.writes)),
-            random_ops.RandomOps(self.workers, self.draws) if self.draws else None, nbytes_of(outs),
+            captured_random_ops.RandomOps(self.workers, self.draws) if self.draws else None, nbytes_of(outs),
         )  # fmt: skip
 
     def _function_here(self, wanted: list[fx.Node]) -> Callable[..., Any] | None:
@@ -374,7 +374,7 @@ class GraphLowering:
             len(self.operand_metas) + len(self.sent), [dtype for _, dtype in self.numbers],
             [self._wire_step(*each) for each in self.steps], results, sorted(set(self.writes)),
             [[list(meta.shape), _name(meta.dtype)] for meta in self.operand_metas] + sent, self.inductor,
-            [random_ops.places(self.workers, each) for each in self.draws],
+            [captured_random_ops.places(self.workers, each) for each in self.draws],
         )  # fmt: skip
 
     def _wire_step(self, target: Any, args: Any, kwargs: Any, node: fx.Node, orders: Any) -> _protocol.Step:
@@ -453,8 +453,8 @@ def check(graph: fx.GraphModule, workers: WorkerSet | None) -> None:
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.native_dropout.default:
             if workers is not None and random_ops.may_draw(node.target, node.args, {}):
-                random_ops.check_streams(workers)
-                random_ops.check_origin(origins.get(node.args[0]), str(node.target))
+                captured_random_ops.check_streams(workers)
+                captured_random_ops.check_origin(origins.get(node.args[0]), str(node.target))
         elif node.op == "call_function" and node.target is not torch.ops.monarch_backend.draw.default:
             _check(node)
 
