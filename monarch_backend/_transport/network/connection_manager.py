@@ -1,10 +1,11 @@
-"""Connections to other hosts: one thread that accepts, connects and reads, and detects broken and silent peers.
+"""Connections to other hosts: one thread that accepts, connects and reads.
 
 The module and its parts are the only users of sockets and real time between hosts:
 
 - connection.py: the state of a connection and of its peer
 - dialer.py: connecting, and the retry of a broken connection
 - handshake.py: authentication of a new connection (the messages are in auth.py)
+- peer_monitor.py: heartbeats, and the end of silent and closed peers
 - socket_io.py: bytes, with or without TLS
 - frame_reader.py: frames, in the order of the session (session.py)
 
@@ -42,6 +43,7 @@ from monarch_backend._transport.network.connection import (
 from monarch_backend._transport.network.dialer import Dialer
 from monarch_backend._transport.network.frame_reader import FrameReader
 from monarch_backend._transport.network.handshake import Handshakes
+from monarch_backend._transport.network.peer_monitor import PeerMonitor
 from monarch_backend._transport.network.rdma_send import RdmaRead, RdmaSender, loans
 from monarch_backend._transport.network.session import (
     MOST_BODY,
@@ -60,12 +62,6 @@ MAX_UNAUTHENTICATED = 256
 
 MAX_ENDED_SESSIONS = 1024
 """Ended sessions that are remembered, so that none of them begins again."""
-
-AUTHENTICATION_TIMEOUT_S = 5.0
-"""Time for the handshake of an accepted connection."""
-
-RECONNECT_AFTER_CLOSE_S = 1.0
-"""Time for a peer to reconnect after it has closed its connection. A dying process closes its connections, too."""
 
 _PROMPT = ((16, 1), (44, 1000))
 """TCP_THIN_LINEAR_TIMEOUTS, TCP_RTO_MAX_MS: retransmit lost packets at least each second. With the default back-off of
@@ -111,6 +107,7 @@ class Tcp:
         self.ended_sessions: dict[bytes, None] = {}  # the oldest first
         self.io, self.dialer = SocketIO(self), Dialer(self)
         self.handshakes, self.frames = Handshakes(self), FrameReader(self)
+        self.monitor = PeerMonitor(self)
         self.strangers: dict[Connection, None] = {}  # unauthenticated, the oldest first
         self.selector = selectors.DefaultSelector()
         self._soon: deque[Callable[[], None]] = deque()
@@ -119,7 +116,6 @@ class Tcp:
         self.selector.register(self._nudge, selectors.EVENT_READ, None)
         self._listeners: list[socket.socket] = []
         self.is_closed = False
-        self._beats = 0.0  # time of the next heartbeat
         self._thread = threading.Thread(target=self._run, name="monarch-hosts", daemon=True)
 
     # ---- from any thread
@@ -152,7 +148,7 @@ class Tcp:
         remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
         self.remotes[remote.id] = remote
         self.soon(lambda: self.dialer.call(remote))
-        self.later(remote.silence, lambda: None if remote.up else self._lose_the_silent(remote, time.monotonic()))
+        self.later(remote.silence, lambda: None if remote.up else self.monitor.lose_silent(remote, time.monotonic()))
         return remote
 
     def take_over(self, accepted: socket.socket, knock: bytes) -> None:
@@ -215,7 +211,7 @@ class Tcp:
     def _run(self) -> None:
         try:
             turn = time.monotonic()
-            self._beats = turn + self.bounds.heartbeat
+            self.monitor.next_beat = turn + self.bounds.heartbeat
             while not self.is_closed:
                 turn = self._turn(turn)
         except BaseException:
@@ -233,10 +229,10 @@ class Tcp:
         if now - last > self.bounds.silence / 2:  # this process was stopped: the peers' bytes may wait in the sockets
             for remote in list(self.remotes.values()):
                 remote.heard += now - last
-        if now >= self._beats:
-            self._safely(lambda: self._beat(now))
-            self._beats = now + self.bounds.heartbeat
-        due = now if self._soon else min([self._beats, *(at for at, _ in self.timers)])
+        if now >= self.monitor.next_beat:
+            self._safely(lambda: self.monitor.beat(now))
+            self.monitor.next_beat = now + self.bounds.heartbeat
+        due = now if self._soon else min([self.monitor.next_beat, *(at for at, _ in self.timers)])
         for key, events in self.selector.select(max(0.0, due - now)):
             self._serve(key, events)
         self._do_what_is_due()
@@ -280,33 +276,6 @@ class Tcp:
             listener.close()
         self.selector.close()
         os.close(self._nudge)
-
-    def _beat(self, now: float) -> None:
-        """Send heartbeats. Drop peers and unauthenticated connections that are silent for too long."""
-        for stranger in [s for s in self.strangers if now - s.since > AUTHENTICATION_TIMEOUT_S]:
-            self.drop(stranger)
-        for remote in list(self.remotes.values()):
-            if now - remote.heard > remote.silence:
-                self._lose_the_silent(remote, now)
-                continue
-            self._give_up_attempt(remote, now)
-            if self.loans is not None:
-                self.loans.beat(remote, now)
-            with remote.lock:
-                if remote.connection is not None and remote.up:
-                    self.io.write(remote.connection, [remote.session.word()])
-
-    def _give_up_attempt(self, remote: PeerConnection, now: float) -> None:
-        """Drop an attempt that gets no answer, then connect again: the packet that ended it may be lost."""
-        attempt, most = remote.attempt, self.bounds.silence / (2 if remote.up else 1)
-        if attempt is not None and not attempt.gone and now - attempt.since > most:
-            remote.trouble = f"it did not answer a connection for {now - attempt.since:.1f} s"
-            self.drop(attempt)
-
-    def _lose_the_silent(self, remote: PeerConnection, now: float) -> None:
-        how = "nothing was heard from it" if remote.up else "it did not answer"
-        why = f" ({remote.trouble})" if remote.trouble else ""
-        self.lose(remote, f"{how} for {now - remote.heard:.1f} s{why}")
 
     def lose(self, remote: PeerConnection, why: str) -> None:
         if self.remotes.pop(remote.id, None) is None:
@@ -425,20 +394,7 @@ class Tcp:
             ended = ended and remote is not None and remote.connection is connection
             self.drop(connection)
             if remote is not None and remote.up:
-                self._broken(remote, error, ended)
-
-    def _broken(self, remote: PeerConnection, error: Exception, ended: bool) -> None:
-        """Detect the end of the peer's process: its system closes connections, while a network breaks them."""
-        if ended:
-            remote.closed = True
-            times = remote.times
-            self.timers.append((time.monotonic() + RECONNECT_AFTER_CLOSE_S, lambda: self._still_closed(remote, times)))
-        elif remote.closed and isinstance(error, ConnectionRefusedError):
-            self.lose(remote, "its process has closed the connection and does not listen any more")
-
-    def _still_closed(self, remote: PeerConnection, times: int) -> None:
-        if remote.times == times and remote.lost is None:
-            self.lose(remote, "its process has closed the connection and does not connect again")
+                self.monitor.on_broken(remote, error, ended)
 
     def _ready(self, connection: Connection, events: int) -> None:
         def act() -> None:

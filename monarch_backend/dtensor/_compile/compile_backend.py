@@ -22,7 +22,7 @@ from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTens
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor, on_the_cpu
 from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
-from monarch_backend.dtensor._dispatch import op_signatures
+from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._errors import MeshMismatchError, RankDependentError, RemoteTensorError
 from monarch_backend.dtensor._patches.semantics import (
     aot_tangents,
@@ -156,7 +156,7 @@ class _Graph:
         capture = captures.get(key)
         if capture is None:
             statistics["graphs"] += 1
-            with op_signatures.one_at_a_time:
+            with fake_tensors.one_at_a_time:
                 capture = self._capture(workers, list(args))
             captures[key] = capture
         return _run(workers, capture, args)

@@ -20,9 +20,9 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._compile import per_rank_op
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
-from monarch_backend.dtensor._dispatch import op_signatures, output_strides
+from monarch_backend.dtensor._dispatch import fake_tensors, output_strides
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._rng import random_ops, shard_origins, traced_random_op
+from monarch_backend.dtensor._rng import captured_random_ops, random_ops, shard_origins, traced_random_op
 from monarch_backend.dtensor._rng.shard_origins import Operand, Origin
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
 from monarch_backend.dtensor._torch_internals import tracing_state
@@ -66,7 +66,7 @@ class Capture(NamedTuple):
     created: int
     writes: list[int]
     """Positions of changed tensors among the command's tensors."""
-    draws: random_ops.RandomOps | None
+    draws: captured_random_ops.RandomOps | None
     nbytes: int
     """Bytes of the results on a worker."""
 
@@ -165,7 +165,7 @@ class GraphLowering:
         elif isinstance(value, (torch.Tensor, float)):
             self.own.append(at)
             self.here_nodes[node] = self.here.placeholder(f"a{at}")
-            fake = value if isinstance(value, float) else op_signatures.fake_like(value)
+            fake = value if isinstance(value, float) else fake_tensors.fake_like(value)
             self.values[node] = _Here(node, fake)
         else:
             self.values[node] = value
@@ -178,7 +178,7 @@ class GraphLowering:
 
     def _operand(self, meta: Meta) -> _There:
         self.operand_metas.append(meta)
-        return _There(("operand", len(self.operand_metas) - 1), op_signatures.fake_of(meta))
+        return _There(("operand", len(self.operand_metas) - 1), fake_tensors.fake_of(meta))
 
     def _kept(self, value: RemoteTensor) -> _There:
         self.kept.append(value)
@@ -225,11 +225,11 @@ class GraphLowering:
         elif node.target is torch.ops.aten.native_dropout.default and random_ops.may_draw(node.target, node.args, {}):
             x: Any = self._as_there(node.args[0])  # type: ignore[arg-type]
             p: Any = node.args[1]
-            fake = op_signatures.propagate(torch.empty_like, (x.fake,), {"dtype": torch.bool})
+            fake = fake_tensors.propagate(torch.empty_like, (x.fake,), {"dtype": torch.bool})
             origin = self.origins.get(node.args[0])  # type: ignore[arg-type]
-            mask = self._draw(random_ops.draw_of_dropout(fake.shape, fake.stride(), p, origin), fake)
+            mask = self._draw(captured_random_ops.draw_of_dropout(fake.shape, fake.stride(), p, origin), fake)
             given = (x, mask, p)
-            result = op_signatures.propagate(dropped, tuple(map(_fake, given)), {})
+            result = fake_tensors.propagate(dropped, tuple(map(_fake, given)), {})
             self.values[node] = self._add(node, given, {}, result, dropped)
         else:
             return False
@@ -237,13 +237,13 @@ class GraphLowering:
 
     def _draw(self, draw: TracedRandomOp, like: Any) -> _There:
         self.draws.append(draw)
-        return _There(("drawn", len(self.draws) - 1), op_signatures.propagate(torch.empty_like, (like,), {}))
+        return _There(("drawn", len(self.draws) - 1), fake_tensors.propagate(torch.empty_like, (like,), {}))
 
     def _step(self, node: fx.Node) -> None:
         """Add an operation of the workers to each call. Results that are not tensors are computed now."""
         args, kwargs = self._arguments_there(node)
         fake_args, fake_kwargs = pytree.tree_map(_fake, (args, kwargs))
-        result = op_signatures.propagate_there(self.workers, _operator(node), fake_args, fake_kwargs)
+        result = fake_tensors.propagate_there(self.workers, _operator(node), fake_args, fake_kwargs)
         has_tensor = any(isinstance(each, torch.Tensor) for each in pytree.tree_leaves(result))
         if not has_tensor and result is not None and result != []:
             self.values[node] = result
@@ -307,7 +307,7 @@ class GraphLowering:
     def _made_there(self, node: fx.Node) -> _There:
         args, kwargs = self._arguments_there(node)
         fake_args, fake_kwargs = pytree.tree_map(_fake, (args, kwargs))
-        fake = op_signatures.propagate_there(self.workers, _operator(node), fake_args, fake_kwargs)
+        fake = fake_tensors.propagate_there(self.workers, _operator(node), fake_args, fake_kwargs)
         return self._add(node, args, kwargs, fake)
 
     def _sent(self, value: _Here) -> _There:
@@ -318,7 +318,7 @@ class GraphLowering:
             return _There(("number", len(self.numbers) - 1), value.fake)
         self.sent.append(value.node)
         meta = self.workers.metas.like(value.fake, self.workers.device)
-        return _There(("sent", len(self.sent) - 1), op_signatures.fake_of(meta))
+        return _There(("sent", len(self.sent) - 1), fake_tensors.fake_of(meta))
 
     # Results ----------------------------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class GraphLowering:
         return Capture(
             number, self.tensors, self.kept, self.own, self._function_here(wanted), len(self.sent), len(self.numbers),
             outs, len(created), sorted(set(self.writes)),
-            random_ops.RandomOps(self.workers, self.draws) if self.draws else None, nbytes_of(outs),
+            captured_random_ops.RandomOps(self.workers, self.draws) if self.draws else None, nbytes_of(outs),
         )  # fmt: skip
 
     def _function_here(self, wanted: list[fx.Node]) -> Callable[..., Any] | None:
@@ -374,7 +374,7 @@ class GraphLowering:
             len(self.operand_metas) + len(self.sent), [dtype for _, dtype in self.numbers],
             [self._wire_step(*each) for each in self.steps], results, sorted(set(self.writes)),
             [[list(meta.shape), _name(meta.dtype)] for meta in self.operand_metas] + sent, self.inductor,
-            [random_ops.places(self.workers, each) for each in self.draws],
+            [captured_random_ops.places(self.workers, each) for each in self.draws],
         )  # fmt: skip
 
     def _wire_step(self, target: Any, args: Any, kwargs: Any, node: fx.Node, orders: Any) -> _protocol.Step:
@@ -440,7 +440,7 @@ def _fake_here(node: fx.Node, fakes: dict[fx.Node, Any]) -> Any:
             "Read it eagerly, before"
         )
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: fakes[each])
-    return op_signatures.propagate(_operator(node), args, kwargs)
+    return fake_tensors.propagate(_operator(node), args, kwargs)
 
 
 def _makes_tensor(node: fx.Node) -> bool:
@@ -453,8 +453,8 @@ def check(graph: fx.GraphModule, workers: WorkerSet | None) -> None:
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.native_dropout.default:
             if workers is not None and random_ops.may_draw(node.target, node.args, {}):
-                random_ops.check_streams(workers)
-                random_ops.check_origin(origins.get(node.args[0]), str(node.target))
+                captured_random_ops.check_streams(workers)
+                captured_random_ops.check_origin(origins.get(node.args[0]), str(node.target))
         elif node.op == "call_function" and node.target is not torch.ops.monarch_backend.draw.default:
             _check(node)
 

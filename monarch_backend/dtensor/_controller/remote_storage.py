@@ -12,7 +12,7 @@ import torch
 
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, not_readable
 from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._dispatch.op_signatures import stands_in
+from monarch_backend.dtensor._dispatch.fake_tensors import stands_in
 from monarch_backend.dtensor._worker import storage
 
 _KNOWN = frozenset({

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._dispatch.op_signatures import stands_in
+from monarch_backend.dtensor._dispatch.fake_tensors import stands_in
 from monarch_backend.dtensor._torch_internals import tracing_state
 from monarch_backend.dtensor._worker import value_checks
 

@@ -18,7 +18,7 @@ from monarch_backend import _native
 from monarch_backend.dtensor._controller import fetch, host_tensor_cache, per_rank_int, remote_tensor
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-from monarch_backend.dtensor._dispatch import op_signatures
+from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._dispatch.op_signatures import Entry, Target
 from monarch_backend.dtensor._torch_internals import decompositions
 
@@ -213,7 +213,7 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
 
 def _missing(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerSet | None) -> Entry:
     """Return the entry for an unknown signature."""
-    with op_signatures.one_at_a_time:
+    with fake_tensors.one_at_a_time:
         return plan.entries.get(key) or _make(plan, key, args, kwargs, workers)
 
 

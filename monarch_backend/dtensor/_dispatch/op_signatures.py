@@ -7,12 +7,10 @@ step count differs in each step. The effect is found by running the operation on
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
@@ -21,10 +19,16 @@ from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._dispatch import output_strides
+from monarch_backend.dtensor._dispatch.fake_tensors import (
+    Operand,
+    meta_of,
+    one_at_a_time,
+    out_sizes,
+    propagate_with_device,
+)
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._protocol import Kind
 from monarch_backend.dtensor._rng import shard_origins
-from monarch_backend.dtensor._torch_internals import tracing_state
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
@@ -172,15 +176,6 @@ def _on(value: Any, rank: int) -> Any:
     return value if values is None else values[rank]
 
 
-class Operand:
-    """Placeholder of a tensor, for a class of ranks."""
-
-    __slots__ = ("meta",)
-
-    def __init__(self, meta: Meta | None) -> None:
-        self.meta = meta
-
-
 def other_workers(what: str, one: WorkerSet, other: WorkerSet) -> MeshMismatchError:
     """Return the error for an operation with tensors of both sets of workers."""
     return MeshMismatchError(
@@ -304,8 +299,8 @@ def _make_same(
     of_result = _origins_of(workers, target, args, kwargs, differing)
     # All checks come before the definition on workers.
     if entry.returns is None:
-        result, device = _propagated(workers, target.call, args, kwargs)
-        result = output_strides.as_cpus_have_it(target.call, list(map(_meta_of, args)), result)
+        result, device = propagate_with_device(workers, target.call, args, kwargs)
+        result = output_strides.as_cpus_have_it(target.call, list(map(meta_of, args)), result)
         _shape_results(workers, entry, result, device, of_result)
         if entry.host is not None:
             entry.number, entry.parts = 0, []
@@ -313,7 +308,7 @@ def _make_same(
     elif torch.Tag.out in getattr(target.call, "tags", ()):
         _check_sizes(target, args, kwargs)
     elif target.schema.returns:
-        _propagated(workers, target.call, args, kwargs)
+        propagate_with_device(workers, target.call, args, kwargs)
     operands: list[Any] = []
 
     def operand(value: Any) -> int | None:
@@ -333,7 +328,7 @@ def _make_same(
     changed: dict[Place, Origin | None] = {}
     for at, name in _known_writes(target.schema) if target.schema is not None else ():
         for i, value in enumerate(_as_list(_argument(args, kwargs, at, name))):
-            meta = _meta_of(value)
+            meta = meta_of(value)
             if meta is not None:
                 changed[at, name, i] = of_result(i, meta.shape, meta.stride)
     return entry, changed
@@ -397,28 +392,8 @@ def _check_sizes(target: Target, args: Any, kwargs: Any) -> None:
             )
 
 
-def out_sizes(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return the tensors into which an operator writes results, with the results' sizes."""
-    fakes: list[tuple[Any, Any]] = []
-
-    def fake(value: Any) -> Any:
-        meta = _meta_of(value)
-        if meta is None and not isinstance(value, torch.Tensor):
-            return value
-        made = fake_like(value) if meta is None else fake_of(meta, _CPU)  # sizes are the same on all devices
-        fakes.append((value, made))
-        return made
-
-    with one_at_a_time:
-        fake_args, fake_kwargs = pytree.tree_map(fake, (args, kwargs))
-        propagate(func, fake_args, fake_kwargs, _CPU)
-        outs = {each.name for each in func._schema.arguments if each.is_out}
-        given = pytree.tree_leaves([value for name, value in kwargs.items() if name in outs])
-        return [(value, tuple(made.shape)) for value, made in fakes if any(value is each for each in given)]
-
-
 def _stand_in(operand: Any) -> list[Any] | None:
-    meta = _meta_of(operand)
+    meta = meta_of(operand)
     return None if meta is None else [list(meta.shape), str(meta.dtype).removeprefix("torch.")]
 
 
@@ -487,54 +462,19 @@ def _written(writes: list[Any], places: list[Any], named: dict[str, Any]) -> lis
     return found
 
 
-def propagate_there(workers: WorkerSet, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run `propagate` on fake tensors of the workers' device, where the results are, too."""
-    metas = workers.metas
-    result, device = _propagated(workers, call, args, kwargs)
-    if device is None:
-        return result
-    return pytree.tree_map_only(torch.Tensor, lambda each: fake_of(metas.like(each, device)), result)
-
-
-def _propagated(
-    workers: WorkerSet, call: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Any, torch.device | None]:
-    """Return the results on fake tensors, and their device if it is not the one that they report."""
-    try:
-        return propagate(call, args, kwargs), None
-    except RuntimeError as error:
-        # Some of torch's C++ switches to the device, which fails in a build without it.
-        if "not linked with support" not in str(error) or not _are_on(workers.device, args, kwargs):
-            raise
-        metas = workers.metas
-        args, kwargs = pytree.tree_map_only(FakeTensor, lambda each: Operand(metas.like(each)), (args, kwargs))
-        return propagate(call, args, kwargs, _CPU), workers.device
-
-
-def _are_on(device: torch.device, args: Any, kwargs: Any) -> bool:
-    """Whether no tensor among the arguments is on another device, or is to be."""
-    leaves = [_meta_of(each) or each for each in pytree.tree_leaves((args, kwargs))]
-    devices = [each if isinstance(each, torch.device) else getattr(each, "device", device) for each in leaves]
-    return all(each.type == device.type for each in devices)
-
-
-def _meta_of(value: Any) -> Meta | None:
-    return value._meta if isinstance(value, RemoteTensor) else value.meta if isinstance(value, Operand) else None
-
-
 def _origins_of(
     workers: WorkerSet, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
 ) -> shard_origins.OfResult:
     """Return a function that finds the origin of a result, or of a changed argument."""
     if target.name.startswith(_protocol.COLLECTIVES):
         flat = pytree.tree_leaves((args, kwargs))
-        metas = [meta for meta in map(_meta_of, flat) if meta is not None]
+        metas = [meta for meta in map(meta_of, flat) if meta is not None]
         given = [meta.origin for meta in metas if meta.origin is not None]
         found = shard_origins.of_collective(target.name, given, workers.rows(flat), workers.size)
         return lambda *_: found
 
     def operand(value: Any) -> Any:
-        meta = _meta_of(value)
+        meta = meta_of(value)
         return value if meta is None else shard_origins.Operand(meta.origin, meta.shape, meta.stride, meta.dtype)
 
     of_result = shard_origins.of_results(target.call, *pytree.tree_map(operand, (args, kwargs)))
@@ -560,48 +500,3 @@ def _shape_results(
         raise RemoteTensorError(f"a result of this form can't be kept on workers: {pytree.tree_structure(result)}")
     else:
         entry.host = result
-
-
-_CPU = torch.device("cpu")
-_fake = FakeTensorMode()
-_fake.cache_enabled = False  # its cache keeps all entries without limit; callers here have their own caches
-one_at_a_time = threading.RLock()
-"""Lock for all uses of fake tensors: the device that one reports depends on the state of their common mode."""
-stands_in: dict[Any, Callable[..., Any]] = {}
-"""Shape functions of operators whose own shape function needs this process's rank."""
-
-
-def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.device | None = None) -> Any:
-    """Return the results on fake tensors. Raises what torch raises for real ones.
-
-    ``device``: the tensors' device, if it is not the arguments'.
-    """
-
-    def fake(value: Any) -> Any:
-        if device is not None and isinstance(value, torch.device):
-            return device
-        meta = _meta_of(value)
-        return value if meta is None else fake_of(meta, device)
-
-    # Modes of the program, such as torch.set_default_device, must not apply here.
-    with one_at_a_time, torch._C.DisableTorchFunction(), torch.no_grad():
-        args, kwargs = pytree.tree_map(fake, (args, kwargs))
-        with tracing_state.quiet, _fake:
-            return stands_in.get(call, call)(*args, **kwargs)
-
-
-def fake_of(meta: Meta, device: torch.device | None = None) -> FakeTensor:
-    """Return a fake tensor of torch, for `propagate`."""
-    return FakeTensor(_fake, _without_values(meta), device or meta.device)
-
-
-def fake_like(tensor: torch.Tensor) -> FakeTensor:
-    """Return a fake tensor like a tensor of this process."""
-    return _fake.from_tensor(tensor)
-
-
-def _without_values(meta: Meta) -> torch.Tensor:
-    if not meta.offset or 0 in meta.shape:
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-    length = meta.offset + 1 + sum((size - 1) * stride for size, stride in zip(meta.shape, meta.stride, strict=True))
-    return torch.empty(length, dtype=meta.dtype, device="meta").as_strided(meta.shape, meta.stride, meta.offset)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor._controller import fetch
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import collectives, dispatch
-from monarch_backend.dtensor._dispatch.op_signatures import Operand, out_sizes, propagate, stands_in
+from monarch_backend.dtensor._dispatch.fake_tensors import Operand, out_sizes, propagate, stands_in
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._ops import grad_scaler
 from monarch_backend.dtensor._patches.semantics import op_handlers

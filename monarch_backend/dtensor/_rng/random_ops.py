@@ -18,7 +18,6 @@ _worker/random_ops.py runs the operations on a worker.
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,92 +35,26 @@ from monarch_backend.dtensor._dispatch import dispatch, local_results
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._rng import cpu_generator, philox, shard_origins, traced_random_op
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
+from monarch_backend.dtensor._rng.worker_generators import (
+    WORKER,
+    Generator,
+    draws_on_cpu,
+    generators_of,
+    generators_of_workers,
+    in_step,
+    members_of,
+    take_generator,
+)
 from monarch_backend.dtensor._torch_internals import tracing_state
-from monarch_backend.dtensor._worker import random_ops as _worker
+from monarch_backend.dtensor._worker.random_ops import dropped
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
-    from monarch_backend.dtensor._rng.shard_origins import Origin
 
 _aten = torch.ops.aten
-_WORKER = "monarch_backend.dtensor._worker.random_ops:"
-
 Handler = Callable[[Any, Any, Any], Any]
-
-
-# The generator on the controller and on workers -----------------------------------------------------------------
-
-
-class _Step:
-    """State that keeps the generators of a set of workers in step with the controller's."""
-
-    def __init__(self, workers: WorkerSet) -> None:
-        self.workers = workers
-        self.fills: dict[Any, _Fill] = {}
-        places = [[_protocol.Tag.OPERAND, 0, 1], [_protocol.Tag.DEVICE, workers.device.type]]
-        self._number = workers.define(_WORKER + "set_state", places, {}, 1, _protocol.Kind.NONE, 0, [], [])
-        self._state = b""
-        self._members: Members = None
-        self.streams: tuple[int, ...] | None = None
-        """Stream of each rank for plain tensors; ranks of one stream have the same numbers.
-
-        None: one stream for all.
-        """
-
-    def bring(self, state: bytes, members: Members) -> None:
-        """Set these workers' generators to this state for the next command."""
-        if self._state != state or self._members not in (None, members):
-            self.workers.write((self._number, call_sites.here(), state))
-
-    def left(self, state: bytes, members: Members) -> None:
-        """Record the state of the workers' generators after the last command, and these workers."""
-        self._state, self._members = state, members
-
-    def differ(self, streams: list[int]) -> None:
-        """Set each rank's stream."""
-        if self.streams != tuple(streams):
-            self.streams = tuple(streams)
-            place = [_protocol.Tag.BY_RANK, streams]
-            number = self.workers.define(_WORKER + "set_stream", [place], {}, 0, _protocol.Kind.NONE, 0, [], [])
-            self.workers.write((number, call_sites.here()))
-
-    def agreed(self, func: Any, members: Members) -> bytes:
-        """Return the state that all workers report after this operation. Waits."""
-        states = self.workers.ask("generator_state")
-        those = {state: rank for rank, state in enumerate(states) if members is None or members[rank]}
-        if len(those) > 1:
-            raise RemoteTensorError(
-                f"{func} has drawn more numbers on some ranks than on others (ranks {sorted(those.values())} differ): "
-                "its argument has other values there, or it failed there. Make it from values that all ranks have"
-            )
-        return bytes(next(iter(those)))
-
-    def of_the_first(self, members: Members) -> tuple[bytes, Members]:
-        """Return the state that the first worker reports, and the workers in this state. Waits."""
-        states = self.workers.ask("generator_state")
-        those = [members is None or members[rank] for rank in range(len(states))]
-        state = states[those.index(True)]
-        alike = [is_one and its == state for is_one, its in zip(those, states, strict=True)]
-        return bytes(state), members if alike == those else tuple(alike)
-
-
-Generator = torch.Generator | philox.Philox
-Members = tuple[bool, ...] | None
-"""Whether each rank takes part; None: all do."""
-_in_step = threading.RLock()  # a command and the state before it must stay together
-
-
-def _step_of(local: RemoteTensor) -> _Step:
-    return _step_of_workers(local._meta.workers)
-
-
-def _step_of_workers(workers: WorkerSet) -> _Step:
-    step: _Step | None = workers.kept.get("random")
-    if step is None:
-        step = workers.kept["random"] = _Step(workers)
-    return step
 
 
 def _local(tensor: Any) -> RemoteTensor:
@@ -138,40 +71,10 @@ def _workers(tensor: Any) -> WorkerSet:
     return workers_of(tensor.device_mesh)  # type: ignore[return-value]
 
 
-def _on_cpu(workers: WorkerSet) -> bool:
-    """Return whether the workers' CPUs draw.
-
-    XLA's own numbers differ, and the position of its generator is not known.
-    """
-    return workers.device.type in _worker.DRAWN_ON_THE_CPU
-
-
-def _members(local: RemoteTensor) -> Members:
-    of_rank = local._meta.of_rank
-    return tuple(each >= 0 for each in of_rank) if -1 in of_rank else None
-
-
-def _generator_of(workers: WorkerSet, kwargs: dict[str, Any]) -> Generator:
-    """Remove the generator argument and return it.
-
-    Raises RemoteTensorError for the generator of another device than the numbers'.
-    """
-    found = kwargs.pop("generator", None)
-    if found is None:
-        return philox.default_generator(workers.device.type)
-    drawn_on = "cpu" if _on_cpu(workers) else workers.device.type
-    if found.device.type != drawn_on:
-        raise RemoteTensorError(
-            f"a generator of {found.device} for a tensor of {workers.name}, whose device is {workers.device}: torch "
-            f"takes one of the same device only, torch.Generator({drawn_on!r})"
-        )
-    return found  # type: ignore[no-any-return]
-
-
 # Filling a DTensor with numbers that don't depend on its values -------------------------------------------------
 
 
-class _Shards(NamedTuple):
+class Shards(NamedTuple):
     """A rank's part of the whole: dimensions with start and length.
 
     ``keeps``: 0 on ranks that have zeros, so that the sum over a Partial dimension is the whole.
@@ -191,13 +94,13 @@ class _Fill:
     numbers: int | None
     """Advance of a GPU's generator; None until workers have reported it, which waits once."""
 
-    def __init__(self, func: Any, tensor: Any, shards: _Shards, args: tuple[Any, ...]) -> None:
+    def __init__(self, func: Any, tensor: Any, shards: Shards, args: tuple[Any, ...]) -> None:
         local = _local(tensor)
         whole = local._meta if tensor is local else tensor._spec.tensor_meta
         workers = local._meta.workers
-        self.members = _members(local)
+        self.members = members_of(local)
         self.numbers, self.move = None, None
-        if _on_cpu(workers):
+        if draws_on_cpu(workers):
             self.move = cpu_generator.Move((func, *_fixed(args)), whole.shape, whole.stride, whole.dtype)
         floats = [1]  # the operands: the tensor, then floats
 
@@ -210,14 +113,14 @@ class _Fill:
         draw = TracedRandomOp(
             func, tuple(whole.shape), tuple(whole.stride), whole.dtype, shards.cuts, shards.keeps, args, tensor is local
         )
-        places = [[_protocol.Tag.OPERAND, 0], *_places(workers, draw, place)]
-        number = workers.define(_WORKER + "fill", places, {}, len(floats), _protocol.Kind.NONE, 0, [0], [])
+        places = [[_protocol.Tag.OPERAND, 0], *places_of(workers, draw, place)]
+        number = workers.define(WORKER + "fill", places, {}, len(floats), _protocol.Kind.NONE, 0, [0], [])
         if self.members is not None:
             number = workers.define_by_rank([number], [0 if each else -1 for each in self.members])
         self.number = number
 
 
-def _places(workers: WorkerSet, draw: TracedRandomOp, place: Callable[[Any], Any]) -> list[Any]:
+def places_of(workers: WorkerSet, draw: TracedRandomOp, place: Callable[[Any], Any]) -> list[Any]:
     """Return the arguments of _worker/random_ops.py's functions that draw."""
     return [
         str(draw.func), *map(place, (draw.shape, draw.stride, draw.dtype)),
@@ -229,7 +132,7 @@ _SAME_EVERYWHERE = ("avg", "max", "min")
 """Partial reductions for which all ranks have the value itself."""
 
 
-def _shards(spec: DTensorSpec) -> _Shards | None:
+def shards_of(spec: DTensorSpec) -> Shards | None:
     """Return the ranks' parts, None if a part is not contiguous.
 
     Raises RemoteTensorError for tensors that can't be filled with random numbers.
@@ -248,7 +151,7 @@ def _shards(spec: DTensorSpec) -> _Shards | None:
             return None
     sizes, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
     dims = sorted({p.dim for p in spec.placements if isinstance(p, Shard)})
-    return _Shards([(dim, offsets[dim], sizes[dim]) for dim in dims], keeps)
+    return Shards([(dim, offsets[dim], sizes[dim]) for dim in dims], keeps)
 
 
 def _is_first(coordinate: Any) -> Any:
@@ -270,16 +173,16 @@ def _fill(func: Any, tensor: Any, args: tuple[Any, ...], generator: Generator) -
         return _fill_in_a_trace(func, tensor, args, generator)
     if local._meta.device.type == "meta":
         return tensor  # it has no values, and draws none
-    step = _step_of(local)
+    step = generators_of(local)
     key = (func, local._meta if tensor is local else tensor._spec, *_fixed(args))
     known = step.fills.get(key)
     if known is None:
-        shards = _Shards([], 1) if tensor is local else _shards(tensor._spec)
+        shards = Shards([], 1) if tensor is local else shards_of(tensor._spec)
         if shards is None:
             whole = local_results.everywhere(torch.empty_like(tensor))
             return tensor.copy_(_fill(func, whole, args, generator))
         known = step.fills[key] = _Fill(func, tensor, shards, args)
-    with _in_step:
+    with in_step:
         before = cpu_generator.state_of(generator)
         if known.move is not None:  # first, because it refuses invalid arguments
             known.move.make(generator, lambda part: func(part, *args, generator=generator))
@@ -301,7 +204,7 @@ def _fill_in_a_trace(func: Any, tensor: Any, args: tuple[Any, ...], generator: G
         )
     whole = tensor._spec.tensor_meta
     with tracing_state.outside():
-        shards = _shards(tensor._spec)
+        shards = shards_of(tensor._spec)
     if shards is None:
         return tensor.copy_(_fill_in_a_trace(func, local_results.everywhere(torch.empty_like(tensor)), args, generator))
     draw = TracedRandomOp(
@@ -325,83 +228,8 @@ def is_bernoulli_on_a_cpu(func: Any, args: Any, kwargs: Any) -> bool:
     return known and p.dtype in (torch.float32, torch.float64) and p.is_contiguous() and not _is_partial(p)
 
 
-class RandomOps:
-    """Random draws of each call of a captured step. ``members``: ranks that draw, as in `_Fill`."""
-
-    def __init__(self, workers: WorkerSet, draws: list[TracedRandomOp], members: Members = None) -> None:
-        self.members = members
-        self._step, self._draws = _step_of_workers(workers), draws
-        self._on_cpu = _on_cpu(workers)
-        self._moves = [cpu_generator.Move((d.func, *d.args), d.shape, d.stride, d.dtype) for d in draws if self._on_cpu]
-        self._numbers: int | None = None  # as `_Fill.numbers`
-
-    def around(self, write: Callable[[], None]) -> None:
-        """Run ``write``, which sends the command, as `_fill` does.
-
-        Raises RemoteTensorError if ranks need different numbers.
-        """
-        if any(each.is_plain for each in self._draws):
-            check_streams(self._step.workers)
-        generator = philox.default_generator(self._step.workers.device.type)
-        with _in_step:
-            before = cpu_generator.state_of(generator)
-            for move, draw in zip(self._moves, self._draws, strict=False):
-                move.make(generator, _filling(draw, generator))
-            self._step.bring(before, self.members)
-            write()
-            if not self._on_cpu:
-                if self._numbers is None:
-                    self._numbers = philox.moved(before, self._step.agreed("a captured step", self.members))
-                cpu_generator.set_state(generator, philox.after(before, self._numbers))
-            self._step.left(cpu_generator.state_of(generator), self.members)
-
-
-def check_streams(workers: WorkerSet) -> None:
-    """Raise RemoteTensorError if a captured step cannot draw numbers of plain tensors."""
-    if _step_of_workers(workers).streams is not None:
-        raise RemoteTensorError(
-            "a captured step draws random numbers of plain tensors, the same on all ranks, which they must not be "
-            "after own_random_numbers(): put what draws them (dropout) into a function with torch.compiler.disable"
-        )
-
-
-def _filling(draw: TracedRandomOp, generator: Generator) -> Callable[[torch.Tensor], object]:
-    return lambda part: draw.func(part, *draw.args, generator=generator)
-
-
-def places(workers: WorkerSet, draw: TracedRandomOp) -> list[Any]:
-    """Return the arguments of _worker/random_ops.py's ``drawn``, for the definition of a graph."""
-    return _places(workers, draw, lambda value: _protocol.place(value, lambda _: None, lambda _: None))
-
-
-def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) -> TracedRandomOp:
-    """Return the mask of a dropout of a plain tensor; for a shard, its part of the whole's mask.
-
-    Raises RemoteTensorError if the tensor's part of the whole is not known.
-    """
-    shards = _Shards([], 1)
-    if origin is not None:
-        check_origin(origin, "native_dropout")
-        spec = origin.whole.spec(torch.bool)  # type: ignore[union-attr]
-        mask = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, device="meta"))
-        shape, stride, shards = mask.shape, mask.stride(), _shards(spec)  # type: ignore[assignment]
-    return TracedRandomOp(
-        _aten.bernoulli_.float, tuple(shape), tuple(stride), torch.bool, shards.cuts, shards.keeps, (1.0 - p,), True
-    )
-
-
-def check_origin(origin: Origin | None, what: str) -> None:
-    """Raise RemoteTensorError if a captured step cannot draw for a tensor of this origin."""
-    if origin is not None and (origin.whole is None or origin.whole.is_strided):
-        raise RemoteTensorError(
-            f"{what} in a captured step draws random numbers for a plain tensor that is computed from a DTensor's "
-            "shards but is not a shard itself: ranks would draw equal numbers for different shards. Keep the DTensor "
-            "(use_local_output=False, no to_local()), or put it into a function with torch.compiler.disable"
-        )
-
-
 def _in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    generator = _generator_of(_workers(args[0]), kwargs)
+    generator = take_generator(_workers(args[0]), kwargs)
     return _fill(func, args[0], (*args[1:], *kwargs.values()), generator)
 
 
@@ -410,7 +238,7 @@ def _like(func: Any, defaults: Callable[[Any], tuple[Any, ...]]) -> Handler:
 
     def make(_func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
-        generator = _generator_of(_workers(tensor), kwargs)
+        generator = take_generator(_workers(tensor), kwargs)
         made = (torch.zeros_like if _is_partial(tensor) else torch.empty_like)(tensor, **kwargs)  # empty: stays Partial
         return _fill(func, made, defaults(args), generator)
 
@@ -425,8 +253,8 @@ def _dropout(tensor: Any, p: float, train: bool | None) -> Any:
     if train is False:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
     mask = (torch.zeros_like if _is_partial(tensor) else torch.empty_like)(tensor, dtype=torch.bool)
-    _fill(_aten.bernoulli_.float, mask, (1.0 - p,), _generator_of(_workers(tensor), {}))
-    return _worker.dropped(tensor, mask, p)
+    _fill(_aten.bernoulli_.float, mask, (1.0 - p,), take_generator(_workers(tensor), {}))
+    return dropped(tensor, mask, p)
 
 
 def _is_partial(tensor: Any) -> bool:
@@ -458,12 +286,12 @@ def _whole(func: Any, first: RemoteTensor, args: Any, kwargs: dict[str, Any], *,
     Ranks whose plain tensors have other values may draw more numbers. The controller continues with the state of the
     first rank, whose values a program reads.
     """
-    step, members = _step_of(first), _members(first)
-    generator = _generator_of(step.workers, kwargs)
+    step, members = generators_of(first), members_of(first)
+    generator = take_generator(step.workers, kwargs)
     writes = tuple([at + 1 for at in _changed(func)])
-    with _in_step:
+    with in_step:
         step.bring(cpu_generator.state_of(generator), members)
-        result = dispatch.call(_shapes_of(func), _WORKER + "whole", (str(func), *args), kwargs, None, writes)
+        result = dispatch.call(_shapes_of(func), WORKER + "whole", (str(func), *args), kwargs, None, writes)
         state, left = step.of_the_first(members) if is_plain else (step.agreed(func, members), members)
         cpu_generator.set_state(generator, state)
         step.left(state, left)
@@ -516,7 +344,7 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
     workers = workers_of(mesh)
     if workers is None:
         return
-    step = _step_of_workers(workers)
+    step = generators_of_workers(workers)
     columns = [per_rank_int.values_of(each) for each in mesh.get_coordinate() or ()]
     columns = [step.streams, *(each for each in columns if each is not None)]
     places = list(zip(*(each for each in columns if each is not None), strict=True))
@@ -533,7 +361,7 @@ def _plain(func: Any) -> Handler:
         if handle is not None:
             local = _first(args, kwargs)
             is_same = local._meta.origin is None and len(local._meta.classes or ()) <= 1
-            if is_same and _step_of(local).streams is None:
+            if is_same and generators_of(local).streams is None:
                 return handle(func, args, dict(kwargs))
             whole = _as_whole(func, args, kwargs)
             if whole is not None:
@@ -551,7 +379,7 @@ def _as_whole(func: Any, args: Any, kwargs: Any) -> DTensorSpec | None:
     origin = local._meta.origin
     if origin is None or origin.whole is None or func in _OF_OTHER_SIZES or not _will_draw(func, args, kwargs):
         return None
-    if _step_of(local).streams is not None:
+    if generators_of(local).streams is not None:
         return None
     tensors = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.Tensor)]
     are_alike = all(isinstance(each, RemoteTensor) and each._meta.origin == origin for each in tensors)
@@ -593,14 +421,14 @@ def _by_stream(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     own = kwargs.pop("generator", None)
     seed = float(_seed.random_(0, _SEEDS, generator=own if own is None or own.device.type == "cpu" else None).item())
     local = _first(args, kwargs)
-    origin, asked_for = local._meta.origin, _step_of(local).streams
+    origin, asked_for = local._meta.origin, generators_of(local).streams
     streams: Any = None
     if origin is not None:
         streams = per_rank_int.by_rank(shard_origins.together([each for each in (asked_for, origin.streams) if each]))
         if asked_for is None:
             _warn_of_shards(func)
     named = {**kwargs, "_name": str(func), "_seed": seed, "_own_stream": streams}
-    return dispatch.call(_shapes_with_seed(func), _WORKER + "own", args, named, func._schema)
+    return dispatch.call(_shapes_with_seed(func), WORKER + "own", args, named, func._schema)
 
 
 _warned: set[int] = set()

@@ -14,7 +14,7 @@ import torch
 class TracedRandomOp(NamedTuple):
     """``func`` of a whole tensor of this shape, strides and dtype, with these arguments; whole without ``cuts``.
 
-    ``cuts``, ``keeps``: as in `random_ops._Shards`. ``is_plain``: the tensor is not a DTensor's.
+    ``cuts``, ``keeps``: as in `random_ops.Shards`. ``is_plain``: the tensor is not a DTensor's.
     """
 
     func: Any

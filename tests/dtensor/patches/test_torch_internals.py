@@ -43,7 +43,7 @@ from monarch_backend._core.patches import Patch
 from monarch_backend.dtensor import RemoteTensorError, simulated_mesh
 from monarch_backend.dtensor._controller import remote_tensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-from monarch_backend.dtensor._dispatch import op_signatures
+from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._ops import convolution
 from monarch_backend.dtensor._patches import manifest
 from monarch_backend.dtensor._patches.fixes import replicate_fallback, sharding_fixes
@@ -526,9 +526,9 @@ def test_tensors_are_made_by_arguments_in_this_order(mesh: Any) -> None:
 
 def test_fake_tensors_have_a_cache_that_can_be_left_out() -> None:
     assert FakeTensorMode().cache_enabled in (True, False)
-    assert op_signatures._fake.cache_enabled is False
+    assert fake_tensors._fake.cache_enabled is False
     before = len(FakeTensorMode.cache)
-    with op_signatures._fake:
+    with fake_tensors._fake:
         torch.ones(3, 211) + 1
     assert len(FakeTensorMode.cache) == before
 
