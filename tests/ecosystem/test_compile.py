@@ -212,7 +212,7 @@ def _between_graphs(rank: int) -> Any:
     return [compiled(torch.full((4,), float(rank))), step(torch.full((4,), float(rank)))]
 
 
-def test_what_no_graph_can_hold_runs_between_graphs() -> None:
+def test_code_that_graphs_cannot_hold_runs_between_graphs() -> None:
     for compiled, eager in on_both(_between_graphs, 2):
         assert compiled == eager
 
