@@ -752,9 +752,9 @@ def test_one_thread_at_a_time_has_the_turn() -> None:
         for _ in range(50):
             assert mailbox.acquire_turn()
             assert not mailbox.acquire_turn()
-            assert not _joined(*_in_thread(mailbox.take))
+            assert not _joined(*_in_thread(mailbox.acquire_turn))
             mailbox.release_turn()
-            assert _joined(*_in_thread(mailbox.take))
+            assert _joined(*_in_thread(mailbox.acquire_turn))
             assert not mailbox.acquire_turn()
             mailbox.release_turn()
 
@@ -843,7 +843,7 @@ def test_the_standby_takes_over_soon_and_gives_way_at_once() -> None:
             start = time.monotonic()
             assert process.mailbox.acquire_turn()
             ways.append(time.monotonic() - start)
-            assert not _joined(*_in_thread(process.mailbox.take))
+            assert not _joined(*_in_thread(process.mailbox.acquire_turn))
             passed = time.monotonic()
             process.mailbox.release_turn()
         standby.close()
