@@ -1,4 +1,4 @@
-"""Builds monarch_backend._native from csrc/; everything else about the package stands in pyproject.toml."""
+"""Builds monarch_backend._native from csrc/; pyproject.toml has everything else about the package."""
 
 import sys
 from glob import glob
@@ -6,8 +6,8 @@ from glob import glob
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
-# Shared memory, channels and registered memory stand on what Linux has.
-linux = [f"csrc/{room}{part}" for room in ("shm", "channel", "memory", "verbs") for part in ("", "/python")]
+# Shared memory, channels, registered memory and verbs need Linux.
+linux = [f"csrc/{folder}{part}" for folder in ("shm", "channel", "memory", "verbs") for part in ("", "/python")]
 folders = ["csrc", "csrc/records", *(linux if sys.platform == "linux" else [])]
 
 native = Pybind11Extension(

@@ -24,7 +24,7 @@ std::string boot_id() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string line;
   std::getline(file, line);
-  return line;  // empty where there is no such file: then no two processes are taken for neighbours
+  return line;  // empty if there is no such file: then no two processes are on the same host
 }
 
 #if defined(__linux__)

@@ -26,7 +26,7 @@ bool interpreter_is_ending() {
 }
 
 [[noreturn]] void on_terminate() {
-  // pthread_exit unwinds without an exception object; an exception that nobody caught has one.
+  // pthread_exit unwinds without an exception object; an uncaught exception has one.
   if (!std::current_exception() && !on_main_thread() && interpreter_is_ending()) {
     for (;;) pause();
   }

@@ -1,4 +1,4 @@
-// The Python face of the core: bindings only, no logic. monarch_backend/_native.pyi mirrors it.
+// Python bindings of the core, without logic. monarch_backend/_native.pyi has the same contents.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,7 +15,7 @@
 
 namespace {
 
-// Words as 64-bit integers with 32 bits in each, as torch writes them down.
+// Words as 64-bit integers with 32 bits in each, as torch stores them.
 int skip_mt19937(const pybind11::buffer& state, int left, std::uint64_t count) {
   const pybind11::buffer_info info = state.request(/*writable=*/true);
   std::array<std::uint64_t, monarch::kMtWords> wide;

@@ -7,7 +7,7 @@ namespace monarch {
 
 constexpr int kMtWords = 624;
 
-// Moves `words`, of which `left` - 1 are not drawn yet, behind `count` more draws. Returns the new `left`.
+// Advance `words`, with `left` - 1 undrawn ones, by `count` draws. Return the new `left`.
 int skip_mt19937(std::uint32_t* words, int left, std::uint64_t count);
 
 }  // namespace monarch

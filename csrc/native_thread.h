@@ -1,4 +1,5 @@
-// How every thread of the core begins: with a name of at most 15 letters. Knows no Python and no torch; Linux only.
+// Start of every thread of the core: a name of at most 15 letters, and its signal mask. Independent of Python and
+// torch; Linux only.
 #pragma once
 
 #include <csignal>
@@ -7,8 +8,8 @@
 
 namespace monarch {
 
-// Signals are for the threads of Python. Not those of a fault, which are of the thread that has it: blocked, they end the
-// process before any handler has said why.
+// Signals are handled by Python's threads. Signals of a fault belong to the thread that has it: blocked, they would end
+// the process before any handler reports the fault.
 inline void begin_native_thread(const char* name) {
   sigset_t signals;
   sigfillset(&signals);

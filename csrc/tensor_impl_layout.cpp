@@ -13,7 +13,7 @@ namespace {
 // Set with the GIL.
 PyTypeObject* tensor_type = nullptr;
 PyObject* forbid_writing = nullptr;  // torch's
-PyObject* error = nullptr;           // the class; without arguments it says what there is to say
+PyObject* error = nullptr;           // the class; its instances have a message without arguments
 bool is_reserved = false;            // else tensors keep their address, which is null
 Py_ssize_t to_impl = 0, to_storage = 0, to_address = 0, to_resizable = 0;
 
@@ -21,7 +21,7 @@ std::atomic<bool> is_called{false};  // whether `after_use` is going to be
 std::atomic<bool> is_mains{false};   // whether the error is going to be the main thread's
 
 bool has_gil() {
-  // Not PyGILState_Check(): once there was a second interpreter, it says yes to everybody.
+  // Not PyGILState_Check(): after a second interpreter has existed, it is always true.
 #if PY_VERSION_HEX >= 0x030d0000
   const PyThreadState* running = PyThreadState_GetUnchecked();
 #else
@@ -41,19 +41,19 @@ int after_use(void*) {
   return -1;
 }
 
-// In a signal handler, of a signal that came at an instruction of C++ that used the address: no lock of CPython's is
-// this thread's then, and what is called here allocates nothing.
-// A thread that has the GIL gets the error itself, as soon as Python looks. One that has released it can't be given it
-// without waiting for the GIL, with who knows what locks; one of OpenMP's has no Python: the main thread has the error.
-Told on_use() {
-  if (Py_IsInitialized() == 0) return Told::kNobody;
-  const bool is_told = has_gil() && raise_here();
-  if (!is_told) is_mains = true;
+// In a signal handler, for an instruction of C++ that used the address: this thread holds no lock of CPython then, and
+// nothing here allocates. A thread with the GIL gets the error itself, at its next Python instruction. A thread that
+// has released the GIL would have to wait for it, possibly with locks held, and OpenMP's threads have no Python state:
+// then the main thread gets the error.
+ErrorTarget on_use() {
+  if (Py_IsInitialized() == 0) return ErrorTarget::kNone;
+  const bool is_raised = has_gil() && raise_here();
+  if (!is_raised) is_mains = true;
   if (!is_called.exchange(true) && Py_AddPendingCall(after_use, nullptr) != 0) {
     is_called = false;
-    if (!is_told) return Told::kNobody;
+    if (!is_raised) return ErrorTarget::kNone;
   }
-  return is_told || on_main_thread() ? Told::kThisThread : Told::kAnotherThread;
+  return is_raised || on_main_thread() ? ErrorTarget::kThisThread : ErrorTarget::kAnotherThread;
 }
 
 template <class T = void*>
@@ -74,7 +74,7 @@ PyObject* set_up(PyObject*, PyObject* args) {
   PyObject *type, *forbid, *raised;
   if (!PyArg_ParseTuple(args, "O!OO", &PyType_Type, &type, &forbid, &raised)) return nullptr;
   if (!PyExceptionClass_Check(raised)) return PyErr_SetString(PyExc_TypeError, "no class of errors"), nullptr;
-  Py_INCREF(args);  // for ever: they are a module's
+  Py_INCREF(args);  // for ever: they belong to a module
   tensor_type = reinterpret_cast<PyTypeObject*>(type), forbid_writing = forbid, error = raised;
   Py_RETURN_NONE;
 }
@@ -91,7 +91,7 @@ PyObject* close(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// `report` is who else hears of errors that Python cannot raise where they are.
+// `report` handles all other errors that Python cannot raise.
 PyObject* on_unraisable(PyObject* report, PyObject* unraisable) {
   PyObject* type = PyObject_GetAttrString(unraisable, "exc_type");
   if (type == nullptr) return nullptr;
@@ -106,7 +106,7 @@ PyMethodDef hook = {"raise_address_error_again", on_unraisable, METH_O, nullptr}
 PyObject* new_hook(PyObject*, PyObject* report) { return PyCFunction_New(&hook, report); }
 
 PyObject* no_pointer(PyObject*, PyObject* tensor) {
-  close_absent_memory();  // in case that who was to do it has lost the error
+  close_absent_memory();  // in case the pending call was lost
   void* storage = storage_of(tensor);
   if (storage == nullptr && PyErr_Occurred() != nullptr) return nullptr;
   if (storage != nullptr && *in(storage, to_address) == nullptr) {

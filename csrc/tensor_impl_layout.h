@@ -1,5 +1,5 @@
-// What a tensor whose memory is in other processes has for an address, and the error of C++ that uses it. Knows Python,
-// and of torch what it is told: where in a tensor the address stands.
+// The address of a tensor whose memory is in other processes, and the error of C++ code that uses it. Depends on
+// Python; the layout of torch's tensors is passed in.
 #pragma once
 
 #include <Python.h>

@@ -17,7 +17,7 @@ namespace monarch {
 
 namespace {
 
-// Below it Linux maps nothing for anybody (vm.mmap_min_addr), and macOS nothing in a 64-bit process.
+// Below this address Linux maps nothing (vm.mmap_min_addr), and macOS nothing in a 64-bit process.
 constexpr std::uintptr_t kNeverMapped = 0x10000;
 constexpr std::size_t kLongest = 1000;
 // Addresses cost nothing, and a processor has 128 TiB of them or more. Half of them are given out, so that whatever a
@@ -40,7 +40,7 @@ std::atomic<bool> is_open{false};  // whether anything may be mapped there
 std::atomic<std::size_t> given{0};
 
 // Only what a signal handler may do: no allocation, no stdio, no lock.
-class Words {
+class SignalSafeText {
  public:
   void add(const char* text, std::size_t length) {
     length = std::min(length, text_.size() - length_);
@@ -56,8 +56,8 @@ class Words {
     } while (number != 0);
     add(at, static_cast<std::size_t>(digits + sizeof(digits) - at));
   }
-  // At once, for other threads may say something, too.
-  void say() const {
+  // In one write if possible, because other threads may write, too.
+  void write_out() const {
     const char* text = text_.data();
     for (std::size_t left = length_; left > 0;) {
       const ssize_t written = write(STDERR_FILENO, text, left);
@@ -73,16 +73,16 @@ class Words {
   std::size_t length_ = 0;
 };
 
-void say_note(std::uintptr_t address) {
+void write_note(std::uintptr_t address) {
   if (!stderr_is_open) return;
-  Words words;
+  SignalSafeText words;
   words.add("monarch_backend: pid ", 21);
   words.add_number(static_cast<std::uintptr_t>(getpid()), 10);
   words.add(" used address 0x", 16);
   words.add_number(address, 16);
   words.add(note_text.data(), note_length);
   words.add("\n", 1);
-  words.say();
+  words.write_out();
 }
 
 bool is_absent(std::uintptr_t address) { return address - absent < absent_size; }
@@ -92,17 +92,17 @@ bool goes_on(std::uintptr_t address) {
   const OnAbsentUse on_use = on_absent_use.load();
   if (on_use == nullptr || !is_absent(address)) return false;
   void* part = reinterpret_cast<void*>(address / kPart * kPart);
-  // Mapped first: who is told may unmap it at once, and then this is asked again.
+  // Mapped first: the callback may lead to an unmapping at once, and then the fault occurs again.
   if (mprotect(part, kPart, PROT_READ | PROT_WRITE) != 0) return false;
   is_open = true;
-  const Told who = on_use();
-  if (who == Told::kAnotherThread) say_note(address);
-  if (who == Told::kNobody) mprotect(part, kPart, PROT_NONE);
-  return who != Told::kNobody;
+  const ErrorTarget who = on_use();
+  if (who == ErrorTarget::kAnotherThread) write_note(address);
+  if (who == ErrorTarget::kNone) mprotect(part, kPart, PROT_NONE);
+  return who != ErrorTarget::kNone;
 }
 
-// The instruction runs again and meets the handler that was there before; what somebody sent has to be sent again. One that
-// came later than ours, and has ours for the one before, is not asked twice.
+// Restore the previous handler. The instruction runs again and reaches it; a signal from kill() is sent again. If a
+// later handler has ours as its previous one, ours is not called twice.
 void pass_on(int signal, bool is_sent) {
   const auto which = static_cast<std::size_t>(std::find(kSignals.begin(), kSignals.end(), signal) - kSignals.begin());
   struct sigaction next = before[which];
@@ -119,9 +119,9 @@ void on_fault(int signal, siginfo_t* info, void*) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
   const bool is_sent = info->si_code <= 0;  // by a kill()
   if (is_sent || !goes_on(address)) {
-    // An address that no processor can have is told as 0, with another code.
+    // An address that no CPU can have is reported as 0, with another code.
     const bool is_unmapped = signal == SIGSEGV ? info->si_code == SEGV_MAPERR : info->si_code == BUS_ADRERR;
-    if ((is_unmapped && address < kNeverMapped) || (!is_sent && is_absent(address))) say_note(address);
+    if ((is_unmapped && address < kNeverMapped) || (!is_sent && is_absent(address))) write_note(address);
     pass_on(signal, is_sent);
   }
   errno = kept;
@@ -134,7 +134,7 @@ void* map_absent(void* where, std::size_t size) {
   return mapped == MAP_FAILED ? nullptr : mapped;
 }
 
-// Of a process that may have only so many addresses (ulimit -v) a small part.
+// A small part of the limit, if the address space is limited (ulimit -v).
 std::size_t most_addresses() {
   struct rlimit limit = {};
   if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kMost;

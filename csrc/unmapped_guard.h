@@ -6,25 +6,25 @@
 
 namespace monarch {
 
-enum class Told { kNobody, kThisThread, kAnotherThread };
+enum class ErrorTarget { kNone, kThisThread, kAnotherThread };
 
-// What is told that such an address was used, and says who is going to have the error. Called in a signal handler, on the
-// thread that used it: it allocates nothing and takes no lock that this thread can have.
-using OnAbsentUse = Told (*)();
+// Called when such an address was used, in a signal handler on the thread that used it. Returns which thread gets the
+// error. It allocates nothing and takes no lock that this thread can hold.
+using OnAbsentUse = ErrorTarget (*)();
 
-// Reserves addresses that nothing is mapped at, a TiB or more; false where there are not as many. Whoever uses one has
-// zeros there until close_absent_memory; `on_use` is told, and the thread goes on, with words on stderr if another one is
-// going to have the error. If nobody can be told, or nothing can be mapped, the signal takes its course. The first call
-// counts; explain_absent_memory has the handler.
+// Reserve unmapped addresses, a TiB or more; false if there is not enough address space. A thread that uses one reads
+// zeros there until close_absent_memory. `on_use` is called, and the thread continues; stderr gets a note if another
+// thread gets the error. If no thread can get it, or mapping fails, the signal is passed on. Only the first call has an
+// effect; explain_absent_memory installs the handler.
 bool reserve_absent_memory(OnAbsentUse on_use);
 
-// One of them, after reserve_absent_memory has said true: another one than the last 8,000 or more, so that who uses two
-// tensors is told of both, with 64 MiB before it and half of all behind.
+// One of them, after reserve_absent_memory has returned true. It differs from the last 8,000 or more, so that uses of
+// two tensors are both reported. 64 MiB before it and half of all addresses behind it are unmapped.
 void* absent_address();
 bool is_absent_address(const void* address);
 
-// Nothing is mapped there any more, and what was written is gone: the next use is told as the first was. From any thread,
-// at any time, for a use just comes again; costs nothing if nothing is open.
+// Unmap what was used, so that the next use is reported again; written bytes are lost. From any thread, at any time,
+// because a concurrent use just faults again. Costs nothing if nothing is mapped.
 void close_absent_memory();
 
 // Has the handler of SIGSEGV and SIGBUS that does this, unless it is there. Where the process does not go on, it writes the

@@ -15,65 +15,67 @@ def cpu_features() -> list[str]:
     """Vector extensions of this processor that the core can use, named as in /proc/cpuinfo."""
 
 def park_threads_at_exit() -> None:
-    """From now on a C++ thread that wants the GIL of an ending interpreter sleeps instead of aborting the process."""
+    """Let C++ threads that wait for the GIL of an ending interpreter sleep, instead of aborting the process."""
 
 def explain_absent_memory(note: str) -> None:
-    """From now on a process that ends since it used memory that is elsewhere, or address 0, says this on stderr before,
-    with its pid and the address. Again: if another handler has come since."""
+    """Install a signal handler that explains a crash at the address of a remote tensor, or near address 0.
+
+    It writes ``note``, the pid and the address to stderr. Call it again after another handler was installed."""
 
 def set_up_tensor_address(tensor: type, forbid_writing: Callable[[Any], object], error: type[Exception], /) -> None:
-    """``error``: what is raised, without arguments, in the thread that used an address, or in the main thread if that
-    one has not the GIL."""
+    """Set the exception class that is raised, without arguments, in the thread that used an address.
+
+    A thread without the GIL cannot get it: then the main thread does."""
 
 def reserve_tensor_address(to_impl: int, to_storage: int, to_address: int, to_resizable: int, /) -> bool:
-    """From now on `no_pointer` gives tensors the address of memory that is elsewhere; whether there is one.
+    """Reserve the addresses that `no_pointer` gives to tensors. Return False if there is no address space for them.
 
-    ``to_...``: how many bytes into a tensor its C++ part stands, into that its storage, into that the address, and
-    whether it can be resized."""
+    ``to_...``: offsets in bytes: of the C++ part in a tensor, of the storage in that, and of the address and the
+    resizable flag in the storage."""
 
 def close_absent_memory() -> None:
-    """What was used is told again when it is used again; what was written there is gone."""
+    """Unmap addresses that were used: the next use is reported again, and written bytes are lost."""
 
 def unraisable_hook(report: Callable[[Any], object], /) -> Callable[[Any], object]:
-    """For `sys.unraisablehook`: raises the error again in that thread, as soon as Python looks. Reports others.
+    """Return a function for `sys.unraisablehook` that raises the address error again in the thread.
 
-    In C, for in a function of Python's it would be raised there."""
+    Other errors go to ``report``. The function is in C, because a Python function would itself be interrupted."""
 
 def no_pointer(tensor: Any, /) -> None:
-    """Who wants to write a tensor's memory gets an error of torch's, and so does who resizes it; uses are told."""
+    """Make writes to a tensor's memory and resizing it raise torch's errors; other uses are reported."""
 
 def without_address(tensor: Any, /) -> None:
-    """Until `no_pointer`: torch may change the tensor's sizes."""
+    """Let torch change the tensor's sizes until the next `no_pointer`."""
 
 def skip_mt19937(words: bytearray | memoryview, left: int, count: int) -> int:
-    """Moves a Mersenne Twister's 624 words, changed in place, behind so many draws; returns how many are left then."""
+    """Advance the 624 words of a Mersenne Twister in place by ``count`` draws. Return how many words are left then."""
 
 def keep_for_ever(instance: object, /) -> None:
-    """Never free this object, also not while the interpreter ends."""
+    """Never free this object, not even while the interpreter ends."""
 
-# csrc/records/: what a record costs, on the controller and on a worker; see monarch_backend/dtensor.
+# csrc/records/: the hot paths of a command, in the controller and in a worker; see monarch_backend/dtensor.
 
-def set_up_places(
+def set_up_call_sites(
     is_internal: Callable[[CodeType], bool], number_of: Callable[[tuple[tuple[CodeType, int], ...]], int], /
 ) -> None:
-    """Who is asked about each code object once, and about each place."""
+    """Set the functions that are called once for each code object, and once for each call site."""
 
-def place_here() -> int:
-    """The number of the place in the program that runs now: its innermost frames that are not internal."""
+def current_call_site() -> int:
+    """Return the number of the current call site: the innermost frames of the program that are not internal."""
 
 class Sink:
-    """Where the words of a set of workers go."""
+    """Buffer of the command words of one worker set."""
 
     limit: int
-    """In words: more are a batch."""
+    """Words of a batch: with more, it is sent."""
     records: int
-    """So many have been written."""
+    """Number of records written."""
     made: int
-    """Bytes of results since what is unreachable was last deleted."""
+    """Bytes of results since unreachable tensors were last deleted."""
     most: int
-    """From so many on it is deleted before the next record."""
+    """Bytes of results from which they are deleted before the next record."""
     debug: bool
-    """Each record is a batch."""
+    """Whether each record is a batch."""
 
     def __init__(
         self, words: list[Any], unreachable: list[int], ids: Iterator[int], wake: Callable[[], object],
@@ -81,7 +83,7 @@ class Sink:
     ) -> None: ...  # fmt: skip
 
 class Ref:
-    """The workers' id of a tensor: in ``workers.unreachable`` when nobody has it any more."""
+    """The workers' id of a tensor. It is added to ``workers.unreachable`` when the last reference is gone."""
 
     workers: Any
     id: int
@@ -90,7 +92,7 @@ class Ref:
     def __init__(self, workers: Any, number: int, /) -> None: ...
 
 class Entry:
-    """What is known of a signature."""
+    """Cached data of a signature."""
 
     workers: Any
     number: int
@@ -105,7 +107,7 @@ class Entry:
     def used(self) -> int: ...
 
 class Plan:
-    """What is known of an operator. ``scalars``, ``names``: see `_signatures.scalars_of`."""
+    """Cached data of an operator. ``scalars``, ``names``: see `op_signatures.scalars_of`."""
 
     entries: dict[Any, Entry]
     target: Any
@@ -119,16 +121,16 @@ def set_up_issue(
     with_host_tensors: Callable[[Plan, Any, Any], Any], missing: Callable[[Plan, Any, Any, Any, Any], Entry],
     plan_of: Callable[[Any], Plan], yes: object, no: object, /,
 ) -> None:  # fmt: skip
-    """What is asked of Python."""
+    """Set the Python functions that dispatch calls."""
 
 def dispatch(func: Any, args: Any, kwargs: Any, /) -> Any:
-    """An operator's result, as remote tensors."""
+    """Run an operator. Return its result, as remote tensors."""
 
 def issue(plan: Plan, args: Any, kwargs: Any, workers: Any, /) -> Any:
-    """As dispatch, of the plain operation. ``workers``: of one without tensors among its arguments, else None."""
+    """Do the same, without special operators. ``workers``: the worker set of an operation without tensor arguments."""
 
 class Call:
-    """A function and its arguments, which are ("constant", value), ("tensor", at), ("number", at), ("list", [...])."""
+    """A function and its arguments: ("constant", value), ("tensor", index), ("number", index) or ("list", [...])."""
 
     function: Callable[..., Any]
 
@@ -140,91 +142,91 @@ class Call:
         """Execute the record at ``words[i]``."""
 
     def given(self, tensors: Any, words: list[Any], i: int, /) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the function is given for it."""
+        """Return the arguments with which the record calls the function."""
 
 def execute(
     words: list[Any], i: int, calls: dict[int, Call], tensors: dict[int, Any], pending: dict[int, Any],
     cursor: list[int], /,
 ) -> int:  # fmt: skip
-    """Execute records from ``words[i]`` on; returns where one is that is not among the calls, or has to wait.
+    """Execute records from ``words[i]`` on. Return the index of the first that is not among the calls or must wait.
 
-    Raises what a call raises; then ``cursor[0]`` says where its record is.
+    Raises what a call raises; then ``cursor[0]`` is the index of its record.
     """
 
 class Peer:
-    """Another process of this host, which may have ended since we met. Linux only, as all below."""
+    """Another process of this host, which may have ended since it connected. Linux only, as all below."""
 
 class Host:
-    """This process among those of its host: its arena and its peers."""
+    """Arena and peers of this process on its host."""
 
     def __init__(self, arena_bytes: int, token: str = "") -> None:
-        """``token``: its name, 32 hexadecimal digits, if somebody else has chosen one."""
+        """``token``: the token of this process, 32 hexadecimal digits, if another process has chosen it."""
 
     def tether(self, token: str, /) -> bool:
-        """Die with the peer of this token, at once; False if it is not there any more."""
+        """Kill this process as soon as the peer with this token ends. Return False if it has ended already."""
 
     @property
     def token(self) -> str:
-        """The name under which this process listens."""
+        """The token under which this process listens."""
 
     def connect(self, token: str, seconds: float = 1.0) -> Peer | None:
         """Connect to the process with this token and exchange arenas.
 
-        None if it can't be reached from here, or is there and does not answer for so many seconds.
+        Return None if it can't be reached from here, or does not answer within ``seconds``.
         """
 
     def accepted(self, token: str, seconds: float, /) -> Peer | None:
-        """Wait until the process with this token has connected to us; None if it has not within ``seconds``."""
+        """Wait until the process with this token has connected. Return None if it has not within ``seconds``."""
 
     def make_board(self, size: int, /) -> int:
-        """Room in the arena for one rank of a group of ``size``; its offset, or 0 when the arena is full."""
+        """Allocate the board of one rank of a group of ``size``. Return its offset, or 0 when the arena is full."""
 
     def drop_board(self, board: int, /) -> None:
-        """Give back a board that no group came of."""
+        """Free a board for which no group was made."""
 
     def used(self) -> int:
-        """Bytes of the arena in use."""
+        """Return the bytes of the arena in use."""
 
     def size(self) -> int:
-        """Bytes of the arena."""
+        """Return the bytes of the arena."""
 
     def leave(self) -> None:
-        """Tell the peers that this process ends in peace."""
+        """Tell the peers that this process ends without a failure."""
 
     def abandon(self) -> None:
-        """In a forked child: give up what belongs to the parent, without a word to the peers."""
+        """In a forked child: drop the parent's connections without a message to the peers."""
 
-class Room:
-    """Writable memory of the arena, by the buffer protocol, for as long as this object lives."""
+class ArenaBuffer:
+    """Writable memory of the arena with the buffer protocol. It is freed with this object."""
 
     def __init__(self, host: Host, size: int) -> None:
-        """Raises MemoryError where the arena has no room for it in one piece."""
+        """Raises MemoryError if the arena has no free block of this size."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 _Spans = list[tuple[int, int]]  # address, bytes
-_Fault = tuple[str, int, str]  # dead, left, late, mismatch or closed; rank of the culprit or -1; what happened
+_Failure = tuple[str, int, str]  # dead, left, late, mismatch or closed; failed rank or -1; text
 
 class Operation:
-    """An operation under way."""
+    """An operation in progress."""
 
     @property
     def done(self) -> bool:
-        """True once it has ended, with a fault or without."""
+        """Whether it has ended, with a failure or without."""
 
     @property
     def source(self) -> int:
         """Of a receive: the rank that sent."""
 
     def forget(self) -> None:
-        """Let go of the owner of the memory: somebody else keeps it."""
+        """Drop the reference to the owner of the memory, because the caller keeps it."""
 
     @property
-    def fault(self) -> _Fault | None:
-        """Why it failed, once it is done."""
+    def failure(self) -> _Failure | None:
+        """The failure, once it is done; None if it succeeded."""
 
 def collectives() -> tuple[tuple[str, bool, bool], ...]:
-    """Of each collective the name, whether it has a root, and whether it reduces."""
+    """Return for each collective its name, whether it has a root, and whether it reduces."""
 
 class ShmGroup:
     """A group of ranks on this host."""
@@ -232,8 +234,9 @@ class ShmGroup:
     def __init__(
         self, host: Host, rank: int, peers: list[Peer | None], boards: list[int], read_from: int, label: str
     ) -> None:
-        """``read_from``: bytes from which it reads its peers' memory, 0 for never; ``label``: how lines on stderr about
-        the ways that operations take begin, "" for none."""
+        """``read_from``: bytes from which it reads its peers' memory directly, 0 for never.
+
+        ``label``: start of the lines on stderr that name the algorithm of an operation, "" for no lines."""
 
     def run(
         self,
@@ -248,13 +251,16 @@ class ShmGroup:
         options: object,
         /,
     ) -> Operation | None:
-        """Run an operation on this thread; None if it ended well. One that is late is given ``seconds(options)``."""
+        """Run an operation on this thread. Return None if it succeeded.
+
+        ``seconds(options)`` is called if it is late, for the time limit.
+        """
 
     @property
     def sequence(self) -> int:
-        """How many collectives there have been."""
+        """Number of collectives so far."""
 
-    def shortcut(
+    def fast_path(
         self,
         collective: int,
         form: int,
@@ -267,28 +273,28 @@ class ShmGroup:
         torch: tuple[object, ...],
         /,
     ) -> Any:
-        """A callable for the method ``name`` of ``owner``, which does what most callers want with no Python in between.
+        """Return a callable for the method ``name`` of ``owner`` that runs most calls without Python code.
 
-        It returns a ``work()``, or what ``failed`` returns. ``torch`` is as in csrc/shm/python/fast_paths.h. After
-        ``end()`` it forwards every call.
+        It returns ``work()``, or the result of ``failed``. ``torch``: see csrc/shm/python/fast_paths.h. After ``end()``
+        it forwards every call.
         """
 
     def message(
         self, sends: bool, dtype: int, other: int, tag: int, address: int, size: int, owner: object, /
     ) -> Operation:
-        """Begin to send to or receive from a rank, -1: any; it may have ended already. Keeps ``owner`` meanwhile."""
+        """Start to send to or receive from a rank, -1: any. It may have ended already. Keeps ``owner`` until then."""
 
-    def finish(self, operation: Operation, seconds: float, /) -> _Fault | None:
-        """Wait until an operation of this thread is done; it fails after ``seconds``."""
+    def finish(self, operation: Operation, seconds: float, /) -> _Failure | None:
+        """Wait until an operation of this thread is done. It fails after ``seconds``."""
 
     def wait(self, operation: Operation, seconds: float, /) -> bool:
-        """Help an operation along until it is done; False after ``seconds``."""
+        """Advance an operation until it is done. Return False after ``seconds``."""
 
     def set_reason(self, text: str, /) -> None:
-        """Say why this rank is about to close the group or to end; at most 255 bytes, for the errors of the others."""
+        """Set the reason why this rank closes the group or ends, for the errors of other ranks. At most 255 bytes."""
 
     def close(self) -> None:
-        """End the group for this rank; operations under way fail."""
+        """End the group for this rank. Operations in progress fail."""
 
 class Engine:
     """The progress thread of asynchronous operations."""
@@ -313,22 +319,24 @@ class Engine:
     def submit_async(
         self, group: ShmGroup, operation: Operation, seconds: float, then: Callable[[], object], /
     ) -> None:
-        """Do the same for an operation that has begun."""
+        """Do the same for an operation that has started."""
 
     def stop(self) -> None:
-        """End the thread; what is under way stays as it is."""
+        """End the thread. Operations in progress stay as they are."""
 
 class Block:
-    """A message's memory in its sender's arena; has the buffer protocol. Given back when nobody holds it."""
+    """A payload in its sender's arena, with the buffer protocol. It is released with the last reference."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
-class Post:
-    """Frames to and from the other processes of this host, and the turn to read them."""
+class Mailbox:
+    """Sends frames to other processes of this host and receives them. One thread at a time has the turn to read."""
 
-    def __init__(self, host: Host, crowded: bool, share: int = ...) -> None: ...
+    def __init__(self, host: Host, oversubscribed: bool, share: int = ...) -> None:
+        """``oversubscribed``: see `crowd`. ``share``: bytes of the arena that one receiver may leave unread."""
+
     def connect(self, token: str, /) -> int:
-        """The link to the process with this token; -1 if it can't be reached, -2 if it does not answer yet."""
+        """Return the link to the process with this token; -1 if it can't be reached, -2 if it does not answer yet."""
 
     def send(
         self,
@@ -344,7 +352,7 @@ class Post:
         buffers: Sequence[Any] | None,
         /,
     ) -> bool:
-        """A frame; False if there is no room for its payload now, and nothing was sent. Never waits."""
+        """Send a frame without waiting. Return False, and send nothing, if there is no space for its payload."""
 
     def cast(
         self,
@@ -357,60 +365,60 @@ class Post:
         buffers: Sequence[Any] | None,
         /,
     ) -> bool:
-        """The same frame to many, each (link, seq, rank, epoch); its payload is copied once."""
+        """Send one frame to several receivers, each (link, seq, rank, epoch). The payload is copied once."""
 
     def drop(self, link: int, /) -> None:
-        """Send nothing more on this link."""
+        """Close this link for sending."""
 
-    def take(self) -> bool:
-        """Take the turn to read, from the standby if need be; False if another reader has it."""
+    def acquire_turn(self) -> bool:
+        """Take the turn to read, from the standby thread if that has it. Return False if another reader has it."""
 
-    def pass_on(self) -> None:
-        """Give up the turn."""
+    def release_turn(self) -> None:
+        """Release the turn to read."""
 
     def receive(self, seconds: float | None, standby: bool = False) -> list[Any]:
-        """With the turn: what has come. Empty after so many seconds, after `wake`, after a signal.
+        """Return events. Requires the turn. Empty after ``seconds``, after `wake`, or after a signal.
 
-        Frames are (link, kind, target, ref, seq, rank, epoch, prefix, body, buffers); a process that was met is
-        (link, -1, token, pid), one that is gone (link, -2, how it ended, whether in peace).
+        Frames are (link, kind, target, ref, seq, rank, epoch, prefix, body, buffers). A new link is
+        (link, -1, token, pid). A closed one is (link, -2, how its process ended, whether without failure).
         """
 
-    def stand_by(self) -> bool:
-        """Wait until nobody else reads, and take the turn; False once closed."""
+    def acquire_turn_as_standby(self) -> bool:
+        """Wait until no other thread reads, and take the turn. Return False once closed."""
 
-    def wanted(self) -> bool:
-        """A reader waits for the standby to go."""
+    def is_turn_wanted(self) -> bool:
+        """Return whether a reader waits for the standby thread to release the turn."""
 
     def unread(self, link: int, /) -> int:
-        """Bytes of frames that the receiver has not read yet."""
+        """Return the bytes of frames that the receiver has not read yet."""
 
     def wake(self) -> None:
-        """Whoever reads returns."""
+        """Make the reading thread return from `receive`."""
 
     def close(self) -> None:
-        """The standby returns for good."""
+        """End `acquire_turn_as_standby` for ever."""
 
-    def crowd(self, crowded: bool, /) -> None:
-        """Whether there are more processes than processors, so that waiting must not spin."""
+    def crowd(self, oversubscribed: bool, /) -> None:
+        """Set whether there are more processes than processors, so that waiting threads must not spin."""
 
     def kept_back(self) -> int:
-        """Bytes of frames that wait for room in a ring."""
+        """Return the bytes of frames in the backlog: frames that wait for space in a ring."""
 
 _Ticket = tuple[int, int, int]  # slot, epoch, key
 _Segments = Sequence[tuple[int, int, int]]  # offset in the registration, local address, bytes
 
-class Patient:
-    """What ends a transfer before its time: a deadline in so many seconds, a cancellation."""
+class CancelScope:
+    """Deadline and cancellation of a transfer. ``seconds``: until the deadline."""
 
     def __init__(self, seconds: float | None = None) -> None: ...
     def cancel(self) -> None: ...
-    def over(self) -> int:
-        """The Outcome that a transfer has now: of lateness, of cancellation, or 0."""
+    def outcome(self) -> int:
+        """Return the Outcome that ends the transfer now: late or cancelled; 0 if it may continue."""
 
 class View:
-    """Memory that an object with the buffer protocol lends, for as long as this lives."""
+    """The memory of an object with the buffer protocol; keeps the object alive."""
 
-    def __init__(self, lender: object) -> None: ...
+    def __init__(self, owner: object) -> None: ...
     @property
     def address(self) -> int: ...
     @property
@@ -421,16 +429,16 @@ class View:
     def contiguous(self) -> bool: ...
 
 class Memory:
-    """Memory that this process has registered, and its ways to that of others on this host."""
+    """Registered memory of this process, and access to that of other processes of the host."""
 
     def __init__(self, host: Host, kernel: bool = True, ipc: bool = True, threads: int = 1) -> None:
-        """``threads``: how many of this process make one large copy."""
+        """``threads``: number of threads that share one large copy."""
 
     def add(self, address: int, nbytes: int, writable: bool) -> _Ticket: ...
     def drop(self, ticket: _Ticket, seconds: float) -> int: ...
     def user_of(self, ticket: _Ticket) -> int: ...
     def check(self, ticket: _Ticket, offset: int, nbytes: int, access: int) -> int:
-        """A Refusal, 0 for none."""
+        """Return a Refusal, 0 for none."""
 
     def count(self) -> int: ...
     def move(
@@ -439,10 +447,10 @@ class Memory:
         ticket: _Ticket,
         write: bool,
         segments: _Segments,
-        patient: Patient,
+        scope: CancelScope,
     ) -> tuple[int, int, int, int, str]: ...
     def at_once(self, token: str, ticket: _Ticket, write: bool, offset: int, local: int, nbytes: int) -> bool:
-        """True if it is done; False if somebody is needed for it, or it failed: `move` says why."""
+        """Copy without a thread. Return False if that is impossible or failed; then `move` gives the reason."""
 
     def change(
         self,
@@ -452,56 +460,59 @@ class Memory:
         offset: int,
         operand: int,
         expected: int,
-        patient: Patient,
+        scope: CancelScope,
     ) -> tuple[int, int, int, int, str]: ...
-    def move_here(self, ticket: _Ticket, write: bool, segments: _Segments) -> tuple[int, int, int, int, str]: ...
-    def change_here(
+    def move_local(self, ticket: _Ticket, write: bool, segments: _Segments) -> tuple[int, int, int, int, str]: ...
+    def change_local(
         self, ticket: _Ticket, access: int, offset: int, operand: int, expected: int
     ) -> tuple[int, int, int, int, str]: ...
-    def way(self, token: str, ticket: _Ticket) -> int:
-        """A Way; -1 of a process that this one has not met yet."""
+    def copy_method(self, token: str, ticket: _Ticket) -> int:
+        """Return a CopyMethod; -1 for a process that is not connected yet."""
 
     def why_not_mapped(self, token: str, ticket: _Ticket) -> str:
-        """Of memory of a GPU, for people; empty where nothing is known to be in the way."""
+        """Return why GPU memory is not mapped here, as text; empty if no reason is known."""
 
-    def lend(self, token: str, ticket: _Ticket, address: int) -> bool:
-        """That memory of a GPU is mapped here, by the caller, until it is `returned`; False if its owner is not met."""
+    def add_external_mapping(self, token: str, ticket: _Ticket, address: int) -> bool:
+        """Use GPU memory that the caller has mapped, until `take_unused_mappings` returns it.
 
-    def returned(self) -> list[tuple[str, int, int]]:
-        """Token, slot and epoch of what was lent and nobody uses any more; each is told once."""
+        Return False if its owner is not connected.
+        """
+
+    def take_unused_mappings(self) -> list[tuple[str, int, int]]:
+        """Return token, slot and epoch of external mappings that are not used any more, each once."""
 
     def sweep(self) -> None:
-        """Unmap other processes' GPU memory that was dropped, or whose process is gone."""
+        """Unmap other processes' GPU memory that was dropped, or whose process has ended."""
 
     def mapped(self) -> int:
-        """Other processes' allocations of GPUs that are mapped here, or that the driver has refused to map."""
+        """Return the number of other processes' GPU allocations that are mapped here or were refused by the driver."""
 
 class GpuFailure(RuntimeError):
-    """What the driver of a GPU has refused."""
+    """An error of a GPU's driver."""
 
 def gpu_open() -> None:
-    """Open the driver, CUDA's or HIP's. Raises GpuFailure where there is none. Twice is as good as once."""
+    """Open the driver, CUDA's or HIP's. Raises GpuFailure if there is none. Later calls do nothing."""
 
 def gpu_library() -> str:
-    """The driver's library that was opened, or an empty string."""
+    """Return the name of the driver library in use, or an empty string."""
 
 def gpu_device_of(address: int) -> int:
-    """The number of the GPU whose memory that is, -1 for none; before gpu_open nobody has any."""
+    """Return the number of the GPU with this memory; -1 for none, and for all memory before `gpu_open`."""
 
 def gpu_allocation_of(address: int) -> tuple[int, int]:
-    """Address and bytes of the allocation that this lies in. Raises GpuFailure."""
+    """Return address and bytes of the allocation that contains the address. Raises GpuFailure."""
 
 def gpu_wait_for_stream(device: int, stream: int) -> None:
-    """Until it is done with what it was asked for. Raises GpuFailure."""
+    """Wait until the work of a stream is done. Raises GpuFailure."""
 
 def gpu_dma_buf(address: int, nbytes: int) -> int:
-    """A new descriptor of the dma-buf of this range, of whole pages. Raises GpuFailure."""
+    """Return a new descriptor of the dma-buf of this range of whole pages. Raises GpuFailure."""
 
 class PinnedMemory:
-    """Memory of the host that GPUs' drivers copy to and from straight; it has the buffer protocol."""
+    """Pinned host memory, for direct copies by GPUs. It has the buffer protocol."""
 
     def __init__(self, device: int, nbytes: int) -> None:
-        """For copies by any GPU; ``device``: whose driver is asked for it. Raises GpuFailure."""
+        """For copies by any GPU. ``device``: the GPU whose context allocates it. Raises GpuFailure."""
 
     @property
     def address(self) -> int: ...
@@ -509,135 +520,137 @@ class PinnedMemory:
     def nbytes(self) -> int: ...
 
 class GpuCopies:
-    """Copies between a GPU's memory and the host's, in two lanes: what is asked of one is done in that order."""
+    """Copies between GPU memory and host memory on two streams. Each stream keeps the order of its copies."""
 
-    lanes: int
+    streams: int
 
     def __init__(self, device: int) -> None:
-        """Raises GpuFailure, as all of it."""
+        """Raises GpuFailure, as all methods do."""
 
-    def begin(self, lane: int, to_gpu: bool, host: int, parts: _Segments) -> None:
-        """Of all parts, whose local addresses are the GPU's, to or from ``host``, one after the other."""
+    def begin(self, stream: int, to_gpu: bool, host: int, parts: _Segments) -> None:
+        """Start to copy all parts, whose local addresses are the GPU's, to or from ``host``, one after the other."""
 
-    def finish(self, lane: int) -> None:
-        """Until all of the lane's are done."""
+    def finish(self, stream: int) -> None:
+        """Wait until the stream's copies are done."""
 
 class Copies:
-    """Copies between this process and others of its host that are made again and again."""
+    """A reusable list of copies between this process and others of its host."""
 
     def __init__(self, memory: Memory, copies: Sequence[tuple[str, _Ticket, bool, int, int, int]]) -> None:
-        """Token, ticket, whether it is written to; offset, local address, bytes."""
+        """Each copy: token, ticket, whether it writes, offset, local address, bytes."""
 
     def run(self) -> bool:
-        """True if all are done; False if not: `Memory.move` says why."""
+        """Run all copies. Return False if that failed; then `Memory.move` gives the reason."""
 
 class MemoryIdentity:
-    """Who this process is for those who want its memory, and how it proves it."""
+    """Identity of this process towards others that access its memory, and the secret that proves it."""
 
     def __init__(self, token: str, secret: bytes, certificate: bytes = b"", key: bytes = b"", ca: bytes = b"") -> None:
-        """``token``: 32 hexadecimal digits. Certificate, key and CA as DER, or none for no TLS. Raises ValueError, and
-        RuntimeError where there is no OpenSSL.
+        """``token``: 32 hexadecimal digits. Certificate, key and CA as DER, or none for no TLS.
+
+        Raises ValueError, and RuntimeError if there is no OpenSSL.
         """
 
     @property
     def encrypted(self) -> bool:
-        """With TLS."""
+        """Whether connections use TLS."""
 
 class Cancel:
-    """Ends transfers that wait, once and for all."""
+    """Cancels waiting transfers. It stays set."""
 
     def set(self) -> None: ...
     def is_set(self) -> bool: ...
 
 class TransferResult:
-    """How a transfer has ended."""
+    """Result of a transfer."""
 
     @property
     def outcome(self) -> str:
-        """done, refused, unreachable (nothing was asked for), lost (it may have been done), timed_out or cancelled."""
+        """done, refused, unreachable (no request was sent), lost (it may have run), timed_out or cancelled."""
 
     @property
     def refusal(self) -> str:
-        """Of "refused": dropped, wrong_key, out_of_range, read_only or misaligned."""
+        """If refused: dropped, wrong_key, out_of_range, read_only or misaligned."""
 
     @property
     def text(self) -> str:
-        """For people, where it is not done."""
+        """Text for messages, if it is not done."""
 
     @property
     def value(self) -> int:
-        """What an atomic operation has found."""
+        """The old value of an atomic operation."""
 
 class MemoryServer:
     """Serves the memory of a table to other hosts, on native threads."""
 
     def __init__(self, memory: Memory, identity: MemoryIdentity, most: int = 1024) -> None:
-        """``most``: connections of processes of this program."""
+        """``most``: limit of authenticated connections."""
 
     def listen(self, address: str, port: int = 0) -> int:
-        """The port, at a numeric address, IPv4 or IPv6. Raises OSError or ValueError."""
+        """Listen at a numeric address, IPv4 or IPv6. Return the port. Raises OSError or ValueError."""
 
     def add_staging(self, key: int, memory: PinnedMemory, slot_bytes: int) -> None:
-        """Requests may name it from now on, by this key."""
+        """Add staging memory. Requests name it by this key."""
 
     def remove_staging(self, key: int) -> None:
-        """Not any more; those that have begun go on."""
+        """Remove staging memory. Requests that have started continue."""
 
     def connections(self) -> int:
-        """Of processes that have proved who they are."""
+        """Return the number of authenticated connections."""
 
     def close(self) -> None:
-        """Ends all connections and threads."""
+        """End all connections and threads."""
 
     def abandon(self) -> None:
-        """In a forked child: close what belongs to the parent, without a word to anybody."""
+        """In a forked child: close inherited descriptors without a message to the peers."""
 
-class Errand:
-    """A small transfer that was asked for, and whose answer somebody has to fetch."""
+class SmallRequest:
+    """A small transfer in flight, whose result one caller fetches."""
 
     def fetch(self, seconds: float | None) -> tuple[int, int, int, int, str] | None:
-        """How it has ended, told once; None if it is not over by then, another thread waits, or a signal came. Without
-        seconds: wait also for other threads that wait.
+        """Wait for the result, which is returned once.
+
+        Return None after ``seconds``, after a signal, or if another thread waits. With None wait for that thread, too.
         """
 
     @property
-    def over(self) -> bool:
-        """Nobody touches its memory any more."""
+    def is_over(self) -> bool:
+        """Whether its local memory is not accessed any more."""
 
-class MemoryLine:
-    """A connection that one thread has for itself, to have a peer copy to and from its staging memory."""
+class StagingConnection:
+    """A connection for one thread's requests to copy to and from a peer's staging memory."""
 
-    def ask(
-        self, write: bool, ticket: _Ticket, ranges: _Segments, buffer: int, slot: int, turn: int
+    def send_request(
+        self, write: bool, ticket: _Ticket, ranges: _Segments, buffer: int, slot: int, sequence: int
     ) -> tuple[int, int, int, int, str]:
-        """To copy it: from its slot to the ranges to write, else the other way. How the sending went."""
+        """Request a copy: from the slot to the ranges to write, else back. Return the result of sending."""
 
-    def hear(self) -> tuple[int, int, int, int, str]:
-        """What became of the first request that was not heard of yet."""
+    def receive_reply(self) -> tuple[int, int, int, int, str]:
+        """Return the result of the first request without a reply."""
 
     def close(self) -> None:
-        """Others may have the connection, or it is hung up."""
+        """Return the connection to the pool, or close it if replies are missing."""
 
 class MemoryClient:
-    """Reads and writes the memory of one process elsewhere; every call waits, with the GIL released."""
+    """Reads and writes the memory of one process of another host. Calls wait with the GIL released."""
 
-    def __init__(self, address: str, port: int, identity: MemoryIdentity, whom: str, streams: int = 4) -> None:
-        """``whom``: the token of the process that has to be there."""
+    def __init__(self, address: str, port: int, identity: MemoryIdentity, owner_token: str, streams: int = 4) -> None:
+        """``owner_token``: the expected token of the process at that address."""
 
     def read(
         self, ticket: _Ticket, segments: _Segments, seconds: float | None = None, cancel: Cancel | None = None
     ) -> TransferResult:
-        """Into local memory, which has to stay until this returns."""
+        """Read into local memory, which must stay valid until this returns."""
 
     def write(
         self, ticket: _Ticket, segments: _Segments, seconds: float | None = None, cancel: Cancel | None = None
     ) -> TransferResult:
-        """From local memory."""
+        """Write from local memory."""
 
     def fetch_add(
         self, ticket: _Ticket, offset: int, operand: int, seconds: float | None = None, cancel: Cancel | None = None
     ) -> TransferResult:
-        """Of 8 aligned bytes, modulo 2**64; the value is what was there."""
+        """Add to 8 aligned bytes, modulo 2**64. The result's value is the old one."""
 
     def compare_and_swap(
         self,
@@ -648,13 +661,13 @@ class MemoryClient:
         seconds: float | None = None,
         cancel: Cancel | None = None,
     ) -> TransferResult:
-        """The value is what was there: if it is ``expected``, ``wanted`` is there now."""
+        """Store ``wanted`` if the old value is ``expected``. The result's value is the old one."""
 
     def move(
-        self, ticket: _Ticket, write: bool, segments: _Segments, patient: Patient, /
+        self, ticket: _Ticket, write: bool, segments: _Segments, scope: CancelScope, /
     ) -> tuple[int, int, int, int, str]: ...
     def change(
-        self, ticket: _Ticket, access: int, offset: int, operand: int, expected: int, patient: Patient, /
+        self, ticket: _Ticket, access: int, offset: int, operand: int, expected: int, scope: CancelScope, /
     ) -> tuple[int, int, int, int, str]: ...
     def begin(
         self,
@@ -663,43 +676,45 @@ class MemoryClient:
         segments: _Segments,
         operand: int,
         expected: int,
-        patient: Patient,
+        scope: CancelScope,
         /,
-    ) -> Errand | None:
-        """Ask for a small transfer, without waiting; None if no connection is idle: nothing was asked for."""
+    ) -> SmallRequest | None:
+        """Start a small transfer without waiting. Return None, and send nothing, if no connection is idle."""
 
-    def line(self, patient: Patient, /) -> tuple[MemoryLine | None, tuple[int, int, int, int, str]]:
-        """Wait for a connection; None, and why there is none."""
+    def open_staging_connection(
+        self, scope: CancelScope, /
+    ) -> tuple[StagingConnection | None, tuple[int, int, int, int, str]]:
+        """Wait for a connection. On failure return None and the result that says why."""
 
     def close(self) -> None:
-        """Ends all transfers, connections and threads."""
+        """End all transfers, connections and threads."""
 
     def abandon(self) -> None:
-        """In a forked child: close what belongs to the parent, without a word to anybody."""
+        """In a forked child: close inherited descriptors without a message to the peers."""
 
 class VerbsCompletionQueue:
-    """A completion queue that a package for libibverbs has made, asked without its Python. Raises OSError."""
+    """A completion queue of a Python package for libibverbs, used without the package's code. Raises OSError."""
 
     @staticmethod
     def find(owner: object, fd: int, entries: int) -> VerbsCompletionQueue | None:
-        """Of this object of a package; None where that can't be told."""
+        """Find the queue of a package's object. Return None if it is not certain."""
 
     def arm(self) -> None: ...
     def poll(self, most: int) -> list[Any]:
-        """Tuples as _binding.py's Completion, 64 at most."""
+        """Return completions as tuples like `Completion` of _verbs/provider.py, at most 64."""
 
     def forget(self) -> None:
-        """It is about to be destroyed."""
+        """Stop using the object, because it is about to be destroyed."""
 
 class VerbsQueuePair:
-    """The same of a queue pair. Raises OSError."""
+    """A queue pair of such a package. Raises OSError."""
 
     @staticmethod
     def find(owner: object, number: int, queue: VerbsCompletionQueue) -> VerbsQueuePair | None:
-        """Of this object of a package; None where that can't be told."""
+        """Find the queue of a package's object. Return None if it is not certain."""
 
     def post(self, works: Sequence[tuple[int, ...]]) -> None:
-        """Tuples as _binding.py's Work, in one go."""
+        """Post work requests in one call: tuples like `Work` of _verbs/provider.py."""
 
     def forget(self) -> None:
-        """It is about to be destroyed."""
+        """Stop using the object, because it is about to be destroyed."""

@@ -26,11 +26,11 @@ def said(name: str, *options: str, cwd: Path) -> str:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_it_says_what_it_measures(name: str, tmp_path: Path) -> None:
+def test_benchmark_prints_its_description(name: str, tmp_path: Path) -> None:
     assert "--help" in said(name, "--help", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_it_measures(name: str, tmp_path: Path) -> None:
+def test_benchmark_runs(name: str, tmp_path: Path) -> None:
     options = QUICK[name] if name != "rdma.py" else [*QUICK[name], "--out", str(tmp_path)]
     assert any(character.isdigit() for character in said(name, *options, cwd=tmp_path))

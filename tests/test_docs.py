@@ -69,7 +69,7 @@ def test_the_code_of_a_page_runs(name: str, interpreter: WarmInterpreter, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUN)
-def test_a_page_imports_what_it_needs(name: str) -> None:
+def test_code_of_a_page_imports_its_names(name: str) -> None:
     script = "\n".join(blocks(DOCS / name))
     done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -78,7 +78,7 @@ def test_a_page_imports_what_it_needs(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_of_a_page_print_what_it_shows(name: str, tmp_path: Path) -> None:
+def test_commands_of_a_page_print_the_shown_output(name: str, tmp_path: Path) -> None:
     """The sh blocks run in one folder, in order. The text block after each one is its output; seconds may differ."""
     (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -138,7 +138,7 @@ def test_a_broken_hook_does_not_break_import_torch(monkeypatch: pytest.MonkeyPat
         _autoload.torch_backends_entry()
 
 
-def test_registering_again_changes_nothing() -> None:
+def test_second_registration_has_no_effect() -> None:
     before = dict(dist.Backend._plugins), dist.monitored_barrier
     _autoload.register()
     assert (dict(dist.Backend._plugins), dist.monitored_barrier) == before
@@ -146,7 +146,7 @@ def test_registering_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("version", ["2.8.1", "2.16.0a0+git1", "3.0"])
-def test_a_version_outside_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_unsupported_version_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(torch_version.torch, "__version__", version)
     torch_version.remark.cache_clear()
     with pytest.warns(UserWarning, match=re.escape(version)) as caught:

@@ -39,7 +39,7 @@ def test_sharded_tensors() -> None:
     assert re.match(r"[\d.]+ DTensor\(tensor\(\[\[ *-?\d\.\d+(e[+-]\d+)?,.*placements=", done.stdout, re.S), done.stdout
 
 
-def test_files_that_it_names_exist() -> None:
+def test_named_files_exist() -> None:
     names = re.findall(r"\]\(([^)#]+)\)", README) + re.findall(r"^\d+\. `([^`]+)`", TOUR, re.M)
     assert len(names) > 30
     for name in names:
@@ -50,7 +50,7 @@ def test_length() -> None:
     assert len(README.split()) <= 900
 
 
-def test_make_targets_that_it_names_exist() -> None:
+def test_named_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"make ([a-z]+(?:-[a-z]+)*)", README + (ROOT / "CONTRIBUTING.md").read_text()))
     assert {"demo", "test"} <= targets

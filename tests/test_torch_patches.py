@@ -24,7 +24,7 @@ NAMES = sorted(_c10d_patches.FIXED_IN)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stand_in_is_there_only_where_torch_needs_it(name: str) -> None:
+def test_stand_in_exists_only_where_torch_needs_it(name: str) -> None:
     function = getattr(dist, name)
     assert function is getattr(c10d, name)
     replaced = hasattr(function, "__wrapped__") and function.__module__ == c10d.__name__
@@ -153,7 +153,7 @@ def _names(rank: int) -> tuple[str, str, str]:
     return dist.get_backend(), group.name(), dist.get_backend_config()
 
 
-def test_a_group_says_its_name(pool) -> None:
+def test_group_reports_its_backend_name(pool) -> None:
     # A compiled plugin is called "custom" by ProcessGroup::getBackendName; a ProcessGroup subclass answers itself.
     assert pool(2).run(_names) == [("monarch", "monarch", "cpu:monarch,cuda:monarch")] * 2
 

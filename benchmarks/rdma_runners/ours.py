@@ -73,7 +73,7 @@ class Ours:
         self.whole[:8].read_into(self.into[:8]).get()
         if self.whole.backend != "same host":
             return str(self.whole.backend)
-        return str(engine().routes._near.way(self.whole._handle))
+        return str(engine().routes._same_host.copy_method(self.whole._handle))
 
     def engine(self) -> Any:
         """That of verbs."""

@@ -1,7 +1,7 @@
-// One frame: a cache line that says what it is and whose, then its payload, in the ring or in a block of the sender's arena.
+// Layout of a frame: a header of one cache line, then the payload, in the ring or in a block of the sender's arena.
 //
-// The payload is a table of lengths (of the body, then of each buffer), the prefix, the body, and the buffers, each at a
-// multiple of 64 bytes. Prefix and body mean nothing here. Whatever a reader uses of a frame it has checked first.
+// The payload is a table of lengths (of the body, then of each buffer), the prefix, the body, and the buffers, each at
+// a multiple of 64 bytes. Prefix and body have no meaning here. The reader checks all fields before it uses them.
 #pragma once
 
 #include <cstddef>

@@ -15,14 +15,14 @@ namespace {
 
 constexpr std::size_t batch = 256;                   // events of one look
 // With dozens of processes on a few processors every yield is a change of process: sleep at once, or nearly.
-constexpr int crowded_yields = 2;
-constexpr std::int64_t tick = 1'000'000;             // ns
-constexpr double usual_answer = 0.02;                // seconds within which a process answers a call; it takes a tenth of a millisecond
+constexpr int oversubscribed_yields = 2;
+constexpr std::int64_t tick_ns = 1'000'000;             // ns
+constexpr double connect_wait_s = 0.02;                // seconds within which a process answers a call; it takes a tenth of a millisecond
 constexpr std::uint32_t sole_reader = 1u << 31;      // in FrameHeader::reader
 
 // What a reader does with a block, one byte for each reader, before the payload, the first reader's last.
-enum Hold : std::uint8_t { sent, let_go, keeps };
-std::atomic<std::uint8_t>& hold_of(char* payload, std::uint32_t reader) {
+enum ReaderState : std::uint8_t { block_unread, block_released, block_retained };
+std::atomic<std::uint8_t>& state_of(char* payload, std::uint32_t reader) {
   return *reinterpret_cast<std::atomic<std::uint8_t>*>(payload - 1 - (reader & ~sole_reader));
 }
 static_assert(sizeof(std::atomic<std::uint8_t>) == 1);
@@ -39,8 +39,8 @@ std::uint64_t payload_bytes(const Payload& payload, std::uint64_t body) {
   return bytes;
 }
 
-// Lays the payload out at `to`, where there is room for it.
-void lay_out(const Payload& payload, std::uint64_t body, std::uint64_t whole, char* to) {
+// Write the payload at `to`, which has enough space.
+void write_payload(const Payload& payload, std::uint64_t body, std::uint64_t whole, char* to) {
   char* at = to;
   const auto add = [&](const void* from, std::uint64_t bytes) {
     put(at, static_cast<const char*>(from), bytes, whole);
@@ -58,7 +58,7 @@ void lay_out(const Payload& payload, std::uint64_t body, std::uint64_t whole, ch
 
 std::uint64_t table_bytes(const FrameHeader& header) { return sizeof(std::uint64_t) * (1 + std::uint64_t{header.buffers}); }
 
-// What the table says fits into the payload.
+// Whether the lengths in the table match the payload.
 bool table_is_right(const FrameHeader& header, const Event& event) {
   const std::uint64_t table = table_bytes(header);
   std::uint64_t end = table + header.prefix;
@@ -81,7 +81,7 @@ std::uint64_t new_ring(Host& host) {
 }
 
 // The block and the byte before it with which its reader lets go of it.
-bool lies_in(const Mapping& arena, const FrameHeader& header) {
+bool is_inside(const Mapping& arena, const FrameHeader& header) {
   const std::uint64_t before = 1 + std::uint64_t{header.reader & ~sole_reader};
   return header.block >= page + before && header.block <= arena.size() && header.bytes <= arena.size() - header.block;
 }
@@ -92,71 +92,71 @@ std::size_t frame_bytes(const FrameHeader& header) { return line + (header.block
 
 Block::~Block() {
   if (process_ != getpid()) return;
-  hold_of(data(), reader_).store(let_go, std::memory_order_release);
-  // After that: who is killed in between must not have it subtracted twice, see fill_block.
-  if (kept_) peer_->mapping->header().kept.fetch_sub(bytes_, std::memory_order_relaxed);
+  state_of(data(), reader_).store(block_released, std::memory_order_release);
+  // In this order: if the process is killed in between, fill_block must not subtract the bytes twice.
+  if (retained_) peer_->mapping->header().retained.fetch_sub(bytes_, std::memory_order_relaxed);
 }
 
 char* Block::data() const { return peer_->mapping->at(at_); }
 
-bool Block::keep() {
+bool Block::retain() {
   if ((reader_ & sole_reader) == 0) return false;
-  auto& kept = peer_->mapping->header().kept;
-  if (kept.fetch_add(bytes_, std::memory_order_relaxed) + bytes_ > peer_->mapping->size() / 2) {
-    kept.fetch_sub(bytes_, std::memory_order_relaxed);
+  auto& retained = peer_->mapping->header().retained;
+  if (retained.fetch_add(bytes_, std::memory_order_relaxed) + bytes_ > peer_->mapping->size() / 2) {
+    retained.fetch_sub(bytes_, std::memory_order_relaxed);
     return false;
   }
-  hold_of(data(), reader_).store(keeps, std::memory_order_release);
-  return kept_ = true;
+  state_of(data(), reader_).store(block_retained, std::memory_order_release);
+  return retained_ = true;
 }
 
-Post::Post(std::shared_ptr<Host> host, bool crowded, std::uint64_t share) : host_(std::move(host)), crowded_(crowded), share_(share) {
+Mailbox::Mailbox(std::shared_ptr<Host> host, bool oversubscribed, std::uint64_t share) : host_(std::move(host)), oversubscribed_(oversubscribed), share_(share) {
   tick_ = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
   if (tick_ < 0) throw system_failure("timerfd_create");
-  // Gifts are given and taken back while this Post may be ending; `arrived` is not called any more then.
-  host_->behave({[host = host_.get()] { return new_ring(*host); }, [host = host_.get()](std::uint64_t ring) { host->release(ring); },
-                 [this](std::shared_ptr<Peer> peer) { met(std::move(peer)); }, [this](const std::string& token) { refused(token); }});
-  start_tick(tick);
+  // Rings are allocated and released while this Mailbox may be ending; `connected` is not called any more then.
+  host_->set_hooks({[host = host_.get()] { return new_ring(*host); }, [host = host_.get()](std::uint64_t ring) { host->release(ring); },
+                 [this](std::shared_ptr<Peer> peer) { connected(std::move(peer)); }, [this](const std::string& token) { refused(token); }});
+  start_tick(tick_ns);
 }
 
-Post::~Post() {
-  host_->behave({});
+Mailbox::~Mailbox() {
+  host_->set_hooks({});
   ::close(tick_);
 }
 
-void Post::met(std::shared_ptr<Peer> peer) {
+void Mailbox::connected(std::shared_ptr<Peer> peer) {
   const std::lock_guard lock(mutex_);
   Link& link = links_.emplace_back();
   link.peer = peer;
   link.unread_blocks = std::make_shared<std::atomic<std::uint64_t>>(0);
-  link.out = reinterpret_cast<Ring*>(host_->arena().mapping().at(peer->gift_sent));
-  const std::uint64_t theirs = peer->gift_received, size = peer->mapping->size();
+  link.out = reinterpret_cast<Ring*>(host_->arena().mapping().at(peer->ring_sent));
+  const std::uint64_t theirs = peer->ring_received, size = peer->mapping->size();
   if (theirs >= page && theirs % line == 0 && theirs <= size && sizeof(Ring) <= size - theirs) {
     link.in = reinterpret_cast<Ring*>(peer->mapping->at(theirs));
   }
   Event event;
-  event.kind = Event::met;
+  event.kind = Event::connected;
   event.link = static_cast<std::uint32_t>(links_.size() - 1);
   alive_.push_back(event.link);
   event.text = peer->token;
   event.pid = peer->pid;
-  met_.push_back(std::move(event));
-  host_->bell().wake();
+  new_events_.push_back(std::move(event));
+  host_->doorbell().wake();
 }
 
-void Post::refused(const std::string& token) {
+void Mailbox::refused(const std::string& token) {
   const std::lock_guard lock(mutex_);
   Event event;
   event.kind = Event::refused;
   event.text = token;
-  met_.push_back(std::move(event));
-  host_->bell().wake();
+  new_events_.push_back(std::move(event));
+  host_->doorbell().wake();
 }
 
-int Post::connect(const std::string& token) {
+int Mailbox::connect(const std::string& token) {
   bool waiting = false;
-  const std::shared_ptr<Peer> peer = host_->connect(token, usual_answer, &waiting);
-  if (!peer) return waiting ? silent : -1;
+  const std::shared_ptr<Peer> peer = host_->connect(token, connect_wait_s, &waiting);
+  if (!peer) return waiting ? no_answer : -1;
   const std::lock_guard lock(mutex_);
   for (const std::uint32_t i : alive_) {
     if (links_[i].peer == peer) return static_cast<int>(i);
@@ -164,20 +164,20 @@ int Post::connect(const std::string& token) {
   return -1;
 }
 
-void Post::drop(std::uint32_t number) {
+void Mailbox::drop(std::uint32_t number) {
   const std::lock_guard lock(mutex_);
   Link& link = links_.at(number);
   link.closed = true;
   discard(link);
 }
 
-std::uint64_t Post::unread(std::uint32_t number) {
+std::uint64_t Mailbox::unread(std::uint32_t number) {
   const std::lock_guard lock(mutex_);
   const Link& link = links_.at(number);
   return link.closed ? 0 : link.written - link.out->read.load(std::memory_order_relaxed);
 }
 
-bool Post::write(Link& link, const char* frame, std::size_t bytes) {
+bool Mailbox::write(Link& link, const char* frame, std::size_t bytes) {
   Ring& ring = *link.out;
   if (link.written - ring.read.load(std::memory_order_acquire) + bytes > ring_bytes) {
     ring.full.store(1, std::memory_order_seq_cst);
@@ -187,58 +187,58 @@ bool Post::write(Link& link, const char* frame, std::size_t bytes) {
   ring.copy_in(link.written, frame, bytes);
   link.written += bytes;
   ring.written.store(link.written, std::memory_order_release);
-  link.peer->mapping->header().bell.ring();
+  link.peer->mapping->header().doorbell.ring();
   return true;
 }
 
-void Post::flush(Link& link) {
-  while (!link.waiting.empty() && write(link, link.waiting.front().data(), link.waiting.front().size())) {
-    kept_back_.fetch_sub(link.waiting.front().size(), std::memory_order_relaxed);
-    link.waiting.pop_front();
+void Mailbox::flush(Link& link) {
+  while (!link.backlog.empty() && write(link, link.backlog.front().data(), link.backlog.front().size())) {
+    backlog_bytes_.fetch_sub(link.backlog.front().size(), std::memory_order_relaxed);
+    link.backlog.pop_front();
   }
 }
 
-void Post::discard(Link& link) {
-  for (const std::vector<char>& frame : link.waiting) {
-    kept_back_.fetch_sub(frame.size(), std::memory_order_relaxed);
+void Mailbox::discard(Link& link) {
+  for (const std::vector<char>& frame : link.backlog) {
+    backlog_bytes_.fetch_sub(frame.size(), std::memory_order_relaxed);
     FrameHeader header;
     std::memcpy(&header, frame.data(), line);
-    if (header.block != 0) hold_of(host_->arena().mapping().at(header.block), header.reader).store(let_go);
+    if (header.block != 0) state_of(host_->arena().mapping().at(header.block), header.reader).store(block_released);
   }
-  link.waiting.clear();
+  link.backlog.clear();
 }
 
-std::uint64_t Post::fill_block(const FrameHeader& header, const Payload& payload, std::vector<Reader> readers) {
-  const std::size_t holds = (readers.size() + page - 1) / page * page;
-  const std::uint64_t start = host_->allocate(holds + header.bytes);
+std::uint64_t Mailbox::fill_block(const FrameHeader& header, const Payload& payload, std::vector<Reader> readers) {
+  const std::size_t state_bytes = (readers.size() + page - 1) / page * page;
+  const std::uint64_t start = host_->allocate(state_bytes + header.bytes);
   if (start == 0) return 0;
-  char* data = host_->arena().mapping().at(start + holds);
-  std::memset(data - readers.size(), sent, readers.size());
-  lay_out(payload, sum(payload.body), header.bytes, data);
+  char* data = host_->arena().mapping().at(start + state_bytes);
+  std::memset(data - readers.size(), block_unread, readers.size());
+  write_payload(payload, sum(payload.body), header.bytes, data);
   for (const Reader& reader : readers) reader.unread_blocks->fetch_add(header.bytes, std::memory_order_relaxed);
-  auto& kept = host_->arena().mapping().header().kept;
-  host_->bury({start}, [data, readers = std::move(readers), bytes = header.bytes, &kept]() mutable {
+  auto& retained = host_->arena().mapping().header().retained;
+  host_->release_when_unused({start}, [data, readers = std::move(readers), bytes = header.bytes, &retained]() mutable {
     bool unused = true;
     for (std::size_t i = 0; i < readers.size(); ++i) {
-      const std::uint8_t hold = hold_of(data, static_cast<std::uint32_t>(i)).load(std::memory_order_acquire);
-      if (hold != sent && readers[i].unread_blocks) {
+      const std::uint8_t state = state_of(data, static_cast<std::uint32_t>(i)).load(std::memory_order_acquire);
+      if (state != block_unread && readers[i].unread_blocks) {
         readers[i].unread_blocks->fetch_sub(bytes, std::memory_order_relaxed);
         readers[i].unread_blocks.reset();
       }
-      if (hold == let_go) continue;
+      if (state == block_released) continue;
       if (readers[i].peer == nullptr || !readers[i].peer->ended.load(std::memory_order_acquire)) {
         unused = false;
-      } else if (hold == keeps) {
-        kept.fetch_sub(bytes, std::memory_order_relaxed);  // its keeper, the only reader, no longer can
+      } else if (state == block_retained) {
+        retained.fetch_sub(bytes, std::memory_order_relaxed);  // its keeper, the only reader, no longer can
       }
     }
     return unused;
   });
-  return start + holds;
+  return start + state_bytes;
 }
 
 // False if one of them has not read its share.
-bool Post::readers_of(const std::vector<Receiver>& to, std::uint64_t bytes, std::vector<Reader>& readers) {
+bool Mailbox::readers_of(const std::vector<Receiver>& to, std::uint64_t bytes, std::vector<Reader>& readers) {
   const std::lock_guard lock(mutex_);
   readers.clear();
   for (const Receiver& receiver : to) {
@@ -250,7 +250,7 @@ bool Post::readers_of(const std::vector<Receiver>& to, std::uint64_t bytes, std:
   return true;
 }
 
-bool Post::send(FrameHeader header, const Payload& payload, const std::vector<Receiver>& to) {
+bool Mailbox::send(FrameHeader header, const Payload& payload, const std::vector<Receiver>& to) {
   const std::uint64_t body = sum(payload.body);
   header.buffers = static_cast<std::uint16_t>(payload.buffers.size());
   header.prefix = static_cast<std::uint32_t>(payload.prefix.bytes);
@@ -258,7 +258,7 @@ bool Post::send(FrameHeader header, const Payload& payload, const std::vector<Re
   if (header.bytes > most_inline) {
     std::vector<Reader> readers;
     if (!readers_of(to, header.bytes, readers)) {
-      host_->tidy();
+      host_->release_unused();
       if (!readers_of(to, header.bytes, readers)) return false;
     }
     header.block = fill_block(header, payload, std::move(readers));
@@ -266,7 +266,7 @@ bool Post::send(FrameHeader header, const Payload& payload, const std::vector<Re
   }
   thread_local std::vector<char> frame;
   frame.resize(frame_bytes(header));
-  if (header.block == 0) lay_out(payload, body, header.bytes, frame.data() + line);
+  if (header.block == 0) write_payload(payload, body, header.bytes, frame.data() + line);
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < to.size(); ++i) {
     Link& link = links_.at(to[i].link);
@@ -274,33 +274,33 @@ bool Post::send(FrameHeader header, const Payload& payload, const std::vector<Re
     header.reader = static_cast<std::uint32_t>(i) | (to.size() == 1 ? sole_reader : 0);
     std::memcpy(frame.data(), &header, line);
     if (!sendable(link)) {
-      if (header.block != 0) hold_of(host_->arena().mapping().at(header.block), header.reader).store(let_go);
+      if (header.block != 0) state_of(host_->arena().mapping().at(header.block), header.reader).store(block_released);
       continue;
     }
-    if (!link.waiting.empty()) flush(link);
-    if (!link.waiting.empty() || !write(link, frame.data(), frame.size())) {
-      kept_back_.fetch_add(frame.size(), std::memory_order_relaxed);
-      link.waiting.push_back(frame);
+    if (!link.backlog.empty()) flush(link);
+    if (!link.backlog.empty() || !write(link, frame.data(), frame.size())) {
+      backlog_bytes_.fetch_add(frame.size(), std::memory_order_relaxed);
+      link.backlog.push_back(frame);
     }
   }
   return true;
 }
 
-void Post::gone(std::uint32_t number, Link& link, std::vector<Event>& events, std::string text, bool peace) {
+void Mailbox::disconnected(std::uint32_t number, Link& link, std::vector<Event>& events, std::string text, bool clean) {
   Event event;
-  event.kind = Event::gone;
+  event.kind = Event::disconnected;
   event.link = number;
   event.text = std::move(text);
-  event.peace = peace;
+  event.clean = clean;
   event.pid = link.peer->pid;
   events.push_back(std::move(event));
   link.reported = link.closed = true;
   discard(link);
-  parted_.push_back(std::move(link.peer));  // what is still held of its arena keeps it mapped
+  closed_peers_.push_back(std::move(link.peer));  // what is still held of its arena keeps it mapped
 }
 
-void Post::read(std::uint32_t number, Link& link, std::vector<Event>& events) {
-  if (link.in == nullptr) return gone(number, link, events, "offered no ring of frames", false);
+void Mailbox::read(std::uint32_t number, Link& link, std::vector<Event>& events) {
+  if (link.in == nullptr) return disconnected(number, link, events, "offered no ring of frames", false);
   const std::uint64_t written = link.in->written.load(std::memory_order_acquire);
   if (written == link.read) return;
   while (link.read != written && events.size() < batch) {
@@ -311,8 +311,8 @@ void Post::read(std::uint32_t number, Link& link, std::vector<Event>& events) {
     const std::uint64_t there = written - link.read;
     const bool known = line <= there && there <= ring_bytes && header.magic == frame_magic && header.version == frame_version;
     const bool whole = known && (header.block != 0 || (header.bytes <= most_inline && frame_bytes(header) <= there));
-    if (!whole || (header.block != 0 && !lies_in(*link.peer->mapping, header))) {
-      return gone(number, link, events, "sent bytes that are no frame of this version", false);
+    if (!whole || (header.block != 0 && !is_inside(*link.peer->mapping, header))) {
+      return disconnected(number, link, events, "sent bytes that are no frame of this version", false);
     }
     const std::uint64_t table = table_bytes(header);
     if (header.bytes >= table) {
@@ -325,7 +325,7 @@ void Post::read(std::uint32_t number, Link& link, std::vector<Event>& events) {
       }
     }
     if (header.bytes < table || !table_is_right(header, event)) {
-      return gone(number, link, events, "sent a frame whose lengths do not add up", false);
+      return disconnected(number, link, events, "sent a frame whose lengths do not add up", false);
     }
     link.read += frame_bytes(header);
     events.push_back(std::move(event));
@@ -333,27 +333,28 @@ void Post::read(std::uint32_t number, Link& link, std::vector<Event>& events) {
   link.in->read.store(link.read, std::memory_order_seq_cst);
   if (link.in->full.load(std::memory_order_seq_cst) != 0) {
     link.in->full.store(0, std::memory_order_relaxed);
-    link.peer->mapping->header().bell.ring();
+    link.peer->mapping->header().doorbell.ring();
   }
 }
 
 // All that the process with this token has written has been read: where both sides connected at once there are two links.
-bool Post::drained(const std::string& token) const {
+bool Mailbox::is_drained(const std::string& token) const {
   return std::none_of(alive_.begin(), alive_.end(), [&](const std::uint32_t i) {
     const Link& link = links_[i];
     return !link.reported && link.in != nullptr && link.peer->token == token && link.in->written.load(std::memory_order_acquire) != link.read;
   });
 }
 
-bool Post::look(std::vector<Event>& events) {
-  std::vector<std::shared_ptr<Peer>> parted;
+bool Mailbox::poll_links(std::vector<Event>& events) {
+  std::vector<std::shared_ptr<Peer>> closed;
   {
     const std::lock_guard lock(mutex_);
-    if (!met_.empty()) {
-      std::move(met_.begin(), met_.end(), std::back_inserter(events));
-      met_.clear();
+    if (!new_events_.empty()) {
+      std::move(new_events_.begin(), new_events_.end(), std::back_inserter(events));
+      new_events_.clear();
     }
-    // The deaths before the rings: whatever they wrote is there by now, and is told first.
+    // Check the ends before the rings: frames that a process wrote before its end are there by now, and are reported
+    // first.
     std::vector<std::uint32_t> ends;
     for (const std::uint32_t i : alive_) {
       if (links_[i].peer->state.load(std::memory_order_acquire) != Peer::alive) ends.push_back(i);
@@ -361,76 +362,76 @@ bool Post::look(std::vector<Event>& events) {
     for (std::size_t n = 0, first = first_; n < alive_.size(); ++n) {
       const std::size_t place = (first + n) % alive_.size();
       Link& link = links_[alive_[place]];
-      if (!link.waiting.empty()) flush(link);
+      if (!link.backlog.empty()) flush(link);
       if (events.size() >= batch) continue;
       read(alive_[place], link, events);
       first_ = events.size() < batch ? 0 : place + 1;
     }
     for (const std::uint32_t i : ends) {
       Link& link = links_[i];
-      if (!link.reported && drained(link.peer->token)) gone(i, link, events, link.peer->epitaph, link.peer->state == Peer::left);
+      if (!link.reported && is_drained(link.peer->token)) disconnected(i, link, events, link.peer->exit_description, link.peer->state == Peer::left);
     }
     std::erase_if(alive_, [&](const std::uint32_t i) { return links_[i].reported; });
-    parted.swap(parted_);
+    closed.swap(closed_peers_);
   }
-  for (const auto& peer : parted) host_->bury({peer->gift_sent}, [peer] { return peer->ended.load(std::memory_order_acquire); });
+  for (const auto& peer : closed) host_->release_when_unused({peer->ring_sent}, [peer] { return peer->ended.load(std::memory_order_acquire); });
   return !events.empty();
 }
 
-std::vector<Event> Post::receive(Clock::time_point deadline, bool standby, bool (*before_sleep)()) {
+std::vector<Event> Mailbox::receive(Clock::time_point deadline, bool standby, bool (*before_sleep)()) {
   std::vector<Event> events;
-  Patience patience(host_->bell(), crowded_, crowded_ ? crowded_yields : Patience::usual_yields);
+  FutexWaiter waiter(host_->doorbell(), oversubscribed_, oversubscribed_ ? oversubscribed_yields : FutexWaiter::default_yields);
   bool woken = false;
   const auto found = [&] {
     const std::uint32_t wakes = wakes_.load(std::memory_order_acquire);
-    if (wakes != heard_ || (standby && wanted_.load(std::memory_order_acquire) != 0)) {
-      heard_ = wakes;
+    if (wakes != seen_wakes_ || (standby && turn_waiters_.load(std::memory_order_acquire) != 0)) {
+      seen_wakes_ = wakes;
       woken = true;
     }
-    return look(events) || woken;
+    return poll_links(events) || woken;
   };
   const auto last_look = [&] {
     if (before_sleep != nullptr && !before_sleep()) return woken = true;
     return found();
   };
-  while (!found() && patience.again(last_look, deadline) && events.empty() && !woken && !patience.interrupted()) {
+  while (!found() && waiter.wait(last_look, deadline) && events.empty() && !woken && !waiter.interrupted()) {
   }
   return events;
 }
 
-void Post::wake() {
+void Mailbox::wake() {
   wakes_.fetch_add(1, std::memory_order_release);
-  host_->bell().wake();
+  host_->doorbell().wake();
 }
 
-void Post::start_tick(std::int64_t nanoseconds) {
+void Mailbox::start_tick(std::int64_t nanoseconds) {
   const itimerspec once{{0, 0}, {0, nanoseconds}};
   timerfd_settime(tick_, 0, &once, nullptr);
   ticking_ = true;
 }
 
-bool Post::take() {
+bool Mailbox::acquire_turn() {
   std::unique_lock lock(turn_mutex_);
-  if (taken_ && standby_has_) {
-    ++wanted_;
-    host_->bell().wake();
-    turn_free_.wait(lock, [this] { return !taken_ || !standby_has_; });
-    --wanted_;
+  if (turn_taken_ && standby_has_turn_) {
+    ++turn_waiters_;
+    host_->doorbell().wake();
+    turn_free_.wait(lock, [this] { return !turn_taken_ || !standby_has_turn_; });
+    --turn_waiters_;
   }
-  if (taken_) return false;
-  taken_ = true;
+  if (turn_taken_) return false;
+  turn_taken_ = true;
   return true;
 }
 
-void Post::pass_on() {
+void Mailbox::release_turn() {
   const std::lock_guard lock(turn_mutex_);
-  taken_ = standby_has_ = false;
+  turn_taken_ = standby_has_turn_ = false;
   ++turns_;
-  if (wanted_ != 0) turn_free_.notify_all();
-  if (!ticking_) start_tick(tick);
+  if (turn_waiters_ != 0) turn_free_.notify_all();
+  if (!ticking_) start_tick(tick_ns);
 }
 
-bool Post::stand_by() {
+bool Mailbox::acquire_turn_as_standby() {
   {
     const std::lock_guard lock(turn_mutex_);
     if (closed_) return false;
@@ -441,23 +442,23 @@ bool Post::stand_by() {
     const std::lock_guard lock(turn_mutex_);
     ticking_ = false;
     if (closed_) return false;
-    if (taken_ || wanted_ != 0) continue;  // whoever reads will start the next tick
+    if (turn_taken_ || turn_waiters_ != 0) continue;  // the reader starts the next tick
     if (turns_ == seen) {
-      taken_ = standby_has_ = true;
+      turn_taken_ = standby_has_turn_ = true;
       return true;
     }
     seen = turns_;
-    start_tick(tick);
+    start_tick(tick_ns);
   }
 }
 
-void Post::close() {
+void Mailbox::close() {
   {
     const std::lock_guard lock(turn_mutex_);
     closed_ = true;
     start_tick(1);
   }
-  ++wanted_;  // a standby that reads goes, and does not come back
+  ++turn_waiters_;  // a reading standby thread releases the turn and does not return
   wake();
 }
 

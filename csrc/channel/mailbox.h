@@ -1,13 +1,13 @@
-// The post office of a process: frames to and from the other processes of its host, and who of its threads reads them.
+// Mailbox of a process: sends frames to other processes of its host, and decides which of its threads reads frames.
 //
-// Sending never waits: what a full ring does not take is kept here and goes out as the receiver reads. How much that may
-// be is for the senders' protocol to bound. A payload too large for a ring lies in a block of the sender's arena until
-// all its receivers have let go of it; what one of them has not even read may fill a share of the arena, no more, so that
-// there is room for the others.
+// Sending never waits. Frames that do not fit into a ring go to a backlog, which is sent as the receiver reads. The
+// senders' protocol limits the backlog. A payload that is too large for a ring lies in a block of the sender's arena
+// until all receivers have released it. Blocks that one receiver has not read may fill only a share of the arena, so
+// that there is space for others.
 //
-// One thread at a time has the turn to read. A thread that waits for something reads for everybody meanwhile, so that an
-// answer costs no change of threads; while none does, the standby reads. It takes over a tick after the last reader has
-// gone, not at once: readers come and go thousands of times a second.
+// One thread at a time has the turn to read. A thread that waits for a reply reads for all threads meanwhile, so a
+// reply needs no thread switch. While no thread waits, the standby thread reads. It takes over one tick after the last
+// reader has left, because readers change thousands of times a second.
 #pragma once
 
 #include <unistd.h>
@@ -55,27 +55,27 @@ class Block {
 
   char* data() const;
   std::uint64_t bytes() const { return bytes_; }
-  // True if this process may leave the payload where it is: nobody else reads it, and its owner's arena has room left.
-  bool keep();
+  // Return true if this process may keep the payload in place: it is the only reader, and the arena has space left.
+  bool retain();
 
  private:
   std::shared_ptr<Peer> peer_;
   std::uint64_t at_;
   std::uint32_t reader_;
   std::uint64_t bytes_;
-  bool kept_ = false;
+  bool retained_ = false;
   int process_;  // whose hold it is: a fork of it has the object, too, and holds nothing
 };
 
 struct Event {
-  enum Kind { frame, met, gone, refused } kind = frame;
-  std::uint32_t link = 0;             // not of one who refused: there is none
+  enum Kind { frame, connected, disconnected, refused } kind = frame;
+  std::uint32_t link = 0;             // refused: none
   FrameHeader header;                 // frame
   std::unique_ptr<char[]> inlined;    // frame: its payload, if it came through the ring, or its block's table of lengths
   std::shared_ptr<Block> block;       // frame: its payload otherwise
-  std::string text;                   // met, refused: the token; gone: how
-  int pid = 0;                        // met
-  bool peace = false;                 // gone
+  std::string text;                   // connected, refused: the token; disconnected: how the process ended
+  int pid = 0;                        // connected
+  bool clean = false;                 // disconnected: whether the process left without a failure
 
   const char* payload() const { return block ? block->data() : inlined.get(); }
   // Of the body (0) or of a buffer, as it was checked: what stands in a block its sender may have changed since.
@@ -86,39 +86,40 @@ struct Event {
   }
 };
 
-class Post {
+class Mailbox {
  public:
   // `share`: bytes of the arena that hold what one receiver has not read.
-  Post(std::shared_ptr<Host> host, bool crowded, std::uint64_t share = UINT64_MAX);
-  ~Post();
+  Mailbox(std::shared_ptr<Host> host, bool oversubscribed, std::uint64_t share = UINT64_MAX);
+  ~Mailbox();
 
-  // The link to the process with this token, made if need be; -1 if it cannot be reached. `silent` if it is there and
-  // does not answer yet, as one that is stopped: that it was met or has refused comes as an event.
+  // Return the link to the process with this token; -1 if it cannot be reached. `no_answer` if it exists and does not
+  // answer yet, for example because it is stopped: then an event `connected` or `refused` follows.
   int connect(const std::string& token);
-  static constexpr int silent = -2;
-  // False if there is no room for the payload now, or a receiver has not read its share of the arena; then nothing was
-  // sent to anybody. A receiver who has read everything gets a payload of any size.
+  static constexpr int no_answer = -2;
+  // Return false if there is no space for the payload now, or if a receiver has not read its share of the arena. Then
+  // nothing was sent. A receiver that has read everything gets a payload of any size.
   bool send(FrameHeader header, const Payload& payload, const std::vector<Receiver>& to);
   void drop(std::uint32_t link);  // nothing more to this one
 
-  // The turn to read. `take` returns false if another reader than the standby has it.
-  bool take();
-  void pass_on();
-  // With the turn: what has come; nothing at the deadline, after `wake`, after a signal, or if the standby is to go. Only a
-  // sleep is ended by a signal: what has come before it `before_sleep` may see to, and say false for not to sleep.
+  // The turn to read. `acquire_turn` returns false if a reader other than the standby thread has it.
+  bool acquire_turn();
+  void release_turn();
+  // Requires the turn. Return the events that have arrived. Empty at the deadline, after `wake`, after a signal, or if
+  // the standby thread must release the turn. A signal only ends a sleep. `before_sleep` handles signals that came
+  // earlier, and returns false to prevent the sleep.
   std::vector<Event> receive(Clock::time_point deadline, bool standby, bool (*before_sleep)() = nullptr);
-  // The standby's: returns when the turn is its own, false once closed.
-  bool stand_by();
+  // For the standby thread: return when it has the turn; false once closed.
+  bool acquire_turn_as_standby();
   void wake();
   void close();
   // A reader waits for the standby to go.
-  bool wanted() const { return wanted_.load(std::memory_order_acquire) != 0; }
+  bool is_turn_wanted() const { return turn_waiters_.load(std::memory_order_acquire) != 0; }
   // Bytes that the receiver has not read yet.
   std::uint64_t unread(std::uint32_t link);
 
   // More processes than processors: spinning takes the processor from the one that is waited for.
-  void crowd(bool crowded) { crowded_ = crowded; }
-  std::uint64_t kept_back() const { return kept_back_.load(std::memory_order_relaxed); }
+  void set_oversubscribed(bool oversubscribed) { oversubscribed_ = oversubscribed; }
+  std::uint64_t backlog_bytes() const { return backlog_bytes_.load(std::memory_order_relaxed); }
 
  private:
   struct Link {
@@ -126,21 +127,21 @@ class Post {
     Ring* out = nullptr;
     Ring* in = nullptr;
     std::uint64_t written = 0, read = 0;
-    std::deque<std::vector<char>> waiting;  // whole frames that the ring had no room for
+    std::deque<std::vector<char>> backlog;  // whole frames that did not fit into the ring
     std::shared_ptr<std::atomic<std::uint64_t>> unread_blocks;  // bytes that it has not looked at
     bool closed = false;                    // for sending
     bool reported = false;                  // that it is gone
   };
 
-  void met(std::shared_ptr<Peer> peer);
+  void connected(std::shared_ptr<Peer> peer);
   void refused(const std::string& token);
   bool write(Link& link, const char* frame, std::size_t bytes);
   void flush(Link& link);
-  void discard(Link& link);  // what waits for room
-  bool look(std::vector<Event>& events);
+  void discard(Link& link);  // drops the backlog
+  bool poll_links(std::vector<Event>& events);
   void read(std::uint32_t number, Link& link, std::vector<Event>& events);
-  bool drained(const std::string& token) const;
-  void gone(std::uint32_t number, Link& link, std::vector<Event>& events, std::string text, bool peace);
+  bool is_drained(const std::string& token) const;
+  void disconnected(std::uint32_t number, Link& link, std::vector<Event>& events, std::string text, bool clean);
   struct Reader {
     std::shared_ptr<Peer> peer;
     std::shared_ptr<std::atomic<std::uint64_t>> unread_blocks;  // its link's, until this block is taken from it
@@ -151,24 +152,24 @@ class Post {
   bool sendable(const Link& link) const { return !link.closed && link.peer->state.load(std::memory_order_acquire) == Peer::alive; }
 
   std::shared_ptr<Host> host_;
-  std::atomic<bool> crowded_;
+  std::atomic<bool> oversubscribed_;
   const std::uint64_t share_;
-  std::mutex mutex_;  // links_, what they hold, alive_, met_, parted_ and first_
+  std::mutex mutex_;  // links_, what they hold, alive_, new_events_, closed_peers_ and first_
   std::deque<Link> links_;
-  std::vector<std::uint32_t> alive_;  // those that are not reported as gone: they come and go, and each look asks all
-  std::vector<Event> met_;  // and who has refused
-  std::vector<std::shared_ptr<Peer>> parted_;  // reported as gone, their rings still to be given back
-  std::size_t first_ = 0;                      // of alive_, whom to read first: one that always has something is not the only one
+  std::vector<std::uint32_t> alive_;  // links that are not reported as disconnected
+  std::vector<Event> new_events_;  // connected and refused
+  std::vector<std::shared_ptr<Peer>> closed_peers_;  // reported as disconnected; their rings are released later
+  std::size_t first_ = 0;                      // index in alive_ to read first: no busy link starves the others
   std::atomic<std::uint32_t> wakes_{0};
-  std::uint32_t heard_ = 0;  // of wakes_, by whoever has the turn
-  std::atomic<std::uint64_t> kept_back_{0};
+  std::uint32_t seen_wakes_ = 0;  // value of wakes_ that the reader has seen
+  std::atomic<std::uint64_t> backlog_bytes_{0};
 
   std::mutex turn_mutex_;
   std::condition_variable turn_free_;
   int tick_ = -1;  // a timer that the standby sleeps on
-  bool taken_ = false, standby_has_ = false, ticking_ = false, closed_ = false;
+  bool turn_taken_ = false, standby_has_turn_ = false, ticking_ = false, closed_ = false;
   std::uint64_t turns_ = 0;
-  std::atomic<int> wanted_{0};  // readers who wait for the standby to go
+  std::atomic<int> turn_waiters_{0};  // readers that wait for the standby thread
 };
 
 }  // namespace monarch

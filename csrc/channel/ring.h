@@ -1,7 +1,7 @@
 // Frames from one process to another, in order: a ring in the sender's arena that the receiver reads.
 //
-// One writer at a time and one reader; both sides keep their own count and only tell the other. Nothing blocks: what
-// does not fit is the caller's to keep.
+// One writer at a time and one reader. Each side counts its own bytes and publishes the count. Nothing blocks: the
+// caller keeps what does not fit.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ inline constexpr std::size_t ring_bytes = 128 << 10;  // a power of two
 struct Ring {
   alignas(64) std::atomic<std::uint64_t> written;  // bytes since the beginning, whole lines
   alignas(64) std::atomic<std::uint64_t> read;
-  alignas(64) std::atomic<std::uint32_t> full;     // 1: the writer wants to hear of room
+  alignas(64) std::atomic<std::uint32_t> full;     // 1: the writer waits for space
   alignas(64) char bytes[ring_bytes];
 
   void copy_in(std::uint64_t at, const void* from, std::size_t n) {

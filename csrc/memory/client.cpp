@@ -23,12 +23,12 @@ namespace monarch {
 namespace {
 
 constexpr std::uint64_t piece_bytes = 1 << 20;
-static_assert(piece_bytes <= gpu::room_bytes);
-constexpr std::size_t ahead = 4;  // requests of one connection that wait for their replies
-constexpr auto look_at_cancel = std::chrono::milliseconds(20);
-constexpr auto helper_patience = std::chrono::seconds(10);  // to connect, which nobody waits for
+static_assert(piece_bytes <= gpu::pinned_buffer_bytes);
+constexpr std::size_t max_pipelined = 4;  // requests of one connection that wait for their replies
+constexpr auto cancel_poll_interval = std::chrono::milliseconds(20);
+constexpr auto helper_connect_timeout = std::chrono::seconds(10);  // to open a further connection, for which no caller waits
 
-const char* in_words(Refusal refusal) {
+const char* describe_refusal(Refusal refusal) {
   switch (refusal) {
     case Refusal::none:
       return "";
@@ -52,7 +52,7 @@ const char* in_words(Refusal refusal) {
   return "its owner refuses, for a reason that this version does not know";
 }
 
-// What somebody asks for, and how far it is. Drivers take pieces until none is left or something has gone wrong.
+// A transfer and its progress. Threads take pieces until none is left or an error has occurred.
 class Transfer {
  public:
   Transfer(Access access, const Ticket& ticket, const std::vector<Segment>& segments, const Limits& limits)
@@ -78,7 +78,7 @@ class Transfer {
     if (result_.outcome != Outcome::done || next_ == pieces()) return {};
     return next_++;
   }
-  // The first thing that goes wrong is the one that counts.
+  // The first error is the result.
   void fail(Outcome outcome, Refusal refusal, const std::string& text) {
     const std::scoped_lock lock(mutex_);
     if (result_.outcome == Outcome::done) result_.outcome = outcome, result_.refusal = refusal, result_.text = text;
@@ -98,13 +98,13 @@ class Transfer {
   }
   void leave() {
     const std::scoped_lock lock(mutex_);
-    if (--helpers_ == 0) left_.notify_all();
+    if (--helpers_ == 0) helpers_left_.notify_all();
   }
   // No helper comes any more, and those that are there end by themselves.
   Result end() {
     std::unique_lock lock(mutex_);
     over_ = true;
-    left_.wait(lock, [this] { return helpers_ == 0; });
+    helpers_left_.wait(lock, [this] { return helpers_ == 0; });
     result_.found = value;
     return result_;
   }
@@ -132,7 +132,7 @@ class Transfer {
   std::vector<std::size_t> starts_;  // of pieces, in parts_
   std::uint64_t bytes_ = 0;          // of the last piece
   std::mutex mutex_;
-  std::condition_variable left_;
+  std::condition_variable helpers_left_;
   std::size_t next_ = 0;
   int helpers_ = 0;
   bool over_ = false;
@@ -140,7 +140,7 @@ class Transfer {
 };
 
 // The answer to the only piece of a transfer, as far as it has come.
-struct Answer {
+struct PartialReply {
   wire::Reply reply;
   wire::Tail tail;
   std::uint64_t bytes = 0;  // that are here, of all that it has
@@ -150,69 +150,69 @@ struct Answer {
 class Stream {
  public:
   bool connected() const { return connection_.has_value(); }
-  bool is_stale() const { return connection_ && connection_->link->is_stale(); }
-  void connect(const std::string& address, std::uint16_t port, const Identity& identity, const wire::Token& whom,
-               const Limits& limits, Inheritance& inheritance);
-  void hang_up(Inheritance& inheritance);
+  bool is_stale() const { return connection_ && connection_->socket->is_stale(); }
+  void connect(const std::string& address, std::uint16_t port, const Identity& identity, const wire::Token& owner_token,
+               const Limits& limits, InheritedDescriptors& inherited);
+  void hang_up(InheritedDescriptors& inherited);
 
-  // Pieces, in the order in which they are answered; `staged` is for memory of a GPU, else nullptr.
-  void ask(const Transfer& transfer, std::size_t index, Staged* staged);
-  Refusal hear(Transfer& transfer, std::size_t index, Staged* staged);
-  // Of the only piece that was asked for: takes what comes until then, to go on with later. Nothing: there is more to come.
-  std::optional<Refusal> hear_until(Transfer& transfer, Answer& answer, Moment until);
+  // Pieces, in the order in which they are answered; `pipeline` is for memory of a GPU, else nullptr.
+  void send_request(const Transfer& transfer, std::size_t index, GpuPipeline* pipeline);
+  Refusal receive_reply(Transfer& transfer, std::size_t index, GpuPipeline* pipeline);
+  // For a transfer of one piece: read what arrives until then, to continue later. Nothing: there is more to come.
+  std::optional<Refusal> receive_reply_until(Transfer& transfer, PartialReply& partial, TimePoint until);
 
   // The same, of requests whose bytes NICs carry.
-  void ask_staged(const StageRequest& what, const std::vector<Segment>& ranges, const Limits& limits);
-  Refusal hear_staged(const Limits& limits);
-  bool has_all() const { return asked_ == heard_; }
+  void send_staged_request(const StageRequest& what, const std::vector<Segment>& ranges, const Limits& limits);
+  Refusal receive_staged_reply(const Limits& limits);
+  bool has_all() const { return sent_count_ == received_count_; }
 
   bool busy = false;  // the pool's, under its lock
 
  private:
   struct Connection {
-    explicit Connection(std::unique_ptr<Link> from) : link(std::move(from)), reader(*link), writer(*link) {}
-    std::unique_ptr<Link> link;
+    explicit Connection(std::unique_ptr<SocketConnection> from) : socket(std::move(from)), reader(*socket), writer(*socket) {}
+    std::unique_ptr<SocketConnection> socket;
     Reader reader;
     Writer writer;
-    std::size_t place = 0;
+    std::size_t inherited_index = 0;
   };
   void send(const char* from, std::uint64_t bytes, const Limits& limits);
-  Refusal hear_bytes(const Transfer::Piece& piece, const Limits& limits, Staged* staged);
-  Refusal hear_tail(const Limits& limits);
-  // What they say. Throw LinkError if it is no answer to that.
+  Refusal receive_bytes(const Transfer::Piece& piece, const Limits& limits, GpuPipeline* pipeline);
+  Refusal receive_tail(const Limits& limits);
+  // Check and read a reply and a tail. Throw SocketError if they do not belong to the request.
   bool brings_bytes(const wire::Reply& reply, Transfer& transfer, const Transfer::Piece& piece) const;
   Refusal refusal_in(const wire::Tail& tail) const;
 
   std::optional<Connection> connection_;
-  std::uint64_t asked_ = 0, heard_ = 0;
+  std::uint64_t sent_count_ = 0, received_count_ = 0;
 };
 
-void Stream::connect(const std::string& address, std::uint16_t port, const Identity& identity, const wire::Token& whom,
-                     const Limits& limits, Inheritance& inheritance) {
-  std::unique_ptr<Link> link = Link::connect(address, port, limits);
-  connection_.emplace(std::move(link));
-  connection_->place = inheritance.add(connection_->link->fd());
-  asked_ = heard_ = 0;
-  prove_to_owner(*connection_->link, connection_->reader, connection_->writer, identity, whom, limits);
+void Stream::connect(const std::string& address, std::uint16_t port, const Identity& identity, const wire::Token& owner_token,
+                     const Limits& limits, InheritedDescriptors& inherited) {
+  std::unique_ptr<SocketConnection> socket = SocketConnection::connect(address, port, limits);
+  connection_.emplace(std::move(socket));
+  connection_->inherited_index = inherited.add(connection_->socket->fd());
+  sent_count_ = received_count_ = 0;
+  authenticate_to_owner(*connection_->socket, connection_->reader, connection_->writer, identity, owner_token, limits);
 }
 
-void Stream::hang_up(Inheritance& inheritance) {
+void Stream::hang_up(InheritedDescriptors& inherited) {
   if (!connection_) return;
-  inheritance.remove(connection_->place);
+  inherited.remove(connection_->inherited_index);
   connection_.reset();
 }
 
 void Stream::send(const char* from, std::uint64_t bytes, const Limits& limits) {
   Writer& writer = connection_->writer;
   while (bytes != 0) {
-    std::size_t took = bytes < straight && writer.put(from, bytes) ? bytes : 0;
+    std::size_t took = bytes < direct_bytes && writer.put(from, bytes) ? bytes : 0;
     if (took == 0) took = writer.try_write(from, bytes);
     if (took == 0) writer.wait(limits);
     from += took, bytes -= took;
   }
 }
 
-void Stream::ask(const Transfer& transfer, std::size_t index, Staged* staged) {
+void Stream::send_request(const Transfer& transfer, std::size_t index, GpuPipeline* pipeline) {
   const Transfer::Piece piece = transfer.piece(index);
   const wire::Request request{wire::request_magic,
                               static_cast<std::uint32_t>(transfer.access),
@@ -220,7 +220,7 @@ void Stream::ask(const Transfer& transfer, std::size_t index, Staged* staged) {
                               static_cast<std::uint32_t>(piece.count),
                               transfer.ticket.epoch,
                               transfer.ticket.key,
-                              ++asked_,
+                              ++sent_count_,
                               piece.bytes,
                               transfer.operand,
                               transfer.expected};
@@ -230,8 +230,8 @@ void Stream::ask(const Transfer& transfer, std::size_t index, Staged* staged) {
     const wire::Range range{piece.first[i].offset, piece.first[i].bytes};
     writer.put(&range, sizeof range);
   }
-  if (transfer.access == Access::write && staged != nullptr) {
-    staged->send(piece.first, piece.count, [&](const char* from, std::uint64_t bytes) { send(from, bytes, transfer.limits); });
+  if (transfer.access == Access::write && pipeline != nullptr) {
+    pipeline->send(piece.first, piece.count, [&](const char* from, std::uint64_t bytes) { send(from, bytes, transfer.limits); });
   } else if (transfer.access == Access::write) {
     for (std::size_t i = 0; i < piece.count; ++i) send(piece.first[i].local, piece.first[i].bytes, transfer.limits);
   }
@@ -239,74 +239,74 @@ void Stream::ask(const Transfer& transfer, std::size_t index, Staged* staged) {
 }
 
 [[noreturn]] void wrong(const char* what) {
-  throw LinkError(Outcome::lost, std::string("the other side sent ") + what + ": install the same monarch_backend on both");
+  throw SocketError(Outcome::lost, std::string("the other side sent ") + what + ": install the same monarch_backend on both");
 }
 
-Refusal Stream::hear_bytes(const Transfer::Piece& piece, const Limits& limits, Staged* staged) {
-  if (staged == nullptr) {
+Refusal Stream::receive_bytes(const Transfer::Piece& piece, const Limits& limits, GpuPipeline* pipeline) {
+  if (pipeline == nullptr) {
     for (std::size_t i = 0; i < piece.count; ++i) connection_->reader.read(piece.first[i].local, piece.first[i].bytes, limits);
-    return hear_tail(limits);
+    return receive_tail(limits);
   }
   Refusal refusal = Refusal::none;
-  staged->receive(
+  pipeline->receive(
       piece.first, piece.count, [&](char* to, std::uint64_t bytes) { connection_->reader.read(to, bytes, limits); },
-      [&] { return (refusal = hear_tail(limits)) == Refusal::none; });
+      [&] { return (refusal = receive_tail(limits)) == Refusal::none; });
   return refusal;
 }
 
-Refusal Stream::hear_tail(const Limits& limits) {
+Refusal Stream::receive_tail(const Limits& limits) {
   wire::Tail tail;
   connection_->reader.read(&tail, sizeof tail, limits);
   return refusal_in(tail);
 }
 
 Refusal Stream::refusal_in(const wire::Tail& tail) const {
-  if (tail.magic != wire::tail_magic || tail.number != heard_) wrong("no end of what was read");
+  if (tail.magic != wire::tail_magic || tail.number != received_count_) wrong("no end of what was read");
   return static_cast<Refusal>(tail.refusal);
 }
 
 bool Stream::brings_bytes(const wire::Reply& reply, Transfer& transfer, const Transfer::Piece& piece) const {
-  if (reply.magic != wire::reply_magic || reply.number != heard_) wrong("what is no reply");
+  if (reply.magic != wire::reply_magic || reply.number != received_count_) wrong("what is no reply");
   const bool bytes_come = transfer.access == Access::read && static_cast<Refusal>(reply.refusal) == Refusal::none;
   if (reply.bytes != (bytes_come ? piece.bytes : 0)) wrong("another number of bytes than was asked for");
   if (transfer.access == Access::fetch_add || transfer.access == Access::compare_and_swap) transfer.value = reply.value;
   return bytes_come;
 }
 
-Refusal Stream::hear(Transfer& transfer, std::size_t index, Staged* staged) {
+Refusal Stream::receive_reply(Transfer& transfer, std::size_t index, GpuPipeline* pipeline) {
   wire::Reply reply;
   connection_->reader.read(&reply, sizeof reply, transfer.limits);
-  ++heard_;
+  ++received_count_;
   const Transfer::Piece piece = transfer.piece(index);
-  if (brings_bytes(reply, transfer, piece)) return hear_bytes(piece, transfer.limits, staged);
+  if (brings_bytes(reply, transfer, piece)) return receive_bytes(piece, transfer.limits, pipeline);
   return static_cast<Refusal>(reply.refusal);
 }
 
-std::optional<Refusal> Stream::hear_until(Transfer& transfer, Answer& answer, Moment until) {
+std::optional<Refusal> Stream::receive_reply_until(Transfer& transfer, PartialReply& partial, TimePoint until) {
   transfer.limits.check();
   std::uint64_t end = 0;  // in the answer, of the part that is looked at
   const auto has = [&](void* to, std::uint64_t bytes) {
     const std::uint64_t begin = std::exchange(end, end + bytes);
-    while (answer.bytes < end) {
-      // Before anybody waits: OpenSSL may hold what no socket shows.
-      const std::size_t n = connection_->reader.try_read(static_cast<char*>(to) + (answer.bytes - begin), end - answer.bytes);
-      answer.bytes += n;
+    while (partial.bytes < end) {
+      // Before the wait: OpenSSL may hold bytes that the socket does not show.
+      const std::size_t n = connection_->reader.try_read(static_cast<char*>(to) + (partial.bytes - begin), end - partial.bytes);
+      partial.bytes += n;
       if (n == 0 && !connection_->reader.wait_until(until, transfer.limits)) return false;
     }
     return true;
   };
-  if (!has(&answer.reply, sizeof answer.reply)) return {};
-  heard_ = asked_;  // nothing else is under way
+  if (!has(&partial.reply, sizeof partial.reply)) return {};
+  received_count_ = sent_count_;  // no other request is in flight
   const Transfer::Piece piece = transfer.piece(0);
-  if (!brings_bytes(answer.reply, transfer, piece)) return static_cast<Refusal>(answer.reply.refusal);
+  if (!brings_bytes(partial.reply, transfer, piece)) return static_cast<Refusal>(partial.reply.refusal);
   for (std::size_t i = 0; i < piece.count; ++i) {
     if (!has(piece.first[i].local, piece.first[i].bytes)) return {};
   }
-  if (!has(&answer.tail, sizeof answer.tail)) return {};
-  return refusal_in(answer.tail);
+  if (!has(&partial.tail, sizeof partial.tail)) return {};
+  return refusal_in(partial.tail);
 }
 
-void Stream::ask_staged(const StageRequest& what, const std::vector<Segment>& ranges, const Limits& limits) {
+void Stream::send_staged_request(const StageRequest& what, const std::vector<Segment>& ranges, const Limits& limits) {
   const std::uint64_t bytes = bytes_of(ranges);
   const wire::Request request{wire::request_magic,
                               what.write ? wire::stage_write : wire::stage_read,
@@ -314,10 +314,10 @@ void Stream::ask_staged(const StageRequest& what, const std::vector<Segment>& ra
                               static_cast<std::uint32_t>(ranges.size()),
                               what.ticket.epoch,
                               what.ticket.key,
-                              ++asked_,
+                              ++sent_count_,
                               bytes,
                               what.buffer,
-                              what.turn << wire::slot_bits | what.slot};
+                              what.sequence << wire::slot_bits | what.slot};
   Writer& writer = connection_->writer;
   writer.put(&request, sizeof request);
   for (const Segment& segment : ranges) {
@@ -327,70 +327,70 @@ void Stream::ask_staged(const StageRequest& what, const std::vector<Segment>& ra
   writer.flush(limits);
 }
 
-Refusal Stream::hear_staged(const Limits& limits) {
+Refusal Stream::receive_staged_reply(const Limits& limits) {
   wire::Reply reply;
   connection_->reader.read(&reply, sizeof reply, limits);
-  ++heard_;
-  if (reply.magic != wire::reply_magic || reply.number != heard_ || reply.bytes != 0) wrong("what is no reply");
+  ++received_count_;
+  if (reply.magic != wire::reply_magic || reply.number != received_count_ || reply.bytes != 0) wrong("what is no reply");
   return static_cast<Refusal>(reply.refusal);
 }
 
 }  // namespace
 
-// The connections, and who helps.
+// The connections and the helper threads.
 class Client::Pool {
  public:
-  Pool(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& whom,
+  Pool(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& owner_token,
        std::size_t streams);
   Result run(const std::shared_ptr<Transfer>& transfer);
-  Stream& enter_patiently(const Limits& limits);  // the same, that waits for one, and connects it. Throws LinkError
-  Stream* enter();                          // an idle connection, for an errand; nullptr: there is none
-  void leave(Stream& stream, bool broken);  // after that
-  Limits limits(Moment deadline, const Cancel* cancel) const { return {deadline, cancel, &closed_}; }
+  Stream& acquire(const Limits& limits);  // the same, that waits for one, and connects it. Throws SocketError
+  Stream* try_acquire();                          // an idle connection, for a small request; nullptr: there is none
+  void give_back(Stream& stream, bool broken);  // after that
+  Limits limits(TimePoint deadline, const Cancel* cancel) const { return {deadline, cancel, &closed_}; }
   void close();
-  void abandon() { inheritance_.close_all(); }
+  void abandon() { inherited_.close_all(); }
   bool forked() const { return getpid() != pid_; }
 
  private:
   Stream& claim(const Limits& limits);
   Stream* claim_idle();
   void release(Stream& stream);
-  void invite(const std::shared_ptr<Transfer>& transfer);
-  void help();
-  void help_with(Transfer& transfer, Stream& stream);
+  void request_helpers(const std::shared_ptr<Transfer>& transfer);
+  void run_helper();
+  void help_transfer(Transfer& transfer, Stream& stream);
   void drive(Transfer& transfer, Stream& stream, bool helps);
   void connect(Stream& stream, const Limits& limits);
 
  public:
-  std::string told(const std::exception& error) const { return address_ + " port " + std::to_string(port_) + ": " + error.what(); }
+  std::string describe(const std::exception& error) const { return address_ + " port " + std::to_string(port_) + ": " + error.what(); }
 
  private:
   const std::string address_;
   const std::uint16_t port_;
   const std::shared_ptr<const Identity> identity_;
-  const wire::Token whom_;
+  const wire::Token owner_token_;
   const int pid_;
   Cancel closed_;
-  Inheritance inheritance_;
+  InheritedDescriptors inherited_;
   std::mutex mutex_;
-  std::condition_variable idle_, invited_;
+  std::condition_variable idle_, help_requested_;
   std::vector<Stream> streams_;
-  std::atomic<int> waiting_{0};  // who has no connection at all: helpers make room
+  std::atomic<int> waiting_{0};  // callers without a connection: helpers give theirs back
   int callers_ = 0;
-  std::deque<std::shared_ptr<Transfer>> invitations_;
+  std::deque<std::shared_ptr<Transfer>> help_queue_;
   std::vector<std::thread> helpers_;
 };
 
-Client::Pool::Pool(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& whom,
+Client::Pool::Pool(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& owner_token,
                    std::size_t streams)
     : address_(std::move(address)),
       port_(port),
       identity_(std::move(identity)),
-      whom_(parse_token(whom)),
+      owner_token_(parse_token(owner_token)),
       pid_(getpid()),
-      inheritance_(most_streams + 1),
+      inherited_(most_streams + 1),
       streams_(streams) {
-  inheritance_.add(closed_.descriptor());
+  inherited_.add(closed_.descriptor());
 }
 
 Stream* Client::Pool::claim_idle() {
@@ -408,8 +408,8 @@ Stream& Client::Pool::claim(const Limits& limits) {
     limits.check();
     if (Stream* stream = claim_idle()) return *stream;
     ++waiting_;
-    // A cancel rings no bell here, so it is looked for.
-    idle_.wait_until(lock, std::min(limits.deadline, std::chrono::steady_clock::now() + look_at_cancel));
+    // A cancellation does not wake this thread, so it is polled.
+    idle_.wait_until(lock, std::min(limits.deadline, std::chrono::steady_clock::now() + cancel_poll_interval));
     --waiting_;
   }
 }
@@ -421,8 +421,8 @@ void Client::Pool::release(Stream& stream) {
 }
 
 void Client::Pool::connect(Stream& stream, const Limits& limits) {
-  if (stream.is_stale()) stream.hang_up(inheritance_);  // nothing has been asked for yet: a new one will do
-  if (!stream.connected()) stream.connect(address_, port_, *identity_, whom_, limits, inheritance_);
+  if (stream.is_stale()) stream.hang_up(inherited_);  // no request was sent on it, so a new one is as good
+  if (!stream.connected()) stream.connect(address_, port_, *identity_, owner_token_, limits, inherited_);
 }
 
 Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
@@ -435,17 +435,17 @@ Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
   try {
     stream = &claim(transfer->limits);
     connect(*stream, transfer->limits);
-    invite(transfer);  // not before: a helper might take the last place that the owner has
+    request_helpers(transfer);  // not before: a helper might take the last place that the owner has
     drive(*transfer, *stream, false);
-  } catch (const LinkError& error) {
-    transfer->fail(error.outcome, Refusal::none, told(error));
-    if (stream != nullptr) stream->hang_up(inheritance_);
+  } catch (const SocketError& error) {
+    transfer->fail(error.outcome, Refusal::none, describe(error));
+    if (stream != nullptr) stream->hang_up(inherited_);
   } catch (const gpu::Failure& failure) {
     transfer->fail(Outcome::failed, Refusal::none, failure.what());
-    if (stream != nullptr) stream->hang_up(inheritance_);
+    if (stream != nullptr) stream->hang_up(inherited_);
   } catch (const std::exception& error) {  // no memory, no more threads
-    transfer->fail(Outcome::lost, Refusal::none, told(error));
-    if (stream != nullptr) stream->hang_up(inheritance_);
+    transfer->fail(Outcome::lost, Refusal::none, describe(error));
+    if (stream != nullptr) stream->hang_up(inherited_);
   }
   if (stream != nullptr) release(*stream);
   Result result = transfer->end();
@@ -454,7 +454,7 @@ Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
   return result;
 }
 
-Stream* Client::Pool::enter() {
+Stream* Client::Pool::try_acquire() {
   Stream* stream = nullptr;
   {
     const std::scoped_lock lock(mutex_);
@@ -467,11 +467,11 @@ Stream* Client::Pool::enter() {
     ++callers_;
   }
   if (!stream->is_stale()) return stream;
-  leave(*stream, true);
+  give_back(*stream, true);
   return nullptr;
 }
 
-Stream& Client::Pool::enter_patiently(const Limits& limits) {
+Stream& Client::Pool::acquire(const Limits& limits) {
   {
     const std::scoped_lock lock(mutex_);
     ++callers_;
@@ -483,7 +483,7 @@ Stream& Client::Pool::enter_patiently(const Limits& limits) {
     return *stream;
   } catch (...) {
     if (stream != nullptr) {
-      leave(*stream, true);
+      give_back(*stream, true);
       throw;
     }
     const std::scoped_lock lock(mutex_);
@@ -492,77 +492,77 @@ Stream& Client::Pool::enter_patiently(const Limits& limits) {
   }
 }
 
-void Client::Pool::leave(Stream& stream, bool broken) {
-  if (broken) stream.hang_up(inheritance_);
+void Client::Pool::give_back(Stream& stream, bool broken) {
+  if (broken) stream.hang_up(inherited_);
   release(stream);
   const std::scoped_lock lock(mutex_);
   if (--callers_ == 0) idle_.notify_all();
 }
 
 void Client::Pool::drive(Transfer& transfer, Stream& stream, bool helps) {
-  std::optional<Staged> staged;
-  if (transfer.device != gpu::none) staged.emplace(transfer.device);
-  Staged* const through = staged ? &*staged : nullptr;
-  std::deque<std::size_t> under_way;
+  std::optional<GpuPipeline> pipeline;
+  if (transfer.device != gpu::none) pipeline.emplace(transfer.device);
+  GpuPipeline* const active_pipeline = pipeline ? &*pipeline : nullptr;
+  std::deque<std::size_t> in_flight;
   for (;;) {
-    while (under_way.size() < ahead && !(helps && waiting_ > 0)) {
+    while (in_flight.size() < max_pipelined && !(helps && waiting_ > 0)) {
       const std::optional<std::size_t> index = transfer.take();
       if (!index) break;
       transfer.limits.check();
-      stream.ask(transfer, *index, through);
-      under_way.push_back(*index);
+      stream.send_request(transfer, *index, active_pipeline);
+      in_flight.push_back(*index);
     }
-    if (under_way.empty()) break;
-    const Refusal refusal = stream.hear(transfer, under_way.front(), through);
-    under_way.pop_front();
-    if (refusal != Refusal::none) transfer.fail(Outcome::refused, refusal, in_words(refusal));
+    if (in_flight.empty()) break;
+    const Refusal refusal = stream.receive_reply(transfer, in_flight.front(), active_pipeline);
+    in_flight.pop_front();
+    if (refusal != Refusal::none) transfer.fail(Outcome::refused, refusal, describe_refusal(refusal));
   }
-  if (staged) staged->finish();
+  if (pipeline) pipeline->finish();
 }
 
 // One helper for each further connection, as long as there is something to do for it.
-void Client::Pool::invite(const std::shared_ptr<Transfer>& transfer) {
-  const std::size_t wanted = std::min(streams_.size(), transfer->pieces()) - 1;
-  if (wanted == 0) return;
+void Client::Pool::request_helpers(const std::shared_ptr<Transfer>& transfer) {
+  const std::size_t helpers = std::min(streams_.size(), transfer->pieces()) - 1;
+  if (helpers == 0) return;
   const std::scoped_lock lock(mutex_);
   if (closed_.is_set()) return;
-  while (helpers_.size() < streams_.size() - 1) helpers_.emplace_back([this] { help(); });
-  for (std::size_t i = 0; i < wanted; ++i) invitations_.push_back(transfer);
-  invited_.notify_all();
+  while (helpers_.size() < streams_.size() - 1) helpers_.emplace_back([this] { run_helper(); });
+  for (std::size_t i = 0; i < helpers; ++i) help_queue_.push_back(transfer);
+  help_requested_.notify_all();
 }
 
-void Client::Pool::help() {
+void Client::Pool::run_helper() {
   begin_native_thread("monarch_stream");
   std::unique_lock lock(mutex_);
   for (;;) {
-    invited_.wait(lock, [this] { return closed_.is_set() || !invitations_.empty(); });
+    help_requested_.wait(lock, [this] { return closed_.is_set() || !help_queue_.empty(); });
     if (closed_.is_set()) return;
-    const std::shared_ptr<Transfer> transfer = std::move(invitations_.front());
-    invitations_.pop_front();
+    const std::shared_ptr<Transfer> transfer = std::move(help_queue_.front());
+    help_queue_.pop_front();
     Stream* stream = waiting_ == 0 ? claim_idle() : nullptr;
     if (stream == nullptr) continue;
     lock.unlock();
-    help_with(*transfer, *stream);
+    help_transfer(*transfer, *stream);
     release(*stream);
     lock.lock();
   }
 }
 
-void Client::Pool::help_with(Transfer& transfer, Stream& stream) {
-  // Whether there is one more connection is nobody's concern but ours: the transfer goes on without.
+void Client::Pool::help_transfer(Transfer& transfer, Stream& stream) {
+  // A failure to open a further connection is not reported: the transfer continues without it.
   try {
-    connect(stream, limits(std::chrono::steady_clock::now() + helper_patience, nullptr));
+    connect(stream, limits(std::chrono::steady_clock::now() + helper_connect_timeout, nullptr));
   } catch (const std::exception&) {
-    return stream.hang_up(inheritance_);
+    return stream.hang_up(inherited_);
   }
   if (!transfer.join()) return;
   try {
     drive(transfer, stream, true);
   } catch (const std::exception& error) {
-    const auto* link = dynamic_cast<const LinkError*>(&error);
-    const bool here = dynamic_cast<const gpu::Failure*>(&error) != nullptr;
-    transfer.fail(link != nullptr ? link->outcome : here ? Outcome::failed : Outcome::lost, Refusal::none, here ? error.what() : told(error));
-    stream.hang_up(inheritance_);
+    const auto* socket_error = dynamic_cast<const SocketError*>(&error);
+    const bool is_local = dynamic_cast<const gpu::Failure*>(&error) != nullptr;
+    transfer.fail(socket_error != nullptr ? socket_error->outcome : is_local ? Outcome::failed : Outcome::lost, Refusal::none, is_local ? error.what() : describe(error));
+    stream.hang_up(inherited_);
   }
   transfer.leave();
 }
@@ -573,14 +573,14 @@ void Client::Pool::close() {
     const std::scoped_lock lock(mutex_);
     closed_.set();
     helpers.swap(helpers_);
-    invitations_.clear();
-    invited_.notify_all();
+    help_queue_.clear();
+    help_requested_.notify_all();
     idle_.notify_all();
   }
   for (std::thread& helper : helpers) helper.join();
   std::unique_lock lock(mutex_);
   idle_.wait(lock, [this] { return callers_ == 0; });
-  for (Stream& stream : streams_) stream.hang_up(inheritance_);
+  for (Stream& stream : streams_) stream.hang_up(inherited_);
 }
 
 namespace {
@@ -592,41 +592,42 @@ std::size_t checked(std::size_t streams) {
 
 }  // namespace
 
-// An errand on its way. One thread at a time looks for the answer.
-class Client::Sent : public Errand {
+// A small request in flight. One thread at a time waits for the reply.
+class Client::SentRequest : public SmallRequest {
  public:
-  Sent(Pool& pool, std::shared_ptr<Transfer> transfer) : pool_(pool), transfer_(std::move(transfer)) {}
-  ~Sent() override {
-    if (stream_ != nullptr && !pool_.forked()) pool_.leave(*stream_, true);
+  SentRequest(Pool& pool, std::shared_ptr<Transfer> transfer) : pool_(pool), transfer_(std::move(transfer)) {}
+  ~SentRequest() override {
+    if (stream_ != nullptr && !pool_.forked()) pool_.give_back(*stream_, true);
   }
 
-  // False if there is no connection for it. Here, not before: whatever is thrown, the connection is left again.
-  bool ask() {
-    stream_ = pool_.enter();
+  // Return false if there is no connection for it. Called after construction, so that the destructor returns the
+  // connection if this throws.
+  bool send_request() {
+    stream_ = pool_.try_acquire();
     if (stream_ == nullptr) return false;
-    attempt([&] { stream_->ask(*transfer_, 0, nullptr); });
+    attempt([&] { stream_->send_request(*transfer_, 0, nullptr); });
     if (transfer_->failed()) end(true);
     return true;
   }
 
-  std::optional<Result> fetch(Moment until, bool patiently) override {
+  std::optional<Result> fetch(TimePoint until, bool wait_for_others) override {
     std::unique_lock lock(mutex_, std::defer_lock);
-    if (patiently) {
+    if (wait_for_others) {
       lock.lock();
     } else if (!lock.try_lock()) {
       return {};
     }
-    if (!over_ && !hear(until)) return {};
+    if (!over_ && !receive_reply(until)) return {};
     return std::exchange(result_, {});
   }
   bool is_over() const override { return over_; }
 
  private:
-  bool hear(Moment until) {
+  bool receive_reply(TimePoint until) {
     std::optional<Refusal> refusal;
-    attempt([&] { refusal = stream_->hear_until(*transfer_, answer_, until); });
+    attempt([&] { refusal = stream_->receive_reply_until(*transfer_, partial_, until); });
     if (!refusal && !transfer_->failed()) return false;
-    if (refusal && *refusal != Refusal::none) transfer_->fail(Outcome::refused, *refusal, in_words(*refusal));
+    if (refusal && *refusal != Refusal::none) transfer_->fail(Outcome::refused, *refusal, describe_refusal(*refusal));
     end(!refusal);
     return true;
   }
@@ -634,14 +635,14 @@ class Client::Sent : public Errand {
   void attempt(Work&& work) {
     try {
       work();
-    } catch (const LinkError& error) {
-      transfer_->fail(error.outcome, Refusal::none, pool_.told(error));
+    } catch (const SocketError& error) {
+      transfer_->fail(error.outcome, Refusal::none, pool_.describe(error));
     } catch (const std::exception& error) {  // no memory
-      transfer_->fail(Outcome::lost, Refusal::none, pool_.told(error));
+      transfer_->fail(Outcome::lost, Refusal::none, pool_.describe(error));
     }
   }
   void end(bool broken) {
-    pool_.leave(*std::exchange(stream_, nullptr), broken);
+    pool_.give_back(*std::exchange(stream_, nullptr), broken);
     result_ = transfer_->end();
     over_ = true;
   }
@@ -649,33 +650,33 @@ class Client::Sent : public Errand {
   Pool& pool_;
   const std::shared_ptr<Transfer> transfer_;
   Stream* stream_ = nullptr;  // as long as the connection is ours
-  Answer answer_;
+  PartialReply partial_;
   std::mutex mutex_;
   std::optional<Result> result_;
   std::atomic<bool> over_{false};
 };
 
 // A connection that was taken out of the pool.
-class Client::Held : public Line {
+class Client::LeasedConnection : public StagingConnection {
  public:
-  Held(Pool& pool, const Limits& limits) : pool_(pool), limits_(limits), stream_(pool.enter_patiently(limits)) {}
-  ~Held() override { leave(); }
+  LeasedConnection(Pool& pool, const Limits& limits) : pool_(pool), limits_(limits), stream_(pool.acquire(limits)) {}
+  ~LeasedConnection() override { release(); }
 
-  void leave() override {
-    if (left_ || pool_.forked()) return;
-    left_ = true;
-    pool_.leave(stream_, failed_ || !stream_.has_all());
+  void release() override {
+    if (released_ || pool_.forked()) return;
+    released_ = true;
+    pool_.give_back(stream_, failed_ || !stream_.has_all());
   }
 
-  Result ask(const StageRequest& request, const std::vector<Segment>& ranges) override {
+  Result send_request(const StageRequest& request, const std::vector<Segment>& ranges) override {
     return attempt([&] {
       limits_.check();
-      stream_.ask_staged(request, ranges, limits_);
+      stream_.send_staged_request(request, ranges, limits_);
       return Refusal::none;
     });
   }
-  Result hear() override {
-    return attempt([&] { return stream_.hear_staged(limits_); });
+  Result receive_reply() override {
+    return attempt([&] { return stream_.receive_staged_reply(limits_); });
   }
 
  private:
@@ -684,25 +685,25 @@ class Client::Held : public Line {
     try {
       const Refusal refusal = work();
       if (refusal == Refusal::none) return {};
-      return {Outcome::refused, refusal, 0, 0, in_words(refusal)};
-    } catch (const LinkError& error) {
+      return {Outcome::refused, refusal, 0, 0, describe_refusal(refusal)};
+    } catch (const SocketError& error) {
       failed_ = true;
-      return {error.outcome, Refusal::none, 0, 0, pool_.told(error)};
+      return {error.outcome, Refusal::none, 0, 0, pool_.describe(error)};
     } catch (const std::exception& error) {  // no memory
       failed_ = true;
-      return {Outcome::lost, Refusal::none, 0, 0, pool_.told(error)};
+      return {Outcome::lost, Refusal::none, 0, 0, pool_.describe(error)};
     }
   }
 
   Pool& pool_;
   const Limits limits_;
   Stream& stream_;
-  bool failed_ = false, left_ = false;
+  bool failed_ = false, released_ = false;
 };
 
-Client::Client(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& whom,
+Client::Client(std::string address, std::uint16_t port, std::shared_ptr<const Identity> identity, const std::string& owner_token,
                std::size_t streams)
-    : pool_(new Pool(std::move(address), port, std::move(identity), whom, checked(streams))) {}
+    : pool_(new Pool(std::move(address), port, std::move(identity), owner_token, checked(streams))) {}
 
 Client::~Client() {
   if (pool_->forked()) {
@@ -713,40 +714,40 @@ Client::~Client() {
   delete pool_;
 }
 
-Result Client::read(const Ticket& ticket, const std::vector<Segment>& segments, Moment deadline, const Cancel* cancel) {
+Result Client::read(const Ticket& ticket, const std::vector<Segment>& segments, TimePoint deadline, const Cancel* cancel) {
   return pool_->run(std::make_shared<Transfer>(Access::read, ticket, segments, pool_->limits(deadline, cancel)));
 }
 
-Result Client::write(const Ticket& ticket, const std::vector<Segment>& segments, Moment deadline, const Cancel* cancel) {
+Result Client::write(const Ticket& ticket, const std::vector<Segment>& segments, TimePoint deadline, const Cancel* cancel) {
   return pool_->run(std::make_shared<Transfer>(Access::write, ticket, segments, pool_->limits(deadline, cancel)));
 }
 
 Result Client::atomic(const Ticket& ticket, std::uint64_t offset, Access access, std::uint64_t operand, std::uint64_t expected,
-                      Moment deadline, const Cancel* cancel) {
+                      TimePoint deadline, const Cancel* cancel) {
   const std::vector<Segment> segments{{offset, nullptr, sizeof(std::uint64_t)}};
   const auto transfer = std::make_shared<Transfer>(access, ticket, segments, pool_->limits(deadline, cancel));
   transfer->operand = operand, transfer->expected = expected;
   return pool_->run(transfer);
 }
 
-std::unique_ptr<Errand> Client::begin(Access access, const Ticket& ticket, const std::vector<Segment>& segments, std::uint64_t operand,
-                                      std::uint64_t expected, Moment deadline, const Cancel* cancel) {
-  if (bytes_of(segments) > (access == Access::write ? errand_writes : errand_reads)) return nullptr;
+std::unique_ptr<SmallRequest> Client::begin(Access access, const Ticket& ticket, const std::vector<Segment>& segments, std::uint64_t operand,
+                                      std::uint64_t expected, TimePoint deadline, const Cancel* cancel) {
+  if (bytes_of(segments) > (access == Access::write ? max_small_write : max_small_read)) return nullptr;
   auto transfer = std::make_shared<Transfer>(access, ticket, segments, pool_->limits(deadline, cancel));
   if (transfer->pieces() != 1 || transfer->device != gpu::none) return nullptr;
   transfer->operand = operand, transfer->expected = expected;
-  auto sent = std::make_unique<Sent>(*pool_, std::move(transfer));
-  if (!sent->ask()) return nullptr;
+  auto sent = std::make_unique<SentRequest>(*pool_, std::move(transfer));
+  if (!sent->send_request()) return nullptr;
   return sent;
 }
 
-std::unique_ptr<Line> Client::line(Moment deadline, const Cancel* cancel, Result& result) {
+std::unique_ptr<StagingConnection> Client::open_staging_connection(TimePoint deadline, const Cancel* cancel, Result& result) {
   try {
-    return std::make_unique<Held>(*pool_, pool_->limits(deadline, cancel));
-  } catch (const LinkError& error) {
-    result = {error.outcome, Refusal::none, 0, 0, pool_->told(error)};
+    return std::make_unique<LeasedConnection>(*pool_, pool_->limits(deadline, cancel));
+  } catch (const SocketError& error) {
+    result = {error.outcome, Refusal::none, 0, 0, pool_->describe(error)};
   } catch (const std::exception& error) {  // no memory, no descriptors
-    result = {Outcome::lost, Refusal::none, 0, 0, pool_->told(error)};
+    result = {Outcome::lost, Refusal::none, 0, 0, pool_->describe(error)};
   }
   return nullptr;
 }

@@ -40,7 +40,7 @@ struct Opened {
   const int pid;
   std::mutex mutex;
   void* contexts[most_devices] = {};
-  std::atomic<int> seen{none};  // a device that somebody here has memory of
+  std::atomic<int> seen{none};  // a device with memory of this process
 };
 
 std::atomic<Opened*> opened{nullptr};
@@ -173,13 +173,13 @@ Pinned::~Pinned() {
 }
 
 // Two streams, and what pinned memory they have needed so far. Used again and again: they take longer to make than to use.
-struct Copies::Kit {
-  explicit Kit(int of) : device(of) {}
+struct Copies::CopyStreams {
+  explicit CopyStreams(int of) : device(of) {}
   void make() {
     const Current current(device);
     for (void*& stream : streams) current.driver().check(current.driver().stream_create(&stream, not_blocking), "make a stream");
   }
-  ~Kit() {
+  ~CopyStreams() {
     try {
       const Current current(device);
       for (void* stream : streams) {
@@ -188,74 +188,74 @@ struct Copies::Kit {
     } catch (const Failure&) {  // as above
     }
   }
-  Kit(const Kit&) = delete;
-  Kit& operator=(const Kit&) = delete;
+  CopyStreams(const CopyStreams&) = delete;
+  CopyStreams& operator=(const CopyStreams&) = delete;
 
   const int device;
-  void* streams[lanes] = {};
-  std::unique_ptr<Pinned> rooms[lanes];
+  void* streams[stream_count] = {};
+  std::unique_ptr<Pinned> pinned_buffers[stream_count];
 };
 
-// Kits that nobody uses now.
-struct Shelf {
+// Idle streams, for reuse.
+struct IdleStreams {
   std::mutex mutex;
-  std::vector<std::unique_ptr<Copies::Kit>> idle[most_devices];
+  std::vector<std::unique_ptr<Copies::CopyStreams>> idle[most_devices];
 
-  static Shelf& of_this_process() {
-    static Shelf* const made = new Shelf;
+  static IdleStreams& of_this_process() {
+    static IdleStreams* const made = new IdleStreams;
     return *made;
   }
 };
 
 Copies::Copies(int device) {
   ours().context(device);
-  Shelf& shelf = Shelf::of_this_process();
+  IdleStreams& pool = IdleStreams::of_this_process();
   {
-    const std::scoped_lock lock(shelf.mutex);
-    auto& idle = shelf.idle[device];
+    const std::scoped_lock lock(pool.mutex);
+    auto& idle = pool.idle[device];
     if (!idle.empty()) {
-      kit_ = std::move(idle.back());
+      streams_ = std::move(idle.back());
       idle.pop_back();
     }
   }
-  if (kit_) return;
-  kit_ = std::make_unique<Kit>(device);
-  kit_->make();
+  if (streams_) return;
+  streams_ = std::make_unique<CopyStreams>(device);
+  streams_->make();
 }
 
 Copies::~Copies() {
-  for (int lane = 0; lane < lanes; ++lane) {
+  for (int stream = 0; stream < stream_count; ++stream) {
     try {
-      finish(lane);
-    } catch (const Failure&) {  // whoever wanted to know has asked
+      finish(stream);
+    } catch (const Failure&) {  // callers that need the result have called finish
     }
   }
   if (failed_) return;  // its kit may have failed, too
-  Shelf& shelf = Shelf::of_this_process();
-  const std::scoped_lock lock(shelf.mutex);
-  auto& idle = shelf.idle[kit_->device];
-  if (idle.size() < most_idle) idle.push_back(std::move(kit_));
+  IdleStreams& pool = IdleStreams::of_this_process();
+  const std::scoped_lock lock(pool.mutex);
+  auto& idle = pool.idle[streams_->device];
+  if (idle.size() < most_idle) idle.push_back(std::move(streams_));
 }
 
-char* Copies::room(int lane) {
-  auto& made = kit_->rooms[lane];
-  if (!made) made = std::make_unique<Pinned>(kit_->device, room_bytes);
+char* Copies::pinned_buffer(int stream) {
+  auto& made = streams_->pinned_buffers[stream];
+  if (!made) made = std::make_unique<Pinned>(streams_->device, pinned_buffer_bytes);
   return made->data();
 }
 
-void Copies::begin(int lane, void* to, const void* from, std::uint64_t bytes) {
-  const Current current(kit_->device);
-  busy_[lane] = true;
-  const int result = current.driver().copy(to, from, bytes, kit_->streams[lane]);
+void Copies::begin(int stream, void* to, const void* from, std::uint64_t bytes) {
+  const Current current(streams_->device);
+  busy_[stream] = true;
+  const int result = current.driver().copy(to, from, bytes, streams_->streams[stream]);
   failed_ = failed_ || result != 0;
   current.driver().check(result, "copy memory");
 }
 
-void Copies::finish(int lane) {
-  if (!busy_[lane]) return;
-  busy_[lane] = false;
-  const Current current(kit_->device);
-  const int result = current.driver().stream_wait(kit_->streams[lane]);
+void Copies::finish(int stream) {
+  if (!busy_[stream]) return;
+  busy_[stream] = false;
+  const Current current(streams_->device);
+  const int result = current.driver().stream_wait(streams_->streams[stream]);
   failed_ = failed_ || result != 0;
   current.driver().check(result, "wait for a copy");
 }

@@ -1,7 +1,7 @@
-// Memory of GPUs, by the vendor's own driver: copies, pinned memory, and what another process needs to map an allocation.
+// GPU memory through the vendor's driver: copies, pinned memory, and what another process needs to map an allocation.
 //
-// CUDA's driver (libcuda.so.1) or HIP's (libamdhip64.so) is opened when somebody first has memory of a GPU, so a machine
-// without one needs neither. MONARCH_GPU_DRIVER names another library. Nothing here knows of tables, peers or networks.
+// CUDA's driver (libcuda.so.1) or HIP's (libamdhip64.so) is opened when GPU memory is first used, so a machine without
+// a GPU needs neither. MONARCH_GPU_DRIVER names another library. Nothing here depends on tables, peers or networks.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace monarch::gpu {
 
-// What the driver has refused, in its words.
+// An error of the driver, with its text.
 class Failure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -19,12 +19,12 @@ class Failure : public std::runtime_error {
 
 inline constexpr int none = -1;  // no GPU's: memory of the CPU
 
-// Throws Failure where there is no driver, or where this process is a fork of one that has opened it.
+// Throws Failure if there is no driver, or if this process is a fork of one that has opened it.
 void open();
 bool is_open();
-std::string library();  // that was opened, for people
+std::string library();  // name of the open library
 
-// The number of the GPU whose memory that is. Before `open` nobody has any.
+// The number of the GPU with this memory; `none` for all memory before `open`.
 int device_of(const void* address);
 
 struct Range {
@@ -32,7 +32,7 @@ struct Range {
 };
 // The allocation that an address of a GPU lies in; throws Failure.
 Range allocation_of(const void* address);
-// Until what was asked of this stream is done: numbers as in __cuda_array_interface__. Throws Failure.
+// Wait until the work of this stream is done; streams are numbered as in __cuda_array_interface__. Throws Failure.
 void wait_for_stream(int device, std::uint64_t stream);
 // A descriptor of the dma-buf of this range, which begins and ends with a page; the caller's to close. Throws Failure.
 int dma_buf_of(const Range& range);
@@ -63,7 +63,7 @@ class Imported {
 // Memory of the host that the driver copies to and from straight, and that a NIC may have registered, too.
 class Pinned {
  public:
-  Pinned(int device, std::uint64_t bytes);  // for copies by any GPU; `device`: whose driver is asked for it. Throws Failure
+  Pinned(int device, std::uint64_t bytes);  // for copies by any GPU; `device`: the GPU whose context allocates it. Throws Failure
   ~Pinned();
   Pinned(const Pinned&) = delete;
   Pinned& operator=(const Pinned&) = delete;
@@ -77,27 +77,29 @@ class Pinned {
   char* data_ = nullptr;
 };
 
-inline constexpr std::uint64_t room_bytes = 1 << 20;
+inline constexpr std::uint64_t pinned_buffer_bytes = 1 << 20;
 
-// Copies to and from a GPU, in two lanes: what is asked of one is done in that order. A lane has a room of pinned memory.
+// Copies to and from a GPU on two streams. Each stream keeps the order of its copies, and has a buffer of pinned
+// memory.
 class Copies {
  public:
-  static constexpr int lanes = 2;
+  static constexpr int stream_count = 2;
   explicit Copies(int device);  // throws Failure
-  ~Copies();                    // waits for what is under way
+  ~Copies();                    // waits for copies in progress
   Copies(const Copies&) = delete;
   Copies& operator=(const Copies&) = delete;
 
-  char* room(int lane);  // of room_bytes; throws Failure
-  // Each side is memory of a GPU or of the CPU. Done when `finish` of the lane returns. Throw Failure.
-  void begin(int lane, void* to, const void* from, std::uint64_t bytes);
-  void finish(int lane);
+  char* pinned_buffer(int stream);  // of pinned_buffer_bytes; throws Failure
+  // Each side is memory of a GPU or of the CPU. The copy is done when `finish` of the stream returns. Both throw
+  // Failure.
+  void begin(int stream, void* to, const void* from, std::uint64_t bytes);
+  void finish(int stream);
 
  private:
-  struct Kit;
-  friend struct Shelf;
-  std::unique_ptr<Kit> kit_;
-  bool busy_[lanes] = {}, failed_ = false;
+  struct CopyStreams;
+  friend struct IdleStreams;
+  std::unique_ptr<CopyStreams> streams_;
+  bool busy_[stream_count] = {}, failed_ = false;
 };
 
 // One copy, done when this returns. Throws Failure.

@@ -20,13 +20,13 @@ inline constexpr unsigned lazy_peer_access = 1;  // of a mapping: from another G
 inline constexpr int dma_buf_fd = 1;             // of a range's handle
 inline constexpr int no_context = 201;             // an error: this thread has none
 inline constexpr std::uint64_t legacy_stream = 1;  // CUDA's number of it; to HIP it is 0
-inline constexpr int hip_copy_default = 4;       // hipMemcpyDefault: the addresses say what they are
+inline constexpr int hip_copy_default = 4;       // hipMemcpyDefault: the addresses determine the direction
 
 struct Driver {
   // Opens the library that is named, or else the first of both vendors that works. Throws Failure.
   explicit Driver(const char* named);
 
-  // Throws Failure, with what the driver says to this result of its function `what`.
+  // Throws Failure, with the driver's text for this result of its function `what`.
   void check(int result, const char* what) const;
   int copy(void* to, const void* from, std::size_t bytes, void* stream) const;
 

@@ -1,5 +1,5 @@
-// Memory of a GPU on its way to or from a connection: through pinned memory, so that one part is copied while another one
-// is on the wire. The caller's side; the owner's, which holds registered memory, is the server's.
+// Pipeline for GPU memory on the client's side of a connection: through pinned memory, so that one part is copied while
+// another one is sent or received. The server has its own for registered memory.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +12,9 @@
 namespace monarch {
 
 // The places of a piece, one after the other.
-class Places {
+class LocalCursor {
  public:
-  Places(const Segment* first, std::size_t count) : first_(first), count_(count) {}
+  LocalCursor(const Segment* first, std::size_t count) : first_(first), count_(count) {}
   std::uint64_t left() const {
     std::uint64_t bytes = 0;
     for (std::size_t i = 0; i < count_; ++i) bytes += first_[i].bytes;
@@ -39,49 +39,49 @@ class Places {
   std::uint64_t at_ = 0;  // in the first
 };
 
-class Staged {
+class GpuPipeline {
  public:
-  explicit Staged(int device) : copies_(device) {}
+  explicit GpuPipeline(int device) : copies_(device) {}
 
   // `send(from, bytes)`. While it sends one part, the next one is copied.
   template <class Send>
   void send(const Segment* first, std::size_t count, Send&& send) {
-    Places places(first, count);
-    std::uint64_t ready = gather(places);
+    LocalCursor cursor(first, count);
+    std::uint64_t ready = gather(cursor);
     while (ready != 0) {
-      const int sent = lane_;
+      const int sent = stream_;
       copies_.finish(sent);
-      lane_ = 1 - lane_;
-      const std::uint64_t next = gather(places);
-      send(copies_.room(sent), ready);
+      stream_ = 1 - stream_;
+      const std::uint64_t next = gather(cursor);
+      send(copies_.pinned_buffer(sent), ready);
       ready = next;
     }
   }
-  // `receive(to, bytes)`, of a piece that has room; `wanted()` says whether it is copied on. It is under way to the GPU
-  // when this returns, and there after `finish`.
+  // `receive(to, bytes)` reads a piece into pinned memory; `wanted()` returns whether to copy it to the GPU. The copy
+  // is in progress when this returns, and done after `finish`.
   template <class Receive, class Wanted>
   void receive(const Segment* first, std::size_t count, Receive&& receive, Wanted&& wanted) {
-    Places places(first, count);
-    const std::uint64_t bytes = places.left();
-    copies_.finish(lane_);
-    receive(copies_.room(lane_), bytes);
+    LocalCursor cursor(first, count);
+    const std::uint64_t bytes = cursor.left();
+    copies_.finish(stream_);
+    receive(copies_.pinned_buffer(stream_), bytes);
     if (!wanted()) return;
-    places.each(bytes, [&](char* to, std::uint64_t at, std::uint64_t part) { copies_.begin(lane_, to, copies_.room(lane_) + at, part); });
-    lane_ = 1 - lane_;
+    cursor.each(bytes, [&](char* to, std::uint64_t at, std::uint64_t part) { copies_.begin(stream_, to, copies_.pinned_buffer(stream_) + at, part); });
+    stream_ = 1 - stream_;
   }
   void finish() {
-    for (int lane = 0; lane < gpu::Copies::lanes; ++lane) copies_.finish(lane);
+    for (int stream = 0; stream < gpu::Copies::stream_count; ++stream) copies_.finish(stream);
   }
 
  private:
-  static constexpr std::uint64_t part_bytes = gpu::room_bytes / 4;
+  static constexpr std::uint64_t part_bytes = gpu::pinned_buffer_bytes / 4;
 
-  std::uint64_t gather(Places& places) {
-    return places.each(part_bytes, [&](char* from, std::uint64_t at, std::uint64_t part) { copies_.begin(lane_, copies_.room(lane_) + at, from, part); });
+  std::uint64_t gather(LocalCursor& cursor) {
+    return cursor.each(part_bytes, [&](char* from, std::uint64_t at, std::uint64_t part) { copies_.begin(stream_, copies_.pinned_buffer(stream_) + at, from, part); });
   }
 
   gpu::Copies copies_;
-  int lane_ = 0;
+  int stream_ = 0;
 };
 
 }  // namespace monarch

@@ -30,20 +30,20 @@ bool equal(const wire::Token& one, const wire::Token& other) {
 template <typename Layout>
 void draw_nonce(Layout& layout) {
   if (getrandom(layout.nonce, sizeof layout.nonce, 0) != static_cast<ssize_t>(sizeof layout.nonce)) {
-    throw LinkError(Outcome::unreachable, std::string("no random numbers: ") + std::strerror(errno));
+    throw SocketError(Outcome::unreachable, std::string("no random numbers: ") + std::strerror(errno));
   }
 }
 
-// Over all that was said, the role of who proves, and what both know of the connection below.
-Digest proof_of(const Identity& identity, const char* role, const wire::Hello& hello, const wire::Answer& answer, const Link& link) {
-  std::string said = std::string("monarch memory ") + role;
-  said += '\0';
-  said += view(hello);
-  said += view(answer);
-  if (link.tls() != nullptr) {
-    for (const Digest& certificate : link.tls()->certificates()) said += view(certificate);
+// Over all messages so far, the role of the prover, and the certificates of the connection.
+Digest proof_of(const Identity& identity, const char* role, const wire::Hello& hello, const wire::HelloReply& reply, const SocketConnection& connection) {
+  std::string transcript = std::string("monarch memory ") + role;
+  transcript += '\0';
+  transcript += view(hello);
+  transcript += view(reply);
+  if (connection.tls() != nullptr) {
+    for (const Digest& certificate : connection.tls()->certificates()) transcript += view(certificate);
   }
-  return hmac_sha256(identity.secret(), said);
+  return hmac_sha256(identity.secret(), transcript);
 }
 
 bool proves(const wire::Proof& proof, const Digest& expected) {
@@ -52,21 +52,21 @@ bool proves(const wire::Proof& proof, const Digest& expected) {
   return same(given, expected);
 }
 
-void say(Writer& writer, const void* what, std::size_t bytes, const Limits& limits) {
+void send_now(Writer& writer, const void* what, std::size_t bytes, const Limits& limits) {
   writer.put(what, bytes);
   writer.flush(limits);
 }
 
-[[noreturn]] void no_connection(const std::string& text) { throw LinkError(Outcome::unreachable, text); }
+[[noreturn]] void fail_connect(const std::string& text) { throw SocketError(Outcome::unreachable, text); }
 
-void check_answer(const wire::Answer& answer, const wire::Token& whom) {
-  if (answer.magic != wire::answer_magic) no_connection("who answered is no process of monarch_backend: is the address right?");
-  if (answer.denial == wire::Denial::version || answer.version != wire::version) {
-    no_connection("it speaks version " + std::to_string(answer.version) + " of the memory protocol, and this side " +
+void check_hello_reply(const wire::HelloReply& reply, const wire::Token& receiver) {
+  if (reply.magic != wire::hello_reply_magic) fail_connect("who answered is no process of monarch_backend: is the address right?");
+  if (reply.denial == wire::Denial::version || reply.version != wire::version) {
+    fail_connect("it speaks version " + std::to_string(reply.version) + " of the memory protocol, and this side " +
                   std::to_string(wire::version) + ": install the same monarch_backend on both");
   }
-  if (answer.denial == wire::Denial::other_process || !equal(answer.who, whom)) {
-    no_connection("another process listens there now: the one that registered the memory has ended");
+  if (reply.denial == wire::Denial::other_process || !equal(reply.sender, receiver)) {
+    fail_connect("another process listens there now: the one that registered the memory has ended");
   }
 }
 
@@ -98,55 +98,55 @@ Identity::Identity(const std::string& token, std::string secret, const std::stri
 
 Identity::~Identity() { explicit_bzero(secret_.data(), secret_.size()); }
 
-bool prove_to_caller(Link& link, Reader& reader, Writer& writer, const Identity& identity, const Limits& limits) {
-  if (identity.tls() != nullptr) link.secure(*identity.tls(), true, limits);
+bool authenticate_caller(SocketConnection& connection, Reader& reader, Writer& writer, const Identity& identity, const Limits& limits) {
+  if (identity.tls() != nullptr) connection.secure(*identity.tls(), true, limits);
   wire::Hello hello;
   reader.read(&hello, sizeof hello, limits);
   if (hello.magic != wire::hello_magic) return false;
-  wire::Answer answer{wire::answer_magic, wire::version, wire::Denial::none, {}, {}};
+  wire::HelloReply reply{wire::hello_reply_magic, wire::version, wire::Denial::none, {}, {}};
   wire::Proof proof{};
-  if (hello.version != wire::version || hello.zero != 0) answer.denial = wire::Denial::version;
-  else if (!equal(hello.whom, identity.token())) answer.denial = wire::Denial::other_process;
-  if (answer.denial == wire::Denial::none) {
-    answer.who = identity.token();
-    draw_nonce(answer);
-    const Digest mine = proof_of(identity, "owner", hello, answer, link);
+  if (hello.version != wire::version || hello.zero != 0) reply.denial = wire::Denial::version;
+  else if (!equal(hello.receiver, identity.token())) reply.denial = wire::Denial::other_process;
+  if (reply.denial == wire::Denial::none) {
+    reply.sender = identity.token();
+    draw_nonce(reply);
+    const Digest mine = proof_of(identity, "owner", hello, reply, connection);
     std::memcpy(proof.bytes, mine.data(), sizeof proof.bytes);
   }
-  writer.put(&answer, sizeof answer);
-  say(writer, &proof, sizeof proof, limits);
-  if (answer.denial != wire::Denial::none) return false;
+  writer.put(&reply, sizeof reply);
+  send_now(writer, &proof, sizeof proof, limits);
+  if (reply.denial != wire::Denial::none) return false;
   wire::Proof theirs;
   reader.read(&theirs, sizeof theirs, limits);
-  return proves(theirs, proof_of(identity, "caller", hello, answer, link));
+  return proves(theirs, proof_of(identity, "caller", hello, reply, connection));
 }
 
-void prove_to_owner(Link& link, Reader& reader, Writer& writer, const Identity& identity, const wire::Token& whom,
+void authenticate_to_owner(SocketConnection& connection, Reader& reader, Writer& writer, const Identity& identity, const wire::Token& receiver,
                     const Limits& limits) {
   try {
-    if (identity.tls() != nullptr) link.secure(*identity.tls(), false, limits);
-    wire::Hello hello{wire::hello_magic, wire::version, 0, identity.token(), whom, {}};
+    if (identity.tls() != nullptr) connection.secure(*identity.tls(), false, limits);
+    wire::Hello hello{wire::hello_magic, wire::version, 0, identity.token(), receiver, {}};
     draw_nonce(hello);
-    say(writer, &hello, sizeof hello, limits);
-    wire::Answer answer;
+    send_now(writer, &hello, sizeof hello, limits);
+    wire::HelloReply reply;
     wire::Proof proof;
-    reader.read(&answer, sizeof answer, limits);
+    reader.read(&reply, sizeof reply, limits);
     reader.read(&proof, sizeof proof, limits);
-    check_answer(answer, whom);
-    if (!proves(proof, proof_of(identity, "owner", hello, answer, link))) {
-      no_connection("it could not prove that it knows this program's secret: does it belong to another program?");
+    check_hello_reply(reply, receiver);
+    if (!proves(proof, proof_of(identity, "owner", hello, reply, connection))) {
+      fail_connect("it could not prove that it knows this program's secret: does it belong to another program?");
     }
-    const Digest mine = proof_of(identity, "caller", hello, answer, link);
-    say(writer, mine.data(), mine.size(), limits);
+    const Digest mine = proof_of(identity, "caller", hello, reply, connection);
+    send_now(writer, mine.data(), mine.size(), limits);
     wire::Welcome welcome;
     reader.read(&welcome, sizeof welcome, limits);
-    if (welcome.magic != wire::welcome_magic) no_connection("its welcome is not one of monarch_backend");
+    if (welcome.magic != wire::welcome_magic) fail_connect("its welcome is not one of monarch_backend");
     if (welcome.full != 0) {
-      no_connection("it serves as many connections as it can: give fewer streams, or close some that are not needed");
+      fail_connect("it serves as many connections as it can: give fewer streams, or close some that are not needed");
     }
-  } catch (const LinkError& error) {
+  } catch (const SocketError& error) {
     if (error.outcome != Outcome::lost) throw;
-    no_connection(std::string("it broke off before both had proved who they are (") + error.what() +
+    fail_connect(std::string("it broke off before both had proved who they are (") + error.what() +
                   "): do both sides have the same secret, and TLS on or off alike?");
   }
 }

@@ -1,7 +1,9 @@
-// How two processes prove to each other, on a connection for memory, that they know the program's secret and who they are.
+// Mutual authentication on a connection for memory: both processes prove their identity and that they know the
+// program's secret.
 //
-// Fixed sizes, compared and not parsed: a stranger reaches nothing that looks at a ticket. With TLS below, the proofs cover
-// both certificates, so that nobody stands between. The like of _transport/network/auth.py, for native threads.
+// Messages have fixed sizes and are compared, not parsed: unauthenticated peers reach no code that handles tickets.
+// With TLS the proofs cover both certificates, which excludes a man in the middle. The protocol is similar to
+// _transport/network/auth.py, for native threads.
 #pragma once
 
 #include <memory>
@@ -13,11 +15,11 @@
 
 namespace monarch {
 
-// Who this process is. Shared by its server and its clients.
+// Identity of this process. Shared by its server and its clients.
 class Identity {
  public:
   // `token`: 32 hexadecimal digits. `secret`: 32 bytes. Certificate, key and CA are DER, see TlsContext; all empty: no
-  // TLS. Throws std::invalid_argument, or std::runtime_error where there is no OpenSSL.
+  // TLS. Throws std::invalid_argument, or std::runtime_error if there is no OpenSSL.
   Identity(const std::string& token, std::string secret, const std::string& certificate, const std::string& key,
            const std::string& ca);
   ~Identity();
@@ -36,12 +38,13 @@ class Identity {
 
 wire::Token parse_token(const std::string& text);  // throws std::invalid_argument
 
-// The owner's side, of a stranger who has just connected. False: no host of this program, or for somebody else; hang up.
-// When it returns true the caller is one, and waits for its Welcome. Throws LinkError.
-bool prove_to_caller(Link& link, Reader& reader, Writer& writer, const Identity& identity, const Limits& limits);
+// The owner's side of a new connection. Return false if the peer belongs to another program or expects another process;
+// then close the connection. After true the caller waits for its Welcome. Throws SocketError.
+bool authenticate_caller(SocketConnection& connection, Reader& reader, Writer& writer, const Identity& identity, const Limits& limits);
 
-// The caller's side, until it is welcome. `whom`: who has to be there. Throws LinkError, whose text says what to do.
-void prove_to_owner(Link& link, Reader& reader, Writer& writer, const Identity& identity, const wire::Token& whom,
+// The caller's side, until its Welcome. `receiver`: the expected process. Throws SocketError with a text that says what
+// to do.
+void authenticate_to_owner(SocketConnection& connection, Reader& reader, Writer& writer, const Identity& identity, const wire::Token& receiver,
                     const Limits& limits);
 
 }  // namespace monarch

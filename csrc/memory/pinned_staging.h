@@ -1,8 +1,9 @@
-// Memory of the host between a GPU's and a NIC that does not reach the GPU: lent to one peer, whose NIC reads and writes it,
-// and who has a server's thread copy between it and what is registered.
+// Staging memory: pinned host memory for a peer whose NIC does not reach a GPU of this process. The peer's NIC reads
+// and writes it, and a thread of the server copies between it and registered memory.
 //
-// It is cut into slots. The peer says which slot, and its turn, a number that grows with each of its requests: what arrives
-// late, out of a connection that the peer has given up, finds that the slot's turn is over, and touches nothing.
+// It is divided into slots. Each request names a slot and a sequence number that grows with each of the peer's
+// requests. A late request, from a connection that the peer has abandoned, finds a higher number in the slot and has no
+// effect.
 #pragma once
 
 #include <cstdint>
@@ -20,21 +21,21 @@ class StagingBuffer {
   StagingBuffer(std::shared_ptr<void> keep, char* base, std::uint64_t slot_bytes, std::uint32_t slots)
       : keep_(std::move(keep)), base_(base), slot_bytes_(slot_bytes), slots_(slots), states_(new Slot[slots]) {}
 
-  // `copy(slot)`, when nobody else copies to or from that slot any more, if its turn has come and it has room.
+  // Run `copy(slot)` when no other thread copies to or from that slot, if the sequence number is new and the bytes fit.
   template <class Copy>
-  Refusal use(std::uint32_t slot, std::uint64_t turn, std::uint64_t bytes, Copy&& copy) {
+  Refusal use(std::uint32_t slot, std::uint64_t sequence, std::uint64_t bytes, Copy&& copy) {
     if (slot >= slots_ || bytes > slot_bytes_) return Refusal::no_staging;
     Slot& state = states_[slot];
     const std::scoped_lock lock(state.mutex);
-    if (turn <= state.turn) return Refusal::no_staging;
-    state.turn = turn;
+    if (sequence <= state.sequence) return Refusal::no_staging;
+    state.sequence = sequence;
     return copy(base_ + slot * slot_bytes_);
   }
 
  private:
   struct Slot {
     std::mutex mutex;
-    std::uint64_t turn = 0;
+    std::uint64_t sequence = 0;
   };
 
   const std::shared_ptr<void> keep_;
@@ -44,7 +45,7 @@ class StagingBuffer {
   const std::unique_ptr<Slot[]> states_;
 };
 
-// Those of a server, by their keys: random numbers, each of which one peer was told.
+// The staging buffers of a server, by their keys: random numbers, each of which one peer knows.
 class StagingBuffers {
  public:
   void add(std::uint64_t key, std::shared_ptr<StagingBuffer> buffer) {

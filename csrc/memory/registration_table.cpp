@@ -18,7 +18,7 @@ namespace monarch {
 namespace {
 
 constexpr std::uint64_t ticks = (std::uint64_t{1} << 40) - 1;
-constexpr auto look_again = std::chrono::milliseconds(1);  // whether claims are void: nobody tells of that
+constexpr auto claim_poll_interval = std::chrono::milliseconds(1);  // how often `drop` checks claims: their end is not reported
 
 constexpr std::uint64_t unknown = 1;  // of a start: nothing starts so early
 
@@ -68,17 +68,17 @@ TableMemory* cleared(char* at) {
   return reinterpret_cast<TableMemory*>(at);
 }
 
-// For this process, if nobody has it, or somebody who is dead.
+// Take a claim or request for this process, if it has no owner, or a dead one.
 template <class Cell>
-bool take(Cell& cell, bool from_the_dead) {
+bool take(Cell& cell, bool from_dead_owner) {
   Owner owner = cell.owner.load(std::memory_order_acquire);
-  if (owner != 0 && (!from_the_dead || alive(owner))) return false;
+  if (owner != 0 && (!from_dead_owner || alive(owner))) return false;
   return cell.owner.compare_exchange_strong(owner, this_process());
 }
 
 Claim* take_claim(TableMemory& table) {
   for (std::uint32_t i = 0;; ++i) {
-    // After a whole round: so many at once. Somebody will be done soon, or has died.
+    // After a whole round all claims are in use. One of them will end soon, or its process has died.
     const bool again = i >= most_claims;
     if (again && i % most_claims == 0) usleep(100);
     Claim& claim = table.claims[(pid_of(this_process()) + i) % most_claims];
@@ -126,9 +126,9 @@ Claimed::Claimed(TableMemory& table, const Ticket& ticket) : epoch_(ticket.epoch
   if (refusal_ == Refusal::none) entry_ = &entry;
 }
 
-Claimed::~Claimed() { let_go(); }
+Claimed::~Claimed() { release(); }
 
-void Claimed::let_go() {
+void Claimed::release() {
   if (claim_ != nullptr) {
     claim_->key.store(0, std::memory_order_relaxed);
     claim_->owner.store(0, std::memory_order_release);
@@ -171,7 +171,7 @@ Ticket Table::add(void* data, std::uint64_t bytes, bool writable) {
   } else if (used_ < most_registrations) {
     slot = used_++;
     std::memset(static_cast<void*>(&memory_->entries[slot]), 0, sizeof(Entry));
-    // Who has a handle of an earlier table in this memory, or guesses: no epoch is easily had.
+    // Random, so that handles of an earlier table in this memory, or guesses, do not match.
     memory_->entries[slot].epoch.store(random_key() & ~std::uint64_t{1}, std::memory_order_relaxed);
   } else {
     throw std::length_error("65536 registrations are the most that a process has at once: drop() what is not needed any more");
@@ -186,7 +186,7 @@ Ticket Table::add(void* data, std::uint64_t bytes, bool writable) {
   entry.shared_at.store(own.holds(at, bytes) ? static_cast<std::uint64_t>(at - own.at(0)) : 0, std::memory_order_relaxed);
   const bool can_be_written = device != gpu::none || (!is_read_only(at) && !is_read_only(at + bytes - 1));
   entry.writable.store(writable && can_be_written, std::memory_order_relaxed);
-  entry.place.store(static_cast<std::uint32_t>(device + 1), std::memory_order_relaxed);
+  entry.device_plus_one.store(static_cast<std::uint32_t>(device + 1), std::memory_order_relaxed);
   entry.is_exported.store(exported.has_value(), std::memory_order_relaxed);
   if (exported) memory_->exports[slot] = *exported;
   const std::uint64_t epoch = entry.epoch.load(std::memory_order_relaxed) + 1;
@@ -196,35 +196,35 @@ Ticket Table::add(void* data, std::uint64_t bytes, bool writable) {
 }
 
 Table::Dropped Table::drop(const Ticket& ticket, double seconds) {
-  if (ticket.slot >= most_registrations) return Dropped::was_not_there;
+  if (ticket.slot >= most_registrations) return Dropped::not_registered;
   Entry& entry = memory_->entries[ticket.slot];
-  if (entry.key.load(std::memory_order_relaxed) != ticket.key) return Dropped::was_not_there;
+  if (entry.key.load(std::memory_order_relaxed) != ticket.key) return Dropped::not_registered;
   std::uint64_t epoch = ticket.epoch;
   entry.epoch.compare_exchange_strong(epoch, ticket.epoch + 1, std::memory_order_seq_cst);
-  if (epoch != ticket.epoch && epoch != ticket.epoch + 1) return Dropped::was_not_there;
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // with that of who claims
+  if (epoch != ticket.epoch && epoch != ticket.epoch + 1) return Dropped::not_registered;
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the fence of Claimed
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   while (entry.holds.load(std::memory_order_seq_cst) != 0 || user_of(ticket) != 0) {
     if (Clock::now() >= deadline) return Dropped::still_used;
-    usleep(static_cast<useconds_t>(std::chrono::microseconds(look_again).count()));
+    usleep(static_cast<useconds_t>(std::chrono::microseconds(claim_poll_interval).count()));
   }
   const std::lock_guard lock(mutex_);
-  // Two who drop it at the same time, one of them may have given the slot to somebody else since.
-  if (entry.key.load(std::memory_order_relaxed) != ticket.key) return Dropped::was_not_there;
+  // If two threads drop it at the same time, the other one may have freed the slot, and it may be in use again.
+  if (entry.key.load(std::memory_order_relaxed) != ticket.key) return Dropped::not_registered;
   entry.key.store(0, std::memory_order_relaxed);
   free_.push_back(ticket.slot);
   count_.fetch_sub(1, std::memory_order_relaxed);
-  if (entry.is_exported.load(std::memory_order_relaxed) != 0) have_it_unmapped();
+  if (entry.is_exported.load(std::memory_order_relaxed) != 0) request_unmap();
   return Dropped::yes;
 }
 
-// Whoever has mapped its allocation lets go of it soon, unless it has others there.
-void Table::have_it_unmapped() {
+// Request all peers to unmap its allocation, unless they use other registrations in it.
+void Table::request_unmap() {
   for (const std::shared_ptr<Peer>& peer : host_->peers()) {
     TableMemory* table = table_of(*peer);
     if (table == nullptr) continue;
-    table->let_go.store(1, std::memory_order_release);
-    table->bell.ring();
+    table->unmap_requested.store(1, std::memory_order_release);
+    table->doorbell.ring();
   }
 }
 
@@ -251,13 +251,13 @@ Refusal Table::hold(const Ticket& ticket, std::uint64_t offset, std::uint64_t by
   return refusal;
 }
 
-void Table::let_go(const Ticket& ticket) { memory_->entries[ticket.slot].holds.fetch_sub(1, std::memory_order_release); }
+void Table::release(const Ticket& ticket) { memory_->entries[ticket.slot].holds.fetch_sub(1, std::memory_order_release); }
 
 Request* take_request(TableMemory& table) {
-  for (const bool from_the_dead : {false, true}) {
+  for (const bool from_dead_owner : {false, true}) {
     for (Request& request : table.requests) {
-      // What the thread is looking at just now is not free, whoever has asked it.
-      if (request.state.load(std::memory_order_acquire) == Request::serving || !take(request, from_the_dead)) continue;
+      // A request that the thread is serving is not free, even if its owner is dead.
+      if (request.state.load(std::memory_order_acquire) == Request::serving || !take(request, from_dead_owner)) continue;
       std::uint32_t asked = Request::asked;
       request.state.compare_exchange_strong(asked, Request::idle);
       if (asked != Request::serving) return &request;
@@ -267,7 +267,7 @@ Request* take_request(TableMemory& table) {
   return nullptr;
 }
 
-void give_back(Request& request) {
+void release_request(Request& request) {
   request.state.store(Request::idle, std::memory_order_relaxed);
   request.owner.store(0, std::memory_order_release);
 }

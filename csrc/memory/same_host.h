@@ -1,9 +1,10 @@
-// Reading and writing what a peer of this host has registered, without a part of its Python in it.
+// Access to registered memory of a peer of this host, without Python code of the peer.
 //
-// Three ways, each one copy but the last: memory in the peer's arena is mapped here; other memory is read and written by
-// the kernel (process_vm_readv); where the kernel does not let us, the peer's own thread copies through a room in our
-// arena. Memory of a GPU is mapped by its driver (ipc_mapping_cache.h), or else copied by that thread. Atomics are done in mapped memory, or by that thread. Nothing here waits longer than the deadline, and a caller
-// who has changed his mind, or a peer who has died, ends it.
+// There are three methods, each with one copy but the last. Memory in the peer's arena is mapped here. Other memory is
+// read and written by the kernel (process_vm_readv). Where the kernel does not permit that, the peer's service thread
+// copies through a bounce buffer in our arena. GPU memory is mapped by its driver (ipc_mapping_cache.h), or copied by
+// that thread. Atomics run in mapped memory, or in that thread. Nothing here waits beyond the deadline. A cancellation,
+// or the death of the peer, ends the wait.
 #pragma once
 
 #include <atomic>
@@ -21,12 +22,12 @@
 namespace monarch {
 
 // What can end a transfer before its time.
-class Patient {
+class CancelScope {
  public:
-  explicit Patient(Clock::time_point deadline = Clock::time_point::max()) : deadline(deadline) {}
+  explicit CancelScope(Clock::time_point deadline = Clock::time_point::max()) : deadline(deadline) {}
   void cancel();
   bool is_cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
-  // For those who wait for descriptors. Throws std::system_error if there are none.
+  // For waits on descriptors. Throws std::system_error if there are none left.
   const Cancel* event() const;
 
   const Clock::time_point deadline;
@@ -34,37 +35,37 @@ class Patient {
  private:
   std::atomic<bool> cancelled_{false};
   mutable std::mutex mutex_;
-  mutable std::optional<Cancel> event_;  // made when somebody asks for it
+  mutable std::optional<Cancel> event_;  // made at the first call of event()
 };
 
 // unseen: whether the driver maps it is seen with the first transfer.
-enum class Way : int { mapped, kernel, thread, gpu, lent, unseen };
+enum class CopyMethod : int { mapped, kernel, thread, gpu, external, unseen };
 
-class Near {
+class SameHost {
  public:
   // `kernel`, `ipc`: whether process_vm_readv, and mappings of GPU memory, may be used where they work. `threads`: how many
   // of this process make one large copy, the caller's among them.
-  Near(std::shared_ptr<Host> host, bool kernel, bool ipc, unsigned threads)
-      : host_(std::move(host)), kernel_(kernel), ipc_(ipc), threads_(threads), imports_(std::make_shared<Imports>()) {}
-  std::shared_ptr<Imports> imports() const { return imports_; }
+  SameHost(std::shared_ptr<Host> host, bool kernel, bool ipc, unsigned threads)
+      : host_(std::move(host)), kernel_(kernel), ipc_(ipc), threads_(threads), mappings_(std::make_shared<IpcMappingCache>()) {}
+  std::shared_ptr<IpcMappingCache> mappings() const { return mappings_; }
 
   // To memory of a peer; nullptr if it can't be reached as one of this host.
   std::shared_ptr<Peer> peer(const std::string& token) { return host_->connect(token); }
-  Result move(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Access access, const std::vector<Segment>& segments, const Patient& patient);
+  Result move(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Access access, const std::vector<Segment>& segments, const CancelScope& scope);
   Result change(const std::shared_ptr<Peer>& peer, const Ticket& ticket, Access access, std::uint64_t offset,
-                std::uint64_t operand, std::uint64_t expected, const Patient& patient);
+                std::uint64_t operand, std::uint64_t expected, const CancelScope& scope);
   // The one that `move` would take now.
-  Way way(Peer& peer, const Ticket& ticket);
-  // Nothing of memory of a GPU: asks for no lock.
-  std::optional<Way> way_of_cpu(Peer& peer, const Ticket& ticket);
-  // Of memory of a GPU: why it is not mapped here, for people.
+  CopyMethod copy_method(Peer& peer, const Ticket& ticket);
+  // For CPU memory only; takes no lock.
+  std::optional<CopyMethod> cpu_copy_method(Peer& peer, const Ticket& ticket);
+  // Why GPU memory is not mapped here, as text.
   std::string why_not(Peer& peer, const Ticket& ticket);
 
  private:
   struct Transfer;
-  class Question;
-  bool kernel_lets_us(Peer& peer);
-  // The whole, and a part of it: until that is done or somebody says stop; then it is `done`, too.
+  class ServiceRequest;
+  bool can_read_memory(Peer& peer);
+  // The whole transfer, or a part of it, until it is done or `stop` is set; then the outcome is `done`, too.
   Result by_mapping(Transfer& transfer, const char* base);
   Result by_mapping(const Transfer& transfer, const char* base, const std::vector<Segment>& segments, const std::atomic<bool>& stop);
   Result by_kernel(Transfer& transfer, std::uint64_t base);
@@ -76,13 +77,13 @@ class Near {
   std::shared_ptr<Host> host_;
   const bool kernel_, ipc_;
   const unsigned threads_;
-  std::shared_ptr<Imports> imports_;
+  std::shared_ptr<IpcMappingCache> mappings_;
 };
 
 // The thread of an owner that does for its peers what they can't do themselves.
 class Service {
  public:
-  Service(std::shared_ptr<Table> table, std::shared_ptr<Imports> imports);
+  Service(std::shared_ptr<Table> table, std::shared_ptr<IpcMappingCache> mappings);
   ~Service();
 
  private:
@@ -91,7 +92,7 @@ class Service {
   void serve(Request& request);
 
   std::shared_ptr<Table> table_;
-  std::shared_ptr<Imports> imports_;  // of this process: whoever drops what is in them rings the bell
+  std::shared_ptr<IpcMappingCache> mappings_;  // of this process; dropping a mapped registration rings the doorbell
   std::atomic<bool> ending_{false};
   std::thread thread_;
 };

@@ -30,13 +30,13 @@ namespace monarch {
 
 namespace {
 
-constexpr std::size_t most_strangers = 256;  // the oldest goes when there is one more
-constexpr auto stranger_time = std::chrono::seconds(5);
+constexpr std::size_t max_unauthenticated = 256;  // with one more, the oldest is closed
+constexpr auto handshake_timeout = std::chrono::seconds(5);
 constexpr std::size_t most_listeners = 16;
-constexpr int pause_without_descriptors = 50;  // ms, where accept() says that there are none
+constexpr int accept_retry_ms = 50;  // after accept() ran out of descriptors
 
 // Sent in the place of what was dropped in the middle of a reply.
-const char zeros[piece_held] = {};
+const char zeros[held_piece_bytes] = {};
 
 // A piece of registered memory, for as long as this lives.
 class Held {
@@ -47,7 +47,7 @@ class Held {
         memory_(memory),
         ticket_(ticket) {}
   ~Held() {
-    if (refusal == Refusal::none) memory_.let_go(ticket_);
+    if (refusal == Refusal::none) memory_.release(ticket_);
   }
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
@@ -61,23 +61,23 @@ class Held {
   const Ticket& ticket_;
 };
 
-// Registered memory of a GPU on its way through pinned memory. What is copied is held, and let go of when the copy is done:
-// whoever is about to wait for a network finishes what is under way before.
+// Registered GPU memory on its way through pinned memory. A piece is held until its copy is done. Copies in progress
+// are finished before a wait for the network.
 class Staging {
  public:
   Staging(Memory& memory, const Ticket& ticket, int device) : memory_(memory), ticket_(ticket), copies_(device) {}
 
-  char* room(int lane) { return copies_.room(lane); }
-  Refusal begin(int lane, std::uint64_t offset, std::uint64_t bytes, Access access) {
-    std::optional<Held>& held = held_[lane];
+  char* pinned_buffer(int stream) { return copies_.pinned_buffer(stream); }
+  Refusal begin(int stream, std::uint64_t offset, std::uint64_t bytes, Access access) {
+    std::optional<Held>& held = held_[stream];
     held.emplace(memory_, ticket_, offset, bytes, access);
     if (held->refusal != Refusal::none) return held->refusal;
     const bool reads = access == Access::read;
-    return tried([&] { copies_.begin(lane, reads ? room(lane) : held->data, reads ? held->data : room(lane), bytes); });
+    return attempt([&] { copies_.begin(stream, reads ? pinned_buffer(stream) : held->data, reads ? held->data : pinned_buffer(stream), bytes); });
   }
-  Refusal finish(int lane) {
-    const Refusal refusal = tried([&] { copies_.finish(lane); });
-    held_[lane].reset();
+  Refusal finish(int stream) {
+    const Refusal refusal = attempt([&] { copies_.finish(stream); });
+    held_[stream].reset();
     return refusal;
   }
   Refusal finish() {
@@ -87,7 +87,7 @@ class Staging {
 
  private:
   template <class Act>
-  static Refusal tried(Act&& act) {
+  static Refusal attempt(Act&& act) {
     try {
       act();
       return Refusal::none;
@@ -98,30 +98,30 @@ class Staging {
 
   Memory& memory_;
   const Ticket& ticket_;
-  std::array<std::optional<Held>, gpu::Copies::lanes> held_;
+  std::array<std::optional<Held>, gpu::Copies::stream_count> held_;
   gpu::Copies copies_;  // waits at its end, before that of what is held
 };
 
-// What one connection asks for, one request after the other.
+// Serves one connection, one request after the other.
 class Service {
  public:
   Service(Memory& memory, StagingBuffers& buffers, Reader& reader, Writer& writer, const Limits& limits)
       : memory_(memory), buffers_(buffers), reader_(reader), writer_(writer), limits_(limits) {}
 
-  // Returns when the other side says what no client of ours does; throws LinkError when it hangs up.
+  // Return when the peer sends an invalid request; throws SocketError when it closes the connection.
   void run() {
-    while (next()) answer();
+    while (next()) serve();
   }
 
  private:
   bool next();
   Refusal check();
   Refusal stage();
-  void answer();
-  void answer_read();
-  void answer_write();
-  void answer_atomic();
-  void answer_staged();
+  void serve();
+  void serve_read();
+  void serve_write();
+  void serve_atomic();
+  void serve_staged();
   Refusal copy_staged(char* slot);
   Refusal copy_ranges(char* slot, gpu::Copies* copies);
   void send(wire::Range range, Refusal& refusal);
@@ -145,7 +145,7 @@ class Service {
   wire::Request request_;
   std::vector<wire::Range> ranges_;
   Ticket ticket_;
-  int device_ = gpu::none;          // of what is asked for now
+  int device_ = gpu::none;          // of the current request
   std::optional<Staging> staging_;  // for that
   std::deque<Held> held_;           // of what is staged now
   std::unique_ptr<char[]> scratch_;  // where bytes go that were refused
@@ -186,24 +186,24 @@ Refusal Service::check() {
 Refusal Service::stage() {
   try {
     staging_.emplace(memory_, ticket_, device_);
-    for (int lane = 0; lane < gpu::Copies::lanes; ++lane) staging_->room(lane);  // now, since it may fail
+    for (int stream = 0; stream < gpu::Copies::stream_count; ++stream) staging_->pinned_buffer(stream);  // now, since it may fail
     return Refusal::none;
   } catch (const gpu::Failure&) {
     return Refusal::device;
   }
 }
 
-void Service::answer() {
-  if (is_staged()) return answer_staged();
+void Service::serve() {
+  if (is_staged()) return serve_staged();
   switch (access()) {
     case Access::read:
-      answer_read();
+      serve_read();
       break;
     case Access::write:
-      answer_write();
+      serve_write();
       break;
     default:
-      answer_atomic();
+      serve_atomic();
   }
   device_ = gpu::none;
   staging_.reset();
@@ -214,7 +214,7 @@ void Service::reply(Refusal refusal, std::uint64_t bytes, std::uint64_t value) {
   put(&head, sizeof head);
 }
 
-void Service::answer_read() {
+void Service::serve_read() {
   Refusal refusal = check();
   reply(refusal, refusal == Refusal::none ? request_.bytes : 0);
   if (refusal != Refusal::none) return;
@@ -225,21 +225,21 @@ void Service::answer_read() {
 
 // The next part is copied while one is sent.
 std::uint64_t Service::send_staged(const wire::Range& range, Refusal& refusal) {
-  const auto part = [&](std::uint64_t at) { return std::min<std::uint64_t>(piece_held, range.bytes - at); };
-  int lane = 0;
+  const auto part = [&](std::uint64_t at) { return std::min<std::uint64_t>(held_piece_bytes, range.bytes - at); };
+  int stream = 0;
   std::uint64_t sent = 0;
-  if (range.bytes != 0) refusal = staging_->begin(lane, range.offset, part(0), Access::read);
-  while (sent < range.bytes && refusal == Refusal::none && (refusal = staging_->finish(lane)) == Refusal::none) {
+  if (range.bytes != 0) refusal = staging_->begin(stream, range.offset, part(0), Access::read);
+  while (sent < range.bytes && refusal == Refusal::none && (refusal = staging_->finish(stream)) == Refusal::none) {
     const std::uint64_t bytes = part(sent), next = sent + bytes;
-    if (next < range.bytes) refusal = staging_->begin(1 - lane, range.offset + next, part(next), Access::read);
+    if (next < range.bytes) refusal = staging_->begin(1 - stream, range.offset + next, part(next), Access::read);
     for (std::uint64_t at = 0; at < bytes;) {
-      const std::size_t took = writer_.try_write(staging_->room(lane) + at, bytes - at);
+      const std::size_t took = writer_.try_write(staging_->pinned_buffer(stream) + at, bytes - at);
       at += took;
       if (took != 0) continue;
-      if (const Refusal late = staging_->finish(1 - lane); refusal == Refusal::none) refusal = late;
+      if (const Refusal late = staging_->finish(1 - stream); refusal == Refusal::none) refusal = late;
       writer_.wait(limits_);
     }
-    sent = next, lane = 1 - lane;
+    sent = next, stream = 1 - stream;
   }
   if (const Refusal late = staging_->finish(); refusal == Refusal::none) refusal = late;
   return sent;
@@ -251,7 +251,7 @@ void Service::send(wire::Range range, Refusal& refusal) {
     range.offset += sent, range.bytes -= sent;  // zeros follow, if it was refused
   }
   for (std::uint64_t sent = 0; sent < range.bytes;) {
-    const std::uint64_t bytes = std::min<std::uint64_t>(piece_held, range.bytes - sent);
+    const std::uint64_t bytes = std::min<std::uint64_t>(held_piece_bytes, range.bytes - sent);
     std::size_t took = 0;
     {
       const char* from = zeros;
@@ -262,7 +262,7 @@ void Service::send(wire::Range range, Refusal& refusal) {
         if (refusal == Refusal::none) from = held->data;
       }
       // Small ones are copied: many of them go with one system call.
-      if (bytes < straight) took = writer_.put(from, bytes) ? bytes : 0;
+      if (bytes < direct_bytes) took = writer_.put(from, bytes) ? bytes : 0;
       if (took == 0) took = writer_.try_write(from, bytes);
     }
     sent += took;
@@ -270,7 +270,7 @@ void Service::send(wire::Range range, Refusal& refusal) {
   }
 }
 
-void Service::answer_write() {
+void Service::serve_write() {
   Refusal refusal = check();
   for (const wire::Range& range : ranges_) receive(range, refusal);
   reply(refusal);
@@ -279,18 +279,18 @@ void Service::answer_write() {
 // One part is copied while the next one comes.
 std::uint64_t Service::receive_staged(const wire::Range& range, Refusal& refusal) {
   std::uint64_t received = 0;
-  for (int lane = 0; received < range.bytes && refusal == Refusal::none; lane = 1 - lane) {
-    const std::uint64_t bytes = std::min<std::uint64_t>(piece_held, range.bytes - received);
-    refusal = staging_->finish(lane);
+  for (int stream = 0; received < range.bytes && refusal == Refusal::none; stream = 1 - stream) {
+    const std::uint64_t bytes = std::min<std::uint64_t>(held_piece_bytes, range.bytes - received);
+    refusal = staging_->finish(stream);
     for (std::uint64_t at = 0; at < bytes;) {
-      const std::size_t came = reader_.try_read(staging_->room(lane) + at, bytes - at);
+      const std::size_t came = reader_.try_read(staging_->pinned_buffer(stream) + at, bytes - at);
       at += came;
       if (came != 0) continue;
       if (const Refusal late = staging_->finish(); refusal == Refusal::none) refusal = late;
       writer_.flush(limits_);
       reader_.wait(limits_);
     }
-    if (refusal == Refusal::none) refusal = staging_->begin(lane, range.offset + received, bytes, Access::write);
+    if (refusal == Refusal::none) refusal = staging_->begin(stream, range.offset + received, bytes, Access::write);
     received += bytes;
   }
   if (const Refusal late = staging_->finish(); refusal == Refusal::none) refusal = late;
@@ -303,7 +303,7 @@ void Service::receive(wire::Range range, Refusal& refusal) {
     range.offset += received, range.bytes -= received;  // the rest is thrown away, if it was refused
   }
   for (std::uint64_t received = 0; received < range.bytes;) {
-    const std::uint64_t bytes = std::min<std::uint64_t>(piece_held, range.bytes - received);
+    const std::uint64_t bytes = std::min<std::uint64_t>(held_piece_bytes, range.bytes - received);
     std::size_t came = 0;
     if (refusal == Refusal::none) {
       const Held held(memory_, ticket_, range.offset + received, bytes, Access::write);
@@ -311,17 +311,17 @@ void Service::receive(wire::Range range, Refusal& refusal) {
       if (refusal == Refusal::none) came = reader_.try_read(held.data, bytes);
     }
     if (refusal != Refusal::none) {
-      if (!scratch_) scratch_ = std::make_unique_for_overwrite<char[]>(piece_held);
+      if (!scratch_) scratch_ = std::make_unique_for_overwrite<char[]>(held_piece_bytes);
       came = reader_.try_read(scratch_.get(), bytes);
     }
     received += came;
     if (came != 0) continue;
-    writer_.flush(limits_);  // replies that somebody may wait for before he sends more
+    writer_.flush(limits_);  // the peer may wait for these replies before it sends more
     reader_.wait(limits_);
   }
 }
 
-void Service::answer_atomic() {
+void Service::serve_atomic() {
   std::uint64_t found = 0;
   Refusal refusal;
   {
@@ -332,13 +332,13 @@ void Service::answer_atomic() {
   reply(refusal, 0, found);
 }
 
-// What others ask for waits in the reader meanwhile, so the answer is sent at once: the peer's NIC waits for it.
-void Service::answer_staged() {
+// Later requests wait in the reader, so the reply is sent at once: the peer's NIC waits for it.
+void Service::serve_staged() {
   const std::shared_ptr<StagingBuffer> buffer = buffers_.find(request_.operand);
   const auto slot = static_cast<std::uint32_t>(request_.expected & ((1U << wire::slot_bits) - 1));
-  const std::uint64_t turn = request_.expected >> wire::slot_bits;
+  const std::uint64_t sequence = request_.expected >> wire::slot_bits;
   reply(buffer == nullptr ? Refusal::no_staging
-                          : buffer->use(slot, turn, request_.bytes, [&](char* data) { return copy_staged(data); }));
+                          : buffer->use(slot, sequence, request_.bytes, [&](char* data) { return copy_staged(data); }));
   writer_.flush(limits_);
 }
 
@@ -362,7 +362,7 @@ Refusal Service::copy_staged(char* slot) {
   return refusal;
 }
 
-// `copies`: those of a GPU, all of which are under way together. It waits for them at its end, before what is held is let go.
+// `copies`: of a GPU; all are in progress together. They are finished before the pieces are released.
 Refusal Service::copy_ranges(char* slot, gpu::Copies* copies) {
   for (const wire::Range& range : ranges_) {
     const Held& held = held_.emplace_back(memory_, ticket_, range.offset, range.bytes, access());
@@ -405,81 +405,81 @@ std::uint16_t port_of(int socket) {
 
 }  // namespace
 
-// Who has connected, and the thread that lets them in.
-class Server::Doorkeeper {
+// The connections, and the thread that accepts them.
+class Server::Acceptor {
  public:
-  Doorkeeper(std::shared_ptr<Memory> memory, std::shared_ptr<const Identity> identity, std::size_t most);
+  Acceptor(std::shared_ptr<Memory> memory, std::shared_ptr<const Identity> identity, std::size_t most);
   std::uint16_t listen(const std::string& address, std::uint16_t port);
   void close();
-  void abandon() { inheritance_.close_all(); }
-  std::size_t proven() const { return proven_.load(); }
+  void abandon() { inherited_.close_all(); }
+  std::size_t authenticated() const { return authenticated_.load(); }
   bool forked() const { return getpid() != pid_; }
   StagingBuffers& staging() { return staging_; }
 
  private:
   // A socket that a forked child has to close.
-  struct Entrusted {
-    Entrusted(Inheritance& inheritance, int fd) : inheritance(inheritance), place(inheritance.add(fd)) {}
-    ~Entrusted() { inheritance.remove(place); }
-    Entrusted(const Entrusted&) = delete;
-    Entrusted& operator=(const Entrusted&) = delete;
-    Inheritance& inheritance;
-    std::size_t place;
+  struct InheritedEntry {
+    InheritedEntry(InheritedDescriptors& inherited, int fd) : inherited(inherited), index(inherited.add(fd)) {}
+    ~InheritedEntry() { inherited.remove(index); }
+    InheritedEntry(const InheritedEntry&) = delete;
+    InheritedEntry& operator=(const InheritedEntry&) = delete;
+    InheritedDescriptors& inherited;
+    std::size_t index;
   };
   struct Listener {
-    Listener(Descriptor&& from, Inheritance& inheritance) : socket(std::move(from)), entrusted(inheritance, socket.get()) {}
+    Listener(Descriptor&& from, InheritedDescriptors& inherited) : socket(std::move(from)), inherited_entry(inherited, socket.get()) {}
     Descriptor socket;
-    Entrusted entrusted;
+    InheritedEntry inherited_entry;
   };
   struct Connection {
-    Connection(Descriptor socket, Inheritance& inheritance) : link(std::move(socket)), entrusted(inheritance, link.fd()) {}
-    void hang_up() const { shutdown(link.fd(), SHUT_RDWR); }  // its thread finds the end of the stream
+    Connection(Descriptor socket, InheritedDescriptors& inherited) : conn(std::move(socket)), inherited_entry(inherited, conn.fd()) {}
+    void hang_up() const { shutdown(conn.fd(), SHUT_RDWR); }  // its thread finds the end of the stream
 
-    Link link;
-    Entrusted entrusted;
-    enum State : int { stranger, proven, sent_away, over };
-    std::atomic<int> state{stranger};
+    SocketConnection conn;
+    InheritedEntry inherited_entry;
+    enum State : int { unauthenticated, authenticated, evicted, finished };
+    std::atomic<int> state{unauthenticated};
     std::thread thread;
   };
 
   void run();
   std::vector<pollfd> sources();
-  void let_in(int listener);
-  void make_room();
+  void accept_one(int listener);
+  void evict_unauthenticated();
   void reap();
   void serve(Connection& connection);
-  bool take_place();
-  void nudge() const;
+  bool reserve_slot();
+  void wake() const;
 
   const std::shared_ptr<Memory> memory_;
   const std::shared_ptr<const Identity> identity_;
   StagingBuffers staging_;
   const std::size_t most_, most_sockets_;
   const int pid_;
-  Descriptor nudge_;  // an eventfd: a listener has come, a connection is over, or all is
-  Inheritance inheritance_;
-  std::mutex lifecycle_;  // of who listens or closes
+  Descriptor wakeup_fd_;  // an eventfd: a listener has come, a connection is over, or all is
+  InheritedDescriptors inherited_;
+  std::mutex lifecycle_;  // serialises listen and close
   std::mutex mutex_;      // listeners_
   std::list<Listener> listeners_;
   std::list<Connection> connections_;  // oldest first; thread_'s own
   std::atomic<bool> ending_{false};
-  std::atomic<std::size_t> proven_{0};
+  std::atomic<std::size_t> authenticated_{0};
   std::thread thread_;
 };
 
-Server::Doorkeeper::Doorkeeper(std::shared_ptr<Memory> memory, std::shared_ptr<const Identity> identity, std::size_t most)
+Server::Acceptor::Acceptor(std::shared_ptr<Memory> memory, std::shared_ptr<const Identity> identity, std::size_t most)
     : memory_(std::move(memory)),
       identity_(std::move(identity)),
       most_(most),
-      most_sockets_(2 * most_strangers + most),
+      most_sockets_(2 * max_unauthenticated + most),
       pid_(getpid()),
-      nudge_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      inheritance_(most_sockets_ + most_listeners + 1) {
-  if (nudge_.get() < 0) throw system_failure("eventfd");
-  inheritance_.add(nudge_.get());
+      wakeup_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      inherited_(most_sockets_ + most_listeners + 1) {
+  if (wakeup_fd_.get() < 0) throw system_failure("eventfd");
+  inherited_.add(wakeup_fd_.get());
 }
 
-std::uint16_t Server::Doorkeeper::listen(const std::string& address, std::uint16_t port) {
+std::uint16_t Server::Acceptor::listen(const std::string& address, std::uint16_t port) {
   const std::scoped_lock lifecycle(lifecycle_);
   if (ending_) throw std::invalid_argument("this server was closed: make a new one");
   Descriptor socket = listener_at(address, port);
@@ -487,44 +487,44 @@ std::uint16_t Server::Doorkeeper::listen(const std::string& address, std::uint16
   {
     const std::scoped_lock lock(mutex_);
     if (listeners_.size() == most_listeners) throw std::invalid_argument("a server listens at 16 addresses at most");
-    listeners_.emplace_back(std::move(socket), inheritance_);
+    listeners_.emplace_back(std::move(socket), inherited_);
   }
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-  nudge();
+  wake();
   return got;
 }
 
-void Server::Doorkeeper::close() {
+void Server::Acceptor::close() {
   const std::scoped_lock lifecycle(lifecycle_);
   ending_ = true;
-  nudge();
+  wake();
   if (thread_.joinable()) thread_.join();
   const std::scoped_lock lock(mutex_);
   listeners_.clear();
 }
 
-void Server::Doorkeeper::nudge() const {
+void Server::Acceptor::wake() const {
   const std::uint64_t one = 1;
-  (void)!write(nudge_.get(), &one, sizeof one);
+  (void)!write(wakeup_fd_.get(), &one, sizeof one);
 }
 
-std::vector<pollfd> Server::Doorkeeper::sources() {
-  std::vector<pollfd> sources{{nudge_.get(), POLLIN, 0}};
+std::vector<pollfd> Server::Acceptor::sources() {
+  std::vector<pollfd> sources{{wakeup_fd_.get(), POLLIN, 0}};
   const std::scoped_lock lock(mutex_);
   for (const Listener& listener : listeners_) sources.push_back({listener.socket.get(), POLLIN, 0});
   return sources;
 }
 
-void Server::Doorkeeper::run() {
+void Server::Acceptor::run() {
   begin_native_thread("monarch_door");
   while (!ending_) {
-    std::vector<pollfd> come = sources();
-    poll(come.data(), come.size(), -1);
-    std::uint64_t nudges;
-    (void)!read(nudge_.get(), &nudges, sizeof nudges);
+    std::vector<pollfd> ready = sources();
+    poll(ready.data(), ready.size(), -1);
+    std::uint64_t wakeups;
+    (void)!read(wakeup_fd_.get(), &wakeups, sizeof wakeups);
     reap();
-    for (std::size_t i = 1; i < come.size() && !ending_; ++i) {
-      if (come[i].revents != 0) let_in(come[i].fd);
+    for (std::size_t i = 1; i < ready.size() && !ending_; ++i) {
+      if (ready[i].revents != 0) accept_one(ready[i].fd);
     }
   }
   for (const Connection& connection : connections_) connection.hang_up();
@@ -532,17 +532,17 @@ void Server::Doorkeeper::run() {
   connections_.clear();
 }
 
-void Server::Doorkeeper::let_in(int listener) {
+void Server::Acceptor::accept_one(int listener) {
   Descriptor socket(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
   if (socket.get() < 0) {
     if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(pause_without_descriptors));
+      std::this_thread::sleep_for(std::chrono::milliseconds(accept_retry_ms));
     }
     return;
   }
-  make_room();
+  evict_unauthenticated();
   if (connections_.size() >= most_sockets_) return;
-  Connection& connection = connections_.emplace_back(std::move(socket), inheritance_);
+  Connection& connection = connections_.emplace_back(std::move(socket), inherited_);
   try {
     connection.thread = std::thread([this, &connection] { serve(connection); });
   } catch (const std::system_error&) {  // no more threads: as if it had never come
@@ -550,86 +550,86 @@ void Server::Doorkeeper::let_in(int listener) {
   }
 }
 
-// Sends the oldest strangers away, so that one more has a place.
-void Server::Doorkeeper::make_room() {
-  auto strangers = std::count_if(connections_.begin(), connections_.end(),
-                                 [](const Connection& one) { return one.state == Connection::stranger; });
+// Close the oldest unauthenticated connections, to make space for one more.
+void Server::Acceptor::evict_unauthenticated() {
+  auto unauthenticated_count = std::count_if(connections_.begin(), connections_.end(),
+                                 [](const Connection& one) { return one.state == Connection::unauthenticated; });
   for (Connection& connection : connections_) {
-    if (strangers < static_cast<std::ptrdiff_t>(most_strangers)) return;
-    int stranger = Connection::stranger;
-    if (!connection.state.compare_exchange_strong(stranger, Connection::sent_away)) continue;
+    if (unauthenticated_count < static_cast<std::ptrdiff_t>(max_unauthenticated)) return;
+    int unauthenticated = Connection::unauthenticated;
+    if (!connection.state.compare_exchange_strong(unauthenticated, Connection::evicted)) continue;
     connection.hang_up();
-    --strangers;
+    --unauthenticated_count;
   }
 }
 
-void Server::Doorkeeper::reap() {
+void Server::Acceptor::reap() {
   connections_.remove_if([](Connection& connection) {
-    if (connection.state != Connection::over) return false;
+    if (connection.state != Connection::finished) return false;
     connection.thread.join();
     return true;
   });
 }
 
-bool Server::Doorkeeper::take_place() {
-  std::size_t taken = proven_.load();
+bool Server::Acceptor::reserve_slot() {
+  std::size_t taken = authenticated_.load();
   while (taken < most_) {
-    if (proven_.compare_exchange_weak(taken, taken + 1)) return true;
+    if (authenticated_.compare_exchange_weak(taken, taken + 1)) return true;
   }
   return false;
 }
 
-// The life of a connection. Whatever comes of it, the other side hears no more than that it was hung up.
-void Server::Doorkeeper::serve(Connection& connection) {
+// Run a connection. On any error the connection is closed without a message.
+void Server::Acceptor::serve(Connection& connection) {
   begin_native_thread("monarch_serve");
-  bool placed = false;
+  bool has_slot = false;
   try {
-    Reader reader(connection.link);
-    Writer writer(connection.link);
-    const Limits strangers{std::chrono::steady_clock::now() + stranger_time, nullptr, nullptr};
-    int stranger = Connection::stranger;
-    if (prove_to_caller(connection.link, reader, writer, *identity_, strangers) &&
-        connection.state.compare_exchange_strong(stranger, Connection::proven)) {
-      placed = take_place();
-      const wire::Welcome welcome{wire::welcome_magic, placed ? 0U : 1U};
+    Reader reader(connection.conn);
+    Writer writer(connection.conn);
+    const Limits handshake_limits{std::chrono::steady_clock::now() + handshake_timeout, nullptr, nullptr};
+    int unauthenticated = Connection::unauthenticated;
+    if (authenticate_caller(connection.conn, reader, writer, *identity_, handshake_limits) &&
+        connection.state.compare_exchange_strong(unauthenticated, Connection::authenticated)) {
+      has_slot = reserve_slot();
+      const wire::Welcome welcome{wire::welcome_magic, has_slot ? 0U : 1U};
       writer.put(&welcome, sizeof welcome);
-      writer.flush(strangers);
+      writer.flush(handshake_limits);
       const Limits none;
-      if (placed) Service(*memory_, staging_, reader, writer, none).run();
+      if (has_slot) Service(*memory_, staging_, reader, writer, none).run();
     }
   } catch (const std::exception&) {
-    // Bytes of a stranger, a peer that has gone, no memory: it ends here, and others go on.
+    // Invalid bytes, a peer that has ended, no memory: only this connection ends.
   }
-  if (placed) --proven_;
+  if (has_slot) --authenticated_;
   connection.hang_up();
-  connection.state = Connection::over;
-  nudge();
+  connection.state = Connection::finished;
+  wake();
 }
 
 Server::Server(std::shared_ptr<Memory> memory, std::shared_ptr<const Identity> identity, std::size_t most)
-    : keeper_(new Doorkeeper(std::move(memory), std::move(identity), most)) {}
+    : acceptor_(new Acceptor(std::move(memory), std::move(identity), most)) {}
 
 Server::~Server() {
-  if (keeper_->forked()) {
+  if (acceptor_->forked()) {
     abandon();
     return;
   }
-  keeper_->close();
-  delete keeper_;
+  acceptor_->close();
+  delete acceptor_;
 }
 
-std::uint16_t Server::listen(const std::string& address, std::uint16_t port) { return keeper_->listen(address, port); }
+std::uint16_t Server::listen(const std::string& address, std::uint16_t port) { return acceptor_->listen(address, port); }
 
-std::size_t Server::connections() const { return keeper_->proven(); }
+std::size_t Server::connections() const { return acceptor_->authenticated(); }
 
-StagingBuffers& Server::staging() { return keeper_->staging(); }
+StagingBuffers& Server::staging() { return acceptor_->staging(); }
 
 void Server::close() {
-  if (!keeper_->forked()) keeper_->close();
+  if (!acceptor_->forked()) acceptor_->close();
 }
 
 void Server::abandon() {
-  if (keeper_->forked()) keeper_->abandon();
+  if (acceptor_->forked()) acceptor_->abandon();
 }
 
 }  // namespace monarch

@@ -26,12 +26,12 @@ namespace {
 
 constexpr int keep_alive_after = 30, keep_alive_every = 10, keep_alive_times = 3;  // seconds, seconds, times
 
-[[noreturn]] void lost(int error) { throw LinkError(Outcome::lost, std::strerror(error)); }
+[[noreturn]] void lost(int error) { throw SocketError(Outcome::lost, std::strerror(error)); }
 
 void set_option(int fd, int level, int option, int value) { setsockopt(fd, level, option, &value, sizeof value); }
 
-int milliseconds_until(Moment deadline) {
-  if (deadline == Moment::max()) return -1;
+int milliseconds_until(TimePoint deadline) {
+  if (deadline == TimePoint::max()) return -1;
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
   return static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000));
 }
@@ -49,18 +49,18 @@ Descriptor::~Descriptor() {
   if (fd_ >= 0) close(fd_);
 }
 
-Inheritance::Inheritance(std::size_t most) : most_(most), open_(new std::atomic<int>[most]) {
+InheritedDescriptors::InheritedDescriptors(std::size_t most) : most_(most), open_(new std::atomic<int>[most]) {
   for (std::size_t i = 0; i < most_; ++i) open_[i].store(-1);
 }
 
-std::size_t Inheritance::add(int fd) {
+std::size_t InheritedDescriptors::add(int fd) {
   for (std::size_t i = 0;; i = (i + 1) % most_) {
     int none = -1;
     if (open_[i].compare_exchange_strong(none, fd)) return i;
   }
 }
 
-void Inheritance::close_all() {
+void InheritedDescriptors::close_all() {
   for (std::size_t i = 0; i < most_; ++i) {
     if (const int fd = open_[i].exchange(-1); fd >= 0) close(fd);
   }
@@ -77,102 +77,102 @@ void Cancel::set() {
 }
 
 void Limits::check() const {
-  if (cancel != nullptr && cancel->is_set()) throw LinkError(Outcome::cancelled, "it was cancelled");
-  if (closed != nullptr && closed->is_set()) throw LinkError(Outcome::cancelled, "this side was closed meanwhile");
-  if (std::chrono::steady_clock::now() >= deadline) throw LinkError(Outcome::late, "the other side did not answer in time");
+  if (cancel != nullptr && cancel->is_set()) throw SocketError(Outcome::cancelled, "it was cancelled");
+  if (closed != nullptr && closed->is_set()) throw SocketError(Outcome::cancelled, "this side was closed meanwhile");
+  if (std::chrono::steady_clock::now() >= deadline) throw SocketError(Outcome::late, "the other side did not answer in time");
 }
 
-Link::Link(Descriptor socket) : socket_(std::move(socket)) {
+SocketConnection::SocketConnection(Descriptor socket) : socket_(std::move(socket)) {
   const int fd = socket_.get();
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  // A host that has gone without a word gives its thread and its place back within a minute.
+  // A host that has disappeared frees its thread and its slot within a minute.
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, keep_alive_after);
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, keep_alive_every);
   set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, keep_alive_times);
 }
 
-std::unique_ptr<Link> Link::connect(const std::string& address, std::uint16_t port, const Limits& limits) {
+std::unique_ptr<SocketConnection> SocketConnection::connect(const std::string& address, std::uint16_t port, const Limits& limits) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICSERV;
   Addresses found;
   if (const int error = getaddrinfo(address.c_str(), std::to_string(port).c_str(), &hints, &found.first); error != 0) {
-    throw LinkError(Outcome::unreachable, address + ": " + gai_strerror(error));
+    throw SocketError(Outcome::unreachable, address + ": " + gai_strerror(error));
   }
   int error = EADDRNOTAVAIL;
   for (const addrinfo* at = found.first; at != nullptr; at = at->ai_next) {
     Descriptor socket(::socket(at->ai_family, at->ai_socktype | SOCK_CLOEXEC, at->ai_protocol));
-    if (socket.get() < 0) throw LinkError(Outcome::unreachable, std::strerror(errno));
-    auto link = std::make_unique<Link>(std::move(socket));
+    if (socket.get() < 0) throw SocketError(Outcome::unreachable, std::strerror(errno));
+    auto connection = std::make_unique<SocketConnection>(std::move(socket));
     error = 0;
-    if (::connect(link->fd(), at->ai_addr, at->ai_addrlen) != 0) {
+    if (::connect(connection->fd(), at->ai_addr, at->ai_addrlen) != 0) {
       error = errno;
       if (error == EINPROGRESS || error == EINTR) {
-        link->lacks_ = POLLOUT;
-        link->wait(limits);
+        connection->awaited_events_ = POLLOUT;
+        connection->wait(limits);
         socklen_t size = sizeof error;
-        getsockopt(link->fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+        getsockopt(connection->fd(), SOL_SOCKET, SO_ERROR, &error, &size);
       }
     }
-    if (error == 0) return link;
+    if (error == 0) return connection;
   }
-  throw LinkError(Outcome::unreachable, std::strerror(error));
+  throw SocketError(Outcome::unreachable, std::strerror(error));
 }
 
-bool Link::is_stale() const {
+bool SocketConnection::is_stale() const {
   char byte;
   return recv(fd(), &byte, sizeof byte, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EINTR);
 }
 
-void Link::secure(const TlsContext& context, bool server, const Limits& limits) {
+void SocketConnection::secure(const TlsContext& context, bool server, const Limits& limits) {
   tls_.emplace(context, fd(), server);
   for (;;) {
     TlsSession::Wants wants;
     try {
-      wants = tls_->shake_hands();
+      wants = tls_->handshake();
     } catch (const std::runtime_error& error) {
-      throw LinkError(Outcome::lost, error.what());
+      throw SocketError(Outcome::lost, error.what());
     }
     if (wants == TlsSession::Wants::nothing) return;
-    lacks_ = wants == TlsSession::Wants::to_read ? POLLIN : POLLOUT;
+    awaited_events_ = wants == TlsSession::Wants::to_read ? POLLIN : POLLOUT;
     wait(limits);
   }
 }
 
-std::size_t Link::try_read(char* to, std::size_t bytes) {
-  lacks_ = POLLIN;
+std::size_t SocketConnection::try_read(char* to, std::size_t bytes) {
+  awaited_events_ = POLLIN;
   if (bytes == 0) return 0;
   if (tls_) {
     try {
       TlsSession::Wants wants;
       const std::size_t n = tls_->read(to, bytes, wants);
-      if (wants == TlsSession::Wants::to_write) lacks_ = POLLOUT;
+      if (wants == TlsSession::Wants::to_write) awaited_events_ = POLLOUT;
       return n;
     } catch (const std::runtime_error& error) {
-      throw LinkError(Outcome::lost, error.what());
+      throw SocketError(Outcome::lost, error.what());
     }
   }
   const ssize_t n = recv(fd(), to, bytes, MSG_DONTWAIT);
   if (n > 0) return static_cast<std::size_t>(n);
-  if (n == 0) throw LinkError(Outcome::lost, "the other side hung up");
+  if (n == 0) throw SocketError(Outcome::lost, "the other side hung up");
   if (errno != EAGAIN && errno != EINTR) lost(errno);
   return 0;
 }
 
-std::size_t Link::try_write(const char* first, std::size_t bytes, const char* second, std::size_t more) {
-  lacks_ = POLLOUT;
+std::size_t SocketConnection::try_write(const char* first, std::size_t bytes, const char* second, std::size_t more) {
+  awaited_events_ = POLLOUT;
   if (bytes + more == 0) return 0;
   if (tls_) {
     try {
       TlsSession::Wants wants = TlsSession::Wants::nothing;
       std::size_t n = tls_->write(first, bytes, wants);
       if (n == bytes) n += tls_->write(second, more, wants);
-      if (wants == TlsSession::Wants::to_read) lacks_ = POLLIN;
+      if (wants == TlsSession::Wants::to_read) awaited_events_ = POLLIN;
       return n;
     } catch (const std::runtime_error& error) {
-      throw LinkError(Outcome::lost, error.what());
+      throw SocketError(Outcome::lost, error.what());
     }
   }
   std::array<iovec, 2> parts{iovec{const_cast<char*>(first), bytes}, iovec{const_cast<char*>(second), more}};
@@ -188,35 +188,35 @@ std::size_t Link::try_write(const char* first, std::size_t bytes, const char* se
 namespace {
 
 // The connection's, and those that end waiting for it.
-struct Awaited {
-  Awaited(int fd, short what, const Limits& limits) {
-    come[count++] = {fd, what, 0};
+struct PollSet {
+  PollSet(int fd, short what, const Limits& limits) {
+    entries[count++] = {fd, what, 0};
     for (const Cancel* cancel : {limits.cancel, limits.closed}) {
-      if (cancel != nullptr) come[count++] = {cancel->descriptor(), POLLIN, 0};
+      if (cancel != nullptr) entries[count++] = {cancel->descriptor(), POLLIN, 0};
     }
   }
-  std::array<pollfd, 3> come{};
+  std::array<pollfd, 3> entries{};
   nfds_t count = 0;
 };
 
 }  // namespace
 
-void Link::wait(const Limits& limits) {
+void SocketConnection::wait(const Limits& limits) {
   limits.check();  // also of a connection that is always ready
-  Awaited awaited(fd(), lacks_, limits);
+  PollSet poll_set(fd(), awaited_events_, limits);
   for (;;) {
-    const int n = poll(awaited.come.data(), awaited.count, milliseconds_until(limits.deadline));
-    if (n > 0 && awaited.come[0].revents != 0) return;
+    const int n = poll(poll_set.entries.data(), poll_set.count, milliseconds_until(limits.deadline));
+    if (n > 0 && poll_set.entries[0].revents != 0) return;
     if (n < 0 && errno != EINTR) lost(errno);
     limits.check();
   }
 }
 
-bool Link::wait_until(Moment until, const Limits& limits) {
+bool SocketConnection::wait_until(TimePoint until, const Limits& limits) {
   limits.check();
-  Awaited awaited(fd(), lacks_, limits);
-  const int n = poll(awaited.come.data(), awaited.count, milliseconds_until(std::min(until, limits.deadline)));
-  if (n > 0 && awaited.come[0].revents != 0) return true;
+  PollSet poll_set(fd(), awaited_events_, limits);
+  const int n = poll(poll_set.entries.data(), poll_set.count, milliseconds_until(std::min(until, limits.deadline)));
+  if (n > 0 && poll_set.entries[0].revents != 0) return true;
   if (n < 0 && errno != EINTR) lost(errno);
   limits.check();
   return false;
@@ -224,11 +224,11 @@ bool Link::wait_until(Moment until, const Limits& limits) {
 
 std::size_t Reader::try_read(char* to, std::size_t bytes) {
   if (empty()) {
-    if (bytes >= straight) return link_.try_read(to, bytes);
+    if (bytes >= direct_bytes) return connection_.try_read(to, bytes);
     if (!buffer_) buffer_ = std::make_unique_for_overwrite<char[]>(buffered);
     at_ = 0;
     end_ = 0;
-    end_ = link_.try_read(buffer_.get(), buffered);
+    end_ = connection_.try_read(buffer_.get(), buffered);
   }
   const std::size_t n = std::min(bytes, end_ - at_);
   std::memcpy(to, buffer_.get() + at_, n);
@@ -240,7 +240,7 @@ void Reader::read(void* to, std::size_t bytes, const Limits& limits) {
   auto* at = static_cast<char*>(to);
   while (bytes != 0) {
     const std::size_t n = try_read(at, bytes);
-    if (n == 0) link_.wait(limits);
+    if (n == 0) connection_.wait(limits);
     at += n, bytes -= n;
   }
 }
@@ -256,14 +256,14 @@ bool Writer::put(const void* from, std::size_t bytes) {
 void Writer::flush(const Limits& limits) {
   while (at_ != end_) {
     try_write(nullptr, 0);
-    if (at_ != end_) link_.wait(limits);
+    if (at_ != end_) connection_.wait(limits);
   }
   at_ = end_ = 0;
 }
 
 std::size_t Writer::try_write(const char* from, std::size_t bytes) {
   const std::size_t before = end_ - at_;
-  const std::size_t n = link_.try_write(buffer_.get() + at_, before, from, bytes);
+  const std::size_t n = connection_.try_write(buffer_.get() + at_, before, from, bytes);
   if (n < before) {
     at_ += n;
     return 0;

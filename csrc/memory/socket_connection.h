@@ -1,7 +1,7 @@
-// A connection to another host, with or without TLS: bytes that move as far as they can, and waiting that can be ended.
+// A connection to another host, with or without TLS: non-blocking reads and writes, and waits that can be cancelled.
 //
-// Nothing here holds memory while it waits, so that whoever owns it need not wait for a network. What the bytes mean is the
-// server's and the client's.
+// Nothing here holds registered memory during a wait, so that its owner does not wait for a network. The server and the
+// client define the meaning of the bytes.
 #pragma once
 
 #include <atomic>
@@ -20,9 +20,9 @@
 namespace monarch {
 
 // Why a connection can't be used any more.
-class LinkError : public std::runtime_error {
+class SocketError : public std::runtime_error {
  public:
-  LinkError(Outcome outcome, const std::string& text) : std::runtime_error(text), outcome(outcome) {}
+  SocketError(Outcome outcome, const std::string& text) : std::runtime_error(text), outcome(outcome) {}
   Outcome outcome;
 };
 
@@ -40,9 +40,9 @@ class Descriptor {
 };
 
 // The descriptors of connections, for a forked child to close: whatever else their owner keeps may be half-written there.
-class Inheritance {
+class InheritedDescriptors {
  public:
-  explicit Inheritance(std::size_t most);
+  explicit InheritedDescriptors(std::size_t most);
   std::size_t add(int fd);  // where; the caller sees to it that there are never more than `most`
   void remove(std::size_t at) { open_[at].store(-1); }
   void close_all();  // in the child
@@ -64,25 +64,25 @@ class Cancel {
   std::atomic<bool> set_{false};
 };
 
-using Moment = std::chrono::steady_clock::time_point;
+using TimePoint = std::chrono::steady_clock::time_point;
 
 // How long to wait, and for what not to.
 struct Limits {
-  Moment deadline = Moment::max();
+  TimePoint deadline = TimePoint::max();
   const Cancel* cancel = nullptr;
-  const Cancel* closed = nullptr;  // of whoever waits
-  // Throws LinkError if there is no reason to wait any longer.
+  const Cancel* closed = nullptr;  // set when this side closes
+  // Throws SocketError if the wait is over.
   void check() const;
 };
 
-class Link {
+class SocketConnection {
  public:
-  explicit Link(Descriptor socket);  // makes it non-blocking, and says what TCP is to do
+  explicit SocketConnection(Descriptor socket);  // makes it non-blocking, and sets TCP options
   int fd() const { return socket_.get(); }
 
-  // To an address and port, names too. Throws LinkError, as all below.
-  static std::unique_ptr<Link> connect(const std::string& address, std::uint16_t port, const Limits& limits);
-  // Whether the other side has hung up, or has said something, of a connection on which nothing is expected.
+  // To an address and port, names too. Throws SocketError, as all below.
+  static std::unique_ptr<SocketConnection> connect(const std::string& address, std::uint16_t port, const Limits& limits);
+  // Whether the peer has closed the connection or sent unexpected bytes.
   bool is_stale() const;
   void secure(const TlsContext& context, bool server, const Limits& limits);
   const TlsSession* tls() const { return tls_ ? &*tls_ : nullptr; }
@@ -94,49 +94,49 @@ class Link {
   // For what the last of them lacked.
   void wait(const Limits& limits);
   // The same, but only until then: false if it has not come, or a signal has.
-  bool wait_until(Moment until, const Limits& limits);
+  bool wait_until(TimePoint until, const Limits& limits);
 
  private:
   Descriptor socket_;
   std::optional<TlsSession> tls_;
-  short lacks_ = 0;
+  short awaited_events_ = 0;
 };
 
 // Reads small things many at a time, and large ones straight to where they belong.
 class Reader {
  public:
-  explicit Reader(Link& link) : link_(link) {}
+  explicit Reader(SocketConnection& connection) : connection_(connection) {}
   std::size_t try_read(char* to, std::size_t bytes);
   void read(void* to, std::size_t bytes, const Limits& limits);
-  void wait(const Limits& limits) { link_.wait(limits); }
-  bool wait_until(Moment until, const Limits& limits) { return link_.wait_until(until, limits); }
+  void wait(const Limits& limits) { connection_.wait(limits); }
+  bool wait_until(TimePoint until, const Limits& limits) { return connection_.wait_until(until, limits); }
   bool empty() const { return at_ == end_; }
 
  private:
-  Link& link_;
-  std::unique_ptr<char[]> buffer_;  // made when it is first needed: strangers get none
+  SocketConnection& connection_;
+  std::unique_ptr<char[]> buffer_;  // made at the first read, so unauthenticated peers get none
   std::size_t at_ = 0, end_ = 0;
 };
 
 // The same for writing: what is put is sent together, with what is sent straight from where it lies.
 class Writer {
  public:
-  explicit Writer(Link& link) : link_(link) {}
-  // True if there was room.
+  explicit Writer(SocketConnection& connection) : connection_(connection) {}
+  // Return true if it fitted.
   bool put(const void* from, std::size_t bytes);
   void flush(const Limits& limits);
   // First what was put, then these; how many of these were taken.
   std::size_t try_write(const char* from, std::size_t bytes);
-  void wait(const Limits& limits) { link_.wait(limits); }
+  void wait(const Limits& limits) { connection_.wait(limits); }
 
  private:
-  Link& link_;
+  SocketConnection& connection_;
   std::unique_ptr<char[]> buffer_;
   std::size_t at_ = 0, end_ = 0;
 };
 
 inline constexpr std::size_t buffered = 64 << 10;     // bytes of a reader's and a writer's buffer
-inline constexpr std::size_t straight = 16 << 10;     // from so many bytes on a copy costs more than a system call
-inline constexpr std::size_t piece_held = 256 << 10;  // bytes of registered memory that are held at once
+inline constexpr std::size_t direct_bytes = 16 << 10;     // from this size on a copy costs more than a system call
+inline constexpr std::size_t held_piece_bytes = 256 << 10;  // bytes of registered memory that are held at once
 
 }  // namespace monarch

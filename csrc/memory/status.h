@@ -1,4 +1,4 @@
-// What a transfer is and how it ends, whichever way it takes.
+// Segments and results of a transfer, the same for all routes.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace monarch {
 
-// A part of a transfer: so many bytes from `offset` in what was registered, and where they are in this process.
+// A part of a transfer: `bytes` from `offset` in the registration, and their address in this process.
 struct Segment {
   std::uint64_t offset;
   char* local;
@@ -22,7 +22,7 @@ inline std::uint64_t bytes_of(const std::vector<Segment>& segments) {
   return bytes;
 }
 
-// The numbers are Python's, too. `unreachable`: nothing was asked for; `lost`: it may have been done.
+// Python has the same numbers. `unreachable`: no request was sent; `lost`: it may have run.
 enum class Outcome : std::uint32_t { done, refused, lost, late, cancelled, failed, unreachable };
 
 struct Result {
@@ -30,7 +30,7 @@ struct Result {
   Refusal refusal = Refusal::none;
   int error = 0;            // of the kernel's, where it failed
   std::uint64_t found = 0;  // by an atomic
-  std::string text = {};    // for people, of ways that know more
+  std::string text = {};    // details, from routes that have any
 };
 
 }  // namespace monarch

@@ -172,7 +172,7 @@ int bio_read(Bio* bio, char* to, int bytes) {
   return static_cast<int>(n);
 }
 
-// The first of the errors that OpenSSL has noted for this thread, in its words, which tell no secret.
+// OpenSSL's text of this thread's first error, which contains no secrets.
 std::string reason() {
   const unsigned long code = openssl().ERR_get_error();
   const char* text = code != 0 ? openssl().ERR_reason_error_string(code) : nullptr;
@@ -220,7 +220,7 @@ void use_key(Ctx* ctx, std::string_view der) {
   if (!good) throw std::invalid_argument("this process's key does not belong to its certificate");
 }
 
-// TLS 1.3 and nothing else, nobody without a certificate of that CA, and each connection shows its certificates anew.
+// TLS 1.3 only, a certificate of that CA is required, and each connection verifies it again.
 void configure(Ctx* ctx, std::string_view certificate, std::string_view key, std::string_view ca) {
   const OpenSsl& ssl = openssl();
   ssl.SSL_CTX_ctrl(ctx, ctrl_min_version, tls_1_3, nullptr);
@@ -234,7 +234,7 @@ void configure(Ctx* ctx, std::string_view certificate, std::string_view key, std
   ssl.SSL_CTX_ctrl(ctx, ctrl_read_ahead, 1, nullptr);
   ssl.SSL_CTX_set_default_read_buffer_len(ctx, read_buffer);
   ssl.SSL_CTX_set_verify(ctx, verify_peer | verify_fail_without, nullptr);
-  // Whoever trusts one intermediate CA need not trust all that its root has signed.
+  // A trusted intermediate CA does not extend trust to everything that its root has signed.
   ssl.X509_VERIFY_PARAM_set_flags(ssl.SSL_CTX_get0_param(ctx), partial_chain);
   use_certificates(ctx, certificate, ca);
   use_key(ctx, key);
@@ -322,7 +322,7 @@ TlsSession::Wants TlsSession::what_next(const char* what, int error) const {
   fail(what, error);
 }
 
-TlsSession::Wants TlsSession::shake_hands() {
+TlsSession::Wants TlsSession::handshake() {
   const OpenSsl& ssl = openssl();
   ssl.ERR_clear_error();
   errno = 0;

@@ -23,8 +23,8 @@ Digest hmac_sha256(std::string_view key, std::string_view message);
 // In a time that does not depend on where they differ.
 bool same(const Digest& one, const Digest& other);
 
-// One process's certificate, its key, and those who sign. All DER; `certificate` may be followed by those between it and the
-// CA, `ca` may be several. Good for both roles; shared by all connections and threads.
+// One process's certificate, its key, and the trusted CAs. All DER; `certificate` may be followed by intermediate ones,
+// `ca` may be several. For both roles; shared by all connections and threads.
 class TlsContext {
  public:
   TlsContext(std::string_view certificate, std::string_view key, std::string_view ca);  // throws std::invalid_argument
@@ -38,7 +38,7 @@ class TlsContext {
   void* client_ = nullptr;
 };
 
-// One connection, over a non-blocking socket that somebody else owns. For one thread at a time.
+// One connection, over a non-blocking socket that the caller owns. For one thread at a time.
 class TlsSession {
  public:
   enum class Wants { nothing, to_read, to_write };  // what to wait for before the same is tried again
@@ -48,14 +48,15 @@ class TlsSession {
   TlsSession(const TlsSession&) = delete;
   TlsSession& operator=(const TlsSession&) = delete;
 
-  // Each does what it can without waiting; those that move bytes say how many, 0 if `wants` says what they wait for. The
-  // end of the stream is an exception, as any other failure. After a write of nothing the next one must have at
-  // least as many bytes; they may lie elsewhere, and those that count may be the earlier ones.
-  Wants shake_hands();
+  // Each does what is possible without waiting. Reads and writes return the number of bytes; 0 if `wants` says what to
+  // wait for. The end of the stream is an exception, as any other failure. After a write of 0 bytes the next one must
+  // have at least as many bytes; they may lie elsewhere, and the earlier ones may be sent.
+  Wants handshake();
   std::size_t read(char* to, std::size_t bytes, Wants& wants);
   std::size_t write(const char* from, std::size_t bytes, Wants& wants);
 
-  // SHA-256 of the server's and the client's certificate: what both ends know of this very connection, and nobody between.
+  // SHA-256 of the server's and the client's certificate: both ends of this connection know them, and a man in the
+  // middle has others.
   std::array<Digest, 2> certificates() const;
 
  private:

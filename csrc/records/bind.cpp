@@ -5,7 +5,7 @@
 namespace monarch {
 
 void bind_records(pybind11::module_& m) {
-  if (!records::add_places(m.ptr()) || !records::add_issue(m.ptr()) || !records::add_execute(m.ptr())) {
+  if (!records::add_call_sites(m.ptr()) || !records::add_issue(m.ptr()) || !records::add_execute(m.ptr())) {
     throw pybind11::error_already_set();
   }
 }

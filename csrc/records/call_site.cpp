@@ -23,9 +23,9 @@ struct Hash {
   }
 };
 
-// For ever, as the program's code is: Python keeps the code objects.
-PyObject* is_internal = nullptr;  // asked once for each code object
-PyObject* number_of = nullptr;    // asked once for each place
+// Kept for ever, as the program's code is: Python keeps the code objects.
+PyObject* is_internal = nullptr;  // called once for each code object
+PyObject* number_of = nullptr;    // called once for each call site
 std::unordered_map<PyObject*, bool>& internal() {
   static auto* known = new std::unordered_map<PyObject*, bool>;
   return *known;
@@ -49,21 +49,21 @@ long last_of(const Owned& frame) {
 }
 
 // 1 or 0; -1 with an error.
-int ask_internal(PyObject* code) {
+int query_internal(PyObject* code) {
   const Owned answer = own(PyObject_CallOneArg(is_internal, code));
   if (!answer) return -1;
   return internal()[code] = PyObject_IsTrue(answer.get()) == 1;
 }
 
-PyObject* ask_number(const Key& key, const std::array<Owned, kLines>& codes, int count) {
-  const Owned places = own(PyTuple_New(count));
-  if (!places) return nullptr;
+PyObject* query_number(const Key& key, const std::array<Owned, kLines>& codes, int count) {
+  const Owned call_sites = own(PyTuple_New(count));
+  if (!call_sites) return nullptr;
   for (int i = 0; i < count; ++i) {
-    PyObject* place = Py_BuildValue("On", codes[i].get(), static_cast<Py_ssize_t>(key.words[2 * i + 1]));
-    if (place == nullptr) return nullptr;
-    PyTuple_SET_ITEM(places.get(), i, place);
+    PyObject* site = Py_BuildValue("On", codes[i].get(), static_cast<Py_ssize_t>(key.words[2 * i + 1]));
+    if (site == nullptr) return nullptr;
+    PyTuple_SET_ITEM(call_sites.get(), i, site);
   }
-  PyObject* number = PyObject_CallOneArg(number_of, places.get());
+  PyObject* number = PyObject_CallOneArg(number_of, call_sites.get());
   if (number == nullptr) return nullptr;
   const auto [kept, is_new] = numbers().emplace(key, number);
   if (!is_new) {  // another thread was here meanwhile
@@ -80,17 +80,17 @@ PyObject* set_up(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-PyObject* here(PyObject*, PyObject*) { return place_here(); }
+PyObject* here(PyObject*, PyObject*) { return current_call_site(); }
 
 PyMethodDef functions[] = {
-    {"set_up_places", set_up, METH_VARARGS, nullptr},
-    {"place_here", here, METH_NOARGS, nullptr},
+    {"set_up_call_sites", set_up, METH_VARARGS, nullptr},
+    {"current_call_site", here, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
 }  // namespace
 
-PyObject* place_here() {
+PyObject* current_call_site() {
   Key key;
   std::array<Owned, kLines> codes;
   int count = 0;
@@ -98,7 +98,7 @@ PyObject* place_here() {
   for (; frame && count < kLines; frame = back_of(frame)) {
     Owned code = own(reinterpret_cast<PyObject*>(PyFrame_GetCode(reinterpret_cast<PyFrameObject*>(frame.get()))));
     const auto known = internal().find(code.get());
-    const int skip = known != internal().end() ? known->second : ask_internal(code.get());
+    const int skip = known != internal().end() ? known->second : query_internal(code.get());
     if (skip < 0) return nullptr;
     if (skip) continue;
     key.words[2 * count] = reinterpret_cast<std::uintptr_t>(code.get());
@@ -106,9 +106,9 @@ PyObject* place_here() {
     codes[count++] = std::move(code);
   }
   const auto known = numbers().find(key);
-  return known != numbers().end() ? Py_NewRef(known->second) : ask_number(key, codes, count);
+  return known != numbers().end() ? Py_NewRef(known->second) : query_number(key, codes, count);
 }
 
-bool add_places(PyObject* module) { return PyModule_AddFunctions(module, functions) == 0; }
+bool add_call_sites(PyObject* module) { return PyModule_AddFunctions(module, functions) == 0; }
 
 }  // namespace monarch::records

@@ -1,8 +1,8 @@
-// The controller's side of a record: from an operation's arguments to a key, from the key to what is known of it, and
-// words behind all others. What is not known is Python's; so is what torch is asked.
+// Hot path of a command in the controller: makes a key from the arguments, looks up the cached entry, and appends the
+// record's words. Python handles misses and all questions to torch.
 //
-// Nothing between finding a signature and the last word of its record runs Python: no other thread's words come in
-// between, and none that forget the signature.
+// No Python code runs between the lookup of a signature and the last word of its record. So no other thread's words
+// come in between, and no other thread removes the signature.
 #include "py_handle.h"
 
 #include <array>
@@ -16,12 +16,12 @@
 namespace monarch::records {
 namespace {
 
-constexpr long kDelete = 0;                 // as _wire.DELETE
-enum Kind { kNone = 0, kOne = 1, kMany = 2 };  // as _wire.Kind
+constexpr long kDelete = 0;                 // as dtensor/_protocol.py: DELETE
+enum Kind { kNone = 0, kOne = 1, kMany = 2 };  // as dtensor/_protocol.py: Kind
 
 // Types ------------------------------------------------------------------------------------------------------------
 
-// Where the words of a set of workers go. Python has the lists, too.
+// Buffer of the words of one worker set. Python accesses the lists, too.
 struct Sink {
   PyObject_HEAD
   PyObject *words, *unreachable, *ids, *wake, *full;
@@ -41,7 +41,7 @@ struct Entry {
   PyObject *sink, *forms;  // once there was a record: the Sink, and of each result what makes the tensor
   int kind;
   long long bytes;  // of its results, on a rank
-  Py_ssize_t at;  // of what it changes and returns, the position among the arguments; -1: `returns` says
+  Py_ssize_t at;  // position of the argument that it changes and returns; -1: `returns` finds it
   std::int64_t used;
 };
 
@@ -220,14 +220,14 @@ PyMemberDef plan_members[] = {
     {nullptr, 0, 0, 0, nullptr},
 };
 
-// What Python has told ---------------------------------------------------------------------------------------------
+// Functions of Python ------------------------------------------------------------------------------------------------
 
-struct Told {
+struct Callbacks {
   PyObject *tensor, *make, *no_pointer, *is_inference;  // of torch
   PyObject *constants;                                  // the types of arguments that are themselves in a key
   PyObject *part, *not_plain, *with_host, *missing, *plan_of;
   PyObject *yes, *no;  // True and False in a key: 1 == True, and they are not the same argument
-} told;
+} callbacks;
 
 PyObject *name_ref, *name_meta, *name_form, *name_sink, *name_nbytes;
 std::unordered_map<PyObject*, Plan*>& plans() {  // operators live for ever, and their own hash is slow
@@ -270,10 +270,10 @@ bool fits(PyObject* number) {
 
 PyObject* part_of_list(PyObject* list, Operands& operands);
 
-// What stands in the key for an argument, as a new reference. is_scalar: an int there says nothing about metadata.
+// The part of the key for an argument, as a new reference. is_scalar: the metadata do not depend on an int.
 PyObject* part_of(PyObject* value, bool is_scalar, Operands& operands) {
   PyTypeObject* type = Py_TYPE(value);
-  if (reinterpret_cast<PyObject*>(type) == told.tensor) {
+  if (reinterpret_cast<PyObject*>(type) == callbacks.tensor) {
     const Owned ref = own(PyObject_GetAttr(value, name_ref));
     if (!ref) return nullptr;
     if (Py_TYPE(ref.get()) != ref_type) return PyErr_SetString(PyExc_TypeError, "_ref is no Ref"), nullptr;
@@ -291,12 +291,12 @@ PyObject* part_of(PyObject* value, bool is_scalar, Operands& operands) {
     operands.add(Py_NewRef(value));
     return Py_NewRef(reinterpret_cast<PyObject*>(&PyFloat_Type));
   }
-  if (type == &PyBool_Type) return Py_NewRef(value == Py_True ? told.yes : told.no);
+  if (type == &PyBool_Type) return Py_NewRef(value == Py_True ? callbacks.yes : callbacks.no);
   if (type == &PyList_Type || type == &PyTuple_Type) return part_of_list(value, operands);
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(told.constants); ++i) {
-    if (reinterpret_cast<PyObject*>(type) == PyTuple_GET_ITEM(told.constants, i)) return Py_NewRef(value);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(callbacks.constants); ++i) {
+    if (reinterpret_cast<PyObject*>(type) == PyTuple_GET_ITEM(callbacks.constants, i)) return Py_NewRef(value);
   }
-  return PyObject_CallOneArg(told.part, value);
+  return PyObject_CallOneArg(callbacks.part, value);
 }
 
 PyObject* part_of_list(PyObject* list, Operands& operands) {
@@ -339,14 +339,14 @@ Owned key_of(Plan* plan, PyObject* args, PyObject* kwargs, PyObject* workers, Op
 
 // A tensor of these workers. Python makes it in inference mode: a view of a tensor from outside must be as that one is.
 Owned tensor_of(PyObject* form, PyObject* meta, const Owned& ref) {
-  const Owned inference = own(PyObject_CallNoArgs(told.is_inference));
+  const Owned inference = own(PyObject_CallNoArgs(callbacks.is_inference));
   if (!inference) return {};
   if (inference.get() == Py_True) {
     PyObject* const given[] = {meta, ref.get()};
-    return own(PyObject_Vectorcall(told.tensor, given, 2, nullptr));
+    return own(PyObject_Vectorcall(callbacks.tensor, given, 2, nullptr));
   }
-  Owned made = own(PyObject_Call(told.make, form, nullptr));
-  if (!made || !own(PyObject_CallOneArg(told.no_pointer, made.get()))) return {};
+  Owned made = own(PyObject_Call(callbacks.make, form, nullptr));
+  if (!made || !own(PyObject_CallOneArg(callbacks.no_pointer, made.get()))) return {};
   if (PyObject_SetAttr(made.get(), name_ref, ref.get()) < 0 || PyObject_SetAttr(made.get(), name_meta, meta) < 0) {
     return {};
   }
@@ -386,8 +386,8 @@ bool prepare(Entry* entry) {
   return true;
 }
 
-// Behind all words of what is unreachable, before those of what comes now: or a batch of large results would have all of
-// them in memory at a time.
+// Delete unreachable tensors after all words so far and before new ones: otherwise a batch of large results would keep
+// all of them in memory at once.
 bool delete_first(Sink* sink) {
   const Py_ssize_t count = PyList_GET_SIZE(sink->unreachable);
   sink->made = 0;
@@ -399,11 +399,11 @@ bool delete_first(Sink* sink) {
   return PyList_SetSlice(sink->words, end, end, sink->unreachable) == 0 && PyList_SetSlice(sink->unreachable, 0, count, nullptr) == 0;
 }
 
-// The ids of the results are Refs from here on: whatever happens, the workers drop what nobody has.
-bool append_record(Entry* entry, PyObject* place, Operands& operands, Operands& refs) {
+// The ids of the results are Refs from here on: after any error, the workers delete unreferenced results.
+bool append_record(Entry* entry, PyObject* site, Operands& operands, Operands& refs) {
   Sink* sink = sink_of(entry);
   PyObject* words = sink->words;
-  bool done = PyList_Append(words, entry->number) == 0 && PyList_Append(words, place) == 0;
+  bool done = PyList_Append(words, entry->number) == 0 && PyList_Append(words, site) == 0;
   for (PyObject* each : operands) done = done && PyList_Append(words, each) == 0;
   for (PyObject* each : refs) {
     done = done && PyList_Append(words, Py_TYPE(each) == ref_type ? reinterpret_cast<Ref*>(each)->id : each) == 0;
@@ -455,7 +455,7 @@ PyObject* results_of(Entry* entry, Operands& refs, PyObject* args, PyObject* kwa
   return found.release();
 }
 
-PyObject* emit(const Owned& held, const Owned& place, Operands& operands, PyObject* args, PyObject* kwargs) {
+PyObject* emit(const Owned& held, const Owned& site, Operands& operands, PyObject* args, PyObject* kwargs) {
   auto* entry = reinterpret_cast<Entry*>(held.get());
   entry->used = ++now;
   if (entry->number == nullptr || !PyLong_Check(entry->number)) return PyErr_SetString(PyExc_TypeError, "an entry without a number"), nullptr;
@@ -466,7 +466,7 @@ PyObject* emit(const Owned& held, const Owned& place, Operands& operands, PyObje
   if (!make_refs(entry, refs)) return nullptr;
   const bool is_first = PyList_GET_SIZE(sink->words) == 0;
   if (entry->bytes != 0 && (sink->made += entry->bytes) >= sink->most && !delete_first(sink)) return nullptr;
-  if (!append_record(entry, place.get(), operands, refs)) return nullptr;
+  if (!append_record(entry, site.get(), operands, refs)) return nullptr;
   ++sink->records;
   if (is_first && !own(PyObject_CallNoArgs(sink->wake))) return nullptr;
   if ((PyList_GET_SIZE(sink->words) > sink->limit || sink->debug) && !own(PyObject_CallNoArgs(sink->full))) {
@@ -478,27 +478,27 @@ PyObject* emit(const Owned& held, const Owned& place, Operands& operands, PyObje
 // Operations -------------------------------------------------------------------------------------------------------
 
 PyObject* run(Plan* plan, PyObject* args, PyObject* kwargs, PyObject* workers) {
-  const Owned place = own(place_here());
-  if (!place) return nullptr;
+  const Owned site = own(current_call_site());
+  if (!site) return nullptr;
   Operands operands;
   const Owned key = key_of(plan, args, kwargs, workers, operands);
   if (!key) {
-    if (!PyErr_ExceptionMatches(told.not_plain)) return nullptr;
+    if (!PyErr_ExceptionMatches(callbacks.not_plain)) return nullptr;
     PyErr_Clear();
-    return PyObject_CallFunctionObjArgs(told.with_host, plan, args, kwargs, nullptr);
+    return PyObject_CallFunctionObjArgs(callbacks.with_host, plan, args, kwargs, nullptr);
   }
   Owned entry = share(PyDict_GetItemWithError(plan->entries, key.get()));
   if (!entry) {
     if (PyErr_Occurred()) return nullptr;
-    entry = own(PyObject_CallFunctionObjArgs(told.missing, plan, key.get(), args, kwargs, workers, nullptr));
+    entry = own(PyObject_CallFunctionObjArgs(callbacks.missing, plan, key.get(), args, kwargs, workers, nullptr));
     if (!entry) return nullptr;
   }
   if (Py_TYPE(entry.get()) != entry_type) return PyErr_SetString(PyExc_TypeError, "no Entry"), nullptr;
-  return emit(entry, place, operands, args, kwargs);
+  return emit(entry, site, operands, args, kwargs);
 }
 
 bool are_arguments(PyObject* args, PyObject* kwargs) {
-  if (told.tensor == nullptr) return PyErr_SetString(PyExc_RuntimeError, "set_up_issue() comes first"), false;
+  if (callbacks.tensor == nullptr) return PyErr_SetString(PyExc_RuntimeError, "set_up_issue() comes first"), false;
   if ((PyTuple_Check(args) || PyList_Check(args)) && (kwargs == Py_None || PyDict_Check(kwargs))) return true;
   PyErr_SetString(PyExc_TypeError, "arguments are a sequence and a dict, or None");
   return false;
@@ -510,7 +510,7 @@ PyObject* dispatch(PyObject*, PyObject* const* given, Py_ssize_t count) {
   }
   auto known = plans().find(given[0]);
   if (known == plans().end()) {
-    PyObject* plan = PyObject_CallOneArg(told.plan_of, given[0]);
+    PyObject* plan = PyObject_CallOneArg(callbacks.plan_of, given[0]);
     if (plan == nullptr) return nullptr;
     if (Py_TYPE(plan) != plan_type) return PyErr_SetString(PyExc_TypeError, "no Plan"), nullptr;
     known = plans().emplace(Py_NewRef(given[0]), reinterpret_cast<Plan*>(plan)).first;
@@ -530,12 +530,12 @@ PyObject* issue(PyObject*, PyObject* const* given, Py_ssize_t count) {
 }
 
 PyObject* set_up(PyObject*, PyObject* args) {
-  if (!PyArg_ParseTuple(args, "OOOOO!OOOOOOO", &told.tensor, &told.make, &told.no_pointer, &told.is_inference,
-                        &PyTuple_Type, &told.constants, &told.part, &told.not_plain, &told.with_host, &told.missing,
-                        &told.plan_of, &told.yes, &told.no)) {
+  if (!PyArg_ParseTuple(args, "OOOOO!OOOOOOO", &callbacks.tensor, &callbacks.make, &callbacks.no_pointer, &callbacks.is_inference,
+                        &PyTuple_Type, &callbacks.constants, &callbacks.part, &callbacks.not_plain, &callbacks.with_host, &callbacks.missing,
+                        &callbacks.plan_of, &callbacks.yes, &callbacks.no)) {
     return nullptr;
   }
-  Py_INCREF(args);  // for ever: they are a module's
+  Py_INCREF(args);  // for ever: they belong to a module
   Py_RETURN_NONE;
 }
 

@@ -40,10 +40,10 @@ inline Owned share(PyObject* seen) {
 }
 
 // The number, as a new reference, of the place in the program that runs now.
-PyObject* place_here();
+PyObject* current_call_site();
 
 // Each puts its part into the module; false with an error.
-bool add_places(PyObject* module);
+bool add_call_sites(PyObject* module);
 bool add_issue(PyObject* module);
 bool add_execute(PyObject* module);
 

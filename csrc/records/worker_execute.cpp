@@ -9,8 +9,8 @@
 namespace monarch::records {
 namespace {
 
-constexpr long kDelete = 0;  // as _wire.DELETE
-enum Kind { kNone = 0, kOne = 1, kMany = 2 };  // as _wire.Kind
+constexpr long kDelete = 0;  // as dtensor/_protocol.py: DELETE
+enum Kind { kNone = 0, kOne = 1, kMany = 2 };  // as dtensor/_protocol.py: Kind
 
 // What stands at one place of a call.
 struct Argument {
@@ -91,7 +91,7 @@ PyObject* call_new(PyTypeObject* type, PyObject* given, PyObject*) {
   return made.release();
 }
 
-// As it is given to the function, as a new reference. words: the record's operands.
+// The value for the function, as a new reference. words: the record's operands.
 PyObject* value_of(const Argument& argument, PyObject** words, PyObject* tensors) {
   switch (argument.is) {
     case Argument::kConstant:
@@ -145,7 +145,7 @@ bool keep(PyObject* result, Call* call, PyObject** words, PyObject* tensors) {
   return true;
 }
 
-// call.run(tensors, words, i): the record there, by itself. tensors: any mapping.
+// call.run(tensors, words, i): execute one record. tensors: any mapping.
 PyObject* call_run(PyObject* self, PyObject* args) {
   PyObject *tensors, *words;
   Py_ssize_t i;
@@ -160,7 +160,7 @@ PyObject* call_run(PyObject* self, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// call.given(tensors, words, i): what its function is given, as (args, kwargs).
+// call.given(tensors, words, i): the arguments of its function, as (args, kwargs).
 PyObject* call_given(PyObject* self, PyObject* args) {
   PyObject *tensors, *words;
   Py_ssize_t i;
@@ -188,7 +188,7 @@ PyObject* call_given(PyObject* self, PyObject* args) {
 // 1 if one of these waits for something; -1 with an error.
 int waits(PyObject** ids, Py_ssize_t count, PyObject* pending) {
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const int found = PyDict_Contains(pending, ids[i]);  // a number that is no id is a float, or too much care
+    const int found = PyDict_Contains(pending, ids[i]);  // numbers that are no ids are floats, or wait without need
     if (found) return found;
   }
   return 0;
@@ -207,7 +207,7 @@ struct Batch {
   PyObject *words, *calls, *tensors, *pending, *cursor;
 };
 
-// How many words the record at i had; 0 if it is Python's, -1 with an error.
+// Number of words of the record at i; 0 if Python must execute it, -1 with an error.
 Py_ssize_t execute_one(const Batch& batch, PyObject** words, Py_ssize_t left) {
   const Owned call = share(PyDict_GetItemWithError(batch.calls, words[0]));
   const bool may_wait = PyDict_GET_SIZE(batch.pending) > 0;
@@ -222,7 +222,7 @@ Py_ssize_t execute_one(const Batch& batch, PyObject** words, Py_ssize_t left) {
   const Py_ssize_t length = 2 + known->operands + known->results;
   if (Py_TYPE(call.get()) != call_type || length > left) return 0;
   if (may_wait) {
-    if (known->writes) return 0;  // a collective that is under way may read what this changes
+    if (known->writes) return 0;  // a collective in progress may read this operand
     const int waiting = waits(words + 2, known->operands, batch.pending);
     if (waiting) return waiting < 0 ? -1 : 0;
   }
@@ -230,8 +230,8 @@ Py_ssize_t execute_one(const Batch& batch, PyObject** words, Py_ssize_t left) {
   return result && keep(result.get(), known, words + 2, batch.tensors) ? length : -1;
 }
 
-// execute(words, i, calls, tensors, pending, cursor): executes records from the word i on; returns where it has come to
-// a record that is not among the calls, or to the end. Where one raises, cursor[0] says where it is.
+// execute(words, i, calls, tensors, pending, cursor): execute records from word i on. Return the index of the first
+// record that is not among the calls, or of the end. On an error cursor[0] is the index of its record.
 PyObject* execute(PyObject*, PyObject* args) {
   Batch batch;
   Py_ssize_t i;
@@ -240,7 +240,7 @@ PyObject* execute(PyObject*, PyObject* args) {
     return nullptr;
   }
   if (i < 0) return PyErr_SetString(PyExc_IndexError, "execute() begins at a word"), nullptr;
-  // The words are a batch that nobody changes; a tuple would say so, and cost a copy.
+  // The words are a batch that does not change. A tuple would guarantee that, but cost a copy.
   for (Py_ssize_t end; i < (end = PyList_GET_SIZE(batch.words));) {
     PyObject** words = reinterpret_cast<PyListObject*>(batch.words)->ob_item + i;
     const Py_ssize_t past = execute_one(batch, words, end - i);

@@ -1,5 +1,5 @@
-// Which way an operation takes. Each rank publishes with its call how the others can have what it brings; once all have
-// entered, all come to the same plan, because it is made of what all have published.
+// Selection of the algorithm of an operation. Each rank publishes with its call how others can access its data. Once
+// all have entered, all ranks make the same choice, because it depends only on what all have published.
 #include <algorithm>
 #include <bit>
 #include <cstdio>
@@ -12,18 +12,18 @@ namespace {
 
 constexpr std::uint64_t block = 256 << 10;  // of a direct operation, between two looks at the others
 
-// Straight from the tensors an all_reduce waits twice, and each rank writes to lines that the others have just read:
-// below, the stage is faster, if nobody waits for a processor anyway.
+// A direct all_reduce waits twice, and each rank writes to lines that the others have just read. Below this size the
+// stage is faster, unless ranks wait for a processor anyway.
 constexpr std::uint64_t slices_pay_from = 4 << 20;
 
-// Whether one copy by the kernel is worth having. It costs as much processor time as two through the stage, which stay in
-// the caches, and leaves the caches to others; but the reader does all of it. Not where the one who brings the data
-// would else do half of the work for all (broadcast), and not where they must be copied before they are reduced.
+// Whether one copy by the kernel is better. It costs as much processor time as two copies through the stage, which stay
+// in the caches, and leaves the caches to others; but the reader does all of it. Not for broadcast, where the root
+// would otherwise do half of the work for all, and not for reductions, which need a copy first.
 bool worth_reading(Collective c) {
   return c == Collective::all_gather || c == Collective::gather || c == Collective::scatter || c == Collective::all_to_all;
 }
 
-// Whether anybody takes something from this rank.
+// Whether another rank takes data from this rank.
 bool brings(const Header& header, int rank) {
   switch (header.collective) {
     case Collective::barrier: return false;
@@ -85,8 +85,8 @@ Offer Group::offer_in_place(Operation& op) {
   return std::all_of(op.in.begin(), op.in.end(), readable) ? Offer::memory : Offer::stage;
 }
 
-// Whether the operation would write to what others may still read. A rank may write its result over its own part,
-// which nobody else wants; an all_reduce writes only the slices that it has been asked for, or that nobody reads.
+// Whether the operation would write to memory that others may still read. A rank may write its result over its own
+// part, which no other rank reads. An all_reduce writes only its own slice and slices that are not read.
 bool Group::overlaps(const Operation& op) const {
   for (std::size_t i = 0; i < op.in.size(); ++i) {
     for (std::size_t o = 0; o < op.out.size(); ++o) {
@@ -112,7 +112,7 @@ void Group::plan(Operation& op) {
       bytes = std::max(bytes, *std::max_element(sizes, sizes + size_));
     }
   }
-  op.way = Way::slots;
+  op.algorithm = Algorithm::slots;
   if (!in_slots) lay_out(op, bytes);
   explain(op);
   if (in_slots) {
@@ -137,53 +137,53 @@ bool Group::all_offer_in_place(const Operation& op) const {
   return true;
 }
 
-// How a large operation of `bytes` (of one piece, or of the vector) goes.
+// Layout of a large operation of `bytes` (of one piece, or of the vector).
 void Group::lay_out(Operation& op, std::uint64_t bytes) {
   const Collective c = op.header.collective;
-  const bool too_small = c == Collective::all_reduce && !crowded_ && bytes < slices_pay_from;
+  const bool too_small = c == Collective::all_reduce && !oversubscribed_ && bytes < slices_pay_from;
   if (!too_small && all_offer_in_place(op)) {
-    op.way = Way::direct;
-    op.stride = 64;  // takes no room in the stage: only what the counters need to go on
+    op.algorithm = Algorithm::direct;
+    op.stride = 64;  // uses no stage; only the counters advance
     op.width = block;
     op.chunks = ((c == Collective::all_reduce ? whole_lines((bytes + size_ - 1) / size_) : bytes) + block - 1) / block;
     op.base = position_;
     return;
   }
-  // Four chunks, so that the ranks work on different ones at the same time; few large ones where they take turns on
-  // the processors anyway.
+  // Four chunks, so that the ranks work on different ones at the same time; few large ones if they share processors
+  // anyway.
   const bool pieces = by_pieces(c);
   const std::uint64_t all = pieces ? whole_lines(bytes) * size_ : bytes;
-  const std::uint64_t most = std::min<std::uint64_t>(crowded_ ? stage_ : 256 << 10, stage_ / 2);
+  const std::uint64_t most = std::min<std::uint64_t>(oversubscribed_ ? stage_ : 256 << 10, stage_ / 2);
   const std::uint64_t least = std::bit_ceil(std::max<std::uint64_t>(32 << 10, 64 * size_));
-  op.stride = std::clamp<std::uint64_t>(std::bit_ceil(crowded_ ? all : all / 4), least, most);
+  op.stride = std::clamp<std::uint64_t>(std::bit_ceil(oversubscribed_ ? all : all / 4), least, most);
   op.width = pieces ? op.stride / size_ / 64 * 64 : op.stride;
   op.chunks = (bytes + op.width - 1) / op.width;
   op.base = (position_ + op.stride - 1) / op.stride * op.stride;  // a chunk never crosses the end of the stage
   // Two shots (each rank reduces its slice for all) read less than one (each reduces everything), and wait once more.
-  op.way = c == Collective::all_reduce && size_ > 2 && bytes > 32 << 10 ? Way::two_shot : Way::one_shot;
+  op.algorithm = c == Collective::all_reduce && size_ > 2 && bytes > 32 << 10 ? Algorithm::two_shot : Algorithm::one_shot;
 }
 
-// Once for each way of each collective, if somebody wants to know.
+// Log each algorithm of each collective once, if there is a label.
 void Group::explain(const Operation& op) {
   if (label_.empty()) return;
-  bool& done = explained_[static_cast<std::size_t>(op.header.collective)][static_cast<std::size_t>(op.way)];
+  bool& done = explained_[static_cast<std::size_t>(op.header.collective)][static_cast<std::size_t>(op.algorithm)];
   if (std::exchange(done, true)) return;
-  std::string way;
+  std::string algorithm;
   const std::string chunks = std::to_string(op.chunks) + " chunks of " + std::to_string(op.width) + " bytes";
-  switch (op.way) {
-    case Way::slots: way = "one shot through slots of " + std::to_string(slot_bytes) + " bytes"; break;
-    case Way::one_shot: way = "through the stage, in " + chunks; break;
-    case Way::two_shot: way = "two shots through the stage, in " + chunks; break;
-    case Way::direct: {
+  switch (op.algorithm) {
+    case Algorithm::slots: algorithm = "one shot through slots of " + std::to_string(slot_bytes) + " bytes"; break;
+    case Algorithm::one_shot: algorithm = "through the stage, in " + chunks; break;
+    case Algorithm::two_shot: algorithm = "two shots through the stage, in " + chunks; break;
+    case Algorithm::direct: {
       bool read = false;
       for (int r = 0; r < size_; ++r) read |= brings(op.header, r) && board(r).headers[op.sequence & 1].offer == Offer::memory;
-      way = read ? "one copy, with process_vm_readv" : "no copy, straight from tensors in shared memory";
+      algorithm = read ? "one copy, with process_vm_readv" : "no copy, straight from tensors in shared memory";
       break;
     }
-    case Way::count: break;
+    case Algorithm::count: break;
   }
   // One write: the ranks of a host share a terminal.
-  std::fputs((label_ + describe(op) + ": " + way + "\n").c_str(), stderr);
+  std::fputs((label_ + describe(op) + ": " + algorithm + "\n").c_str(), stderr);
 }
 
 }  // namespace monarch

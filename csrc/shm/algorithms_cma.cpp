@@ -1,9 +1,10 @@
-// Operations that take data straight from where the callers have them: from tensors in shared memory through the
-// mapping, from all others with process_vm_readv where the kernel lets this process read its peers.
+// Operations that read data directly from the callers' tensors: tensors in shared memory through the mapping, others
+// with process_vm_readv (cross-memory attach) if the kernel permits that.
 //
-// What a caller has is its own again once its operation has ended: so nobody returns before all have taken. A rank that
-// fails does not wait for the others, and says so on its board before its caller may write: whoever has read looks
-// there afterwards, and does not trust what it has read if anybody gave up (model/group.pml, kind 8).
+// A caller may write its tensor again once its operation has ended: so an operation ends only when all ranks have
+// taken. A rank that fails does not wait for the others, and publishes the failure on its board before its caller may
+// write. So a reader checks the boards afterwards, and does not use its data if a rank has failed (model/group.pml,
+// kind 8).
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
@@ -28,11 +29,11 @@ bool read_memory(int pid, std::uint64_t from, char* to, std::uint64_t bytes) {
   return true;
 }
 
-constexpr std::uint64_t turn = 16;  // blocks before the other groups of the process have theirs
+constexpr std::uint64_t time_slice = 16;  // blocks before the other groups of the process have theirs
 
 }  // namespace
 
-// Whether others may expect to read it: pinned memory of a device's driver, say, is not for them.
+// Whether others can read it: not, for example, pinned memory of a device's driver.
 bool Group::readable(const Span& span) {
   char byte = 0;
   const auto at = reinterpret_cast<std::uintptr_t>(span.data);
@@ -52,34 +53,34 @@ bool Group::probe_reads() const {
 
 bool Group::move_direct(Operation& op) {
   const std::uint64_t end = op.base + op.stride;
-  std::uint64_t left = turn;
+  std::uint64_t left = time_slice;
   bool moved = false;
-  // True once this rank has done all chunks of a step, and everybody its part of it.
-  const auto step = [&](std::uint64_t& done, bool& told, std::atomic<std::uint64_t> Board::*counter, auto&& work) {
+  // True once this rank has done all chunks of a step, and all ranks have done their part of it.
+  const auto step = [&](std::uint64_t& done, bool& published, std::atomic<std::uint64_t> Board::*counter, auto&& work) {
     for (; done < op.chunks && left != 0; ++done, --left, moved = true) {
       if (!work(op, done)) return false;
     }
     if (done < op.chunks) return false;
     std::atomic_thread_fence(std::memory_order_acquire);  // the look comes after the reads, on any processor
-    if (!told && !somebody_gave_up()) {
-      told = moved = true;
+    if (!published && !any_rank_failed()) {
+      published = moved = true;
       (board(rank_).*counter).store(end, std::memory_order_release);
       ring();
     }
-    return told && all_reach(counter, end);
+    return published && all_reach(counter, end);
   };
   if (op.header.collective == Collective::all_reduce &&
-      !step(op.reduced, op.told_reduced, &Board::reduced, [this](auto& o, auto chunk) { return reduce_direct(o, chunk); })) {
+      !step(op.reduced, op.published_reduced, &Board::reduced, [this](auto& o, auto chunk) { return reduce_direct(o, chunk); })) {
     return moved;
   }
-  if (!step(op.taken, op.told_taken, &Board::taken, [this](auto& o, auto chunk) { return take_direct(o, chunk); })) return moved;
+  if (!step(op.taken, op.published_taken, &Board::taken, [this](auto& o, auto chunk) { return take_direct(o, chunk); })) return moved;
   position_ = end;
   finish(op);
   return true;
 }
 
-// `bytes` of the piece that a rank offers, `at` bytes from its beginning. False if they can't be had: it has died, of
-// which we shall hear, or the group has failed.
+// Read `bytes` of the piece that a rank offers, `at` bytes from its beginning. False if that is impossible: the rank
+// has died, which will be reported, or the group has failed.
 bool Group::fetch(const Operation& op, int from, int piece, std::uint64_t at, char* to, std::uint64_t bytes) {
   const std::uint64_t place = offered(from, op.sequence)[piece] + at;
   if (board(from).headers[op.sequence & 1].offer == Offer::shared) {
@@ -87,28 +88,28 @@ bool Group::fetch(const Operation& op, int from, int piece, std::uint64_t at, ch
     return true;
   }
   if (read_memory(peers_[from]->pid, place, to, bytes)) return true;
-  // Whoever gives up has said so before its caller frees the tensor: then that is the cause, not what is found here.
-  if (errno != ESRCH && !broken_ && !somebody_gave_up()) {
+  // A failing rank publishes that before its caller frees the tensor: then that is the cause, not this error.
+  if (errno != ESRCH && !broken_ && !any_rank_failed()) {
     fail({Failure::unreadable, from, unreadable_text});
   }
   return false;
 }
 
 // The same for a kernel to read; reductions are offered in shared memory only (algorithm_selection.cpp).
-const void* Group::look_at(const Operation& op, int from, int piece, std::uint64_t at) const {
+const void* Group::source_address(const Operation& op, int from, int piece, std::uint64_t at) const {
   return from == rank_ ? op.in[piece].data + at : arenas_[from] + offered(from, op.sequence)[piece] + at;
 }
 
 // My slice of an all_reduce, for all.
 bool Group::reduce_direct(const Operation& op, std::uint64_t chunk) {
   const Range own = slice(op.header.bytes, rank_, size_), range = part(own.bytes, chunk, op.width);
-  for (int r = 0; r < size_; ++r) sources_[r] = look_at(op, r, 0, own.from + range.from);
+  for (int r = 0; r < size_; ++r) sources_[r] = source_address(op, r, 0, own.from + range.from);
   char* to = op.out[0].data + own.from + range.from;
   reduce_kernel(op.header.dtype, op.header.op)(to, sources_.data(), size_, range.bytes / size_of(op.header.dtype));
   return true;
 }
 
-// What I want of the others', in chunk `chunk`.
+// The data that this rank needs of the others, in chunk `chunk`.
 bool Group::take_direct(const Operation& op, std::uint64_t chunk) {
   const Header& h = op.header;
   const auto get = [&](int from, int piece, const Span& out, const Span& mine) {
@@ -120,7 +121,7 @@ bool Group::take_direct(const Operation& op, std::uint64_t chunk) {
   };
   const auto reduce = [&](int piece) {
     const Range range = part(h.bytes, chunk, op.width);
-    for (int r = 0; r < size_; ++r) sources_[r] = look_at(op, r, piece, range.from);
+    for (int r = 0; r < size_; ++r) sources_[r] = source_address(op, r, piece, range.from);
     reduce_kernel(h.dtype, h.op)(op.out[0].data + range.from, sources_.data(), size_, range.bytes / size_of(h.dtype));
     return true;
   };

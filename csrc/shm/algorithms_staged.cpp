@@ -19,14 +19,14 @@ void copy(char* to, const char* from, std::uint64_t bytes) {
 
 // Data ---------------------------------------------------------------------------------------------------------------
 
-// What the others need of mine, in chunk `chunk`, goes to `to`.
+// Copy the data that others need of this rank, in chunk `chunk`, to `to`.
 void Group::fill(const Operation& op, std::uint64_t chunk, char* to, bool all) const {
   const Header& h = op.header;
   switch (h.collective) {
     case Collective::barrier: break;
     case Collective::all_reduce: {
       const Range range = part(h.bytes, chunk, op.width);
-      const Range own = all || op.way != Way::two_shot ? Range{range.bytes, 0} : slice(range.bytes, rank_, size_);
+      const Range own = all || op.algorithm != Algorithm::two_shot ? Range{range.bytes, 0} : slice(range.bytes, rank_, size_);
       const char* data = op.in[0].data + range.from;
       copy(to, data, own.from);
       copy(to + own.from + own.bytes, data + own.from + own.bytes, range.bytes - own.from - own.bytes);
@@ -63,7 +63,7 @@ void Group::fill(const Operation& op, std::uint64_t chunk, char* to, bool all) c
   }
 }
 
-// What I want of the others', in chunk `chunk`, or in their slots.
+// Take the data that this rank needs of the others, in chunk `chunk`, or from their slots.
 void Group::take(const Operation& op, std::uint64_t chunk, bool in_slots) {
   const Header& h = op.header;
   for (int r = 0; r < size_; ++r) from_[r] = in_slots ? slot(r, op.sequence) : stage(r, op.base + chunk * op.stride);

@@ -31,7 +31,7 @@ Mapping::~Mapping() { munmap(base_, size_); }
 Arena::Arena(std::size_t size) : fd_(memfd_create("monarch", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
   size = whole_pages(size);
   if (fd_ < 0) throw system_failure("memfd_create");
-  // Sealed, so that no peer can shrink it under the others, who would die of SIGBUS.
+  // Sealed, so that no peer can shrink it: the others would get SIGBUS.
   if (ftruncate(fd_, static_cast<off_t>(size)) != 0 || fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     const auto error = system_failure("sizing shared memory");
     close(fd_);

@@ -1,8 +1,8 @@
 // Memory that the processes of one host share: each process owns one arena and maps those of its peers.
 //
-// An arena is a memfd of fixed size: it has no name that anybody could guess or that could be left behind, its pages
-// exist once they are touched, and they are touched again and again instead of being given back, because a fresh
-// shared page costs more than copying it. Offsets in an arena mean the same in every process that maps it.
+// An arena is a memfd of fixed size. It has no name that could be guessed or left behind. Pages are committed at first
+// use and then reused instead of released, because a fresh shared page costs more than copying it. An offset in an
+// arena has the same meaning in every process that maps it.
 #pragma once
 
 #include <cstddef>
@@ -16,14 +16,14 @@
 namespace monarch {
 
 inline constexpr std::size_t page = 4096;
-// Bytes at the beginning of an arena, where room is looked for first, whose pages stay once they have been touched.
+// Bytes at the beginning of an arena, which are allocated first, and whose pages stay committed.
 inline constexpr std::size_t warm = std::size_t{512} << 20;
 
 // The first page of every arena.
 struct ArenaHeader {
-  Bell bell;
-  alignas(64) std::atomic<std::uint32_t> left;  // 1 once its owner has gone in peace
-  alignas(64) std::atomic<std::uint64_t> kept;  // bytes of messages that their receivers keep where they lie
+  Doorbell doorbell;
+  alignas(64) std::atomic<std::uint32_t> left;  // 1 once its owner has left without a failure
+  alignas(64) std::atomic<std::uint64_t> retained;  // bytes of messages that their receivers keep where they lie
   alignas(64) std::atomic<std::uint64_t> self;   // where its owner has it mapped
   std::atomic<std::uint64_t> table;              // of registered memory (memory/registration_table.h), an offset; 0: nothing is registered
 };
@@ -57,7 +57,7 @@ class Arena {
   explicit Arena(std::size_t size);  // throws std::system_error
   ~Arena();
 
-  // Page-aligned; 0 when there is no room. What it holds is what was there before. Thread-safe.
+  // Page-aligned offset; 0 when the arena is full. The memory keeps its earlier contents. Thread-safe.
   std::uint64_t allocate(std::size_t bytes);
   void release(std::uint64_t offset);
 

@@ -75,8 +75,8 @@ void Engine::submit_async(std::shared_ptr<Group> group, std::shared_ptr<Operatio
     });
   }
   work_.notify_one();
-  host_->bell().ring();  // the thread may sleep for another operation
-  host_->inside().ring();
+  host_->doorbell().ring();  // the thread may sleep for another operation
+  host_->local_doorbell().ring();
 }
 
 void Engine::stop() {
@@ -85,8 +85,8 @@ void Engine::stop() {
     stop_ = true;
   }
   work_.notify_one();
-  host_->bell().wake();
-  host_->inside().wake();
+  host_->doorbell().wake();
+  host_->local_doorbell().wake();
   if (thread_.joinable()) thread_.join();
 }
 
@@ -99,7 +99,7 @@ bool Engine::look(bool idle, bool before_sleep) {
     if (stop_) return true;
     for (const Task& task : tasks_) {
       ended |= task.operation->done.load(std::memory_order_acquire);
-      if (task.operation->waiters.load(std::memory_order_relaxed) != 0) continue;  // moved by who waits for it
+      if (task.operation->waiters.load(std::memory_order_relaxed) != 0) continue;  // its waiting thread moves it
       if (std::find(groups.begin(), groups.end(), task.group) == groups.end()) groups.push_back(task.group);
     }
   }
@@ -137,9 +137,9 @@ void Engine::run() {
     }
     // Never spins: the processor belongs to the computation that the operation hides behind. While other threads
     // move all there is, the peers need not wake this one.
-    Patience patience(idle ? host_->inside() : host_->bell(), true);
+    FutexWaiter waiter(idle ? host_->local_doorbell() : host_->doorbell(), true);
     while (!look(idle, false)) {
-      if (patience.again([&] { return look(idle, true); }, deadline)) continue;
+      if (waiter.wait([&] { return look(idle, true); }, deadline)) continue;
       std::vector<Task> due;
       {
         const std::lock_guard lock(mutex_);

@@ -19,7 +19,7 @@ namespace monarch {
 class Callbacks {
  public:
   Callbacks();
-  ~Callbacks();  // what runs goes on by itself; what has not begun is dropped
+  ~Callbacks();  // running callbacks continue; callbacks that have not started are dropped
   void post(std::function<void()> callback);
 
  private:

@@ -31,14 +31,14 @@ void relax() {
 
 }  // namespace
 
-void Bell::wake() {
-  rung.fetch_add(1, std::memory_order_seq_cst);
-  futex(&rung, FUTEX_WAKE, INT_MAX, nullptr);
+void Doorbell::wake() {
+  ring_count.fetch_add(1, std::memory_order_seq_cst);
+  futex(&ring_count, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-bool Patience::pause() {
+bool FutexWaiter::pause() {
   ++looks_;
-  if (!crowded_ && looks_ <= spins) {
+  if (!oversubscribed_ && looks_ <= spins) {
     relax();
     return true;
   }
@@ -50,12 +50,12 @@ bool Patience::pause() {
   return false;
 }
 
-bool Patience::sleep(std::uint32_t heard, Clock::time_point deadline) {
+bool FutexWaiter::sleep(std::uint32_t seen, Clock::time_point deadline) {
   const auto left = deadline.time_since_epoch();
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
   // FUTEX_WAIT_BITSET takes an absolute time of CLOCK_MONOTONIC, which steady_clock is.
   const timespec until{seconds.count(), (left - seconds).count()};
-  interrupted_ = futex(&bell_.rung, FUTEX_WAIT_BITSET, heard, &until) != 0 && errno == EINTR;
+  interrupted_ = futex(&doorbell_.ring_count, FUTEX_WAIT_BITSET, seen, &until) != 0 && errno == EINTR;
   return Clock::now() < deadline;
 }
 

@@ -1,8 +1,9 @@
-// How a thread waits for other processes: it watches memory for a moment, then sleeps until somebody rings.
+// Waiting for other processes: a thread polls memory for a moment, then sleeps on a futex until its doorbell is rung.
 //
-// Each process has one Bell in its shared arena. Whoever changes memory that another process may wait for rings
-// that process's bell afterwards; ringing costs one load while nobody sleeps. No timeouts and no polling: a waiter
-// that sleeps is woken by a peer, by its own process (an operation finished, a peer died), or by its deadline.
+// Each process has one Doorbell in its shared arena. A process that changes memory for which another one may wait rings
+// that process's doorbell afterwards. Ringing costs one load while no thread sleeps. There are no timeouts and no
+// periodic polling: a sleeping thread is woken by a peer, by its own process (an operation finished, a peer died), or
+// by its deadline.
 #pragma once
 
 #include <atomic>
@@ -13,8 +14,8 @@ namespace monarch {
 
 using Clock = std::chrono::steady_clock;
 
-struct Bell {
-  alignas(64) std::atomic<std::uint32_t> rung;
+struct Doorbell {
+  alignas(64) std::atomic<std::uint32_t> ring_count;
   alignas(64) std::atomic<std::uint32_t> sleepers;
 
   // After the change has been stored.
@@ -25,36 +26,36 @@ struct Bell {
   void wake();
 };
 
-// One wait: call `again` after every look that found nothing, until the look finds something; then `reset`.
-class Patience {
+// One wait: call `wait` after every look that found nothing, until the look finds something; then `reset`.
+class FutexWaiter {
  public:
-  static constexpr int usual_yields = 100;
+  static constexpr int default_yields = 100;
   // `yields`: how often the processor is offered to others before the sleep.
-  Patience(Bell& bell, bool crowded, int yields = usual_yields) : bell_(bell), crowded_(crowded), yields_(yields) {}
+  FutexWaiter(Doorbell& doorbell, bool oversubscribed, int yields = default_yields) : doorbell_(doorbell), oversubscribed_(oversubscribed), yields_(yields) {}
 
   // Returns false when the deadline has passed. `look` is called once more between announcing the sleep and
   // sleeping, so that a change in between is not missed; it returns true if it found something.
   template <class Look>
-  bool again(Look&& look, Clock::time_point deadline) {
+  bool wait(Look&& look, Clock::time_point deadline) {
     if (pause()) return true;
-    const std::uint32_t heard = bell_.rung.load(std::memory_order_relaxed);
-    bell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const std::uint32_t seen = doorbell_.ring_count.load(std::memory_order_relaxed);
+    doorbell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // with ring's: one of us sees what the other has stored
     bool in_time = true;
-    if (!look()) in_time = sleep(heard, deadline);
-    bell_.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (!look()) in_time = sleep(seen, deadline);
+    doorbell_.sleepers.fetch_sub(1, std::memory_order_relaxed);
     return in_time;
   }
   void reset() { looks_ = 0; }
-  // A signal ended the last sleep: whoever serves Python lets its handlers run.
+  // A signal ended the last sleep: a caller with Python signal handlers must run them.
   bool interrupted() const { return interrupted_; }
 
  private:
   bool pause();  // false when it is time to sleep
-  bool sleep(std::uint32_t heard, Clock::time_point deadline);
+  bool sleep(std::uint32_t seen, Clock::time_point deadline);
 
-  Bell& bell_;
-  bool crowded_;  // more ranks than processors: spinning takes the processor from the one we wait for
+  Doorbell& doorbell_;
+  bool oversubscribed_;  // more ranks than processors: spinning takes the processor from the one we wait for
   int yields_;
   int looks_ = 0;
   bool interrupted_ = false;

@@ -14,14 +14,14 @@ namespace {
 // Where things lie behind a Board of n ranks.
 struct Layout {
   explicit Layout(std::size_t n)
-      : gone(sizeof(Board)),
-        tables(gone + whole_lines(n * sizeof(std::uint32_t))),
-        places(tables + whole_lines(4 * n * sizeof(std::uint64_t))),
-        lanes(places + whole_lines(2 * (n + 1) * sizeof(std::uint64_t))),
-        receipts(lanes + n * sizeof(Lane)),
-        slots(receipts + n * sizeof(Receipt)),
+      : closed_flags(sizeof(Board)),
+        tables(closed_flags + whole_lines(n * sizeof(std::uint32_t))),
+        offers(tables + whole_lines(4 * n * sizeof(std::uint64_t))),
+        send_rings(offers + whole_lines(2 * (n + 1) * sizeof(std::uint64_t))),
+        read_counts(send_rings + n * sizeof(SendRing)),
+        slots(read_counts + n * sizeof(ReadCount)),
         stage(slots + 2 * slot_bytes) {}
-  std::size_t gone, tables, places, lanes, receipts, slots, stage;
+  std::size_t closed_flags, tables, offers, send_rings, read_counts, slots, stage;
 };
 
 int processors() {
@@ -51,8 +51,8 @@ std::uint64_t Group::make_board(Host& host, int size) {
   return offset;
 }
 
-std::atomic<std::uint32_t>* Group::gone(int rank) const {
-  return reinterpret_cast<std::atomic<std::uint32_t>*>(at(rank) + Layout(size_).gone);
+std::atomic<std::uint32_t>* Group::closed_flags(int rank) const {
+  return reinterpret_cast<std::atomic<std::uint32_t>*>(at(rank) + Layout(size_).closed_flags);
 }
 
 std::uint64_t* Group::table(int rank, std::uint64_t sequence) const {
@@ -60,7 +60,7 @@ std::uint64_t* Group::table(int rank, std::uint64_t sequence) const {
 }
 
 std::uint64_t* Group::offered(int rank, std::uint64_t sequence) const {
-  return reinterpret_cast<std::uint64_t*>(at(rank) + Layout(size_).places) + (sequence & 1) * (size_ + 1);
+  return reinterpret_cast<std::uint64_t*>(at(rank) + Layout(size_).offers) + (sequence & 1) * (size_ + 1);
 }
 
 char* Group::slot(int rank, std::uint64_t sequence) const {
@@ -79,7 +79,7 @@ Group::Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<P
       peers_(std::move(peers)),
       boards_(std::move(boards)),
       stage_(largest_stage),
-      crowded_(false),
+      oversubscribed_(false),
       from_(size_),
       sources_(size_),
       read_from_(read_from),
@@ -90,24 +90,24 @@ Group::Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<P
     bases_.push_back(arena.at(boards_[r]));
     // Where the stages or the processors differ, all ranks still come to the same plans.
     stage_ = std::min<std::uint64_t>(stage_, board(r).stage);
-    crowded_ |= size_ > static_cast<int>(board(r).processors);
+    oversubscribed_ |= size_ > static_cast<int>(board(r).processors);
   }
   board(rank_).reads = read_from_ != 0 && probe_reads();
-  lanes_.emplace(*host_, rank_, places());
+  p2p_.emplace(*host_, rank_, p2p_layout());
 }
 
-Lanes::Places Group::places() const {
-  Lanes::Places places{arenas_, {}, {}, [this](int r) { ring(r); }};
+P2pChannels::Layout Group::p2p_layout() const {
+  P2pChannels::Layout layout{arenas_, {}, {}, [this](int r) { ring(r); }};
   for (int r = 0; r < size_; ++r) {
-    places.lanes.push_back(reinterpret_cast<Lane*>(at(r) + Layout(size_).lanes));
-    places.receipts.push_back(reinterpret_cast<Receipt*>(at(r) + Layout(size_).receipts));
+    layout.send_rings.push_back(reinterpret_cast<SendRing*>(at(r) + Layout(size_).send_rings));
+    layout.read_counts.push_back(reinterpret_cast<ReadCount*>(at(r) + Layout(size_).read_counts));
   }
-  return places;
+  return layout;
 }
 
 Group::~Group() { close(); }
 
-// Memory order: who reads a counter that says "ready" sees what was written before it.
+// Memory order: a thread that reads a counter also sees what was written before it.
 bool Group::all_reach(std::atomic<std::uint64_t> Board::*counter, std::uint64_t value) const {
   for (int r = 0; r < size_; ++r) {
     if ((board(r).*counter).load(std::memory_order_acquire) < value) return false;
@@ -119,12 +119,12 @@ void Group::ring() const {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    Bell& bell = peers_[r]->mapping->header().bell;
-    if (bell.sleepers.load(std::memory_order_relaxed) != 0) bell.wake();
+    Doorbell& doorbell = peers_[r]->mapping->header().doorbell;
+    if (doorbell.sleepers.load(std::memory_order_relaxed) != 0) doorbell.wake();
   }
 }
 
-void Group::ring(int rank) const { (rank == rank_ ? host_->bell() : peers_[rank]->mapping->header().bell).ring(); }
+void Group::ring(int rank) const { (rank == rank_ ? host_->doorbell() : peers_[rank]->mapping->header().doorbell).ring(); }
 
 // The queue --------------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ void Group::submit(const std::shared_ptr<Operation>& operation) {
   departures_ = 0;  // those that were looked at concerned none of the operations of that time; this one they may
   const Collective c = operation->header.collective;
   if (c == Collective::send || c == Collective::recv) {
-    lanes_->submit(operation);
+    p2p_->submit(operation);
   } else {
     queue_.push_back(operation);
     submitted_.fetch_add(1, std::memory_order_relaxed);
@@ -148,7 +148,7 @@ bool Group::advance(bool before_sleep) {
     return false;
   }
   bool moved = look();
-  if (!moved && !broken_ && (host_->departures() != departures_ || somebody_gave_up())) moved = blame();
+  if (!moved && !broken_ && (host_->departures() != departures_ || any_rank_failed())) moved = detect_failures();
   if (!broken_) return moved;
   const auto end = [&](const std::shared_ptr<Operation>& op) {
     op->failure = broken_;
@@ -156,8 +156,8 @@ bool Group::advance(bool before_sleep) {
     moved = true;
   };
   for (; !queue_.empty(); queue_.pop_front()) end(queue_.front());
-  for (const auto& op : lanes_->pending()) {
-    lanes_->drop(*op);
+  for (const auto& op : p2p_->pending()) {
+    p2p_->drop(*op);
     end(op);
   }
   return moved;
@@ -165,7 +165,7 @@ bool Group::advance(bool before_sleep) {
 
 bool Group::look() {
   if (broken_) return false;
-  bool moved = lanes_->advance([this](Operation& op) { finish(op); });
+  bool moved = p2p_->advance([this](Operation& op) { finish(op); });
   while (!queue_.empty()) {
     const auto op = queue_.front();  // keeps it alive when its owner lets go as soon as it is done
     moved |= step(*op);
@@ -177,27 +177,27 @@ bool Group::look() {
 }
 
 void Group::wait(Operation& operation, Clock::time_point limit) {
-  Patience patience(host_->bell(), crowded_);
+  FutexWaiter waiter(host_->doorbell(), oversubscribed_);
   const auto look = [&] { return operation.done.load(std::memory_order_acquire) || advance(true); };
   operation.waiters.fetch_add(1, std::memory_order_relaxed);
   while (!operation.done.load(std::memory_order_acquire)) {
     if (advance()) {
-      patience.reset();
-    } else if (!patience.again(look, std::min(limit, operation.deadline))) {
+      waiter.reset();
+    } else if (!waiter.wait(look, std::min(limit, operation.deadline))) {
       if (Clock::now() >= operation.deadline) expire(operation);
       if (Clock::now() >= limit) break;
     }
   }
   operation.waiters.fetch_sub(1, std::memory_order_relaxed);
-  if (!operation.done.load(std::memory_order_acquire)) host_->inside().ring();  // the engine's again
+  if (!operation.done.load(std::memory_order_acquire)) host_->local_doorbell().ring();  // the engine's again
 }
 
-void Group::wait_a_little(Operation& operation, Clock::duration limit) {
+void Group::wait_briefly(Operation& operation, Clock::duration limit) {
   if (!spin(operation)) wait(operation, Clock::now() + limit);
 }
 
 bool Group::spin(const Operation& operation) {
-  for (int looks = crowded_ ? 1 : 100; looks > 0; --looks) {
+  for (int looks = oversubscribed_ ? 1 : 100; looks > 0; --looks) {
     advance();
     if (operation.done.load(std::memory_order_acquire)) return true;
   }
@@ -211,17 +211,17 @@ void Group::finish_by(Operation& operation, Clock::time_point deadline) {
 
 void Group::finish(Operation& op) {
   op.done.store(true, std::memory_order_release);
-  // Whoever waits for it may be another thread of this process.
-  host_->bell().ring();
-  host_->inside().ring();
+  // The waiting thread may be another thread of this process.
+  host_->doorbell().ring();
+  host_->local_doorbell().ring();
 }
 
 // Steps ------------------------------------------------------------------------------------------------------------
 
 bool Group::step(Operation& op) {
   bool moved = false;
-  // Whoever gave up on this group does not come back: an operation that has not begun need not begin.
-  if (op.state == Operation::queued && !somebody_gave_up()) moved = enter(op);
+  // A rank that failed the group does not return: an operation that has not started need not start.
+  if (op.state == Operation::queued && !any_rank_failed()) moved = enter(op);
   if (op.state == Operation::entering && all_reach(&Board::entered, op.sequence)) {
     moved = true;
     if (!compare(op)) {
@@ -245,7 +245,7 @@ bool Group::enter(Operation& op) {
 }
 
 bool Group::compare(Operation& op) {
-#ifdef MONARCH_UNCHECKED  // benchmarks/header_check.py asks what the comparison costs; nobody else
+#ifdef MONARCH_UNCHECKED  // benchmarks/header_check.py measures the cost of the comparison
   (void)op;
   return true;
 #endif
@@ -280,11 +280,11 @@ bool Group::compare(Operation& op) {
   return true;
 }
 
-// A large operation: fill my buffer, take from everybody's; all_reduce has a step in between, in which each rank
-// reduces its slice of the chunk for all. Chunk numbers go on from one operation to the next.
+// A large operation: fill the own buffer, take from all ranks' buffers. all_reduce has a step in between, in which each
+// rank reduces its slice of the chunk for all. Chunk numbers continue from one operation to the next.
 bool Group::move(Operation& op) {
-  if (op.way == Way::direct) return move_direct(op);
-  const bool two_shot = op.way == Way::two_shot;
+  if (op.algorithm == Algorithm::direct) return move_direct(op);
+  const bool two_shot = op.algorithm == Algorithm::two_shot;
   Board& mine = board(rank_);
   bool moved = false;
   const auto end_of = [&op](std::uint64_t chunk) { return op.base + (chunk + 1) * op.stride; };
@@ -295,7 +295,7 @@ bool Group::move(Operation& op) {
   };
   for (bool again = true; again;) {
     again = false;
-    // The buffer still holds an older chunk until everybody has taken from it.
+    // The buffer holds an older chunk until all ranks have taken from it.
     const std::uint64_t end = end_of(op.filled);
     if (op.filled < op.chunks && (end <= stage_ || all_reach(&Board::taken, end - stage_))) {
       fill(op, op.filled, stage(rank_, end - op.stride), false);
@@ -334,7 +334,7 @@ void Group::fail(Failure failure) {
   ring();
 }
 
-bool Group::somebody_gave_up() const {
+bool Group::any_rank_failed() const {
   for (int r = 0; r < size_; ++r) {
     if (r != rank_ && board(r).culprit.load(std::memory_order_acquire) != 0) return true;
   }
@@ -345,23 +345,23 @@ bool Group::all_left() const {
   return std::all_of(peers_.begin(), peers_.end(), [](const auto& peer) { return !peer || peer->state.load() != Peer::alive; });
 }
 
-// Nothing moves, and somebody has ended or given up: does that concern an operation of ours? A rank that has ended
-// may have done its part just before, after our last look; so another look comes between finding a fault and acting.
-bool Group::blame() {
+// Nothing moves, and a rank has ended or failed: find the operations that this affects. A rank may have done its part
+// just before it ended, after our last check; so we check once more between finding a failure and acting.
+bool Group::detect_failures() {
   const std::uint32_t departures = host_->departures();
-  std::vector<std::shared_ptr<Operation>> all = lanes_->pending();
+  std::vector<std::shared_ptr<Operation>> all = p2p_->pending();
   if (!queue_.empty()) all.push_back(queue_.front());
   for (const auto& op : all) {
-    const auto fault = find_fault(*op);
-    if (!fault) continue;
+    const auto failure = find_failure(*op);
+    if (!failure) continue;
     if (look() || broken_) return true;
     const Collective c = op->header.collective;
-    if (fault->kind == Failure::left && (c == Collective::send || c == Collective::recv)) {
-      op->failure = fault;  // the others may well go on without it
-      lanes_->drop(*op);
+    if (failure->kind == Failure::left && (c == Collective::send || c == Collective::recv)) {
+      op->failure = failure;  // the others may well go on without it
+      p2p_->drop(*op);
       finish(*op);
     } else {
-      fail(*fault);
+      fail(*failure);
     }
     return true;
   }
@@ -369,32 +369,32 @@ bool Group::blame() {
   return false;
 }
 
-// Who is to blame if `op` cannot go on. A rank that gave up, or ended after it had, says on its board whose fault it
-// was, and the board outlives it: all blame the first cause, not the last.
-std::optional<Failure> Group::find_fault(const Operation& op) {
+// The rank that caused `op` to stop. A rank that failed the group, or ended after that, names the first cause on its
+// board, and the board outlives it: all ranks report the first cause, not the last.
+std::optional<Failure> Group::find_failure(const Operation& op) {
   const Collective c = op.header.collective;
   const bool alone = c == Collective::send || c == Collective::recv;  // needs one other rank, or any
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     const auto& word = board(r).culprit;
     std::uint32_t said = word.load(std::memory_order_acquire);
-    // It may have named the cause and ended since: what it said is on its board when its end is known here.
+    // It may have named the cause and ended since: the cause is on its board when its end is known here.
     if (said == 0 && peers_[r]->state.load(std::memory_order_acquire) != Peer::alive) said = word.load(std::memory_order_acquire);
     const int blamed = static_cast<int>(said & 0xffffffu) - 1;
     const int culprit = blamed >= 0 ? blamed : r;
     const bool closed = said >> 24 == Failure::closed;
-    if (closed && alone && op.header.root != r) continue;  // it may have done all that we want of it
+    if (closed && alone && op.header.root != r) continue;  // it may have done its part already
     if (culprit != rank_) {
       const Peer& peer = *peers_[culprit];
       const int state = peer.state.load(std::memory_order_acquire);
-      if (state == Peer::dead) return Failure{Failure::dead, culprit, reason(culprit) + peer.epitaph};
+      if (state == Peer::dead) return Failure{Failure::dead, culprit, reason(culprit) + peer.exit_description};
       const bool needed = !alone || op.header.root == culprit || (op.header.root < 0 && all_left());
       if (state == Peer::left && needed) return Failure{Failure::left, culprit, reason(culprit) + "ended without " + describe(op)};
       if (state == Peer::left && said != 0 && !closed) {
         return Failure{Failure::left, culprit, reason(culprit) + "ended, and rank " + std::to_string(r) + " gave up on the group for it, before the end of " + describe(op)};
       }
       if (closed) return Failure{Failure::left, r, reason(r) + "closed the group without " + describe(op)};
-      if (said >> 24 == Failure::dead || said >> 24 == Failure::left) continue;  // we shall hear of it in a moment
+      if (said >> 24 == Failure::dead || said >> 24 == Failure::left) continue;  // its end will be reported in a moment
     }
     if (said >> 24 == Failure::unreadable) return Failure{Failure::unreadable, culprit, unreadable_text};
     if (said != 0) {
@@ -411,7 +411,7 @@ void Group::expire(const Operation& op) {
   Failure failure{Failure::late, -1, "did not enter " + describe(op)};
   const auto beyond = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - op.deadline);
   if (beyond > std::chrono::milliseconds(200)) {
-    // The others have waited for me all that time; who is late by now may be so because of me.
+    // The others have waited for this rank all the time; a rank that is late now may be late because of this one.
     failure = {Failure::late, rank_, "was stopped itself, or had no processor, until " + std::to_string(beyond.count()) +
                                          " ms after the end of the time for " + describe(op)};
   } else if (op.header.collective == Collective::recv) {
@@ -419,14 +419,14 @@ void Group::expire(const Operation& op) {
   } else if (op.header.collective == Collective::send) {
     failure = {Failure::late, op.header.root, "did not take what " + describe(op) + " has for it"};
   } else {
-    // One that waits for its turn is late because the first one is.
+    // A queued operation is late because the first one is.
     const Operation& first = queue_.empty() ? op : *queue_.front();
     failure.text = "did not enter " + describe(first);
     for (int r = 0; r < size_ && failure.rank < 0; ++r) {
       if (r != rank_ && board(r).entered.load(std::memory_order_acquire) < first.sequence) failure.rank = r;
     }
     if (failure.rank < 0) {
-      failure.rank = laggard(first);
+      failure.rank = straggler(first);
       failure.text = (failure.rank < 0 ? "" : "does not go on with ") + describe(first) +
                      (failure.rank < 0 ? " did not end, though all ranks have entered it" : ", which it has entered");
     }
@@ -436,7 +436,7 @@ void Group::expire(const Operation& op) {
 
 // The rank that keeps an operation from going on which all have entered, or -1. What it waits for itself is there: I
 // have been where it is.
-int Group::laggard(const Operation& op) const {
+int Group::straggler(const Operation& op) const {
   if (op.state != Operation::moving) return -1;
   const auto behind = [this](std::atomic<std::uint64_t> Board::*counter, std::uint64_t position) {
     for (int r = 0; r < size_; ++r) {
@@ -444,15 +444,15 @@ int Group::laggard(const Operation& op) const {
     }
     return -1;
   };
-  const std::uint64_t end = op.base + (op.way == Way::direct ? 1 : op.taken + 1) * op.stride;
+  const std::uint64_t end = op.base + (op.algorithm == Algorithm::direct ? 1 : op.taken + 1) * op.stride;
   int late = -1;
-  if (op.way == Way::direct) {
+  if (op.algorithm == Algorithm::direct) {
     if (op.header.collective == Collective::all_reduce) late = behind(&Board::reduced, end);
     return late < 0 ? behind(&Board::taken, end) : late;
   }
-  if (end > stage_) late = behind(&Board::taken, end - stage_);  // nobody can fill the chunk yet
+  if (end > stage_) late = behind(&Board::taken, end - stage_);  // no rank can fill the chunk yet
   if (late < 0) late = behind(&Board::filled, end);
-  return late < 0 && op.way == Way::two_shot ? behind(&Board::reduced, end) : late;
+  return late < 0 && op.algorithm == Algorithm::two_shot ? behind(&Board::reduced, end) : late;
 }
 
 void Group::expire_if_due(Operation& operation) {
@@ -487,17 +487,17 @@ void Group::close() {
   advance();  // ends what is queued
   // The others may still read my board and stage; when the last has closed, the memory is free again.
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_) gone(r)[rank_].store(1, std::memory_order_release);
+    if (r != rank_) closed_flags(r)[rank_].store(1, std::memory_order_release);
   }
-  const auto unused = [flags = gone(rank_), peers = peers_] {
+  const auto unused = [flags = closed_flags(rank_), peers = peers_] {
     for (std::size_t r = 0; r < peers.size(); ++r) {
       if (peers[r] && flags[r].load(std::memory_order_acquire) == 0 && peers[r]->state.load() == Peer::alive) return false;
     }
     return true;
   };
-  std::vector<std::uint64_t> mine = lanes_->rings();
+  std::vector<std::uint64_t> mine = p2p_->rings();
   mine.push_back(boards_[rank_]);
-  host_->bury(std::move(mine), unused);
+  host_->release_when_unused(std::move(mine), unused);
 }
 
 std::string Group::describe(const Operation& op) {

@@ -1,14 +1,14 @@
-// A group of ranks on one host and its operations, each of which is a state machine: nothing in here blocks, so one
-// thread can drive any number of groups, and any thread can lend a hand to the one that it waits for.
+// A group of ranks on one host and its operations. Each operation is a state machine and nothing here blocks, so one
+// thread can drive any number of groups, and a thread can drive the operation for which it waits.
 //
-// Every rank has a Board in its own arena that only it writes and all read: how far it is (counters that only grow),
-// what it called (a header for each of its last two operations), and a slot for each of these with its data if they
-// are small. Larger operations go through a stage, a ring of buffers for chunks.
+// Every rank has a Board in its own arena. Only the rank writes it, and all ranks read it. It has counters that only
+// grow, a header for each of its last two operations, and a slot for each of these with its data if they are small.
+// Larger operations use a stage, a ring of buffers for chunks.
 //
-// Why two slots are enough: an operation ends on a rank only when every rank has entered it, and a rank enters an
-// operation only when it has ended the one before. So when I enter operation s+2, every rank has ended s.
+// Two slots are enough: an operation ends on a rank only when every rank has entered it, and a rank enters an operation
+// only after the one before has ended. So when a rank enters operation s+2, every rank has ended s.
 //
-// Why the stage is larger than the caches of one core: writing to a line that another core has just read costs four
+// The stage is larger than the caches of one core, because writing to a line that another core has just read costs four
 // times as much (9 GB/s against 40) as writing to one that has left that core's cache since.
 #pragma once
 
@@ -29,7 +29,7 @@
 namespace monarch {
 
 inline constexpr std::size_t slot_bytes = 16 << 10;
-inline constexpr std::size_t largest_stage = 4 << 20;  // a power of two; less where the arena has no room for it
+inline constexpr std::size_t largest_stage = 4 << 20;  // a power of two; smaller if the arena is too full
 inline constexpr std::size_t smallest_stage = 256 << 10;
 
 inline constexpr std::size_t reason_bytes = 256;  // of the text why a rank ends, with its terminator
@@ -40,8 +40,8 @@ struct Board {
   // One cache line, one writer.
   alignas(64) std::atomic<std::uint64_t> entered;  // operations
   std::atomic<std::uint64_t> filled;               // bytes of the stage since the group was made, modulo its size ...
-  std::atomic<std::uint64_t> reduced;              // ... of which the rank's slice is reduced
-  std::atomic<std::uint64_t> taken;                // ... from which the rank has taken what it wants
+  std::atomic<std::uint64_t> reduced;              // ... up to which the rank's slice is reduced
+  std::atomic<std::uint64_t> taken;                // ... up to which the rank has taken its data
   std::atomic<std::uint32_t> culprit;              // why the group ended for this rank: kind << 24 | (1 + the rank to blame)
   std::uint32_t stage;                             // its bytes; never changes
   std::uint32_t processors;                        // that this rank may run on
@@ -50,15 +50,15 @@ struct Board {
   alignas(64) std::array<Header, 2> headers;
   // "raised ValueError: text". Written before `culprit`, or before the process ends; empty if nothing failed here.
   std::array<char, reason_bytes> reason;
-  // Then, for n ranks: u32 gone[n] (written by the others when they have closed), u64 table[2][2 * n] (what all_to_all
-  // sends and awaits), u64 places[2][n + 1] (of the pieces that it offers, and of its result), a Lane and a Receipt
-  // for each rank, two slots, the stage.
+  // Followed by, for n ranks: u32 closed_flags[n] (each set by another rank when it closes), u64 table[2][2 * n] (bytes
+  // that all_to_all sends and expects), u64 offers[2][n + 1] (offsets of its pieces and of its result), a SendRing and
+  // a ReadCount for each rank, two slots, the stage.
 };
 
 class Group {
  public:
-  // `peers[i]` is null for our own rank; `boards[i]` is the offset of rank i's board in its arena.
-  // `label` begins the lines on stderr that say which way operations take; none if it is empty.
+  // `peers[i]` is null for the own rank; `boards[i]` is the offset of rank i's board in its arena. `label` starts the
+  // lines on stderr that name the algorithm of an operation; no lines if it is empty.
   Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers, std::vector<std::uint64_t> boards,
         std::uint64_t read_from, std::string label);
   ~Group();
@@ -68,17 +68,17 @@ class Group {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  // Collectives that were asked for.
+  // Number of submitted collectives.
   std::uint64_t sequence() const { return submitted_.load(std::memory_order_relaxed); }
 
   void submit(const std::shared_ptr<Operation>& operation);
-  // Moves what can be moved; false if nothing could, or somebody else is at it. The last look before a sleep waits for
-  // that one: it may have looked before the change that our bell was rung for, and may be about to leave.
+  // Move what can be moved. Return false if nothing could, or if another thread is doing it. Before a sleep this waits
+  // for that thread, which may have checked before the latest change and may be about to stop.
   bool advance(bool before_sleep = false);
   // Until the operation is done; it fails at its deadline. Gives up at `limit` and leaves the operation as it is.
   void wait(Operation& operation, Clock::time_point limit = Clock::time_point::max());
-  // The same for an operation without a deadline, whose thread would rather not ask what time it is.
-  void wait_a_little(Operation& operation, Clock::duration limit);
+  // The same for an operation without a deadline, without a call of the clock if it ends soon.
+  void wait_briefly(Operation& operation, Clock::duration limit);
   // A few microseconds at most; true if the operation is done.
   bool spin(const Operation& operation);
   // Gives an operation of this thread its deadline, and waits.
@@ -92,7 +92,7 @@ class Group {
  private:
   bool look();
   bool step(Operation& op);
-  bool blame();
+  bool detect_failures();
   bool enter(Operation& op);
   bool compare(Operation& op);
   bool move(Operation& op);
@@ -117,16 +117,16 @@ class Group {
   bool reduce_direct(const Operation& op, std::uint64_t chunk);
   bool take_direct(const Operation& op, std::uint64_t chunk);
   bool fetch(const Operation& op, int from, int piece, std::uint64_t at, char* to, std::uint64_t bytes);
-  const void* look_at(const Operation& op, int from, int piece, std::uint64_t at) const;
+  const void* source_address(const Operation& op, int from, int piece, std::uint64_t at) const;
   static bool readable(const Span& span);
 
   void finish(Operation& op);
   void fail(Failure failure);
-  std::optional<Failure> find_fault(const Operation& op);
+  std::optional<Failure> find_failure(const Operation& op);
   std::string reason(int rank) const;
   void expire(const Operation& op);
-  int laggard(const Operation& op) const;
-  bool somebody_gave_up() const;
+  int straggler(const Operation& op) const;
+  bool any_rank_failed() const;
   bool all_left() const;
   bool all_reach(std::atomic<std::uint64_t> Board::*counter, std::uint64_t value) const;
   void ring() const;
@@ -134,8 +134,8 @@ class Group {
   char* at(int rank) const { return bases_[rank]; }
   Board& board(int rank) const { return *reinterpret_cast<Board*>(bases_[rank]); }
   void ring(int rank) const;
-  Lanes::Places places() const;
-  std::atomic<std::uint32_t>* gone(int rank) const;
+  P2pChannels::Layout p2p_layout() const;
+  std::atomic<std::uint32_t>* closed_flags(int rank) const;
   std::uint64_t* table(int rank, std::uint64_t sequence) const;
   std::uint64_t* offered(int rank, std::uint64_t sequence) const;
   char* slot(int rank, std::uint64_t sequence) const;
@@ -149,16 +149,16 @@ class Group {
   std::vector<std::uint64_t> boards_;
   std::vector<char*> arenas_, bases_;  // the arenas and the boards in them, in our address space
   std::uint64_t stage_;       // bytes that every rank has
-  bool crowded_;              // more ranks than processors
-  std::vector<const char*> from_;     // scratch: everybody's buffer, ...
+  bool oversubscribed_;              // more ranks than processors
+  std::vector<const char*> from_;     // scratch: all ranks' buffers, ...
   std::vector<const void*> sources_;  // ... and what a kernel reads
   std::uint64_t read_from_;           // bytes from which process_vm_readv is taken
   std::string label_;
-  std::array<std::array<bool, static_cast<std::size_t>(Way::count)>, static_cast<std::size_t>(Collective::count)> explained_{};
+  std::array<std::array<bool, static_cast<std::size_t>(Algorithm::count)>, static_cast<std::size_t>(Collective::count)> explained_{};
 
   std::mutex mutex_;
   std::deque<std::shared_ptr<Operation>> queue_;
-  std::optional<Lanes> lanes_;
+  std::optional<P2pChannels> p2p_;
   std::atomic<std::uint64_t> submitted_{0};
   std::uint64_t sequence_ = 0, position_ = 0;
   std::uint32_t departures_ = 0;

@@ -1,4 +1,5 @@
-// What a rank asks of a group, how it is told from other calls, and how it ends. No memory of others, no waiting.
+// An operation of a group: its header, which all ranks compare, its state and its failure. Accesses no other rank's
+// memory, and never waits.
 #pragma once
 
 #include <array>
@@ -55,8 +56,8 @@ enum class Offer : std::uint8_t {
   memory,  // it lies in memory of the rank's own, for process_vm_readv
 };
 
-// The ways that an operation can take.
-enum class Way : std::uint8_t { slots, one_shot, two_shot, direct, count };
+// The algorithms for an operation.
+enum class Algorithm : std::uint8_t { slots, one_shot, two_shot, direct, count };
 
 // What a rank called; all ranks compare all headers before any of them touches data.
 struct Header {
@@ -81,7 +82,7 @@ struct Span {
 struct Failure {
   enum Kind { dead, left, late, mismatch, closed, full, unreadable };
   Kind kind;
-  int rank;          // the culprit in this group, -1 where it is everybody
+  int rank;          // the culprit in this group, -1 for all ranks
   std::string text;  // what happened, to stand after the name of the culprit
 };
 
@@ -90,13 +91,13 @@ struct Operation {
   std::vector<Span> in, out;  // one per rank, or one
   int tag = 0;                // of a send or receive
   int source = -1;            // of a receive, once it is done
-  std::shared_ptr<void> keep;  // what owns the memory, until somebody else sees to that
+  std::shared_ptr<void> keep;  // owner of the memory, until the caller keeps it
   Clock::time_point deadline = Clock::time_point::max();
 
   std::atomic<int> waiters{0};  // threads of ours that move it themselves
   std::atomic<bool> done{false};
   std::optional<Failure> failure;  // before done
-  Way way = Way::slots;            // the one it took, if it succeeded
+  Algorithm algorithm = Algorithm::slots;            // the one it took, if it succeeded
 
  private:
   friend class Group;
@@ -106,7 +107,7 @@ struct Operation {
   // Large ones: piece or vector bytes in a chunk; bytes of the stage that a chunk takes; where the first one lies.
   std::uint64_t width = 0, stride = 0, base = 0;
   std::uint64_t chunks = 0, filled = 0, reduced = 0, taken = 0;
-  bool told_reduced = false, told_taken = false;  // of a direct one
+  bool published_reduced = false, published_taken = false;  // of a direct one
 };
 
 }  // namespace monarch

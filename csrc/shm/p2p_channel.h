@@ -1,11 +1,12 @@
-// Messages from one rank of a group to another, point to point. Driven by Group, under its lock; nothing blocks.
+// Point-to-point messages between ranks of a group. Group drives them under its lock; nothing blocks.
 //
-// Each ordered pair has a lane: a ring of bytes in the sender's arena, made with its first message. A message is an
-// envelope of one cache line and its data, in whole lines. As with a socket, a send is done when its last byte is in
-// the ring, and one that is larger than the ring goes through it in parts.
+// Each ordered pair of ranks has a channel: a ring of bytes in the sender's arena, allocated with its first message. A
+// message is an envelope of one cache line and its data, in whole lines. As with a socket, a send is done when its last
+// byte is in the ring. A message that is larger than the ring passes through it in parts.
 //
-// A receiver takes messages in the order in which they were sent. One that nobody has asked for stays in the ring,
-// unless a receive of another tag looks behind it: then it moves to memory of this process until it is asked for.
+// A receiver takes messages in the order in which they were sent. A message without a matching receive stays in the
+// ring. If a receive with another tag needs a later message, the earlier one moves to memory of this process
+// ("unexpected" message).
 #pragma once
 
 #include <atomic>
@@ -22,36 +23,36 @@
 
 namespace monarch {
 
-inline constexpr std::size_t largest_lane = 2 << 20;  // larger than a core's cache, as the stage is; a power of two
-inline constexpr std::size_t smallest_lane = 16 << 10;
+inline constexpr std::size_t largest_p2p_ring = 2 << 20;  // larger than a core's cache, as the stage is; a power of two
+inline constexpr std::size_t smallest_p2p_ring = 16 << 10;
 
 // The sender's side, in its board: one line for each receiver. The receiver's side: how much it has read.
-struct Lane {
+struct SendRing {
   alignas(64) std::atomic<std::uint64_t> written;  // bytes since the beginning
-  std::atomic<std::uint64_t> at;                   // of the ring in the sender's arena, 0: none yet
-  std::uint64_t size;                              // before `at`
+  std::atomic<std::uint64_t> offset;                   // of the ring in the sender's arena, 0: none yet
+  std::uint64_t size;                              // before `offset`
 };
-struct Receipt {
+struct ReadCount {
   alignas(64) std::atomic<std::uint64_t> read;
 };
 
-class Lanes {
+class P2pChannels {
  public:
-  // What the ranks of a group need of each other; `lanes[r]` and `receipts[r]` are rank r's, one for each rank.
-  struct Places {
+  // What the ranks of a group need of each other; `send_rings[r]` and `read_counts[r]` are rank r's, one for each rank.
+  struct Layout {
     std::vector<char*> arenas;
-    std::vector<Lane*> lanes;
-    std::vector<Receipt*> receipts;
-    std::function<void(int)> ring;  // the bell of a rank
+    std::vector<SendRing*> send_rings;
+    std::vector<ReadCount*> read_counts;
+    std::function<void(int)> ring;  // rings the doorbell of a rank
   };
-  Lanes(Host& host, int rank, Places places);
+  P2pChannels(Host& host, int rank, Layout layout);
 
   void submit(std::shared_ptr<Operation> operation);
   // Moves what can be moved; calls `finish` for operations that are done.
   bool advance(const std::function<void(Operation&)>& finish);
-  // Operations under way.
+  // Operations in progress.
   std::vector<std::shared_ptr<Operation>> pending() const;
-  // Forgets an operation that has failed.
+  // Remove an operation that has failed.
   void drop(const Operation& operation);
   // Memory of ours in the arena.
   std::vector<std::uint64_t> rings() const;
@@ -62,27 +63,27 @@ class Lanes {
     std::int32_t tag;
     Dtype dtype;
   };
-  struct Letter {  // a message that is on its way in, or waits to be asked for
+  struct Message {  // a message that is being received, or waits for its receive
     Envelope envelope;
-    std::uint64_t arrived = 0;
-    std::shared_ptr<Operation> to;  // null: `kept`
-    std::unique_ptr<char[]> kept;
+    std::uint64_t received = 0;
+    std::shared_ptr<Operation> to;  // null: `buffered`
+    std::unique_ptr<char[]> buffered;
   };
-  using Posts = std::list<std::shared_ptr<Operation>>;
+  using PostedReceives = std::list<std::shared_ptr<Operation>>;
 
   bool push(int to, const std::function<void(Operation&)>& finish);
   bool pull(int from, const std::function<void(Operation&)>& finish);
   bool open(int to);
-  bool serve_early(const std::function<void(Operation&)>& finish);
-  bool wanted(int from) const;
-  Posts::iterator match(int from, const Envelope& envelope);
+  bool match_unexpected(const std::function<void(Operation&)>& finish);
+  bool is_expected(int from) const;
+  PostedReceives::iterator match(int from, const Envelope& envelope);
   bool begin(int from, const Envelope& envelope);
   void deliver(int from, const std::function<void(Operation&)>& finish);
-  static void refuse(Operation& operation, int from, const Envelope& envelope);
+  static void fail_mismatch(Operation& operation, int from, const Envelope& envelope);
 
   Host& host_;
   int rank_, size_;
-  Places places_;
+  Layout layout_;
   struct Out {
     std::deque<std::shared_ptr<Operation>> queue;
     std::uint64_t written = 0;
@@ -90,14 +91,14 @@ class Lanes {
   };
   struct In {
     std::uint64_t read = 0;
-    std::optional<Letter> letter;
-    std::deque<Letter> early;
+    std::optional<Message> message;
+    std::deque<Message> unexpected;
   };
   std::vector<Out> out_;
   std::vector<In> in_;
-  Posts posted_;
+  PostedReceives posted_;
   std::size_t sending_ = 0;
-  bool look_early_ = false;
+  bool check_unexpected_ = false;
 };
 
 }  // namespace monarch

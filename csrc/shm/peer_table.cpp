@@ -28,11 +28,11 @@
 
 namespace monarch {
 
-// What both sides say once, with their memfd attached.
+// The message that both sides send once, with their memfd attached.
 struct Hello {
   std::uint64_t magic = 0x324f4c4c45484d00;
   std::uint64_t arena_bytes = 0;
-  std::uint64_t gift = 0;
+  std::uint64_t ring_offset = 0;
   std::array<char, 32> token{};
 };
 
@@ -67,38 +67,38 @@ bool same_user(int link, int& pid) {
   return true;
 }
 
-// A Hello on its way, with room for one descriptor beside it.
-struct Letter {
-  explicit Letter(Hello& hello) : part{&hello, sizeof hello} {
+// A Hello as a socket message, with space for one descriptor.
+struct HelloPacket {
+  explicit HelloPacket(Hello& hello) : part{&hello, sizeof hello} {
     message.msg_iov = &part;
     message.msg_iovlen = 1;
-    message.msg_control = room.data();
-    message.msg_controllen = room.size();
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
   }
-  Letter(const Letter&) = delete;  // the message points into itself
-  Letter& operator=(const Letter&) = delete;
+  HelloPacket(const HelloPacket&) = delete;  // the message points into itself
+  HelloPacket& operator=(const HelloPacket&) = delete;
 
   iovec part;
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> room{};
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
   msghdr message{};
 };
 
-bool say(int link, Hello hello, int memfd) {
-  Letter letter(hello);
-  cmsghdr* attached = CMSG_FIRSTHDR(&letter.message);
+bool send_hello(int link, Hello hello, int memfd) {
+  HelloPacket packet(hello);
+  cmsghdr* attached = CMSG_FIRSTHDR(&packet.message);
   attached->cmsg_level = SOL_SOCKET;
   attached->cmsg_type = SCM_RIGHTS;
   attached->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(attached), &memfd, sizeof memfd);
-  return sendmsg(link, &letter.message, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof hello);
+  return sendmsg(link, &packet.message, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof hello);
 }
 
-// The memfd that came along, or -1. A stranger's bytes end here: wrong size, wrong magic, no descriptor.
-int hear(int link, Hello& hello) {
-  Letter letter(hello);
-  const ssize_t got = recvmsg(link, &letter.message, MSG_CMSG_CLOEXEC | MSG_WAITALL);
+// Return the attached memfd, or -1 for bytes of other programs: wrong size, wrong magic, no descriptor.
+int receive_hello(int link, Hello& hello) {
+  HelloPacket packet(hello);
+  const ssize_t got = recvmsg(link, &packet.message, MSG_CMSG_CLOEXEC | MSG_WAITALL);
   int memfd = -1;
-  if (const cmsghdr* attached = got > 0 ? CMSG_FIRSTHDR(&letter.message) : nullptr;
+  if (const cmsghdr* attached = got > 0 ? CMSG_FIRSTHDR(&packet.message) : nullptr;
       attached != nullptr && attached->cmsg_level == SOL_SOCKET && attached->cmsg_type == SCM_RIGHTS) {
     std::memcpy(&memfd, CMSG_DATA(attached), sizeof memfd);
   }
@@ -109,14 +109,14 @@ int hear(int link, Hello& hello) {
   return good ? memfd : -1;
 }
 
-constexpr int pause_between_sweeps = 200;  // ms
+constexpr int sweep_interval_ms = 200;  // ms
 
-void nudge(int eventfd) {
+void wake_watcher(int eventfd) {
   const std::uint64_t one = 1;
   (void)!write(eventfd, &one, sizeof one);
 }
 
-// Within so many seconds, whatever signals come meanwhile.
+// Whether the link becomes readable within `seconds`, despite signals.
 bool readable(int link, double seconds) {
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   for (;;) {
@@ -128,16 +128,16 @@ bool readable(int link, double seconds) {
   }
 }
 
-void patience_of_a_second(int link) {
+void set_one_second_timeouts(int link) {
   const timeval second{1, 0};
   setsockopt(link, SOL_SOCKET, SO_RCVTIMEO, &second, sizeof second);
   setsockopt(link, SOL_SOCKET, SO_SNDTIMEO, &second, sizeof second);
 }
 
-// What an event says of its descriptor: the number of a descriptor alone may be another peer's by now.
+// Key of an epoll event. The number of a descriptor alone may be in use for another peer by now.
 std::uint64_t watch_key(std::uint32_t number, int fd) { return std::uint64_t{number} << 32 | static_cast<std::uint32_t>(fd); }
 
-std::string in_words(int status) {
+std::string describe_status(int status) {
   if (WIFSIGNALED(status)) return "killed by signal " + std::to_string(WTERMSIG(status));
   return "exited with status " + std::to_string(WEXITSTATUS(status));
 }
@@ -171,14 +171,14 @@ bool status_of(int pid, int pidfd, int& status) {
   return false;
 }
 
-std::string epitaph_of(const Peer& peer) {
+std::string describe_exit(const Peer& peer) {
   // The socket closes a moment before the process is a zombie.
   if (peer.pidfd >= 0) {
     pollfd end{peer.pidfd, POLLIN, 0};
     if (poll(&end, 1, 50) == 0) return "closed its link to this process";
   }
   int status = 0;
-  return status_of(peer.pid, peer.pidfd, status) ? in_words(status) : "gone (how it ended is not known here)";
+  return status_of(peer.pid, peer.pidfd, status) ? describe_status(status) : "gone (how it ended is not known here)";
 }
 
 }  // namespace
@@ -197,8 +197,8 @@ Host::Host(std::size_t arena_bytes, const std::string& token)
     throw system_failure("listening on a Unix socket");
   }
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
-  nudge_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  for (const int fd : {listener_, nudge_}) {
+  wakeup_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  for (const int fd : {listener_, wakeup_fd_}) {
     epoll_event event{};
     event.events = EPOLLIN;
     event.data.u64 = watch_key(0, fd);
@@ -215,10 +215,10 @@ void Host::begin() {
   begun_ = true;
 }
 
-void Host::behave(Manners manners) {
+void Host::set_hooks(ConnectionHooks hooks) {
   const std::lock_guard lock(mutex_);
   if (!begun_) begin();
-  manners_ = std::move(manners);
+  hooks_ = std::move(hooks);
 }
 
 bool Host::tether(const std::string& token) {
@@ -231,12 +231,12 @@ Hello Host::hello() {
   Hello ours;
   ours.arena_bytes = arena_->mapping().size();
   std::memcpy(ours.token.data(), token_.data(), ours.token.size());
-  std::function<std::uint64_t()> gift;
+  std::function<std::uint64_t()> allocate_ring;
   {
     const std::lock_guard lock(mutex_);
-    gift = manners_.gift;
+    allocate_ring = hooks_.allocate_ring;
   }
-  if (gift) ours.gift = gift();
+  if (allocate_ring) ours.ring_offset = allocate_ring();
   return ours;
 }
 
@@ -244,43 +244,43 @@ Host::~Host() {
   leave();
   if (watcher_.joinable()) {
     ending_ = true;
-    nudge(nudge_);
+    wake_watcher(wakeup_fd_);
     watcher_.join();
   }
-  for (const auto& [token, call] : calls_) close(call.link);
-  for (const int fd : {listener_, epoll_, nudge_}) {
+  for (const auto& [token, pending] : pending_connects_) close(pending.link);
+  for (const int fd : {listener_, epoll_, wakeup_fd_}) {
     if (fd >= 0) close(fd);
   }
 }
 
-void Host::bury(std::vector<std::uint64_t> offsets, std::function<bool()> unused) {
+void Host::release_when_unused(std::vector<std::uint64_t> offsets, std::function<bool()> unused) {
   const std::lock_guard lock(mutex_);
-  buried_.emplace_back(std::move(offsets), std::move(unused));
+  deferred_.emplace_back(std::move(offsets), std::move(unused));
   if (!swept_) {
     swept_ = true;
-    nudge(nudge_);
+    wake_watcher(wakeup_fd_);
   }
 }
 
-// Gives back what nobody looks at any more. True if something is left; under the lock.
+// Release memory that no peer uses any more. Return true if some is left. Under the lock.
 bool Host::sweep() {
-  std::erase_if(buried_, [this](const auto& entry) {
+  std::erase_if(deferred_, [this](const auto& entry) {
     const bool free = entry.second();
     for (const std::uint64_t offset : entry.first) {
       if (free) arena_->release(offset);
     }
     return free;
   });
-  return !buried_.empty();
+  return !deferred_.empty();
 }
 
-void Host::tidy() {
+void Host::release_unused() {
   const std::lock_guard lock(mutex_);
   sweep();
 }
 
 std::uint64_t Host::allocate(std::size_t bytes) {
-  tidy();
+  release_unused();
   return arena_->allocate(bytes);
 }
 
@@ -295,7 +295,7 @@ void Host::abandon() {
   // The watcher does not exist in the child, and its locks may be held for ever: touch neither. Only descriptors
   // matter: a child that kept them would keep a dead parent's links open.
   if (watcher_.joinable()) watcher_.detach();
-  for (int* fd : {&listener_, &epoll_, &nudge_}) {
+  for (int* fd : {&listener_, &epoll_, &wakeup_fd_}) {
     if (*fd >= 0) close(*fd);
     *fd = -1;
   }
@@ -304,17 +304,17 @@ void Host::abandon() {
     if (peer->pidfd >= 0) close(peer->pidfd);
     peer->link = peer->pidfd = -1;
   }
-  for (const auto& [token, call] : calls_) {
-    if (call.link >= 0) close(call.link);
+  for (const auto& [token, pending] : pending_connects_) {
+    if (pending.link >= 0) close(pending.link);
   }
-  calls_.clear();
+  pending_connects_.clear();
   close(arena_->fd());
 }
 
-Room::Room(std::shared_ptr<Host> host, std::size_t bytes)
+ArenaBuffer::ArenaBuffer(std::shared_ptr<Host> host, std::size_t bytes)
     : host_(std::move(host)), bytes_(bytes), offset_(host_->allocate(bytes)), data_(offset_ == 0 ? nullptr : host_->arena().mapping().at(offset_)) {}
 
-Room::~Room() {
+ArenaBuffer::~ArenaBuffer() {
   if (offset_ != 0) host_->release(offset_);
 }
 
@@ -332,7 +332,7 @@ std::vector<std::shared_ptr<Peer>> Host::peers() {
   return all;
 }
 
-std::shared_ptr<Peer> Host::adopt(int link, std::uint64_t gift, const Hello& hello, int memfd, int pid) {
+std::shared_ptr<Peer> Host::add_peer(int link, std::uint64_t ring_offset, const Hello& hello, int memfd, int pid) {
   auto peer = std::make_shared<Peer>();
   peer->token.assign(hello.token.begin(), hello.token.end());
   peer->pid = pid;
@@ -342,14 +342,14 @@ std::shared_ptr<Peer> Host::adopt(int link, std::uint64_t gift, const Hello& hel
     peer->mapping = std::make_unique<Mapping>(memfd, hello.arena_bytes);
   } catch (...) {
     close(memfd);
-    take_back(gift);
+    release_ring(ring_offset);
     throw;
   }
   close(memfd);
-  peer->gift_sent = gift;
-  peer->gift_received = hello.gift;
+  peer->ring_sent = ring_offset;
+  peer->ring_received = hello.ring_offset;
   const std::lock_guard lock(mutex_);
-  if (manners_.arrived) manners_.arrived(peer);
+  if (hooks_.connected) hooks_.connected(peer);
   peers_.emplace(peer->token, peer);  // both may have called at the same time: the first one is how we call it
   peer->number = ++last_number_;
   for (const int fd : {peer->link, peer->pidfd}) {
@@ -360,7 +360,7 @@ std::shared_ptr<Peer> Host::adopt(int link, std::uint64_t gift, const Hello& hel
     event.data.u64 = watch_key(peer->number, fd);
     epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
   }
-  arrived_.notify_all();
+  connected_.notify_all();
   return peer;
 }
 
@@ -369,133 +369,134 @@ std::shared_ptr<Peer> Host::connect(const std::string& token, double seconds, bo
   for (int attempt = 0; attempt < 3; ++attempt) {
     if (auto known = this->known(token)) return known;
     if (token.size() != Hello{}.token.size()) return nullptr;
-    if (waiting != nullptr && (*waiting = calls(token))) return nullptr;
+    if (waiting != nullptr && (*waiting = is_connecting(token))) return nullptr;
     const Hello ours = hello();
     const int link = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (link < 0) {
       const auto error = system_failure("socket");
-      take_back(ours.gift);
+      release_ring(ours.ring_offset);
       throw error;
     }
     sockaddr_un address;
     const socklen_t length = address_of(token, address);
-    patience_of_a_second(link);
+    set_one_second_timeouts(link);
     const bool there = ::connect(link, reinterpret_cast<sockaddr*>(&address), length) == 0;
-    const bool said = there && say(link, ours, arena_->fd());
+    const bool said = there && send_hello(link, ours, arena_->fd());
     const bool answered = said && readable(link, seconds);
     if (said && !answered && waiting != nullptr) {
       *waiting = true;
-      wait_for(token, {link, ours.gift});
+      watch_connect(token, {link, ours.ring_offset});
       return nullptr;
     }
     if (answered) {
-      if (auto peer = answer(token, {link, ours.gift})) return peer;
+      if (auto peer = complete_handshake(token, {link, ours.ring_offset})) return peer;
       continue;
     }
     close(link);
-    take_back(ours.gift);
+    release_ring(ours.ring_offset);
     if (!there || said) return nullptr;
   }
   return nullptr;
 }
 
-// With what it has answered; nullptr if it has hung up or is somebody else. Takes over the link.
-std::shared_ptr<Peer> Host::answer(const std::string& token, Call call) {
+// Finish with the received answer. Return nullptr if the link is closed or belongs to another process. Takes over the
+// link.
+std::shared_ptr<Peer> Host::complete_handshake(const std::string& token, PendingConnect pending) {
   Hello theirs;
   int pid = 0, memfd = -1;
-  const bool met = same_user(call.link, pid) && (memfd = hear(call.link, theirs)) >= 0;
+  const bool met = same_user(pending.link, pid) && (memfd = receive_hello(pending.link, theirs)) >= 0;
   if (met && std::string(theirs.token.begin(), theirs.token.end()) == token) {
-    return adopt(call.link, call.gift, theirs, memfd, pid);
+    return add_peer(pending.link, pending.ring_offset, theirs, memfd, pid);
   }
   if (memfd >= 0) close(memfd);
-  close(call.link);
-  take_back(call.gift);
+  close(pending.link);
+  release_ring(pending.ring_offset);
   return nullptr;
 }
 
-void Host::wait_for(const std::string& token, Call call) {
+void Host::watch_connect(const std::string& token, PendingConnect pending) {
   {
     const std::lock_guard lock(mutex_);
-    if (calls_.emplace(token, call).second) {
+    if (pending_connects_.emplace(token, pending).second) {
       epoll_event event{};
       event.events = EPOLLIN | EPOLLRDHUP;
-      event.data.u64 = watch_key(0, call.link);
-      epoll_ctl(epoll_, EPOLL_CTL_ADD, call.link, &event);
+      event.data.u64 = watch_key(0, pending.link);
+      epoll_ctl(epoll_, EPOLL_CTL_ADD, pending.link, &event);
       return;
     }
   }
-  close(call.link);  // another thread has called it, too
-  take_back(call.gift);
+  close(pending.link);  // another thread has called it, too
+  release_ring(pending.ring_offset);
 }
 
-bool Host::calls(const std::string& token) {
+bool Host::is_connecting(const std::string& token) {
   const std::lock_guard lock(mutex_);
-  return calls_.count(token) != 0;
+  return pending_connects_.count(token) != 0;
 }
 
 // On the watcher: one that was silent has answered, or hung up. False if the link is not a call's.
-bool Host::conclude(int link) {
+bool Host::finish_connect(int link) {
   std::string token;
-  Call call;
+  PendingConnect pending;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = std::find_if(calls_.begin(), calls_.end(), [link](const auto& entry) { return entry.second.link == link; });
-    if (found == calls_.end()) return false;
+    const auto found = std::find_if(pending_connects_.begin(), pending_connects_.end(), [link](const auto& entry) { return entry.second.link == link; });
+    if (found == pending_connects_.end()) return false;
     epoll_ctl(epoll_, EPOLL_CTL_DEL, link, nullptr);
-    token = found->first, call = found->second;
+    token = found->first, pending = found->second;
     found->second.link = -1;
   }
   std::shared_ptr<Peer> peer;
   try {
-    peer = answer(token, call);
+    peer = complete_handshake(token, pending);
   } catch (const std::system_error&) {
-    // No room to map it.
+    // No space to map it.
   }
   const std::lock_guard lock(mutex_);
-  calls_.erase(token);  // not before it can be found: whoever looked in between would call it again
-  if (!peer && manners_.refused) manners_.refused(token);
+  pending_connects_.erase(token);  // after the peer can be found: otherwise another thread would connect again
+  if (!peer && hooks_.refused) hooks_.refused(token);
   return true;
 }
 
 std::shared_ptr<Peer> Host::accepted(const std::string& token, double seconds) {
   std::unique_lock lock(mutex_);
   const auto there = [&] { return peers_.count(token) != 0; };
-  if (!arrived_.wait_for(lock, std::chrono::duration<double>(seconds), there)) return nullptr;
+  if (!connected_.wait_for(lock, std::chrono::duration<double>(seconds), there)) return nullptr;
   return peers_[token];
 }
 
 void Host::accept_one() {
   const int link = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
   if (link < 0) {
-    // Out of descriptors: whoever called waits until there are some, and we do not ask again at once.
+    // Out of descriptors: the connecting process waits until there are some, and this thread does not retry at once.
     if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) usleep(10'000);
     return;
   }
-  patience_of_a_second(link);
+  set_one_second_timeouts(link);
   Hello ours, theirs;
   int pid = 0, memfd = -1;
-  const auto hang_up = [&] {
+  const auto reject = [&] {
     if (memfd >= 0) close(memfd);
     close(link);
   };
-  if (!same_user(link, pid) || (memfd = hear(link, theirs)) < 0) return hang_up();
+  if (!same_user(link, pid) || (memfd = receive_hello(link, theirs)) < 0) return reject();
   try {
     ours = hello();
   } catch (const std::system_error&) {
-    return hang_up();  // no room for what we would give
+    return reject();  // no space for our ring
   }
-  if (!say(link, ours, arena_->fd())) {
-    take_back(ours.gift);
-    return hang_up();
+  if (!send_hello(link, ours, arena_->fd())) {
+    release_ring(ours.ring_offset);
+    return reject();
   }
   try {
-    adopt(link, ours.gift, theirs, memfd, pid);
+    add_peer(link, ours.ring_offset, theirs, memfd, pid);
   } catch (const std::system_error&) {
-    // No room to map it: the peer sees its link close.
+    // No space to map it: the peer sees its link close.
   }
 }
 
-void Host::forget(Peer& peer, int Peer::*fd) {
+void Host::unwatch(Peer& peer, int Peer::*fd) {
   if (peer.*fd < 0) return;
   epoll_ctl(epoll_, EPOLL_CTL_DEL, peer.*fd, nullptr);
   watched_.erase(watch_key(peer.number, peer.*fd));
@@ -503,44 +504,44 @@ void Host::forget(Peer& peer, int Peer::*fd) {
   peer.*fd = -1;
 }
 
-void Host::take_back(std::uint64_t gift) {
-  std::function<void(std::uint64_t)> take_back;
+void Host::release_ring(std::uint64_t ring_offset) {
+  std::function<void(std::uint64_t)> release_ring;
   {
     const std::lock_guard lock(mutex_);
-    take_back = manners_.take_back;
+    release_ring = hooks_.release_ring;
   }
-  if (gift != 0 && take_back) take_back(gift);
+  if (ring_offset != 0 && release_ring) release_ring(ring_offset);
 }
 
-void Host::lost(Peer& peer) {
+void Host::on_peer_exit(Peer& peer) {
   {
     const std::lock_guard lock(mutex_);
     // Not exit: nothing of this process may hold up its end, least of all an interpreter that is busy.
     if (!tether_.empty() && peer.token == tether_) kill(getpid(), SIGKILL);
   }
-  const bool in_peace = peer.mapping->header().left.load(std::memory_order_acquire) != 0;
-  if (!in_peace) peer.epitaph = epitaph_of(peer);
-  peer.state.store(in_peace ? Peer::left : Peer::dead, std::memory_order_release);
+  const bool left_cleanly = peer.mapping->header().left.load(std::memory_order_acquire) != 0;
+  if (!left_cleanly) peer.exit_description = describe_exit(peer);
+  peer.state.store(left_cleanly ? Peer::left : Peer::dead, std::memory_order_release);
   departures_.fetch_add(1, std::memory_order_release);
-  bell().wake();
+  doorbell().wake();
 }
 
 void Host::watch() {
   std::array<epoll_event, 64> events;
   bool sweeping = false;
   for (Clock::time_point swept{};;) {
-    const int n = epoll_wait(epoll_, events.data(), events.size(), sweeping ? pause_between_sweeps : -1);
-    if (sweeping && Clock::now() - swept >= std::chrono::milliseconds(pause_between_sweeps)) {
+    const int n = epoll_wait(epoll_, events.data(), events.size(), sweeping ? sweep_interval_ms : -1);
+    if (sweeping && Clock::now() - swept >= std::chrono::milliseconds(sweep_interval_ms)) {
       const std::lock_guard lock(mutex_);
       sweeping = swept_ = sweep();
       swept = Clock::now();
     }
     for (int i = 0; i < n; ++i) {
       const std::uint64_t key = events[i].data.u64;
-      if (key == watch_key(0, nudge_)) {
+      if (key == watch_key(0, wakeup_fd_)) {
         if (ending_) return;
-        std::uint64_t nudges = 0;
-        (void)!read(nudge_, &nudges, sizeof nudges);
+        std::uint64_t wakeups = 0;
+        (void)!read(wakeup_fd_, &wakeups, sizeof wakeups);
         sweeping = true;
         swept = Clock::now();
         continue;
@@ -549,22 +550,22 @@ void Host::watch() {
         accept_one();
         continue;
       }
-      if (key >> 32 == 0 && conclude(static_cast<int>(key))) continue;
+      if (key >> 32 == 0 && finish_connect(static_cast<int>(key))) continue;
       std::shared_ptr<Peer> peer;
       {
         const std::lock_guard lock(mutex_);
         const auto found = watched_.find(key);
         if (found == watched_.end()) continue;
         peer = found->second;
-        if (const auto named = peers_.find(peer->token); named != peers_.end() && named->second == peer) peers_.erase(named);
+        if (const auto by_token = peers_.find(peer->token); by_token != peers_.end() && by_token->second == peer) peers_.erase(by_token);
       }
-      if (peer->state.load(std::memory_order_relaxed) == Peer::alive) lost(*peer);
+      if (peer->state.load(std::memory_order_relaxed) == Peer::alive) on_peer_exit(*peer);
       // The link closes first; the process may run on for a while, and its end is still waited for.
       const std::lock_guard lock(mutex_);
       const bool over = peer->pidfd < 0 || key == watch_key(peer->number, peer->pidfd);
-      forget(*peer, &Peer::link);
+      unwatch(*peer, &Peer::link);
       if (!over) continue;
-      forget(*peer, &Peer::pidfd);
+      unwatch(*peer, &Peer::pidfd);
       peer->ended.store(true, std::memory_order_release);
     }
   }

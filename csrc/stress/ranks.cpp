@@ -26,7 +26,7 @@ int __wrap_munmap(void* address, std::size_t length);
 
 namespace {
 
-constexpr std::size_t moat = std::size_t{1} << 30;
+constexpr std::size_t guard_bytes = std::size_t{1} << 30;
 
 struct Shared {
   char* base;
@@ -35,10 +35,10 @@ struct Shared {
 std::mutex shared_mutex;
 std::map<ino_t, Shared> shared_mappings;  // all memfds are files of one file system
 
-char* map_in_a_moat(std::size_t length, int protection, int flags, int fd, off_t offset) {
-  void* moats = __real_mmap(nullptr, length + 2 * moat, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (moats == MAP_FAILED) return nullptr;
-  char* base = static_cast<char*>(moats) + moat;
+char* map_with_guards(std::size_t length, int protection, int flags, int fd, off_t offset) {
+  void* guarded = __real_mmap(nullptr, length + 2 * guard_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (guarded == MAP_FAILED) return nullptr;
+  char* base = static_cast<char*>(guarded) + guard_bytes;
   return __real_mmap(base, length, protection, flags | MAP_FIXED, fd, offset) == base ? base : nullptr;
 }
 
@@ -51,7 +51,7 @@ void* __wrap_mmap(void* address, std::size_t length, int protection, int flags, 
   }
   const std::lock_guard lock(shared_mutex);
   Shared& shared = shared_mappings[file.st_ino];
-  if (shared.users == 0) shared.base = map_in_a_moat(length, protection, flags, fd, offset);
+  if (shared.users == 0) shared.base = map_with_guards(length, protection, flags, fd, offset);
   if (shared.base == nullptr) return MAP_FAILED;
   ++shared.users;
   return shared.base;
@@ -63,7 +63,7 @@ int __wrap_munmap(void* address, std::size_t length) {
     if (entry->second.base != address) continue;
     if (--entry->second.users != 0) return 0;
     shared_mappings.erase(entry);
-    return __real_munmap(static_cast<char*>(address) - moat, length + 2 * moat);
+    return __real_munmap(static_cast<char*>(address) - guard_bytes, length + 2 * guard_bytes);
   }
   return __real_munmap(address, length);
 }
@@ -72,18 +72,18 @@ namespace monarch::stress {
 
 namespace {
 
-Assembly* the_assembly = nullptr;
+RankSync* current_sync = nullptr;
 std::vector<pid_t> pids;  // of forked ranks; 0: no more
 
-void say(const char* text) { (void)!write(STDERR_FILENO, text, std::strlen(text)); }
+void print_error(const char* text) { (void)!write(STDERR_FILENO, text, std::strlen(text)); }
 
 void print_notes() {
-  for (const auto& lanes : the_assembly->notes) {
-    for (const auto& note : lanes) {
+  for (const auto& callers : current_sync->notes) {
+    for (const auto& note : callers) {
       if (note[0] == 0) continue;
-      say("  was at: ");
-      say(note.data());
-      say("\n");
+      print_error("  was at: ");
+      print_error(note.data());
+      print_error("\n");
     }
   }
 }
@@ -95,7 +95,7 @@ void kill_ranks() {
 }
 
 void on_alarm(int) {
-  say("stress: the ranks hang\n");
+  print_error("stress: the ranks hang\n");
   print_notes();
   kill_ranks();
   _exit(3);
@@ -134,7 +134,7 @@ void fork_ranks(int ranks, int may_die, const std::function<void(int)>& body) {
 }  // namespace
 
 void die(const std::string& text) {
-  say(("stress: " + text + "\n").c_str());
+  print_error(("stress: " + text + "\n").c_str());
   _exit(1);
 }
 
@@ -144,17 +144,17 @@ void* shared_memory(std::size_t bytes) {
   return memory;
 }
 
-void Assembly::await(int meeting, int ranks) const {
-  while (meetings.at(static_cast<std::size_t>(meeting)).load(std::memory_order_acquire) < ranks) usleep(100);
+void RankSync::await(int barrier, int ranks) const {
+  while (barriers.at(static_cast<std::size_t>(barrier)).load(std::memory_order_acquire) < ranks) usleep(100);
 }
 
-void Assembly::note(int rank, int lane, const std::string& text) {
-  auto& note = notes.at(static_cast<std::size_t>(rank)).at(static_cast<std::size_t>(lane));
-  std::snprintf(note.data(), note.size(), "rank %d, lane %d, %s", rank, lane, text.c_str());
+void RankSync::note(int rank, int caller, const std::string& text) {
+  auto& note = notes.at(static_cast<std::size_t>(rank)).at(static_cast<std::size_t>(caller));
+  std::snprintf(note.data(), note.size(), "rank %d, caller %d, %s", rank, caller, text.c_str());
 }
 
-void run_ranks(Assembly& assembly, bool threads, int ranks, int may_die, int seconds, const std::function<void(int)>& body) {
-  the_assembly = &assembly;
+void run_ranks(RankSync& rank_sync, bool threads, int ranks, int may_die, int seconds, const std::function<void(int)>& body) {
+  current_sync = &rank_sync;
   signal(SIGALRM, on_alarm);
   alarm(static_cast<unsigned>(seconds));
   if (threads) {

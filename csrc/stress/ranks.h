@@ -1,11 +1,11 @@
-// Where the ranks of a stress driver live: forked processes, as in production, or threads of one process, each with a
-// Host of its own, so that ThreadSanitizer sees what they do to each other's memory. What they do is the drivers' part
-// (shm/stress, channel/stress); nothing here knows collectives or frames.
+// Runs the ranks of a stress driver: as forked processes, as in production, or as threads of one process, each with its
+// own Host, so that ThreadSanitizer sees their accesses to each other's memory. Nothing here depends on collectives or
+// frames.
 //
-// A driver is linked with --wrap=mmap, --wrap=munmap (tests/support/sanitizers.py), for two reasons. Threads of one
-// process must share one mapping of an arena: through two mappings the same byte has two addresses, and ThreadSanitizer
-// can't relate them. And every arena gets forbidden pages around it, so that who follows a wrong offset out of it ends
-// at once. The core knows nothing of it.
+// A driver is linked with --wrap=mmap and --wrap=munmap (tests/support/sanitizers.py), for two reasons. Threads of one
+// process must share one mapping of an arena: with two mappings a byte has two addresses, which ThreadSanitizer cannot
+// relate. And every arena gets guard pages, so that an access with a wrong offset crashes at once. The core itself is
+// unchanged.
 #pragma once
 
 #include <array>
@@ -17,36 +17,35 @@
 
 namespace monarch::stress {
 
-// Ends the process with the text on stderr, and so the run.
+// Print the text to stderr and end the process, and with it the run.
 [[noreturn]] void die(const std::string& text);
 
-// Of zeros; forked ranks see the same.
+// Zeroed memory, shared with forked ranks.
 void* shared_memory(std::size_t bytes);
 
-// The only way of ranks to wait for each other that does not go through the code under test, and what they are at. Lives
-// in shared memory.
-struct Assembly {
-  std::array<std::atomic<int>, 512> meetings;
-  // Of each lane of each rank, for the one who finds them hung.
+// Barriers and status notes in shared memory, independent of the code under test.
+struct RankSync {
+  std::array<std::atomic<int>, 512> barriers;
+  // Of each caller of each rank, printed when a round hangs.
   std::array<std::array<std::array<char, 160>, 4>, 8> notes;
 
-  void arrive(int meeting) { meetings.at(static_cast<std::size_t>(meeting)).fetch_add(1, std::memory_order_acq_rel); }
-  void await(int meeting, int ranks) const;
-  void meet(int meeting, int ranks) {
-    arrive(meeting);
-    await(meeting, ranks);
+  void arrive(int barrier) { barriers.at(static_cast<std::size_t>(barrier)).fetch_add(1, std::memory_order_acq_rel); }
+  void await(int barrier, int ranks) const;
+  void arrive_and_wait(int barrier, int ranks) {
+    arrive(barrier);
+    await(barrier, ranks);
   }
-  void note(int rank, int lane, const std::string& text);
+  void note(int rank, int caller, const std::string& text);
 };
 
-// A World is an Assembly and what its driver's ranks share besides.
-template <class World>
-World& make_world() {
-  return *new (shared_memory(sizeof(World))) World{};
+// A Fixture is a RankSync with the other state that its driver's ranks share.
+template <class Fixture>
+Fixture& make_fixture() {
+  return *new (shared_memory(sizeof(Fixture))) Fixture{};
 }
 
-// Runs body(rank) on `ranks` ranks and waits for all of them. `may_die` is the rank whose death by SIGKILL is part of
-// the plan, or -1. When a rank fails, or `seconds` have passed, the run ends with the notes on stderr.
-void run_ranks(Assembly& assembly, bool threads, int ranks, int may_die, int seconds, const std::function<void(int)>& body);
+// Runs body(rank) on `ranks` ranks and waits for all of them. `may_die` is the rank whose death by SIGKILL is
+// planned, or -1. When a rank fails, or `seconds` have passed, the run ends with the notes on stderr.
+void run_ranks(RankSync& rank_sync, bool threads, int ranks, int may_die, int seconds, const std::function<void(int)>& body);
 
 }  // namespace monarch::stress

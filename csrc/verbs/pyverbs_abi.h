@@ -82,7 +82,7 @@ struct SendWr {
       std::uint32_t rkey;
     } atomic;
   } wr;
-  std::uint64_t for_others[7];  // of other transports and opcodes: nobody reads it
+  std::uint64_t for_others[7];  // of other transports and opcodes; not used
 };
 
 struct Wc {

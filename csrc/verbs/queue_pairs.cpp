@@ -16,7 +16,7 @@ enum Opcode : int { compare_swap = 5, fetch_add = 6 };  // IBV_WR_ATOMIC_*
 constexpr unsigned signaled = 2;                        // IBV_SEND_SIGNALED
 constexpr std::size_t most_works = 16;                  // that need no memory of their own
 
-// A copy of what is there, or nothing where that is no memory.
+// A copy of the memory at an address, or nothing if it is unmapped.
 template <class T>
 std::optional<T> look_at(const void* address) {
   T copy;

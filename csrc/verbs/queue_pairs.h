@@ -1,9 +1,9 @@
-// A completion queue and its queue pairs, which a Python package for libibverbs has made: posting, polling and arming
-// without its Python between. Everything else about them, their ends too, is the package's.
+// A completion queue and its queue pairs, made by a Python package for libibverbs: posting, polling and arming without
+// the package's Python code. The package does everything else, including their destruction.
 //
-// The packages keep their pointers to themselves, as C fields of their objects. So an object's memory is looked through
-// for the one word that is such a pointer: to what the object itself says of its queue. Not one byte is read but by the
-// kernel, which says so where a word is no address; what is not found for certain is not found.
+// The packages have no function that returns their pointers, which are C fields of their objects. So an object's memory
+// is searched for the one word that points to a queue with the properties that the object reports. Memory is read only
+// through the kernel, which reports invalid addresses. Without a unique match the result is "not found".
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 
 namespace monarch::verbs {
 
-struct Work {  // as _binding.py's Work
+struct Work {  // as Work of _verbs/provider.py
   std::uint64_t id;
   int opcode;
   bool signaled;
@@ -30,7 +30,8 @@ struct Work {  // as _binding.py's Work
 // Throws std::system_error where the device refuses.
 class CompletionQueue {
  public:
-  // Of the object whose memory this is: with so many entries, and a channel of this descriptor. nullptr: not found.
+  // Find the queue in the memory of an object: with `entries` entries, and a channel with this descriptor. nullptr: not
+  // found.
   static std::shared_ptr<CompletionQueue> find(std::span<const std::uintptr_t> object, int fd, int entries);
 
   void arm();

@@ -144,7 +144,7 @@ class AgentProcess:
         accepted = {} if plan.home else secrets_by_name(self._secret)
         self._tcp = Tcp(
             bytes.fromhex(plan.token), accepted, self._arrived, self._up, self._lost, bounds=bounds,
-            tls=tls_for(), lends=True,
+            tls=tls_for(), offers_rdma=True,
         )  # fmt: skip
         # Guards the sessions and all that is waited for: _hosts, _known, _ways, _attached, _asking, _until, _awaited.
         self._lock = threading.RLock()

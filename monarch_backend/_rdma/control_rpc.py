@@ -49,9 +49,9 @@ class _Question:
     def on_reply(self, frame: Any) -> None:
         """Do nothing: answers arrive as Settings."""
 
-    def wait(self, patience: float, over: Callable[[], object]) -> bool:
-        """Wait for the answer. Return False after ``patience`` seconds or once ``over()`` is true."""
-        end = time.monotonic() + patience
+    def wait(self, seconds: float, over: Callable[[], object]) -> bool:
+        """Wait for the answer. Return False after ``seconds`` or once ``over()`` is true."""
+        end = time.monotonic() + seconds
         while not self.ended.wait(CHECK_INTERVAL_S):
             if over() or time.monotonic() > end:
                 return False

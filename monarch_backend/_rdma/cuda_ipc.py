@@ -94,79 +94,79 @@ Name = tuple[str, int, int]
 """Name of a registration: its owner's token, slot and epoch."""
 
 
-class Lent:
+class TorchMappings:
     """Cache of other processes' memory that torch has mapped, kept until the core returns it."""
 
     def __init__(self, owner: Runtime, registry: Registry) -> None:
         self._program, self._native = owner, registry.native
         self._lock = threading.Lock()
-        self._asked: set[Name] = set()  # registrations whose request is under way or has succeeded
+        self._requested: set[Name] = set()  # registrations whose request is under way or has succeeded
         self._refused: dict[Name, str] = {}  # error texts
-        self._kept: dict[Name, Any] = {}
-        self._looks = False
+        self._mapped: dict[Name, Any] = {}
+        self._sweeps = False
 
-    def want(self, handle: Handle) -> None:
+    def request(self, handle: Handle) -> None:
         """Ask the owner for memory that the driver does not map, once, without waiting for the answer."""
         name = handle.token, handle.ticket[0], handle.ticket[1]
         with self._lock:
-            if name in self._asked or name in self._refused:
+            if name in self._requested or name in self._refused:
                 return
-            self._asked.add(name)
-        self._program.aside(lambda: self._ask(handle, name))
+            self._requested.add(name)
+        self._program.aside(lambda: self._request(handle, name))
 
     def why_not(self, handle: Handle) -> str:
         """Return the error of torch or of the owner; empty if there is none yet."""
         return self._refused.get((handle.token, handle.ticket[0], handle.ticket[1]), "")
 
-    def tidy(self) -> None:
+    def unmap_unused(self) -> None:
         """Unmap memory that is not registered any more and that no transfer uses."""
-        for name in self._native.returned() if self._kept else ():
-            self._let_go(name)
+        for name in self._native.take_unused_mappings() if self._mapped else ():
+            self._unmap(name)
 
-    def _let_go(self, name: Name) -> None:
+    def _unmap(self, name: Name) -> None:
         with self._lock:
-            kept = self._kept.pop(name, None)
-            self._asked.discard(name)
-        del kept  # its destructor may wait for the driver, so not under the lock
+            mapped = self._mapped.pop(name, None)
+            self._requested.discard(name)
+        del mapped  # its destructor may wait for the driver, so not under the lock
 
     def forget(self, token: str) -> None:
         """Forget a process that has ended."""
-        self.tidy()
+        self.unmap_unused()
         with self._lock:
             self._refused = {name: why for name, why in self._refused.items() if name[0] != token}
 
-    def _ask(self, handle: Handle, name: Name) -> None:
+    def _request(self, handle: Handle, name: Name) -> None:
         peer = self._program.router.peer(handle.token)
         try:
-            kept, address = adopt(ask(self._program, peer, TOPIC, msgspec.msgpack.encode(handle.ticket)))
+            mapped, address = adopt(ask(self._program, peer, TOPIC, msgspec.msgpack.encode(handle.ticket)))
         except Exception as error:  # torch may raise anything: the bytes take another way
             self._note_refusal(name, f"{type(error).__name__}: {error}")
             return
         with self._lock:
-            self._kept[name] = kept
-        if not self._native.lend(handle.token, handle.ticket, address):  # its owner has ended meanwhile
-            self._let_go(name)
+            self._mapped[name] = mapped
+        if not self._native.add_external_mapping(handle.token, handle.ticket, address):  # its owner has ended meanwhile
+            self._unmap(name)
             return
-        del kept
+        del mapped
         with self._lock:
-            begin, self._looks = not self._looks, True
+            begin, self._sweeps = not self._sweeps, True
         if begin:
-            self._look_later()
+            self._sweep_later()
 
     def _note_refusal(self, name: Name, why: str) -> None:
         with self._lock:
-            self._asked.discard(name)
+            self._requested.discard(name)
             self._refused[name] = why
             if len(self._refused) > MAX_CACHED_REFUSALS:
                 del self._refused[next(iter(self._refused))]
 
-    def _look_later(self) -> None:
+    def _sweep_later(self) -> None:
         # Not on the pump's own thread, because drivers are slow to unmap.
-        self._program.pump.later(SWEEP_INTERVAL_S, lambda: self._program.aside(self._look))
+        self._program.pump.later(SWEEP_INTERVAL_S, lambda: self._program.aside(self._sweep))
 
-    def _look(self) -> None:
-        self.tidy()
+    def _sweep(self) -> None:
+        self.unmap_unused()
         with self._lock:
-            self._looks = bool(self._kept)
-        if self._looks:
-            self._look_later()
+            self._sweeps = bool(self._mapped)
+        if self._sweeps:
+            self._sweep_later()

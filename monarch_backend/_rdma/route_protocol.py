@@ -40,8 +40,9 @@ class AtomicOp(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Result of a transfer: an Outcome (csrc/memory/status.h), a Refusal (table.h), an errno, an atomic's old
-    value.
+    """Result of a transfer.
+
+    An Outcome (csrc/memory/status.h), a Refusal (csrc/memory/registration_table.h), an errno, an atomic's old value.
     """
 
     outcome: int
@@ -70,14 +71,14 @@ class Route(Protocol):
         """The value of RDMABuffer.backend."""
         ...
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
         """Read or write. Offsets count from the beginning of the registration.
 
         ``keep`` holds the memory of the local addresses, as LocalMemory or as objects with memory.
         """
         ...
 
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
         """Run FETCH_ADD or COMPARE_AND_SWAP on 8 bytes."""
         ...
 
@@ -115,7 +116,7 @@ class AsyncRoute(Route, Protocol):
     """A route that can advance transfers without a thread."""
 
     def begin(
-        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+        self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
     ) -> InFlightTransfer | None:
         """Start a part on the caller's thread, without blocking. Return None if it needs a thread, and `move` or
         `change`.
@@ -125,7 +126,7 @@ class AsyncRoute(Route, Protocol):
         """
         ...
 
-    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
+    def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
         """Return the final result of a part that has started and is not DONE.
 
         It may try again. Runs on a thread that may block.
@@ -134,7 +135,7 @@ class AsyncRoute(Route, Protocol):
 
 
 class NicRoute(AsyncRoute, Protocol):
-    """An AsyncRoute by NICs. Its transfers need no ``patient``, and end when their owner ends."""
+    """An AsyncRoute by NICs. Its transfers need no ``scope``, and end when their owner ends."""
 
     def is_ready(self, handle: Handle) -> bool:
         """Return whether a transfer with this memory could start without a request to the owner, as far as is known."""
@@ -162,7 +163,7 @@ class NicRoute(AsyncRoute, Protocol):
         ...
 
 
-def flying(route: Route) -> AsyncRoute | None:
+def as_async_route(route: Route) -> AsyncRoute | None:
     """Return the route if it is an AsyncRoute."""
     return route if hasattr(route, "begin") else None  # type: ignore[return-value]
 
@@ -172,13 +173,13 @@ def of_nics(route: Route) -> NicRoute | None:
     return route if hasattr(route, "begin_planned") else None  # type: ignore[return-value]
 
 
-def moved(part: ReadWriteOp | AtomicOp, route: Route, patient: Any, keep: Any) -> Result:
+def moved(part: ReadWriteOp | AtomicOp, route: Route, scope: Any, keep: Any) -> Result:
     """Run a part on this route and return its result. An atomic's value is not taken yet."""
     if isinstance(part, ReadWriteOp):
-        return route.move(part.handle, part.write, part.segments, patient, keep)
-    return route.change(part.handle, part.access, part.offset, part.operand, part.expected, patient)
+        return route.move(part.handle, part.write, part.segments, scope, keep)
+    return route.change(part.handle, part.access, part.offset, part.operand, part.expected, scope)
 
 
-def patient(timeout: float | None) -> Any:
+def cancel_scope(timeout: float | None) -> Any:
     """Return the native timeout and cancel flag of a transfer. Raises as check_timeout does."""
-    return _native.Patient(check_timeout(timeout))
+    return _native.CancelScope(check_timeout(timeout))

@@ -31,10 +31,10 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch
     if made.numel() == 0:
         return torch.empty(made.shape, dtype=made.dtype, device="cpu")
     try:
-        room = _native.Room(registry().host, math.prod(made.shape) * made.itemsize)
+        buffer = _native.ArenaBuffer(registry().host, math.prod(made.shape) * made.itemsize)
     except MemoryError:
         raise RDMAError(
             f"there is no room for {made.nbytes} bytes in the shared memory of this process: torch.empty has it, and "
             "can be registered as well"
         ) from None
-    return torch.frombuffer(room, dtype=made.dtype).view(made.shape)
+    return torch.frombuffer(buffer, dtype=made.dtype).view(made.shape)

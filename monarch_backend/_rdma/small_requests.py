@@ -23,23 +23,23 @@ SWEEP_INTERVAL_S = 0.02
 class SmallRequest:
     """A small request in flight: see InFlightTransfer."""
 
-    __slots__ = ("_done", "_handed_over", "_native", "_office", "_patient", "token")
+    __slots__ = ("_client", "_done", "_handed_over", "_native", "_scope", "token")
 
     def __init__(
         self,
-        office: SmallRequestClient,
+        client: SmallRequestClient,
         token: str,
-        patient: Any,
+        scope: Any,
         done: Callable[[Result], None],
-        native: _native.Errand,
+        native: _native.SmallRequest,
     ) -> None:
-        self._office, self.token, self._patient, self._done, self._native = office, token, patient, done, native
+        self._client, self.token, self._scope, self._done, self._native = client, token, scope, done, native
         self._handed_over = False
 
     def _fetch(self, seconds: float | None) -> None:
         told = self._native.fetch(seconds)
         if told is not None:
-            self._office.forget(self)
+            self._client.forget(self)
             self._done(Result(*told))
 
     def help(self, spins: float, waits: float) -> None:
@@ -48,18 +48,18 @@ class SmallRequest:
 
     def listen(self) -> None:
         """See InFlightTransfer."""
-        if not self._handed_over and not self._native.over:
+        if not self._handed_over and not self._native.is_over:
             self._handed_over = True
-            self._office.submit(self._see_to_it)
+            self._client.submit(self._see_to_it)
 
     def _see_to_it(self) -> None:
-        while not self._native.over:
+        while not self._native.is_over:
             self._fetch(None)
 
     def end(self, outcome: int) -> None:
         """See InFlightTransfer."""
         if outcome != LATE:  # the native part detects a timeout by itself
-            self._patient.cancel()
+            self._scope.cancel()
         self._fetch(0.0)
         self.listen()  # for the case that another thread reads the reply: it sees the cancellation
 
@@ -77,32 +77,32 @@ class SmallRequestClient:
         self._old: set[SmallRequest] = set()  # requests of the last sweep
         self._sweeps = False
 
-    def add(self, errand: SmallRequest) -> None:
+    def add(self, request: SmallRequest) -> None:
         """Add a request. It may have finished already."""
         with self._lock:
-            self._out.add(errand)
+            self._out.add(request)
             begin, self._sweeps = not self._sweeps, True
         if begin:
             self._pump.later(SWEEP_INTERVAL_S, self._sweep)
 
-    def forget(self, errand: SmallRequest) -> None:
+    def forget(self, request: SmallRequest) -> None:
         """Remove a finished request."""
         with self._lock:
-            self._out.discard(errand)
-            self._old.discard(errand)
+            self._out.discard(request)
+            self._old.discard(request)
 
     def _sweep(self) -> None:
         with self._lock:
             late, self._old = self._old, self._out - self._old
             self._sweeps = bool(self._old)
-        for errand in late:
-            errand.listen()
+        for request in late:
+            request.listen()
         if self._sweeps:
             self._pump.later(SWEEP_INTERVAL_S, self._sweep)
 
     def end(self, token: str | None = None) -> None:
         """Cancel the requests to one process, or all."""
         with self._lock:
-            ended = [errand for errand in self._out if token in (None, errand.token)]
-        for errand in ended:
-            errand.end(CANCELLED)
+            ended = [request for request in self._out if token in (None, request.token)]
+        for request in ended:
+            request.end(CANCELLED)

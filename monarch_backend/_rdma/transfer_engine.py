@@ -44,10 +44,10 @@ from monarch_backend._rdma.route_protocol import (
     ReadWriteOp,
     Result,
     Route,
-    flying,
+    as_async_route,
+    cancel_scope,
     moved,
     of_nics,
-    patient,
 )
 from monarch_backend._rdma.routes import gpu_staged
 from monarch_backend._rdma.routes.gpu_verbs import gathered
@@ -123,7 +123,7 @@ class Engine(RuntimeExtension):
             return transfer.future
         transfer.watch()
         for number, (part, route) in enumerate(routed):
-            if transfer.fly(number, part, flying(route)):
+            if transfer.start_async(number, part, as_async_route(route)):
                 continue
             if transfer.queue(number):
                 self.movers.submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
@@ -139,10 +139,10 @@ class Engine(RuntimeExtension):
         self.guard()
         future = SingleFuture(self, part, route, keep, result)
         if plan is None:
-            flight = route.begin(part, None, keep, future.landed)
+            in_flight = route.begin(part, None, keep, future.landed)
         else:
-            flight = route.begin_planned(part, plan, future.landed)
-        return None if flight is None else future.flies(flight)
+            in_flight = route.begin_planned(part, plan, future.landed)
+        return None if in_flight is None else future.flies(in_flight)
 
     def is_gone(self, token: str) -> bool:
         """Return whether the process has ended earlier: its end is not reported again."""
@@ -153,14 +153,14 @@ class Engine(RuntimeExtension):
         self,
         future: TransferFuture[Any],
         part: ReadWriteOp | AtomicOp,
-        flight: InFlightTransfer | None,
+        in_flight: InFlightTransfer | None,
         keep: Any,
         result: Any,
     ) -> _Transfer:
         """Return a transfer that takes over a SingleFuture."""
         made = _Transfer(self, 1, keep, None, result, future)
         made.watch()
-        made.adopt(part, flight)
+        made.adopt(part, in_flight)
         return made
 
     def guard(self) -> None:
@@ -176,7 +176,7 @@ class Engine(RuntimeExtension):
         """
         return (
             nbytes <= INLINE_MAX_BYTES
-            and handle.token in self.routes.near
+            and handle.token in self.routes.reached
             and self.registry.native.at_once(handle.token, handle.ticket, write, handle.offset, memory.address, nbytes)
         )
 
@@ -205,7 +205,7 @@ class Engine(RuntimeExtension):
         """Return a native Copies that repeats many `at_once` copies. None if one of them is unsuitable."""
         copies = []
         for part, memory in zip(parts, memories, strict=True):
-            if not isinstance(part, ReadWriteOp) or part.handle.token not in self.routes.near:
+            if not isinstance(part, ReadWriteOp) or part.handle.token not in self.routes.reached:
                 return None
             # memory that is held can't be resized between two submits
             if memory.device != CPU or memory.hold is not None:
@@ -220,7 +220,7 @@ class Engine(RuntimeExtension):
         self, part: ReadWriteOp | AtomicOp, route: Route, keep: Any, timeout: float | None, result: Callable[[], Any]
     ) -> Future[Any]:
         """Run a part on a route that is quick. Nothing waits for it, so it needs no locks or events."""
-        ended = _moved(part, route, patient(timeout), keep)
+        ended = _moved(part, route, cancel_scope(timeout), keep)
         if ended.outcome == DONE:
             return Future.of(result())
         transfer = _Transfer(self, 1, keep, timeout, result)
@@ -288,7 +288,7 @@ class _Transfer:
         """``future``: one to take over; the default is a new one."""
         self._result = result
         self._engine, self._left, self._keep, self._timeout = engine, count, keep, timeout
-        self._patient = patient(timeout)
+        self._scope = cancel_scope(timeout)
         self._lock = threading.Lock()
         # locks, held until the transfer has ended, and until a process is known to have ended
         self._unfinished, self._untold = _held(), _held()
@@ -318,10 +318,10 @@ class _Transfer:
         """Unsubscribe: the transfer has ended, or will never start."""
         self._engine.program.pending.pop(self._number, None)
 
-    def adopt(self, part: ReadWriteOp | AtomicOp, flight: InFlightTransfer | None) -> None:
+    def adopt(self, part: ReadWriteOp | AtomicOp, in_flight: InFlightTransfer | None) -> None:
         """Add the only part, which a SingleFuture has started. A thread may sleep for its end already."""
         self._tokens.add(part.handle.token)
-        self._flights[0], self._awaited = flight, True
+        self._flights[0], self._awaited = in_flight, True
 
     def _time_is_over(self) -> None:
         self._end_queued(
@@ -337,7 +337,7 @@ class _Transfer:
         """Abandon the parts of a process that has ended."""
         if peer.token in self._tokens:
             self._gone[peer.token] = failure
-            self._patient.cancel()
+            self._scope.cancel()
             self._end_flights(CANCELLED)
             _release(self._untold)
 
@@ -346,26 +346,26 @@ class _Transfer:
 
     # ---- parts that a route advances without a thread
 
-    def fly(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute | None) -> bool:
+    def start_async(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute | None) -> bool:
         """Start a part on such a route. Return False if the part needs a thread."""
         if route is None or self._unwanted or self._engine.is_gone(part.handle.token):
             return False
         self._tokens.add(part.handle.token)
-        flight = route.begin(part, self._patient, self._keep, lambda result: self.landed(number, part, route, result))
-        if flight is None:
+        in_flight = route.begin(part, self._scope, self._keep, lambda result: self.landed(number, part, route, result))
+        if in_flight is None:
             return False
         with self._lock:
-            self._flights.setdefault(number, flight)
-        self._end_if_unwanted(flight)
+            self._flights.setdefault(number, in_flight)
+        self._end_if_unwanted(in_flight)
         return True
 
-    def _end_if_unwanted(self, flight: InFlightTransfer) -> None:
+    def _end_if_unwanted(self, in_flight: InFlightTransfer) -> None:
         """End a part if the transfer was abandoned meanwhile: `_end_flights` may have missed it."""
         if self._unwanted:
-            flight.end(self._unwanted)
+            in_flight.end(self._unwanted)
 
     def landed(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute, result: Result) -> None:
-        """Handle the end of a part. It may come before `fly` has stored the part. Must not block."""
+        """Handle the end of a part. It may come before `start_async` has stored the part. Must not block."""
         with self._lock:
             self._flights[number] = None
         if result.outcome == DONE:
@@ -377,16 +377,16 @@ class _Transfer:
         elif result.outcome == LATE and part.handle.token not in self._gone:
             self._part_over(self._failure(part.handle, result))
         elif self.queue(number):  # on a thread, because finding the reason or trying again takes time
-            self._engine.menders.submit(lambda: self._mend(number, part, route, result))
+            self._engine.menders.submit(lambda: self._recover(number, part, route, result))
 
-    def _mend(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute, result: Result) -> None:
+    def _recover(self, number: int, part: ReadWriteOp | AtomicOp, route: AsyncRoute, result: Result) -> None:
         if not self._begins(number):
             return
         error: BaseException | None = None
         try:
             if self._engine.is_gone(part.handle.token):
                 error = lost(self._engine.program, part.handle, None)
-            elif (result := route.mend(part, result, self._patient, self._keep)).outcome != DONE:
+            elif (result := route.recover(part, result, self._scope, self._keep)).outcome != DONE:
                 error = self._failure(part.handle, result)
             elif isinstance(part, AtomicOp):
                 part.take(result.found)
@@ -396,14 +396,14 @@ class _Transfer:
 
     def _end_flights(self, outcome: int) -> None:
         self._unwanted = outcome
-        for flight in self._under_way():
-            flight.end(outcome)
+        for in_flight in self._under_way():
+            in_flight.end(outcome)
 
     def _under_way(self) -> list[InFlightTransfer]:
         """Return the unfinished parts. In a fork there are none, because a fork must not touch them."""
         if self._engine.program.disowned:
             return []
-        return [flight for flight in list(self._flights.values()) if flight is not None]
+        return [in_flight for in_flight in list(self._flights.values()) if in_flight is not None]
 
     # ---- waiting
 
@@ -423,9 +423,9 @@ class _Transfer:
         began = (
             time.perf_counter() if len(flights) > 1 else 0.0
         )  # reading the clock takes as long as a small transfer on some virtual machines
-        for number, flight in enumerate(flights):
+        for number, in_flight in enumerate(flights):
             gone = time.perf_counter() - began if number else 0.0
-            flight.help(max(0.0, min(spins, waits) - gone), max(0.0, waits - gone))
+            in_flight.help(max(0.0, min(spins, waits) - gone), max(0.0, waits - gone))
             if self.future.ready:
                 return
 
@@ -435,8 +435,8 @@ class _Transfer:
 
     def listen(self) -> None:
         """Have a thread of the routes watch all parts, because a callback or a sleeping thread depends on them."""
-        for flight in self._under_way():
-            flight.listen()
+        for in_flight in self._under_way():
+            in_flight.listen()
 
     # ---- parts that a thread runs
 
@@ -471,7 +471,7 @@ class _Transfer:
             self._left -= len(self._queued)
             self._queued.clear()
             self._error = self._error or error
-            self._patient.cancel()
+            self._scope.cancel()
             if self._left:
                 return
         self._finish()
@@ -492,7 +492,7 @@ class _Transfer:
         with self._lock:
             if error is not None and self._error is None:
                 self._error = error
-                self._patient.cancel()  # the other parts need not continue
+                self._scope.cancel()  # the other parts need not continue
                 failed = True
             self._left -= 1
             left = self._left
@@ -511,7 +511,7 @@ class _Transfer:
     def _do(self, part: ReadWriteOp | AtomicOp, route: Route) -> BaseException | None:
         if self._engine.is_gone(part.handle.token):
             return lost(self._engine.program, part.handle, None)
-        result = _moved(part, route, self._patient, self._keep)
+        result = _moved(part, route, self._scope, self._keep)
         return None if result.outcome == DONE else self._failure(part.handle, result)
 
     def _failure(self, handle: Handle, result: Result) -> BaseException:
@@ -579,13 +579,13 @@ class _Transfer:
         """
         refuse_to_wait(self._engine.program)
         self._given_up = CancelledError(reason)
-        self._patient.cancel()
+        self._scope.cancel()
         self._end_queued(self._given_up)
         self._end_flights(CANCELLED)
         if not self._unfinished.acquire(timeout=CANCEL_GRACE_S):
             # in this thread and not in a timer, because no other thread may run any more
-            for flight in self._under_way():
-                flight.end_now()
+            for in_flight in self._under_way():
+                in_flight.end_now()
             self._unfinished.acquire()
         _release(self._unfinished)  # for other threads in the same wait
 

@@ -77,7 +77,7 @@ _OVER: dict[str, Any] = {"by": None}
 class SingleFuture(TransferFuture[T]):
     """Future of one part on a NIC route. A _Transfer takes it over when it fails or is cancelled."""
 
-    __slots__ = ("_awaited", "_ends", "_flight", "_keep", "_mover", "_part", "_result", "_route")
+    __slots__ = ("_awaited", "_ends", "_in_flight", "_keep", "_mover", "_part", "_result", "_route")
 
     def __init__(
         self, mover: Engine, part: ReadWriteOp | AtomicOp, route: NicRoute, keep: Any, result: Callable[[], T]
@@ -90,16 +90,16 @@ class SingleFuture(TransferFuture[T]):
         self._route: Any = route
         self._keep: Any = keep
         self._result: Any = result
-        self._flight: InFlightTransfer | None = None
+        self._in_flight: InFlightTransfer | None = None
         # "by": the transfer that handles the end, or None for the future itself; the first entry is valid
         self._ends: dict[str, _Transfer | None] = {}
         self._awaited = False  # a thread sleeps, or has slept, until the end
 
-    def flies(self, flight: InFlightTransfer) -> SingleFuture[T]:
+    def flies(self, in_flight: InFlightTransfer) -> SingleFuture[T]:
         """Store the transfer in flight. Return this future, which may be done already."""
-        self._flight = flight
+        self._in_flight = in_flight
         if self.ready:
-            self._flight = None
+            self._in_flight = None
         return self
 
     def landed(self, result: Result) -> None:
@@ -118,14 +118,14 @@ class SingleFuture(TransferFuture[T]):
 
     def _drop(self) -> None:
         """Release what a finished future does not need: part and result may refer to the user's memory."""
-        self._flight = self._keep = self._part = self._route = self._result = self._mover = None
+        self._in_flight = self._keep = self._part = self._route = self._result = self._mover = None
 
     def _taken_over(self) -> _Transfer | None:
         """Return the transfer that handles the end. None if the future itself has started to do so."""
-        mover, part, flight, keep, result = self._mover, self._part, self._flight, self._keep, self._result
+        mover, part, in_flight, keep, result = self._mover, self._part, self._in_flight, self._keep, self._result
         if self.ready:  # the attributes read above may be None by then
             return None
-        made: _Transfer = mover.taking_over(self, part, flight, keep, result)
+        made: _Transfer = mover.taking_over(self, part, in_flight, keep, result)
         seen_to_by = self._ends.setdefault("by", made)
         if seen_to_by is made:
             self.taken_over(made)
@@ -145,21 +145,21 @@ class SingleFuture(TransferFuture[T]):
         return self.ready
 
     def _look(self, most: float) -> None:
-        flight, mover = self._flight, self._mover
-        if not self.ready and flight is not None:
+        in_flight, mover = self._in_flight, self._mover
+        if not self.ready and in_flight is not None:
             mover.guard()
-            flight.help(most, most)
+            in_flight.help(most, most)
 
     def _listen(self) -> None:
         self._awaited = True
-        if (flight := self._flight) is not None:
-            flight.listen()
+        if (in_flight := self._in_flight) is not None:
+            in_flight.listen()
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
         """See TransferFuture."""
         Future.add_done_callback(self, call)
-        if not self.ready and (flight := self._flight) is not None:
-            flight.listen()
+        if not self.ready and (in_flight := self._in_flight) is not None:
+            in_flight.listen()
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
         """See TransferFuture."""

@@ -70,7 +70,7 @@ class SimulatedTcp:
         bounds: Timeouts | None = None,
         tls: Any = None,  # noqa: ARG002 (as Tcp)
         hand_over: Any = None,  # noqa: ARG002
-        lends: bool = False,  # noqa: ARG002 (there are no NICs)
+        offers_rdma: bool = False,  # noqa: ARG002 (there are no NICs)
         max_frame_bytes: int = 0,  # noqa: ARG002 (its hosts keep to the protocol)
         max_sessions: int | None = None,  # noqa: ARG002
     ) -> None:
@@ -111,12 +111,12 @@ class SimulatedTcp:
         self.later(remote.silence, lambda: None if remote.up else self._lose_the_silent(remote))
         return remote
 
-    def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
+    def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], rdma_eligible: int = 0) -> None:
         """As Tcp.send."""
         if remote.lost is not None:
             return
         if remote.waiting or remote.session.full:
-            remote.waiting.append((prefix, body, lendable))
+            remote.waiting.append((prefix, body, rdma_eligible))
             return
         self.sent += 1
         parts, line = remote.session.send(prefix, body), self._network.lines.get(remote.id)
@@ -284,8 +284,8 @@ class SimulatedTcp:
             return
         taken = session.take(head)
         self._send_waiting(line, remote)
-        if session.word_is_due:
-            line.put(self, [session.word()])
+        if session.ack_is_due:
+            line.put(self, [session.acknowledgement()])
         elif line.id not in self._told:
             self._told.add(line.id)
             self.later(self.bounds.heartbeat, lambda: self._tell(line, remote))
@@ -302,7 +302,7 @@ class SimulatedTcp:
     def _tell(self, line: Line, remote: PeerConnection) -> None:
         """Acknowledge frames at the next heartbeat. Other heartbeats are left out, so that a simulation can end."""
         self._told.discard(line.id)
-        line.put(self, [remote.session.word()])
+        line.put(self, [remote.session.acknowledgement()])
 
 
 class Network:

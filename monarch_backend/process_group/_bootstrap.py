@@ -80,7 +80,7 @@ class _Table:
         return exchange(self.store, name, self.rank, self.size, mine, self.deadline, self.who)
 
 
-def meet(
+def connect_ranks(
     store: Store,
     rank: int,
     size: int,
@@ -116,16 +116,16 @@ def meet(
     far = _nics_between(rank, everyone, hosts, timeout, gloo, label)
     try:
         if len(hosts) == size > 1:
-            met = BootstrapResult(None, "gloo", f"no two ranks share memory{remark}")
+            result = BootstrapResult(None, "gloo", f"no two ranks share memory{remark}")
         else:
-            met = _share(table, host, everyone, hosts, peers, timeout, gloo, far, remark, label)
+            result = _share(table, host, everyone, hosts, peers, timeout, gloo, far, remark, label)
     except BaseException:
         if far is not None:
             far.close()
         raise
     if far is None:
-        return met
-    return replace(met, far=far, why=f"{met.why}; verbs for {far.least} bytes and more between hosts with NICs")
+        return result
+    return replace(result, far=far, why=f"{result.why}; verbs for {far.least} bytes and more between hosts with NICs")
 
 
 def _nics_between(
@@ -156,8 +156,8 @@ def _hosts(table: _Table, host: Any, everyone: list[dict[str, Any]]) -> tuple[li
     alike = [said["kernel"] and (said["kernel"], said["ipc"]) == (me["kernel"], me["ipc"]) for said in everyone]
     patience = min(_PEER_TIMEOUT_S, table.deadline.seconds())
     peers = {r: _connect(host, tokens[r], patience) for r in range(size) if alike[r] and tokens[r] > me["token"]}
-    met = table.exchange("met", [r for r, peer in peers.items() if peer])
-    hosts, remark = _cliques({frozenset((a, b)) for a in range(size) for b in met[a]}, size)
+    result = table.exchange("met", [r for r, peer in peers.items() if peer])
+    hosts, remark = _cliques({frozenset((a, b)) for a in range(size) for b in result[a]}, size)
     for other in next(ranks for ranks in hosts if rank in ranks):
         if tokens[other] < me["token"]:
             patience = min(_PEER_TIMEOUT_S, table.deadline.seconds())

@@ -104,7 +104,7 @@ def watched() -> bool:
     )
 
 
-def shortcut_names(ops: dict[str, int], dtypes: dict[torch.dtype, int]) -> tuple[Any, ...]:
+def fast_path_torch_names(ops: dict[str, int], dtypes: dict[torch.dtype, int]) -> tuple[Any, ...]:
     """Return what the compiled fast paths need from torch (csrc/shm/python/fast_paths.h: TorchNames).
 
     ``ops`` and ``dtypes`` have the core's codes.
@@ -362,11 +362,11 @@ def make_inner(
     else:
         # NotImplementedError is a RuntimeError, which torch's callers of `_get_backend` expect.
         raise NotImplementedError(f"this torch has no backend {name!r} for device {device!r}")
-    _meet(inner, deadline)
+    _wait_for_connections(inner, deadline)
     return _debug_wrapper(inner, opts) if isinstance(inner, C10DBackend) else inner
 
 
-def _meet(inner: Any, deadline: Deadline) -> None:
+def _wait_for_connections(inner: Any, deadline: Deadline) -> None:
     """Wait until all ranks of a new Gloo group are connected.
 
     The constructor returns when this rank's connections are made. A rank that destroys the group right then closes them

@@ -97,7 +97,7 @@ class CollectiveSpec:
     `arguments`: for each tensor argument, its names in c10d's list form and single-tensor form.
     `keywords`: arguments that may replace the options.
     `operation`: index in `OPERATIONS`; None if the method calls other collectives or messages.
-    `shortcut`: True if a fast path of the core may take calls before any line of Python (csrc/shm/python/fast_paths.h).
+    `fast_path`: True if a fast path of the core may take calls before any Python code (csrc/shm/python/fast_paths.h).
     `xla_remedy`: advice in the error if torch_xla's group lacks the collective.
     `xla_world_only`: True if torch_xla's group (2.9) is right only for a group of all ranks. Else it calls
     XLA for all ranks, or takes a rank of the group for a global rank.
@@ -112,7 +112,7 @@ class CollectiveSpec:
     keywords: tuple[str, ...] = ()
     operation: int | None = None
     overlap: Overlap = Overlap.NONE
-    shortcut: bool = False
+    fast_path: bool = False
     range_name: str = ""  # in the profiler; by default the operation's
     xla_remedy: str = ""
     xla_world_only: bool = False
@@ -154,7 +154,7 @@ COLLECTIVES = (
         arguments=(_TENSORS,),
         keywords=("op", "timeout"),
         operation=ALL_REDUCE,
-        shortcut=True,
+        fast_path=True,
     ),
     CollectiveSpec(
         name="all_reduce_coalesced",
@@ -176,7 +176,7 @@ COLLECTIVES = (
         arguments=(_TENSORS,),
         keywords=("root", "op", "timeout"),
         operation=REDUCE,
-        shortcut=True,
+        fast_path=True,
         xla_world_only=True,
     ),
     CollectiveSpec(
@@ -199,7 +199,7 @@ COLLECTIVES = (
         arguments=(_OUTPUT, _INPUT),
         operation=REDUCE_SCATTER,
         overlap=Overlap.SEPARATED,
-        shortcut=True,
+        fast_path=True,
     ),
     CollectiveSpec(
         name="reduce_scatter_tensor",
@@ -222,7 +222,7 @@ COLLECTIVES = (
         arguments=(_TENSORS,),
         keywords=("root", "timeout"),
         operation=BROADCAST,
-        shortcut=True,
+        fast_path=True,
     ),
     CollectiveSpec(
         name="all_gather",
@@ -234,7 +234,7 @@ COLLECTIVES = (
         keywords=("timeout",),
         operation=ALL_GATHER,
         overlap=Overlap.SEPARATED,
-        shortcut=True,
+        fast_path=True,
     ),
     CollectiveSpec(
         name="all_gather_coalesced",
@@ -255,7 +255,7 @@ COLLECTIVES = (
         arguments=(_OUTPUT, _INPUT),
         operation=ALL_GATHER,
         overlap=Overlap.SEPARATED,
-        shortcut=True,
+        fast_path=True,
     ),
     CollectiveSpec(
         name="all_gather_into_tensor",
@@ -322,7 +322,7 @@ COLLECTIVES = (
         keywords=("timeout",),
         operation=ALL_TO_ALL,
         overlap=Overlap.REFUSED,
-        shortcut=True,
+        fast_path=True,
         xla_world_only=True,
     ),
     # Barriers and messages
@@ -334,7 +334,7 @@ COLLECTIVES = (
         options=BarrierOptions,
         keywords=("timeout",),
         operation=BARRIER,
-        shortcut=True,
+        fast_path=True,
     ),
     CollectiveSpec(
         name="monitored_barrier",
@@ -372,6 +372,6 @@ BY_METHOD = {method: spec for spec in COLLECTIVES for method in spec.methods}
 BY_OPERATOR = {spec.operator: spec for spec in COLLECTIVES if spec.operator}
 
 
-def with_shortcut() -> Iterator[tuple[str, CollectiveSpec]]:
+def with_fast_path() -> Iterator[tuple[str, CollectiveSpec]]:
     """Yield each method that a fast path may replace, with its row."""
-    return ((method, spec) for spec in COLLECTIVES if spec.shortcut for method in spec.methods)
+    return ((method, spec) for spec in COLLECTIVES if spec.fast_path for method in spec.methods)

@@ -93,10 +93,10 @@ class Collectives(dist.ProcessGroup):
                 raise bad_argument(self, collective, what, "Move them to one device.")
         if plain and device == "cpu":
             _cpu_validation.check_storage(self, collective, tensors)
-        aside = inner is self or (not plain and _c10d_internals.is_c10d_backend(inner))
+        use_dispatcher = inner is self or (not plain and _c10d_internals.is_c10d_backend(inner))
         if device == "cpu" and self._shm is not None and tensors[0].layout is torch.strided:
             inner = self._shm
-        return inner, device == "cpu", aside
+        return inner, device == "cpu", use_dispatcher
 
     def _dispatched(self, inner: Any, opts: Any) -> AbstractContextManager[Any]:
         """Return the context of a `super()` call.
@@ -135,7 +135,7 @@ class Collectives(dist.ProcessGroup):
         if len(tensors) > 1 and _is_strided_on_cpu(tensors):
             return _tensor_lists.all_reduce(self, Collectives.allreduce, tensors, opts)
         finish = None
-        inner, on_cpu, aside = self._find("all_reduce", tensors)
+        inner, on_cpu, use_dispatcher = self._find("all_reduce", tensors)
         if on_cpu:
             _cpu_validation.check_dense(self, "all_reduce", tensors)
             opts = _cpu_validation.bool_sum_as_max(tensors, opts)
@@ -143,7 +143,7 @@ class Collectives(dist.ProcessGroup):
                 opts, finish = _cpu_validation.integer_mean_as_sum(self, tensors, opts)
             tensors, opts = _cpu_validation.premultiplied(self, "all_reduce", tensors, opts, in_place=True)
             tensors = _cpu_validation.reducible(self, "all_reduce", tensors, opts.reduceOp, inner)
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 work = super().allreduce(tensors, opts)
         else:
@@ -158,7 +158,7 @@ class Collectives(dist.ProcessGroup):
         """
         given = tensors = _listed(tensors)
         finish = None
-        inner, on_cpu, aside = self._find("all_reduce_coalesced", tensors)
+        inner, on_cpu, use_dispatcher = self._find("all_reduce_coalesced", tensors)
         if on_cpu:
             _tensor_lists.check_same_dtype(self, "all_reduce_coalesced", tensors)
             _cpu_validation.check_settled(self, "all_reduce_coalesced", tensors)
@@ -169,7 +169,7 @@ class Collectives(dist.ProcessGroup):
             finish = _cpu_validation.in_turn(finish, put_back)
             tensors, opts = _cpu_validation.premultiplied(self, "all_reduce_coalesced", tensors, opts, in_place=True)
             tensors = _cpu_validation.reducible(self, "all_reduce_coalesced", tensors, opts.reduceOp, inner)
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 work = super().allreduce_coalesced(tensors, opts)
         else:
@@ -183,7 +183,7 @@ class Collectives(dist.ProcessGroup):
         """Reduce in place to one rank, for torch.distributed.reduce. Shape and dtype are the same on all ranks."""
         given = tensors = _listed(tensors)
         finish = None
-        inner, on_cpu, aside = self._find("reduce", tensors)
+        inner, on_cpu, use_dispatcher = self._find("reduce", tensors)
         if on_cpu:
             _cpu_validation.check_rank(self, "reduce", "destination", opts.rootRank)
             if len(tensors) > 1 or opts.rootTensor:
@@ -197,7 +197,7 @@ class Collectives(dist.ProcessGroup):
                 finish = divide if at_root else None
             tensors, opts = _cpu_validation.premultiplied(self, "reduce", tensors, opts, in_place=at_root)
             tensors = _cpu_validation.reducible(self, "reduce", tensors, opts.reduceOp, inner)
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 work = super().reduce(tensors, opts)
         else:
@@ -212,7 +212,7 @@ class Collectives(dist.ProcessGroup):
         """
         outputs, inputs = self._pairs(outputs, inputs)
         given, finish = outputs, None
-        inner, on_cpu, aside = self._find("reduce_scatter", [*outputs, *(t for row in inputs for t in row)])
+        inner, on_cpu, use_dispatcher = self._find("reduce_scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
             _cpu_validation.check_pairs(self, "reduce_scatter", outputs, inputs)
             _tensor_lists.check_one(self, "reduce_scatter", "output", outputs)
@@ -229,7 +229,7 @@ class Collectives(dist.ProcessGroup):
             inputs, opts = [row for row, _ in rows], rows[0][1]
             outputs = _cpu_validation.reducible(self, "reduce_scatter", outputs, opts.reduceOp, inner)
             inputs = [_cpu_validation.reducible(self, "reduce_scatter", row, opts.reduceOp, inner) for row in inputs]
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 work = super().reduce_scatter(outputs, inputs, opts)
         else:
@@ -244,8 +244,8 @@ class Collectives(dist.ProcessGroup):
 
             ``input`` has N times the elements of ``output``, and its dtype.
             """
-            inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
-            if aside:
+            inner, use_dispatcher, args, end = self._reduce_scatter_one(output, input, opts)
+            if use_dispatcher:
                 with self._dispatched(inner, opts):
                     return end(super()._reduce_scatter_base(*args))
             return end(inner._reduce_scatter_base(*args))
@@ -258,15 +258,15 @@ class Collectives(dist.ProcessGroup):
         """
         if not _NEW_NAMES:
             return self._reduce_scatter_base(output, input, opts)
-        inner, aside, args, end = self._reduce_scatter_one(output, input, opts)
-        if aside:
+        inner, use_dispatcher, args, end = self._reduce_scatter_one(output, input, opts)
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 return end(super().reduce_scatter_single(*args))
         return end(inner._reduce_scatter_base(*args))
 
     def _reduce_scatter_one(self, output: Tensor, input: Tensor, opts: Any) -> _Prepared:
         name, given, finish = "reduce_scatter_tensor", output, None
-        inner, on_cpu, aside = self._find(name, [output, input])
+        inner, on_cpu, use_dispatcher = self._find(name, [output, input])
         if on_cpu:
             _cpu_validation.check_single(self, name, input, output, ("input", "output"))
             input = _cpu_validation.readable([input])[0]
@@ -284,7 +284,7 @@ class Collectives(dist.ProcessGroup):
                 self._reduced(inner, work, [given], finish) if on_cpu else work, "_reduce_scatter_base", on_cpu
             )
 
-        return inner, aside, (output, input, opts), end
+        return inner, use_dispatcher, (output, input, opts), end
 
     # Gathering and moving ---------------------------------------------------------------------------------
 
@@ -297,12 +297,12 @@ class Collectives(dist.ProcessGroup):
         given = tensors = _listed(tensors)
         if (len(tensors) > 1 or opts.rootTensor) and _is_strided_on_cpu(tensors):
             return _tensor_lists.broadcast(self, Collectives.broadcast, tensors, opts)
-        inner, on_cpu, aside = self._find("broadcast", tensors)
+        inner, on_cpu, use_dispatcher = self._find("broadcast", tensors)
         if on_cpu:
             _cpu_validation.check_rank(self, "broadcast", "source", opts.rootRank)
             _cpu_validation.check_dense(self, "broadcast", tensors)
             tensors = _cpu_validation.movable(self, "broadcast", tensors)
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 work = super().broadcast(tensors, opts)
         else:
@@ -320,7 +320,7 @@ class Collectives(dist.ProcessGroup):
         if len(inputs) > 1 and _is_strided_on_cpu(inputs):
             return _tensor_lists.all_gather(self, Collectives.allgather, outputs, inputs, opts)
         given, finish = outputs[0] if outputs else [], None
-        inner, on_cpu, aside = self._find("all_gather", [*inputs, *(t for row in outputs for t in row)])
+        inner, on_cpu, use_dispatcher = self._find("all_gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
             _cpu_validation.check_memory(self, "all_gather", outputs)
             for row in outputs:
@@ -328,7 +328,7 @@ class Collectives(dist.ProcessGroup):
             inputs, outputs = self._cpu_lists("all_gather", _cpu_validation.settled(inputs), outputs, "output")
             own = [row[self.rank()] for row in outputs]
             outputs, finish = _overlap.separate(self, "all_gather", inputs, outputs, own.__getitem__)
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 work = super().allgather(outputs, inputs, opts)
         else:
@@ -342,7 +342,7 @@ class Collectives(dist.ProcessGroup):
         ``outputs`` has N lists, each with tensors of the sizes and dtypes of ``inputs``.
         """
         name, given, finish = "all_gather_coalesced", [tensor for row in outputs for tensor in row], None
-        inner, on_cpu, aside = self._find(name, [*inputs, *(t for row in outputs for t in row)])
+        inner, on_cpu, use_dispatcher = self._find(name, [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
             if len(outputs) != self.size():
                 _cpu_validation.check_count(self, name, "output", outputs)
@@ -355,7 +355,7 @@ class Collectives(dist.ProcessGroup):
             inputs = _cpu_validation.movable(self, name, _cpu_validation.settled(inputs))
             outputs = [_cpu_validation.movable(self, name, row) for row in outputs]
             outputs, finish = _overlap.separate(self, name, inputs, outputs, outputs[self.rank()].__getitem__)
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 work = super().allgather_coalesced(outputs, inputs, opts)
         else:
@@ -370,8 +370,8 @@ class Collectives(dist.ProcessGroup):
 
             ``output`` has N times the elements of ``input``, and its dtype.
             """
-            inner, aside, args, end = self._all_gather_one(output, input, opts)
-            if aside:
+            inner, use_dispatcher, args, end = self._all_gather_one(output, input, opts)
+            if use_dispatcher:
                 with self._dispatched(inner, opts):
                     return end(super()._allgather_base(*args))
             return end(inner._allgather_base(*args))
@@ -384,15 +384,15 @@ class Collectives(dist.ProcessGroup):
         """
         if not _NEW_NAMES:
             return self._allgather_base(output, input, opts)
-        inner, aside, args, end = self._all_gather_one(output, input, opts)
-        if aside:
+        inner, use_dispatcher, args, end = self._all_gather_one(output, input, opts)
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 return end(super().all_gather_single(*args))
         return end(inner._allgather_base(*args))
 
     def _all_gather_one(self, output: Tensor, input: Tensor, opts: Any) -> _Prepared:
         name, given, finish = "all_gather_into_tensor", output, None
-        inner, on_cpu, aside = self._find(name, [output, input])
+        inner, on_cpu, use_dispatcher = self._find(name, [output, input])
         if on_cpu:
             _cpu_validation.check_single(self, name, output, input, ("output", "input"))
             input = _cpu_validation.readable([input])[0]
@@ -407,7 +407,7 @@ class Collectives(dist.ProcessGroup):
                 )
             return self._done(work, "_allgather_base", on_cpu)
 
-        return inner, aside, (output, input, opts), end
+        return inner, use_dispatcher, (output, input, opts), end
 
     @call_forms
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -418,7 +418,7 @@ class Collectives(dist.ProcessGroup):
         inputs = _listed(inputs)
         outputs = [_listed(row) for row in outputs] if not _is_flat(outputs) else [list(outputs)]
         given, finish = outputs[0] if outputs else [], None
-        inner, on_cpu, aside = self._find("gather", [*inputs, *(t for row in outputs for t in row)])
+        inner, on_cpu, use_dispatcher = self._find("gather", [*inputs, *(t for row in outputs for t in row)])
         if on_cpu:
             _cpu_validation.check_rank(self, "gather", "destination", opts.rootRank)
             _cpu_validation.check_memory(self, "gather", outputs)
@@ -430,7 +430,7 @@ class Collectives(dist.ProcessGroup):
             if opts.rootRank == self.rank():
                 own = [row[self.rank()] for row in outputs]
                 outputs, finish = _overlap.separate(self, "gather", inputs, outputs, own.__getitem__)
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 work = super().gather(outputs, inputs, opts)
         else:
@@ -445,7 +445,7 @@ class Collectives(dist.ProcessGroup):
 
             ``output`` has N times the elements of ``input`` on the root, and its dtype.
             """
-            inner, on_cpu, aside = self._find("gather_single", [output, input])
+            inner, on_cpu, use_dispatcher = self._find("gather_single", [output, input])
             if on_cpu:  # Gloo lacks it: gather into the parts of the output
                 parts: list[list[Tensor]] = []
                 if self._own_rank == opts.rootRank:
@@ -453,7 +453,7 @@ class Collectives(dist.ProcessGroup):
                     _cpu_validation.check_contiguous(self, "gather_single", [output])
                     parts = [list(output.view(self.size(), *input.shape).unbind())]
                 return self.gather(parts, [input], opts)
-            if aside:
+            if use_dispatcher:
                 with self._dispatched(inner, opts):
                     return super().gather_single(output, input, opts)  # type: ignore[misc]
             return inner.gather_single(output, input, opts)
@@ -466,7 +466,7 @@ class Collectives(dist.ProcessGroup):
         """
         given, finish = (outputs := _listed(outputs)), None
         inputs = [_listed(row) for row in inputs] if not _is_flat(inputs) else [list(inputs)]
-        inner, on_cpu, aside = self._find("scatter", [*outputs, *(t for row in inputs for t in row)])
+        inner, on_cpu, use_dispatcher = self._find("scatter", [*outputs, *(t for row in inputs for t in row)])
         if on_cpu:
             _cpu_validation.check_rank(self, "scatter", "source", opts.rootRank)
             _cpu_validation.check_contiguous(self, "scatter", outputs)
@@ -476,7 +476,7 @@ class Collectives(dist.ProcessGroup):
                 pieces = [tensor for row in inputs for tensor in row]
                 own = {row * self.size() + self.rank(): output for row, output in enumerate(outputs)}
                 (outputs,), finish = _overlap.separate(self, "scatter", pieces, [outputs], own.get)
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 work = super().scatter(outputs, inputs, opts)
         else:
@@ -495,8 +495,8 @@ class Collectives(dist.ProcessGroup):
             torch 2.13 and later call this name for both of theirs. An override of `alltoall_base` as well would recurse
             without end, because their C++ base looks for either override.
             """
-            inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
-            if aside:
+            inner, use_dispatcher, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
+            if use_dispatcher:
                 with self._dispatched(inner, opts):
                     return end(super().all_to_all_single(*args))
             return end(inner.alltoall_base(*args))
@@ -506,8 +506,8 @@ class Collectives(dist.ProcessGroup):
         @call_forms
         def alltoall_base(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> Any:
             """Same as :meth:`all_to_all_single`, by its name before torch 2.13."""
-            inner, aside, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
-            if aside:
+            inner, use_dispatcher, args, end = self._all_to_all_one(output, input, outputs, inputs, opts)
+            if use_dispatcher:
                 with self._dispatched(inner, opts):
                     return end(super().alltoall_base(*args))
             return end(inner.alltoall_base(*args))
@@ -515,21 +515,21 @@ class Collectives(dist.ProcessGroup):
     def _all_to_all_one(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any, opts: Any) -> _Prepared:
         """``outputs`` and ``inputs`` are rows for each rank."""
         given = output
-        inner, on_cpu, aside = self._find("all_to_all_single", [output, input])
+        inner, on_cpu, use_dispatcher = self._find("all_to_all_single", [output, input])
         if on_cpu:
             output, input = self._cpu_exchange(output, input, outputs, inputs)
 
         def end(work: Any) -> Any:
             return self._done(_cpu_validation.with_outputs(work, [given]) if on_cpu else work, "alltoall_base", on_cpu)
 
-        return inner, aside, (output, input, outputs, inputs, opts), end
+        return inner, use_dispatcher, (output, input, outputs, inputs, opts), end
 
     @call_forms
     def alltoall(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Exchange lists of N tensors, for torch.distributed.all_to_all. They have one dtype; sizes may differ."""
         outputs, inputs = _listed(outputs), _listed(inputs)
         given, finish = outputs, None
-        inner, on_cpu, aside = self._find("all_to_all", [*outputs, *inputs])
+        inner, on_cpu, use_dispatcher = self._find("all_to_all", [*outputs, *inputs])
         if on_cpu:
             _cpu_validation.check_count(self, "all_to_all", "output", outputs)
             _cpu_validation.check_count(self, "all_to_all", "input", inputs)
@@ -542,7 +542,7 @@ class Collectives(dist.ProcessGroup):
                 return _cpu_validation.exchange_lists(self.alltoall_base, outputs, inputs, opts)
             own = {self.rank(): outputs[self.rank()]}
             (outputs,), finish = _overlap.separate(self, "all_to_all", inputs, [outputs], own.get)
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 work = super().alltoall(outputs, inputs, opts)
         else:
@@ -634,8 +634,8 @@ class Collectives(dist.ProcessGroup):
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         """Send one contiguous tensor to a rank of the group, for torch.distributed.send and isend."""
-        tensors, inner, aside = self._p2p("send", _listed(tensors), "destination", dstRank, tag)
-        if aside:
+        tensors, inner, use_dispatcher = self._p2p("send", _listed(tensors), "destination", dstRank, tag)
+        if use_dispatcher:
             with self._dispatched(inner, None):
                 return super().send(tensors, dstRank, tag)
         return inner.send(tensors, dstRank, tag)
@@ -645,16 +645,16 @@ class Collectives(dist.ProcessGroup):
 
         It has the size and dtype of the tensor that is sent.
         """
-        tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", srcRank, tag)
-        if aside:
+        tensors, inner, use_dispatcher = self._p2p("recv", _listed(tensors), "source", srcRank, tag)
+        if use_dispatcher:
             with self._dispatched(inner, None):
                 return super().recv(tensors, srcRank, tag)
         return inner.recv(tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive from the first rank that sends, for torch.distributed.recv without a source."""
-        tensors, inner, aside = self._p2p("recv", _listed(tensors), "source", None, tag)
-        if aside:
+        tensors, inner, use_dispatcher = self._p2p("recv", _listed(tensors), "source", None, tag)
+        if use_dispatcher:
             with self._dispatched(inner, None):
                 return super().recv_anysource(tensors, tag)
         return inner.recv_anysource(tensors, tag)
@@ -666,10 +666,12 @@ class Collectives(dist.ProcessGroup):
         inner = self._inner.get(device)
         if inner is None:
             inner = self._open_route(device)
-        aside = (device in self._observed or _c10d_internals.watched()) and _c10d_internals.is_c10d_backend(inner)
+        use_dispatcher = (device in self._observed or _c10d_internals.watched()) and _c10d_internals.is_c10d_backend(
+            inner
+        )
         if device == "cpu" and self._shm is not None:
             inner = self._shm
-        if aside:
+        if use_dispatcher:
             with self._dispatched(inner, opts):
                 return self._done(super().barrier(opts), "barrier", device == "cpu")
         return self._done(inner.barrier(opts), "barrier", device == "cpu")
@@ -740,7 +742,7 @@ class Collectives(dist.ProcessGroup):
     def _p2p(
         self, collective: str, tensors: list[Tensor], role: str, rank: int | None, tag: int
     ) -> tuple[list[Tensor], Any, bool]:
-        inner, on_cpu, aside = self._find(collective, tensors)
+        inner, on_cpu, use_dispatcher = self._find(collective, tensors)
         if on_cpu:
             if len(tensors) != 1:
                 _tensor_lists.check_one(self, collective, "tensor", tensors)
@@ -760,7 +762,7 @@ class Collectives(dist.ProcessGroup):
                     raise bad_argument(self, collective, f"tag {tag}: {what}", "Use a smaller one.")
                 if self._far.takes(tensors, tag):
                     inner = self._far
-        return tensors, inner, aside
+        return tensors, inner, use_dispatcher
 
 
 def _is_strided_on_cpu(tensors: Sequence[Tensor]) -> bool:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Finish = Callable[[], object]
 
 
-def _meet(reads: Iterable[Tensor], writes: Iterable[Tensor]) -> bool:
+def _overlap(reads: Iterable[Tensor], writes: Iterable[Tensor]) -> bool:
     """True if a written tensor overlaps another tensor in memory, or has elements that share memory."""
     ranges = []  # (address of the first byte, address after the last one, whether it is written)
     strided = torch.strided
@@ -84,7 +84,7 @@ def refuse_expanded(group: Collectives, collective: str, writes: Iterable[Tensor
 
 def separate_in_place(group: Collectives, collective: str, tensors: list[Tensor]) -> tuple[list[Tensor], Finish | None]:
     """Return tensors that are read and written: copies of all of them if two share memory."""
-    if not _meet((), tensors):
+    if not _overlap((), tensors):
         return tensors, None
     refuse_expanded(group, collective, tensors)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
@@ -103,12 +103,12 @@ def separate(
     ``home(i)`` is the tensor that receives the value of ``reads[i]`` on this rank, and may be the same.
     """
     writes = [tensor for row in rows for tensor in row]
-    if not _meet(reads, writes):
+    if not _overlap(reads, writes):
         return rows, None
     refuse_expanded(group, collective, writes)
     homes = map(home, range(len(reads)))
     apart = [read for read, own in zip(reads, homes, strict=True) if own is None or not _is_at(read, own, 0)]
-    if not _meet(apart, writes):
+    if not _overlap(apart, writes):
         return rows, None
     private = [[_blank(tensor) for tensor in row] for row in rows]
     return private, _cpu_validation.copies(list(zip(writes, itertools.chain(*private), strict=True)))
@@ -121,7 +121,7 @@ def separate_slices(
 
     The small tensor of a pair may be the slice of this rank in the large one. All are contiguous.
     """
-    if _are_apart(reads[0], writes[0]) if len(reads) == 1 else not _meet(reads, writes):
+    if _are_apart(reads[0], writes[0]) if len(reads) == 1 else not _overlap(reads, writes):
         return list(writes), None
     apart, touched = [], []
     for read, write in zip(reads, writes, strict=True):
@@ -131,7 +131,7 @@ def separate_slices(
         else:
             apart.append(read)
             touched.append(write)
-    if not _meet(apart, touched):
+    if not _overlap(apart, touched):
         return list(writes), None
     private = [_blank(tensor) for tensor in writes]
     if writes[0].numel() > reads[0].numel():  # Gloo writes the slices of rank 0 first
@@ -150,14 +150,14 @@ def read_in_turn(group: Collectives, collective: str, reads: list[Tensor], write
 
     Gloo copies them in the order of the ranks, and this rank's one into ``write``. So later ones may have its values.
     """
-    if not _meet(reads, [write]):
+    if not _overlap(reads, [write]):
         return reads
     rank = group.rank()
     own = reads[rank]
     in_place = _is_at(write, own, 0)
-    if in_place and not _meet([*reads[:rank], *reads[rank + 1 :]], [write]):
+    if in_place and not _overlap([*reads[:rank], *reads[rank + 1 :]], [write]):
         return reads
-    if not in_place and _meet([own], [write]):
+    if not in_place and _overlap([own], [write]):
         raise _shared(group, collective, f"input {rank} and output 0 share a part of their memory")
     copies = [tensor.detach().clone() for tensor in reads[: rank + 1]]
     write.detach().copy_(own)
@@ -175,11 +175,11 @@ def refuse_partial(group: Collectives, collective: str, tensors: Sequence[Tensor
 
     Gloo reduces such tensors into each other, and fails in the middle of a broadcast.
     """
-    if not _meet((), tensors):
+    if not _overlap((), tensors):
         return
     refuse_expanded(group, collective, tensors)
     for (earlier, a), (later, b) in itertools.combinations(enumerate(tensors), 2):
-        if a is not b and not _is_at(a, b, 0) and _meet([a], [b]):
+        if a is not b and not _is_at(a, b, 0) and _overlap([a], [b]):
             raise _shared(group, collective, f"tensors {earlier} and {later} share a part of their memory")
 
 
@@ -194,11 +194,11 @@ def refuse_batch(group: Collectives, operations: Sequence[tuple[bool, Tensor, in
     because the messages arrive in the order in which they were sent. Messages carried by NICs may not.
     """
     sent = [tensor for receives, tensor, _, _ in operations if not receives]
-    if not _meet(sent, [tensor for receives, tensor, _, _ in operations if receives]):
+    if not _overlap(sent, [tensor for receives, tensor, _, _ in operations if receives]):
         return
     for (earlier, a), (later, b) in itertools.combinations(enumerate(operations), 2):
         in_order = group._far is None or not group._far.takes([a[1]], a[3])
         one_after_the_other = a[0] and b[0] and a[2:] == b[2:] and in_order
-        if (a[0] or b[0]) and not one_after_the_other and _meet([a[1]], [b[1]]):
+        if (a[0] or b[0]) and not one_after_the_other and _overlap([a[1]], [b[1]]):
             what = f"operations {earlier} and {later} of the batch share memory, so that the result depends on timing"
             raise bad_argument(group, "batch_isend_irecv", what, "Give each receive memory of its own.")

@@ -105,7 +105,7 @@ class MonarchProcessGroup(Collectives):
         self._backends: dict[str, str] = {}  # device -> name of its inner group, whatever its route is called
         self._shm = None
         self._far = None
-        self._shortcuts: dict[str, Any] = {}  # fast paths that replace methods while the group has no observers
+        self._fast_paths: dict[str, Any] = {}  # fast paths that replace methods while the group has no observers
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
         self._open_eager_routes(only)
@@ -201,26 +201,26 @@ class MonarchProcessGroup(Collectives):
             store = PrefixStore("cpu:shm", self._store)
             timeout = functools.partial(_c10d_internals.timeout_of, inner)
             who = f"[{where(self)}]"
-            met = _bootstrap.meet(
+            result = _bootstrap.connect_ranks(
                 store, self.rank(), self.size(), deadline, timeout, inner, who, _backend_selection.debug_line(self)
             )
-            self._shm, self._far = met.memory, met.far
-            if met.memory is not None and met.memory.in_short and not self._hooks:
-                self._shortcuts = met.memory.shortcuts(self, _FAST_PATH_METHODS)
-                self.__dict__.update(self._shortcuts)
-            why = f"{route.why}; {met.why}" if met.memory is None else met.why
-            route = replace(route, backend=met.route, why=why)
+            self._shm, self._far = result.memory, result.far
+            if result.memory is not None and result.memory.has_fast_paths and not self._hooks:
+                self._fast_paths = result.memory.fast_paths(self, _FAST_PATH_METHODS)
+                self.__dict__.update(self._fast_paths)
+            why = f"{route.why}; {result.why}" if result.memory is None else result.why
+            route = replace(route, backend=result.route, why=why)
         self._routes[device] = route
         self._let_see()
         _backend_selection.announce(self, route)
 
-    def _end_shortcuts(self) -> None:
+    def _end_fast_paths(self) -> None:
         """Remove the fast paths, so that every call takes its method."""
-        for name, shortcut in self._shortcuts.items():
-            shortcut.end()  # other code may have kept a reference
-            if self.__dict__.get(name) is shortcut:
+        for name, fast_path in self._fast_paths.items():
+            fast_path.end()  # other code may have kept a reference
+            if self.__dict__.get(name) is fast_path:
                 del self.__dict__[name]
-        self._shortcuts = {}
+        self._fast_paths = {}
 
     def _no_route(self, route: _backend_selection.Route) -> NoRouteError:
         here = ", ".join(str(r) for r in self._routes.values()) or "none"
@@ -288,7 +288,7 @@ class MonarchProcessGroup(Collectives):
     def _register_on_completion_hook(self, hook: Callable[[Any], None]) -> None:
         """Call ``hook(work_info)`` after every collective, on each route. NCCL brings its own hooks."""
         self._hooks.add(hook)
-        self._end_shortcuts()
+        self._end_fast_paths()
         for device, inner in self._inner.items():
             if device != "cpu" and hasattr(inner, "_register_on_completion_hook"):
                 inner._register_on_completion_hook(hook)
@@ -307,7 +307,7 @@ class MonarchProcessGroup(Collectives):
         self._observed = {device for device, route in self._routes.items() if route.backend not in self._spared}
         if "cpu" not in self._observed:
             return
-        self._end_shortcuts()
+        self._end_fast_paths()
         if (self._shm is not None or self._far is not None) and self._kernel is None:
             taken = {_c10d_internals.backend_type(backend) for backend in self._backends.values()}
             self._kernel = _c10d_internals.DispatcherShimBackend(
@@ -388,7 +388,7 @@ class MonarchProcessGroup(Collectives):
         if self._arrival is not None:
             failed = self._shm is not None and self._shm.failed
             self._arrival.leave(stay=how == "destroyed" and not failed)
-        self._end_shortcuts()
+        self._end_fast_paths()
         if self._shm is not None:
             reason = reason_of(sys.exc_info()[1])
             if reason:

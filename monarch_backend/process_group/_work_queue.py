@@ -19,11 +19,11 @@ from monarch_backend._core.limits import start_thread
 
 
 class Operation:
-    """One operation. Once ``done`` is set, ``fault`` is the exception that it raised, or None."""
+    """One operation. Once ``done`` is set, ``failure`` is the exception that it raised, or None."""
 
     def __init__(self, body: Callable[[], None], then: Callable[[], None] | None) -> None:
         self.done = False
-        self.fault: BaseException | None = None
+        self.failure: BaseException | None = None
         self._body, self._then = body, then
         self._ended = threading.Event()
 
@@ -33,11 +33,11 @@ class Operation:
         return self._then is not None
 
     def run(self) -> None:
-        """Run the operation in this thread; an exception is kept in ``fault``."""
+        """Run the operation in this thread; an exception is kept in ``failure``."""
         try:
             self._body()
         except BaseException as error:
-            self.fault = error
+            self.failure = error
         del self._body  # it refers to the caller's tensors, and perhaps to this object in a cycle
         self.done = True
         self._ended.set()
@@ -70,7 +70,7 @@ class OperationQueue:
                 self._change.notify_all()
                 raise
         self._execute(operation)
-        return operation.fault
+        return operation.failure
 
     def start(self, body: Callable[[], None], then: Callable[[], None]) -> Operation:
         """Run ``body`` in the group's thread, and afterwards ``then`` in another one."""

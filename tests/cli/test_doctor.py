@@ -125,7 +125,7 @@ def test_verbs_are_explained_where_there_are_some(monkeypatch: pytest.MonkeyPatc
         ("infiniband", None, "no route", "MONARCH_RDMA_TRANSPORT='infiniband'"),
     ],
 )
-def test_what_is_wanted_by_the_environment(
+def test_rdma_transport_setting_is_checked(
     monkeypatch: pytest.MonkeyPatch, wanted: str, why_not: str | None, state: str, remedy: str
 ) -> None:
     monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", wanted)

@@ -61,7 +61,7 @@ def test_tethered() -> None:
 
 
 @pytest.mark.parametrize("line", ["", "secret\n", "ab" * 33 + "\n", "x" * 5000])
-def test_what_is_no_secret(line: str) -> None:
+def test_invalid_secret_is_refused_without_showing_it(line: str) -> None:
     """Said at once, without a word of what it was."""
 
     def up(_rank: int, _address: str) -> tuple[int, str]:
@@ -79,7 +79,7 @@ def test_what_is_no_secret(line: str) -> None:
     )
 
 
-def test_a_signal_that_comes_before_anybody_waits_is_not_missed() -> None:
+def test_signal_before_the_wait_is_not_missed() -> None:
     before = signal.getsignal(signal.SIGTERM)
     for _ in range(20):
         with daemon._signals(signal.SIGTERM, signal.SIGINT) as told_to_end:

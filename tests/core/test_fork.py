@@ -51,7 +51,7 @@ def _child(text: Callable[[], str]) -> str:
     return answer
 
 
-def test_steps_run_in_order_whatever_the_order_of_registration(seen: list[str]) -> None:
+def test_steps_run_in_their_order_for_any_order_of_registration(seen: list[str]) -> None:
     for step in (Step.VERBS_ENGINES, Step.SHARED_MEMORY, Step.LOG_COLLECTORS):
         _note(seen, step)
     in_child = _child(lambda: " ".join(seen))

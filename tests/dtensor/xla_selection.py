@@ -31,20 +31,20 @@ _ROUNDED = "XLA rounds numbers of 16 bits in other places than the CPU does: by 
 _NEEDS_MODULE = "what the worker is given is of a module that needs a controller's torch, and says so"
 CANNOT: dict[str, str] = {
     "test_deferred_checks.py::test_a_label_that_is_out_of_range_of_a_parallel_loss": _NOT_CHECKED,
-    "test_deferred_checks.py::test_what_depends_on_a_row_that_is_not_there_has_failed": _NOT_CHECKED,
+    "test_deferred_checks.py::test_results_of_an_index_out_of_range_have_failed": _NOT_CHECKED,
     "test_compile.py::test_a_rank_of_another_class_that_fails": _NOT_CHECKED,
-    "test_compile.py::test_what_a_rank_could_not_do_is_raised_with_the_programs_line": _NOT_CHECKED,
+    "test_compile.py::test_failure_on_a_rank_is_raised_with_the_programs_line": _NOT_CHECKED,
     "test_compile.py::test_other_dtypes_and_devices_are_captured": "ways between devices are left to eager code",
     "test_compile.py::test_bernoulli_of_a_tensor_is_that_of_a_single_process": "left to eager code, as on GPUs",
     "test_fsdp.py::test_values_are_those_of_a_single_process[adamw-fused]": _NO_FUSED,
     "test_fsdp.py::test_a_fused_optimizer_sends_no_message_for_a_parameter": _NO_FUSED,
     "test_fsdp.py::test_mixed_precision": _ROUNDED,
     "test_fsdp.py::test_workers_have_the_memory_of_one_layer": _NO_MEMORY,
-    "test_fsdp.py::test_what_was_freed_can_not_be_read": _NO_MEMORY,
+    "test_fsdp.py::test_freed_parameters_cannot_be_read": _NO_MEMORY,
     "test_fsdp.py::test_the_memory_is_freed_with_the_model": _NO_MEMORY,
     "test_module_placement.py::test_what_no_style_takes_is_trained_on_the_workers[{'fused': True}]": _NO_FUSED,
-    "test_module_placement.py::test_functions_on_the_workers_get_it": _NEEDS_MODULE,
-    "test_module_placement.py::test_functions_on_the_workers_get_what_was_not_called_yet": _NEEDS_MODULE,
+    "test_module_placement.py::test_remote_calls_accept_a_placed_module": _NEEDS_MODULE,
+    "test_module_placement.py::test_remote_calls_accept_a_module_before_its_first_call": _NEEDS_MODULE,
     **{
         f"test_random_numbers.py::test_of_other_dtypes[{mesh}-{dtype}]": (
             "torch 2.9 draws other numbers of 16 bits than 2.13"
@@ -69,10 +69,10 @@ CANNOT: dict[str, str] = {
         f"test_training_steps.py::test_optimizers[{kind}-fused]": _NO_FUSED
         for kind in ("SGD0", "SGD1", "Adam2", "AdamW3", "Adagrad4")
     },
-    "test_training_steps.py::test_what_a_fused_step_changes_is_changed_where_it_lies": _NO_FUSED,
-    "test_training_steps.py::test_a_fused_step_of_gradients_that_lie_between_what_pads_them": _NO_FUSED,
+    "test_training_steps.py::test_fused_step_changes_state_in_place": _NO_FUSED,
+    "test_training_steps.py::test_fused_step_with_padded_gradients": _NO_FUSED,
     **{
-        f"test_training_steps.py::test_what_overflows_in_one_shard_is_not_done[{mesh}-fused]": _NO_FUSED
+        f"test_training_steps.py::test_overflow_in_one_shard_skips_the_step_on_all[{mesh}-fused]": _NO_FUSED
         for mesh in ("2", "3", "2x2")
     },
     **{
@@ -84,9 +84,7 @@ CANNOT: dict[str, str] = {
         f"test_training_steps.py::test_gradients_on_several_meshes_are_clipped_by_one_norm[True-{norm}]": _NO_FOREACH
         for norm in ("2.0", "1.0", "inf")
     },
-    "test_replicate_fallback.py::test_what_is_written_into_a_gathered_view_is_in_the_tensor": (
-        "zeros where unfold() has gaps"
-    ),
+    "test_replicate_fallback.py::test_write_into_a_gathered_view_changes_the_tensor": ("zeros where unfold() has gaps"),
 }
 """By the name of a test, all of it or one of its parametrizations: what torch_xla, or its torch, does otherwise."""
 

@@ -230,6 +230,6 @@ def _failing(rank: int, root: str) -> Any:
     return [{rank: type(error).__name__ for rank, (error, _) in caught.value.failures.items()}, after]
 
 
-def test_failing_save_is_told_to_all_ranks(tmp_path: Path) -> None:
+def test_failing_save_raises_on_all_ranks(tmp_path: Path) -> None:
     results = on_both(_failing, 2, str(tmp_path))
     assert list(results[0][0]) == [1] and results[0] == results[1]

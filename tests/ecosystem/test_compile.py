@@ -215,7 +215,7 @@ def _between_graphs(rank: int) -> Any:
 
 
 @pytest.mark.slow
-def test_what_no_graph_can_hold_runs_between_graphs() -> None:
+def test_code_that_graphs_cannot_hold_runs_between_graphs() -> None:
     for compiled, eager in on_both(_between_graphs, 2):
         assert compiled == eager
 

@@ -27,7 +27,7 @@ def test_meshes_slices_and_calls(executed: nbformat.NotebookNode) -> None:
     assert "(torch.Size([1000]), torch.Size([125]))" in str(executed)
 
 
-def test_what_workers_print_is_shown_with_their_ranks(executed: nbformat.NotebookNode) -> None:
+def test_output_of_workers_is_shown_with_their_ranks(executed: nbformat.NotebookNode) -> None:
     assert "[replicas 0-1 gpus 0-3] hello from a notebook\n" in text(executed)
 
 
@@ -36,7 +36,7 @@ def test_a_slow_reader_holds_the_actor_up(executed: nbformat.NotebookNode) -> No
     assert ahead and 32 <= int(ahead[1]) <= 66
 
 
-def test_a_death_is_told_and_the_rest_goes_on(executed: nbformat.NotebookNode) -> None:
+def test_death_is_reported_and_other_workers_continue(executed: nbformat.NotebookNode) -> None:
     assert "RuntimeError: linalg.inv" in text(executed)
     assert "rank 6, pid" in text(executed)
     assert "failed: (6,), going on: ActorMesh('rows', Rows, ranks=7)" in text(executed)
@@ -54,5 +54,5 @@ def test_a_restarted_rank_answers_again(executed: nbformat.NotebookNode) -> None
     assert len(lost) == 1
 
 
-def test_what_is_stored_is_what_it_shows(executed: nbformat.NotebookNode) -> None:
+def test_stored_outputs_match_a_new_run(executed: nbformat.NotebookNode) -> None:
     notebook_runner.is_stored(NAME, executed, 4)

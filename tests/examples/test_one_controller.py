@@ -30,7 +30,7 @@ def losses(interpreter: WarmInterpreter, *options: str) -> tuple[str, str]:
 
 
 @pytest.mark.slow
-def test_a_killed_process_changes_nothing(interpreter: WarmInterpreter) -> None:
+def test_killed_process_does_not_change_the_result(interpreter: WarmInterpreter) -> None:
     said, disturbed = losses(interpreter, "--kill-at", "5")
     assert "killed by signal 9" in said
     assert "step 3: new processes go on from the checkpoint" in said

@@ -47,5 +47,5 @@ def test_a_killed_process_changes_no_loss(executed: nbformat.NotebookNode) -> No
     assert losses and float(losses[2]) < 3 < 5 < float(losses[1])
 
 
-def test_what_is_stored_is_what_it_shows(executed: nbformat.NotebookNode) -> None:
+def test_stored_outputs_match_a_new_run(executed: nbformat.NotebookNode) -> None:
     notebook_runner.is_stored(NAME, executed, 3)

@@ -204,7 +204,7 @@ def load_script(monkeypatch: pytest.MonkeyPatch, **environment: str):
         (2, "--parallel ddp --resume", "no complete checkpoint in {out}/checkpoints; start without --resume"),
     ],
 )
-def test_bad_arguments_say_what_to_do(
+def test_bad_arguments_raise_errors_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture,

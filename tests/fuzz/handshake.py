@@ -22,13 +22,13 @@ from monarch_backend._transport.network.auth import (
     name_of,
 )
 from monarch_backend._transport.network.session import (
+    ACK,
     BYE,
+    CONTROL,
     DATA,
     FRAME_OVERHEAD_BYTES,
     HEAD_BYTES,
-    LENT,
-    SAY,
-    WORD,
+    RDMA_FRAME,
     Session,
     SessionError,
     read_head,
@@ -116,7 +116,7 @@ def _raw_heads(data: bytes) -> None:
     for start in range(0, len(data), HEAD_BYTES):
         with contextlib.suppress(SessionError):
             head = read_head(data[start : start + HEAD_BYTES])
-            assert head.prefix <= session_module.MOST_PREFIX and head.body <= session_module.MOST_BODY
+            assert head.prefix <= session_module.MAX_PREFIX_BYTES and head.body <= session_module.MAX_BODY_BYTES
             _step(session, head.kind, head.number, head.acknowledged, head)
         _sound(session)
 
@@ -134,12 +134,12 @@ def _small_heads(data: bytes) -> None:
 
 def _step(session: Session, kind: int, number: int, acknowledged: int, head: session_module.Head) -> None:
     before = session.received
-    if kind in (DATA, LENT):
+    if kind in (DATA, RDMA_FRAME):
         expected = session.is_next(head)
         assert session.take(head) is expected
         assert session.received == before + expected
         assert not expected or session.received == number
-    elif kind in (WORD, SAY):
+    elif kind in (ACK, CONTROL):
         session.hear(head)
         session.send(b"more", [])
     else:
@@ -149,7 +149,7 @@ def _step(session: Session, kind: int, number: int, acknowledged: int, head: ses
 
 
 def _raw_parts(data: bytes) -> None:
-    """What stands before a frame that is lent: four bytes say how large its body is."""
+    """Prefix of an RDMA frame: four bytes with the size of its body."""
     size = int.from_bytes(data[:4], "big")
     with contextlib.suppress(SessionError):
         parts, rest = rdma_frame_header.unpack(data[4:], size)
@@ -168,7 +168,11 @@ def _seeds() -> dict[str, bytes]:
     hello = caller.hello()
     called.hear(hello)
     answer = called.answer(OTHER)
-    frames = [session_module.Session().send(b"prefix", [b"body"])[0][:HEAD_BYTES], Session().word(), Session().bye()]
+    frames = [
+        session_module.Session().send(b"prefix", [b"body"])[0][:HEAD_BYTES],
+        Session().acknowledgement(),
+        Session().bye(),
+    ]
     return {
         "hello": b"\0" + hello + bytes(PROOF_BYTES),
         "unknown-secret": b"\0" + hello[:8] + bytes(8) + hello[16:],
@@ -181,7 +185,7 @@ def _seeds() -> dict[str, bytes]:
         + rdma_frame_header.pack([rdma_frame_header.Part(2, 9, b"r"), rdma_frame_header.Part(11, 1, b"r")])
         + b"prefix",
         "heads": b"\3" + b"".join(frames),
-        "small-heads": b"\4" + bytes([DATA, 1, 0, 9, DATA, 1, 2, 9, WORD, 0, 3, 0, BYE, 0, 3, 0, BYE, 0, 9, 0]),
+        "small-heads": b"\4" + bytes([DATA, 1, 0, 9, DATA, 1, 2, 9, ACK, 0, 3, 0, BYE, 0, 3, 0, BYE, 0, 9, 0]),
     }
 
 

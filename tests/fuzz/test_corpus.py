@@ -42,7 +42,7 @@ def test_the_seeds_of_frames_are_frames() -> None:
         frames._TARGETS[data[0]](data[1:])  # no FrameError
 
 
-def test_what_is_nested_deeper_than_the_stack_is_an_error_of_the_frame() -> None:
+def test_nesting_deeper_than_the_stack_is_a_frame_error() -> None:
     """Larger than the corpus may be, and than what the fuzzer tries."""
     with pytest.raises(FrameError, match="not a control message"):
         frames_module.decode_control(b"\x93\xa7setting\xa5level" + b"\x91" * 200_000 + b"\xc0")

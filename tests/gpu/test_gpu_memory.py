@@ -103,7 +103,7 @@ class GpuProcess(Actor):
 
     @endpoint
     def way(self, buffer: RDMABuffer) -> str:
-        return transfer_engine.engine().routes._near.way(buffer._handle)
+        return transfer_engine.engine().routes._same_host.copy_method(buffer._handle)
 
     @endpoint
     def drop(self, buffer: RDMABuffer) -> None:
@@ -171,7 +171,7 @@ def test_this_process(pair: Pair) -> None:
     assert torch.equal(owner.read.call_one(buffer).get(), pattern(5 * MIB))
 
 
-def test_what_fills_memory_is_waited_for(pair: Pair) -> None:
+def test_transfer_waits_for_the_kernel_that_fills_memory(pair: Pair) -> None:
     owner, reader = pair
     buffer = owner.own_slowly.call_one(MIB).get()
     assert reader.read.call_one(buffer).get().unique().tolist() == [7]

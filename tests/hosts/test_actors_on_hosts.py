@@ -31,7 +31,7 @@ def test_actors_run_on_loopback(program: str, loopback: World, loopback_workers:
     loopback.run(program, *loopback_workers)
 
 
-def test_what_processes_write_is_shown_with_who_it_was(anywhere: tuple[World, list[str]]) -> None:
+def test_output_of_processes_is_shown_with_host_and_rank(anywhere: tuple[World, list[str]]) -> None:
     world, workers = anywhere
     run = world.run("output", *workers)
     assert "[hosts 0 gpus 1] said this" in run.out

@@ -17,7 +17,7 @@ def _host(**others: str) -> Versions:
     return msgspec.structs.replace(HERE, **others)
 
 
-def test_another_torch_is_refused_unless_it_is_meant() -> None:
+def test_other_torch_version_is_refused_unless_allowed() -> None:
     [said] = HERE.differences(_host(torch="2.9.0"))
     assert said == f"torch is 2.9.0 there and {HERE.torch} with the controller"
     assert not Versions.here(any_torch=True).differences(_host(torch="2.9.0"))
@@ -32,7 +32,7 @@ def test_another_python_or_package_is_refused_always(any_torch: bool) -> None:
 
 
 @pytest.mark.parametrize(("version", "is_code"), [(None, True), (HERE.torch + "+cu126", True), ("1.2.3", False)])
-def test_packages_of_another_torch_stay_where_they_are(tmp_path: Path, version: str | None, is_code: bool) -> None:
+def test_directory_with_another_torch_is_not_code(tmp_path: Path, version: str | None, is_code: bool) -> None:
     if version is not None:
         (tmp_path / "torch").mkdir()
         (tmp_path / "torch" / "version.py").write_text(f"__version__ = '{version}'\n")

@@ -53,7 +53,7 @@ def test_programs_find_their_meshes(applied: ProcessJob) -> None:
     assert in_program(names, applied.path) == [["trainers0", "trainers0"], ["dataloaders0", "dataloaders0"]]
 
 
-def test_apply_again_finds_what_runs(applied: ProcessJob) -> None:
+def test_second_apply_finds_running_hosts(applied: ProcessJob) -> None:
     before = pids(applied)
     applied.apply()
     ProcessJob({"dataloaders": 1, "trainers": 1}, path=applied.path, env=applied._env).apply()
@@ -119,7 +119,7 @@ def kill_while_in_use(path: Path) -> int:
 
 
 @pytest.mark.slow
-def test_a_second_program_ends_it(applied: ProcessJob) -> None:
+def test_second_program_ends_the_job(applied: ProcessJob) -> None:
     """Last of those that have the job in common."""
     mark = applied._env[MARK]
     assert marked(mark)
@@ -139,7 +139,7 @@ class OneBroken(ProcessJob):
 
 
 @pytest.mark.slow
-def test_nothing_stays_of_a_job_that_starts_in_part(tmp_path: Path) -> None:
+def test_partly_started_job_leaves_no_processes(tmp_path: Path) -> None:
     with new_mark() as mark:
         job = OneBroken({"trainers": 2}, path=tmp_path / "job.json", env={MARK: mark})
         with pytest.raises(JobError, match=r"trainers\[1\] has ended before it listened \(exit 3\): no such device"):
@@ -149,7 +149,7 @@ def test_nothing_stays_of_a_job_that_starts_in_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_stays_of_a_job_that_starts_too_late(tmp_path: Path) -> None:
+def test_job_that_starts_too_late_leaves_no_processes(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(3)")
     late = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     with new_mark() as mark:
@@ -161,7 +161,7 @@ def test_nothing_stays_of_a_job_that_starts_too_late(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_stays_of_a_program_that_is_killed_while_it_starts_hosts(tmp_path: Path) -> None:
+def test_program_killed_while_starting_hosts_leaves_no_processes(tmp_path: Path) -> None:
     code = "import os; from monarch_backend.job import ProcessJob; ProcessJob({'h': 1}, path=os.environ['P']).apply()"
     with new_mark() as mark:
         env = {**os.environ, MARK: mark, "P": str(tmp_path / "job.json")}

@@ -136,7 +136,7 @@ def test_a_host_that_can_not_be_started(
     assert not job.path.exists() and not job.path.with_suffix(".secret").exists()
 
 
-def test_a_host_whose_key_is_not_known(server: Server, tmp_path: Path) -> None:
+def test_unknown_host_key_is_refused(server: Server, tmp_path: Path) -> None:
     """Nothing is said to a machine that could be any: ssh's own check stays as it is."""
     options = ["-F", "none", "-o", "UserKnownHostsFile=/dev/null", "-o", "GlobalKnownHostsFile=/dev/null"]
     job = new_job(server, tmp_path, options=options).add_mesh("trainers", ["127.0.0.1"])
@@ -145,7 +145,7 @@ def test_a_host_whose_key_is_not_known(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_stays_where_one_machine_fails(server: Server, tmp_path: Path, mark: str) -> None:
+def test_failure_of_one_machine_leaves_no_processes(server: Server, tmp_path: Path, mark: str) -> None:
     job = new_job(server, tmp_path, mark).add_mesh("trainers", ["127.0.0.1", "nosuchhost.invalid"])
     with pytest.raises(JobError, match="nosuchhost"):
         job.apply()

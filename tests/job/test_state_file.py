@@ -58,7 +58,7 @@ def test_is_private_and_has_no_secret(tmp_path: Path, sleeper: Any) -> None:
         ("\0\xff", "is not the file of a job"),
     ],
 )
-def test_what_is_no_file_of_a_job(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_state_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "job.json"
     path.write_text(text)
     path.chmod(0o600)
@@ -101,7 +101,7 @@ def test_a_process_that_got_the_pid_later_is_left_alone(tmp_path: Path, sleeper:
     assert sleeper.poll() is None
 
 
-def test_kill_ends_what_is_meant(tmp_path: Path, sleeper: Any) -> None:
+def test_kill_ends_hosts_and_deletes_the_state_file(tmp_path: Path, sleeper: Any) -> None:
     path = tmp_path / "job.json"
     noted(path, Identity.of(sleeper.pid))
     Job.load(path).kill()

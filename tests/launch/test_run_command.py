@@ -51,7 +51,7 @@ def test_there_is_no_such_script(tmp_path: Path) -> None:
     assert "exitcode  : 2 " in done.stderr
 
 
-def test_ranks_compute_together_with_the_threads_they_were_given(tmp_path: Path) -> None:
+def test_ranks_compute_with_their_given_thread_counts(tmp_path: Path) -> None:
     script = _write(tmp_path, "sum.py", scripts.SUM)
     done = launch("monarch", "--nproc-per-node=3", script, directory=tmp_path, MONARCH="1", OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
@@ -130,7 +130,7 @@ def _pids(directory: Path) -> list[int]:
     return [int(word) for path in directory.glob("pids-?") for word in path.read_text().split()]
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_killed_launcher_leaves_no_processes(tmp_path: Path) -> None:
     script = _write(tmp_path, "waiting.py", scripts.WAITING)
     with launching("monarch", "--nproc-per-node=2", script, directory=tmp_path) as process:
         until(lambda: len([*tmp_path.glob("pids-?")]) == 2)
@@ -162,7 +162,7 @@ BUSY = {
 
 
 @pytest.mark.parametrize("kind", ["OpenMP", pytest.param("Python", marks=pytest.mark.slow)])
-def test_a_launcher_with_threads_forks_nothing(kind: str, tmp_path: Path) -> None:
+def test_launcher_with_threads_does_not_fork(kind: str, tmp_path: Path) -> None:
     program, reason = BUSY[kind]
     code = f"{program}; from monarch_backend.cli import main; import sys; sys.exit(main())"
     words = [sys.executable, "-c", code, "run", _write(tmp_path, "say.py", "print('said')")]
@@ -172,7 +172,7 @@ def test_a_launcher_with_threads_forks_nothing(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_fresh_interpreters_for_who_wants_them(tmp_path: Path) -> None:
+def test_fresh_interpreters_on_request(tmp_path: Path) -> None:
     script = _write(tmp_path, "say.py", "import sys; print('said', sys.argv)")
     done = launch("monarch", script, "x", directory=tmp_path, MONARCH_START_METHOD="spawn")
     assert (done.returncode, done.stdout) == (0, f"said ['{script}', 'x']\n")

@@ -34,7 +34,7 @@ def test_the_agent_finds_the_start_by_the_name_that_we_replace() -> None:
     assert set(names) - {"start_method"} <= set(taken)
 
 
-def test_what_torch_s_own_start_does_besides() -> None:
+def test_torch_start_processes_has_the_expected_steps() -> None:
     """It makes the context, starts it, and closes it when that fails: so does ours."""
     source = inspect.getsource(local_elastic_agent.start_processes)
     assert source.endswith(
@@ -63,7 +63,7 @@ def test_the_first_pause_of_a_rendezvous() -> None:
     assert waited == [1]
 
 
-def test_what_torch_asks_of_a_process() -> None:
+def test_torch_uses_the_expected_process_attributes() -> None:
     source = inspect.getsource(SubprocessContext)
     assert set(re.findall(r"(?:handler|sh)\.proc\.(\w+)", source)) == {"poll", "pid", "wait"}
     assert set(re.findall(r"(?:handler|sh)\.(\w+)", source)) <= {"proc", "close", "SubprocessHandler"}
@@ -76,7 +76,7 @@ def test_subprocess_handler_found_by_replaced_name() -> None:
     assert 'kwargs["start_new_session"] = True' in source and "os.killpg(self.proc.pid, death_sig)" in source
 
 
-def test_what_a_context_knows_when_it_starts() -> None:
+def test_context_has_the_expected_attributes_at_start() -> None:
     names = PContext.__init__.__code__.co_names
     assert {"args", "envs", "stdouts", "stderrs", "nprocs"} <= set(names)
     assert "_start" in PContext.start.__code__.co_names

@@ -29,7 +29,7 @@ def _said_by(rank: int, shown: Sequence[tuple[int, bytes]]) -> list[bytes]:
     return [line for ranks, line in shown if ranks >> rank & 1]
 
 
-def test_what_all_say_is_shown_at_once_with_what_came_before_it() -> None:
+def test_line_of_all_ranks_is_shown_at_once_after_earlier_lines() -> None:
     fold = _fold_of(3)
     fold.add(0, [b"hello 0", b"a", b"b"], 0.0)
     fold.add(1, [b"hello 1", b"a"], 0.1)
@@ -88,7 +88,7 @@ def test_ranks_that_left_are_not_waited_for() -> None:
     assert _words(fold.take(0.0)) == [([0], b"b")]
 
 
-def test_without_a_window_nothing_waits_and_nothing_folds() -> None:
+def test_zero_window_neither_delays_nor_folds_lines() -> None:
     fold = _fold_of(2, window=1.0)
     fold.add(0, [b"old"], 0.0)
     fold.window = 0.0
@@ -137,7 +137,7 @@ def _lines(rng: random.Random, count: int, kind: str, rank: int) -> list[bytes]:
 
 @pytest.mark.parametrize("kind", ["alphabet", "story", "mixed"])
 @pytest.mark.parametrize("seed", range(40))
-def test_nothing_is_lost_doubled_or_out_of_order(seed: int, kind: str) -> None:
+def test_random_schedules_keep_every_line_once_and_in_order(seed: int, kind: str) -> None:
     """Random schedules of sayings, time, looks, leavings and flushes; also: no line is shown after its window."""
     rng = random.Random(f"{seed} {kind}")
     ranks = rng.choice((1, 2, 3, 8, 70))

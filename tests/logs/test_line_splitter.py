@@ -112,7 +112,7 @@ def test_records_have_levels_and_inner_line_ends() -> None:
     ]
 
 
-def test_the_splitter_says_when_there_are_records() -> None:
+def test_splitter_reports_whether_it_has_records() -> None:
     splitter = LineSplitter()
     splitter.feed(b"plain\n")
     assert not splitter.has_records

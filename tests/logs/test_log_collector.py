@@ -120,14 +120,14 @@ def workers(collector: LogCollector) -> Iterator[Callable[[MeshLog, int], list[W
 Workers = Callable[[MeshLog, int], list[Worker]]
 
 
-def test_what_all_ranks_say_is_one_line_at_once(screen: Screen, workers: Workers) -> None:
+def test_line_of_all_ranks_is_shown_once_at_once(screen: Screen, workers: Workers) -> None:
     for worker in workers(_mesh(), 8):
         worker.say("ready\n")
     screen.wait_for("\n")  # long before the window's end
     assert screen.getvalue() == "[gpus 0,1,2,3,4,5,6,7] ready\n"
 
 
-def test_what_some_ranks_say_is_one_line_after_the_window(screen: Screen, workers: Workers) -> None:
+def test_line_of_some_ranks_is_shown_once_after_the_window(screen: Screen, workers: Workers) -> None:
     mesh = _mesh(aggregate_window_sec=0.2)
     team = workers(mesh, 4)
     for turn in range(10):
@@ -141,7 +141,7 @@ def test_what_some_ranks_say_is_one_line_after_the_window(screen: Screen, worker
     assert screen.getvalue().endswith(f"[gpus 1,2] {said}")
 
 
-def test_stdout_and_stderr_go_where_they_belong(
+def test_stdout_and_stderr_stay_separate(
     capsys: pytest.CaptureFixture[str], collector: LogCollector, workers: Workers
 ) -> None:
     for worker in workers(_mesh(), 2):
@@ -151,9 +151,7 @@ def test_stdout_and_stderr_go_where_they_belong(
     assert capsys.readouterr() == ("[gpus 0,1] to out\n", "[gpus 0,1] to err\n")
 
 
-def test_flush_writes_all_that_was_said_and_only_of_that_mesh(
-    screen: Screen, collector: LogCollector, workers: Workers
-) -> None:
+def test_flush_writes_all_lines_of_one_mesh_only(screen: Screen, collector: LogCollector, workers: Workers) -> None:
     ours, theirs = _mesh("ours"), _mesh("theirs")
     (worker, _), (other, _) = workers(ours, 2), workers(theirs, 2)
     worker.say("line\nno line end")
@@ -224,7 +222,7 @@ def test_output_of_any_program_comes_without_its_help(screen: Screen, collector:
     assert sorted(screen.getvalue().splitlines()) == ["[gpus 0] one", "[gpus 0] three", "[gpus 0] two"]
 
 
-def test_the_end_of_the_pipes_closes_everything(screen: Screen, collector: LogCollector, workers: Workers) -> None:
+def test_end_of_the_pipes_closes_all_descriptors(screen: Screen, collector: LogCollector, workers: Workers) -> None:
     mesh = _mesh()
     team = workers(mesh, 3)
     thread = collector._thread
@@ -244,7 +242,7 @@ def test_the_end_of_the_pipes_closes_everything(screen: Screen, collector: LogCo
     screen.wait_for("hello")
 
 
-def test_remove_closes_pipes_that_somebody_still_holds(
+def test_remove_closes_pipes_that_other_processes_hold(
     screen: Screen, collector: LogCollector, workers: Workers
 ) -> None:
     mesh, other = _mesh("one"), _mesh("two")
@@ -421,7 +419,7 @@ def test_files_get_every_line(screen: Screen, collector: LogCollector, workers: 
     assert (tmp_path / "elsewhere" / "tra_iners" / "gpus_0.stdout").read_bytes() == b"d\n"
 
 
-def test_files_that_cannot_be_written_are_said_once(
+def test_unwritable_log_files_are_reported_once(
     screen: Screen, collector: LogCollector, workers: Workers, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -474,7 +472,7 @@ def test_a_stdout_that_cannot_write_every_character(
     assert raw.getvalue() == b"[gpus 0] na\\xefve\n"
 
 
-def test_flush_gives_up_in_time_and_nothing_is_lost(screen: Screen, collector: LogCollector, workers: Workers) -> None:
+def test_flush_times_out_without_losing_lines(screen: Screen, collector: LogCollector, workers: Workers) -> None:
     (worker,) = workers(_mesh(), 1)
     screen.open.clear()
     worker.say("one\n")
@@ -487,7 +485,7 @@ def test_flush_gives_up_in_time_and_nothing_is_lost(screen: Screen, collector: L
     assert screen.getvalue() == "[gpus 0] one\n[gpus 0] two\n"
 
 
-def test_what_comes_while_the_lock_is_given_back_is_written(
+def test_lines_that_arrive_at_lock_release_are_written(
     screen: Screen, collector: LogCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever has given up waiting for the lock relies on its holder to look once more."""
@@ -570,7 +568,7 @@ def test_a_closed_collector_takes_no_more(screen: Screen) -> None:
         ({"color": True}, "unexpected keyword argument 'color'"),
     ],
 )
-def test_wrong_options_are_refused_and_change_nothing(options: dict[str, Any], error: str) -> None:
+def test_wrong_options_are_refused_without_effect(options: dict[str, Any], error: str) -> None:
     mesh = _mesh()
     before = mesh.options
     with pytest.raises((ValueError, TypeError), match=error):
@@ -579,7 +577,7 @@ def test_wrong_options_are_refused_and_change_nothing(options: dict[str, Any], e
 
 
 @may_fork
-def test_a_forked_child_has_no_part_in_it(screen: Screen, collector: LogCollector, workers: Workers) -> None:
+def test_forked_child_does_not_collect(screen: Screen, collector: LogCollector, workers: Workers) -> None:
     mesh = _mesh()
     team = workers(mesh, 2)
     team[0].say("waits\n")
@@ -645,7 +643,7 @@ def test_fork_while_the_thread_writes(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_writers_lose_nothing(
+def test_random_writers_lose_no_lines(
     seed: int, screen: Screen, collector: LogCollector, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_collector, "_PARTIAL_LINE_TIMEOUT_S", FOREVER)  # a slow machine must not tear lines
@@ -798,7 +796,7 @@ sys.stdout.write("main ends\\n")  # in one piece, as the collector writes beside
 """
 
 
-def test_nothing_is_lost_at_exit() -> None:
+def test_no_lines_are_lost_at_exit() -> None:
     done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=120, check=True)
     assert done.stderr == ""
     assert sorted(done.stdout.splitlines()) == sorted(["[[0]] x"] * 1000 + ["[[0]] half a line", "main ends"])

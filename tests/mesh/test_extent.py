@@ -96,7 +96,7 @@ def test_extents_and_points_pickle(sizes: dict[str, int], protocol: int) -> None
             assert back == thing and hash(back) == hash(thing) and type(back) is type(thing)
 
 
-def test_nothing_can_be_set() -> None:
+def test_extent_is_immutable() -> None:
     for thing, name in itertools.product((BOTH, BOTH.point(1), Shape.of(BOTH)), ("rank", "extent", "sizes", "new")):
         with pytest.raises(AttributeError):
             setattr(thing, name, 1)
@@ -294,7 +294,7 @@ def test_strides_where_there_are_some() -> None:
     assert square.without(range(1, 16, 2)).strides == (2,)
 
 
-def test_shapes_are_equal_by_what_they_select() -> None:
+def test_shapes_are_equal_if_they_select_the_same_ranks() -> None:
     one = Extent.of({"x": 1, "y": 3})
     assert Shape(one, (7, 2), 1) == Shape(one, (0, 2), 1) == Shape.from_ranks(one, [1, 3, 5])
     assert len({Shape(one, (7, 2), 1), Shape(one, (0, 2), 1)}) == 1
@@ -485,7 +485,7 @@ def test_one_rank_is_named_like_its_point(extent: Extent) -> None:
     assert [ranks_in_words(extent, [point.rank]) for point in extent] == [str(point) for point in extent]
 
 
-def test_a_huge_set_is_named_in_little_time_and_room() -> None:
+def test_name_of_a_huge_rank_set_is_fast_and_short() -> None:
     extent = Extent.of({"hosts": 100, "gpus": 100})
     ranks = random.Random(0).sample(range(len(extent)), 5000)
     words = ranks_in_words(extent, ranks)

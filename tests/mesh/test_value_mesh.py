@@ -64,7 +64,7 @@ def test_slices_share_the_values() -> None:
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_pickling_takes_what_is_shown(protocol: int) -> None:
+def test_pickling_a_slice_keeps_only_its_values(protocol: int) -> None:
     whole = ValueMesh(BOTH, [bytes([i]) * 10_000 for i in range(8)])
     for mesh in (whole, whole.slice(gpus=1), whole.without([0, 3]), whole.slice(gpus=0, hosts=1), whole.flatten("x")):
         sent = pickle.dumps(mesh, protocol)

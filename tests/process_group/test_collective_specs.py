@@ -180,9 +180,7 @@ class _Recorder:
 
 
 @each_collective
-def test_staged_route_writes_back_what_the_collective_writes(
-    spec: CollectiveSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staged_route_writes_back_written_tensors(spec: CollectiveSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = []
 
     def all_on_host(values: Any) -> Any:

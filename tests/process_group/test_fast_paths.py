@@ -22,7 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from monarch_backend import CollectiveArgumentError, CollectiveMismatchError, RankFailedError
 from monarch_backend.process_group import MonarchProcessGroup, _process_group
-from monarch_backend.process_group._collective_specs import with_shortcut
+from monarch_backend.process_group._collective_specs import with_fast_path
 from monarch_backend.process_group._shm import shm_backend
 from tests.support.collective_references import REFERENCES, arguments, given_by, options
 from tests.support.ranks import RankFailedError as DeadRank
@@ -82,7 +82,7 @@ def test_common_calls_run_no_python_function_except_wait() -> None:
 
 
 def test_table_of_collectives_has_each_fast_path() -> None:
-    assert {name for name, _ in with_shortcut()} == {
+    assert {name for name, _ in with_fast_path()} == {
         "allreduce",
         "reduce",
         "broadcast",
@@ -98,7 +98,7 @@ def test_table_of_collectives_has_each_fast_path() -> None:
 
 
 def _ways(rank: int) -> list[bool]:
-    """Results by the shortcut and by the method, for what shortcuts take and for what they don't."""
+    """Results of the fast path and of the method agree, for calls that fast paths take and for others."""
     group = dist.group.WORLD
     method = type(group).allreduce
     same = []
@@ -131,7 +131,7 @@ class _Sub(torch.Tensor):
 
 
 def _passed_on(rank: int) -> list[str]:
-    """Calls that mean more than a shortcut knows; what is wrong is said in words."""
+    """Calls that no fast path handles take the method, whose errors say what is wrong."""
     said = []
 
     def refused(call: Callable[[], Any]) -> None:
@@ -169,13 +169,13 @@ def test_unsupported_arguments_take_the_python_path() -> None:
 
 
 def _mixed_ways(rank: int) -> list[str]:
-    """One rank takes the shortcut, the other the method."""
+    """One rank takes the fast path, the other the method."""
     group = dist.group.WORLD
     said = []
     for turn in range(2):
         for dtype in shm_backend._DTYPES:
-            for name, spec in with_shortcut():
-                if name not in group._shortcuts:
+            for name, spec in with_fast_path():
+                if name not in group._fast_paths:
                     continue
                 given = [given_by(spec, each, 2) for each in range(2)]
                 outputs = [tensor.to(dtype) for tensor in REFERENCES[spec.key](given, rank, 0)]
@@ -235,7 +235,7 @@ def test_works_of_fast_paths_complete() -> None:
 
 def _watchers(_rank: int) -> tuple[int, int]:
     group = dist.new_group([0, 1])
-    counts = len(group._shortcuts)
+    counts = len(group._fast_paths)
     kept, finished, wrapped = group.allreduce, [], []
     original = group.broadcast
     group.broadcast = lambda *args: (wrapped.append(1), original(*args))[1]
@@ -249,13 +249,13 @@ def _watchers(_rank: int) -> tuple[int, int]:
     assert "allreduce" not in vars(group)
     with pytest.raises(RuntimeError, match="destroyed"):
         kept([torch.ones(1)])
-    return counts, len(group._shortcuts)
+    return counts, len(group._fast_paths)
 
 
 def test_hooks_and_close_disable_fast_paths() -> None:
     for many, none in run_ranks(_watchers, 2):
         assert many == sum(
-            isinstance(getattr(MonarchProcessGroup, name, None), FunctionType) for name, _ in with_shortcut()
+            isinstance(getattr(MonarchProcessGroup, name, None), FunctionType) for name, _ in with_fast_path()
         )
         assert none == 0
 
@@ -270,7 +270,7 @@ def _overridden(_rank: int) -> int:
 
     _process_group.MonarchProcessGroup = Counting  # what `create` makes
     group = dist.new_group([0, 1])
-    assert "broadcast" in group._shortcuts
+    assert "broadcast" in group._fast_paths
     dist.all_reduce(torch.ones(1), group=group)
     return len(calls)
 
@@ -408,10 +408,10 @@ def test_fast_path_raises_rank_failures() -> None:
 
 def test_torch_has_the_methods_and_options_of_fast_paths() -> None:
     """The options' types and fields, and the methods' names, are torch's."""
-    for name, spec in with_shortcut():
+    for name, spec in with_fast_path():
         assert hasattr(spec.options(), "asyncOp"), name
     assert c10d.BarrierOptions().device is None
     assert c10d.BarrierOptions().device_ids == []
     assert {int(getattr(dist.ReduceOp.RedOpType, name)) for name in shm_backend._OPS} == set(range(8))
-    known = {name for name, _ in with_shortcut() if hasattr(dist.ProcessGroup, name)}
+    known = {name for name, _ in with_fast_path() if hasattr(dist.ProcessGroup, name)}
     assert known >= {"allreduce", "broadcast", "reduce", "allgather", "barrier"}

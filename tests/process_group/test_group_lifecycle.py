@@ -433,7 +433,7 @@ def _again_and_again(rank: int, address: str) -> None:
     assert threading.active_count() == 1
 
 
-def test_init_and_destroy_ten_times_leaves_nothing() -> None:
+def test_ten_inits_and_destroys_leave_no_resources() -> None:
     run_ranks(_again_and_again, 2, backend=None)
 
 
@@ -449,5 +449,5 @@ def _group_after_group(rank: int) -> None:
     _no_more_than(first)
 
 
-def test_many_groups_in_turn_leave_nothing() -> None:
+def test_many_successive_groups_leave_no_resources() -> None:
     run_ranks(_group_after_group, 2)

@@ -73,7 +73,7 @@ def test_agree_after_death_of_rank_waits_for_its_successor() -> None:
     assert len({future.result(PATIENCE_S) for future in [*early, *_begin(store, [1], 3)]}) == 1
 
 
-def test_agree_after_death_of_rank_names_it() -> None:
+def test_agree_after_death_of_rank_names_the_rank() -> None:
     store = dist.HashStore()
     _dead_rank(store)
     for text in _errors(_begin(store, [0, 2], 3, BRIEFLY_S)):

@@ -178,7 +178,7 @@ def test_subgroups_have_their_own_routes(three: Hosts) -> None:
     assert uneven == "cpu -> shm+gloo (shared memory + gloo: 2 hosts, 2 + 1 ranks)"
 
 
-def test_wrong_local_rank_variables_change_nothing(three: Hosts) -> None:
+def test_wrong_local_rank_variables_are_ignored(three: Hosts) -> None:
     lie = ON | {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "0", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     answers = run_on_hosts(three, TWO_BY_TWO, _routes, env=lie)
     assert answers == [["cpu -> shm+gloo (shared memory + gloo: 2 hosts x 2 ranks)"]] * 4
@@ -561,7 +561,7 @@ def test_ddp_trains_as_over_gloo(three: Hosts, placement: tuple[int, ...], hook:
 # The hosts themselves -----------------------------------------------------------------------------------------------
 
 
-def test_destroyed_groups_leave_nothing_behind() -> None:
+def test_destroyed_groups_leave_no_resources() -> None:
     def links() -> str:
         return subprocess.run(["ip", "-brief", "link"], check=True, capture_output=True, text=True).stdout
 

@@ -130,7 +130,7 @@ def _sizes(rank: int, sizes: Sequence[int]) -> dict[str, int]:
     return _carried()
 
 
-def test_messages_of_sizes_around_the_minimum_and_far_above_arrive(run: Run) -> None:
+def test_messages_around_and_above_the_minimum_size_arrive(run: Run) -> None:
     least = eligibility.wanted_least()
     sizes = [0, 1, 256, 4096, least - 1, least, least + 1, MIB + 3, 5 * MIB, 64 * MIB]
     for carried in run(_sizes, (0, 1), sizes, env={}):
@@ -488,7 +488,7 @@ def test_gloo_wait_that_ends_early_is_a_timeout(monkeypatch: pytest.MonkeyPatch)
         clock = far_module._Clock(far, seconds)  # type: ignore[arg-type]
         clock.begin()
         now += seconds / 7  # something took a while before
-        with pytest.raises(far_module._Fault) as caught:
+        with pytest.raises(far_module._Failure) as caught:
             far_module._PeerExchange(far, 1, 0, clock).wait(Late())  # type: ignore[arg-type]
         assert caught.value.args[0][:2] == ("late", 1)
 
@@ -962,7 +962,9 @@ def test_control_messages_round_trip() -> None:
 def test_control_message_tags_do_not_collide_with_user_tags() -> None:
     """From each other and from those of the stages of collectives, which begin at 2**30."""
     told = {p2p_protocol.announced(tag) for tag in (0, 1, p2p_protocol.MAX_TAG - 1)}
-    talks = {p2p_protocol.talk(n, *pair) for n in (0, 1, p2p_protocol.MAX_EXCHANGES - 1) for pair in ((0, 1), (1, 0))}
+    talks = {
+        p2p_protocol.exchange_tag(n, *pair) for n in (0, 1, p2p_protocol.MAX_EXCHANGES - 1) for pair in ((0, 1), (1, 0))
+    }
     assert len(told) == 3
     assert len(talks) == 6
     assert max(told) < min(talks)

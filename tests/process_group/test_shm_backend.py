@@ -353,7 +353,7 @@ def _no_room(rank: int) -> list[str]:
     return routes
 
 
-def test_group_without_room_in_the_arena_takes_gloo() -> None:
+def test_group_with_full_arena_uses_gloo() -> None:
     first, second = run_ranks(_no_room, 2, env={"MONARCH_SHM_ARENA_BYTES": str(2 << 20)})
     assert first == second
     assert first[0] == "shm"

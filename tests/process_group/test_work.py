@@ -120,7 +120,7 @@ def _reduce_scatter_twice(rank: int) -> None:
 
 
 @pytest.mark.parametrize("shm", ["0", "1"])
-def test_second_wait_changes_nothing(shm: str) -> None:
+def test_second_wait_has_no_effect(shm: str) -> None:
     run_ranks(_reduce_scatter_twice, 2, env={"MONARCH_SHM": shm})
 
 

@@ -53,7 +53,7 @@ def test_cores_keep_hardware_threads_together(tmp_path: Path, count: int, expect
     assert written(plan("cores", count, system=root, allowed=range(8))) == expected
 
 
-def test_cores_take_only_what_is_allowed(tmp_path: Path) -> None:
+def test_cores_are_chosen_from_the_allowed_ones(tmp_path: Path) -> None:
     root = machine(tmp_path, ["0-7"])
     assert written(plan("cores", 2, system=root, allowed={1, 2, 5})) == ["1", "2,5"]
     assert written(plan("cores", 2, system=tmp_path / "nothing", allowed={1, 2})) == ["1", "2"]
@@ -96,7 +96,7 @@ def test_lists_and_functions(tmp_path: Path) -> None:
         (lambda rank: [5], "of process 0: cpus 5 can't be used"),
     ],
 )
-def test_what_cannot_be_is_said(proc_bind: ProcBind, message: str) -> None:
+def test_impossible_binding_is_reported(proc_bind: ProcBind, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(proc_bind, 2, allowed={0, 1})
 
@@ -126,6 +126,6 @@ def test_bind_takes_cpus_and_with_several_nodes_their_memory(tmp_path: Path, nod
     assert out.stdout.split() == ["True", str(nodes == 2)], out.stderr
 
 
-def test_bind_refuses_what_cannot_be() -> None:
+def test_bind_refuses_invalid_values() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         cpu_affinity.bind(frozenset({100_000}))

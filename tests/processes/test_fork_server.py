@@ -340,7 +340,7 @@ def test_a_child_ends_as_an_interpreter_does(host: Host) -> None:
     assert (outcome.out, outcome.exited.returncode) == ("main\nthread\natexit", 0)
 
 
-def test_core_dumps_are_told(host: Host, tmp_path: Path) -> None:
+def test_core_dumps_are_reported(host: Host, tmp_path: Path) -> None:
     if Path("/proc/sys/kernel/core_pattern").read_text().startswith("|"):
         pytest.skip("cores go to a program here")
 
@@ -363,7 +363,7 @@ def test_kill(host: Host) -> None:
         host.spawner.kill(started.id, 999)
 
 
-def test_killed_before_it_was_started(own_host: Host) -> None:
+def test_process_killed_before_its_start(own_host: Host) -> None:
     first, second = own_host.spawner.spawn([spec(nothing), spec(nothing)])
     own_host.spawner.kill(second)  # the server imports torch and has not looked yet
     assert "signal 9 was sent to it before it was started" in own_host.wait(second, SpawnFailed).reason
@@ -467,7 +467,7 @@ def controllers() -> Iterator[dict[str, dict[str, int]]]:
 
 
 @pytest.mark.parametrize("number", DEADLY)
-def test_nothing_outlives_the_controller(number: signal.Signals, controllers: dict[str, dict[str, int]]) -> None:
+def test_no_process_outlives_the_controller(number: signal.Signals, controllers: dict[str, dict[str, int]]) -> None:
     pids = controllers[number.name]
     assert len(pids) == 14
     with Watch(pids) as watch:
@@ -475,7 +475,7 @@ def test_nothing_outlives_the_controller(number: signal.Signals, controllers: di
         assert watch.left_after(QUICKLY) == []
 
 
-def test_nothing_outlives_the_controller_but_its_own_copy(controllers: dict[str, dict[str, int]]) -> None:
+def test_only_a_fork_outlives_the_controller(controllers: dict[str, dict[str, int]]) -> None:
     pids = dict(controllers["copied"])
     copy = pids.pop("copy")
     with Watch(pids) as watch, Watch({"copy": copy}) as copies:
@@ -522,7 +522,7 @@ def test_the_server_dies(own_host: Host) -> None:
     assert own_host.run(lambda: print("again")).out == "again\n"  # from a new server
 
 
-def test_the_server_dies_before_it_has_answered(own_host: Host) -> None:
+def test_server_that_dies_before_its_reply_is_an_error(own_host: Host) -> None:
     number = own_host.spawn(nothing)
     while own_host.spawner._process is None:
         threading.Event().wait(0.001)
@@ -538,7 +538,7 @@ def test_the_server_is_asked_to_end(own_host: Host) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_process_dies_with_the_server_in_whatever_state(
+def test_process_in_any_state_dies_with_the_server(
     own_host: Host, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MONARCH_START_METHOD", method)
@@ -647,7 +647,7 @@ def test_garbage_ends_its_connection_only(host: Host, garbage: bytes) -> None:
     assert host.run(lambda: print("fine")).out == "fine\n"
 
 
-def test_files_nobody_asked_for_are_closed(host: Host) -> None:
+def test_unexpected_descriptors_of_a_message_are_closed(host: Host) -> None:
     read, write = os.pipe()
     with connect(host) as sock:
         socket.send_fds(sock, [frame(Kill(77, 9))], [write] * 5)
@@ -726,7 +726,7 @@ def test_unsafe_to_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog:
         host.spawner.close()
 
 
-def test_what_processes_will_need_is_imported_once_when_the_first_of_them_comes(host: Host) -> None:
+def test_modules_of_processes_are_imported_once_before_the_first_fork(host: Host) -> None:
     name = "monarch_backend.cli"
 
     def tell() -> None:
@@ -741,7 +741,7 @@ def test_what_processes_will_need_is_imported_once_when_the_first_of_them_comes(
     assert host.run(tell).out == first.out
 
 
-def test_the_server_imports_nobody_elses_modules(host: Host) -> None:
+def test_server_imports_only_modules_of_the_package(host: Host) -> None:
     reason = host.wait(host.spawn(nothing, imports=["antigravity"]), SpawnFailed).reason
     assert reason == "the fork server imports modules of monarch_backend only, not antigravity"
     reason = host.wait(host.spawn(nothing, imports=["monarch_backend.no_such_room"]), SpawnFailed).reason
@@ -899,7 +899,7 @@ def test_a_forked_copy_of_the_controller_has_no_spawner(host: Host) -> None:
 # Closing and failing
 
 
-def test_close_tells_all_ends() -> None:
+def test_close_reports_all_exits() -> None:
     host = Host()
     ids = host.spawner.spawn([spec(signal.pause) for _ in range(5)])
     pids = {str(number): host.wait(number, Started).pid for number in ids}
@@ -999,7 +999,7 @@ def test_a_server_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> Non
     host.spawner.close()
 
 
-def test_what_is_refused_at_once(host: Host) -> None:
+def test_invalid_spawn_arguments_are_refused_at_once(host: Host) -> None:
     with pytest.raises(ValueError, match="spawn needs at least one process"):
         host.spawner.spawn([])
     with pytest.raises(ValueError, match=r"process 'big 1' can't be sent to the fork server: 6\d+ bytes, and 6\d+ are"):
@@ -1016,7 +1016,7 @@ def test_what_is_refused_at_once(host: Host) -> None:
         host.spawn(nothing, stdout=9999)
 
 
-def test_a_fork_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_fork_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 

@@ -81,7 +81,7 @@ def _mode(path: Path) -> int:
 
 
 @pytest.mark.usefixtures("_umask")
-def test_state_directories_are_private_whatever_the_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_directories_are_private_with_any_umask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "new" / "state"))
     root = tmp_path / "new" / "state" / "monarch_backend"
     assert log_file(None).parent == root / "logs"

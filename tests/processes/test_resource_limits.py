@@ -92,11 +92,11 @@ def test_limits_of_the_user(tmp_path: Path) -> None:
     )
 
 
-def test_a_system_that_says_nothing_limits_nothing(tmp_path: Path) -> None:
+def test_system_without_reported_limits_has_no_limits(tmp_path: Path) -> None:
     assert text_of(1_000_000, system(tmp_path, {})) == ""
 
 
-def test_this_system_has_room_for_a_few() -> None:
+def test_this_system_can_start_a_few_processes() -> None:
     resource_limits.check_spawn(2, plain=True, descriptors_each=2)
     with pytest.raises(SpawnLimitError, match="can't start 100000000 processes"):
         resource_limits.check_spawn(100_000_000, plain=False, descriptors_each=0)
@@ -135,7 +135,7 @@ for kills, ours in ((3, False), (4, False), (4, False), (5, True)):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="fork is for Linux")
-def test_an_out_of_memory_kill_is_told_from_others(tmp_path: Path) -> None:
+def test_out_of_memory_kill_is_distinguished(tmp_path: Path) -> None:
     files = {"self": "0::/box\n", "cgroup/box/memory.events": "oom_kill 3\n", "vmstat": "oom_kill 0\n"}
     system(tmp_path, files)
     command = [sys.executable, "-c", OOM, str(tmp_path)]

@@ -32,7 +32,7 @@ class RouteCase:
     name: str  # as RDMABuffer.backend
     environment: dict[str, str] = field(default_factory=dict)
     shared: bool = False  # the memory is that of rdma.empty
-    way: int = 1  # as enum Way (csrc/memory/same_host.h)
+    way: int = 1  # as enum CopyMethod (csrc/memory/same_host.h)
     device: bool = False  # the memory is a pretended GPU's, on both sides
     refuses: str = ""  # what its driver refuses
     nic: bool = False  # that is pretended, too, and does not reach the GPU
@@ -179,7 +179,7 @@ class Process(Actor):
         native, until = registrations.registry().native, time.monotonic() + 10
         while True:
             buffer.read_into(self.mine("tensor", buffer.size())).get()  # they have met
-            found = int(native.way(handle.token, handle.ticket))
+            found = int(native.copy_method(handle.token, handle.ticket))
             if found == self.route.way or not self.route.torch or time.monotonic() > until:
                 return found  # torch's way is there a moment after the first transfer
 

@@ -122,7 +122,7 @@ def test_pointers_to_objects(use: Callable[[Any], object], make: Callable[[], An
         use(make())
 
 
-def test_what_only_has_the_letter_in_its_name(buffer: RDMABuffer) -> None:
+def test_structured_arrays_with_o_in_field_names_work(buffer: RDMABuffer) -> None:
     for dtype in ([("O", "f8")], [("Of", [("O2", "i4")]), ("b", "i4")], [("O", "M8[s]")]):
         array = np.zeros(8, dtype=dtype)
         buffer.write_from(array).get()
@@ -152,7 +152,7 @@ SCATTERED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("make", SCATTERED.values(), ids=SCATTERED)
-def test_what_is_not_contiguous(use: Callable[[Any], object], make: Callable[[], Any]) -> None:
+def test_noncontiguous_memory_is_refused(use: Callable[[Any], object], make: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match="is not contiguous"):
         use(make())
 
@@ -162,7 +162,7 @@ def test_what_is_not_contiguous(use: Callable[[Any], object], make: Callable[[],
     [torch.empty(0), torch.empty(3, 0, 2), np.empty(0), np.empty(0, "M8[s]"), b"", bytearray(), memoryview(b"")],
     ids=["tensor", "dimensions", "array", "dates", "bytes", "bytearray", "memoryview"],
 )
-def test_what_has_no_bytes(use: Callable[[Any], object], empty: Any) -> None:
+def test_empty_memory_is_refused(use: Callable[[Any], object], empty: Any) -> None:
     with pytest.raises(ValueError, match="has no bytes"):
         use(empty)
 
@@ -179,7 +179,7 @@ def _fixed() -> np.ndarray:
     [bytes(NBYTES), memoryview(bytes(NBYTES)), _fixed(), _fixed().view("M8[s]")],
     ids=["bytes", "memoryview", "array", "dates"],
 )
-def test_what_may_not_be_written_to(buffer: RDMABuffer, name: str, fixed: Any) -> None:
+def test_readonly_destination_is_refused(buffer: RDMABuffer, name: str, fixed: Any) -> None:
     with pytest.raises(ValueError, match="dst is read-only"):
         USES[name](buffer, fixed)
     buffer.write_from(fixed).get()  # it can be read
@@ -203,7 +203,7 @@ def test_parts_that_there_are_not(buffer: RDMABuffer, start: int | None, stop: i
         buffer[start:stop]
 
 
-def test_what_does_not_fit(buffer: RDMABuffer) -> None:
+def test_sizes_that_do_not_match_are_refused(buffer: RDMABuffer) -> None:
     with pytest.raises(ValueError, match=f"dst has {NBYTES - 1} bytes and the buffer {NBYTES}: read a part"):
         buffer.read_into(bytearray(NBYTES - 1))
     with pytest.raises(ValueError, match=f"src has {NBYTES + 1} bytes and the buffer {NBYTES}: they do not fit"):
@@ -302,7 +302,7 @@ def test_sums_and_differences() -> None:
 
 
 @pytest.mark.parametrize("number", [2.0, np.float64(2), "2", torch.tensor(2.0)], ids=lambda each: type(each).__name__)
-def test_what_is_no_integer(buffer: RDMABuffer, number: Any) -> None:
+def test_nonintegers_are_refused(buffer: RDMABuffer, number: Any) -> None:
     dst = bytearray(8)
     calls: list[Callable[[], object]] = [
         lambda: buffer[number:8],
@@ -397,7 +397,7 @@ def _two(route: str) -> Iterator[tuple[ActorMesh, ActorMesh]]:
 @pytest.mark.parametrize("atomic", [False, True], ids=["read", "atomic"])
 @pytest.mark.parametrize("route", SAID)
 @pytest.mark.usefixtures("faults")
-def test_the_way_on_one_host_is_said_once(route: str, atomic: bool) -> None:
+def test_copy_method_on_one_host_is_logged_once(route: str, atomic: bool) -> None:
     with _two(route) as (owner, reader):
         buffer = owner.own.call_one("tensor", 4096).get()
         assert reader.backend.call_one(buffer).get() == "same host", "asked for before they have met"
@@ -450,7 +450,7 @@ def _between_hosts(path: Path, mark: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("tls", [None, pytest.param("0", marks=pytest.mark.slow)], ids=["by default", "not wanted"])
-def test_what_goes_between_hosts_is_encrypted(tls: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traffic_between_hosts_is_encrypted(tls: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MONARCH_TLS", raising=False)
     monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", "tcp")
     if tls is not None:

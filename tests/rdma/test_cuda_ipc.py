@@ -17,7 +17,7 @@ from monarch_backend._rdma.handle import Handle
 from monarch_backend.rdma import RDMAError
 
 
-def test_what_torch_shares() -> None:
+def test_reduce_tensor_returns_the_expected_arguments() -> None:
     """All but these stands in what `reduce_tensor` returns, so that they must stay the same on both sides."""
     assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters) == [
         "tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device",
@@ -47,12 +47,12 @@ def test_counter_files_are_removed_once() -> None:
 
 
 @pytest.mark.parametrize("keep", [bytearray(8), torch.zeros(2).untyped_storage()], ids=["array", "cpu"])
-def test_what_is_not_torch_s(keep: Any) -> None:
+def test_memory_not_allocated_by_torch_is_refused(keep: Any) -> None:
     with pytest.raises(RDMAError, match="no tensor's memory"):
         cuda_ipc.share(keep, 0)
 
 
-def _lent(lends: bool) -> tuple[cuda_ipc.Lent, list[Any]]:
+def _torch_mappings(succeeds: bool) -> tuple[cuda_ipc.TorchMappings, list[Any]]:
     """With a program that has met nobody, and what it would do later."""
     later: list[Any] = []
     program: Any = SimpleNamespace(
@@ -60,8 +60,8 @@ def _lent(lends: bool) -> tuple[cuda_ipc.Lent, list[Any]]:
         pump=SimpleNamespace(later=lambda _, call: later.append(call)),
         router=SimpleNamespace(peer=lambda token: token),
     )
-    native = SimpleNamespace(lend=lambda *_: lends, returned=list)
-    return cuda_ipc.Lent(program, SimpleNamespace(native=native)), later  # type: ignore[arg-type]
+    native = SimpleNamespace(add_external_mapping=lambda *_: succeeds, take_unused_mappings=list)
+    return cuda_ipc.TorchMappings(program, SimpleNamespace(native=native)), later  # type: ignore[arg-type]
 
 
 def _handle(number: int) -> Handle:
@@ -77,27 +77,27 @@ def test_few_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cuda_ipc, "ask", ask)
     monkeypatch.setattr(cuda_ipc, "MAX_CACHED_REFUSALS", 3)
-    lent, later = _lent(True)
+    mappings, later = _torch_mappings(True)
     for number in [*range(4), 3, 2, 1]:
-        lent.want(_handle(number))
+        mappings.request(_handle(number))
     assert len(asked) == 4, "those that are remembered are not asked for again"
-    assert [bool(lent.why_not(_handle(number))) for number in range(4)] == [False, True, True, True]
-    assert lent.why_not(_handle(3)) == "RDMAError: no"
-    lent.want(_handle(0))
+    assert [bool(mappings.why_not(_handle(number))) for number in range(4)] == [False, True, True, True]
+    assert mappings.why_not(_handle(3)) == "RDMAError: no"
+    mappings.request(_handle(0))
     assert len(asked) == 5
-    assert not lent._asked and len(lent._refused) == 3
-    lent.forget("token")
-    assert not lent._refused and not later
+    assert not mappings._requested and len(mappings._refused) == 3
+    mappings.forget("token")
+    assert not mappings._refused and not later
 
 
-def test_of_an_owner_that_has_gone_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mappings_of_an_ended_owner_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_ipc, "ask", lambda *_: b"")
     monkeypatch.setattr(cuda_ipc, "adopt", lambda _: (object(), 4096))
-    lent, later = _lent(False)
-    lent.want(_handle(1))
-    assert not lent._kept and not lent._asked and not later
-    lent, later = _lent(True)
-    lent.want(_handle(1))
-    assert len(lent._kept) == len(later) == 1
-    lent.want(_handle(2))
+    mappings, later = _torch_mappings(False)
+    mappings.request(_handle(1))
+    assert not mappings._mapped and not mappings._requested and not later
+    mappings, later = _torch_mappings(True)
+    mappings.request(_handle(1))
+    assert len(mappings._mapped) == len(later) == 1
+    mappings.request(_handle(2))
     assert len(later) == 1, "one looks for all"

@@ -118,7 +118,7 @@ def _refused(rank: int) -> list[str]:
     return told
 
 
-def test_what_is_no_part_is_refused(pool: Pool) -> None:
+def test_partial_placements_and_wrong_shards_are_refused(pool: Pool) -> None:
     partial, own = pool(2).run(_refused)[0]
     assert partial.startswith("sum: ") and "redistribute() it first" in partial
     assert own.startswith("own: the local tensor has shape (3, 2)") and "make (2, 2) on this rank" in own
@@ -130,7 +130,7 @@ def _outside(rank: int) -> int:
     return len(local_shards.local("x", x).pieces)
 
 
-def test_a_rank_that_is_not_in_the_mesh_has_nothing(pool: Pool) -> None:
+def test_rank_outside_the_mesh_has_no_part(pool: Pool) -> None:
     assert pool(3).run(_outside) == [1, 0, 1]
 
 

@@ -257,7 +257,7 @@ def test_action_releases_its_arguments() -> None:
     buffer.drop()
 
 
-def test_buffers_stay_where_they_are_during_a_transfer() -> None:
+def test_buffers_stay_alive_during_a_transfer() -> None:
     buffer = RDMABuffer(torch.ones(64 * MIB, dtype=torch.uint8))
     with mmap.mmap(-1, 64 * MIB) as room:
         future = buffer.read_into(room)
@@ -548,13 +548,13 @@ def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> No
         host = _native.Host(64 * MIB)
         until(lambda: len(_watchers() - before) == 1, "its thread has its name")
         [watching] = _watchers() - before
-        registered, forever = _native.Memory(host), _native.Patient()
+        registered, forever = _native.Memory(host), _native.CancelScope()
         here = (ctypes.c_char * _Replaced.NBYTES)()
         there = owner.token, owner.ticket
         all_of_it = [(0, ctypes.addressof(here), len(here))]
         assert registered.move(*there, False, all_of_it, forever)[0] == DONE
         assert here.raw == b"A" * len(here)
-        assert registered.way(*there) == ROUTES["kernel"].way
+        assert registered.copy_method(*there) == ROUTES["kernel"].way
         with _held_up(watching):
             getattr(owner, replaced)()
             assert owner.shows() == _OTHERS * 8, "else nothing is shown by this"
@@ -563,7 +563,7 @@ def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> No
                 assert registered.move(*there, write, all_of_it, forever)[0] == LOST
             here[0] = b"W"
             assert owner.shows() == _OTHERS * 8
-            assert registered.way(*there) == ROUTES["kernel"].way, "nobody has told it of the owner's end"
+            assert registered.copy_method(*there) == ROUTES["kernel"].way, "nobody has told it of the owner's end"
         del registered, host
     finally:
         owner.end()

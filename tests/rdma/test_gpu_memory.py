@@ -96,7 +96,7 @@ class DeviceProcess(Process):
 
     @endpoint
     def way_in_words(self, buffer: RDMABuffer) -> str:
-        return transfer_engine.engine().routes._near.way(buffer._handle)
+        return transfer_engine.engine().routes._same_host.copy_method(buffer._handle)
 
     @endpoint
     def read_to_the_cpu(self, buffer: RDMABuffer) -> None:
@@ -195,7 +195,7 @@ def test_this_process(pair: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_who_copies(pair: Pair, request: pytest.FixtureRequest) -> None:
+def test_copy_method_of_gpu_memory(pair: Pair, request: pytest.FixtureRequest) -> None:
     """One-sided: with IPC the owner's driver is not asked for anything."""
     owner, reader = pair
     size, route = 3 * MIB, request.node.callspec.params["pair"]
@@ -328,7 +328,7 @@ def test_parts_of_both_kinds_are_copied_once(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("route", ["gpu ipc", "gpu not mapped"])
-def test_whoever_begins_does_not_wait_for_an_owner_that_stands_still(on: Any, route: str) -> None:
+def test_starting_a_transfer_does_not_wait_for_a_stopped_owner(on: Any, route: str) -> None:
     """Before it is mapped nobody knows whether it can be."""
     owner, reader = on(route)
     first, second = owner.own_two.call_one(4096).get()
@@ -343,7 +343,7 @@ def test_whoever_begins_does_not_wait_for_an_owner_that_stands_still(on: Any, ro
 # ---- IPC
 
 
-def test_it_is_unmapped_when_all_of_an_allocation_is_dropped(on: Any) -> None:
+def test_allocation_is_unmapped_after_the_last_drop(on: Any) -> None:
     owner, reader = on("gpu ipc")
     first, second = owner.own_two.call_one(MIB).get()
     for buffer in (first, second):
@@ -357,7 +357,7 @@ def test_it_is_unmapped_when_all_of_an_allocation_is_dropped(on: Any) -> None:
     assert reader.failure.call_one(second).get().startswith("DroppedError")
 
 
-def test_memory_that_takes_the_place_of_what_was_dropped(on: Any) -> None:
+def test_new_memory_at_the_address_of_dropped_memory(on: Any) -> None:
     owner, reader = on("gpu ipc")
     for seed in range(5):
         buffer = owner.own.call_one("tensor", MIB, seed).get()
@@ -367,7 +367,7 @@ def test_memory_that_takes_the_place_of_what_was_dropped(on: Any) -> None:
         assert reader.failure.call_one(buffer).get().startswith("DroppedError")
 
 
-def test_what_is_registered_stays_allocated(on: Any) -> None:
+def test_registered_memory_stays_allocated(on: Any) -> None:
     owner, reader = on("gpu ipc")
     buffer = owner.own.call_one("tensor", MIB).get()
     owner.forget.call_one().get()
@@ -375,7 +375,7 @@ def test_what_is_registered_stays_allocated(on: Any) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_what_people_are_told(on: Any) -> None:
+def test_reported_copy_methods(on: Any) -> None:
     texts = {
         "gpu ipc": "CUDA IPC",
         "gpu thread": "copied by its own thread: through memory of the host, since MONARCH_GPU_IPC=0",
@@ -391,7 +391,7 @@ def test_what_people_are_told(on: Any) -> None:
         owner.drop.call_one(buffer).get()
 
 
-def test_what_torch_has_mapped_is_given_back(on: Any, faults: Faults) -> None:
+def test_memory_mapped_by_torch_is_returned(on: Any, faults: Faults) -> None:
     owner, reader = on("gpu lent")
     first, second = owner.own_two.call_one(MIB).get()
     for buffer in (first, second):
@@ -432,7 +432,7 @@ def test_arrays_that_do_not_do(on: Any) -> None:
         assert re.match(text, said), said
 
 
-def test_what_fills_an_array_has_failed(on: Any) -> None:
+def test_failed_stream_of_an_array_refuses_registration(on: Any) -> None:
     owner, _ = on("gpu ipc")
     assert owner.registering.call_one({}).get() == "4 bytes on cuda:0"
     owner.refuse.call_one("settle").get()

@@ -88,9 +88,9 @@ def nobody_copies() -> bool:
 def test_each_byte_once(threads: int) -> None:
     there, here = Memory(SIZE, CONTENT), Memory(SIZE)
     with owned(there) as owner:
-        native, forever = _native.Memory(_native.Host(64 * MIB), True, True, threads), _native.Patient()
+        native, forever = _native.Memory(_native.Host(64 * MIB), True, True, threads), _native.CancelScope()
         assert native.move(*owner.there, False, segments(here), forever)[0] == DONE
-        assert native.way(*owner.there) == ROUTES["kernel"].way
+        assert native.copy_method(*owner.there) == ROUTES["kernel"].way
         assert here[:] == CONTENT
         here[:] = CONTENT[::-1]
         assert native.move(*owner.there, True, segments(here), forever)[0] == DONE
@@ -106,7 +106,7 @@ def test_each_byte_once(threads: int) -> None:
 def test_memory_that_is_gone_in_one_of_the_shares(threads: int, missing: int, write: bool) -> None:
     here = Memory(SIZE)
     with owned(Memory(SIZE, CONTENT), missing) as owner:
-        native, forever = _native.Memory(_native.Host(64 * MIB), True, True, threads), _native.Patient()
+        native, forever = _native.Memory(_native.Host(64 * MIB), True, True, threads), _native.CancelScope()
         outcome, _, error, *_ = native.move(*owner.there, write, here.all(), forever)
         assert (outcome, error) == (FAILED, errno.EFAULT)
         assert native.move(*owner.there, write, [(0, here.address, 8)], forever)[0] == (
@@ -118,7 +118,7 @@ def test_memory_that_is_gone_in_one_of_the_shares(threads: int, missing: int, wr
 def test_where_one_fails_the_others_stop() -> None:
     """A thread may have come to the end of its share before the first one begins: not every time."""
     with owned(Memory(4 * SIZE, CONTENT * 4), mmap.PAGESIZE, first=True) as owner:
-        native, forever = _native.Memory(_native.Host(64 * MIB), True, True, 2), _native.Patient()
+        native, forever = _native.Memory(_native.Host(64 * MIB), True, True, 2), _native.CancelScope()
         for _ in range(20):
             here = Memory(4 * SIZE)
             assert native.move(*owner.there, False, here.all(), forever)[0] == FAILED
@@ -133,10 +133,10 @@ def test_cancelled_in_the_middle() -> None:
     with owned(Memory(4 * SIZE, CONTENT * 4)) as owner:
         native, here = _native.Memory(_native.Host(64 * MIB), True, True, 4), Memory(4 * SIZE)
         for turn in range(200):
-            patient = _native.Patient()
-            cancelling = threading.Timer(turn % 20 * (1 + turn // 20) * 1e-3, patient.cancel)
+            scope = _native.CancelScope()
+            cancelling = threading.Timer(turn % 20 * (1 + turn // 20) * 1e-3, scope.cancel)
             cancelling.start()
-            found.add(native.move(*owner.there, turn % 2 == 1, here.all(), patient)[0])
+            found.add(native.move(*owner.there, turn % 2 == 1, here.all(), scope)[0])
             cancelling.join()
             if {DONE, CANCELLED} <= found:
                 break
@@ -148,24 +148,24 @@ def test_an_owner_that_is_killed_in_the_middle(write: bool) -> None:
     native, here = _native.Memory(_native.Host(64 * MIB), True, True, 4), Memory(4 * SIZE)
     for turn in range(8):
         with owned(Memory(4 * SIZE)) as owner:
-            assert native.move(*owner.there, False, here.all(), _native.Patient())[0] == DONE
+            assert native.move(*owner.there, False, here.all(), _native.CancelScope())[0] == DONE
             killing = threading.Timer(turn * 2e-3, os.kill, (owner.pid, signal.SIGKILL))
             killing.start()
-            assert native.move(*owner.there, write, here.all() * 3, _native.Patient())[0] in (DONE, LOST)
+            assert native.move(*owner.there, write, here.all() * 3, _native.CancelScope())[0] in (DONE, LOST)
             killing.join()
-            assert native.move(*owner.there, write, here.all(), _native.Patient())[0] == LOST
+            assert native.move(*owner.there, write, here.all(), _native.CancelScope())[0] == LOST
     assert until(nobody_copies)
 
 
-def test_what_nobody_wants_and_what_is_out_of_range() -> None:
+def test_cancelled_and_out_of_range_copies_stop() -> None:
     here = Memory(SIZE)
     with owned(Memory(SIZE, CONTENT)) as owner:
-        native, patient = _native.Memory(_native.Host(64 * MIB), True, True, 4), _native.Patient()
+        native, scope = _native.Memory(_native.Host(64 * MIB), True, True, 4), _native.CancelScope()
         behind = [*here.all(), (SIZE, here.address, 1)]
-        assert native.move(*owner.there, False, behind, patient)[0] == REFUSED
+        assert native.move(*owner.there, False, behind, scope)[0] == REFUSED
         assert here[:] == bytes(SIZE)
-        patient.cancel()
-        assert native.move(*owner.there, False, here.all(), patient)[0] == CANCELLED
+        scope.cancel()
+        assert native.move(*owner.there, False, here.all(), scope)[0] == CANCELLED
 
 
 @pytest.mark.usefixtures("faults")

@@ -71,7 +71,7 @@ def splits_of(mesh: tuple[int, ...], chosen: tuple[int | None, ...]) -> Iterator
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_pieces_are_what_torch_chunk_gives(shape: tuple[int, ...]) -> None:
+def test_pieces_match_torch_chunk(shape: tuple[int, ...]) -> None:
     whole = numbered(shape)
     for mesh in MESHES:
         for chosen in placements(mesh, len(shape)):
@@ -86,7 +86,7 @@ def test_pieces_are_what_torch_chunk_gives(shape: tuple[int, ...]) -> None:
                     assert torch.equal(filled(whole, held, tuple(expected.shape)), expected), splits
 
 
-def test_all_ranks_have_everything_once() -> None:
+def test_all_ranks_together_have_every_element_once() -> None:
     for mesh, shape in itertools.product(MESHES, SHAPES):
         for chosen in placements(mesh, len(shape)):
             found = torch.zeros(shape, dtype=torch.int64)
@@ -101,7 +101,7 @@ def test_all_ranks_have_everything_once() -> None:
 
 
 @pytest.mark.parametrize(("dp", "tp", "differ"), [(2, 2, False), (3, 2, True), (2, 4, False), (4, 3, True)])
-def test_strided_shards_are_what_fsdp_after_tensor_parallelism_makes(dp: int, tp: int, differ: bool) -> None:
+def test_strided_shards_match_fsdp_after_tensor_parallelism(dp: int, tp: int, differ: bool) -> None:
     """In FSDP2's words: rank (d, t) has the d-th part of the t-th part. torch writes it the other way round."""
     refused = 0
     for size in range(1, 40):
@@ -161,7 +161,7 @@ def marked(shape: tuple[int, ...], boxes: list[Region]) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_boxes_share_and_what_is_left_of_them(seed: int) -> None:
+def test_overlap_and_remainder_of_boxes(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(40):
         shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 4)))
@@ -177,7 +177,7 @@ def test_what_boxes_share_and_what_is_left_of_them(seed: int) -> None:
         assert torch.equal(marked(shape, list(left)), (marked(shape, many) == 0).long())
 
 
-def test_nothing_of_nothing_is_uncovered() -> None:
+def test_empty_region_has_no_uncovered_part() -> None:
     assert uncovered(Region((0, 0), (0, 4)), ()) == ()
     assert uncovered(Region((), ()), ()) == (Region((), ()),)
     assert uncovered(Region((), ()), (Region((), ()),)) == ()
@@ -233,7 +233,7 @@ def test_runs_copy_a_box_and_write_each_byte_once(seed: int) -> None:
         assert int((target != 0).sum()) == math.prod(box.sizes), "nothing beside it"
 
 
-def test_runs_are_as_long_as_they_can_be() -> None:
+def test_contiguous_runs_are_merged() -> None:
     assert segments((4, 6), 4, 0, (24, 4), 1000, (24, 4)) == [(0, 1000, 96)]
     assert segments((4, 3), 4, 12, (24, 4), 1000, (12, 4)) == [(12 + 24 * i, 1000 + 12 * i, 12) for i in range(4)]
     assert segments((2, 4, 6), 4, 0, (480, 24, 4), 0, (96, 24, 4)) == [(0, 0, 96), (480, 96, 96)]

@@ -174,7 +174,7 @@ def test_memory_that_others_have_mapped(registered: Register) -> None:
     assert torch.equal(bits(mine["w"]), bits(weight[1:]))
 
 
-def test_tied_weights_are_fetched_once_where_they_are_tied(registered: Register) -> None:
+def test_tied_weights_are_fetched_once(registered: Register) -> None:
     weight = noise((4, 6), torch.float32)
     state = ShardedState.merge([registered({"embed": weight, "head": weight, "other": weight.clone()})])
     mine = torch.zeros(4, 6)
@@ -187,7 +187,7 @@ def test_tied_weights_are_fetched_once_where_they_are_tied(registered: Register)
         state.plan({"embed": flat[:24].view(4, 6), "other": flat[10:34].view(4, 6)}, strict=False)
 
 
-def test_views_are_filled_in_place_and_nothing_beside_them(registered: Register) -> None:
+def test_views_are_filled_in_place_without_other_writes(registered: Register) -> None:
     q, k = noise((4, 6), torch.float32, 1), noise((4, 3), torch.float32, 2)
     state = ShardedState.merge([registered({"q": q, "k": k, "t": q.t(), "c": q[:, 1:2]})])
     fused = torch.full((4, 12), 7.0)
@@ -198,7 +198,7 @@ def test_views_are_filled_in_place_and_nothing_beside_them(registered: Register)
     assert bool((fused[:, [0, 7, 11]] == 7).all())
 
 
-def test_what_lies_in_another_order_is_refused(registered: Register) -> None:
+def test_other_memory_order_is_refused(registered: Register) -> None:
     state = ShardedState.merge([registered({"w": torch.zeros(4, 6)})])
     with pytest.raises(ValueError, match=r"^w: here and on rank 0, their dimensions lie in memory in another order"):
         state.plan({"w": torch.zeros(6, 4).t()})
@@ -256,7 +256,7 @@ def test_empty_tensors_and_empty_shards(registered: Register) -> None:
     assert torch.equal(bits(mine["one"]), bits(whole["one"]))
 
 
-def test_a_failed_registration_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_registration_leaves_no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
     from monarch_backend._rdma import sharded_state
 
     made: list[Any] = []
@@ -299,7 +299,7 @@ def test_nested_state_and_values_that_are_no_tensors(registered: Register) -> No
             assert torch.equal(bits(mine["optimizer"]["state"][slot][name]), bits(value))
 
 
-def test_nothing_to_fetch(registered: Register) -> None:
+def test_fetch_of_an_empty_state(registered: Register) -> None:
     mine: State = {"n": 0}
     state = ShardedState.merge([registered({"n": 1})])
     assert moved(state, mine) == 0
@@ -326,7 +326,7 @@ def test_names_that_are_not_the_same(registered: Register) -> None:
     assert state.names == ["a", "b", "step"]
 
 
-def test_what_is_no_state_dict() -> None:
+def test_invalid_state_dict_is_refused() -> None:
     with pytest.raises(TypeError, match=r"a mapping of names to tensors, not list"):
         ShardedState.register([torch.ones(2)])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^layers: tensors in a list have no names"):
@@ -423,7 +423,7 @@ def test_replicas_that_overlap_by_halves(registered: Register) -> None:
         assert torch.equal(bits(mine), bits(whole))
 
 
-def test_what_it_says_of_itself(registered: Register) -> None:
+def test_repr_of_sharded_state(registered: Register) -> None:
     part = registered({"w": torch.zeros(3), "n": 1})
     assert repr(part) == "<StatePart 1 tensors, 1 values, 12 bytes>"
     assert repr(ShardedState.merge([part])) == "<ShardedState 1 tensors, 1 values, of 1 ranks>"

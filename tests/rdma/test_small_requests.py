@@ -52,10 +52,10 @@ def connected(it: Owner, streams: int = 1, **other: Any) -> Iterator[tuple[_nati
 
 
 def begin(
-    client: Any, ticket: Ticket, memory: Memory, patience: Any = None, access: int = READ, more: Any = (0, 0)
+    client: Any, ticket: Ticket, memory: Memory, scope: Any = None, access: int = READ, more: Any = (0, 0)
 ) -> Any:
     KEPT.append(memory)  # an errand writes to it, whoever has it
-    return client.begin(ticket, access, memory.all(), *more, patience or _native.Patient(None))
+    return client.begin(ticket, access, memory.all(), *more, scope or _native.CancelScope(None))
 
 
 def stop(it: Owner) -> None:
@@ -72,11 +72,11 @@ def test_reads_writes_and_atomics(it: Owner) -> None:
     with connected(it) as (client, ticket):
         for size in (1, 8, 4096, 64 << 10):
             memory = Memory(size)
-            errand = begin(client, ticket, memory)
-            assert errand.fetch(20.0)[0] == DONE
+            request = begin(client, ticket, memory)
+            assert request.fetch(20.0)[0] == DONE
             assert memory[:size] == CONTENT[:size]
-            assert errand.over
-            assert errand.fetch(0.0) is None, "the result is told once"
+            assert request.is_over
+            assert request.fetch(0.0) is None, "the result is told once"
         for size in (1, 16 << 10):
             assert begin(client, ticket, Memory(size, b"x" * size), access=WRITE).fetch(20.0)[0] == DONE
             assert it.ask("content", ticket)[: size + 1] == b"x" * size + CONTENT[size : size + 1]
@@ -87,7 +87,7 @@ def test_reads_writes_and_atomics(it: Owner) -> None:
         assert begin(client, ticket, Memory(8)).fetch(20.0)[:2] == (REFUSED, DROPPED)
 
 
-def test_what_is_not_begun(it: Owner) -> None:
+def test_requests_that_are_not_started(it: Owner) -> None:
     client, ticket = it.client(1), it.ask("add", CONTENT)
     assert begin(client, ticket, Memory(8)) is None, "there is no connection yet"
     client.close()
@@ -108,65 +108,65 @@ def test_what_is_not_begun(it: Owner) -> None:
 def test_an_owner_that_stands_still(tls: bool) -> None:
     with owner(tls) as it, connected(it) as (client, ticket):
         stop(it)
-        memory, patience = Memory(8), _native.Patient(None)
-        errand = begin(client, ticket, memory, patience)
-        assert errand.fetch(0.02) is None
-        assert not errand.over
-        patience.cancel()
-        assert errand.fetch(0.0)[0] == CANCELLED
-        assert errand.over
+        memory, scope = Memory(8), _native.CancelScope(None)
+        request = begin(client, ticket, memory, scope)
+        assert request.fetch(0.02) is None
+        assert not request.is_over
+        scope.cancel()
+        assert request.fetch(0.0)[0] == CANCELLED
+        assert request.is_over
         it.signal(signal.SIGCONT)
         assert client.read(ticket, memory.all(), 20.0).outcome == "done", "on a new connection"
         stop(it)
-        assert begin(client, ticket, memory, _native.Patient(0.05)).fetch(None)[0] == LATE
+        assert begin(client, ticket, memory, _native.CancelScope(0.05)).fetch(None)[0] == LATE
         it.signal(signal.SIGCONT)
 
 
 def test_an_owner_that_dies(it: Owner) -> None:
     with connected(it) as (client, ticket):
         stop(it)
-        errand = begin(client, ticket, Memory(8))
-        fetching = Background(errand.fetch, None)
+        request = begin(client, ticket, Memory(8))
+        fetching = Background(request.fetch, None)
         it.signal(signal.SIGKILL)
         assert fetching.wait()[0] == LOST
 
 
-def test_one_of_many_who_fetch_is_told(it: Owner) -> None:
+def test_only_one_fetching_thread_gets_the_result(it: Owner) -> None:
     with connected(it) as (client, ticket):
         stop(it)
-        errand = begin(client, ticket, Memory(8))
-        patient, others = Background(errand.fetch, None), [Background(errand.fetch, 20.0) for _ in range(4)]
+        request = begin(client, ticket, Memory(8))
+        scope, others = Background(request.fetch, None), [Background(request.fetch, 20.0) for _ in range(4)]
         it.signal(signal.SIGCONT)
-        assert sum(each.wait() is not None for each in [patient, *others]) == 1
+        assert sum(each.wait() is not None for each in [scope, *others]) == 1
 
 
 def test_a_forgotten_one_leaves_its_connection(it: Owner) -> None:
     with connected(it) as (client, ticket):
         stop(it)
-        errand = begin(client, ticket, Memory(8))
+        request = begin(client, ticket, Memory(8))
         assert begin(client, ticket, Memory(8)) is None
-        del errand
+        del request
         gc.collect()
         it.signal(signal.SIGCONT)
         assert client.read(ticket, Memory(8).all(), 20.0).outcome == "done"
 
 
 @BOTH
-def test_a_part_of_an_answer_holds_up_nobody(tls: bool) -> None:
+def test_partial_reply_does_not_block_fetch(tls: bool) -> None:
     with owner(tls) as it, Narrow(it.port) as narrow, connected(it, port=narrow.port) as (client, ticket):
         for size, parts in ((8, (1, 32, 10)), (40_000, (1, 31, 40, 100, 17_000, 17_000, 3_000))):
             memory = Memory(size)
             narrow.let_through(0)
             narrow.wait()
-            errand = begin(client, ticket, memory, _native.Patient(10))
+            request = begin(client, ticket, memory, _native.CancelScope(10))
             for part in parts:
                 narrow.let_through(part)
                 narrow.wait()
-                assert errand.fetch(0.0) is None
-                assert errand.fetch(0.01) is None
-                assert not errand.over
+                assert request.fetch(0.0) is None
+                assert request.fetch(0.01) is None
+                assert not request.is_over
             narrow.let_through(Narrow.ALL)
-            assert errand.fetch(None)[0] == DONE
+            assert request.fetch(None)[0] == DONE
             assert memory[:size] == CONTENT[:size]
 
 
@@ -174,13 +174,13 @@ def test_a_part_of_an_answer_holds_up_nobody(tls: bool) -> None:
 @BOTH
 def test_ends_between_two_parts_of_an_answer(tls: bool, seconds: float | None, outcome: int) -> None:
     with owner(tls) as it, Narrow(it.port) as narrow, connected(it, port=narrow.port) as (client, ticket):
-        patience = _native.Patient(seconds)
+        scope = _native.CancelScope(seconds)
         narrow.let_through(40)
-        errand = begin(client, ticket, Memory(8), patience)
+        request = begin(client, ticket, Memory(8), scope)
         narrow.wait()
-        fetching = Background(errand.fetch, None)
+        fetching = Background(request.fetch, None)
         if outcome == CANCELLED:
-            patience.cancel()
+            scope.cancel()
         assert fetching.wait()[0] == outcome
         assert begin(client, ticket, Memory(8)) is None, "its connection is given up"
 
@@ -211,13 +211,13 @@ def far(it: Owner) -> Iterator[tuple[RDMABuffer, Tcp]]:
 def by_threads(route: Tcp, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was done, or is waited for, by a thread of ours."""
     found: list[Any] = []
-    move, submit = route.move, route._errands.submit
+    move, submit = route.move, route._small_requests.submit
     monkeypatch.setattr(route, "move", lambda *args: (found.append(args), move(*args))[1])
-    monkeypatch.setattr(route._errands, "submit", lambda job: (found.append(job), submit(job)))
+    monkeypatch.setattr(route._small_requests, "submit", lambda job: (found.append(job), submit(job)))
     return found
 
 
-def test_who_waits_reads_it_himself(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_thread_reads_the_reply(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, route = far
     monkeypatch.setattr("monarch_backend._rdma.small_requests.SOCKET_WAIT_S", 20.0)
     monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S", 60.0)
@@ -235,10 +235,10 @@ def test_who_waits_reads_it_himself(far: tuple[RDMABuffer, Tcp], monkeypatch: py
     assert len(jobs) == 1, "that was large"
 
 
-def test_those_that_nobody_reads_are_done_soon(far: tuple[RDMABuffer, Tcp]) -> None:
+def test_unpolled_requests_finish_soon(far: tuple[RDMABuffer, Tcp]) -> None:
     futures = [far[0][:8].read_into(bytearray(8)) for _ in range(3)]
     assert until(lambda: all(future.ready for future in futures), 10)
-    assert until(lambda: not far[1]._errands._sweeps, 10), "nobody looks for what is not there"
+    assert until(lambda: not far[1]._small_requests._sweeps, 10), "nobody looks for what is not there"
 
 
 def test_the_way_is_chosen_by_one_thread(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_ends_before_the_time(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
 
 
 @BOTH
-def test_who_asks_does_not_wait_for_the_rest_of_an_answer(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_thread_does_not_wait_for_the_rest_of_a_reply(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S", 60.0)
     size, first = 40_000, 20_000  # more than a record of TLS
     with (
@@ -338,12 +338,12 @@ def test_refusals_and_lost_connections(it: Owner, far: tuple[RDMABuffer, Tcp]) -
 def test_all_threads_are_taken_by_others(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is called is called all the same."""
     movers, go, called = Workers(2), threading.Event(), threading.Event()
-    monkeypatch.setattr(far[1]._errands, "submit", movers.submit_at_once)
+    monkeypatch.setattr(far[1]._small_requests, "submit", movers.submit_at_once)
     monkeypatch.setattr("monarch_backend._rdma.small_requests.SWEEP_INTERVAL_S", 60.0)
     try:
         for _ in range(4):
             movers.submit(lambda: (go.wait(30), None)[1])
-        assert engine().routes._tcp._errands.submit == engine().movers.submit_at_once
+        assert engine().routes._tcp._small_requests.submit == engine().movers.submit_at_once
         far[0][:8].read_into(bytearray(8)).add_done_callback(lambda _: called.set())
         assert called.wait(10)
     finally:

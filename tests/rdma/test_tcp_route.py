@@ -76,7 +76,7 @@ def test_all_sizes_while_the_owner_keeps_its_gil(tls: bool, content: bytes) -> N
 
 
 @BOTH
-def test_scattered_segments_go_where_they_belong(tls: bool, content: bytes) -> None:
+def test_scattered_segments_arrive_at_their_offsets(tls: bool, content: bytes) -> None:
     choose = random.Random(11)
     with owner(tls) as it, client_of(it) as client:
         ticket, free = it.ask("add", content[: 8 * MIB], False), it.ask("add", bytes(8 * MIB))
@@ -178,7 +178,7 @@ def test_a_refusal_is_an_answer_and_the_connection_lives_on(tls: bool, content: 
 
 
 @BOTH
-def test_what_is_dropped_meanwhile_is_refused_and_nobody_waits_for_it(tls: bool, content: bytes) -> None:
+def test_drop_during_a_transfer_refuses_it_without_blocking(tls: bool, content: bytes) -> None:
     with owner(tls) as it, client_of(it) as client:
         for kind in (client.read, client.write):
             ticket = it.ask("add", content)
@@ -231,7 +231,7 @@ def test_a_peer_that_stands_still_holds_up_no_drop(tls: bool, kind: str, content
 
 @BOTH
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_an_owner_that_dies_in_the_middle_is_told_at_once(tls: bool, kind: str, content: bytes) -> None:
+def test_owner_death_during_a_transfer_is_reported_at_once(tls: bool, kind: str, content: bytes) -> None:
     with owner(tls) as it, client_of(it) as client:
         ticket, memory = it.ask("add", content), Memory(len(content))
 
@@ -275,7 +275,7 @@ def test_an_owner_that_stands_still_has_a_deadline_and_can_be_given_up(tls: bool
         assert fetched(client, ticket, 0, 3 * MIB) == content[: 3 * MIB]
 
 
-def test_close_ends_who_waits(content: bytes) -> None:
+def test_close_ends_waiting_transfers(content: bytes) -> None:
     with owner() as it:
         client = it.client()
         ticket, memory = it.ask("add", content), Memory(len(content))
@@ -289,7 +289,7 @@ def test_close_ends_who_waits(content: bytes) -> None:
 
 
 @BOTH
-def test_nothing_is_left_after_close(tls: bool, content: bytes) -> None:
+def test_close_leaves_no_threads_or_descriptors(tls: bool, content: bytes) -> None:
     before = descriptors(), threads()
     with owner(tls) as it:
         ticket, memory = it.ask("add", content), Memory(len(content))
@@ -309,7 +309,7 @@ def test_nothing_is_left_after_close(tls: bool, content: bytes) -> None:
     assert (descriptors(), threads()) == before
 
 
-def test_who_leaves_gives_the_place_back(content: bytes) -> None:
+def test_closed_connection_frees_its_slot(content: bytes) -> None:
     with owner(most=2) as it:
         ticket = it.ask("add", content[: 8 * MIB])
         first, second = it.client(1), it.client(1)
@@ -332,7 +332,7 @@ def test_who_leaves_gives_the_place_back(content: bytes) -> None:
                     assert fetched(greedy, ticket, 0, 8 * MIB) == content[: 8 * MIB]
 
 
-def test_a_forked_child_gives_up_what_it_inherits(content: bytes) -> None:
+def test_forked_child_closes_inherited_connections(content: bytes) -> None:
     with owner() as it:
         client = it.client()
         ticket = it.ask("add", content[: 8 * MIB])
@@ -393,7 +393,7 @@ def proved(it: Owner) -> socket.socket:
 
 
 @BOTH
-def test_strangers_get_nothing(tls: bool, content: bytes) -> None:
+def test_unauthenticated_bytes_are_refused(tls: bool, content: bytes) -> None:
     with owner(tls) as it, client_of(it) as client:
         ticket = it.ask("add", content[: 2 * MIB])
         said = hello(it.token)
@@ -436,7 +436,7 @@ def test_strangers_get_nothing(tls: bool, content: bytes) -> None:
         (True, {"whom": "ab" * 16}, "another process listens there now"),
     ],
 )
-def test_who_is_not_of_the_program_is_told_why(tls: bool, other: dict[str, object], told: str) -> None:
+def test_client_of_another_program_gets_the_reason(tls: bool, other: dict[str, object], told: str) -> None:
     with owner(tls) as it:
         if other.get("ders_of") == "same":
             other = other | {"ders_of": it.secret}
@@ -474,7 +474,7 @@ def _fake_owner(listener: socket.socket, serve: Callable[[socket.socket], None])
     return Background(run)
 
 
-def test_a_client_tells_an_impostor_nothing() -> None:
+def test_client_sends_no_proof_to_an_impostor() -> None:
     secret, whom = os.urandom(32), os.urandom(16).hex()
     heard = []
 
@@ -496,7 +496,7 @@ def test_a_client_tells_an_impostor_nothing() -> None:
     assert heard[1] == b"", "neither its proof nor a ticket"
 
 
-def test_nobody_stands_between_even_with_a_certificate_of_the_program() -> None:
+def test_man_in_the_middle_with_a_program_certificate_is_refused() -> None:
     with owner(True) as it, socket.create_server(("127.0.0.1", 0)) as listener:
         middle = Tls.of_secret(it.secret)
         passed = []
@@ -523,7 +523,7 @@ def test_nobody_stands_between_even_with_a_certificate_of_the_program() -> None:
         assert passed in ([], [b""])
 
 
-def test_what_no_client_says_ends_the_connection(content: bytes) -> None:
+def test_invalid_request_ends_the_connection(content: bytes) -> None:
     with owner() as it, client_of(it) as client:
         slot, epoch, key = it.ask("add", content[:MIB])
         magic, most = 0x526D6E6D, 2**64 - 1

@@ -262,7 +262,7 @@ def test_groups_of_other_classes() -> None:
     assert type(stop.exceptions[0]) is KeyboardInterrupt
 
 
-def test_what_cannot_be_pickled_is_there_as_text() -> None:
+def test_unpicklable_exceptions_are_sent_as_text() -> None:
     lock = threading.Lock()
     exc = Plain("broken", lock)
     exc.lock, exc.fine, exc.bad = lock, [1], BadRepr()  # type: ignore[attr-defined]

@@ -686,7 +686,7 @@ def test_optimizers_and_dataclasses_with_tensors(route: Callable[[object], Any])
     same_tensor(states.state[arrived.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
 
 
-def test_a_backward_hook_is_not_sent_and_torch_says_so() -> None:
+def test_backward_hook_is_dropped_with_a_warning() -> None:
     tensor = torch.randn(3, requires_grad=True)
     tensor.register_hook(lambda grad: grad)
     with pytest.warns(UserWarning, match="hook"):
@@ -694,7 +694,7 @@ def test_a_backward_hook_is_not_sent_and_torch_says_so() -> None:
     same_tensor(result, tensor)
 
 
-def test_a_tensor_whose_memory_was_freed_is_an_error() -> None:
+def test_tensor_with_freed_memory_is_an_error() -> None:
     tensor = torch.randn(100, 100)
     tensor.untyped_storage().resize_(0)
     with pytest.raises(SerializationError, match=r"args\[0\] \(a torch.Tensor: ValueError: .* its memory was freed"):
@@ -784,7 +784,7 @@ def test_a_device_that_is_not_here_is_an_error_of_the_receiver() -> None:
 # --- functions and classes
 
 
-def test_what_can_be_imported_goes_by_name() -> None:
+def test_importable_objects_are_pickled_by_name() -> None:
     for obj in (Record, Colour, Point, filled, Record("a"), torch.nn.Linear, functools.partial, Slotted.__eq__):
         body = joined(dumps(obj)[0])
         assert len(body) < 200
@@ -887,7 +887,7 @@ def test_instances_of_local_classes_stay_instances_of_them(route: Callable[[obje
 
 
 @every_route
-def test_lambdas_carry_what_they_use(route: Callable[[object], Any]) -> None:
+def test_lambdas_carry_their_globals_and_closures(route: Callable[[object], Any]) -> None:
     tensor = torch.ones(9000)
     f = route(lambda x: (tensor * x).sum().item() + SEVEN)
     assert f(2) == 18_007
@@ -897,7 +897,7 @@ def test_lambdas_carry_what_they_use(route: Callable[[object], Any]) -> None:
     assert route(str.join)(",", "ab") == "a,b"
 
 
-def test_a_class_that_comes_back_is_left_as_it_is() -> None:
+def test_class_that_returns_is_unchanged() -> None:
     """cloudpickle would replace the methods of the class by copies that see other globals."""
     calls: list[int] = []
 
@@ -1068,14 +1068,14 @@ def senders(scripts: Path) -> dict[str, Future[str]]:
 
 
 @pytest.mark.parametrize("how", ["script", "stdin", "command", "module"])
-def test_what_lives_in_main_goes_by_value(scripts: Path, senders: dict[str, Future[str]], how: str) -> None:
+def test_objects_of_main_are_pickled_by_value(scripts: Path, senders: dict[str, Future[str]], how: str) -> None:
     senders[how].result()
     assert run_script(str(scripts / "receiver.py"), str(scripts / how)) == "ok\n"
 
 
 # As in a child that multiprocessing spawned, and in a program that registers its main module again.
 @pytest.mark.parametrize("name", ["__mp_main__", "alias"])
-def test_what_lives_in_main_under_another_name(scripts: Path, tmp_path: Path, name: str) -> None:
+def test_objects_of_main_under_another_name(scripts: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "under.py").write_text(UNDER_ANOTHER_NAME)
     run_script(str(tmp_path / "under.py"), name, str(scripts / name), str(scripts / "sender.py"))
     assert run_script(str(scripts / "receiver.py"), str(scripts / name)) == "ok\n"
@@ -1205,7 +1205,7 @@ def test_too_deep() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, SystemExit])
-def test_what_is_not_about_the_object_passes_through(error: type[BaseException]) -> None:
+def test_unrelated_errors_pass_through(error: type[BaseException]) -> None:
     class Interrupted:
         def __reduce__(self) -> Any:
             raise error

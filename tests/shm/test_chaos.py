@@ -471,7 +471,7 @@ def _play(scenes: list[Scene]) -> list[Run]:
     return done
 
 
-def test_survivors_tell_who_died() -> None:
+def test_survivors_name_the_dead_rank() -> None:
     first = int(SEED or random.SystemRandom().randrange(1_000_000))
     scenes = [_scene(first + i) for i in range(RUNS)] if not SEED else [_scene(first)] * 10
     start = time.monotonic()

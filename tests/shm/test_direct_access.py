@@ -155,7 +155,7 @@ def _reads_rank_0(rank: int, address: str) -> bool:
 
 
 @pytest.mark.parametrize("where", ["own", "some"])
-def test_anything_else_goes_through_the_stage(where: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_other_operations_use_the_stage(where: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(_all, 2, where, "float32", 700_001, env=SEE | {"MONARCH_CMA_MIN_BYTES": "0"})
     ways = _ways(capfd.readouterr().err)
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
@@ -168,7 +168,7 @@ def test_small_tensors_go_through_slots(capfd: pytest.CaptureFixture[str]) -> No
     assert all(len(ways[name]) == 1 and SLOTS in next(iter(ways[name])) for name in COLLECTIVES)
 
 
-def test_the_way_is_told_once_and_only_if_asked(capfd: pytest.CaptureFixture[str]) -> None:
+def test_algorithm_is_logged_once_and_only_with_debug(capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(_all, 2, "shared", "float32", 1000, env=SEE)
     lines = [line for line in capfd.readouterr().err.splitlines() if " -> " not in line]
     assert len(lines) == len(set(lines)) and lines[0].startswith("[monarch rank ")
@@ -340,7 +340,7 @@ def _unreadable(rank: int) -> None:
         assert libc.mprotect(x.data_ptr() + (1 << 19), 4096, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
-def test_memory_that_nobody_can_read_is_named() -> None:
+def test_unreadable_memory_is_named() -> None:
     if not _may_read():
         pytest.skip("this kernel does not let a process read its peers (Yama, seccomp)")
     run_ranks(_unreadable, 2, env={"MONARCH_CMA_MIN_BYTES": "100000"})

@@ -1,13 +1,13 @@
 """The shared-memory core under AddressSanitizer with UBSan and under ThreadSanitizer: `make test-sanitizers`.
 
-Two ways in: the driver in csrc/shm/stress/ plays random operations without Python, and tests of the process group run
-again with the extension compiled for a sanitizer. The channels between processes have tests/transport/
-test_channel_sanitizers.py; tests/support/sanitizers.py builds it all.
+The driver in csrc/shm/stress/ runs random operations without Python. Tests of the process group run again with the
+extension compiled for a sanitizer. tests/transport/test_channel_sanitizers.py checks the channels between processes.
+tests/support/sanitizers.py builds all of it.
 
-A failure prints its seed; `build/sanitizers/thread/shm_stress threads SEED 1 TURNS` plays that round again.
-ThreadSanitizer does not know atomic_thread_fence. The core's two (Bell::ring, Group::ring) order a store before a load
-and publish no data, so it need not: the counters' release and acquire are what it checks. What a missing fence would
-cost, a bell that nobody hears, is a hang here, and the model checker's part.
+A failure prints its seed; `build/sanitizers/thread/shm_stress threads SEED 1 STEPS` repeats that round.
+ThreadSanitizer does not support atomic_thread_fence. The core's two (Doorbell::ring, Group::ring) order a store before
+a load and publish no data, so it need not: it checks the release and acquire of the counters. A missing fence would
+cost a lost wake-up, which is a hang here. The model checker covers that.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ pytestmark = [
 RUNS = [("address", "processes", 15, 200), ("address", "threads", 8, 200), ("thread", "threads", 8, 150)]
 
 
-@pytest.mark.parametrize(("kind", "ranks", "rounds", "turns"), RUNS)
-def test_random_operations(kind: str, ranks: str, rounds: int, turns: int) -> None:
-    print(sanitizers.stress("shm", kind, ranks, rounds, turns))
+@pytest.mark.parametrize(("kind", "ranks", "rounds", "steps"), RUNS)
+def test_random_operations(kind: str, ranks: str, rounds: int, steps: int) -> None:
+    print(sanitizers.stress("shm", kind, ranks, rounds, steps))
 
 
 # From Python ----------------------------------------------------------------------------------------------------------

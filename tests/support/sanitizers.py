@@ -144,9 +144,9 @@ def memory_driver(kind: str) -> Path:
 
 
 def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int = 1) -> str:
-    """What the driver says of so many rounds of this size; with MONARCH_STRESS_SEED another seed than 1.
+    """Run the driver and return its output. MONARCH_STRESS_SEED sets another first seed than 1.
 
-    Where the scheduler has a say in what a run meets: what one has never seen, another one of the ``runs`` must.
+    Some cases depend on the scheduler: a case that one run has missed must occur in another one of the ``runs``.
     """
     first = int(os.environ.get("MONARCH_STRESS_SEED", "1"))
     missing: set[str] | None = None

@@ -206,7 +206,7 @@ def test_failed_ranks_when_error_of_lost_host_arrives_is_complete(harm: str, gpu
         assert len(counters.without(counters.failed_ranks).add.call().get()) == 2 * gpus
 
 
-def test_failed_ranks_at_an_actor_that_met_one_rank_of_the_lost_host_has_all() -> None:
+def test_failed_ranks_include_all_ranks_of_a_lost_host() -> None:
     with Simulation(1, QUIET) as simulation:
         machines, _, counters = _mesh(simulation, 3, 2)
         watcher = counters.slice(hosts=0, gpus=0)
@@ -270,7 +270,7 @@ def test_cut_between_two_hosts() -> None:
 
 
 @pytest.mark.parametrize("when", ["before they meet", "afterwards"])
-def test_a_host_and_others_behind_a_gateway_that_it_can_t_reach(when: str) -> None:
+def test_hosts_behind_an_unreachable_gateway(when: str) -> None:
     """What they say goes through the controller's own host, both ways."""
     with Simulation(1, QUIET) as simulation:
         machines, _, direct = _mesh(simulation, 1)
@@ -297,7 +297,7 @@ def test_a_host_that_was_never_called_before_is_lost_within_the_bound() -> None:
         assert simulation.now - began < 3.1
 
 
-def test_nothing_is_left_when_the_controller_dies() -> None:
+def test_controller_death_leaves_no_processes() -> None:
     with Simulation(1) as simulation:
         _, _, counters = _mesh(simulation, 5, 2)
         counters.add.broadcast()
@@ -307,7 +307,7 @@ def test_nothing_is_left_when_the_controller_dies() -> None:
         assert [process.label for process in left] == [f"the daemon of host{number}" for number in range(1, 6)]
 
 
-def test_nothing_is_left_when_the_controller_is_cut_off() -> None:
+def test_lost_connection_to_the_controller_leaves_no_processes() -> None:
     with Simulation(1) as simulation:
         _, _, counters = _mesh(simulation, 5, 2)
         simulation.cut(this_host())
@@ -327,7 +327,7 @@ def test_ranks_go_on_on_another_host() -> None:
         assert simulation.faults == []
 
 
-def test_actors_end_whose_process_was_replaced_before_its_end_was_known() -> None:
+def test_actors_of_a_replaced_process_end() -> None:
     """Their owner hears of the successor first, stops the actors, and then hears that the process has ended."""
     with Simulation(1, QUIET) as simulation:
         machines, _, counters = _mesh(simulation, 2)

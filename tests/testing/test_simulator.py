@@ -168,7 +168,7 @@ def test_one_thread_no_process_no_time() -> None:
     assert time.process_time() - started < 60.0  # a day has passed
 
 
-def test_everything_is_put_back() -> None:
+def test_all_substitutions_are_undone() -> None:
     def state() -> list[Any]:
         sizes = [
             tuning.CREDIT_WINDOW,
@@ -198,7 +198,7 @@ def _fail_in(simulation: Simulation, state: Callable[[], list[Any]]) -> None:
         raise ZeroDivisionError
 
 
-def test_it_is_over_after_its_with() -> None:
+def test_simulation_ends_with_its_with_block() -> None:
     with Simulation() as simulation:
         _, actors = _mesh(1)
         waiting = actors.take.call_one(1)
@@ -286,7 +286,7 @@ def test_last_words_come_before_the_end() -> None:
         assert heard.events[-1][2:] == ("killed by signal 9", False)
 
 
-def test_what_was_kept_back_is_lost_from_the_end() -> None:
+def test_backlog_of_a_dying_sender_is_lost_from_the_end() -> None:
     seen = set()
     for seed in range(40):
         with Simulation(seed, Conditions(kept_back=1.0)) as simulation:
@@ -301,7 +301,7 @@ def test_what_was_kept_back_is_lost_from_the_end() -> None:
     assert seen == {2, 3, 4, 5}
 
 
-def test_to_the_dead_and_to_nobody() -> None:
+def test_messages_to_dead_and_unknown_processes() -> None:
     with Simulation(0, QUIET) as simulation:
         one, other, heard, _ = _pair(simulation)
         link = one.links.connect("2" * 32)
@@ -330,7 +330,7 @@ def test_both_may_connect_at_the_same_time() -> None:
         assert sorted(map(str, heard.told)) == ["GONE", "GONE", "MET", "MET", "b'on the second'"]
 
 
-def test_no_room() -> None:
+def test_full_shared_memory() -> None:
     with Simulation(0, Conditions(no_room=0.5, most_inline=100)) as simulation:
         one, *_ = _pair(simulation)
         link = one.links.connect("2" * 32)
@@ -394,7 +394,7 @@ def test_restarts() -> None:
 
 
 @pytest.mark.parametrize("most", [process_restarts.MAX_REPLACED_RANKS, 10])
-def test_a_restart_of_all_is_told_to_each_once(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_of_all_is_reported_once_to_each(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each rank, which would be the square of a large mesh; nor to those that it has killed."""
     monkeypatch.setattr(process_restarts, "MAX_REPLACED_RANKS", most)
     told: dict[str, list[int]] = {}
@@ -422,7 +422,7 @@ def test_a_restart_of_all_is_told_to_each_once(most: int, monkeypatch: pytest.Mo
         assert not simulation.faults
 
 
-def test_who_was_killed_is_dead_before_its_successor_starts() -> None:
+def test_killed_process_ends_before_its_successor_starts() -> None:
     """As with a fork server, which kills and forks in the order of what it is told; a signal is not waited for."""
     for seed in range(20):
         with Simulation(seed, Conditions(late=0.5, starting=0.0)) as simulation:
@@ -452,7 +452,7 @@ def test_processes_that_never_come(what: str) -> None:
         assert fault.deaths[0].what == words
 
 
-def test_one_that_is_killed_before_it_starts() -> None:
+def test_process_killed_before_it_starts() -> None:
     with Simulation() as simulation:
         procs, _ = _mesh(1)
         simulation.kill(procs)
@@ -471,7 +471,7 @@ def test_children_end_with_their_parent() -> None:
         assert not any(process.alive for process in simulation.processes[1:])
 
 
-def test_a_stop_in_peace() -> None:
+def test_stop_without_failure() -> None:
     with Simulation() as simulation:
         procs, parents = _mesh(2, Parent)
         parents.initialized.get()
@@ -506,7 +506,7 @@ def test_an_actor_may_wait_for_others() -> None:
         assert not simulation.errors
 
 
-def test_mesh_with_bootstrap_is_initialized_without_running_it() -> None:
+def test_bootstrap_of_a_mesh_is_not_run() -> None:
     with Simulation():
         procs = this_host().spawn_procs({"gpus": 2}, bootstrap=lambda: 1 / 0)
         assert procs.initialized.get() is None
@@ -523,7 +523,7 @@ def test_a_wait_that_is_cancelled() -> None:
         assert actors.take.call_one(1).get() == 0  # it takes the next one
 
 
-def test_who_dies_while_it_waits() -> None:
+def test_process_that_dies_while_waiting() -> None:
     with Simulation() as simulation:
         procs, actors = _mesh(2)
         call = actors.slice(gpus=0).wait.call_one(None)
@@ -538,7 +538,7 @@ def test_generators_that_wait_for_their_readers() -> None:
         assert actors.count.call(500).get().item(gpus=1) == list(range(500))
 
 
-def test_waiting_for_what_can_never_come_is_told() -> None:
+def test_deadlock_is_reported() -> None:
     with Simulation():
         _, actors = _mesh(2)
         asks = actors.slice(gpus=0).wait.call_one(None)
@@ -589,7 +589,7 @@ def test_run_and_step() -> None:
         assert not simulation.step()
 
 
-def test_what_a_look_raises_ends_the_run_also_where_an_actor_waits() -> None:
+def test_error_of_an_invariant_check_ends_the_run() -> None:
     with Simulation() as simulation:
         _, actors = _mesh(2)
         actors.initialized.get()
@@ -605,7 +605,7 @@ def test_what_a_look_raises_ends_the_run_also_where_an_actor_waits() -> None:
             simulation.step()
 
 
-def test_deaths_are_told() -> None:
+def test_deaths_are_reported() -> None:
     with Simulation() as simulation:
         procs, actors = _mesh(2)
         dead: list[str] = []

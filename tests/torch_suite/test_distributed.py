@@ -91,7 +91,7 @@ def test_as_many_as_gloo(suite: GetSuite) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
-def test_gloo_passes_nothing_more(suite: GetSuite, name: str) -> None:
+def test_gloo_passes_no_additional_tests(suite: GetSuite, name: str) -> None:
     gloo = suite("gloo").run(name)
     if gloo.status == "failed":
         pytest.fail(f"torch's own Gloo fails here: {_explain(gloo)}", pytrace=False)

@@ -202,7 +202,7 @@ def _unrouted(rank: int, address: str) -> str:
 
 
 @needs_device
-def test_a_tpu_tensor_without_the_package_is_told_what_to_install() -> None:
+def test_tpu_tensor_without_the_package_names_the_package() -> None:
     [text] = run_ranks(_unrouted, 1, backend=None)
     assert text.startswith("no route for tensors on device 'tpu': no package registered a backend for 'tpu'; ")
     assert "pip install torch-tpu" in text or "found no TPU on this machine" in text
@@ -227,7 +227,7 @@ def test_any_other_device_and_a_package_that_comes_late() -> None:
     run_ranks(_late, 1, backend=None)
 
 
-def test_the_package_without_a_tpu_is_not_told_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_without_a_tpu_gets_another_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert _backend_selection.choose("tpu").missing.endswith("torch-tpu is installed and found no TPU on this machine")
 
@@ -257,7 +257,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not INSTALLED, reason="torch-tpu is not installed here")
-def test_the_real_package_registers_what_the_stand_in_does() -> None:
+def test_real_package_registers_the_same_names() -> None:
     env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1"}  # or it asks a cloud's metadata server for half a minute
     done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr

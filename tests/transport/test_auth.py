@@ -78,7 +78,7 @@ def _make(rank: int, _: str, flags: Flags, folder: Path) -> list[bytes]:
     return made
 
 
-def test_processes_that_make_it_at_once_get_the_same_one(tmp_path: Path) -> None:
+def test_concurrent_creation_gives_one_secret(tmp_path: Path) -> None:
     flags = Flags()
     try:
         one, other = run_ranks(_make, 2, flags, tmp_path, backend=None)
@@ -112,7 +112,7 @@ def test_a_file_of_several(tmp_path: Path) -> None:
         read_secrets(path)
 
 
-def test_a_file_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "secret"
     path.write_text(new_secret().hex())
     path.chmod(0o600)
@@ -135,7 +135,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
-def test_what_is_no_secret_is_refused_and_never_repeated(tmp_path: Path, text: bytes) -> None:
+def test_invalid_secret_is_refused_without_showing_it(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "secret"
     path.write_bytes(text)
     path.chmod(0o600)
@@ -147,7 +147,7 @@ def test_what_is_no_secret_is_refused_and_never_repeated(tmp_path: Path, text: b
         assert word not in told
 
 
-def test_a_secret_may_have_space_around_it() -> None:
+def test_whitespace_around_a_secret_is_ignored() -> None:
     assert parse_secret(f"  {SECRET.hex().upper()}\n", "a variable") == SECRET
     with pytest.raises(ValueError, match="MONARCH_SECRET does not hold"):
         parse_secret("12", "MONARCH_SECRET")
@@ -162,7 +162,7 @@ def test_names_of_secrets_tell_them_apart() -> None:
 
 
 @pytest.mark.parametrize("binding", [b"", b"x" * 64])
-def test_both_that_know_it_get_through_and_know_of_each_other(binding: bytes) -> None:
+def test_handshake_authenticates_both_sides(binding: bytes) -> None:
     caller, called = _pair(binding)
     hello = caller.hello()
     assert hello == caller.hello() and len(hello) == HELLO_BYTES
@@ -215,13 +215,13 @@ def test_a_session_that_was_given_up_is_refused_with_a_reason() -> None:
         caller.hear(HandshakeServer.refuse(Refusal.SESSION))
 
 
-def test_a_refusal_that_nobody_knows_is_no_welcome() -> None:
+def test_unknown_refusal_ends_the_handshake() -> None:
     caller, _ = _pair()
     with pytest.raises(HandshakeError, match="could not prove"):
         caller.hear(HandshakeServer.refuse(77))
 
 
-def test_a_stranger_is_told_apart() -> None:
+def test_other_protocols_are_recognised() -> None:
     caller, called = _pair()
     with pytest.raises(HandshakeError, match="its first bytes are not those of a host of monarch_backend"):
         called.hear(b"GET / HTTP/1.1".ljust(HELLO_BYTES))
@@ -229,7 +229,7 @@ def test_a_stranger_is_told_apart() -> None:
         caller.hear(b"HTTP/1.1 400 Bad Request".ljust(ANSWER_BYTES))
 
 
-def test_whoever_only_knows_the_name_of_the_secret_proves_nothing() -> None:
+def test_name_of_the_secret_alone_is_no_proof() -> None:
     caller, called = _pair()
     liar = HandshakeClient(new_secret(), _mine())
     lied = bytearray(liar.hello())
@@ -246,7 +246,7 @@ def test_whoever_only_knows_the_name_of_the_secret_proves_nothing() -> None:
         caller.hear(imposter.answer(_mine()))
 
 
-def test_what_was_heard_before_proves_nothing_again() -> None:
+def test_replayed_proof_is_refused() -> None:
     caller, called = _pair()
     hello = caller.hello()
     called.hear(hello)
@@ -263,7 +263,7 @@ def test_what_was_heard_before_proves_nothing_again() -> None:
         fresh.hear(answer)
 
 
-def test_what_is_sent_back_proves_nothing() -> None:
+def test_reflected_proof_is_refused() -> None:
     caller, called = _pair()
     with pytest.raises(HandshakeError):
         caller.hear(caller.hello().ljust(ANSWER_BYTES, b"\0"))
@@ -335,7 +335,7 @@ def test_another_channel_below_is_refused_by_both() -> None:
         called.check(proof)
 
 
-def test_what_is_cut_off_or_too_long_is_an_error_of_the_handshake() -> None:
+def test_truncated_or_long_message_is_a_handshake_error() -> None:
     caller, called = _pair()
     hello = caller.hello()
     for wrong in [hello[:n] for n in range(HELLO_BYTES)] + [hello + b"\0"]:

@@ -36,7 +36,7 @@ def test_more_than_may_be_under_way(sides: Callable[..., Side]) -> None:
     assert [int(there.frames.get(timeout=20)[0]) for _ in range(20)] == list(range(20))
 
 
-def test_connections_that_break_lose_nothing_and_repeat_nothing(sides: Callable[..., Side]) -> None:
+def test_broken_connections_neither_lose_nor_repeat_frames(sides: Callable[..., Side]) -> None:
     here, there, out, back = together(sides)
     for number in range(300):
         here.tcp.send(out, b"%d" % number, [bytes(number * 300)])
@@ -111,7 +111,7 @@ def test_silence_is_noticed_within_the_bound(sides: Callable[..., Side]) -> None
     assert there.lost.get(timeout=10) is back  # which it can't take up again
 
 
-def test_a_wrong_secret_is_told(sides: Callable[..., Side]) -> None:
+def test_wrong_secret_is_reported(sides: Callable[..., Side]) -> None:
     here, there = sides(new_secret()), sides(new_secret())
     remote = here.tcp.call(there.tcp.listen("127.0.0.1"), new_secret())
     assert here.lost.get(timeout=10) is remote
@@ -119,7 +119,7 @@ def test_a_wrong_secret_is_told(sides: Callable[..., Side]) -> None:
     assert there.up.empty()
 
 
-def test_nobody_there(sides: Callable[..., Side]) -> None:
+def test_connect_to_a_closed_port(sides: Callable[..., Side]) -> None:
     here = sides(new_secret(), bounds=Timeouts(heartbeat=0.05, silence=1.0, patience=0.3, pause=0.01))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
@@ -129,7 +129,7 @@ def test_nobody_there(sides: Callable[..., Side]) -> None:
     assert "refused" in str(remote.lost)
 
 
-def test_a_connection_that_nobody_answers_is_given_up_for_another(sides: Callable[..., Side]) -> None:
+def test_silent_connection_is_replaced(sides: Callable[..., Side]) -> None:
     """As when its other end was reset while the network was cut: nothing ever comes, and nothing says so."""
     secret, bounds = new_secret(), Timeouts(heartbeat=0.05, silence=0.3, patience=10.0, pause=0.01)
     here, there = sides(secret, bounds=bounds), sides(secret, bounds=bounds)
@@ -144,7 +144,7 @@ def test_a_connection_that_nobody_answers_is_given_up_for_another(sides: Callabl
     assert there.frames.get(timeout=10) == (b"at last", b"")
 
 
-def test_strangers_hold_up_nobody(sides: Callable[..., Side]) -> None:
+def test_unauthenticated_connections_do_not_block_others(sides: Callable[..., Side]) -> None:
     secret = new_secret()
     here, there = sides(secret), sides(secret)
     address = there.tcp.listen("127.0.0.1")
@@ -182,9 +182,9 @@ def _announce(remote: PeerConnection, prefix: int, body: int) -> None:
 def test_announced_body_that_never_comes_commits_no_memory(sides: Callable[..., Side]) -> None:
     here, there, out, back = together(sides, bounds=Timeouts())
     before = _resident()
-    _announce(out, 0, session.MOST_BODY)
+    _announce(out, 0, session.MAX_BODY_BYTES)
     deadline = time.monotonic() + 20
-    while (connection := back.connection) is None or len(connection.into) != session.MOST_BODY:
+    while (connection := back.connection) is None or len(connection.into) != session.MAX_BODY_BYTES:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert _resident() - before < 64 << 20

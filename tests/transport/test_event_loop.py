@@ -11,10 +11,10 @@ from monarch_backend._transport.local import event_loop
 from monarch_backend._transport.local.event_loop import ProgressLoop
 
 
-class ReadByAnother:
-    """A post that somebody else always reads."""
+class MailboxWithAnotherReader:
+    """A mailbox whose turn another thread always holds."""
 
-    def take(self) -> bool:
+    def acquire_turn(self) -> bool:
         return False
 
 
@@ -49,5 +49,5 @@ def test_a_gate_that_another_one_opens_first_is_open(monkeypatch: pytest.MonkeyP
             self._lock.release()
 
     monkeypatch.setattr(event_loop.threading, "Lock", Overtaken)
-    assert ProgressLoop(ReadByAnother(), lambda _: None).wait(what)
+    assert ProgressLoop(MailboxWithAnotherReader(), lambda _: None).wait(what)
     assert not what.gate.locked()

@@ -36,7 +36,7 @@ def _setting(value: bytes) -> bytes:
     ],
     ids=range(11),
 )
-def test_nothing_but_frame_errors_comes_out(decode: Any, data: bytes) -> None:
+def test_corrupt_frames_raise_only_frame_errors(decode: Any, data: bytes) -> None:
     with pytest.raises(FrameError):
         decode(data)
 

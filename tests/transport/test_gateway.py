@@ -211,7 +211,7 @@ def say(process: Process, link: int, text: bytes, seq: int = 1) -> None:
     assert process.links.send(link, Kind.CALL, 7, 8, seq, 3, 0, b"prefix", text, None)
 
 
-def test_two_meet_and_talk() -> None:
+def test_two_processes_exchange_frames() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     link = one.meet(two)
@@ -225,7 +225,7 @@ def test_two_meet_and_talk() -> None:
     assert one.bodies() == [b"hello back"]
 
 
-def test_what_overtakes_the_word_that_they_have_met_waits_for_it() -> None:
+def test_early_frames_wait_for_the_connected_event() -> None:
     """Down a tree it comes through other hosts, and the word comes straight."""
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
@@ -297,7 +297,7 @@ def test_a_cast_goes_once_to_each_host() -> None:
         ]
 
 
-def test_a_lost_host_is_told_to_all_who_know_somebody_there() -> None:
+def test_lost_host_is_reported_to_all_connected_processes() -> None:
     world = World(3)
     one, two, three = world.process(1, 1), world.process(2, 1), world.process(3, 1)
     one.meet(two)
@@ -312,7 +312,7 @@ def test_a_lost_host_is_told_to_all_who_know_somebody_there() -> None:
     assert one.meet(three) >= FIRST_REMOTE_LINK
 
 
-def test_who_was_given_up_before_it_was_met_is_told_when_it_calls() -> None:
+def test_abandoned_process_gets_a_report_when_it_connects() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     assert one.links.connect(two.token) == LINK_PENDING
@@ -327,7 +327,7 @@ def test_who_was_given_up_before_it_was_met_is_told_when_it_calls() -> None:
     assert "given up" in why
 
 
-def test_a_gateway_that_ends_takes_all_far_links_with_it() -> None:
+def test_end_of_the_gateway_closes_all_remote_links() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     link = one.meet(two)
@@ -336,7 +336,7 @@ def test_a_gateway_that_ends_takes_all_far_links_with_it() -> None:
     assert [event[:2] for event in one.told(Kind.GONE)] == [(link, Kind.GONE), (0, Kind.GONE)]
 
 
-def test_who_says_what_is_not_its_own_is_not_listened_to() -> None:
+def test_frames_with_a_forged_sender_are_dropped() -> None:
     world = World(2)
     host = world.by_id["00000001"]
     link = host.links[token(1, 1)]
@@ -381,7 +381,7 @@ def test_one_that_dies_before_its_call_is_answered() -> None:
     assert [event[2] for event in two.told(Kind.GONE)] == ["killed by signal 9"]
 
 
-def test_without_its_gateway_nobody_elsewhere_can_be_called() -> None:
+def test_remote_processes_are_unreachable_without_the_gateway() -> None:
     world = World(2)
     one = world.process(1, 1)
     one.inbox.append((0, int(Kind.GONE), "killed", False))

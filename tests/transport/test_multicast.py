@@ -118,7 +118,7 @@ def test_an_error_and_a_large_reply_go_straight() -> None:
     assert sorted(rank for rank, *_ in tree.replies()) == list(range(9))
 
 
-def test_who_does_not_answer_holds_others_up_for_a_moment_only() -> None:
+def test_silent_host_delays_others_only_briefly() -> None:
     tree = Tree(10, 2)
     tree.cast()
     tree.world.run_to_rest()
@@ -145,7 +145,7 @@ def test_items_of_a_generator_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_hosts_are_lost_while_it_goes_down(seed: int) -> None:
+def test_hosts_lost_during_a_multicast(seed: int) -> None:
     """Those that are left get each message, in whatever order; frames are numbered, so twice is as good as once."""
     tree = Tree(16, 2, seed)
     world, chance = tree.world, tree.world.random
@@ -221,7 +221,7 @@ def test_hosts_are_lost_with_the_replies_of_others(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_who_replies_and_dies_has_replied(seed: int) -> None:
+def test_reply_before_death_counts(seed: int) -> None:
     tree = Tree(16, 2, seed, gate=seed % 2 * 3)
     tree.cast()
     tree.world.run_to_rest()
@@ -242,7 +242,7 @@ def test_who_replies_and_dies_has_replied(seed: int) -> None:
         assert any(rank == part[0] for event in before for part in together(event))
 
 
-def test_two_that_lack_each_other_do_not_report_it_for_ever() -> None:
+def test_two_hosts_without_a_link_report_once() -> None:
     """Each was to pass it on to the other, once, and those above them were lost."""
     tree = Tree(16, 2, 182)
     world = tree.world
@@ -278,7 +278,7 @@ def test_replies_that_have_arrived_are_not_kept() -> None:
     assert not any(gatherer._kept or gatherer._size for gatherer in gatherers)
 
 
-def test_replies_for_which_there_is_no_room_go_straight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_beyond_the_limit_are_sent_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reply_aggregation, "MAX_KEPT_BYTES", 0)
     tree = Tree(16, 2)
     tree.cast()
@@ -290,7 +290,7 @@ def test_replies_for_which_there_is_no_room_go_straight(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_word_of_an_end_comes_after_what_is_on_its_way(seed: int) -> None:
+def test_report_of_an_end_follows_frames_in_flight(seed: int) -> None:
     tree = Tree(12, 2, seed)
     for number in range(3):
         tree.cast(ref=0, body=b"%d" % number)
@@ -347,12 +347,12 @@ def test_hosts_behind_another_one_are_lost(seed: int) -> None:
 def test_many_seeds() -> None:
     for seed in range(1000, 1500):
         test_hosts_behind_another_one_are_lost(seed)
-        test_hosts_are_lost_while_it_goes_down(seed)
+        test_hosts_lost_during_a_multicast(seed)
         test_replies_find_another_way(seed)
         test_hosts_are_lost_with_the_replies_of_others(seed)
 
 
-def test_calls_that_nobody_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unanswered_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reply_aggregation, "MAX_CALLS", 10)
     tree = Tree(5, 2)
     for ref in range(1, 50):
@@ -366,7 +366,7 @@ def test_calls_that_nobody_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("what", ["short", "nobody", "of another host", "no branches", "not for many"])
-def test_what_is_no_frame_of_a_tree(what: str) -> None:
+def test_invalid_tree_frames_are_refused(what: str) -> None:
     world = World(2)
     row = envelope.pack_rows([(token(1, 1), 1, 0, 0)])
     hosts = [] if what == "nobody" else [("00000002" if what == "of another host" else "00000001", row)]
@@ -379,7 +379,7 @@ def test_what_is_no_frame_of_a_tree(what: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "00000001", "00000001" * 2 + "0"])
-def test_what_is_no_word_of_a_tree(text: str) -> None:
+def test_invalid_tree_reports_are_refused(text: str) -> None:
     frame = envelope.Envelope(envelope.ARRIVED, 0, 0, 1, 1, 0, text.encode(), b"", None)
     with pytest.raises(FrameError):
         World(2).by_id["00000001"].gateway.arrived(envelope.pack(frame)[0], memoryview(b""))

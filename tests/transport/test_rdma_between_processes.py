@@ -87,7 +87,7 @@ def _rank(rank: int, _: str, fn: Callable[..., Any], args: tuple[Any, ...], devi
         os.environ["MONARCH_RDMA_DEVICES"] = devices[rank]
     else:
         fabric = fake_nics.install()
-    side = Side(SECRET, bounds=BOUNDS, lends=True, tls=functools.cache(Tls.of_secret))
+    side = Side(SECRET, bounds=BOUNDS, offers_rdma=True, tls=functools.cache(Tls.of_secret))
     if rank == 1:
         _, number = side.tcp.listen("127.0.0.1")
         Path(port + "~").write_text(str(number))
@@ -116,12 +116,12 @@ def _sizes(rank: int, end: End) -> tuple[int, int]:
             end.send(name, nbytes)
     end.send(b"over", 0)
     end.receive(b"over", 0)
-    return end.remote.nics.lent, end.remote.nics.read
+    return end.remote.nics.frames_sent, end.remote.nics.read
 
 
 def test_sizes_there_and_back(run: Run) -> None:
-    for lent, read in run(_sizes):
-        assert (lent, read) == (4, 4)
+    for rdma_parts, read in run(_sizes):
+        assert (rdma_parts, read) == (4, 4)
 
 
 def _storm(rank: int, end: End, count: int) -> int:
@@ -134,13 +134,13 @@ def _storm(rank: int, end: End, count: int) -> int:
             end.side.tcp.soon(lambda: reset(end.side, end.remote))
     for number, nbytes in enumerate(other):
         end.receive(b"%d" % number, nbytes)
-    assert until(lambda: not (end.remote.waiting or end.remote.nics.loan or end.remote.session._kept), 30)
-    return end.remote.nics.lent
+    assert until(lambda: not (end.remote.waiting or end.remote.nics.rdma_send or end.remote.session._kept), 30)
+    return end.remote.nics.frames_sent
 
 
 def test_a_storm_in_which_connections_break(run: Run) -> None:
-    """Each frame once, in order, with the right bytes; and most are lent all the same."""
-    assert all(lent > 10 for lent in run(_storm, 60))
+    """Each frame once, in order, with the right bytes; most of them by RDMA."""
+    assert all(rdma_parts > 10 for rdma_parts in run(_storm, 60))
 
 
 def _killed(rank: int, end: End, reader: bool) -> None:
@@ -150,12 +150,12 @@ def _killed(rank: int, end: End, reader: bool) -> None:
         for number in range(4):
             end.send(b"%d" % number, 8 * MIB)
         if not reader:
-            assert until(lambda: end.remote.nics.loan is not None and end.remote.nics.loan.number > 0)
+            assert until(lambda: end.remote.nics.rdma_send is not None and end.remote.nics.rdma_send.number > 0)
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
         assert end.side.lost.get(timeout=30) is end.remote
         assert time.monotonic() - began < 20
-        assert until(lambda: end.remote.nics.loan is None)
+        assert until(lambda: end.remote.nics.rdma_send is None)
         return
     if reader:
         assert until(lambda: end.remote.nics.reading is not None, 30)
@@ -168,7 +168,7 @@ def _killed(rank: int, end: End, reader: bool) -> None:
 
 
 @pytest.mark.parametrize("reader", [True, False])
-def test_one_is_killed_while_it_is_read(run: Run, reader: bool) -> None:
+def test_sender_killed_during_an_rdma_read(run: Run, reader: bool) -> None:
     """The other one hears of it as it does without NICs, has what was whole, and leaves nothing registered."""
     with pytest.raises(AssertionError) as told:
         run(_killed, reader)

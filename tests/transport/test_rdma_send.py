@@ -23,7 +23,7 @@ from monarch_backend._transport.network.auth import new_secret
 from monarch_backend._transport.network.connection import PeerConnection, Timeouts
 from monarch_backend._transport.network.connection_manager import Tcp
 from monarch_backend._transport.network.rdma_frame_header import Part
-from monarch_backend._transport.network.session import HEAD_BYTES, LENT, SessionError, read_head
+from monarch_backend._transport.network.session import HEAD_BYTES, RDMA_FRAME, SessionError, read_head
 from monarch_backend._transport.network.tls import Tls
 from monarch_backend._verbs import discovery, eligibility, engine, shared_engine
 from monarch_backend._verbs.discovery import PortFacts
@@ -62,7 +62,7 @@ def make(fabric: Fabric, sides: Callable[..., Side]) -> Iterator[Make]:
     made: list[Side] = []
 
     def meet(**options: Any) -> tuple[Side, Side, PeerConnection, PeerConnection]:
-        here, there, out, back = together(sides, **{"bounds": PATIENT, "lends": True, **options})
+        here, there, out, back = together(sides, **{"bounds": PATIENT, "offers_rdma": True, **options})
         made.extend((here, there))
         connect(here, there, out)
         return here, there, out, back
@@ -80,7 +80,7 @@ def connect(here: Side, there: Side, out: PeerConnection, nbytes: int = 2 * MIB)
     here.tcp.send(out, b"first", [bytes(nbytes)], 1)
     assert there.frames.get(timeout=20) == (b"first", bytes(nbytes))
     assert until(lambda: out.nics.ready)
-    assert out.nics.lent == 0
+    assert out.nics.frames_sent == 0
 
 
 def numbers(nbytes: int, seed: int) -> bytearray:
@@ -135,10 +135,10 @@ def test_sizes_around_the_least(make: Make) -> None:
         sent = numbers(nbytes, nbytes % 7)
         here.tcp.send(out, b"%d" % nbytes, [b"pickle", sent], 1)
         assert receive(there) == (b"%d" % nbytes, b"pickle" + sent), nbytes
-    assert until(lambda: out.nics.lent == 5)
+    assert until(lambda: out.nics.frames_sent == 5)
 
 
-def test_what_may_not_be_seen_stays_on_the_connection(make: Make, fabric: Fabric) -> None:
+def test_pickles_and_small_parts_stay_on_the_connection(make: Make, fabric: Fabric) -> None:
     """Pickles, however large, and small parts; and empty ones are nowhere."""
     here, there, out, back = make()
     read: list[int] = []
@@ -150,12 +150,12 @@ def test_what_may_not_be_seen_stays_on_the_connection(make: Make, fabric: Fabric
     pickle, parts = numbers(3 * MIB, 1), [numbers(n, n % 5) for n in (0, 2 * MIB, 100, 0, 64 * KIB, 64 * KIB - 1)]
     here.tcp.send(out, b"mixed", [pickle, b"more of it", *parts], len(parts))
     assert receive(there) == (b"mixed", b"".join((pickle, b"more of it", *parts)))
-    assert until(lambda: out.nics.lent == 1)
+    assert until(lambda: out.nics.frames_sent == 1)
     whole = 5 * MIB + len(b"more of it") + 100 + 2 * 64 * KIB - 1
     assert sorted(read) == [64 * KIB, 2 * MIB, whole]  # the last is what it is read into
     here.tcp.send(out, b"", [pickle], 0)
     assert receive(there)[1] == pickle
-    assert out.nics.lent == back.nics.read == 1
+    assert out.nics.frames_sent == back.nics.read == 1
 
 
 def test_numbers_of_parts(make: Make) -> None:
@@ -163,7 +163,7 @@ def test_numbers_of_parts(make: Make) -> None:
     parts = [numbers(64 * KIB + i, i) for i in range(rdma_frame_header.MAX_PARTS + 5)]
     here.tcp.send(out, b"many", parts, len(parts))
     assert receive(there) == (b"many", b"".join(parts))
-    assert until(lambda: out.nics.lent == 1)
+    assert until(lambda: out.nics.frames_sent == 1)
 
 
 @pytest.mark.parametrize("tls", [False, True])
@@ -181,7 +181,7 @@ def test_both_ways_in_order(make: Make, fabric: Fabric, tls: bool) -> None:
             for side in (there, here):
                 assert receive(side) == (b"%d" % number, b"x" + numbers(nbytes, number))
     large = sum(nbytes >= MIB for nbytes in sizes)
-    assert until(lambda: (out.nics.lent, back.nics.lent) == (large, large))
+    assert until(lambda: (out.nics.frames_sent, back.nics.frames_sent) == (large, large))
     assert (out.nics.read, back.nics.read) == (large, large)
 
 
@@ -202,7 +202,7 @@ def test_a_body_for_several_hosts_is_registered_once(make: Make, fabric: Fabric,
     [secret] = here.tcp.secrets.values()
     fleet = [(there, out)]
     for _ in range(2):
-        other = sides(secret, bounds=PATIENT, lends=True)
+        other = sides(secret, bounds=PATIENT, offers_rdma=True)
         remote = here.tcp.call(other.tcp.listen("127.0.0.1"), secret)
         assert here.up.get(timeout=10) is remote
         connect(here, other, remote)
@@ -212,12 +212,12 @@ def test_a_body_for_several_hosts_is_registered_once(make: Make, fabric: Fabric,
     before, body = nic.opened, numbers(4 * MIB, 1)
     for _, remote in fleet:
         here.tcp.send(remote, b"cast", [memoryview(body)], 1)
-    assert until(lambda: all(remote.nics.loan and remote.nics.loan.number for _, remote in fleet))
+    assert until(lambda: all(remote.nics.rdma_send and remote.nics.rdma_send.number for _, remote in fleet))
     assert sum(each.nbytes == 4 * MIB and each.access == 4 for each in nic.registered.values()) == 1
     with running(fabric):
         for side, _ in fleet:
             assert receive(side) == (b"cast", body)
-    assert until(lambda: all(remote.nics.lent for _, remote in fleet))
+    assert until(lambda: all(remote.nics.frames_sent for _, remote in fleet))
     assert nic.opened - before <= 1 + len(fleet)  # and what each reads into
     for side, _ in fleet:
         side.tcp.close()
@@ -226,7 +226,7 @@ def test_a_body_for_several_hosts_is_registered_once(make: Make, fabric: Fabric,
 # What goes wrong ------------------------------------------------------------------------------------------------------
 
 
-def test_connections_that_break_lose_nothing_and_repeat_nothing(make: Make, fabric: Fabric) -> None:
+def test_broken_connections_neither_lose_nor_repeat_frames(make: Make, fabric: Fabric) -> None:
     here, there, out, back = make()
     fabric.at_once = False
     with running(fabric):
@@ -238,11 +238,11 @@ def test_connections_that_break_lose_nothing_and_repeat_nothing(make: Make, fabr
         for number in range(120):
             assert receive(there) == (b"%d" % number, numbers((number % 3) * MIB, number))
     assert here.lost.empty() and there.lost.empty() and there.frames.empty()
-    assert out.nics.lent > 20
+    assert out.nics.frames_sent > 20
 
 
 @pytest.mark.parametrize("side", ["here", "there"])
-def test_a_break_while_it_is_read(make: Make, fabric: Fabric, side: str) -> None:
+def test_connection_break_during_an_rdma_read(make: Make, fabric: Fabric, side: str) -> None:
     """It comes by the next connection as ever; and what is still read writes to nobody's memory."""
     here, there, out, back = make()
     fabric.at_once = False
@@ -260,15 +260,15 @@ def test_a_break_while_it_is_read(make: Make, fabric: Fabric, side: str) -> None
 def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once as ever, with one warning on each side; and later by NICs again."""
     here, there, out, _ = make()
-    expose = here.tcp.loans._nics.expose  # type: ignore[union-attr]
+    expose = here.tcp.rdma_sender._nics.expose  # type: ignore[union-attr]
 
-    def forged(lent: dict[int, memoryview]) -> Any:
-        parts, keys = expose(lent)
+    def forged(rdma_parts: dict[int, memoryview]) -> Any:
+        parts, keys = expose(rdma_parts)
         other, more = expose({part.offset: memoryview(bytearray(part.nbytes)) for part in parts})
-        here.tcp.loans._nics.release(more)  # type: ignore[union-attr]
+        here.tcp.rdma_sender._nics.release(more)  # type: ignore[union-attr]
         return other, keys
 
-    monkeypatch.setattr(here.tcp.loans._nics, "expose", forged)  # type: ignore[union-attr]
+    monkeypatch.setattr(here.tcp.rdma_sender._nics, "expose", forged)  # type: ignore[union-attr]
     with warnings() as said:
         for number in range(3):
             here.tcp.send(out, b"%d" % number, [numbers(2 * MIB, number)], 1)
@@ -277,7 +277,7 @@ def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.
         assert until(lambda: len(said) == 2)
     assert "could not be read from there" in said[0] and "use TCP" in said[0]
     assert "could not read a frame from here" in said[1] and "remote access error" in said[1]
-    assert out.nics.lent == 0
+    assert out.nics.frames_sent == 0
     monkeypatch.undo()
     monkeypatch.setattr(rdma_send, "RETRY_INTERVAL_S", 0.0)
     again(here, there, out)
@@ -285,7 +285,7 @@ def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.
 
 def again(here: Side, there: Side, out: PeerConnection) -> None:
     """By NICs, soon after one frame has asked for it."""
-    before = out.nics.lent
+    before = out.nics.frames_sent
     connected = False
     for number in range(100):
         here.tcp.send(out, b"again", [numbers(2 * MIB, number)], 1)
@@ -293,7 +293,7 @@ def again(here: Side, there: Side, out: PeerConnection) -> None:
         if connected:
             break
         connected = until(lambda: out.nics.ready, 0.5)
-    assert until(lambda: out.nics.lent > before)
+    assert until(lambda: out.nics.frames_sent > before)
 
 
 def test_a_nic_that_goes_down_and_comes_back(make: Make, fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_a_nic_that_goes_down_and_comes_back(make: Make, fabric: Fabric, monkeyp
             here.tcp.send(out, b"%d" % number, [numbers(2 * MIB, number)], 1)
         for number in range(5):
             assert receive(there) == (b"%d" % number, numbers(2 * MIB, number))
-    assert len(said) == 2 and out.nics.lent == 0
+    assert len(said) == 2 and out.nics.frames_sent == 0
     fabric.dead = False
     monkeypatch.setattr(rdma_send, "RETRY_INTERVAL_S", 0.0)
     again(here, there, out)
@@ -334,7 +334,7 @@ def test_a_read_that_never_ends(make: Make, fabric: Fabric, monkeypatch: pytest.
     assert "a read of the NIC did not complete in time" in said[0]
 
 
-def test_words_of_life_go_on_while_it_is_read(make: Make, fabric: Fabric) -> None:
+def test_heartbeats_continue_during_an_rdma_read(make: Make, fabric: Fabric) -> None:
     """For longer than either may be silent; frames behind it wait, and those of the other direction do not."""
     here, there, out, back = make(bounds=Timeouts(heartbeat=0.05, silence=0.6, patience=5.0, pause=0.01))
     fabric.at_once = False
@@ -351,7 +351,7 @@ def test_words_of_life_go_on_while_it_is_read(make: Make, fabric: Fabric) -> Non
     assert here.lost.empty() and there.lost.empty()
 
 
-def test_goodbye_while_it_is_read(make: Make, fabric: Fabric) -> None:
+def test_goodbye_during_an_rdma_read(make: Make, fabric: Fabric) -> None:
     """What was sent before comes before."""
     here, there, out, back = make()
     fabric.at_once = False
@@ -370,8 +370,8 @@ def test_goodbye_while_it_is_read(make: Make, fabric: Fabric) -> None:
 
 
 @pytest.mark.parametrize("who", ["here", "there"])
-def test_one_is_lost_while_it_is_read(make: Make, fabric: Fabric, who: str) -> None:
-    """What was lent is given back on both sides, and nothing is taken afterwards."""
+def test_peer_lost_during_an_rdma_read(make: Make, fabric: Fabric, who: str) -> None:
+    """Both sides release their memory, and no frame is received afterwards."""
     here, there, out, back = make(bounds=Timeouts(heartbeat=0.05, silence=0.5, patience=5.0, pause=0.01))
     fabric.at_once = False
     here.tcp.send(out, b"lost", [numbers(2 * MIB, 1)], 1)
@@ -379,12 +379,12 @@ def test_one_is_lost_while_it_is_read(make: Make, fabric: Fabric, who: str) -> N
     side, remote, other = (here, out, there) if who == "here" else (there, back, here)
     side.tcp.soon(lambda: side.tcp.lose(remote, "of its own"))
     assert other.lost.get(timeout=10) is not remote
-    assert until(lambda: out.nics.loan is None and len(fabric.nics[0].registered) <= 1)
+    assert until(lambda: out.nics.rdma_send is None and len(fabric.nics[0].registered) <= 1)
     fabric.run()
     assert there.frames.empty()
 
 
-def test_a_fork_while_it_is_read(make: Make, fabric: Fabric) -> None:
+def test_fork_during_an_rdma_read(make: Make, fabric: Fabric) -> None:
     here, there, out, back = make()
     fabric.at_once = False
     here.tcp.send(out, b"forked", [numbers(2 * MIB, 1)], 1)
@@ -397,7 +397,7 @@ def test_a_fork_while_it_is_read(make: Make, fabric: Fabric) -> None:
     assert receive(there) == (b"forked", numbers(2 * MIB, 1))
 
 
-def test_one_thread_whoever_starts_it() -> None:
+def test_one_thread_serves_both_directions() -> None:
     """Both directions begin at once; two threads would hear of one end."""
     nics, begun = rdma_reader.Nics(b"who", lambda _: None), threading.Barrier(8)
 
@@ -422,7 +422,7 @@ def test_one_thread_whoever_starts_it() -> None:
 def test_one_without_nics_or_of_an_older_release(fabric: Fabric, sides: Callable[..., Side], who: int) -> None:
     """It greets as one that knows nothing of it, and is told nothing of it."""
     secret = new_secret()
-    here, there = (sides(secret, bounds=PATIENT, lends=index != who) for index in range(2))
+    here, there = (sides(secret, bounds=PATIENT, offers_rdma=index != who) for index in range(2))
     out = here.tcp.call(there.tcp.listen("127.0.0.1"), secret)
     back = there.up.get(timeout=10)
     for side, remote, other in ((here, out, there), (there, back, here)):
@@ -433,9 +433,9 @@ def test_one_without_nics_or_of_an_older_release(fabric: Fabric, sides: Callable
     assert out.nics.asked < 0 and back.nics.asked < 0
 
 
-def test_one_whose_nics_are_of_no_use(fabric: Fabric, sides: Callable[..., Side], monkeypatch: Any) -> None:
+def test_peer_with_unusable_nics(fabric: Fabric, sides: Callable[..., Side], monkeypatch: Any) -> None:
     monkeypatch.setattr(discovery, "available", lambda *_: "no port is active")
-    here, there, out, _ = together(sides, bounds=PATIENT, lends=True)
+    here, there, out, _ = together(sides, bounds=PATIENT, offers_rdma=True)
     with warnings() as said:
         for number in range(3):
             here.tcp.send(out, b"%d" % number, [numbers(2 * MIB, number)], 1)
@@ -446,20 +446,20 @@ def test_one_whose_nics_are_of_no_use(fabric: Fabric, sides: Callable[..., Side]
 @pytest.mark.parametrize(
     ("variable", "value"), [("MONARCH_RDMA_TRANSPORT", "tcp"), ("MONARCH_RDMA_MIN_BYTES", "many")], ids=str
 )
-def test_settings_that_stand_against_it(fabric: Fabric, monkeypatch: Any, variable: str, value: str) -> None:
+def test_settings_that_disable_rdma_sends(fabric: Fabric, monkeypatch: Any, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
     with warnings() as said:
-        tcp = Tcp(os.urandom(16), {}, lambda *_: None, lambda _: None, lambda _: None, lends=True)
+        tcp = Tcp(os.urandom(16), {}, lambda *_: None, lambda _: None, lambda _: None, offers_rdma=True)
     tcp.close()
     tcp._end()
-    assert tcp.loans is None
+    assert tcp.rdma_sender is None
     assert len(said) == (value == "many")
 
 
 _GATEWAY = """
 import sys
 from monarch_backend._transport.network.connection_manager import Tcp
-tcp = Tcp(bytes(16), {}, None, None, None, lends=True)
+tcp = Tcp(bytes(16), {}, None, None, None, offers_rdma=True)
 tcp.start()
 tcp.close()
 print([name for name in sys.modules if name.startswith("monarch_backend.rdma")])
@@ -504,11 +504,11 @@ def test_too_many_parts() -> None:
         rdma_frame_header.unpack(rdma_frame_header.pack(many), 1000)
 
 
-def test_whoever_has_no_nics_takes_no_loans(sides: Callable[..., Side]) -> None:
+def test_peer_without_nics_refuses_rdma_frames(sides: Callable[..., Side]) -> None:
     """Nor is anybody's word believed: the connection is over, and the session goes on with another one."""
     here, there, out, _ = together(sides)
     with out.lock:
-        frame = out.session.lend(rdma_frame_header.pack([Part(0, 5, b"r")]), b"prefix", [b"12345"], [])
-        assert read_head(frame[0][:HEAD_BYTES]).kind == LENT
+        frame = out.session.rdma_frame(rdma_frame_header.pack([Part(0, 5, b"r")]), b"prefix", [b"12345"], [])
+        assert read_head(frame[0][:HEAD_BYTES]).kind == RDMA_FRAME
         here.tcp.put(out, frame)
     assert there.frames.get(timeout=10) == (b"prefix", b"12345")

@@ -58,7 +58,7 @@ def _refill(router: Router, peer: Peer) -> None:
     router.flow.refill(peer, 1)
 
 
-def test_room_that_comes_while_a_sender_begins_to_wait() -> None:
+def test_credit_that_arrives_as_a_sender_starts_to_wait() -> None:
     router, peer = _router_with(_forever)
     router.on_wait = lambda *_: _refill(router, peer)
     router.flow.wait_for_credit(peer, Kind.CALL, 0)

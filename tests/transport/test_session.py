@@ -12,18 +12,18 @@ import pytest
 
 from monarch_backend._transport.network import session
 from monarch_backend._transport.network.session import (
+    ACK,
+    ACK_AFTER_BYTES,
     BYE,
+    CONTROL,
     DATA,
     FRAME_OVERHEAD_BYTES,
     HEAD_BYTES,
-    LENT,
+    MAX_BODY_BYTES,
+    MAX_CONTROL_BYTES,
+    MAX_PREFIX_BYTES,
     MAX_UNACKNOWLEDGED_BYTES,
-    MOST_BODY,
-    MOST_PREFIX,
-    MOST_SAID,
-    SAY,
-    WORD,
-    WORTH_A_WORD,
+    RDMA_FRAME,
     Head,
     Session,
     SessionError,
@@ -77,8 +77,8 @@ class Side:
                 self.taken.append((bytes(self.inbox[HEAD_BYTES:middle]), bytes(self.inbox[middle:end])))
             self.said_bye |= head.kind == BYE
             del self.inbox[:end]
-            if self.session.word_is_due:
-                self.wire += self.session.word()
+            if self.session.ack_is_due:
+                self.wire += self.session.acknowledgement()
 
 
 def _arrive(source: Side, target: Side, count: int) -> None:
@@ -119,7 +119,7 @@ def _play(seed: int, steps: int) -> tuple[Side, Side]:
         elif connected:
             _arrive(side, target, rng.choice((1, HEAD_BYTES, 500, 10_000, 1 << 20)))
             if what > 0.97:
-                side.wire += side.session.word()
+                side.wire += side.session.acknowledgement()
         for one_of in (one, other):
             kept = one_of.session._kept
             costs = [len(prefix) + size + FRAME_OVERHEAD_BYTES for _, prefix, _, size in kept]
@@ -136,9 +136,9 @@ def _play(seed: int, steps: int) -> tuple[Side, Side]:
 
 
 @pytest.mark.parametrize("bound", [MAX_UNACKNOWLEDGED_BYTES, 20_000])
-def test_every_frame_comes_once_and_in_order_whatever_breaks(monkeypatch: pytest.MonkeyPatch, bound: int) -> None:
+def test_frames_arrive_once_and_in_order_despite_breaks(monkeypatch: pytest.MonkeyPatch, bound: int) -> None:
     monkeypatch.setattr(session, "MAX_UNACKNOWLEDGED_BYTES", bound)
-    monkeypatch.setattr(session, "WORTH_A_WORD", bound // 16)
+    monkeypatch.setattr(session, "ACK_AFTER_BYTES", bound // 16)
     wanted = os.environ.get("MONARCH_TEST_SEED")
     for seed in [int(wanted)] if wanted else range(60):
         try:
@@ -146,7 +146,7 @@ def test_every_frame_comes_once_and_in_order_whatever_breaks(monkeypatch: pytest
             assert one.taken == other.sent and other.taken == one.sent
             assert len(one.sent) > 20 and one.said_bye and other.said_bye
             for side in (one, other):  # all that was sent has been acknowledged by the last word
-                side.session.hear(read_head((other if side is one else one).session.word()))
+                side.session.hear(read_head((other if side is one else one).session.acknowledgement()))
                 assert side.session.unacknowledged == 0 and not side.session._kept
         except BaseException:
             print(f"again: MONARCH_TEST_SEED={seed}")
@@ -156,7 +156,7 @@ def test_every_frame_comes_once_and_in_order_whatever_breaks(monkeypatch: pytest
 # Memory ---------------------------------------------------------------------------------------------------------------
 
 
-def test_acknowledgements_bound_what_is_kept() -> None:
+def test_acknowledgements_limit_the_unacknowledged_frames() -> None:
     one, other = Session(), Session()
     body = [bytes(1 << 20)]
     most = 0
@@ -164,19 +164,19 @@ def test_acknowledgements_bound_what_is_kept() -> None:
         assert not one.full
         assert other.take(_head(one.send(b"p", body)))
         most = max(most, one.unacknowledged)
-        if other.word_is_due:
-            one.hear(read_head(other.word()))
-            assert not other.word_is_due
-    assert most < 2 * WORTH_A_WORD
+        if other.ack_is_due:
+            one.hear(read_head(other.acknowledgement()))
+            assert not other.ack_is_due
+    assert most < 2 * ACK_AFTER_BYTES
     assert len(one._kept) <= 4
 
 
-def test_nothing_more_goes_without_acknowledgements_but_one_frame_in_any_case() -> None:
+def test_full_window_still_sends_one_frame() -> None:
     one = Session()
     whole = bytes(1 << 30)  # not touched, so not there
     one.send(b"", [memoryview(whole)])
     assert one.full
-    one.hear(Head(WORD, 0, 0, 0, 1))
+    one.hear(Head(ACK, 0, 0, 0, 1))
     assert not one.full and one.unacknowledged == 0
 
 
@@ -187,8 +187,8 @@ def test_empty_frames_count_too_on_both_sides() -> None:
         assert other.take(_head(one.send(b"", [])))
         count += 1
     assert count == MAX_UNACKNOWLEDGED_BYTES // FRAME_OVERHEAD_BYTES
-    assert other.word_is_due
-    one.hear(read_head(other.word()))
+    assert other.ack_is_due
+    one.hear(read_head(other.acknowledgement()))
     assert one.unacknowledged == 0
 
 
@@ -198,11 +198,11 @@ def test_any_head_acknowledges() -> None:
         other.take(_head(one.send(b"p", [b"b"])))
     one.hear(_head(other.send(b"", [])))
     assert one.unacknowledged == 0
-    one.hear(Head(WORD, 0, 0, 0, 1))  # an old one says nothing new
+    one.hear(Head(ACK, 0, 0, 0, 1))  # an old one says nothing new
     assert one.unacknowledged == 0
 
 
-def test_parts_are_counted_in_bytes_whatever_they_are_made_of() -> None:
+def test_parts_of_any_type_are_counted_in_bytes() -> None:
     one, other = Session(), Session()
     numbers = array.array("d", [1.0, 2.0])
     parts = one.send(b"xy", [memoryview(numbers), bytearray(3), b"four"])
@@ -224,10 +224,10 @@ def test_a_frame_is_taken_with_its_last_byte() -> None:
     assert other.take(_head(again)) and not other.is_next(head)
 
 
-def test_what_was_lent_is_kept_whole() -> None:
+def test_rdma_frame_is_kept_whole_until_acknowledged() -> None:
     """It counts as any frame does, and whoever could not read it gets all of it, by the same connection or the next."""
     one, other = Session(), Session()
-    [_, rest] = one.lend(b"notes", b"prefix", [b"here", b"there"], [b"here"])
+    [_, rest] = one.rdma_frame(b"notes", b"prefix", [b"here", b"there"], [b"here"])
     assert rest == b"here"
     assert one.unacknowledged == len(b"prefix") + len(b"herethere") + FRAME_OVERHEAD_BYTES
     plain = [one.again(1), *one.resume(0)]
@@ -236,14 +236,14 @@ def test_what_was_lent_is_kept_whole() -> None:
         assert (head.kind, head.number, head.prefix, head.body) == (DATA, 1, 6, 9)
         assert parts[0][HEAD_BYTES:] == b"prefix" and parts[1:] == [b"here", b"there"]
     assert [other.take(_head(parts)) for parts in plain] == [True, False]
-    one.hear(read_head(other.word()))
+    one.hear(read_head(other.acknowledgement()))
     assert one.acknowledged == 1 and not one.unacknowledged
 
 
-def test_what_is_said_has_no_number_and_acknowledges() -> None:
+def test_control_messages_acknowledge_without_a_number() -> None:
     one, other = Session(), Session()
     assert other.take(_head(one.send(b"", [])))
-    said = other.say(b"something")
+    said = other.control(b"something")
     assert said[HEAD_BYTES:] == b"something"
     one.hear(read_head(said[:HEAD_BYTES]))
     assert one.acknowledged == 1 and other.sent == 0
@@ -261,18 +261,18 @@ def test_acknowledgements_of_frames_that_never_were_are_an_error() -> None:
     one = Session()
     one.send(b"", [])
     with pytest.raises(SessionError, match="has received frame 2 of 1"):
-        one.hear(Head(WORD, 0, 0, 0, 2))
+        one.hear(Head(ACK, 0, 0, 0, 2))
     with pytest.raises(SessionError, match="has received frame 2 of 1"):
         one.take(Head(DATA, 0, 0, 1, 2))
     assert one.received == 0 and one.unacknowledged
 
 
 @pytest.mark.parametrize("received", [0, 1, 6, (1 << 64) - 1])
-def test_who_is_where_nobody_can_be_can_not_go_on(received: int) -> None:
+def test_resume_at_an_impossible_frame_raises(received: int) -> None:
     one = Session()
     for _ in range(5):
         one.send(b"p", [])
-    one.hear(Head(WORD, 0, 0, 0, 2))
+    one.hear(Head(ACK, 0, 0, 0, 2))
     with pytest.raises(SessionError, match=f"it is at frame {received}, and here are frames 3 to 5"):
         one.resume(received)
     assert [_head(parts).number for parts in one.resume(3)] == [4, 5]
@@ -290,21 +290,21 @@ def _raw(kind: int = DATA, prefix: int = 0, body: int = 0, number: int = 1, magi
         _raw(magic=b"mona"),
         _raw(kind=0),
         _raw(kind=6),
-        _raw(kind=SAY, number=0),
-        _raw(kind=SAY, number=1, prefix=1),
-        _raw(kind=SAY, number=0, prefix=1, body=1),
-        _raw(kind=SAY, number=0, prefix=MOST_SAID + 1),
-        _raw(kind=LENT, number=0, prefix=1, body=1),
-        _raw(kind=LENT, prefix=1),
-        _raw(kind=LENT, body=1),
+        _raw(kind=CONTROL, number=0),
+        _raw(kind=CONTROL, number=1, prefix=1),
+        _raw(kind=CONTROL, number=0, prefix=1, body=1),
+        _raw(kind=CONTROL, number=0, prefix=MAX_CONTROL_BYTES + 1),
+        _raw(kind=RDMA_FRAME, number=0, prefix=1, body=1),
+        _raw(kind=RDMA_FRAME, prefix=1),
+        _raw(kind=RDMA_FRAME, body=1),
         _raw(kind=255),
         _raw(number=0),
-        _raw(kind=WORD),
-        _raw(kind=WORD, number=0, prefix=1),
-        _raw(kind=WORD, number=0, body=1),
+        _raw(kind=ACK),
+        _raw(kind=ACK, number=0, prefix=1),
+        _raw(kind=ACK, number=0, body=1),
         _raw(kind=BYE, number=0, body=1),
-        _raw(prefix=MOST_PREFIX + 1),
-        _raw(body=MOST_BODY + 1),
+        _raw(prefix=MAX_PREFIX_BYTES + 1),
+        _raw(body=MAX_BODY_BYTES + 1),
         _raw(body=(1 << 64) - 1),
         bytes(HEAD_BYTES),
         b"",
@@ -318,13 +318,15 @@ def test_bad_heads_are_errors_of_the_session(data: bytes) -> None:
 
 
 def test_the_largest_head_is_one() -> None:
-    assert read_head(_raw(prefix=MOST_PREFIX, body=MOST_BODY)) == Head(DATA, MOST_PREFIX, MOST_BODY, 1, 0)
+    assert read_head(_raw(prefix=MAX_PREFIX_BYTES, body=MAX_BODY_BYTES)) == Head(
+        DATA, MAX_PREFIX_BYTES, MAX_BODY_BYTES, 1, 0
+    )
 
 
 def test_too_large_a_frame_is_refused_here_and_leaves_no_gap() -> None:
     one, other = Session(), Session()
-    large = memoryview(bytes(MOST_BODY))
-    for prefix, body in [(bytes(MOST_PREFIX + 1), []), (b"", [large, b"x"])]:
+    large = memoryview(bytes(MAX_BODY_BYTES))
+    for prefix, body in [(bytes(MAX_PREFIX_BYTES + 1), []), (b"", [large, b"x"])]:
         with pytest.raises(ValueError, match="send it in pieces"):
             one.send(prefix, body)
     assert one.unacknowledged == 0

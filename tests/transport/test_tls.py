@@ -71,7 +71,7 @@ def _memories() -> list[str]:
 # Of a secret ----------------------------------------------------------------------------------------------------------
 
 
-def test_two_that_know_the_secret_talk() -> None:
+def test_two_sides_with_the_secret_connect() -> None:
     secret = new_secret()
     meeting = Meeting(Tls.of_secret(secret).client, Tls.of_secret(secret).server)
     meeting.talk()
@@ -132,7 +132,7 @@ def test_tls_1_2_is_refused_by_both(old: str) -> None:
     assert refusing is not None and "PROTOCOL" in refusing.reason
 
 
-def test_strict_verifiers_have_nothing_to_say() -> None:
+def test_certificates_pass_strict_verifiers() -> None:
     secret = new_secret()
     one, other = Tls.of_secret(secret), Tls.of_secret(secret)
     for context in (one.client, other.server):
@@ -157,7 +157,7 @@ def test_clocks_may_differ_by_a_day_and_processes_may_be_old() -> None:
     assert certificate.not_valid_after_utc > now + 3000 * DAY
 
 
-def test_nothing_is_left_on_disk_or_in_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_is_left_on_disk_or_in_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("TMPDIR", "HOME", "SSLKEYLOGFILE"):
         monkeypatch.setenv(variable, str(tmp_path / "keys" if variable == "SSLKEYLOGFILE" else tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -168,7 +168,7 @@ def test_nothing_is_left_on_disk_or_in_descriptors(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whoever_inherits_the_descriptor_finds_nothing_in_it() -> None:
+def test_inherited_key_descriptor_is_empty_after_use() -> None:
     with _tls._in_memory(b"a key") as path:
         inherited = os.open(path, os.O_RDONLY)
         assert os.pread(inherited, 100, 0) == b"a key"
@@ -232,7 +232,7 @@ def test_over_sockets_that_do_not_block() -> None:
 # What binds TLS to the handshake of the secret ------------------------------------------------------------------------
 
 
-def test_both_sides_have_one_binding_and_it_is_of_both_certificates() -> None:
+def test_channel_binding_covers_both_certificates() -> None:
     secret = new_secret()
     one, other = Tls.of_secret(secret), Tls.of_secret(secret)
     meeting = Meeting(one.client, other.server)
@@ -242,7 +242,7 @@ def test_both_sides_have_one_binding_and_it_is_of_both_certificates() -> None:
     assert binding(back.caller, False, other) == bound[32:] + bound[:32]
 
 
-def test_nobody_stands_in_between_even_with_a_certificate_of_the_job() -> None:
+def test_man_in_the_middle_with_a_job_certificate_is_refused() -> None:
     """Whoever ends TLS on both sides with a leaf of its own passes all bytes on, and the handshake fails."""
     secret = new_secret()
     one, other, middle = (Tls.of_secret(secret) for _ in range(3))
@@ -309,7 +309,7 @@ class Authority:
         return paths
 
 
-def test_hosts_with_files_of_one_authority_talk(tmp_path: Path) -> None:
+def test_hosts_with_certificates_of_one_authority_connect(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     one, other = (Tls.of_files(authority.path, *authority.issue(name)) for name in ("one", "other"))
     meeting = Meeting(one.client, other.server, "other")
@@ -365,7 +365,7 @@ def test_a_certificate_that_has_ended_meanwhile_is_refused(tmp_path: Path) -> No
     assert isinstance(caller, ssl.SSLCertVerificationError) and "expired" in caller.verify_message
 
 
-def test_bad_files_are_told_by_name_before_anybody_is_called(tmp_path: Path) -> None:
+def test_bad_files_are_named_before_connecting(tmp_path: Path) -> None:
     authority, others = Authority(tmp_path), Authority(tmp_path, "other")
     good = authority.issue("good")
     junk = tmp_path / "junk"

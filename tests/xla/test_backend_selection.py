@@ -57,7 +57,7 @@ def _make(ranks: list[int], size: int, options: Any = None) -> tuple[xla_backend
     ],
 )
 @pytest.mark.usefixtures("world_of_4")
-def test_the_mesh_says_who_takes_part(ranks: list[int], options: Any, mesh: list[list[int]]) -> None:
+def test_mesh_defines_the_participants(ranks: list[int], options: Any, mesh: list[list[int]]) -> None:
     # The meshes of torch_xla's own new_group; an empty one would mean all devices, for every group.
     assert _make(ranks, len(ranks) or 4, options)[1]._mesh == mesh
 
@@ -111,7 +111,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
 
 
-def test_what_the_route_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_xla_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     _forget(monkeypatch, None)
     assert _backend_selection.choose("xla").missing.startswith(
         "torch_xla is not installed; pip install 'monarch_backend[xla]'"

@@ -222,7 +222,7 @@ def _refused(rank: int) -> None:
     assert x.cpu().tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_what_torch_xla_lacks_is_refused_in_words(pool: Any) -> None:
+def test_operations_missing_in_torch_xla_raise_clear_errors(pool: Any) -> None:
     pool(1).run(_refused)
 
 
@@ -327,7 +327,7 @@ def _through_the_host(rank: int) -> tuple[list[Any], list[Any]]:
     return _each_way(rank, "xla"), _each_way(rank, "cpu")
 
 
-def test_processes_whose_clients_are_alone_go_through_the_host() -> None:
+def test_processes_with_separate_clients_use_the_host() -> None:
     for found, expected in run_ranks(_through_the_host, 2):
         assert found == expected
 
@@ -338,7 +338,7 @@ def _says_once(rank: int) -> None:
         dist.all_reduce(_x("xla"))
 
 
-def test_that_they_go_through_the_host_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_route_through_the_host_is_logged_once(capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(_says_once, 2)
     assert capfd.readouterr().err.count("collectives of XLA tensors go through the host") == 2  # by each rank
 

@@ -1,4 +1,4 @@
-// The Python face of the post office: bindings only, no logic. Bytes go in and come out; what they mean is Python's.
+// Python bindings of the mailbox, without logic. Python defines the meaning of the bytes.
 #include "bind.h"
 
 #include <pybind11/stl.h>
@@ -20,13 +20,13 @@ namespace {
 
 using Release = py::call_guard<py::gil_scoped_release>;
 
-constexpr std::uint64_t worth_keeping = 64 << 10;   // bytes of a block below which a copy is cheaper than holding on to it
-constexpr std::uint64_t worth_releasing = 32 << 10;  // bytes of a copy during which others may have the GIL
+constexpr std::uint64_t min_retained_bytes = 64 << 10;   // bytes of a block below which a copy is cheaper than holding on to it
+constexpr std::uint64_t min_gil_release_bytes = 32 << 10;  // bytes of a copy during which others may have the GIL
 
 // Python's buffers for as long as C++ looks at them.
-class Views {
+class BufferViews {
  public:
-  ~Views() {
+  ~BufferViews() {
     for (Py_buffer& view : views_) PyBuffer_Release(&view);
   }
   Slice add(py::handle object) {
@@ -50,38 +50,38 @@ class Views {
   std::vector<Py_buffer> views_;
 };
 
-Payload payload_of(Views& views, py::handle prefix, py::handle body, py::handle buffers) {
+Payload payload_of(BufferViews& views, py::handle prefix, py::handle body, py::handle buffers) {
   Payload payload{views.add(prefix), views.add_all(body), views.add_all(buffers)};
   if (payload.buffers.size() > most_buffers) throw py::value_error("a frame has at most 65535 buffers");
   return payload;
 }
 
-bool deliver(Post& post, const FrameHeader& header, const Payload& payload, const std::vector<Receiver>& to) {
+bool deliver(Mailbox& mailbox, const FrameHeader& header, const Payload& payload, const std::vector<Receiver>& to) {
   std::uint64_t bytes = 0;
   for (const Slice& slice : payload.body) bytes += slice.bytes;
   for (const Slice& slice : payload.buffers) bytes += slice.bytes;
-  if (bytes < worth_releasing) return post.send(header, payload, to);
+  if (bytes < min_gil_release_bytes) return mailbox.send(header, payload, to);
   const py::gil_scoped_release release;
-  return post.send(header, payload, to);
+  return mailbox.send(header, payload, to);
 }
 
-bool send(Post& post, std::uint32_t link, std::uint8_t kind, std::uint64_t target, std::uint64_t ref, std::uint64_t seq,
+bool send(Mailbox& mailbox, std::uint32_t link, std::uint8_t kind, std::uint64_t target, std::uint64_t ref, std::uint64_t seq,
           std::uint32_t rank, std::uint32_t epoch, py::handle prefix, py::handle body, py::handle buffers) {
-  Views views;
+  BufferViews views;
   FrameHeader header;
   header.kind = kind, header.target = target, header.ref = ref;
-  return deliver(post, header, payload_of(views, prefix, body, buffers), {{link, seq, rank, epoch}});
+  return deliver(mailbox, header, payload_of(views, prefix, body, buffers), {{link, seq, rank, epoch}});
 }
 
-bool cast(Post& post, const std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint32_t, std::uint32_t>>& to,
+bool multicast(Mailbox& mailbox, const std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint32_t, std::uint32_t>>& to,
           std::uint8_t kind, std::uint64_t target, std::uint64_t ref, py::handle prefix, py::handle body, py::handle buffers) {
-  Views views;
+  BufferViews views;
   FrameHeader header;
   header.kind = kind, header.target = target, header.ref = ref;
   std::vector<Receiver> receivers;
   receivers.reserve(to.size());
   for (const auto& [link, seq, rank, epoch] : to) receivers.push_back({link, seq, rank, epoch});
-  return deliver(post, header, payload_of(views, prefix, body, buffers), receivers);
+  return deliver(mailbox, header, payload_of(views, prefix, body, buffers), receivers);
 }
 
 py::bytes bytes_of(const char* data, std::uint64_t size) { return py::bytes(data, size); }
@@ -90,7 +90,7 @@ py::object copy_of(const char* data, std::uint64_t size) {
   PyObject* copy = PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
   if (copy == nullptr) throw py::error_already_set();
   char* to = PyByteArray_AS_STRING(copy);
-  if (size < worth_releasing) {
+  if (size < min_gil_release_bytes) {
     std::memcpy(to, data, size);
   } else {
     const py::gil_scoped_release release;
@@ -108,7 +108,7 @@ py::tuple frame_of(Event& event) {
   const FrameHeader& header = event.header;
   const char* data = event.payload();
   py::object whole;  // a view of the block, if it stays where it is
-  if (event.block && event.block->bytes() >= worth_keeping && event.block->keep()) {
+  if (event.block && event.block->bytes() >= min_retained_bytes && event.block->retain()) {
     whole = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(py::cast(event.block).ptr()));
   }
   std::uint64_t size = event.length(0);
@@ -132,22 +132,22 @@ py::tuple frame_of(Event& event) {
                         std::move(prefix), std::move(body), std::move(buffers));
 }
 
-// Python's handlers run on its main thread. Who spins, and yields to others, may do so for milliseconds: a signal that comes
-// then would be noticed after the sleep that follows. False: a handler has raised, and the error is set.
-bool let_handlers_run() {
+// Python's signal handlers run on its main thread. A thread may spin and yield for milliseconds, and a signal in that
+// time would be noticed only after the following sleep. False: a handler has raised, and the error is set.
+bool run_signal_handlers() {
   if (gettid() != getpid()) return true;
   const py::gil_scoped_acquire gil;
   return PyErr_CheckSignals() == 0;
 }
 
-py::list receive(Post& post, std::optional<double> seconds, bool standby) {
+py::list receive(Mailbox& mailbox, std::optional<double> seconds, bool standby) {
   std::vector<Event> events;
   {
     const py::gil_scoped_release release;
     const double longest = 1e8;  // three years: what the clock can surely add
     const double wait = seconds ? std::clamp(*seconds, 0.0, longest) : longest;
     const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(wait));
-    events = post.receive(deadline, standby, let_handlers_run);
+    events = mailbox.receive(deadline, standby, run_signal_handlers);
   }
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();  // and no event was there
   py::list result;
@@ -156,11 +156,11 @@ py::list receive(Post& post, std::optional<double> seconds, bool standby) {
       case Event::frame:
         result.append(frame_of(event));
         break;
-      case Event::met:
+      case Event::connected:
         result.append(py::make_tuple(event.link, -1, event.text, event.pid));
         break;
-      case Event::gone:
-        result.append(py::make_tuple(event.link, -2, event.text, event.peace));
+      case Event::disconnected:
+        result.append(py::make_tuple(event.link, -2, event.text, event.clean));
         break;
       case Event::refused:
         result.append(py::make_tuple(event.link, -3, event.text));
@@ -178,22 +178,22 @@ void bind_channels(py::module_& m) {
         return py::buffer_info(block.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1, {block.bytes()}, {1});
       });
 
-  py::class_<Post, std::shared_ptr<Post>>(m, "Post", "Frames to and from the other processes of this host.")
-      .def(py::init<std::shared_ptr<Host>, bool, std::uint64_t>(), py::arg("host"), py::arg("crowded"), py::arg("share") = UINT64_MAX)
-      .def("connect", &Post::connect, Release())
+  py::class_<Mailbox, std::shared_ptr<Mailbox>>(m, "Mailbox", "Frames to and from the other processes of this host.")
+      .def(py::init<std::shared_ptr<Host>, bool, std::uint64_t>(), py::arg("host"), py::arg("oversubscribed"), py::arg("share") = UINT64_MAX)
+      .def("connect", &Mailbox::connect, Release())
       .def("send", &send)
-      .def("cast", &cast)
-      .def("drop", &Post::drop)
-      .def("take", &Post::take, Release())
-      .def("pass_on", &Post::pass_on)
+      .def("cast", &multicast)
+      .def("drop", &Mailbox::drop)
+      .def("acquire_turn", &Mailbox::acquire_turn, Release())
+      .def("release_turn", &Mailbox::release_turn)
       .def("receive", &receive, py::arg("seconds"), py::arg("standby") = false)
-      .def("stand_by", &Post::stand_by, Release())
-      .def("wanted", &Post::wanted)
-      .def("unread", &Post::unread)
-      .def("wake", &Post::wake)
-      .def("close", &Post::close)
-      .def("crowd", &Post::crowd)
-      .def("kept_back", &Post::kept_back);
+      .def("acquire_turn_as_standby", &Mailbox::acquire_turn_as_standby, Release())
+      .def("is_turn_wanted", &Mailbox::is_turn_wanted)
+      .def("unread", &Mailbox::unread)
+      .def("wake", &Mailbox::wake)
+      .def("close", &Mailbox::close)
+      .def("crowd", &Mailbox::set_oversubscribed)
+      .def("kept_back", &Mailbox::backlog_bytes);
 }
 
 }  // namespace monarch

@@ -12,11 +12,11 @@ namespace monarch::stress {
 
 namespace {
 
-constexpr const char* names[seen] = {
-    "inline",       "nearly inline", "in blocks",      "past the cache", "many buffers", "cast inline", "cast in blocks",
-    "kept",         "not kept",      "kept beyond a death", "full rings", "no room",     "answers",     "waited behind a reader",
-    "standby read", "standby called off", "woken",     "full batches",   "two links",    "met late",    "unreachable",
-    "dead",         "left",          "dropped",        "frames of a forger"};
+constexpr const char* names[seen_kinds] = {
+    "inline",       "nearly inline", "in blocks",      "past the cache", "many buffers", "multicast inline", "multicast in blocks",
+    "retained",     "not retained",      "retained beyond an exit", "full rings", "no space",     "replies",     "waited behind a reader",
+    "standby read", "standby preempted", "woken",     "full batches",   "two links",    "connected late",    "unreachable",
+    "dead",         "left",          "dropped",        "frames of a malicious peer"};
 
 }  // namespace
 
@@ -31,24 +31,24 @@ void Coverage::print() const {
   const auto print = [](const char* name, std::uint64_t n) {
     if (n != 0) std::printf(" %s %llu,", name, static_cast<unsigned long long>(n));
   };
-  for (std::size_t i = 0; i < seen; ++i) print(names[i], counts_[i]);
-  std::printf("\nforged:");
-  for (int f = 0; f < forgeries; ++f) print(name_of(static_cast<Forgery>(f)), forgeries_[static_cast<std::size_t>(f)]);
+  for (std::size_t i = 0; i < seen_kinds; ++i) print(names[i], counts_[i]);
+  std::printf("\nattacks:");
+  for (int f = 0; f < attacks; ++f) print(name_of(static_cast<Attack>(f)), attacks_[static_cast<std::size_t>(f)]);
   std::printf("\n");
 }
 
 std::string Coverage::missing(bool threads) const {
   std::string text;
   const auto miss = [&](const char* what) { text += (text.empty() ? "" : ", ") + std::string(what); };
-  for (std::size_t i = 0; i < seen; ++i) {
+  for (std::size_t i = 0; i < seen_kinds; ++i) {
     const auto what = static_cast<Seen>(i);
-    // Nobody dies between threads. Who leaves or dies before all have met is the scheduler's to say.
-    if (what == Seen::unreachable || (threads && (what == Seen::dead || what == Seen::kept_beyond_death))) continue;
+    // Threads do not die. Whether a rank ends before all have connected depends on the scheduler.
+    if (what == Seen::unreachable || (threads && (what == Seen::dead || what == Seen::retained_beyond_exit))) continue;
     if (counts_[i] == 0) miss(names[i]);
   }
-  for (int f = 0; f < forgeries; ++f) {
-    if (threads && is_wild(static_cast<Forgery>(f))) continue;
-    if (forgeries_[static_cast<std::size_t>(f)] == 0) miss(name_of(static_cast<Forgery>(f)));
+  for (int f = 0; f < attacks; ++f) {
+    if (threads && is_random(static_cast<Attack>(f))) continue;
+    if (attacks_[static_cast<std::size_t>(f)] == 0) miss(name_of(static_cast<Attack>(f)));
   }
   return text;
 }

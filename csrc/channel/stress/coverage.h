@@ -1,5 +1,5 @@
-// What the frames of a run met with, counted by all of its ranks: what happens no more is not tested any more, and the
-// run says so.
+// Counts of what the frames of a run have exercised, over all ranks. The run reports cases that never occurred, because
+// they are not tested any more.
 #pragma once
 
 #include <array>
@@ -10,11 +10,11 @@
 namespace monarch::stress {
 
 enum class Seen {
-  inlined, nearly_inlined, block, streamed, many_buffers, cast_inlined, cast_block, kept, not_kept, kept_beyond_death,
-  full_ring, no_room, answered, followed, standby, called_off, woken, full_batch, two_links, met_late, unreachable,
-  dead, left, dropped, frames_of_a_forger, count
+  inlined, nearly_inlined, block, streamed, many_buffers, multicast_inlined, multicast_block, retained, not_retained, retained_beyond_exit,
+  full_ring, no_room, answered, followed, standby, standby_preempted, woken, full_batch, two_links, connected_late, unreachable,
+  dead, left, dropped, malicious_frames, count
 };
-inline constexpr int seen = static_cast<int>(Seen::count), max_forgeries = 32;
+inline constexpr int seen_kinds = static_cast<int>(Seen::count), max_attacks = 32;
 
 // In memory that all ranks share.
 class Coverage {
@@ -22,15 +22,16 @@ class Coverage {
   static Coverage& make();
 
   void count(Seen what) { counts_[static_cast<std::size_t>(what)].fetch_add(1, std::memory_order_relaxed); }
-  void count_forgery(int forgery) { forgeries_.at(static_cast<std::size_t>(forgery)).fetch_add(1, std::memory_order_relaxed); }
+  void count_attack(int attack) { attacks_.at(static_cast<std::size_t>(attack)).fetch_add(1, std::memory_order_relaxed); }
 
   void print() const;
-  // What never happened; "" if all is well. Between threads there are no deaths, and forgers are less wild.
+  // The cases that never occurred; "" if there are none. Threads cannot die, and random attacks run between processes
+  // only.
   std::string missing(bool threads) const;
 
  private:
-  std::array<std::atomic<std::uint64_t>, seen> counts_;
-  std::array<std::atomic<std::uint64_t>, max_forgeries> forgeries_;
+  std::array<std::atomic<std::uint64_t>, seen_kinds> counts_;
+  std::array<std::atomic<std::uint64_t>, max_attacks> attacks_;
 };
 
 }  // namespace monarch::stress

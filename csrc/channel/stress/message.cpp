@@ -27,9 +27,9 @@ std::vector<Slice> pieces(Random& random, std::uint64_t bytes, int most) {
   return slices;
 }
 
-void fill(Letter& letter, Random& random, const Round& round) {
-  Payload& payload = letter.payload;
-  const bool large = round.large && letter.name.lane != answers && letter.name.from != round.forger();
+void fill(Message& message, Random& random, const Round& round) {
+  Payload& payload = message.payload;
+  const bool large = round.large && message.id.caller != reply_caller && message.id.from != round.malicious_rank();
   const int kind = below(random, 1000);
   const int size = round.weight == Weight::light && kind < 900 ? 0 : round.weight == Weight::heavy && kind < 500 ? 900 : kind;
   const auto up_to = [&](std::uint64_t bytes) { return random() % bytes; };
@@ -52,28 +52,28 @@ void fill(Letter& letter, Random& random, const Round& round) {
   } else if (size < 985 && large) {
     payload.buffers = {piece(random, past_cache + up_to(1 << 20)), piece(random, 100)};
   } else {
-    letter.many_buffers = true;
+    message.many_buffers = true;
     for (int n = 300 + below(random, 2000); n > 0; --n) payload.buffers.push_back(piece(random, up_to(4)));
   }
 }
 
-void choose_receivers(Letter& letter, Random& random, const Round& round) {
+void choose_receivers(Message& message, Random& random, const Round& round) {
   const bool many = below(random, 4) == 0;
   const int one = below(random, round.ranks - 1);
   int index = 0;
   for (int r = 0; r < round.ranks; ++r) {
-    if (r == letter.name.from) continue;
-    if (many ? below(random, 2) == 0 : index == one) letter.to.push_back(r);
+    if (r == message.id.from) continue;
+    if (many ? below(random, 2) == 0 : index == one) message.to.push_back(r);
     ++index;
   }
-  const bool mute = round.end == End::dropped && (letter.name.from == round.culprit || (!letter.to.empty() && letter.to[0] == round.culprit));
-  letter.wants_answer = letter.to.size() == 1 && below(random, round.weight == Weight::light ? 300 : 6) == 0 && !mute;
+  const bool no_replies = round.end == End::dropped && (message.id.from == round.culprit || (!message.to.empty() && message.to[0] == round.culprit));
+  message.wants_reply = message.to.size() == 1 && below(random, round.weight == Weight::light ? 300 : 6) == 0 && !no_replies;
 }
 
-std::string text_of(const Letter& letter) {
-  const Name& name = letter.name;
-  return "letter " + std::to_string(name.number) + " of rank " + std::to_string(name.from) + ", lane " + std::to_string(name.lane) +
-         (name.asker < 0 ? "" : " to lane " + std::to_string(name.asker_lane) + " of rank " + std::to_string(name.asker)) + ": ";
+std::string text_of(const Message& message) {
+  const MessageId& id = message.id;
+  return "message " + std::to_string(id.number) + " of rank " + std::to_string(id.from) + ", caller " + std::to_string(id.caller) +
+         (id.requester < 0 ? "" : " to caller " + std::to_string(id.requester_caller) + " of rank " + std::to_string(id.requester)) + ": ";
 }
 
 }  // namespace
@@ -87,52 +87,52 @@ void fill_pool() {
   }
 }
 
-std::uint64_t Letter::bytes() const {
+std::uint64_t Message::bytes() const {
   std::uint64_t bytes = 8 + 8 * payload.buffers.size() + payload.prefix.bytes;
   for (const Slice& slice : payload.body) bytes += slice.bytes;
   for (const Slice& slice : payload.buffers) bytes = (bytes + 63) / 64 * 64 + slice.bytes;
   return bytes;
 }
 
-Letter letter_of(const Round& round, const Name& name) {
+Message make_message(const Round& round, const MessageId& id) {
   std::seed_seq seeds{static_cast<std::uint32_t>(round.seed), static_cast<std::uint32_t>(round.seed >> 32),
-                      static_cast<std::uint32_t>(name.from), static_cast<std::uint32_t>(name.lane),
-                      static_cast<std::uint32_t>(name.number), static_cast<std::uint32_t>(name.asker + 1),
-                      static_cast<std::uint32_t>(name.asker_lane + 1)};
+                      static_cast<std::uint32_t>(id.from), static_cast<std::uint32_t>(id.caller),
+                      static_cast<std::uint32_t>(id.number), static_cast<std::uint32_t>(id.requester + 1),
+                      static_cast<std::uint32_t>(id.requester_caller + 1)};
   Random random(seeds);
-  Letter letter;
-  letter.name = name;
-  letter.header.kind = static_cast<std::uint8_t>(below(random, 256));
-  letter.header.epoch = static_cast<std::uint32_t>(random());
-  letter.header.target = static_cast<std::uint64_t>(name.lane) | static_cast<std::uint64_t>(name.asker_lane & 0xff) << 8;
-  letter.header.ref = name.number;
-  if (name.lane != answers) choose_receivers(letter, random, round);
-  fill(letter, random, round);
-  return letter;
+  Message message;
+  message.id = id;
+  message.header.kind = static_cast<std::uint8_t>(below(random, 256));
+  message.header.epoch = static_cast<std::uint32_t>(random());
+  message.header.target = static_cast<std::uint64_t>(id.caller) | static_cast<std::uint64_t>(id.requester_caller & 0xff) << 8;
+  message.header.ref = id.number;
+  if (id.caller != reply_caller) choose_receivers(message, random, round);
+  fill(message, random, round);
+  return message;
 }
 
-Name name_in(const FrameHeader& header, int from, int me) {
-  Name name;
-  name.from = from;
-  name.lane = static_cast<int>(header.target & 0xff);
-  name.number = header.ref;
-  if (name.lane == answers) name.asker = me, name.asker_lane = static_cast<int>(header.target >> 8);
-  return name;
+MessageId id_in(const FrameHeader& header, int from, int me) {
+  MessageId id;
+  id.from = from;
+  id.caller = static_cast<int>(header.target & 0xff);
+  id.number = header.ref;
+  if (id.caller == reply_caller) id.requester = me, id.requester_caller = static_cast<int>(header.target >> 8);
+  return id;
 }
 
-std::string wrong_with(const Letter& letter, const Event& event, int me) {
-  const FrameHeader &is = event.header, &want = letter.header;
-  const auto wrong = [&](const std::string& what) { return text_of(letter) + what; };
+std::string mismatch_in(const Message& message, const Event& event, int me) {
+  const FrameHeader &is = event.header, &want = message.header;
+  const auto wrong = [&](const std::string& what) { return text_of(message) + what; };
   if (is.kind != want.kind || is.target != want.target || is.ref != want.ref) return wrong("another kind, target or reference");
   if (is.rank != static_cast<std::uint32_t>(me) || is.epoch != want.epoch) return wrong("another rank or epoch");
-  if (is.bytes != letter.bytes()) return wrong(std::to_string(is.bytes) + " bytes, not " + std::to_string(letter.bytes()));
-  if ((event.block != nullptr) != (letter.bytes() > most_inline)) return wrong("through the ring, not in a block, or the reverse");
-  return wrong_in(letter, event);
+  if (is.bytes != message.bytes()) return wrong(std::to_string(is.bytes) + " bytes, not " + std::to_string(message.bytes()));
+  if ((event.block != nullptr) != (message.bytes() > most_inline)) return wrong("through the ring, not in a block, or the reverse");
+  return payload_mismatch(message, event);
 }
 
-std::string wrong_in(const Letter& letter, const Event& event) {
-  const Payload& payload = letter.payload;
-  const auto wrong = [&](const std::string& what) { return text_of(letter) + what; };
+std::string payload_mismatch(const Message& message, const Event& event) {
+  const Payload& payload = message.payload;
+  const auto wrong = [&](const std::string& what) { return text_of(message) + what; };
   const char* at = event.payload();
   const char* start = at;
   const auto same = [&](const Slice& slice) {

@@ -1,5 +1,5 @@
-// One frame: whose it is, for whom, and what is in it. Anybody can make it again from its name and the seed, so what is
-// expected takes nothing from the code under test. No links, no waiting.
+// One frame: sender, receivers and contents. It can be made again from its id and the seed, so that the expected values
+// do not come from the code under test. No links, no waiting.
 #pragma once
 
 #include <cstdint>
@@ -11,34 +11,34 @@
 
 namespace monarch::stress {
 
-inline constexpr int answers = max_lanes - 1;  // the lane of frames that answer others
+inline constexpr int reply_caller = max_callers - 1;  // the caller number of frames that are replies
 
-struct Name {
-  int from = 0, lane = 0;
+struct MessageId {
+  int from = 0, caller = 0;
   std::uint64_t number = 0;
-  int asker = -1, asker_lane = -1;  // of an answer: whose letter of this number it answers
+  int requester = -1, requester_caller = -1;  // of a reply: the rank and the caller that sent the request
 };
 
-struct Letter {
-  Name name;
+struct Message {
+  MessageId id;
   FrameHeader header;         // kind, target, ref; its epoch is every receiver's
-  std::vector<int> to;        // of a lane's
-  bool wants_answer = false;
+  std::vector<int> to;        // of a message that is no reply
+  bool wants_reply = false;
   bool many_buffers = false;
   Payload payload;            // in the pool
 
   std::uint64_t bytes() const;  // of the payload as it travels
 };
 
-// Random bytes that letters are made of; made once, before the ranks.
+// Random bytes for the contents of messages, made once, before the ranks.
 void fill_pool();
 
-Letter letter_of(const Round& round, const Name& name);
-// Whose a frame says that it is.
-Name name_in(const FrameHeader& header, int from, int me);
-// "" if the frame is this letter, and is right.
-std::string wrong_with(const Letter& letter, const Event& event, int me);
+Message make_message(const Round& round, const MessageId& id);
+// The id that a frame claims to have.
+MessageId id_in(const FrameHeader& header, int from, int me);
+// "" if the frame is this message without errors.
+std::string mismatch_in(const Message& message, const Event& event, int me);
 // The same of its payload alone.
-std::string wrong_in(const Letter& letter, const Event& event);
+std::string payload_mismatch(const Message& message, const Event& event);
 
 }  // namespace monarch::stress

@@ -1,4 +1,4 @@
-// What all ranks of a round know from its seed: who there is, how they meet, how the round ends.
+// What all ranks of a round derive from its seed: the ranks, how they connect, how the round ends.
 #pragma once
 
 #include <array>
@@ -15,50 +15,51 @@ using Random = std::mt19937_64;
 // Uniform in [0, n), and alike with every standard library.
 inline int below(Random& random, int n) { return static_cast<int>(random() % static_cast<std::uint64_t>(n)); }
 
-enum class End { in_peace, killed, forged, left, dropped };
-inline constexpr const char* end_names[] = {"in peace", "a killed rank", "a forger", "a rank that left", "a rank that drops its links"};
+enum class End { clean, killed, malicious, left, dropped };
+inline constexpr const char* end_names[] = {"cleanly", "a killed rank", "a malicious peer", "a rank that left", "a rank that drops its links"};
 
 // Mostly small frames, without waiting for answers; anything; mostly blocks, which are kept for long.
 enum class Weight { light, mixed, heavy };
 inline constexpr const char* weight_names[] = {"light", "mixed", "heavy"};
 
-enum class Meeting { one_side, both_sides, late };
-inline constexpr const char* meeting_names[] = {"from one side", "from both sides at once", "when first sent to"};
+enum class ConnectOrder { one_side, both_sides, late };
+inline constexpr const char* connect_order_names[] = {"from one side", "from both sides at once", "when first sent to"};
 
 struct Round {
-  Round(std::uint64_t seed, bool threads, int letters) : seed(seed), threads(threads) {
+  Round(std::uint64_t seed, bool threads, int messages) : seed(seed), threads(threads) {
     Random random(seed);
-    constexpr End threaded[] = {End::in_peace, End::forged, End::left, End::dropped};
+    constexpr End threaded[] = {End::clean, End::malicious, End::left, End::dropped};
     end = threads ? threaded[seed % 4] : static_cast<End>(seed % 5);
-    meeting = end == End::dropped ? static_cast<Meeting>(seed / 5 % 2) : static_cast<Meeting>(seed / 5 % 3);
+    connect_order = end == End::dropped ? static_cast<ConnectOrder>(seed / 5 % 2) : static_cast<ConnectOrder>(seed / 5 % 3);
     ranks = 2 + below(random, max_ranks - 2);
-    lanes = 1 + below(random, max_lanes - 1);
-    culprit = end == End::in_peace || end == End::forged ? -1 : below(random, ranks);
+    callers = 1 + below(random, max_callers - 1);
+    culprit = end == End::clean || end == End::malicious ? -1 : below(random, ranks);
     weight = static_cast<Weight>(below(random, 3));
-    this->letters = weight == Weight::light ? 4 * letters : letters;
-    for (int& stop : stops) stop = below(random, this->letters);
-    fatal_lane = below(random, lanes);
-    // A payload must find room between the rings when the other frames have gone. Forgers leave much behind.
-    tiny = weight == Weight::heavy && end != End::forged && below(random, 2) == 0;
-    large = !tiny && meeting != Meeting::late;
+    this->messages = weight == Weight::light ? 4 * messages : messages;
+    for (int& stop : stops) stop = below(random, this->messages);
+    fatal_caller = below(random, callers);
+    // A payload must fit between the rings when the other frames are released. Malicious peers leave many blocks
+    // behind.
+    tiny = weight == Weight::heavy && end != End::malicious && below(random, 2) == 0;
+    large = !tiny && connect_order != ConnectOrder::late;
     arena_bytes = static_cast<std::size_t>(tiny ? 4 : 24) << 20;
-    lives = end == End::forged ? max_lives : 0;
+    incarnations = end == End::malicious ? max_incarnations : 0;
   }
 
-  bool is_over(int rank, int lane, int number) const {
-    return rank == culprit && number >= stops[static_cast<std::size_t>(lane)];
+  bool is_over(int rank, int caller, int number) const {
+    return rank == culprit && number >= stops[static_cast<std::size_t>(caller)];
   }
-  // Ranks that are there till the end, and the one that forges.
+  // Ranks that stay until the end.
   int survivors() const { return ranks - (end == End::killed || end == End::left); }
-  int forger() const { return ranks; }
+  int malicious_rank() const { return ranks; }
 
   std::uint64_t seed;
   bool threads;
-  int letters;  // of a lane
+  int messages;  // of a caller
   End end;
-  Meeting meeting;
-  int ranks, lanes, culprit, fatal_lane, lives;
-  std::array<int, max_lanes> stops;  // where the lanes of the culprit end
+  ConnectOrder connect_order;
+  int ranks, callers, culprit, fatal_caller, incarnations;
+  std::array<int, max_callers> stops;  // the message at which each caller of the culprit ends
   std::size_t arena_bytes;
   Weight weight;
   bool large;  // there are payloads that are copied past the cache

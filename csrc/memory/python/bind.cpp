@@ -1,5 +1,4 @@
-// The Python face of registered memory: bindings only, no logic. Addresses are numbers here: whoever calls keeps what
-// they are of alive.
+// Python bindings of registered memory, without logic. Addresses are numbers; the caller keeps their memory alive.
 #include "bind.h"
 
 #include <pybind11/stl.h>
@@ -16,23 +15,23 @@ namespace monarch {
 
 namespace {
 
-constexpr std::uint64_t worth_releasing = 64 << 10;  // bytes of a copy during which others may have the GIL
+constexpr std::uint64_t min_gil_release_bytes = 64 << 10;  // bytes of a copy during which others may have the GIL
 
-// Nobody else is needed: neither a thread of the owner's nor the driver of a GPU, which waits for it.
-bool is_at_once(std::optional<Way> of_cpu) { return of_cpu == Way::mapped || of_cpu == Way::kernel; }
+// Whether no other thread is needed: neither one of the owner nor a GPU's driver, which waits.
+bool needs_no_thread(std::optional<CopyMethod> of_cpu) { return of_cpu == CopyMethod::mapped || of_cpu == CopyMethod::kernel; }
 
 template <class Work>
-PyResult with(Registered& memory, const std::string& token, const Ticket& ticket, std::uint64_t bytes, const Patient& patient, Work&& work) {
+PyResult with(Registered& memory, const std::string& token, const Ticket& ticket, std::uint64_t bytes, const CancelScope& scope, Work&& work) {
   std::shared_ptr<Peer> peer = memory.host().known(token);
-  if (peer != nullptr && bytes < worth_releasing && is_at_once(memory.near().way_of_cpu(*peer, ticket))) return result_of(work(peer));
+  if (peer != nullptr && bytes < min_gil_release_bytes && needs_no_thread(memory.same_host().cpu_copy_method(*peer, ticket))) return result_of(work(peer));
   const py::gil_scoped_release release;
-  if (peer == nullptr) peer = memory.meet(token, patient);
+  if (peer == nullptr) peer = memory.connect_peer(token, scope);
   if (peer != nullptr) return result_of(work(peer));
-  if (patient.is_cancelled()) return result_of({Outcome::cancelled});
-  return result_of({Clock::now() >= patient.deadline ? Outcome::late : Outcome::lost});
+  if (scope.is_cancelled()) return result_of({Outcome::cancelled});
+  return result_of({Clock::now() >= scope.deadline ? Outcome::late : Outcome::lost});
 }
 
-// Memory that a Python object lends, for as long as this lives.
+// The memory of a Python object; keeps the object alive.
 class View {
  public:
   explicit View(const py::object& object) {
@@ -51,24 +50,24 @@ class View {
   Py_buffer view_;
 };
 
-PyResult move(Registered& memory, const std::string& token, const PyTicket& ticket, bool write, const PySegments& parts, const Patient& patient) {
+PyResult move(Registered& memory, const std::string& token, const PyTicket& ticket, bool write, const PySegments& parts, const CancelScope& scope) {
   const std::vector<Segment> segments = segments_of(parts);
   const Access access = write ? Access::write : Access::read;
-  return with(memory, token, ticket_of(ticket), bytes_of(segments), patient,
-                     [&](const auto& peer) { return memory.near().move(peer, ticket_of(ticket), access, segments, patient); });
+  return with(memory, token, ticket_of(ticket), bytes_of(segments), scope,
+                     [&](const auto& peer) { return memory.same_host().move(peer, ticket_of(ticket), access, segments, scope); });
 }
 
 PyResult change(Registered& memory, const std::string& token, const PyTicket& ticket, std::uint32_t access, std::uint64_t offset,
-                std::uint64_t operand, std::uint64_t expected, const Patient& patient) {
+                std::uint64_t operand, std::uint64_t expected, const CancelScope& scope) {
   const std::shared_ptr<Peer> known = memory.host().known(token);
-  const bool mapped = known != nullptr && memory.near().way_of_cpu(*known, ticket_of(ticket)) == Way::mapped;
-  const std::uint64_t weight = mapped ? 8 : worth_releasing;  // else another process's thread does it
-  return with(memory, token, ticket_of(ticket), weight, patient, [&](const auto& peer) {
-    return memory.near().change(peer, ticket_of(ticket), static_cast<Access>(access), offset, operand, expected, patient);
+  const bool mapped = known != nullptr && memory.same_host().cpu_copy_method(*known, ticket_of(ticket)) == CopyMethod::mapped;
+  const std::uint64_t weight = mapped ? 8 : min_gil_release_bytes;  // else another process's thread does it
+  return with(memory, token, ticket_of(ticket), weight, scope, [&](const auto& peer) {
+    return memory.same_host().change(peer, ticket_of(ticket), static_cast<Access>(access), offset, operand, expected, scope);
   });
 }
 
-// Copies that are done at once, without anybody's help, or not at all: then they are for `move`, which says why.
+// Copies that need no thread. Otherwise none of them runs, and `move` gives the reason.
 class Copies {
  public:
   using PyCopy = std::tuple<std::string, PyTicket, bool, std::uint64_t, std::uint64_t, std::uint64_t>;  // token, ticket, writes, a segment
@@ -81,7 +80,7 @@ class Copies {
   }
 
   bool run() const {
-    if (bytes_ < worth_releasing) return run_all();
+    if (bytes_ < min_gil_release_bytes) return run_all();
     const py::gil_scoped_release release;
     return run_all();
   }
@@ -94,18 +93,18 @@ class Copies {
     std::vector<Segment> segment;  // one
   };
 
-  // Looks at all before it copies any: whoever does them in another way does all of them.
+  // Check all before the first copy: another route then does all of them.
   bool run_all() const {
-    static const Patient forever;
+    static const CancelScope forever;
     std::vector<std::shared_ptr<Peer>> peers;
     peers.reserve(copies_.size());
     for (const Copy& copy : copies_) {
       peers.push_back(memory_->host().known(copy.token));
-      if (peers.back() == nullptr || !is_at_once(memory_->near().way_of_cpu(*peers.back(), copy.ticket))) return false;
+      if (peers.back() == nullptr || !needs_no_thread(memory_->same_host().cpu_copy_method(*peers.back(), copy.ticket))) return false;
     }
     for (std::size_t i = 0; i < copies_.size(); ++i) {
       const Copy& copy = copies_[i];
-      if (memory_->near().move(peers[i], copy.ticket, copy.access, copy.segment, forever).outcome != Outcome::done) return false;
+      if (memory_->same_host().move(peers[i], copy.ticket, copy.access, copy.segment, forever).outcome != Outcome::done) return false;
     }
     return true;
   }
@@ -115,7 +114,7 @@ class Copies {
   std::uint64_t bytes_ = 0;
 };
 
-// `device`: whose memory both are. What its driver says if it can't.
+// `device`: the GPU of both addresses. Return the driver's text on failure.
 std::string move_bytes(int device, void* to, const void* from, std::uint64_t bytes) {
   if (device == gpu::none) {
     std::memmove(to, from, bytes);
@@ -130,7 +129,7 @@ std::string move_bytes(int device, void* to, const void* from, std::uint64_t byt
 }
 
 // The same in this very process.
-PyResult move_here(Registered& memory, const PyTicket& py_ticket, bool write, const PySegments& parts) {
+PyResult move_local(Registered& memory, const PyTicket& py_ticket, bool write, const PySegments& parts) {
   const Ticket ticket = ticket_of(py_ticket);
   const py::gil_scoped_release release;
   for (const auto& [offset, address, bytes] : parts) {
@@ -139,50 +138,50 @@ PyResult move_here(Registered& memory, const PyTicket& py_ticket, bool write, co
     if (refusal != Refusal::none) return result_of({Outcome::refused, refusal});
     char* here = reinterpret_cast<char*>(address);
     const std::string failure = move_bytes(memory.table().device(ticket), write ? there : here, write ? here : there, bytes);
-    memory.table().let_go(ticket);
+    memory.table().release(ticket);
     if (!failure.empty()) return result_of({Outcome::failed, Refusal::none, 0, 0, failure});
   }
   return result_of({});
 }
 
-PyResult change_here(Registered& memory, const PyTicket& py_ticket, std::uint32_t access, std::uint64_t offset, std::uint64_t operand,
+PyResult change_local(Registered& memory, const PyTicket& py_ticket, std::uint32_t access, std::uint64_t offset, std::uint64_t operand,
                      std::uint64_t expected) {
   const Ticket ticket = ticket_of(py_ticket);
   char* there = nullptr;
   const Refusal refusal = memory.table().hold(ticket, offset, 8, static_cast<Access>(access), &there);
   if (refusal != Refusal::none) return result_of({Outcome::refused, refusal});
   const std::uint64_t found = do_atomic(there, static_cast<Access>(access), operand, expected);
-  memory.table().let_go(ticket);
+  memory.table().release(ticket);
   return result_of({Outcome::done, Refusal::none, 0, found});
 }
 
 }  // namespace
 
 void bind_memory(py::module_& m) {
-  py::class_<Patient, std::shared_ptr<Patient>>(m, "Patient", "What ends a transfer before its time: a deadline in so many seconds, a cancellation.")
+  py::class_<CancelScope, std::shared_ptr<CancelScope>>(m, "CancelScope", "Deadline and cancellation of a transfer.")
       .def(py::init([](std::optional<double> seconds) {
-             if (!seconds || *seconds >= 1e8) return std::make_shared<Patient>();
-             return std::make_shared<Patient>(Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*seconds)));
+             if (!seconds || *seconds >= 1e8) return std::make_shared<CancelScope>();
+             return std::make_shared<CancelScope>(Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*seconds)));
            }),
            py::arg("seconds") = py::none())
-      .def("cancel", &Patient::cancel)
-      .def("over", [](const Patient& patient) {
-        if (patient.is_cancelled()) return static_cast<std::uint32_t>(Outcome::cancelled);
-        return static_cast<std::uint32_t>(Clock::now() >= patient.deadline ? Outcome::late : Outcome::done);
+      .def("cancel", &CancelScope::cancel)
+      .def("outcome", [](const CancelScope& scope) {
+        if (scope.is_cancelled()) return static_cast<std::uint32_t>(Outcome::cancelled);
+        return static_cast<std::uint32_t>(Clock::now() >= scope.deadline ? Outcome::late : Outcome::done);
       });
 
-  py::class_<View>(m, "View", "Memory that an object with the buffer protocol lends, for as long as this lives.")
+  py::class_<View>(m, "View", "The memory of an object with the buffer protocol; keeps the object alive.")
       .def(py::init<const py::object&>())
       .def_property_readonly("address", &View::address)
       .def_property_readonly("nbytes", &View::bytes)
       .def_property_readonly("readonly", &View::readonly)
       .def_property_readonly("contiguous", &View::contiguous);
 
-  py::class_<Copies>(m, "Copies", "Copies between this process and others of its host that are made again and again.")
+  py::class_<Copies>(m, "Copies", "A reusable list of copies between this process and others of its host.")
       .def(py::init<std::shared_ptr<Registered>, const std::vector<Copies::PyCopy>&>())
       .def("run", &Copies::run);
 
-  py::class_<Registered, std::shared_ptr<Registered>>(m, "Memory", "Memory that this process has registered, and its ways to that of others on this host.")
+  py::class_<Registered, std::shared_ptr<Registered>>(m, "Memory", "Registered memory of this process, and access to that of other processes of the host.")
       .def(py::init<std::shared_ptr<Host>, bool, bool, unsigned>(), py::arg("host"), py::arg("kernel") = true, py::arg("ipc") = true,
            py::arg("threads") = 1)
       .def("add", [](Registered& memory, std::uint64_t address, std::uint64_t bytes, bool writable) {
@@ -191,16 +190,16 @@ void bind_memory(py::module_& m) {
       }, py::call_guard<py::gil_scoped_release>())
       .def("why_not_mapped", [](Registered& memory, const std::string& token, const PyTicket& ticket) {
         const auto peer = memory.host().known(token);
-        return peer == nullptr ? std::string() : memory.near().why_not(*peer, ticket_of(ticket));
+        return peer == nullptr ? std::string() : memory.same_host().why_not(*peer, ticket_of(ticket));
       }, py::call_guard<py::gil_scoped_release>())
-      .def("lend", [](Registered& memory, const std::string& token, const PyTicket& ticket, std::uint64_t address) {
+      .def("add_external_mapping", [](Registered& memory, const std::string& token, const PyTicket& ticket, std::uint64_t address) {
         const auto peer = memory.host().known(token);
-        if (peer != nullptr) memory.near().imports()->lend(peer, ticket_of(ticket), reinterpret_cast<char*>(address));
+        if (peer != nullptr) memory.same_host().mappings()->add_external(peer, ticket_of(ticket), reinterpret_cast<char*>(address));
         return peer != nullptr;
       }, py::call_guard<py::gil_scoped_release>())
-      .def("returned", [](Registered& memory) { return memory.near().imports()->returned(); }, py::call_guard<py::gil_scoped_release>())
-      .def("sweep", [](Registered& memory) { memory.near().imports()->sweep(); }, py::call_guard<py::gil_scoped_release>())
-      .def("mapped", [](Registered& memory) { return memory.near().imports()->count(); })
+      .def("take_unused_mappings", [](Registered& memory) { return memory.same_host().mappings()->take_unused_external(); }, py::call_guard<py::gil_scoped_release>())
+      .def("sweep", [](Registered& memory) { memory.same_host().mappings()->sweep(); }, py::call_guard<py::gil_scoped_release>())
+      .def("mapped", [](Registered& memory) { return memory.same_host().mappings()->count(); })
       .def("drop", [](Registered& memory, const PyTicket& ticket, double seconds) {
         return static_cast<int>(memory.table().drop(ticket_of(ticket), seconds));
       }, py::call_guard<py::gil_scoped_release>())
@@ -208,7 +207,7 @@ void bind_memory(py::module_& m) {
       .def("check", [](Registered& memory, const PyTicket& ticket, std::uint64_t offset, std::uint64_t bytes, std::uint32_t access) {
         char* data = nullptr;
         const Refusal refusal = memory.table().hold(ticket_of(ticket), offset, bytes, static_cast<Access>(access), &data);
-        if (refusal == Refusal::none) memory.table().let_go(ticket_of(ticket));
+        if (refusal == Refusal::none) memory.table().release(ticket_of(ticket));
         return static_cast<std::uint32_t>(refusal);
       })
       .def("count", [](Registered& memory) { return memory.table().count(); })
@@ -218,14 +217,14 @@ void bind_memory(py::module_& m) {
         return Copies(std::move(memory), {{token, ticket, write, offset, local, bytes}}).run();
       })
       .def("change", &change)
-      .def("move_here", &move_here)
-      .def("change_here", &change_here)
-      .def("way", [](Registered& memory, const std::string& token, const PyTicket& ticket) {
+      .def("move_local", &move_local)
+      .def("change_local", &change_local)
+      .def("copy_method", [](Registered& memory, const std::string& token, const PyTicket& ticket) {
         const auto peer = memory.host().known(token);
         if (peer == nullptr) return -1;
-        if (const auto of_cpu = memory.near().way_of_cpu(*peer, ticket_of(ticket))) return static_cast<int>(*of_cpu);
+        if (const auto of_cpu = memory.same_host().cpu_copy_method(*peer, ticket_of(ticket))) return static_cast<int>(*of_cpu);
         const py::gil_scoped_release release;
-        return static_cast<int>(memory.near().way(*peer, ticket_of(ticket)));
+        return static_cast<int>(memory.same_host().copy_method(*peer, ticket_of(ticket)));
       });
 }
 

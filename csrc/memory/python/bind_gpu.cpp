@@ -1,4 +1,4 @@
-// The Python face of GPU memory: bindings only, no logic. Addresses are numbers: whoever calls keeps what they are of alive.
+// Python bindings of GPU memory, without logic. Addresses are numbers; the caller keeps their memory alive.
 #include "bind.h"
 
 #include <pybind11/stl.h>
@@ -27,17 +27,17 @@ void bind_gpu_memory(py::module_& m) {
       .def_buffer([](gpu::Pinned& pinned) {
         return py::buffer_info(reinterpret_cast<unsigned char*>(pinned.data()), static_cast<py::ssize_t>(pinned.bytes()));
       });
-  py::class_<gpu::Copies>(m, "GpuCopies", "Copies between a GPU's memory and the host's, in two lanes.")
+  py::class_<gpu::Copies>(m, "GpuCopies", "Copies between a GPU's memory and the host's, on two streams.")
       .def(py::init<int>(), py::arg("device"))
-      .def_readonly_static("lanes", &gpu::Copies::lanes)
-      .def("begin", [](gpu::Copies& copies, int lane, bool write, std::uint64_t host, const PySegments& parts) {
+      .def_readonly_static("streams", &gpu::Copies::stream_count)
+      .def("begin", [](gpu::Copies& copies, int stream, bool write, std::uint64_t host, const PySegments& parts) {
         for (const Segment& part : segments_of(parts)) {
           char* const there = reinterpret_cast<char*>(host);
-          copies.begin(lane, write ? part.local : there, write ? there : part.local, part.bytes);
+          copies.begin(stream, write ? part.local : there, write ? there : part.local, part.bytes);
           host += part.bytes;
         }
-      }, Release(), py::arg("lane"), py::arg("to_gpu"), py::arg("host"), py::arg("parts"))
-      .def("finish", &gpu::Copies::finish, Release(), py::arg("lane"));
+      }, Release(), py::arg("stream"), py::arg("to_gpu"), py::arg("host"), py::arg("parts"))
+      .def("finish", &gpu::Copies::finish, Release(), py::arg("stream"));
   m.def("gpu_open", &gpu::open, Release(), "Open the driver, CUDA's or HIP's; raises GpuFailure where there is none. Twice is as good as once.");
   m.def("gpu_library", &gpu::library, "The driver's library that was opened, or an empty string.");
   m.def("gpu_device_of", [at](std::uint64_t address) { return gpu::device_of(at(address)); }, py::arg("address"),

@@ -1,4 +1,4 @@
-// The Python face of one-sided memory between hosts: bindings only, no logic. The GIL is released whenever somebody waits.
+// Python bindings of registered memory on other hosts, without logic. The GIL is released during waits.
 #include "bind.h"
 
 #include <pybind11/stl.h>
@@ -23,11 +23,11 @@ namespace monarch {
 namespace {
 
 using Release = py::call_guard<py::gil_scoped_release>;
-Moment deadline_in(std::optional<double> seconds) {
-  if (!seconds) return Moment::max();
+TimePoint deadline_in(std::optional<double> seconds) {
+  if (!seconds) return TimePoint::max();
   const double longest = 1e8;  // three years: what the clock can surely add
   const std::chrono::duration<double> wait(std::clamp(*seconds, 0.0, longest));
-  return std::chrono::steady_clock::now() + std::chrono::duration_cast<Moment::duration>(wait);
+  return std::chrono::steady_clock::now() + std::chrono::duration_cast<TimePoint::duration>(wait);
 }
 
 std::string_view bytes_of(const py::bytes& bytes) { return bytes; }
@@ -56,35 +56,35 @@ Result compare_and_swap(Client& client, const PyTicket& ticket, std::uint64_t of
   return client.atomic(ticket_of(ticket), offset, Access::compare_and_swap, wanted, expected, deadline_in(seconds), cancel);
 }
 
-PyResult move(Client& client, const PyTicket& ticket, bool write, const PySegments& places, const Patient& patient) {
+PyResult move(Client& client, const PyTicket& ticket, bool write, const PySegments& places, const CancelScope& scope) {
   const auto act = write ? &Client::write : &Client::read;
-  return result_of((client.*act)(ticket_of(ticket), segments_of(places), patient.deadline, patient.event()));
+  return result_of((client.*act)(ticket_of(ticket), segments_of(places), scope.deadline, scope.event()));
 }
 
 PyResult change(Client& client, const PyTicket& ticket, std::uint32_t access, std::uint64_t offset, std::uint64_t operand,
-             std::uint64_t expected, const Patient& patient) {
-  return result_of(client.atomic(ticket_of(ticket), offset, static_cast<Access>(access), operand, expected, patient.deadline, patient.event()));
+             std::uint64_t expected, const CancelScope& scope) {
+  return result_of(client.atomic(ticket_of(ticket), offset, static_cast<Access>(access), operand, expected, scope.deadline, scope.event()));
 }
 
-std::unique_ptr<Errand> begin(Client& client, const PyTicket& ticket, std::uint32_t access, const PySegments& places, std::uint64_t operand,
-                              std::uint64_t expected, const Patient& patient) {
-  return client.begin(static_cast<Access>(access), ticket_of(ticket), segments_of(places), operand, expected, patient.deadline, patient.event());
+std::unique_ptr<SmallRequest> begin(Client& client, const PyTicket& ticket, std::uint32_t access, const PySegments& places, std::uint64_t operand,
+                              std::uint64_t expected, const CancelScope& scope) {
+  return client.begin(static_cast<Access>(access), ticket_of(ticket), segments_of(places), operand, expected, scope.deadline, scope.event());
 }
 
-std::optional<PyResult> fetch(Errand& errand, std::optional<double> seconds) {
-  const std::optional<Result> result = errand.fetch(deadline_in(seconds), !seconds);
+std::optional<PyResult> fetch(SmallRequest& small_request, std::optional<double> seconds) {
+  const std::optional<Result> result = small_request.fetch(deadline_in(seconds), !seconds);
   if (!result) return {};
   return result_of(*result);
 }
 
-PyResult ask(Line& line, bool write, const PyTicket& ticket, const PySegments& ranges, std::uint64_t buffer, std::uint32_t slot,
-             std::uint64_t turn) {
-  return result_of(line.ask({write, ticket_of(ticket), buffer, slot, turn}, segments_of(ranges)));
+PyResult send_request(StagingConnection& connection, bool write, const PyTicket& ticket, const PySegments& ranges, std::uint64_t buffer, std::uint32_t slot,
+             std::uint64_t sequence) {
+  return result_of(connection.send_request({write, ticket_of(ticket), buffer, slot, sequence}, segments_of(ranges)));
 }
 
-std::pair<std::unique_ptr<Line>, PyResult> line(Client& client, const Patient& patient) {
+std::pair<std::unique_ptr<StagingConnection>, PyResult> open_staging_connection(Client& client, const CancelScope& scope) {
   Result result;
-  std::unique_ptr<Line> made = client.line(patient.deadline, patient.event(), result);
+  std::unique_ptr<StagingConnection> made = client.open_staging_connection(scope.deadline, scope.event(), result);
   return {std::move(made), result_of(result)};
 }
 
@@ -150,7 +150,7 @@ void bind_memory_streams(py::module_& m) {
   const auto seconds = py::arg("seconds") = py::none();
   const auto cancel = py::arg("cancel") = py::none();
 
-  py::class_<Identity, std::shared_ptr<Identity>>(m, "MemoryIdentity", "Who this process is for those who want its memory.")
+  py::class_<Identity, std::shared_ptr<Identity>>(m, "MemoryIdentity", "Identity of this process towards others that access its memory.")
       .def(py::init(&identity_of), py::arg("token"), py::arg("secret"), py::arg("certificate") = py::bytes(),
            py::arg("key") = py::bytes(), py::arg("ca") = py::bytes())
       .def_property_readonly("encrypted", [](const Identity& identity) { return identity.tls() != nullptr; });
@@ -168,7 +168,7 @@ void bind_memory_streams(py::module_& m) {
 
   py::class_<Server, std::shared_ptr<Server>>(m, "MemoryServer", "Serves the memory of this process to other hosts.")
       .def(py::init([](std::shared_ptr<Registered> registered, std::shared_ptr<Identity> identity, std::size_t most) {
-             return std::make_shared<Server>(std::make_shared<MemoryOf<Table>>(registered->shared_table()), std::move(identity), most);
+             return std::make_shared<Server>(std::make_shared<MemoryAdapter<Table>>(registered->shared_table()), std::move(identity), most);
            }),
            py::arg("memory"), py::arg("identity"), py::arg("most") = 1024)
       .def("listen", &listen, py::arg("address"), py::arg("port") = 0)
@@ -182,21 +182,21 @@ void bind_memory_streams(py::module_& m) {
       .def("close", &Server::close, Release())
       .def("abandon", &Server::abandon);
 
-  py::class_<Errand>(m, "Errand", "A small transfer that was asked for, and whose answer somebody has to fetch.")
+  py::class_<SmallRequest>(m, "SmallRequest", "A small transfer in flight, whose result one caller fetches.")
       .def("fetch", &fetch, Release(), py::arg("seconds"))
-      .def_property_readonly("over", &Errand::is_over);
+      .def_property_readonly("is_over", &SmallRequest::is_over);
 
-  py::class_<Line>(m, "MemoryLine", "A connection that one thread has for itself, to have a peer copy to and from its staging memory.")
-      .def("ask", &ask, Release(), py::arg("write"), py::arg("ticket"), py::arg("ranges"), py::arg("buffer"), py::arg("slot"), py::arg("turn"))
-      .def("hear", [](Line& line) { return result_of(line.hear()); }, Release())
-      .def("close", &Line::leave, Release());
+  py::class_<StagingConnection>(m, "StagingConnection", "A connection for one thread's requests to copy to and from a peer's staging memory.")
+      .def("send_request", &send_request, Release(), py::arg("write"), py::arg("ticket"), py::arg("ranges"), py::arg("buffer"), py::arg("slot"), py::arg("sequence"))
+      .def("receive_reply", [](StagingConnection& connection) { return result_of(connection.receive_reply()); }, Release())
+      .def("close", &StagingConnection::release, Release());
 
   py::class_<Client, std::shared_ptr<Client>>(m, "MemoryClient", "Reads and writes the memory of one process elsewhere.")
-      .def(py::init([](std::string address, std::uint16_t port, std::shared_ptr<Identity> identity, const std::string& whom,
+      .def(py::init([](std::string address, std::uint16_t port, std::shared_ptr<Identity> identity, const std::string& owner_token,
                        std::size_t streams) {
-             return std::make_shared<Client>(std::move(address), port, std::move(identity), whom, streams);
+             return std::make_shared<Client>(std::move(address), port, std::move(identity), owner_token, streams);
            }),
-           py::arg("address"), py::arg("port"), py::arg("identity"), py::arg("whom"), py::arg("streams") = 4)
+           py::arg("address"), py::arg("port"), py::arg("identity"), py::arg("owner_token"), py::arg("streams") = 4)
       .def("read", &read, Release(), py::arg("ticket"), py::arg("segments"), seconds, cancel)
       .def("write", &write, Release(), py::arg("ticket"), py::arg("segments"), seconds, cancel)
       .def("fetch_add", &fetch_add, Release(), py::arg("ticket"), py::arg("offset"), py::arg("operand"), seconds, cancel)
@@ -205,7 +205,7 @@ void bind_memory_streams(py::module_& m) {
       .def("move", &move, Release())
       .def("change", &change, Release())
       .def("begin", &begin, Release(), py::keep_alive<0, 1>(), py::keep_alive<0, 7>())
-      .def("line", &line, Release())
+      .def("open_staging_connection", &open_staging_connection, Release())
       .def("close", &Client::close, Release())
       .def("abandon", &Client::abandon);
 }

@@ -1,4 +1,4 @@
-// What Python and the core tell each other of transfers: tuples of numbers, alike for all routes.
+// Conversion of transfers between Python and the core: tuples of numbers, the same for all routes.
 #pragma once
 
 #include <cstdint>

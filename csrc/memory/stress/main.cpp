@@ -1,12 +1,12 @@
-// A stress driver for the sanitizers: servers and clients of one process, many threads, registrations that come and go.
+// Stress driver for the sanitizers: servers and clients of one process, many threads, changing registrations.
 //
 //   memory_stress ROUNDS SECRET_FOLDER   (the folder has certificate, key and ca as DER; "" for no TLS)
 //
-// With MONARCH_GPU_DRIVER, a pretended one (tests/rdma/pretended_gpu.c), the last registration is memory of a GPU.
+// With MONARCH_GPU_DRIVER, a fake driver (tests/rdma/pretended_gpu.c), the last registration is GPU memory.
 //
-// Each round: readers, writers and atomics by several threads over few streams, drops in the middle, deadlines, cancels,
-// answers that two threads look for, staging memory, strangers, and ends on both sides while all that is under way. Fails when memory has
-// other bytes than were put there.
+// Each round has: reads, writes and atomics by several threads over few streams, drops, deadlines, cancellations,
+// replies that two threads wait for, staging memory, unauthenticated connections, and a close of either side while all
+// that is in progress. It fails when memory has unexpected bytes.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -43,7 +43,7 @@ constexpr int regions = 4, callers = 4;
   std::abort();
 }
 
-// Memory of the pretended GPU, for ever.
+// Memory of the fake GPU, never freed.
 char* gpu_memory() {
   void* driver = dlopen(std::getenv("MONARCH_GPU_DRIVER"), RTLD_NOW);
   const auto allocate = reinterpret_cast<std::uint64_t (*)(int, std::size_t)>(driver == nullptr ? nullptr : dlsym(driver, "pretended_allocate"));
@@ -52,10 +52,10 @@ char* gpu_memory() {
 }
 bool has_gpu() { return std::getenv("MONARCH_GPU_DRIVER") != nullptr; }
 
-// A table of four registrations, all with the same bytes; whoever holds one has its lock.
-class Shelf final : public Memory {
+// A fake table of four registrations with the same bytes. A hold takes the registration's lock.
+class FakeTable final : public Memory {
  public:
-  Shelf() {
+  FakeTable() {
     for (int i = 0; i < regions; ++i) {
       data_[i].resize(region);
       for (std::size_t k = 0; k < region; ++k) data_[i][k] = static_cast<char>(k * 31 >> 3);
@@ -71,16 +71,16 @@ class Shelf final : public Memory {
     else if (access != Access::read && ticket.slot == 0) refusal = Refusal::read_only;
     else if (access > Access::write && device(ticket) != gpu::none) refusal = Refusal::no_atomics;
     if (refusal == Refusal::none) *data = (device(ticket) == 0 ? gpu_ : data_[ticket.slot].data()) + offset;
-    else let_go(ticket);
+    else release(ticket);
     return refusal;
   }
-  void let_go(const Ticket& ticket) override { alone ? locks_[ticket.slot].unlock() : locks_[ticket.slot].unlock_shared(); }
+  void release(const Ticket& ticket) override { alone ? locks_[ticket.slot].unlock() : locks_[ticket.slot].unlock_shared(); }
   int device(const Ticket& ticket) override { return gpu_ != nullptr && ticket.slot == regions - 1 ? 0 : gpu::none; }
   Ticket ticket(std::uint32_t slot) {
     const std::shared_lock lock(locks_[slot]);
     return {slot, epochs_[slot], 0};
   }
-  // As a drop and an add: for a moment the bytes are somebody else's.
+  // Like a drop and an add: the old bytes are overwritten.
   void renew(std::uint32_t slot) {
     const std::unique_lock lock(locks_[slot]);
     epochs_[slot] += 2;
@@ -107,7 +107,7 @@ std::shared_ptr<Identity> identity(char digit, const std::string& folder) {
   return std::make_shared<Identity>(token, secret, file(folder, "certificate"), file(folder, "key"), file(folder, "ca"));
 }
 
-void stranger(std::uint16_t port, unsigned seed) {
+void send_junk(std::uint16_t port, unsigned seed) {
   const int fd = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in to{};
   to.sin_family = AF_INET, to.sin_port = htons(port), to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
@@ -123,53 +123,54 @@ void stranger(std::uint16_t port, unsigned seed) {
 std::atomic<int> outcomes[static_cast<int>(Outcome::unreachable) + 1];
 
 // A read whose answer two threads look for; nothing where there was no idle connection for it.
-std::optional<Result> errand(Client& client, const Ticket& ticket, const std::vector<Segment>& segments, Moment deadline, const Cancel& cancel) {
-  const std::unique_ptr<Errand> sent = client.begin(Access::read, ticket, segments, 0, 0, deadline, &cancel);
+std::optional<Result> small_request(Client& client, const Ticket& ticket, const std::vector<Segment>& segments, TimePoint deadline, const Cancel& cancel) {
+  const std::unique_ptr<SmallRequest> sent = client.begin(Access::read, ticket, segments, 0, 0, deadline, &cancel);
   if (sent == nullptr) return {};
   std::optional<Result> mine, others;
   std::thread other([&] {
     while (!sent->is_over()) {
-      if (auto told = sent->fetch(Moment::max(), true)) others = told;
+      if (auto result = sent->fetch(TimePoint::max(), true)) others = result;
     }
   });
   while (!sent->is_over()) {
-    if (auto told = sent->fetch(std::chrono::steady_clock::now() + std::chrono::milliseconds(1), false)) mine = told;
+    if (auto result = sent->fetch(std::chrono::steady_clock::now() + std::chrono::milliseconds(1), false)) mine = result;
   }
   other.join();
   if (mine.has_value() == others.has_value()) fail("a result is told once");
   return mine ? mine : others;
 }
 
-// Staging memory of a server, of which each caller has a slot.
-struct Lent {
+// Staging memory of a server, with a slot for each caller.
+struct Staging {
   static constexpr std::uint64_t key = 7, slot_bytes = region / 2;
-  Lent() : memory(std::make_shared<std::vector<char>>(callers * slot_bytes)) {}
+  Staging() : memory(std::make_shared<std::vector<char>>(callers * slot_bytes)) {}
   char* slot(std::uint32_t number) const { return memory->data() + number * slot_bytes; }
 
   const std::shared_ptr<std::vector<char>> memory;
 };
-std::atomic<std::uint64_t> turns{0};
+std::atomic<std::uint64_t> sequences{0};
 
-// As one does whose NIC moves the bytes: nobody else touches the slot once its turn is answered. Some go before the answer.
-Result staged(Client& client, Lent& lent, std::uint32_t mine, bool write, const Ticket& ticket, std::vector<Segment> ranges, bool patient,
-              Moment deadline, const Cancel& cancel) {
+// Like a peer whose NIC moves the bytes: no other thread accesses the slot after the reply. Some callers leave before
+// it.
+Result staged(Client& client, Staging& staging, std::uint32_t mine, bool write, const Ticket& ticket, std::vector<Segment> ranges, bool waits,
+              TimePoint deadline, const Cancel& cancel) {
   Result result;
-  const std::unique_ptr<Line> line = client.line(deadline, &cancel, result);
-  if (line == nullptr) return result;
-  const auto ask = [&](bool writes, const std::vector<Segment>& of) {
-    return line->ask({writes, ticket, Lent::key, mine, ++turns}, of);
+  const std::unique_ptr<StagingConnection> connection = client.open_staging_connection(deadline, &cancel, result);
+  if (connection == nullptr) return result;
+  const auto send_request = [&](bool writes, const std::vector<Segment>& of) {
+    return connection->send_request({writes, ticket, Staging::key, mine, ++sequences}, of);
   };
   if (write) {
-    result = ask(false, {{0, nullptr, 0}});
-    if (result.outcome == Outcome::done) result = line->hear();
+    result = send_request(false, {{0, nullptr, 0}});
+    if (result.outcome == Outcome::done) result = connection->receive_reply();
     if (result.outcome != Outcome::done) return result;
-    std::memset(lent.slot(mine), 'w', Lent::slot_bytes);
+    std::memset(staging.slot(mine), 'w', Staging::slot_bytes);
   }
-  result = ask(write, ranges);
-  if (result.outcome != Outcome::done || !patient) return result.outcome == Outcome::done ? Result{Outcome::cancelled} : result;
-  result = line->hear();
+  result = send_request(write, ranges);
+  if (result.outcome != Outcome::done || !waits) return result.outcome == Outcome::done ? Result{Outcome::cancelled} : result;
+  result = connection->receive_reply();
   if (result.outcome != Outcome::done || write || ticket.slot != 0) return result;
-  const char* at = lent.slot(mine);
+  const char* at = staging.slot(mine);
   for (const Segment& range : ranges) {
     for (std::uint64_t k = range.offset; k < range.offset + range.bytes; ++k) {
       if (*at++ != static_cast<char>(k * 31 >> 3)) fail("other bytes than were put there are staged");
@@ -178,7 +179,7 @@ Result staged(Client& client, Lent& lent, std::uint32_t mine, bool write, const 
   return result;
 }
 
-void call(Client& client, Shelf& shelf, Lent& lent, std::uint32_t mine_is, unsigned seed, const std::atomic<bool>& end) {
+void call(Client& client, FakeTable& table, Staging& staging, std::uint32_t mine_is, unsigned seed, const std::atomic<bool>& end) {
   std::minstd_rand random(seed);
   std::vector<char> mine(region, 'm');
   char* const on_gpu = has_gpu() ? gpu_memory() : mine.data();
@@ -186,7 +187,7 @@ void call(Client& client, Shelf& shelf, Lent& lent, std::uint32_t mine_is, unsig
   while (!end) {
     const std::uint32_t slot = random() % regions;
     const std::uint64_t bytes = sizes[random() % std::size(sizes)], offset = random() % (region - bytes + 1);
-    const Moment deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(random() % 8 == 0 ? 1 : 5000);
+    const TimePoint deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(random() % 8 == 0 ? 1 : 5000);
     Cancel cancel;
     std::thread canceller;
     if (random() % 8 == 0) canceller = std::thread([&] { cancel.set(); });
@@ -196,12 +197,12 @@ void call(Client& client, Shelf& shelf, Lent& lent, std::uint32_t mine_is, unsig
     Result result;
     const auto kind = random() % 6;
     std::optional<Result> small;
-    if (kind == 0) small = errand(client, shelf.ticket(slot), segments, deadline, cancel);
+    if (kind == 0) small = small_request(client, table.ticket(slot), segments, deadline, cancel);
     if (small) result = *small;
-    else if (kind < 2) result = client.read(shelf.ticket(slot), segments, deadline, &cancel);
-    else if (kind > 3 && bytes <= Lent::slot_bytes) result = staged(client, lent, mine_is, kind == 5, shelf.ticket(slot), segments, random() % 4 != 0, deadline, cancel);
-    else if (kind == 2) result = client.write(shelf.ticket(slot), segments, deadline, &cancel);
-    else result = client.atomic(shelf.ticket(slot), offset / 8 * 8 % (region - 8), Access::fetch_add, 1, 0, deadline, &cancel);
+    else if (kind < 2) result = client.read(table.ticket(slot), segments, deadline, &cancel);
+    else if (kind > 3 && bytes <= Staging::slot_bytes) result = staged(client, staging, mine_is, kind == 5, table.ticket(slot), segments, random() % 4 != 0, deadline, cancel);
+    else if (kind == 2) result = client.write(table.ticket(slot), segments, deadline, &cancel);
+    else result = client.atomic(table.ticket(slot), offset / 8 * 8 % (region - 8), Access::fetch_add, 1, 0, deadline, &cancel);
     if (canceller.joinable()) canceller.join();
     ++outcomes[static_cast<int>(result.outcome)];
     if (slot == 0 && kind < 2 && result.outcome == Outcome::done) {
@@ -215,19 +216,19 @@ void call(Client& client, Shelf& shelf, Lent& lent, std::uint32_t mine_is, unsig
 
 void play(unsigned seed, const std::string& folder) {
   std::minstd_rand random(seed);
-  const auto shelf = std::make_shared<Shelf>();
-  auto server = std::make_unique<Server>(shelf, identity('a', folder), 3);
-  Lent lent;
-  server->staging().add(Lent::key, std::make_shared<StagingBuffer>(lent.memory, lent.slot(0), Lent::slot_bytes, callers));
+  const auto table = std::make_shared<FakeTable>();
+  auto server = std::make_unique<Server>(table, identity('a', folder), 3);
+  Staging staging;
+  server->staging().add(Staging::key, std::make_shared<StagingBuffer>(staging.memory, staging.slot(0), Staging::slot_bytes, callers));
   const std::uint16_t port = server->listen("127.0.0.1");
   Client client("127.0.0.1", port, identity('b', folder), std::string(32, 'a'), 2 + seed % 3);
   std::atomic<bool> end{false};
   std::vector<std::thread> threads;
-  for (int i = 0; i < callers; ++i) threads.emplace_back([&, i] { call(client, *shelf, lent, i, seed * 100 + i, end); });
+  for (int i = 0; i < callers; ++i) threads.emplace_back([&, i] { call(client, *table, staging, i, seed * 100 + i, end); });
   for (int i = 0; i < 20; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    shelf->renew(random() % regions);
-    stranger(port, random());
+    table->renew(random() % regions);
+    send_junk(port, random());
   }
   if (seed % 2 == 0) {
     server->close();

@@ -94,8 +94,8 @@ byte memory[N];             // the caller's tensors: the operation that may read
 short reading[N];
 bit bad[N];  // what it read from a caller's memory was no longer what it should be
 
-// Bells (index: rank). `rung` has changed since the rank loaded it; the rank is in the futex.
-bit sleepers[N], rung[N], asleep[N];
+// Doorbells (index: rank). `ring_count` has changed since the rank loaded it; the rank is in the futex.
+bit sleepers[N], ring_count[N], asleep[N];
 
 // Processes. gone: as the kernel knows. known: Peer::state. news: departures() != departures_.
 byte gone[N], known[N * N];
@@ -121,14 +121,14 @@ byte pending[N], value[N];
 #define all_others(test) (test((me + 1) % 3) && test((me + 2) % 3))
 #define some_other(test) (test((me + 1) % 3) || test((me + 2) % 3))
 #endif
-// REREAD: a rank that has ended may have said something since find_fault read its word.
+// REREAD: a rank that has ended may have said something since find_failure read its word.
 #if defined(REREAD) && !defined(M_BLAME_LAST)
 #define unheard (said == 0 && culprit[i] != 0)
 #else
 #define unheard false
 #endif
 
-#if defined(M_NO_BELL)
+#if defined(M_NO_RING)
 #define hears(r) (sleepers[r] && then != check)
 #elif defined(QUIET_TAKEN)
 #define hears(r) (sleepers[r] && then != pass_end)
@@ -138,7 +138,7 @@ byte pending[N], value[N];
 
 #define first_other (me == 0 -> 1 : 0)
 
-// all_reach and somebody_gave_up are one step each: counters only grow and culprit is written once, so a loop over
+// all_reach and any_rank_failed are one step each: counters only grow and culprit is written once, so a loop over
 // the ranks that says "all" is right at its last load, "not all" at its failing load, "nobody" at its first load.
 #define t_entered(r) (entered[r] >= s)
 #define t_taken(r) (taken[r] + STAGE >= end_of(f))
@@ -450,11 +450,11 @@ proctype worker(byte me) {
        what = 0
      }
 
-  // ring(): the load of `sleepers` and the change of `rung` are one step: what comes between can only add a wake-up
+  // ring(): the load of `sleepers` and the change of `ring_count` are one step: what comes between can only add a wake-up
   // for nothing.
   :: d_step { pc == ring && (drained || !hears(i)) ->  // an atomic read-modify-write drains the store buffer
        if
-       :: hears(i) -> rung[i] = 1; pc = wake
+       :: hears(i) -> ring_count[i] = 1; pc = wake
        :: else -> next_to_ring()
        fi
      }
@@ -536,13 +536,13 @@ proctype worker(byte me) {
        pc = idle
      }
 
-  // wait() and Patience. `heard` is loaded and the sleep announced in one step: a change of `rung` between the two
+  // wait() and FutexWaiter. `heard` is loaded and the sleep announced in one step: a change of `ring_count` between the two
   // can only wake. A look that found nothing has no effect, so looks while spinning are looks that come later.
   :: d_step { pc == pause && drained ->
        if
        :: announced -> pc = sleep
        :: else ->
-         announced = 1; sleepers[me] = 1; rung[me] = 0; moved = 0;
+         announced = 1; sleepers[me] = 1; ring_count[me] = 0; moved = 0;
 #ifdef M_NO_LOOK
          pc = sleep
 #else
@@ -552,10 +552,10 @@ proctype worker(byte me) {
      }
   :: d_step { pc == sleep ->
 #ifdef M_HEARD_LATE
-       rung[me] = 0;
+       ring_count[me] = 0;
 #endif
        if
-       :: rung[me] -> awake(); pc = look
+       :: ring_count[me] -> awake(); pc = look
        :: else -> asleep[me] = 1; pc = sleeping
        fi
      }
@@ -581,7 +581,7 @@ proctype worker(byte me) {
   :: d_step { deaths > 0 && pc != stopped && drained ->
        deaths--;
        gone[me] = 1; over[me] = 1;
-       reading[me] = 0; memory[me] = 0; bad[me] = 0; news[me] = 0; rung[me] = 0; asleep[me] = 0;
+       reading[me] = 0; memory[me] = 0; bad[me] = 0; news[me] = 0; ring_count[me] = 0; asleep[me] = 0;
        pc = stopped;
        s = 0; kind = none; st = 0; base = 0; f = 0; r_ = 0; t = 0; i = 0; said = 0; verdict = 0; what = 0;
        moved = 0; again = 0; announced = 0; poisoned = 0; lost = 0; then = look
@@ -589,13 +589,13 @@ proctype worker(byte me) {
 #ifdef EXITS
   :: d_step { pc == idle && drained ->
        gone[me] = 2; over[me] = 1;
-       news[me] = 0; rung[me] = 0; then = look;
+       news[me] = 0; ring_count[me] = 0; then = look;
        pc = stopped
      }
 #else
   :: d_step { pc == idle && drained ->
        over[me] = 1;
-       news[me] = 0; rung[me] = 0; then = look;
+       news[me] = 0; ring_count[me] = 0; then = look;
        pc = stopped
      }
 #endif
@@ -608,12 +608,12 @@ proctype watcher(byte me) {
 end:
   do
   :: d_step { !over[me] && gone[0] != 0 && known[me * N] == 0 && me != 0 ->
-       known[me * N] = gone[0]; news[me] = 1; rung[me] = 1; asleep[me] = 0 }
+       known[me * N] = gone[0]; news[me] = 1; ring_count[me] = 1; asleep[me] = 0 }
   :: d_step { !over[me] && gone[1] != 0 && known[me * N + 1] == 0 && me != 1 ->
-       known[me * N + 1] = gone[1]; news[me] = 1; rung[me] = 1; asleep[me] = 0 }
+       known[me * N + 1] = gone[1]; news[me] = 1; ring_count[me] = 1; asleep[me] = 0 }
 #if N == 3
   :: d_step { !over[me] && gone[2] != 0 && known[me * N + 2] == 0 && me != 2 ->
-       known[me * N + 2] = gone[2]; news[me] = 1; rung[me] = 1; asleep[me] = 0 }
+       known[me * N + 2] = gone[2]; news[me] = 1; ring_count[me] = 1; asleep[me] = 0 }
 #endif
   od
 }

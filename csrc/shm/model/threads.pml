@@ -1,5 +1,5 @@
 // Two threads of one process wait for two operations in a row of one group (../group.cpp: wait, advance, the mutex;
-// ../bell.h: Patience::again), and a peer that rings when it has entered each. Whoever gets the mutex moves the
+// ../futex_waiter.h: FutexWaiter::wait), and a peer that rings when it has entered each. Whoever gets the mutex moves the
 // operations of both. It is taken with try_lock, but for the look between announcing the sleep and sleeping, which waits
 // for it; M_TRY_LOOK is the code as it once was.
 
@@ -7,7 +7,7 @@ byte entered;        // by the peer
 byte front = 1;      // of the queue; the operations before it are done
 bit locked;
 byte sleepers;
-bit rung[2], asleep[2];  // one bell, two sleepers: whether `rung` has changed since this thread loaded it
+bit ring_count[2], asleep[2];  // one doorbell, two sleepers: whether `ring_count` has changed since this thread loaded it
 
 mtype = { look, try, step_1, unlock, finish_ring, futex, sleeping, idle };
 
@@ -37,7 +37,7 @@ proctype thread(byte me) {
      }
   :: d_step { pc == finish_ring ->  // by the process for itself
        if
-       :: sleepers != 0 -> rung[0] = 1; rung[1] = 1; asleep[0] = 0; asleep[1] = 0
+       :: sleepers != 0 -> ring_count[0] = 1; ring_count[1] = 1; asleep[0] = 0; asleep[1] = 0
        :: else
        fi;
        pc = step_1
@@ -49,10 +49,10 @@ proctype thread(byte me) {
        :: else -> pc = futex
        fi
      }
-  :: d_step { pc == futex && !announced -> announced = 1; sleepers++; rung[me] = 0; pc = look }
+  :: d_step { pc == futex && !announced -> announced = 1; sleepers++; ring_count[me] = 0; pc = look }
   :: d_step { pc == futex && announced ->
        if
-       :: rung[me] -> announced = 0; sleepers--; pc = look
+       :: ring_count[me] -> announced = 0; sleepers--; pc = look
        :: else -> asleep[me] = 1; pc = sleeping
        fi
      }
@@ -66,7 +66,7 @@ proctype peer() {
   :: entered < 2 ->
        entered++;
        if
-       :: d_step { sleepers != 0 -> rung[0] = 1; rung[1] = 1 };
+       :: d_step { sleepers != 0 -> ring_count[0] = 1; ring_count[1] = 1 };
           d_step { asleep[0] = 0; asleep[1] = 0 }
        :: sleepers == 0 -> skip
        fi

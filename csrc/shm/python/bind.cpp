@@ -1,5 +1,5 @@
-// The Python face of the shared-memory data plane: bindings only, no logic. Tensors come as addresses and sizes;
-// keeping them alive until an operation is done is the caller's part, but for messages, which keep what they are given.
+// Python bindings of shared memory groups, without logic. Tensors are passed as addresses and sizes. The caller keeps
+// them alive until an operation is done; messages keep their owner themselves.
 #include "bind.h"
 
 #include <pybind11/functional.h>
@@ -19,9 +19,9 @@ namespace {
 
 using Release = py::call_guard<py::gil_scoped_release>;
 using Addresses = std::vector<std::pair<std::uintptr_t, std::uint64_t>>;  // address, bytes
-using Fault = std::optional<std::tuple<std::string, int, std::string>>;   // kind, rank of the culprit, what happened
+using FailureTuple = std::optional<std::tuple<std::string, int, std::string>>;   // kind, rank of the culprit, what happened
 
-Fault fault_of(const Operation& op) {
+FailureTuple failure_of(const Operation& op) {
   constexpr std::array kinds{"dead", "left", "late", "mismatch", "closed", "full", "unreadable"};
   if (!op.failure) return std::nullopt;
   return std::tuple(std::string(kinds.at(op.failure->kind)), op.failure->rank, op.failure->text);
@@ -63,14 +63,14 @@ std::shared_ptr<Operation> make_message(bool send, int dtype, int other, int tag
 }
 
 // A reference that may end on any thread.
-std::shared_ptr<void> kept(py::object object) {
+std::shared_ptr<void> shared_reference(py::object object) {
   return {object.release().ptr(), [](void* pointer) {
             const py::gil_scoped_acquire acquire;
             Py_DECREF(static_cast<PyObject*>(pointer));
           }};
 }
 
-// What Python wants to hear of an operation's end. Nobody is there to catch what it raises.
+// Call Python's callback at an operation's end. No code could catch its exceptions.
 std::function<void()> reporting(std::function<void()> then) {
   return [then = std::move(then)] {
     try {
@@ -82,11 +82,11 @@ std::function<void()> reporting(std::function<void()> then) {
   };
 }
 
-std::unique_ptr<Room> make_room(std::shared_ptr<Host> host, std::size_t bytes) {
-  if (bytes == 0) throw py::value_error("a room has at least one byte");
-  auto room = std::make_unique<Room>(std::move(host), bytes);
-  if (room->data() == nullptr) throw std::bad_alloc();
-  return room;
+std::unique_ptr<ArenaBuffer> make_arena_buffer(std::shared_ptr<Host> host, std::size_t bytes) {
+  if (bytes == 0) throw py::value_error("an arena buffer has at least one byte");
+  auto buffer = std::make_unique<ArenaBuffer>(std::move(host), bytes);
+  if (buffer->data() == nullptr) throw std::bad_alloc();
+  return buffer;
 }
 
 std::shared_ptr<Group> make_group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers,
@@ -131,16 +131,16 @@ void bind_shared_memory(py::module_& m) {
       .def("leave", &Host::leave)
       .def("abandon", &Host::abandon);
 
-  py::class_<Room>(m, "Room", py::buffer_protocol(), "Memory in the arena, which all peers have mapped.")
-      .def(py::init(&make_room), py::arg("host"), py::arg("size"))
-      .def_buffer([](Room& room) {
-        return py::buffer_info(room.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1, {room.size()}, {1});
+  py::class_<ArenaBuffer>(m, "ArenaBuffer", py::buffer_protocol(), "Memory in the arena, which all peers have mapped.")
+      .def(py::init(&make_arena_buffer), py::arg("host"), py::arg("size"))
+      .def_buffer([](ArenaBuffer& buffer) {
+        return py::buffer_info(buffer.data(), 1, py::format_descriptor<std::uint8_t>::format(), 1, {buffer.size()}, {1});
       });
 
   py::class_<Operation, std::shared_ptr<Operation>>(m, "Operation", "An operation under way.")
       .def_property_readonly("done", [](const Operation& op) { return op.done.load(std::memory_order_acquire); })
       .def_property_readonly("source", [](const Operation& op) { return op.source; })
-      .def_property_readonly("fault", &fault_of)
+      .def_property_readonly("failure", &failure_of)
       .def("forget", [](Operation& op) { op.keep.reset(); });
 
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "A group of ranks on this host.")
@@ -152,18 +152,18 @@ void bind_shared_memory(py::module_& m) {
              auto operation = make_operation(collective, dtype, op, root, bytes, spans(in), spans(out));
              return run_to_end(group, std::move(operation), seconds, options);
            })
-      .def("shortcut",
+      .def("fast_path",
            [](std::shared_ptr<Group> group, int collective, int form, py::object owner, std::string name, py::object options,
               py::object work, py::object failed, py::object seconds, const py::tuple& torch) {
              const TorchNames names{torch[0], torch[1], torch[2], torch[3], torch[4], torch[5], torch[6], torch[7]};
-             return make_shortcut({std::move(group), static_cast<Collective>(collective), static_cast<Form>(form), std::move(owner),
+             return make_fast_path({std::move(group), static_cast<Collective>(collective), static_cast<Form>(form), std::move(owner),
                                    std::move(name), std::move(options), std::move(work), std::move(failed), std::move(seconds), names});
            })
       .def_property_readonly("sequence", &Group::sequence)
       .def("message",
            [](Group& group, bool send, int dtype, int other, int tag, std::uintptr_t address, std::uint64_t bytes, py::object owner) {
              auto operation = make_message(send, dtype, other, tag, address, bytes, group.size());
-             operation->keep = kept(std::move(owner));
+             operation->keep = shared_reference(std::move(owner));
              const py::gil_scoped_release release;
              group.submit(operation);
              group.spin(*operation);
@@ -175,7 +175,7 @@ void bind_shared_memory(py::module_& m) {
                const py::gil_scoped_release release;
                group.finish_by(operation, after(seconds));
              }
-             return fault_of(operation);
+             return failure_of(operation);
            })
       .def("wait",
            [](Group& group, Operation& op, double seconds) {

@@ -56,8 +56,8 @@ struct Plain {
 
 class Caller {
  public:
-  explicit Caller(Shortcut shortcut)
-      : its_(std::move(shortcut)), n_(static_cast<std::uint64_t>(its_.group->size())), owner_(its_.owner), method_(its_.name) {
+  explicit Caller(FastPath fast_path)
+      : its_(std::move(fast_path)), n_(static_cast<std::uint64_t>(its_.group->size())), owner_(its_.owner), method_(its_.name) {
     its_.owner = py::none();  // which holds us
   }
 
@@ -107,8 +107,8 @@ class Caller {
     }
   };
 
-  // A work costs as much as the operation. So one whose tensors are small is kept, to be given again if nobody else has it,
-  // with nothing of its past.
+  // Making a work costs as much as the operation. So works of small tensors are kept and used again, without their
+  // earlier state, once no other reference exists.
   py::object work(const Tensors& tensors, const Operation& operation) {
     constexpr std::uint64_t small = 64 << 10;
     const bool keeps = operation.header.bytes * n_ <= small && its_.form != Form::exchange;
@@ -204,7 +204,7 @@ class Caller {
     return code != nullptr;
   }
 
-  // What the options say of it; false where it takes more than this.
+  // Read the options; false if they need the method.
   bool describe(PyObject* opts, Operation& operation) const {
     Header& header = operation.header;
     const Collective collective = its_.collective;
@@ -267,7 +267,7 @@ class Caller {
     return PyObject_Vectorcall(method().ptr(), args, static_cast<std::size_t>(count), keywords);
   }
 
-  Shortcut its_;
+  FastPath its_;
   std::uint64_t n_;
   py::weakref owner_;
   py::str method_;
@@ -336,7 +336,7 @@ PyTypeObject* callable_type() {
                                 {Py_tp_methods, methods},
                                 {Py_tp_getattro, reinterpret_cast<void*>(attribute)},
                                 {0, nullptr}};
-  static PyType_Spec spec{"monarch_backend._native.Shortcut", sizeof(Callable), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+  static PyType_Spec spec{"monarch_backend._native.FastPath", sizeof(Callable), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL, slots};
   static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   if (type == nullptr) throw py::error_already_set();
   return type;
@@ -355,10 +355,10 @@ std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> o
   {
     const py::gil_scoped_release release;
     group.submit(operation);
-    group.wait_a_little(*operation, soon);
+    group.wait_briefly(*operation, soon);
   }
   if (!operation->done.load(std::memory_order_acquire)) {
-    std::optional<py::error_already_set> raised;  // by a handler of a signal, say
+    std::optional<py::error_already_set> raised;  // for example by a signal handler
     std::optional<double> limit;
     for (int tries = 0; !limit && tries < 100; ++tries) {
       try {
@@ -376,8 +376,8 @@ std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> o
   return operation->failure ? operation : nullptr;
 }
 
-py::object make_shortcut(Shortcut shortcut) {
-  auto caller = std::make_unique<Caller>(std::move(shortcut));
+py::object make_fast_path(FastPath fast_path) {
+  auto caller = std::make_unique<Caller>(std::move(fast_path));
   PyTypeObject* const type = callable_type();
   auto* const self = reinterpret_cast<Callable*>(type->tp_alloc(type, 0));
   if (self == nullptr) throw py::error_already_set();

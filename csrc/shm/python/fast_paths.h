@@ -1,8 +1,8 @@
-// The way of nearly every call: a collective of one plain tensor that is waited for, from Python's arguments to the core
-// with no interpreted line in between. An interpreted way costs more than all the rest of a small operation.
+// Fast path of nearly every call: a synchronous collective of one plain tensor, from Python's arguments to the core
+// without interpreted code. Interpreted code costs more than all the rest of a small operation.
 //
-// A shortcut is a callable that stands in a process group's instance in the place of a method. What it does not
-// recognise it passes on to the method, unchanged: no call means anything here that it does not mean there.
+// A fast path is a callable that replaces a method in a process group's instance. It forwards calls that it does not
+// recognise to the method, unchanged: all calls keep their meaning.
 #pragma once
 
 #include <memory>
@@ -21,7 +21,7 @@ struct TorchNames {
   pybind11::object sum;                // the ReduceOp
   pybind11::dict ops;                  // value of any ReduceOp.RedOpType -> ReduceOp
   pybind11::dict dtypes;               // dtype -> Dtype, of those that the core takes as they are
-  pybind11::list watches;              // callables that are falsy while nobody listens on torch's dispatcher
+  pybind11::list watches;              // callables that return false while torch's dispatcher has no observers
   pybind11::dict profiler;             // a module's, with `_is_profiler_enabled`
 };
 
@@ -35,7 +35,7 @@ enum class Form : std::uint8_t {
 };
 
 // A callable for `owner`'s method `name`, whose options have the type `options`.
-struct Shortcut {
+struct FastPath {
   std::shared_ptr<Group> group;
   Collective collective;
   Form form;
@@ -47,11 +47,11 @@ struct Shortcut {
   pybind11::object seconds;  // seconds(options): the time limit
   TorchNames torch;
 };
-pybind11::object make_shortcut(Shortcut shortcut);
+pybind11::object make_fast_path(FastPath fast_path);
 
-// Runs it in this thread, to its end; null if it ended well. Only when it is late is Python asked for the time limit, which
-// costs as much as a small operation. Holds the GIL when called. What `seconds` raises is raised when the operation has
-// ended: nobody can take back what the others may be reading.
+// Run it in this thread, to its end. Return null if it succeeded. Python is called for the time limit only when it is
+// late, because that call costs as much as a small operation. Call with the GIL. An exception of `seconds` is raised
+// after the operation has ended, because the other ranks may be reading the data.
 std::shared_ptr<Operation> run_to_end(Group& group, std::shared_ptr<Operation> operation, const pybind11::object& seconds,
                                       const pybind11::object& options);
 

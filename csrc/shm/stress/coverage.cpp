@@ -27,28 +27,28 @@ void Coverage::begin_round() {
   for (auto& offers : offers_) offers = 0;
 }
 
-void Coverage::count(const Turn& turn, const Operation& op, int rank, int ranks) {
+void Coverage::count(const Step& step, const Operation& op, int rank, int ranks) {
   if (ranks == 1) return;
-  if (turn.is_message()) {
-    if (rank != turn.to) return;
-    add(messages_[turn.bytes == 0 ? empty : turn.bytes <= portion ? short_ : turn.bytes <= largest_lane ? in_parts : beyond_ring]);
-    if (turn.crossed) add(messages_[looked_behind]);
-    if (turn.from_any) add(messages_[from_any]);
+  if (step.is_message()) {
+    if (rank != step.to) return;
+    add(messages_[step.bytes == 0 ? empty : step.bytes <= portion ? short_ : step.bytes <= largest_p2p_ring ? in_parts : beyond_ring]);
+    if (step.crossed) add(messages_[looked_behind]);
+    if (step.from_any) add(messages_[from_any]);
     return;
   }
-  if (turn.op != ReduceOp::none) add(reductions_[static_cast<std::size_t>(turn.dtype)]);
-  auto& counts = collectives_[static_cast<std::size_t>(turn.collective)];
-  switch (op.way) {
-    case Way::slots: return add(counts[slots]);
-    case Way::one_shot: return add(counts[one_shot]);
-    case Way::two_shot: return add(counts[two_shot]);
+  if (step.op != ReduceOp::none) add(reductions_[static_cast<std::size_t>(step.dtype)]);
+  auto& counts = collectives_[static_cast<std::size_t>(step.collective)];
+  switch (op.algorithm) {
+    case Algorithm::slots: return add(counts[slots]);
+    case Algorithm::one_shot: return add(counts[one_shot]);
+    case Algorithm::two_shot: return add(counts[two_shot]);
     default: break;
   }
   const Offer offer = op.header.offer;
   if (offer != Offer::shared && offer != Offer::memory) return;  // brings nothing
   add(counts[offer == Offer::shared ? shared : read]);
   const std::uint8_t mine = offer == Offer::shared ? 1 : 2;
-  const std::uint8_t others = offers_.at(static_cast<std::size_t>(turn.number)).fetch_or(mine);
+  const std::uint8_t others = offers_.at(static_cast<std::size_t>(step.number)).fetch_or(mine);
   if (others != 3 && (others | mine) == 3) add(counts[mixed]);
 }
 

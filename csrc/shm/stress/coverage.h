@@ -1,5 +1,5 @@
-// Which ways the operations of a run took, counted by all of its ranks: a way that no operation takes any more is not
-// tested any more, and the run says so. Counts what has succeeded, and what it was; knows no expectations of a turn.
+// Counts of the algorithms that the operations of a run used, over all ranks. The run reports algorithms that were
+// never used, because they are not tested any more. Only successful operations count.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 namespace monarch::stress {
 
-inline constexpr int max_turns = 4096;  // of a round
+inline constexpr int max_steps = 4096;  // of a round
 
 // In memory that all ranks share.
 class Coverage {
@@ -19,7 +19,7 @@ class Coverage {
   static Coverage& make();
 
   void begin_round();
-  void count(const Turn& turn, const Operation& op, int rank, int ranks);
+  void count(const Step& step, const Operation& op, int rank, int ranks);
   void count_refused() { add(messages_[refused]); }
 
   void print() const;
@@ -36,7 +36,7 @@ class Coverage {
   std::array<std::array<Count, routes>, static_cast<std::size_t>(Collective::send)> collectives_;
   std::array<Count, static_cast<std::size_t>(Dtype::count)> reductions_;
   std::array<Count, messages> messages_;
-  std::array<std::atomic<std::uint8_t>, max_turns> offers_;  // of the ranks in a round's direct operations
+  std::array<std::atomic<std::uint8_t>, max_steps> offers_;  // of the ranks in a round's direct operations
 };
 
 }  // namespace monarch::stress

@@ -1,8 +1,8 @@
-// What the ranks of this driver share: what the store is in production, how they tell each other tokens and boards.
-// Where ranks live and how they wait for each other stands in stress/ranks.h. Nothing here knows collectives.
+// State that the ranks of this driver share, in place of a store: tokens and boards. stress/ranks.h runs the ranks and
+// lets them wait for each other. Nothing here depends on collectives.
 //
-// The driver is linked with --wrap=process_vm_readv, too: what a rank reads of a thread beside it, it copies itself,
-// because no sanitizer sees the kernel read. Between processes nothing changes.
+// The driver is also linked with --wrap=process_vm_readv: reads of another thread's memory are copied by the driver,
+// because sanitizers do not see reads by the kernel. Between processes nothing changes.
 #pragma once
 
 #include <array>
@@ -12,12 +12,12 @@
 
 namespace monarch::stress {
 
-inline constexpr int max_ranks = 4, max_groups = 8, max_meetings = 512, max_lanes = 2;
+inline constexpr int max_ranks = 4, max_groups = 8, max_barriers = 512, max_callers = 2;
 
 class Coverage;
 
-// In memory that all ranks share; zero where nothing has been said yet.
-struct World : Assembly {
+// In memory that all ranks share; zero at first.
+struct Fixture : RankSync {
   std::array<std::array<char, 32>, max_ranks> tokens;
   std::array<std::array<std::uint64_t, max_ranks>, max_groups> boards;
   Coverage* coverage;

@@ -18,46 +18,46 @@ constexpr int small_ones = 24;
 
 }  // namespace
 
-const char* name_of(Place place) {
+const char* name_of(Location location) {
   constexpr const char* names[] = {"heap", "pages", "arena", "arena or heap"};
-  return names[static_cast<std::size_t>(place)];
+  return names[static_cast<std::size_t>(location)];
 }
 
-Shelf::Shelf(std::shared_ptr<Host> host) : host_(std::move(host)) {
+ArenaPool::ArenaPool(std::shared_ptr<Host> host) : host_(std::move(host)) {
   const auto put = [this](std::uint64_t bytes) {
-    auto room = std::make_unique<Room>(host_, bytes);
-    if (room->data() == nullptr) die("an arena is too small for its tensors");
-    free_.emplace(bytes, std::move(room));
+    auto buffer = std::make_unique<ArenaBuffer>(host_, bytes);
+    if (buffer->data() == nullptr) die("an arena is too small for its tensors");
+    free_.emplace(bytes, std::move(buffer));
   };
-  put(largest_shelved + page);
+  put(largest_pooled + page);
   for (int i = 0; i < small_ones; ++i) put(small);
 }
 
-std::shared_ptr<Room> Shelf::take(std::uint64_t bytes) {
+std::shared_ptr<ArenaBuffer> ArenaPool::take(std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   // The largest one is for those that no other would do for.
   const auto found = free_.lower_bound(bytes);
-  if (found == free_.end() || (found->first > largest_shelved && bytes < largest_shelved)) {
-    auto room = std::make_shared<Room>(host_, bytes);
-    return room->data() != nullptr ? room : nullptr;
+  if (found == free_.end() || (found->first > largest_pooled && bytes < largest_pooled)) {
+    auto buffer = std::make_shared<ArenaBuffer>(host_, bytes);
+    return buffer->data() != nullptr ? buffer : nullptr;
   }
-  Room* room = found->second.release();
+  ArenaBuffer* buffer = found->second.release();
   free_.erase(found);
-  return {room, [shelf = shared_from_this()](Room* room) {
-            const std::lock_guard lock(shelf->mutex_);
-            shelf->free_.emplace(room->size(), room);
+  return {buffer, [pool = shared_from_this()](ArenaBuffer* buffer) {
+            const std::lock_guard lock(pool->mutex_);
+            pool->free_.emplace(buffer->size(), buffer);
           }};
 }
 
-Memory::Memory(Place place, std::uint64_t bytes, std::uint64_t skew, const std::shared_ptr<Shelf>& shelf)
+Memory::Memory(Location location, std::uint64_t bytes, std::uint64_t skew, const std::shared_ptr<ArenaPool>& pool)
     : bytes_(bytes), skew_(skew), edge_(edge) {
   const std::uint64_t all = skew + bytes + edge;
-  if (place == Place::arena) {
-    if (const auto room = shelf->take(all)) {
-      begin_ = room->data();
-      owner_ = room;
+  if (location == Location::arena) {
+    if (const auto buffer = pool->take(all)) {
+      begin_ = buffer->data();
+      owner_ = buffer;
     }
-  } else if (place == Place::pages) {
+  } else if (location == Location::pages) {
     void* pages = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages == MAP_FAILED) die("no memory");
     begin_ = static_cast<char*>(pages);

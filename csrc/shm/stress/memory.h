@@ -12,31 +12,31 @@
 
 namespace monarch::stress {
 
-enum class Place : std::uint8_t { heap, pages, arena, mixed };  // mixed: some ranks in the arena, some on the heap
-const char* name_of(Place place);
+enum class Location : std::uint8_t { heap, pages, arena, mixed };  // mixed: some ranks in the arena, some on the heap
+const char* name_of(Location location);
 
-inline constexpr char poison = static_cast<char>(0xa5);  // where nobody has written yet
-inline constexpr std::uint64_t largest_shelved = 4 << 20;
+inline constexpr char poison = static_cast<char>(0xa5);  // of memory that was not written yet
+inline constexpr std::uint64_t largest_pooled = 4 << 20;
 
-// Room in a rank's arena, for some tensors set aside before groups and messages take all there is. Thread-safe.
-class Shelf : public std::enable_shared_from_this<Shelf> {
+// Buffers in a rank's arena for some tensors, allocated before groups and messages fill the arena. Thread-safe.
+class ArenaPool : public std::enable_shared_from_this<ArenaPool> {
  public:
-  explicit Shelf(std::shared_ptr<Host> host);
+  explicit ArenaPool(std::shared_ptr<Host> host);
   // Null where there is none; it comes back by itself.
-  std::shared_ptr<Room> take(std::uint64_t bytes);
+  std::shared_ptr<ArenaBuffer> take(std::uint64_t bytes);
 
  private:
   std::shared_ptr<Host> host_;
   std::mutex mutex_;
-  std::multimap<std::uint64_t, std::unique_ptr<Room>> free_;
+  std::multimap<std::uint64_t, std::unique_ptr<ArenaBuffer>> free_;
 };
 
-// The memory of one tensor, poisoned; on the heap where the arena has no room.
+// The memory of one tensor, poisoned; on the heap if the arena is full.
 class Memory {
  public:
-  Memory(Place place, std::uint64_t bytes, std::uint64_t skew, const std::shared_ptr<Shelf>& shelf);
+  Memory(Location location, std::uint64_t bytes, std::uint64_t skew, const std::shared_ptr<ArenaPool>& pool);
   Span span() const { return {begin_ + skew_, bytes_}; }
-  // Whether nobody has written beside the tensor, where AddressSanitizer does not look.
+  // Whether the bytes around the tensor are unchanged, where AddressSanitizer does not check.
   bool edges_untouched() const;
 
  private:

@@ -1,6 +1,6 @@
-// One rank of the stress driver: a Host, an Engine, and groups with the other ranks. It plays the turns that a seed
-// makes, the same on every rank, in its own way: sync or async, waiting in any order and by any of the means that the
-// core offers, on several threads. Which turns there are is step.h's, what the ranks live in fixture.h's.
+// One rank of the stress driver: a Host, an Engine, and groups with the other ranks. It runs the steps that a seed
+// generates, the same on every rank, but in its own way: sync or async, on several threads, and waiting in any order
+// and by any method of the core. step.h has the steps, fixture.h the shared state.
 #pragma once
 
 #include <condition_variable>
@@ -16,18 +16,18 @@
 
 namespace monarch::stress {
 
-// The ranks of a group in their order, and the lane that plays its turns.
-struct Circle {
+// The ranks of a group in their order, and the caller that runs its steps.
+struct GroupSpec {
   std::vector<int> ranks;
-  int lane;
+  int caller;
   int rank_of(int rank) const;  // -1: not in it
 };
 
 // What the engine calls at an operation's end. Apart from the buffers, which belong to a Host: the thread that calls
 // may drop it after the rank has ended.
-class Ending {
+class Completion {
  public:
-  explicit Ending(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
+  explicit Completion(std::shared_ptr<Operation> operation) : operation_(std::move(operation)) {}
   void call();
   void await();
 
@@ -38,38 +38,38 @@ class Ending {
   int calls_ = 0;
 };
 
-// An operation under way with all that belongs to it.
+// An operation in progress with its buffers.
 struct Pending {
-  Pending(const Turn& turn, int rank, int ranks, double seconds, const std::shared_ptr<Shelf>& shelf);
+  Pending(const Step& step, int rank, int ranks, double seconds, const std::shared_ptr<ArenaPool>& pool);
 
-  Turn turn;
+  Step step;
   int rank, ranks;
   Buffers buffers;
   std::shared_ptr<Operation> operation;
-  std::shared_ptr<Ending> ending;
+  std::shared_ptr<Completion> completion;
 };
 
 // How a rank is set up.
 struct Traits {
   std::size_t arena_bytes;
-  std::size_t hole;         // if not 0, there is room in pieces of this size only, so that groups get a stage no larger
+  std::size_t hole;         // if not 0, the free blocks have this size, so that groups get no larger stage
   std::uint64_t read_from;  // as a Group has it
 };
 
-class Member {
+class RankDriver {
  public:
-  Member(World& world, std::uint64_t seed, int rank, int ranks, const Traits& traits);
-  ~Member();
+  RankDriver(Fixture& fixture, std::uint64_t seed, int rank, int ranks, const Traits& traits);
+  ~RankDriver();
 
-  // Finds the others; all ranks call both, and `meeting` and the one after it are free.
-  void connect(int meeting);
-  void open(const std::vector<Circle>& circles, int meeting);
+  // Finds the others; all ranks call both, and `barrier` and the one after it are free.
+  void connect(int barrier);
+  void open(const std::vector<GroupSpec>& specs, int barrier);
   void close();
 
-  // Plays `turns` of the groups of one lane. Thread-safe between lanes.
-  void play(int lane, const std::vector<Turn>& turns);
+  // Run `steps` of the groups of one caller. Thread-safe between callers.
+  void run_steps(int caller, const std::vector<Step>& steps);
 
-  std::shared_ptr<Pending> start(const Turn& turn, double seconds, bool asynchronous);
+  std::shared_ptr<Pending> start(const Step& step, double seconds, bool asynchronous);
   void wait(Pending& pending, Random& random);
   // Dies unless the operation succeeded, or failed as it should.
   void expect_right(const Pending& pending) const;
@@ -79,15 +79,15 @@ class Member {
   Group& group(int index) { return *groups_.at(static_cast<std::size_t>(index)); }
   bool in(int index) const { return groups_.at(static_cast<std::size_t>(index)) != nullptr; }
   Host& host() { return *host_; }
-  [[noreturn]] void blame(const Pending& pending, const std::string& what) const;
+  [[noreturn]] void fail(const Pending& pending, const std::string& what) const;
 
  private:
-  World& world_;
+  Fixture& fixture_;
   std::uint64_t seed_;
   int rank_, ranks_;
   std::uint64_t read_from_;
   std::shared_ptr<Host> host_;
-  std::shared_ptr<Shelf> shelf_;
+  std::shared_ptr<ArenaPool> pool_;
   std::unique_ptr<Engine> engine_;
   std::vector<std::shared_ptr<Group>> groups_;
 };

@@ -12,7 +12,7 @@ namespace monarch::stress {
 
 namespace {
 
-// Data repeat after so many elements, a prime: a misplaced chunk does not look like the right one.
+// Data repeat after a prime number of elements, so that a misplaced chunk is detected.
 constexpr int period = 251;
 
 std::uint64_t mix(std::uint64_t x) {  // splitmix64
@@ -37,21 +37,21 @@ bool is_float(Dtype d) {
 }
 
 // What rank `rank` brings as piece `piece`. Floats are small whole numbers, whose sums and products are exact.
-Numbers brought(const Turn& turn, int rank, int piece) {
+Numbers brought(const Step& step, int rank, int piece) {
   Numbers numbers;
   for (int i = 0; i < period; ++i) {
-    const std::uint64_t noise = mix(turn.salt ^ mix(static_cast<std::uint64_t>((rank * 64 + piece) * 1024 + i)));
-    if (is_float(turn.dtype)) {
+    const std::uint64_t noise = mix(step.salt ^ mix(static_cast<std::uint64_t>((rank * 64 + piece) * 1024 + i)));
+    if (is_float(step.dtype)) {
       numbers.real.push_back(static_cast<double>(noise % 7) - 3);
-      if (is_complex(turn.dtype)) numbers.imaginary.push_back(static_cast<double>(noise / 7 % 7) - 3);
+      if (is_complex(step.dtype)) numbers.imaginary.push_back(static_cast<double>(noise / 7 % 7) - 3);
     } else {
-      numbers.bits.push_back(turn.dtype == Dtype::boolean ? noise & 1 : noise);
+      numbers.bits.push_back(step.dtype == Dtype::boolean ? noise & 1 : noise);
     }
   }
   return numbers;
 }
 
-// To the nearest number with so many digits, ties to even.
+// Round to the nearest number with this many binary digits, ties to even.
 double rounded(double x, int digits) {
   if (x == 0) return x;
   int exponent = 0;
@@ -60,8 +60,8 @@ double rounded(double x, int digits) {
   return std::nearbyint(x / unit) * unit;
 }
 
-// The code of a float8, found among all of its finite numbers, which are too small for the turns' numbers to leave. The
-// kernels compute it instead.
+// The code of a float8, found by a search of all finite numbers, which are larger than the steps' numbers. The kernels
+// compute it instead.
 char float8(Dtype dtype, double x) {
   const bool five = dtype == Dtype::f8_e5m2 || dtype == Dtype::f8_e5m2fnuz;
   const bool one_zero = dtype == Dtype::f8_e4m3fnuz || dtype == Dtype::f8_e5m2fnuz;
@@ -77,7 +77,7 @@ char float8(Dtype dtype, double x) {
   return static_cast<char>(best | (std::signbit(x) && !(one_zero && best == 0) ? 0x80 : 0));
 }
 
-// The code of a float16 of which x is an exact value: 0, or a normal number.
+// The code of a float16 that equals x: 0, or a normal number.
 std::uint16_t float16(double x) {
   int exponent = 0;
   const double fraction = std::frexp(std::abs(x), &exponent);
@@ -215,11 +215,11 @@ void divide(Dtype dtype, Numbers& sums, int n) {
   }
 }
 
-std::string reduced(const Turn& turn, int piece, int ranks) {
-  Numbers sum = brought(turn, 0, piece);
-  for (int r = 1; r < ranks; ++r) fold(turn.dtype, turn.op, sum, brought(turn, r, piece));
-  if (turn.op == ReduceOp::avg) divide(turn.dtype, sum, ranks);
-  return encode(turn.dtype, sum);
+std::string reduced(const Step& step, int piece, int ranks) {
+  Numbers sum = brought(step, 0, piece);
+  for (int r = 1; r < ranks; ++r) fold(step.dtype, step.op, sum, brought(step, r, piece));
+  if (step.op == ReduceOp::avg) divide(step.dtype, sum, ranks);
+  return encode(step.dtype, sum);
 }
 
 // Memory --------------------------------------------------------------------------------------------------------------
@@ -241,12 +241,12 @@ std::string differs(const Span& span, const std::string& pattern, const std::str
   return "";
 }
 
-std::string input_pattern(const Turn& turn, int rank, int piece) {
-  return encode(turn.dtype, brought(turn, rank, by_pieces(turn.collective) ? piece : 0));
+std::string input_pattern(const Step& step, int rank, int piece) {
+  return encode(step.dtype, brought(step, rank, by_pieces(step.collective) ? piece : 0));
 }
 
-std::uint64_t piece_bytes(const Turn& turn, int from, int to, int ranks) {
-  return turn.collective == Collective::all_to_all ? turn.table[from * ranks + to] : turn.bytes;
+std::uint64_t piece_bytes(const Step& step, int from, int to, int ranks) {
+  return step.collective == Collective::all_to_all ? step.table[from * ranks + to] : step.bytes;
 }
 
 // Piece sizes around what changes the route: a cache line, a slot, a chunk, the stage and more than that.
@@ -265,7 +265,8 @@ std::uint64_t random_bytes(Random& random, std::uint64_t element, std::uint64_t 
   } else {
     bytes = all[7 + below(random, 4)] / pieces;
   }
-  // A piece lies in whole cache lines, which moves the marks of collectives with several; then one element either way.
+  // Pieces occupy whole cache lines, which moves the size limits of collectives with several pieces; then one element
+  // more or less.
   if (below(random, 2) != 0) bytes = bytes / 64 * 64;
   const std::uint64_t nudged = bytes / element + static_cast<std::uint64_t>(below(random, 3));
   return nudged != 0 ? (nudged - 1) * element : 0;
@@ -273,156 +274,156 @@ std::uint64_t random_bytes(Random& random, std::uint64_t element, std::uint64_t 
 
 }  // namespace
 
-Header Turn::header(int rank) const {
+Header Step::header(int rank) const {
   if (!is_message()) return {collective == Collective::all_to_all ? 0 : bytes, root, collective, dtype, op, Offer::stage};
   const bool sends = rank == root;
   return {bytes, sends ? to : from_any ? -1 : root, sends ? Collective::send : Collective::recv, dtype, op, Offer::stage};
 }
 
-std::string Turn::text() const {
+std::string Step::text() const {
   std::string text = std::string(name_of(collective)) + "(" + name_of(dtype) + ", " + name_of(op) + ", " +
                      std::to_string(bytes) + " bytes, root " + std::to_string(root) + ") on group " + std::to_string(group);
   if (is_message()) text += ", to " + std::to_string(to) + ", tag " + std::to_string(tag);
   if (from_any) text += ", from any";
   if (crossed) text += ", crossed";
-  text += std::string(", in ") + name_of(place);
+  text += std::string(", in ") + name_of(location);
   if (in_place) text += ", in place";
   if (asynchronous) text += ", async";
-  if (odd_one >= 0) text += ", rank " + std::to_string(odd_one) + " disagrees";
+  if (mismatched_rank >= 0) text += ", rank " + std::to_string(mismatched_rank) + " disagrees";
   return text;
 }
 
-Turn random_turn(Random& random, int group, int ranks) {
-  Turn turn;
-  turn.group = group;
-  turn.collective = static_cast<Collective>(below(random, static_cast<int>(Collective::send) + (ranks > 1 ? 2 : 0)));
-  turn.salt = random();
-  turn.asynchronous = below(random, 100) < 60;
-  turn.in_place = below(random, 2) != 0;
-  constexpr Place places[] = {Place::heap, Place::heap, Place::pages, Place::arena, Place::arena, Place::mixed};
-  turn.place = places[below(random, 6)];
-  if (turn.collective == Collective::barrier) return turn;
-  turn.dtype = static_cast<Dtype>(below(random, static_cast<int>(Dtype::count)));
-  if (reduces(turn.collective)) {
+Step random_step(Random& random, int group, int ranks) {
+  Step step;
+  step.group = group;
+  step.collective = static_cast<Collective>(below(random, static_cast<int>(Collective::send) + (ranks > 1 ? 2 : 0)));
+  step.salt = random();
+  step.asynchronous = below(random, 100) < 60;
+  step.in_place = below(random, 2) != 0;
+  constexpr Location locations[] = {Location::heap, Location::heap, Location::pages, Location::arena, Location::arena, Location::mixed};
+  step.location = locations[below(random, 6)];
+  if (step.collective == Collective::barrier) return step;
+  step.dtype = static_cast<Dtype>(below(random, static_cast<int>(Dtype::count)));
+  if (reduces(step.collective)) {
     do {
-      turn.dtype = static_cast<Dtype>(below(random, static_cast<int>(Dtype::bytes)));
-      turn.op = static_cast<ReduceOp>(1 + below(random, static_cast<int>(ReduceOp::count) - 1));
-    } while (reduce_kernel(turn.dtype, turn.op) == nullptr);
+      step.dtype = static_cast<Dtype>(below(random, static_cast<int>(Dtype::bytes)));
+      step.op = static_cast<ReduceOp>(1 + below(random, static_cast<int>(ReduceOp::count) - 1));
+    } while (reduce_kernel(step.dtype, step.op) == nullptr);
   }
-  if (has_root(turn.collective)) turn.root = below(random, ranks);
-  const std::uint64_t element = size_of(turn.dtype), pieces = by_pieces(turn.collective) ? static_cast<std::uint64_t>(ranks) : 1;
-  if (turn.collective >= Collective::send) {
-    turn.collective = Collective::send;
-    turn.root = below(random, ranks);
-    turn.to = (turn.root + 1 + below(random, ranks - 1)) % ranks;
-    turn.tag = below(random, 3);
-    turn.from_any = below(random, 5) == 0;
-    turn.bytes = random_bytes(random, element, 1);
-  } else if (turn.collective == Collective::all_to_all) {
-    for (int i = 0; i < ranks * ranks; ++i) turn.table.push_back(random_bytes(random, element, pieces));
-    if (below(random, 2) != 0) std::fill(turn.table.begin(), turn.table.end(), turn.table[0]);
-    else turn.in_place = false;
+  if (has_root(step.collective)) step.root = below(random, ranks);
+  const std::uint64_t element = size_of(step.dtype), pieces = by_pieces(step.collective) ? static_cast<std::uint64_t>(ranks) : 1;
+  if (step.collective >= Collective::send) {
+    step.collective = Collective::send;
+    step.root = below(random, ranks);
+    step.to = (step.root + 1 + below(random, ranks - 1)) % ranks;
+    step.tag = below(random, 3);
+    step.from_any = below(random, 5) == 0;
+    step.bytes = random_bytes(random, element, 1);
+  } else if (step.collective == Collective::all_to_all) {
+    for (int i = 0; i < ranks * ranks; ++i) step.table.push_back(random_bytes(random, element, pieces));
+    if (below(random, 2) != 0) std::fill(step.table.begin(), step.table.end(), step.table[0]);
+    else step.in_place = false;
   } else {
-    turn.bytes = random_bytes(random, element, pieces);
+    step.bytes = random_bytes(random, element, pieces);
   }
-  return turn;
+  return step;
 }
 
-std::vector<Turn> every_way(Random& random, int group, int ranks) {
-  std::vector<Turn> turns;
-  const auto add = [&](Collective collective, Place place, std::uint64_t bytes) -> Turn& {
-    Turn turn;
-    turn.group = group;
-    turn.collective = collective;
-    turn.dtype = Dtype::f32;
-    if (reduces(collective)) turn.op = ReduceOp::sum;
-    if (has_root(collective)) turn.root = below(random, ranks);
-    turn.bytes = bytes;
-    if (collective == Collective::all_to_all) turn.table.assign(static_cast<std::size_t>(ranks * ranks), bytes);
-    turn.place = place;
-    turn.asynchronous = below(random, 2) != 0;
-    turn.salt = random();
-    return turns.emplace_back(std::move(turn));
+std::vector<Step> steps_for_every_algorithm(Random& random, int group, int ranks) {
+  std::vector<Step> steps;
+  const auto add = [&](Collective collective, Location location, std::uint64_t bytes) -> Step& {
+    Step step;
+    step.group = group;
+    step.collective = collective;
+    step.dtype = Dtype::f32;
+    if (reduces(collective)) step.op = ReduceOp::sum;
+    if (has_root(collective)) step.root = below(random, ranks);
+    step.bytes = bytes;
+    if (collective == Collective::all_to_all) step.table.assign(static_cast<std::size_t>(ranks * ranks), bytes);
+    step.location = location;
+    step.asynchronous = below(random, 2) != 0;
+    step.salt = random();
+    return steps.emplace_back(std::move(step));
   };
   // More than a slot holds, on either side of where reading begins (main.cpp).
   constexpr std::uint64_t little = 24'000, some = 40'000;
   for (int c = static_cast<int>(Collective::all_reduce); c < static_cast<int>(Collective::send); ++c) {
     const auto collective = static_cast<Collective>(c);
-    add(collective, Place::heap, 256);
-    add(collective, Place::heap, little);
-    add(collective, Place::heap, some);
-    if (collective == Collective::all_reduce) add(collective, Place::arena, largest_shelved).in_place = true;
-    else add(collective, Place::arena, some);
-    if (collective == Collective::all_to_all) add(collective, Place::arena, some).in_place = true;
+    add(collective, Location::heap, 256);
+    add(collective, Location::heap, little);
+    add(collective, Location::heap, some);
+    if (collective == Collective::all_reduce) add(collective, Location::arena, largest_pooled).in_place = true;
+    else add(collective, Location::arena, some);
+    if (collective == Collective::all_to_all) add(collective, Location::arena, some).in_place = true;
     if (reduces(collective) || collective == Collective::broadcast) continue;
-    add(collective, Place::pages, some);
-    if (collective != Collective::scatter) add(collective, Place::mixed, some);
+    add(collective, Location::pages, some);
+    if (collective != Collective::scatter) add(collective, Location::mixed, some);
   }
   for (int d = 0; d < static_cast<int>(Dtype::bytes); ++d) {
-    add(Collective::all_reduce, Place::heap, 256).dtype = static_cast<Dtype>(d);
+    add(Collective::all_reduce, Location::heap, 256).dtype = static_cast<Dtype>(d);
   }
-  for (const std::uint64_t bytes : {std::uint64_t{0}, some, 10 * some, std::uint64_t{largest_lane} + some}) {
+  for (const std::uint64_t bytes : {std::uint64_t{0}, some, 10 * some, std::uint64_t{largest_p2p_ring} + some}) {
     for (int i = 0; i < 4; ++i) {
-      Turn& turn = add(Collective::send, Place::heap, bytes);
-      turn.root = below(random, ranks);
-      turn.to = (turn.root + 1 + below(random, ranks - 1)) % ranks;
-      turn.from_any = i == 1;
-      turn.crossed = i == 2;
-      turn.asynchronous = i == 0;
-      if (i == 3) turn.odd_one = turn.to;
+      Step& step = add(Collective::send, Location::heap, bytes);
+      step.root = below(random, ranks);
+      step.to = (step.root + 1 + below(random, ranks - 1)) % ranks;
+      step.from_any = i == 1;
+      step.crossed = i == 2;
+      step.asynchronous = i == 0;
+      if (i == 3) step.mismatched_rank = step.to;
     }
   }
-  return turns;
+  return steps;
 }
 
-Turn another_turn(const Turn& turn, Random& random, int ranks) {
-  if (turn.is_message()) {
-    Turn other = turn;
-    other.bytes += size_of(turn.dtype);
+Step different_step(const Step& step, Random& random, int ranks) {
+  if (step.is_message()) {
+    Step other = step;
+    other.bytes += size_of(step.dtype);
     return other;
   }
   for (;;) {
-    Turn other = random_turn(random, turn.group, ranks);
-    other.asynchronous = turn.asynchronous;
-    other.salt = turn.salt;
+    Step other = random_step(random, step.group, ranks);
+    other.asynchronous = step.asynchronous;
+    other.salt = step.salt;
     // Often only one thing is different.
     const int change = below(random, 4);
     if (change != 0) {
-      other = turn;
-      if (change == 1) other.bytes += size_of(turn.dtype);
-      if (change == 2 && turn.root >= 0) other.root = (turn.root + 1) % ranks;
-      if (change == 3 && !turn.table.empty()) {
-        other.table[static_cast<std::size_t>(below(random, ranks * ranks))] += size_of(turn.dtype);
+      other = step;
+      if (change == 1) other.bytes += size_of(step.dtype);
+      if (change == 2 && step.root >= 0) other.root = (step.root + 1) % ranks;
+      if (change == 3 && !step.table.empty()) {
+        other.table[static_cast<std::size_t>(below(random, ranks * ranks))] += size_of(step.dtype);
         other.in_place = false;
       }
-      if (turn.collective == Collective::barrier) continue;
+      if (step.collective == Collective::barrier) continue;
     }
     if (other.is_message()) continue;
-    if (!(other.header(0) == turn.header(0))) return other;
+    if (!(other.header(0) == step.header(0))) return other;
     // A table counts where the odd one's own part of it differs from what the others expect of it.
-    if (turn.collective != Collective::all_to_all || other.table.size() != turn.table.size()) continue;
+    if (step.collective != Collective::all_to_all || other.table.size() != step.table.size()) continue;
     for (int r = 0; r < ranks; ++r) {
-      const int a = turn.odd_one, to = a * ranks + r, from = r * ranks + a;
-      if (r != a && (other.table[to] != turn.table[to] || other.table[from] != turn.table[from])) return other;
+      const int a = step.mismatched_rank, to = a * ranks + r, from = r * ranks + a;
+      if (r != a && (other.table[to] != step.table[to] || other.table[from] != step.table[from])) return other;
     }
   }
 }
 
-Buffers::Buffers(const Turn& turn, int rank, int ranks, const std::shared_ptr<Shelf>& shelf) {
-  const Collective c = turn.collective;
+Buffers::Buffers(const Step& step, int rank, int ranks, const std::shared_ptr<ArenaPool>& pool) {
+  const Collective c = step.collective;
   if (c == Collective::barrier) return;
   // Tensors begin anywhere, on a multiple of their element's size.
-  const std::uint64_t skew = size_of(turn.dtype) * (mix(turn.salt + static_cast<std::uint64_t>(rank)) % 5);
-  Place place = turn.place;
-  if (place == Place::mixed) place = (rank + turn.salt) % 2 != 0 ? Place::arena : Place::heap;
-  const auto make = [&](std::uint64_t bytes) { return memory_.emplace_back(place, bytes, skew, shelf).span(); };
-  const bool root = rank == turn.root;
-  const int ins = c == Collective::scatter ? (root ? ranks : 0) : turn.is_message() ? (root ? 1 : 0) : by_pieces(c) ? ranks : 1;
+  const std::uint64_t skew = size_of(step.dtype) * (mix(step.salt + static_cast<std::uint64_t>(rank)) % 5);
+  Location location = step.location;
+  if (location == Location::mixed) location = (rank + step.salt) % 2 != 0 ? Location::arena : Location::heap;
+  const auto make = [&](std::uint64_t bytes) { return memory_.emplace_back(location, bytes, skew, pool).span(); };
+  const bool root = rank == step.root;
+  const int ins = c == Collective::scatter ? (root ? ranks : 0) : step.is_message() ? (root ? 1 : 0) : by_pieces(c) ? ranks : 1;
   const bool all = c == Collective::all_gather || c == Collective::all_to_all;
-  const int outs = c == Collective::gather ? (root ? ranks : 0) : turn.is_message() ? (root ? 0 : 1) : all ? ranks : 1;
+  const int outs = c == Collective::gather ? (root ? ranks : 0) : step.is_message() ? (root ? 0 : 1) : all ? ranks : 1;
   for (int r = 0; r < ins; ++r) {
-    in.push_back(make(piece_bytes(turn, rank, r, ranks)));
-    fill(in.back(), input_pattern(turn, rank, r));
+    in.push_back(make(piece_bytes(step, rank, r, ranks)));
+    fill(in.back(), input_pattern(step, rank, r));
   }
   if (c == Collective::broadcast) {
     out = in;
@@ -431,62 +432,62 @@ Buffers::Buffers(const Turn& turn, int rank, int ranks, const std::shared_ptr<Sh
   }
   const std::size_t mine = static_cast<std::size_t>(rank);
   for (int r = 0; r < outs; ++r) {
-    const bool same = turn.in_place && !in.empty() && (outs == 1 || r == rank);
-    if (c == Collective::all_to_all && turn.in_place) out.push_back(in[static_cast<std::size_t>(r)]);  // others want it still
-    else out.push_back(same ? in[ins == 1 ? 0 : mine] : make(piece_bytes(turn, r, rank, ranks)));
+    const bool same = step.in_place && !in.empty() && (outs == 1 || r == rank);
+    if (c == Collective::all_to_all && step.in_place) out.push_back(in[static_cast<std::size_t>(r)]);  // others still read it
+    else out.push_back(same ? in[ins == 1 ? 0 : mine] : make(piece_bytes(step, r, rank, ranks)));
   }
 }
 
-std::string Buffers::check(const Turn& turn, int rank, int ranks) const {
-  const Collective c = turn.collective;
+std::string Buffers::check(const Step& step, int rank, int ranks) const {
+  const Collective c = step.collective;
   if (c == Collective::barrier) return "";
-  const bool ours = c != Collective::reduce || rank == turn.root;
+  const bool ours = c != Collective::reduce || rank == step.root;
   for (std::size_t i = 0; i < out.size() && ours; ++i) {
     const int r = static_cast<int>(i);
     std::string want;
     switch (c) {
       case Collective::all_reduce:
-      case Collective::reduce: want = reduced(turn, 0, ranks); break;
-      case Collective::reduce_scatter: want = reduced(turn, rank, ranks); break;
+      case Collective::reduce: want = reduced(step, 0, ranks); break;
+      case Collective::reduce_scatter: want = reduced(step, rank, ranks); break;
       case Collective::send:
-      case Collective::broadcast: want = input_pattern(turn, turn.root, 0); break;
-      case Collective::scatter: want = input_pattern(turn, turn.root, rank); break;
-      case Collective::all_to_all: want = input_pattern(turn, r, rank); break;
-      default: want = input_pattern(turn, r, 0);
+      case Collective::broadcast: want = input_pattern(step, step.root, 0); break;
+      case Collective::scatter: want = input_pattern(step, step.root, rank); break;
+      case Collective::all_to_all: want = input_pattern(step, r, rank); break;
+      default: want = input_pattern(step, r, 0);
     }
     if (auto wrong = differs(out[i], want, "output " + std::to_string(i)); !wrong.empty()) return wrong;
   }
   if (!ours) {
     const std::string untouched(64, poison);
     const bool same = out[0].data == in[0].data;
-    if (auto wrong = differs(out[0], same ? input_pattern(turn, rank, 0) : untouched, "a reduce's output off its root"); !wrong.empty()) return wrong;
+    if (auto wrong = differs(out[0], same ? input_pattern(step, rank, 0) : untouched, "a reduce's output off its root"); !wrong.empty()) return wrong;
   }
-  return check_inputs(turn, rank, ranks);
+  return check_inputs(step, rank, ranks);
 }
 
-std::string Buffers::check_inputs(const Turn& turn, int rank, int) const {
+std::string Buffers::check_inputs(const Step& step, int rank, int) const {
   for (const Memory& memory : memory_) {
     if (!memory.edges_untouched()) return "memory beside a buffer was written to";
   }
-  if (turn.collective == Collective::broadcast) return "";
+  if (step.collective == Collective::broadcast) return "";
   for (std::size_t i = 0; i < in.size(); ++i) {
     const bool output = std::any_of(out.begin(), out.end(), [&](const Span& span) { return span.data == in[i].data; });
     if (output) continue;
-    if (auto wrong = differs(in[i], input_pattern(turn, rank, static_cast<int>(i)), "input " + std::to_string(i)); !wrong.empty()) return wrong;
+    if (auto wrong = differs(in[i], input_pattern(step, rank, static_cast<int>(i)), "input " + std::to_string(i)); !wrong.empty()) return wrong;
   }
   return "";
 }
 
-std::string Buffers::check_untouched(const Turn& turn, int rank, int ranks) const {
-  const bool received = turn.collective == Collective::broadcast && rank != turn.root;
+std::string Buffers::check_untouched(const Step& step, int rank, int ranks) const {
+  const bool received = step.collective == Collective::broadcast && rank != step.root;
   for (std::size_t i = 0; i < out.size(); ++i) {
     std::string was(64, poison);
     for (std::size_t j = 0; j < in.size() && !received; ++j) {
-      if (in[j].data == out[i].data) was = input_pattern(turn, rank, static_cast<int>(j));
+      if (in[j].data == out[i].data) was = input_pattern(step, rank, static_cast<int>(j));
     }
     if (auto wrong = differs(out[i], was, "output " + std::to_string(i) + " of an operation that moves nothing"); !wrong.empty()) return wrong;
   }
-  return check_inputs(turn, rank, ranks);
+  return check_inputs(step, rank, ranks);
 }
 
 }  // namespace monarch::stress

@@ -1,6 +1,6 @@
-// One random operation: what every rank calls, the data that it brings, and what it must get. The expected results
-// come from every rank's inputs, which anybody can make again from the seed, and from arithmetic of its own: nothing
-// of the code under test takes part. No groups, no waiting. Where the data lie is memory.h's.
+// One random operation: the call of every rank, its data, and its expected result. The expected results are computed
+// here from every rank's inputs, which the seed determines, without the code under test. No groups, no waiting.
+// memory.h provides the memory.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ using Random = std::mt19937_64;
 // Uniform in [0, n), and alike with every standard library.
 inline int below(Random& random, int n) { return static_cast<int>(random() % static_cast<std::uint64_t>(n)); }
 
-struct Turn {
-  int number = 0;                     // of the round's turns
+struct Step {
+  int number = 0;                     // of the round's steps
   int group = 0;
   Collective collective = Collective::barrier;
   Dtype dtype = Dtype::bytes;
@@ -28,15 +28,15 @@ struct Turn {
   int root = -1;                      // of a message the sender
   std::uint64_t bytes = 0;            // of one piece
   std::vector<std::uint64_t> table;   // all_to_all: bytes from rank a to rank b at [a * n + b]
-  Place place = Place::heap;          // where the ranks have their data
+  Location location = Location::heap;          // where the ranks have their data
   bool in_place = false;
   bool asynchronous = false;
   std::uint64_t salt = 0;             // makes the data
-  int odd_one = -1;                   // the rank that calls something else (another_turn), or nobody
+  int mismatched_rank = -1;                   // the rank that calls something else (different_step), or -1
   // Of a message, which has Collective::send here:
   int to = -1, tag = 0;
-  bool from_any = false;              // the receiver does not say from whom
-  bool crossed = false;               // the receiver asks for the message after this one first
+  bool from_any = false;              // the receiver names no sender
+  bool crossed = false;               // the receiver posts the receive of the next message first
 
   bool is_message() const { return collective == Collective::send; }
   bool concerns(int rank) const { return !is_message() || rank == root || rank == to; }
@@ -45,25 +45,24 @@ struct Turn {
 };
 
 // For a group of `ranks`; what only depends on the generator is alike on all of them.
-Turn random_turn(Random& random, int group, int ranks);
-// Operations of a group of all that take every way there is, if they find the memory that they ask for.
-std::vector<Turn> every_way(Random& random, int group, int ranks);
-// Something else than `turn` that a rank could call by mistake.
-Turn another_turn(const Turn& turn, Random& random, int ranks);
+Step random_step(Random& random, int group, int ranks);
+// Operations of a group of all ranks that use every algorithm, if they get the memory that they need.
+std::vector<Step> steps_for_every_algorithm(Random& random, int group, int ranks);
+// Something else than `step` that a rank could call by mistake.
+Step different_step(const Step& step, Random& random, int ranks);
 
-// The memory of one rank's part in a turn: exactly as much as the operation may touch.
+// The memory of one rank's part in a step: exactly as much as the operation may access.
 class Buffers {
  public:
-  Buffers(const Turn& turn, int rank, int ranks, const std::shared_ptr<Shelf>& shelf);
+  Buffers(const Step& step, int rank, int ranks, const std::shared_ptr<ArenaPool>& pool);
 
   std::vector<Span> in, out;
 
-  // What is wrong with the results of a turn that succeeded, or with memory that one that failed should not have
-  // touched; "" if all is well.
-  std::string check(const Turn& turn, int rank, int ranks) const;
-  std::string check_untouched(const Turn& turn, int rank, int ranks) const;
-  // The inputs of a turn that is under way or failed half-way; in place they are what they are.
-  std::string check_inputs(const Turn& turn, int rank, int ranks) const;
+  // The error in the results of a successful step, or in memory that a failed one must not change; "" if there is none.
+  std::string check(const Step& step, int rank, int ranks) const;
+  std::string check_untouched(const Step& step, int rank, int ranks) const;
+  // The error in the inputs of a step that is in progress or has failed halfway; in-place inputs are not checked.
+  std::string check_inputs(const Step& step, int rank, int ranks) const;
 
  private:
   std::vector<Memory> memory_;

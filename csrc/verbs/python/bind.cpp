@@ -1,4 +1,4 @@
-// The Python face of queues of libibverbs: bindings only, no logic.
+// Python bindings of libibverbs queues, without logic.
 #include "bind.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using verbs::QueuePair;
 
 constexpr int most_polled = 64;
 
-// An object's own memory behind its head, as words.
+// An object's memory after its header, as words.
 std::span<const std::uintptr_t> words_of(py::handle object) {
   constexpr std::size_t head = sizeof(PyObject) / sizeof(std::uintptr_t);
   const auto bytes = static_cast<std::size_t>(Py_TYPE(object.ptr())->tp_basicsize);
@@ -51,7 +51,7 @@ verbs::Work work_of(py::handle object) {
           number<std::uint64_t>(work, 8), number<std::uint64_t>(work, 9)};
 }
 
-// The GIL stays: on hardware this takes less than to let go of it, and who posts has the engine's lock.
+// The GIL is kept: posting takes less time than a release of the GIL, and the caller holds the engine's lock.
 void post(QueuePair& pair, const py::sequence& works) {
   if (works.size() == 1) {
     const py::object only = works[0];

@@ -31,7 +31,7 @@ from monarch_backend._rdma.route_protocol import (
     ReadWriteOp,
     Result,
     Segment,
-    patient,
+    cancel_scope,
 )
 from monarch_backend._rdma.routes.pinned_pool import PinnedLease, PinnedPool, PinnedPoolClient
 from monarch_backend._rdma.routes.tcp import Tcp
@@ -47,9 +47,9 @@ LEAST_PIECE, MOST_RANGES = 512 << 10, 256
 ON_THE_WIRE = 2
 """Pieces on the wire at a time: the NIC has the next one when the first is done."""
 
-LANES: int = _native.GpuCopies.lanes
+STREAMS: int = _native.GpuCopies.streams
 
-_turns = itertools.count(1)
+_sequence_numbers = itertools.count(1)
 """Sequence numbers of all requests of this process. The owner of a slot handles its requests in this order only."""
 
 
@@ -85,7 +85,7 @@ def piece_size(total: int, slots: int, slot_bytes: int) -> int:
     return min(slot_bytes, max(LEAST_PIECE, -(-total // slots)))
 
 
-_FENCE = Piece(((0, 0, 0),), 0)
+_EMPTY_PIECE = Piece(((0, 0, 0),), 0)
 
 
 class _Ended(Exception):
@@ -97,63 +97,63 @@ class _Ended(Exception):
 
 
 class _Slot(NamedTuple):
-    """A slot of the owner's staging memory, and its place in this process's pinned memory."""
+    """A slot of the owner's staging memory, and its position in this process's pinned memory."""
 
     number: int
-    place: int
+    position: int
 
 
 class _Pipeline:
     """One transfer, run by one thread through slots that it returns at its end."""
 
     def __init__(
-        self, part: ReadWriteOp, verbs: Verbs, borrowed: PinnedLease, line: Any, memory: Any, patient: Any
+        self, part: ReadWriteOp, verbs: Verbs, lease: PinnedLease, connection: Any, memory: Any, scope: Any
     ) -> None:
-        """``memory``: pinned memory of this process with a place for each slot."""
-        self._part, self._verbs, self._borrowed, self._patient = part, verbs, borrowed, patient
-        self._line, self._memory = line, memory
+        """``memory``: pinned memory of this process, with space for each slot."""
+        self._part, self._verbs, self._lease, self._scope = part, verbs, lease, scope
+        self._connection, self._memory = connection, memory
         self._broken = False  # the data connection has failed
         self.spoilt = False
         """A stuck NIC may still write to the pinned memory, so that no other transfer may use it."""
         self._copies: Any = _native.GpuCopies(_native.gpu_device_of(part.segments[0][1]))
         self._mine: set[int] = set()
         self._free: deque[_Slot] = deque()
-        self._asked: deque[tuple[_Slot, Piece]] = deque()
-        self._flying: deque[tuple[_Slot, Piece, Awaited]] = deque()
+        self._requested: deque[tuple[_Slot, Piece]] = deque()
+        self._in_flight: deque[tuple[_Slot, Piece, Awaited]] = deque()
 
     def run(self, numbers: Sequence[int]) -> None:
         """Run the transfer. The transfer's memory is not touched any more when this returns.
 
         Raises _Ended, GpuFailure and VerbsError.
         """
-        part, borrowed = self._part, self._borrowed
+        part, lease = self._part, self._lease
         total = sum(segment[2] for segment in part.segments)
-        pieces = cut(part.segments, piece_size(total, borrowed.slots, borrowed.slot_bytes))
+        pieces = cut(part.segments, piece_size(total, lease.slots, lease.slot_bytes))
         self._mine.update(numbers)
-        self._free.extend(_Slot(number, place) for place, number in enumerate(numbers))
+        self._free.extend(_Slot(number, position) for position, number in enumerate(numbers))
         try:
-            self._fence()
+            self._confirm_slots()
             if part.write:
                 self._write(pieces)
             else:
                 self._read(pieces)
         finally:
-            self._leave()
+            self._finish()
 
     def _read(self, pieces: Iterator[Piece]) -> None:
         while True:
             while self._free and (piece := next(pieces, None)) is not None:
-                self._ask(self._free.popleft(), piece)
-            if self._asked and len(self._flying) < ON_THE_WIRE:
-                self._fly(*self._answered())
-            elif self._flying:
-                slot, piece = self._landed()
-                self._copies.begin(self._lane(slot), True, self._at(slot), piece.segments)
+                self._send_request(self._free.popleft(), piece)
+            if self._requested and len(self._in_flight) < ON_THE_WIRE:
+                self._start_nic(*self._answered())
+            elif self._in_flight:
+                slot, piece = self._finish_nic()
+                self._copies.begin(self._stream_of(slot), True, self._at(slot), piece.segments)
                 self._done_with(slot)
             else:
                 break
-        for lane in range(LANES):
-            self._copies.finish(lane)
+        for stream in range(STREAMS):
+            self._copies.finish(stream)
 
     def _write(self, pieces: Iterator[Piece]) -> None:
         gathered: deque[tuple[_Slot, Piece]] = deque()
@@ -161,116 +161,118 @@ class _Pipeline:
             if self._free and (piece := next(pieces, None)) is not None:
                 slot = self._free.popleft()
                 gathered.append((slot, piece))
-                self._copies.begin(self._lane(slot), False, self._at(slot), piece.segments)
-            elif gathered and len(self._flying) < ON_THE_WIRE:
-                self._fly(*gathered.popleft())
-            elif self._flying and len(self._asked) < ON_THE_WIRE:
-                self._ask(*self._landed())
-            elif self._asked:
+                self._copies.begin(self._stream_of(slot), False, self._at(slot), piece.segments)
+            elif gathered and len(self._in_flight) < ON_THE_WIRE:
+                self._start_nic(*gathered.popleft())
+            elif self._in_flight and len(self._requested) < ON_THE_WIRE:
+                self._send_request(*self._finish_nic())
+            elif self._requested:
                 self._done_with(self._answered()[0])
             else:
                 return
 
     # ---- steps of reads and writes
 
-    def _lane(self, slot: _Slot) -> int:
-        return slot.place % LANES
+    def _stream_of(self, slot: _Slot) -> int:
+        return slot.position % STREAMS
 
     def _at(self, slot: _Slot) -> int:
-        return int(self._memory.address) + slot.place * self._borrowed.slot_bytes
+        return int(self._memory.address) + slot.position * self._lease.slot_bytes
 
-    def _ask(self, slot: _Slot, piece: Piece) -> None:
+    def _send_request(self, slot: _Slot, piece: Piece) -> None:
         """Ask the owner to copy a piece into the slot, or out of it."""
-        self._go_on()
-        self._asked.append((slot, piece))
-        write = self._part.write and piece is not _FENCE  # a fence copies nothing and needs no write permission
-        ticket, key, turn = self._part.handle.ticket, self._borrowed.key, next(_turns)
-        self._sent(self._line.ask(write, ticket, piece.segments, key, slot.number, turn))
+        self._check_scope()
+        self._requested.append((slot, piece))
+        write = (
+            self._part.write and piece is not _EMPTY_PIECE
+        )  # an empty piece copies nothing and needs no write permission
+        ticket, key, sequence = self._part.handle.ticket, self._lease.key, next(_sequence_numbers)
+        self._sent(self._connection.send_request(write, ticket, piece.segments, key, slot.number, sequence))
 
-    def _sent(self, said: Any) -> None:
-        result = Result(*said)
+    def _sent(self, reply: Any) -> None:
+        result = Result(*reply)
         if result.outcome != DONE:
             self._broken = True
             # A write request may still take effect later, so the caller decides about a retry, as over TCP.
             again = result.outcome in (LOST, UNREACHABLE) and not self._part.write
             raise _Ended(result, again=again)
 
-    def _hear(self) -> tuple[_Slot, Piece, Result]:
+    def _receive_reply(self) -> tuple[_Slot, Piece, Result]:
         """Receive the next reply, whether positive or not."""
-        said = Result(*self._line.hear())
-        if said.outcome != REFUSED:
-            self._sent(said)
-        slot, piece = self._asked.popleft()
-        return slot, piece, said
+        reply = Result(*self._connection.receive_reply())
+        if reply.outcome != REFUSED:
+            self._sent(reply)
+        slot, piece = self._requested.popleft()
+        return slot, piece, reply
 
     def _answered(self) -> tuple[_Slot, Piece]:
-        slot, piece, said = self._hear()
-        if said.outcome == REFUSED:
-            raise _Ended(said, again=said.refusal == NO_STAGING)
+        slot, piece, reply = self._receive_reply()
+        if reply.outcome == REFUSED:
+            raise _Ended(reply, again=reply.refusal == NO_STAGING)
         return slot, piece
 
-    def _fly(self, slot: _Slot, piece: Piece) -> None:
-        """Have the NIC move a piece, after the GPU has finished with its place."""
-        self._go_on()
-        self._copies.finish(self._lane(slot))
-        segment = slot.number * self._borrowed.slot_bytes, self._at(slot), piece.nbytes
-        token, region = self._part.handle.token, self._borrowed.region
-        flight = self._verbs.carry(token, self._part.write, region, segment, self._memory)
-        self._flying.append((slot, piece, flight))
+    def _start_nic(self, slot: _Slot, piece: Piece) -> None:
+        """Have the NIC move a piece, after the GPU has finished with its slot."""
+        self._check_scope()
+        self._copies.finish(self._stream_of(slot))
+        segment = slot.number * self._lease.slot_bytes, self._at(slot), piece.nbytes
+        token, region = self._part.handle.token, self._lease.region
+        awaited = self._verbs.carry(token, self._part.write, region, segment, self._memory)
+        self._in_flight.append((slot, piece, awaited))
 
-    def _landed(self) -> tuple[_Slot, Piece]:
-        slot, piece, flight = self._flying.popleft()
-        result = self._wait(flight)
+    def _finish_nic(self) -> tuple[_Slot, Piece]:
+        slot, piece, awaited = self._in_flight.popleft()
+        result = self._wait(awaited)
         if result.outcome != DONE:
             raise _Ended(result, again=result.outcome == LOST)
         return slot, piece
 
-    def _wait(self, flight: Awaited) -> Result:
-        result = flight.wait(self._patient)
+    def _wait(self, awaited: Awaited) -> Result:
+        result = awaited.wait(self._scope)
         self.spoilt = self.spoilt or result.outcome == FAILED
         return result
 
     def _done_with(self, slot: _Slot) -> None:
         """Free the slot, or return it if another transfer waits for one and this one has more."""
-        if self._borrowed.is_short and len(self._mine) > 1:
+        if self._lease.is_short and len(self._mine) > 1:
             self._mine.remove(slot.number)
-            self._borrowed.give(slot.number)
+            self._lease.give(slot.number)
         else:
             self._free.append(slot)
 
-    def _go_on(self) -> None:
-        if over := self._patient.over():
+    def _check_scope(self) -> None:
+        if over := self._scope.outcome():
             raise _Ended(Result(over, 0, 0, 0))
 
     # ---- begin and end
 
-    def _fence(self) -> None:
+    def _confirm_slots(self) -> None:
         """Wait for a reply about each unsure slot. A late request of an abandoned transfer has no effect after that."""
-        unsure = [slot for slot in self._free if self._borrowed.is_unsure(slot.number)]
+        unsure = [slot for slot in self._free if self._lease.is_unsure(slot.number)]
         for slot in unsure:
             self._free.remove(slot)
-            self._ask(slot, _FENCE)
+            self._send_request(slot, _EMPTY_PIECE)
         for _ in unsure:
-            slot, _piece, said = self._hear()
-            if said.refusal == NO_STAGING:
-                raise _Ended(said, again=True)
-            self._borrowed.trust(slot.number)  # also after a refusal, as for dropped memory
+            slot, _piece, reply = self._receive_reply()
+            if reply.refusal == NO_STAGING:
+                raise _Ended(reply, again=True)
+            self._lease.trust(slot.number)  # also after a refusal, as for dropped memory
             self._free.append(slot)
 
-    def _leave(self) -> None:
-        for _, _, flight in self._flying:
-            self._wait(flight)
+    def _finish(self) -> None:
+        for _, _, awaited in self._in_flight:
+            self._wait(awaited)
         with contextlib.suppress(_Ended):
-            while self._asked and not self._broken and not self._patient.over():
-                self._hear()
-        for slot, _ in self._asked:
-            self._borrowed.doubt(slot.number)
-        for lane in range(LANES):
+            while self._requested and not self._broken and not self._scope.outcome():
+                self._receive_reply()
+        for slot, _ in self._requested:
+            self._lease.doubt(slot.number)
+        for stream in range(STREAMS):
             with contextlib.suppress(_native.GpuFailure):
-                self._copies.finish(lane)
-        self._line.close()
+                self._copies.finish(stream)
+        self._connection.close()
         for number in self._mine:
-            self._borrowed.give(number)
+            self._lease.give(number)
 
 
 class Staged:
@@ -281,7 +283,7 @@ class Staged:
     def __init__(self, owner: Runtime, verbs: Verbs, tcp: Tcp, say: Callable[[Handle, str], None]) -> None:
         self._program, self._verbs, self._tcp, self._say = owner, verbs, tcp, say
         self._lock = threading.Lock()
-        self._borrowed: dict[str, PinnedLease] = {}  # by the owner's token
+        self._leases: dict[str, PinnedLease] = {}  # by the owner's token
         self._pins = PinnedPoolClient()
         self.why_here = ""
         """The reason why this process's NICs do not reach its own GPU memory, if they do not."""
@@ -290,38 +292,38 @@ class Staged:
         """See Route."""
         return False
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
         """See Route. Retries once after a broken connection, but not a write whose data connection broke."""
         part = ReadWriteOp(handle, write, segments)
         try:
-            return self._move(part, patient)
+            return self._move(part, scope)
         except _Ended as ended:
             if not ended.again:
                 return ended.result
             if ended.result.refusal == NO_STAGING:
                 self.forget(handle.token)
         try:
-            return self._move(part, patient)
+            return self._move(part, scope)
         except _Ended as ended:
             return ended.result
 
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
         """See Route. The owner refuses with a reason: neither a NIC nor a CPU can do it."""
-        return self._tcp.change(handle, access, offset, operand, expected, patient)
+        return self._tcp.change(handle, access, offset, operand, expected, scope)
 
-    def _move(self, part: ReadWriteOp, patient: Any) -> Result:
+    def _move(self, part: ReadWriteOp, scope: Any) -> Result:
         """Move the bytes once. Raises _Ended."""
-        borrowed = self._borrow(part.handle, patient)
-        line, result = self._tcp.line(part.handle, patient)
-        if line is None:  # TCP would fail as well
+        lease = self._borrow(part.handle, scope)
+        connection, result = self._tcp.staging_connection(part.handle, scope)
+        if connection is None:  # TCP would fail as well
             raise _Ended(result._replace(outcome=LOST) if result.outcome == UNREACHABLE else result)
         memory = pipeline = None
         try:
-            memory = self._pins.take(_number(part), borrowed.slots * borrowed.slot_bytes)
-            pipeline = _Pipeline(part, self._verbs, borrowed, line, memory, patient)
-            numbers = borrowed.take(borrowed.slots, patient)
+            memory = self._pins.take(_number(part), lease.slots * lease.slot_bytes)
+            pipeline = _Pipeline(part, self._verbs, lease, connection, memory, scope)
+            numbers = lease.take(lease.slots, scope)
             if not numbers:
-                raise _Ended(Result(patient.over(), 0, 0, 0))
+                raise _Ended(Result(scope.outcome(), 0, 0, 0))
             pipeline.run(numbers)
         except _native.GpuFailure as failure:
             raise _Ended(Result(FAILED, 0, 0, 0, str(failure))) from None
@@ -329,51 +331,51 @@ class Staged:
         except (VerbsError, ValueError, TypeError) as error:
             raise _Ended(Result(UNREACHABLE, 0, 0, 0, str(error))) from None
         finally:
-            line.close()
+            connection.close()
             if memory is not None and (pipeline is None or not pipeline.spoilt):
                 self._pins.give(memory)
         return Result(DONE, 0, 0, 0)
 
     # ---- leases
 
-    def _borrow(self, handle: Handle, patient: Any) -> PinnedLease:
+    def _borrow(self, handle: Handle, scope: Any) -> PinnedLease:
         with self._lock:
-            known = self._borrowed.get(handle.token)
+            known = self._leases.get(handle.token)
         if known is not None:
             return known
         peer = self._program.router.peer(handle.token)
         try:
-            borrowed = PinnedLease(ask(self._program, peer, TOPIC, _question(handle, wanted=True), patient.over))
+            lease = PinnedLease(ask(self._program, peer, TOPIC, _question(handle, wanted=True), scope.outcome))
         except (RDMAError, VerbsError) as error:
-            outcome = patient.over() or (LOST if peer.gone is not None else UNREACHABLE)
+            outcome = scope.outcome() or (LOST if peer.gone is not None else UNREACHABLE)
             raise _Ended(Result(outcome, 0, 0, 0, str(error))) from None
         with self._lock:
-            made = self._borrowed.setdefault(handle.token, borrowed)
-        if made is borrowed:
-            self._say(handle, f"verbs, staged through pinned memory of both hosts: {borrowed.why or self.why_here}")
+            made = self._leases.setdefault(handle.token, lease)
+        if made is lease:
+            self._say(handle, f"verbs, staged through pinned memory of both hosts: {lease.why or self.why_here}")
         return made
 
-    def has_borrowed(self, token: str) -> bool:
+    def has_lease(self, token: str) -> bool:
         """Return whether that process has lent staging memory."""
         with self._lock:
-            return token in self._borrowed
+            return token in self._leases
 
     def prepare(self, handle: Handle) -> None:
         """See NicRoute."""
         with contextlib.suppress(_Ended):
-            self._borrow(handle, patient(None))
+            self._borrow(handle, cancel_scope(None))
 
-    def give_back(self, handle: Handle, patient: Any) -> None:
+    def give_back(self, handle: Handle, scope: Any) -> None:
         """Return the lease, because no NIC of this process reaches the memory."""
         if self.forget(handle.token):
             with contextlib.suppress(RDMAError):
                 peer = self._program.router.peer(handle.token)
-                ask(self._program, peer, TOPIC, _question(handle, wanted=False), patient.over)
+                ask(self._program, peer, TOPIC, _question(handle, wanted=False), scope.outcome)
 
     def forget(self, token: str) -> bool:
         """Forget the lease of a process. Return False if there is none."""
         with self._lock:
-            return self._borrowed.pop(token, None) is not None
+            return self._leases.pop(token, None) is not None
 
     def close(self) -> None:
         """Free the pinned memory. Called when the program ends."""

@@ -35,14 +35,14 @@ class GpuNics:
         return False
 
     def begin(
-        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+        self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
     ) -> VerbsInFlight | None:
         """See AsyncRoute. Staged transfers need a thread."""
-        return self._verbs.begin(part, patient, keep, done) if part.handle.verbs else None
+        return self._verbs.begin(part, scope, keep, done) if part.handle.verbs else None
 
     def is_ready(self, handle: Handle) -> bool:
         """See NicRoute."""
-        return self._verbs.is_ready(handle) and (bool(handle.verbs) or self._staged.has_borrowed(handle.token))
+        return self._verbs.is_ready(handle) and (bool(handle.verbs) or self._staged.has_lease(handle.token))
 
     def prepare(self, handle: Handle) -> None:
         """See NicRoute."""
@@ -64,27 +64,27 @@ class GpuNics:
         """See NicRoute."""
         return self._verbs.begin_planned(part, plan, done)
 
-    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
+    def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
         """See AsyncRoute."""
-        return self._verbs.mend(part, result, patient, keep)
+        return self._verbs.recover(part, result, scope, keep)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
         """See Route."""
         part = ReadWriteOp(handle, write, segments)
         if handle.verbs:
-            result = moved(part, self._verbs, patient, keep)
+            result = moved(part, self._verbs, scope, keep)
             if result.outcome != UNREACHABLE or self._verbs.has_no_way(handle.token):
                 return result
             self._staged.why_here = result.text  # this process's own memory is the unreachable one
-        result = moved(part, self._staged, patient, keep)
+        result = moved(part, self._staged, scope, keep)
         if result.outcome == UNREACHABLE:
-            self._staged.give_back(handle, patient)
+            self._staged.give_back(handle, scope)
         return result
 
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
         """See Route."""
         route = self._verbs if handle.verbs else self._staged
-        return route.change(handle, access, offset, operand, expected, patient)
+        return route.change(handle, access, offset, operand, expected, scope)
 
 
 def gathered(routed: Sequence[tuple[ReadWriteOp | AtomicOp, Route]]) -> list[tuple[ReadWriteOp | AtomicOp, Route]]:

@@ -31,8 +31,8 @@ MAX_IDLE_BUFFERS = 8
 """Buffers of this process that are kept for its next transfers."""
 
 
-class _Loan(msgspec.Struct, frozen=True, array_like=True):
-    """A loan as it is sent to the borrower."""
+class _LeaseDescription(msgspec.Struct, frozen=True, array_like=True):
+    """Description of a lease, as it is sent to the reader."""
 
     region: bytes
     key: int
@@ -41,8 +41,8 @@ class _Loan(msgspec.Struct, frozen=True, array_like=True):
     why: str  # the reason for staging, as text
 
 
-class _Lent:
-    """The owner's side of a loan."""
+class _LentMemory:
+    """The owner's side of a lease."""
 
     def __init__(self, memory: Any, region: Region, server: Any) -> None:
         self.memory, self.region, self.server = memory, region, server
@@ -55,7 +55,7 @@ class PinnedPool:
     def __init__(self, verbs: Verbs, tcp: Tcp) -> None:
         self._verbs, self._tcp = verbs, tcp
         self._lock = threading.Lock()
-        self._lent: dict[str, _Lent] = {}  # by the borrower's token
+        self._lent: dict[str, _LentMemory] = {}  # by the borrower's token
 
     def lend(self, token: str, device: int) -> bytes:
         """Return the description of the process's staging memory. ``device``: the GPU of its first transfer.
@@ -67,13 +67,13 @@ class PinnedPool:
             if lent is None:
                 lent = self._lent[token] = self._new(device)
         packed = lent.region.to_bytes()
-        return msgspec.msgpack.encode(_Loan(packed, lent.key, SLOT_BYTES, SLOTS, self._verbs.why_staged))
+        return msgspec.msgpack.encode(_LeaseDescription(packed, lent.key, SLOT_BYTES, SLOTS, self._verbs.why_staged))
 
-    def _new(self, device: int) -> _Lent:
+    def _new(self, device: int) -> _LentMemory:
         if len(self._lent) >= MAX_BORROWERS:
             raise RDMAError(f"staging memory is lent to {MAX_BORROWERS} processes already, which is the most")
         memory = _native.PinnedMemory(device, SLOTS * SLOT_BYTES)
-        lent = _Lent(memory, self._verbs.lend(memory), self._tcp.server())
+        lent = _LentMemory(memory, self._verbs.lend(memory), self._tcp.server())
         lent.server.add_staging(lent.key, memory, SLOT_BYTES)
         return lent
 
@@ -94,24 +94,24 @@ class PinnedPool:
 class PinnedLease:
     """Lease of another process's staging memory. Transfers take slots from it."""
 
-    def __init__(self, loan: bytes) -> None:
+    def __init__(self, description: bytes) -> None:
         """Decode the owner's description. Raises VerbsError for an invalid one."""
         try:
-            said = msgspec.msgpack.decode(loan, type=_Loan)
+            decoded = msgspec.msgpack.decode(description, type=_LeaseDescription)
         except msgspec.DecodeError as error:
             raise VerbsError(f"its owner has lent what is no staging memory: {error}") from None
-        self.region, self.key, self.why = Region.from_bytes(said.region), said.key, said.why
-        self.slot_bytes, self.slots = said.slot_bytes, said.slots
-        self._free = deque(range(said.slots))
+        self.region, self.key, self.why = Region.from_bytes(decoded.region), decoded.key, decoded.why
+        self.slot_bytes, self.slots = decoded.slot_bytes, decoded.slots
+        self._free = deque(range(decoded.slots))
         self._unsure: set[int] = set()
         self._changed = threading.Condition()
         self._waiting = 0
 
-    def take(self, most: int, patient: Any) -> list[int]:
-        """Wait for free slots and take up to ``most`` of them. Return none once ``patient`` is over."""
+    def take(self, most: int, scope: Any) -> list[int]:
+        """Wait for free slots and take up to ``most`` of them. Return none once ``scope`` is over."""
         with self._changed:
             self._waiting += 1
-            while not self._free and not patient.over():
+            while not self._free and not scope.outcome():
                 self._changed.wait(CHECK_INTERVAL_S)
             self._waiting -= 1
             if not self._free:
@@ -152,9 +152,9 @@ class PinnedPoolClient:
     def take(self, device: int, nbytes: int) -> Any:
         """Take a buffer of at least ``nbytes``. Raises GpuFailure."""
         with self._lock:
-            for place, memory in enumerate(self._idle):
+            for index, memory in enumerate(self._idle):
                 if memory.nbytes >= nbytes:
-                    return self._idle.pop(place)
+                    return self._idle.pop(index)
         return _native.PinnedMemory(device, nbytes)
 
     def give(self, memory: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma import gpu_memory
-from monarch_backend._rdma.cuda_ipc import Lent
+from monarch_backend._rdma.cuda_ipc import TorchMappings
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
 from monarch_backend._rdma.registrations import Registry
@@ -17,8 +17,8 @@ from monarch_backend._rdma.route_protocol import DONE, LOST, Result, Segment
 INLINE_MAX_BYTES = 1 << 20
 """Bytes up to which a copy runs on the caller's thread at once."""
 
-MAPPED, KERNEL, THREAD, GPU, LENT, UNSEEN = range(6)
-"""Values of enum Way (csrc/memory/same_host.h)."""
+MAPPED, KERNEL, THREAD, GPU, EXTERNAL, UNKNOWN = range(6)
+"""Values of enum CopyMethod (csrc/memory/same_host.h)."""
 
 
 class LocalRoute:
@@ -33,11 +33,11 @@ class LocalRoute:
         """See Route."""
         return nbytes <= INLINE_MAX_BYTES
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
         """See Route."""
-        if over := patient.over():
+        if over := scope.outcome():
             return Result(over, 0, 0, 0)
-        return Result(*self._native.move_here(handle.ticket, write, segments))
+        return Result(*self._native.move_local(handle.ticket, write, segments))
 
     def change(
         self,
@@ -46,12 +46,12 @@ class LocalRoute:
         offset: int,
         operand: int,
         expected: int,
-        patient: Any,
+        scope: Any,
     ) -> Result:
         """See Route."""
-        if over := patient.over():
+        if over := scope.outcome():
             return Result(over, 0, 0, 0)
-        return Result(*self._native.change_here(handle.ticket, access, offset, operand, expected))
+        return Result(*self._native.change_local(handle.ticket, access, offset, operand, expected))
 
 
 class SameHost:
@@ -64,78 +64,78 @@ class SameHost:
 
     def __init__(self, owner: Runtime, registry: Registry, say: Callable[[Handle, str], None]) -> None:
         self._native, self._say = registry.native, say
-        self._lent = Lent(owner, registry) if registry.maps_gpus else None
+        self._torch_mappings = TorchMappings(owner, registry) if registry.maps_gpus else None
         self._asks_kernel = registry.asks_kernel
-        self.met: set[str] = set()
-        """Processes whose CPU memory was reached, and whose way was logged."""
-        self._saying = threading.Lock()
-        self._said: set[tuple[str, str]] = set()  # process and logged text, for GPU memory
+        self.reached: set[str] = set()
+        """Processes whose CPU memory was reached, and whose copy method was logged."""
+        self._logging = threading.Lock()
+        self._logged: set[tuple[str, str]] = set()  # process and logged text, for GPU memory
 
     def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
         """See Route."""
         if nbytes > INLINE_MAX_BYTES:
             return False
-        way = self._native.way(handle.token, handle.ticket)
-        return way in (MAPPED, GPU, LENT) or (way == KERNEL and not atomic)
+        method = self._native.copy_method(handle.token, handle.ticket)
+        return method in (MAPPED, GPU, EXTERNAL) or (method == KERNEL and not atomic)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
         """See Route."""
-        result = Result(*self._native.move(handle.token, handle.ticket, write, segments, patient))
+        result = Result(*self._native.move(handle.token, handle.ticket, write, segments, scope))
         if handle.device != CPU:
-            self._look_after(handle, result)
-        elif handle.token not in self.met:
-            self._say_way(handle, result)
+            self._log_gpu_method(handle, result)
+        elif handle.token not in self.reached:
+            self._log_copy_method(handle, result)
         return result
 
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
         """See Route."""
-        result = Result(*self._native.change(handle.token, handle.ticket, access, offset, operand, expected, patient))
-        if handle.device == CPU and handle.token not in self.met:
-            self._say_way(handle, result)
+        result = Result(*self._native.change(handle.token, handle.ticket, access, offset, operand, expected, scope))
+        if handle.device == CPU and handle.token not in self.reached:
+            self._log_copy_method(handle, result)
         return result
 
     def forget(self, token: str) -> None:
         """Forget a process that has ended, and unmap its memory."""
         self._native.sweep()
-        if self._lent is not None:
-            self._lent.forget(token)
-        self.met.discard(token)
-        self._said = {said for said in self._said if said[0] != token}
+        if self._torch_mappings is not None:
+            self._torch_mappings.forget(token)
+        self.reached.discard(token)
+        self._logged = {logged for logged in self._logged if logged[0] != token}
 
-    def _say_way(self, handle: Handle, result: Result) -> None:
-        """Log the way to CPU memory once, with the first transfer: before it the way is unknown."""
-        with self._saying:
-            if handle.token in self.met or result.outcome == LOST:
+    def _log_copy_method(self, handle: Handle, result: Result) -> None:
+        """Log the copy method of CPU memory once, with the first transfer: before it the method is unknown."""
+        with self._logging:
+            if handle.token in self.reached or result.outcome == LOST:
                 return
-            if self._native.way(handle.token, handle.ticket) < 0:
+            if self._native.copy_method(handle.token, handle.ticket) < 0:
                 return
-            self.met.add(handle.token)
-        self._say(handle, f"{self.name}, {self.way(handle)}")
+            self.reached.add(handle.token)
+        self._say(handle, f"{self.name}, {self.copy_method(handle)}")
 
-    def _look_after(self, handle: Handle, result: Result) -> None:
-        """Log the way to GPU memory. If the driver could not map it, ask torch for another way."""
-        if self._lent is not None:
-            self._lent.tidy()
-            if result.outcome == DONE and self._native.way(handle.token, handle.ticket) == THREAD:
-                self._lent.want(handle)
-        said = handle.token, self.way(handle)
-        if said not in self._said:
-            self._said.add(said)
-            self._say(handle, f"{self.name}, {said[1]}")
+    def _log_gpu_method(self, handle: Handle, result: Result) -> None:
+        """Log the copy method of GPU memory. If the driver could not map it, ask torch to map it."""
+        if self._torch_mappings is not None:
+            self._torch_mappings.unmap_unused()
+            if result.outcome == DONE and self._native.copy_method(handle.token, handle.ticket) == THREAD:
+                self._torch_mappings.request(handle)
+        logged = handle.token, self.copy_method(handle)
+        if logged not in self._logged:
+            self._logged.add(logged)
+            self._say(handle, f"{self.name}, {logged[1]}")
 
-    def way(self, handle: Handle) -> str:
-        """Return the way as text for messages."""
-        found = self._native.way(handle.token, handle.ticket)
+    def copy_method(self, handle: Handle) -> str:
+        """Return the copy method as text for messages."""
+        found = self._native.copy_method(handle.token, handle.ticket)
         why = "the kernel forbids process_vm_readv" if self._asks_kernel else "MONARCH_CMA=0"
         if handle.device != CPU:
-            also = self._lent.why_not(handle) if self._lent is not None else ""
+            also = self._torch_mappings.why_not(handle) if self._torch_mappings is not None else ""
             why = "through memory of the host, since " + self._native.why_not_mapped(handle.token, handle.ticket)
             why += f", nor torch: {also}" if also else ""
-        ways = (
+        methods = (
             "its memory is mapped here",
             "process_vm_readv",
             f"copied by its own thread: {why}",
             f"{gpu_memory.api()} IPC",
             f"{gpu_memory.api()} IPC, by torch",
         )
-        return ways[found] if 0 <= found < UNSEEN else "which of its ways is seen with the first transfer"
+        return methods[found] if 0 <= found < UNKNOWN else "how it is copied is known after the first transfer"

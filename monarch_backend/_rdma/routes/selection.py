@@ -72,7 +72,7 @@ class Routes:
     def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
         """``submit`` runs a job on a thread that may block."""
         self._program, self._registry = owner, registry
-        self._here, self._near = LocalRoute(registry), SameHost(owner, registry, _say)
+        self._local, self._same_host = LocalRoute(registry), SameHost(owner, registry, _say)
         self._tcp = Tcp(owner, registry, submit)
         self.verbs = Verbs(owner, registry)
         self.lender = PinnedPool(self.verbs, self._tcp)
@@ -85,7 +85,7 @@ class Routes:
         self._chosen: dict[tuple[str, bool, bool], Route] = {}
         self._choosing = threading.RLock()  # reentrant, because the program's log handler may call back
         self._forced = forced()
-        self.near = self._near.met
+        self.reached = self._same_host.reached
         """Processes of this host that a first transfer has reached."""
 
     def to(self, handle: Handle) -> Route:
@@ -129,7 +129,7 @@ class Routes:
         """Forget a process that has ended."""
         for kind in _KINDS:
             self._chosen.pop((token, *kind), None)
-        self._near.forget(token)
+        self._same_host.forget(token)
         self._tcp.forget(token)
         self.verbs.forget(token, "its process is gone")
         self._staged.forget(token)
@@ -148,9 +148,9 @@ class Routes:
 
     def _choose(self, handle: Handle) -> Route:
         if handle.token == self._program.router.token:
-            return self._here
+            return self._local
         if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
-            return self._near  # it logs its way with the first transfer
+            return self._same_host  # it logs its copy method with the first transfer
         refuse_the_parents(handle)
         return self._far(handle)
 
@@ -244,10 +244,10 @@ class VerbsWithTcpFallback:
         return False
 
     def begin(
-        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+        self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
     ) -> InFlightTransfer | None:
-        """See AsyncRoute. TCP needs a thread, because `mend` would not know which of the two has started the part."""
-        return None if self._takes_tcp(part.handle) else self._verbs.begin(part, patient, keep, done)
+        """See AsyncRoute. TCP needs a thread, because `recover` would not know which route has started the part."""
+        return None if self._takes_tcp(part.handle) else self._verbs.begin(part, scope, keep, done)
 
     def is_ready(self, handle: Handle) -> bool:
         """See NicRoute."""
@@ -271,29 +271,29 @@ class VerbsWithTcpFallback:
         """See NicRoute."""
         return None if self._takes_tcp(part.handle) else self._verbs.begin_planned(part, plan, done)
 
-    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
+    def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
         """See AsyncRoute."""
-        return self._or_tcp(part, self._verbs.mend(part, result, patient, keep), patient, keep)
+        return self._or_tcp(part, self._verbs.recover(part, result, scope, keep), scope, keep)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
         """See Route."""
         part = ReadWriteOp(handle, write, segments)
-        return self._moved(part, patient, keep)
+        return self._moved(part, scope, keep)
 
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
         """See Route."""
         part = AtomicOp(handle, access, offset, operand, expected, lambda _: None)
-        return self._moved(part, patient, None)
+        return self._moved(part, scope, None)
 
-    def _moved(self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any) -> Result:
-        tried = None if self._takes_tcp(part.handle) else moved(part, self._verbs, patient, keep)
-        return self._or_tcp(part, tried, patient, keep)
+    def _moved(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
+        tried = None if self._takes_tcp(part.handle) else moved(part, self._verbs, scope, keep)
+        return self._or_tcp(part, tried, scope, keep)
 
-    def _or_tcp(self, part: ReadWriteOp | AtomicOp, result: Result | None, patient: Any, keep: Any) -> Result:
+    def _or_tcp(self, part: ReadWriteOp | AtomicOp, result: Result | None, scope: Any, keep: Any) -> Result:
         """Return ``result``, that of verbs, or run the part over TCP if verbs was not tried or can't start."""
         if result is not None and not self._falls_back(part.handle, result):
             return result
-        return moved(part, self._tcp, patient, keep)
+        return moved(part, self._tcp, scope, keep)
 
 
 def _for_nics(handle: Handle) -> bool:

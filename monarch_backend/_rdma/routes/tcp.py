@@ -1,7 +1,7 @@
 """TCP route, which always exists: data connections that native threads serve without Python.
 
 A process listens for others once it sends handles to them. It connects to other processes at the first transfer with
-their memory. csrc/memory/wire.h defines the protocol, proof.h the authentication.
+their memory. csrc/memory/wire.h defines the protocol, handshake.h the authentication.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Tcp:
     def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
         """``submit`` runs a job on a thread that may block."""
         self._program, self._registry = owner, registry
-        self._errands = SmallRequestClient(owner, submit)
+        self._small_requests = SmallRequestClient(owner, submit)
         self._lock = threading.Lock()  # guards the dictionaries; never held while blocking
         self._serving = threading.RLock()  # guards the server; its holder may block in a request to the main program
         self._place: ServerInfo | None = None
@@ -115,19 +115,19 @@ class Tcp:
         """See Route."""
         return False
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
         """See Route. A read is retried once after a broken connection.
 
         A write is not: it may still take effect after a later write, so the caller decides about a retry.
         """
-        result = self._move(handle, write, segments, patient)
-        return self._move(handle, write, segments, patient) if result.outcome == LOST and not write else result
+        result = self._move(handle, write, segments, scope)
+        return self._move(handle, write, segments, scope) if result.outcome == LOST and not write else result
 
-    def _move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any) -> Result:
-        return self._try(handle, patient, lambda client: client.move(handle.ticket, write, segments, patient))
+    def _move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any) -> Result:
+        return self._try(handle, scope, lambda client: client.move(handle.ticket, write, segments, scope))
 
     def begin(
-        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+        self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
     ) -> SmallRequest | None:
         """See AsyncRoute. Takes small transfers if a connection is idle."""
         clients = self._clients.get(part.handle.token)
@@ -138,48 +138,48 @@ class Tcp:
         else:
             access, segments, numbers = WRITE if part.write else READ, part.segments, (0, 0)  # type: ignore[assignment]
         try:
-            sent = clients[0].begin(part.handle.ticket, access, segments, *numbers, patient)
+            sent = clients[0].begin(part.handle.ticket, access, segments, *numbers, scope)
         except RuntimeError:  # for example, descriptors are exhausted: `move` gets the same error and reports it
             return None
         if sent is None:
             return None
-        errand = SmallRequest(self._errands, part.handle.token, patient, done, sent)
-        self._errands.add(errand)
-        return errand
+        request = SmallRequest(self._small_requests, part.handle.token, scope, done, sent)
+        self._small_requests.add(request)
+        return request
 
-    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
+    def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
         """See AsyncRoute and `move`."""
         if result.outcome == LOST and isinstance(part, ReadWriteOp) and not part.write:
-            return self._move(part.handle, False, part.segments, patient)
+            return self._move(part.handle, False, part.segments, scope)
         return result
 
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
         """See Route. Never retried after a broken connection, because the atomic may have taken effect."""
         return self._try(
-            handle, patient, lambda client: client.change(handle.ticket, access, offset, operand, expected, patient)
+            handle, scope, lambda client: client.change(handle.ticket, access, offset, operand, expected, scope)
         )
 
-    def line(self, handle: Handle, patient: Any) -> tuple[Any, Result]:
+    def staging_connection(self, handle: Handle, scope: Any) -> tuple[Any, Result]:
         """Return a connection for the caller alone, until the caller closes it.
 
         On failure return None and the reason.
         """
-        lines: list[Any] = []
+        connections: list[Any] = []
 
         def take(client: Any) -> Any:
-            made, result = client.line(patient)
-            lines.append(made)
+            made, result = client.open_staging_connection(scope)
+            connections.append(made)
             return result
 
-        result = self._try(handle, patient, take)
-        return (lines[-1] if result.outcome == DONE else None), result
+        result = self._try(handle, scope, take)
+        return (connections[-1] if result.outcome == DONE else None), result
 
-    def _try(self, handle: Handle, patient: Any, act: Any) -> Result:
+    def _try(self, handle: Handle, scope: Any, act: Any) -> Result:
         """Try the addresses of the host until one is reachable."""
         try:
-            clients = self._clients_of(handle, patient)
+            clients = self._clients_of(handle, scope)
         except (RDMAError, RuntimeError) as error:
-            return Result(patient.over() or UNREACHABLE, 0, 0, 0, str(error))
+            return Result(scope.outcome() or UNREACHABLE, 0, 0, 0, str(error))
         result = Result(FAILED, 0, 0, 0, "it has told us no address")
         for client in list(clients):
             try:
@@ -192,7 +192,7 @@ class Tcp:
                 break
         return result
 
-    def _clients_of(self, handle: Handle, patient: Any) -> list[Any]:
+    def _clients_of(self, handle: Handle, scope: Any) -> list[Any]:
         with self._lock:
             made = self._clients.get(handle.token)
         if made is not None:
@@ -202,7 +202,7 @@ class Tcp:
         self._program.router.tell(peer, Setting(KNOCK, None))
         ways, encrypted = handle.ways, handle.encrypted
         if not ways:  # the handle was sent when there were no other hosts yet
-            answer = ask(self._program, peer, "ways", over=patient.over)
+            answer = ask(self._program, peer, "ways", over=scope.outcome)
             ways, encrypted = msgspec.msgpack.decode(answer, type=tuple[Endpoints, bool])
         identity = self._identity(encrypted)
         fresh = [
@@ -215,7 +215,7 @@ class Tcp:
 
     def close(self) -> None:
         """Close all connections and the server."""
-        self._errands.end()
+        self._small_requests.end()
         with self._lock:
             gone, self._clients = [client for clients in self._clients.values() for client in clients], {}
         with self._serving:
@@ -235,7 +235,7 @@ class Tcp:
         """Forget a process that has ended."""
         with self._lock:
             gone = self._clients.pop(token, ())
-        self._errands.end(token)
+        self._small_requests.end(token)
         for client in gone:
             client.close()
 

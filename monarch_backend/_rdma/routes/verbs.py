@@ -74,11 +74,11 @@ class Awaited:
         self._outcome = outcome
         self._ended.set()
 
-    def wait(self, patient: Any) -> Result:
+    def wait(self, scope: Any) -> Result:
         """Wait until the NIC has finished. An abandoned transfer has also ended when this returns."""
         over = 0
         while not self._ended.wait(CHECK_INTERVAL_S):
-            over = patient.over()
+            over = scope.outcome()
             if over:
                 if not self._ended.wait(CANCEL_GRACE_S):
                     self._engine.give_up(self._token, "another transfer with it was given up")
@@ -228,7 +228,7 @@ class Verbs:
         return False
 
     def begin(
-        self, part: ReadWriteOp | AtomicOp, patient: Any, keep: Any, done: Callable[[Result], None]
+        self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
     ) -> VerbsInFlight | None:
         """See AsyncRoute."""
         plan = self.planned(part, keep)
@@ -253,29 +253,29 @@ class Verbs:
         token, engine = part.handle.token, self._engine
         if engine is None:
             return None
-        flight = VerbsInFlight(self._program, engine, token, done)
+        in_flight = VerbsInFlight(self._program, engine, token, done)
         try:
-            return flight.took_off(engine.start(token, plan, flight.landed, at_once=True))
+            return in_flight.took_off(engine.start(token, plan, in_flight.landed, at_once=True))
         except VerbsError:
             return None
 
-    def mend(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any, keep: Any) -> Result:
+    def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
         """See AsyncRoute."""
         if result.outcome == LOST and isinstance(part, ReadWriteOp):  # repeating a read or write is safe
-            result = self._wait(part, keep, patient)
-        return self._explained(part, result, patient)
+            result = self._wait(part, keep, scope)
+        return self._explained(part, result, scope)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
+    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
         """See Route."""
         part = ReadWriteOp(handle, write, segments)
-        return self.mend(part, self._wait(part, keep, patient), patient, keep)
+        return self.recover(part, self._wait(part, keep, scope), scope, keep)
 
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, patient: Any) -> Result:
+    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
         """See Route."""
         part = AtomicOp(handle, access, offset, operand, expected, lambda _: None)
-        return self.mend(part, self._wait(part, None, patient), patient, None)
+        return self.recover(part, self._wait(part, None, scope), scope, None)
 
-    def _wait(self, part: ReadWriteOp | AtomicOp, keep: Any, patient: Any) -> Result:
+    def _wait(self, part: ReadWriteOp | AtomicOp, keep: Any, scope: Any) -> Result:
         """Run the part and wait for it, as Awaited.wait does."""
         engine = self._started()
         try:
@@ -289,9 +289,9 @@ class Verbs:
             awaited = Awaited(engine, part.handle.token, plan)
         except VerbsError as error:  # no port is active here, or no memory can be locked: it has not started
             return Result(UNREACHABLE, 0, 0, 0, str(error))
-        return awaited.wait(patient)
+        return awaited.wait(scope)
 
-    def _explained(self, part: ReadWriteOp | AtomicOp, result: Result, patient: Any) -> Result:
+    def _explained(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any) -> Result:
         """Replace the NIC's access error by the owner's reason, because the NIC reports none."""
         if result.text is None or _NO_ACCESS not in result.text:
             return result
@@ -302,7 +302,7 @@ class Verbs:
         try:
             question = msgspec.msgpack.encode((part.handle.ticket, ranges, access))
             owner = self._program.router.peer(part.handle.token)
-            refusal = int.from_bytes(ask(self._program, owner, "refusal", question, patient.over), "big")
+            refusal = int.from_bytes(ask(self._program, owner, "refusal", question, scope.outcome), "big")
         except RDMAError:
             return result
         return Result(REFUSED, refusal, 0, 0) if refusal else result

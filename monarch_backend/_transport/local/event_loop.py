@@ -98,14 +98,14 @@ class ProgressLoop:
     block.
     """
 
-    def __init__(self, post: Any, handle: Callable[[list[Any]], None], clock: Clock | None = None) -> None:
-        self._post = post
+    def __init__(self, mailbox: Any, handle: Callable[[list[Any]], None], clock: Clock | None = None) -> None:
+        self._mailbox = mailbox
         self._handle = handle
         self._clock = clock or RealClock()
         self._timers = Timers(self._clock)
         self._reader: int | None = None  # the thread that reads
         self._closed = False
-        self._thread = threading.Thread(target=self._stand_by, name="monarch-standby", daemon=True)
+        self._thread = threading.Thread(target=self._run_standby, name="monarch-standby", daemon=True)
 
     def start(self) -> None:
         """Start the standby thread."""
@@ -114,7 +114,7 @@ class ProgressLoop:
     def close(self) -> None:
         """Stop the standby thread. No thread may wait any more."""
         self._closed = True
-        self._post.close()
+        self._mailbox.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
 
@@ -122,12 +122,12 @@ class ProgressLoop:
         """Schedule a call in ``seconds`` on the reading thread; it must not block."""
         timer = self._timers.add(seconds, call)
         if self._reader != threading.get_ident():
-            self._post.wake()  # the reading thread may sleep longer than that
+            self._mailbox.wake()  # the reading thread may sleep longer than that
         return timer
 
     def wake(self) -> None:
         """Wake the reading thread, which then checks its condition again."""
-        self._post.wake()
+        self._mailbox.wake()
 
     @property
     def reading(self) -> bool:
@@ -145,13 +145,13 @@ class ProgressLoop:
             )
         deadline = None if seconds is None else self._clock.now() + seconds
         while not what.ready and not (given_up is not None and given_up()):
-            if self._post.take():
+            if self._mailbox.acquire_turn():
                 self._reader = threading.get_ident()
                 try:
                     in_time = self._read_until(what, deadline, given_up)
                 finally:
                     self._reader = None
-                    self._post.pass_on()
+                    self._mailbox.release_turn()
                 if not in_time:
                     return what.ready
             elif not self._follow(what, deadline):
@@ -159,7 +159,7 @@ class ProgressLoop:
         return what.ready
 
     def _read_until(self, what: Waitable, deadline: float | None, given_up: Callable[[], bool] | None) -> bool:
-        receive, handle, timers = self._post.receive, self._handle, self._timers
+        receive, handle, timers = self._mailbox.receive, self._handle, self._timers
         looked = False
         while not what.ready and not (given_up is not None and given_up()):
             left = None
@@ -196,23 +196,23 @@ class ProgressLoop:
             return True
         return False
 
-    def _stand_by(self) -> None:
-        post = self._post
-        while post.stand_by():
+    def _run_standby(self) -> None:
+        mailbox = self._mailbox
+        while mailbox.acquire_turn_as_standby():
             self._reader = threading.get_ident()
             try:
                 while not self._closed:
-                    events = post.receive(self._timers.next(), True)
+                    events = mailbox.receive(self._timers.next(), True)
                     if events:
                         self._handle(events)
                     self._timers.fire()
-                    if post.wanted():
+                    if mailbox.is_turn_wanted():
                         break
             except BaseException:
                 log.exception("a message handler failed; the program continues without that message")
             finally:
                 self._reader = None
-                post.pass_on()
+                mailbox.release_turn()
 
 
 _gates = threading.Lock()

@@ -113,7 +113,7 @@ class LocalLinks:
             self.host = _native.Host(ARENA_BYTES, token)
         spin = env.get("MONARCH_BUSY_POLL")
         with explained("start the thread that wakes this process for messages"):
-            self.post = _native.Post(self.host, spin == "0" if spin else crowded, MAX_UNREAD_BYTES)
+            self.post = _native.Mailbox(self.host, spin == "0" if spin else crowded, MAX_UNREAD_BYTES)
         self._crowded = crowded
         self.token: str = self.host.token
         self.connect = self.post.connect

@@ -27,8 +27,10 @@ PROTOCOL = 1
 """Version of the protocol between hosts. Hosts of different versions refuse each other."""
 
 # A field that an earlier version left as padding is zero there. A version that does not have the field ignores it.
-_HELLO = struct.Struct("!4sHBB8s32s16s16sQ")  # magic, protocol, resumes, lends, secret, nonce, token, session, received
-_ANSWER = struct.Struct("!4sHHB7x32s16s16sQ")  # magic, protocol, refusal, lends, nonce, token, session, received
+_HELLO = struct.Struct(
+    "!4sHBB8s32s16s16sQ"
+)  # magic, protocol, resumes, offers_rdma, secret, nonce, token, session, received
+_ANSWER = struct.Struct("!4sHHB7x32s16s16sQ")  # magic, protocol, refusal, offers_rdma, nonce, token, session, received
 PROOF_BYTES = 32
 HELLO_BYTES, ANSWER_BYTES = _HELLO.size, _ANSWER.size + PROOF_BYTES
 
@@ -118,15 +120,15 @@ class Hello:
     """Introduction of one side of a handshake.
 
     ``who``: the token of its gateway. ``received``: the number of the last frame of this session that it has received.
-    ``resumes``: the session exists already, and a peer that has forgotten it refuses. ``lends``: the host may have
-    NICs, and understands messages about them.
+    ``resumes``: the session exists already, and a peer that has forgotten it refuses. ``offers_rdma``: the host may
+    have NICs, and understands messages about them.
     """
 
     who: bytes
     session: bytes
     received: int = 0
     resumes: bool = False
-    lends: bool = False
+    offers_rdma: bool = False
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
 
@@ -161,13 +163,13 @@ class HandshakeClient:
         """Return the first message, of HELLO_BYTES."""
         mine = self._mine
         which = name_of(self._secret)
-        said = (mine.resumes, mine.lends, which, mine.nonce, mine.who, mine.session, mine.received)
+        said = (mine.resumes, mine.offers_rdma, which, mine.nonce, mine.who, mine.session, mine.received)
         return _HELLO.pack(MAGIC, PROTOCOL, *said)
 
     def hear(self, answer: bytes) -> bytes:
         """Check the answer, of ANSWER_BYTES, and return the proof. Raises HandshakeError."""
         head, proof = answer[: _ANSWER.size], answer[_ANSWER.size :]
-        magic, protocol, refusal, lends, nonce, who, session, received = _unpack(_ANSWER, head)
+        magic, protocol, refusal, offers_rdma, nonce, who, session, received = _unpack(_ANSWER, head)
         if magic != MAGIC:
             raise HandshakeError("the address does not belong to a host of monarch_backend: is it right?")
         if refusal == Refusal.PROTOCOL or protocol != PROTOCOL:
@@ -188,7 +190,7 @@ class HandshakeClient:
         said = (self.hello(), head, self._binding)
         if refusal or not hmac.compare_digest(proof, _proof(self._secret, b"called", *said)):
             raise HandshakeError("it could not prove that it knows this job's secret: is another machine in between?")
-        self.other = Hello(who, session, received, lends=bool(lends), nonce=nonce)
+        self.other = Hello(who, session, received, offers_rdma=bool(offers_rdma), nonce=nonce)
         return _proof(self._secret, b"caller", *said)
 
 
@@ -209,7 +211,7 @@ class HandshakeServer:
 
         Raises HandshakeError if it does not come from monarch_backend.
         """
-        magic, protocol, resumes, lends, which, nonce, who, session, received = _unpack(_HELLO, hello)
+        magic, protocol, resumes, offers_rdma, which, nonce, who, session, received = _unpack(_HELLO, hello)
         if magic != MAGIC:
             raise HandshakeError("its first bytes are not those of a host of monarch_backend")
         if protocol != PROTOCOL:
@@ -218,12 +220,12 @@ class HandshakeServer:
         if secret is None:
             return Refusal.SECRET
         self._hello, self.secret = hello, secret
-        self.other = Hello(who, session, received, bool(resumes), bool(lends), nonce)
+        self.other = Hello(who, session, received, bool(resumes), bool(offers_rdma), nonce)
         return Refusal.NONE
 
     def answer(self, mine: Hello) -> bytes:
         """Return the answer to a caller that is not refused."""
-        said = (MAGIC, PROTOCOL, Refusal.NONE, mine.lends, mine.nonce, mine.who, mine.session, mine.received)
+        said = (MAGIC, PROTOCOL, Refusal.NONE, mine.offers_rdma, mine.nonce, mine.who, mine.session, mine.received)
         self._head = _ANSWER.pack(*said)
         return self._head + _proof(self.secret, b"called", self._hello, self._head, self._binding)
 

@@ -44,10 +44,10 @@ from monarch_backend._transport.network.dialer import Dialer
 from monarch_backend._transport.network.frame_reader import FrameReader
 from monarch_backend._transport.network.handshake import Handshakes
 from monarch_backend._transport.network.peer_monitor import PeerMonitor
-from monarch_backend._transport.network.rdma_send import RdmaRead, RdmaSender, loans
+from monarch_backend._transport.network.rdma_send import RdmaRead, RdmaSender, rdma_sender
 from monarch_backend._transport.network.session import (
-    MOST_BODY,
-    MOST_PREFIX,
+    MAX_BODY_BYTES,
+    MAX_PREFIX_BYTES,
     SessionError,
 )
 from monarch_backend._transport.network.socket_io import SocketIO
@@ -77,7 +77,7 @@ class Tcp:
     - ``secrets``: accepted secrets by `name_of`; the mapping may change.
     - ``hand_over(token, socket, read)``: passes on a connection to another process of this host, with the bytes that
       were read from it. It returns False if there is no such process.
-    - ``lends``: NICs carry large frames if both hosts have NICs and set this.
+    - ``offers_rdma``: NICs carry large frames if both hosts have NICs and set this.
     - ``max_frame_bytes``: a peer that announces a larger frame loses its connection before memory is reserved.
     - ``max_sessions``: sessions that peers may open at one time; a further one is refused.
     """
@@ -93,8 +93,8 @@ class Tcp:
         bounds: Timeouts | None = None,
         tls: Callable[[bytes], Tls] | None = None,
         hand_over: Callable[[bytes, socket.socket, bytes], bool] | None = None,
-        lends: bool = False,
-        max_frame_bytes: int = MOST_PREFIX + MOST_BODY,
+        offers_rdma: bool = False,
+        max_frame_bytes: int = MAX_PREFIX_BYTES + MAX_BODY_BYTES,
         max_sessions: int | None = None,
     ) -> None:
         self.who, self.secrets = who, secrets
@@ -102,7 +102,7 @@ class Tcp:
         self.bounds = bounds or Timeouts()
         self.tls, self.hand_over = tls, hand_over
         self.max_frame_bytes, self.max_sessions = max_frame_bytes, max_sessions
-        self.loans: RdmaSender | None = loans(self) if lends else None
+        self.rdma_sender: RdmaSender | None = rdma_sender(self) if offers_rdma else None
         self.remotes: dict[bytes, PeerConnection] = {}  # by session
         self.ended_sessions: dict[bytes, None] = {}  # the oldest first
         self.io, self.dialer = SocketIO(self), Dialer(self)
@@ -155,21 +155,25 @@ class Tcp:
         """Take over a connection that another process has accepted; ``knock`` is the preamble that it has read."""
         self.soon(lambda: self.adopt(accepted, None, knock))
 
-    def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int = 0) -> None:
+    def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], rdma_eligible: int = 0) -> None:
         """Send a frame in order, now or when the session has room. The body must not change until it has arrived.
 
-        ``lendable``: the number of parts at the end of the body that NICs may read, without encryption.
+        ``rdma_eligible``: the number of parts at the end of the body that NICs may read, without encryption.
         """
         with remote.lock:
             if remote.lost is not None:
                 return
-            if remote.waiting or remote.session.full or remote.nics.loan is not None:
-                remote.waiting.append((prefix, body, lendable))
+            if remote.waiting or remote.session.full or remote.nics.rdma_send is not None:
+                remote.waiting.append((prefix, body, rdma_eligible))
             else:
-                self._send(remote, prefix, body, lendable)
+                self._send(remote, prefix, body, rdma_eligible)
 
-    def _send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int) -> None:
-        if lendable and self.loans is not None and self.loans.lend(remote, prefix, body, lendable):
+    def _send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], rdma_eligible: int) -> None:
+        if (
+            rdma_eligible
+            and self.rdma_sender is not None
+            and self.rdma_sender.try_send(remote, prefix, body, rdma_eligible)
+        ):
             return
         parts = remote.session.send(prefix, body)
         if remote.connection is not None:
@@ -219,8 +223,8 @@ class Tcp:
             for remote in list(self.remotes.values()):
                 self._safely(lambda remote=remote: self.lose(remote, "this side can't read connections any more"))  # type: ignore[misc]
         finally:
-            if self.loans is not None:
-                self.loans.close()
+            if self.rdma_sender is not None:
+                self.rdma_sender.close()
             self._end()
 
     def _turn(self, last: float) -> float:
@@ -284,7 +288,7 @@ class Tcp:
         with remote.lock:
             remote.lost = why
             remote.waiting.clear()
-            self._lend_no_more(remote)
+            self._stop_rdma_sends(remote)
             connection, remote.connection = remote.connection, None
         if connection is not None:
             self.drop(connection)
@@ -296,9 +300,9 @@ class Tcp:
         while len(self.ended_sessions) > MAX_ENDED_SESSIONS:
             del self.ended_sessions[next(iter(self.ended_sessions))]
 
-    def _lend_no_more(self, remote: PeerConnection) -> None:
-        if self.loans is not None:
-            self.loans.forget(remote)
+    def _stop_rdma_sends(self, remote: PeerConnection) -> None:
+        if self.rdma_sender is not None:
+            self.rdma_sender.forget(remote)
 
     def _hang_up(self, remote: PeerConnection) -> None:
         if self.remotes.pop(remote.id, None) is None:
@@ -306,9 +310,9 @@ class Tcp:
         self._forget(remote)
         with remote.lock:
             remote.lost = "this side has ended the session"
-            if self.loans is not None:
-                self.loans.settle(remote)
-            self._lend_no_more(remote)
+            if self.rdma_sender is not None:
+                self.rdma_sender.settle(remote)
+            self._stop_rdma_sends(remote)
             connection, remote.connection = remote.connection, None
             if connection is not None:
                 self.io.write(connection, [remote.session.bye()])
@@ -428,9 +432,9 @@ class Tcp:
 
     def go_on(self, remote: PeerConnection) -> None:
         """As Carrier.go_on: send waiting frames, as far as the session has room."""
-        if self.loans is not None:
-            self.loans.heard(remote)
-        while remote.waiting and not remote.session.full and remote.nics.loan is None:
+        if self.rdma_sender is not None:
+            self.rdma_sender.heard(remote)
+        while remote.waiting and not remote.session.full and remote.nics.rdma_send is None:
             self._send(remote, *remote.waiting.popleft())
 
     def put(self, remote: PeerConnection, parts: Sequence[Any]) -> None:

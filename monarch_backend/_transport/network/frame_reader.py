@@ -13,7 +13,16 @@ from monarch_backend._transport.network.connection import (
     ReceiveBuffer,
 )
 from monarch_backend._transport.network.rdma_send import RdmaRead
-from monarch_backend._transport.network.session import BYE, DATA, HEAD_BYTES, LENT, SAY, Head, SessionError, read_head
+from monarch_backend._transport.network.session import (
+    BYE,
+    CONTROL,
+    DATA,
+    HEAD_BYTES,
+    RDMA_FRAME,
+    Head,
+    SessionError,
+    read_head,
+)
 
 if TYPE_CHECKING:
     from monarch_backend._transport.network.connection_manager import Tcp
@@ -35,7 +44,7 @@ class FrameReader:
                 raise SessionError(f"a frame of {size} bytes, where at most {limit} are accepted")
             remote.knows = True
             prefix = bytes((yield head.prefix)) if head.prefix else b""
-            if head.kind not in (DATA, LENT):
+            if head.kind not in (DATA, RDMA_FRAME):
                 self._hear(remote, head, prefix)
                 if head.kind == BYE:
                     self._tcp.lose(remote, "it has ended the session")
@@ -47,7 +56,7 @@ class FrameReader:
             if len(scratch.whole) < head.body:
                 scratch.grow(head.body)
             body = scratch.whole[: head.body]
-            if head.kind == LENT:
+            if head.kind == RDMA_FRAME:
                 yield from self._lent(connection, remote, head, prefix, body, scratch)
                 continue
             if head.body:
@@ -60,8 +69,8 @@ class FrameReader:
         with remote.lock:
             remote.session.hear(head)
             self._tcp.go_on(remote)
-        if head.kind == SAY and self._tcp.loans is not None:
-            self._tcp.loans.hear(remote, said)
+        if head.kind == CONTROL and self._tcp.rdma_sender is not None:
+            self._tcp.rdma_sender.hear(remote, said)
 
     def take(self, remote: PeerConnection, head: Head, prefix: bytes, body: memoryview) -> None:
         """Deliver a frame whose body is complete."""
@@ -69,8 +78,8 @@ class FrameReader:
             session = remote.session
             taken = session.take(head)
             self._tcp.go_on(remote)
-            if session.word_is_due or head.kind == LENT:  # the peer sends nothing else before it is acknowledged
-                self._tcp.put(remote, [session.word()])
+            if session.ack_is_due or head.kind == RDMA_FRAME:  # the peer sends nothing else before it is acknowledged
+                self._tcp.put(remote, [session.acknowledgement()])
         if taken:
             self._tcp.on_frame(remote, prefix, body)
 
@@ -84,7 +93,7 @@ class FrameReader:
         scratch: ReceiveBuffer,
     ) -> Reader:
         """Read the part of a frame that is on this connection; NICs read the rest, then the frame is delivered."""
-        if self._tcp.loans is None:
+        if self._tcp.rdma_sender is None:
             raise SessionError("a frame that a NIC of this host should read, and NICs are off here")
         parts, prefix = rdma_frame_header.unpack(prefix, head.body)
         for start, end in rdma_frame_header.gaps(parts, head.body):
@@ -93,4 +102,4 @@ class FrameReader:
             wanted = remote.session.is_next(head)
         if wanted:
             reading = RdmaRead(head, prefix, body, lambda: not connection.gone, scratch.tidy)
-            self._tcp.loans.read(remote, reading, parts, scratch.whole)
+            self._tcp.rdma_sender.read(remote, reading, parts, scratch.whole)

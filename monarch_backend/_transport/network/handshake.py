@@ -106,7 +106,7 @@ class Handshakes:
         return self._tcp.max_sessions is not None and len(self._tcp.remotes) >= self._tcp.max_sessions
 
     def _greeting(self, remote: PeerConnection) -> Hello:
-        return Hello(self._tcp.who, remote.id, remote.session.received, remote.knows, self._tcp.loans is not None)
+        return Hello(self._tcp.who, remote.id, remote.session.received, remote.knows, self._tcp.rdma_sender is not None)
 
     def _session_of(self, called: HandshakeServer) -> PeerConnection | None:
         """Return the session that is resumed, or a new one; None for one that has ended."""
@@ -146,8 +146,8 @@ class Handshakes:
             self._tcp.remotes[remote.id] = remote
             for parts in remote.session.resume(other.received):
                 self._tcp.io.write(connection, parts)
-            if self._tcp.loans is not None:
-                self._tcp.loans.connected(remote, other.lends)
+            if self._tcp.rdma_sender is not None:
+                self._tcp.rdma_sender.connected(remote, other.offers_rdma)
                 self._tcp.go_on(remote)
         if former is not None and former is not connection:
             former.remote = None

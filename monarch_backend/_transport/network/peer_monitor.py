@@ -34,11 +34,11 @@ class PeerMonitor:
                 self.lose_silent(remote, now)
                 continue
             self._give_up_attempt(remote, now)
-            if self._tcp.loans is not None:
-                self._tcp.loans.beat(remote, now)
+            if self._tcp.rdma_sender is not None:
+                self._tcp.rdma_sender.beat(remote, now)
             with remote.lock:
                 if remote.connection is not None and remote.up:
-                    self._tcp.io.write(remote.connection, [remote.session.word()])
+                    self._tcp.io.write(remote.connection, [remote.session.acknowledgement()])
 
     def _give_up_attempt(self, remote: PeerConnection, now: float) -> None:
         """Drop an attempt that gets no answer, then connect again: the packet that ended it may be lost."""

@@ -35,8 +35,8 @@ class Part(NamedTuple):
 _decoder = msgspec.msgpack.Decoder(list[tuple[int, int, bytes]])
 
 
-def choose(body: Sequence[Any], lendable: int, least: int) -> dict[int, memoryview]:
-    """Choose parts of a body for a NIC, by offset, among the last ``lendable`` parts.
+def choose(body: Sequence[Any], rdma_eligible: int, least: int) -> dict[int, memoryview]:
+    """Choose parts of a body for a NIC, by offset, among the last ``rdma_eligible`` parts.
 
     Return none if they have fewer than ``least`` bytes together.
 
@@ -44,7 +44,7 @@ def choose(body: Sequence[Any], lendable: int, least: int) -> dict[int, memoryvi
     [6, 70011]
     """
     found: dict[int, memoryview] = {}
-    at, first = 0, len(body) - lendable
+    at, first = 0, len(body) - rdma_eligible
     for index, part in enumerate(body):
         view = memoryview(part)
         if index >= first and view.nbytes >= min(MIN_PART_BYTES, least) and len(found) < MAX_PARTS:
@@ -53,11 +53,13 @@ def choose(body: Sequence[Any], lendable: int, least: int) -> dict[int, memoryvi
     return found if sum(view.nbytes for view in found.values()) >= least else {}
 
 
-def rest(body: Sequence[Any], lent: dict[int, memoryview]) -> list[Any]:
+def rest(body: Sequence[Any], rdma_parts: dict[int, memoryview]) -> list[Any]:
     """Return the parts that are sent on the connection."""
     left, at = [], 0
     for part in body:
-        if at not in lent or lent[at].nbytes != memoryview(part).nbytes:  # an empty part has the same offset
+        if (
+            at not in rdma_parts or rdma_parts[at].nbytes != memoryview(part).nbytes
+        ):  # an empty part has the same offset
             left.append(part)
         at += memoryview(part).nbytes
     return left

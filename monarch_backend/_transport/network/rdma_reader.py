@@ -156,7 +156,7 @@ class Nics:
 
     # ---- memory for others
 
-    def expose(self, lent: dict[int, memoryview]) -> tuple[list[Part], list[Key]]:
+    def expose(self, rdma_parts: dict[int, memoryview]) -> tuple[list[Part], list[Key]]:
         """Register parts of a body, by offset, until their keys are released: all of them, or none and an error.
 
         A body that is sent to several hosts is registered once.
@@ -164,7 +164,7 @@ class Nics:
         parts: list[Part] = []
         keys: list[Key] = []
         try:
-            for offset, view in lent.items():
+            for offset, view in rdma_parts.items():
                 region, key = self._exposed_once(view)
                 keys.append(key)
                 parts.append(Part(offset, view.nbytes, region.to_bytes()))

@@ -3,10 +3,10 @@
 To connect, the sender of frames asks with WANT. The receiver replies with an OFFER of a queue pair. The sender replies
 with ANSWER, or with NO, and the receiver reports READY. A queue pair that breaks is connected again for the next read.
 
-Then a large frame is sent as LENT: its large parts are registered, and the receiver's NIC reads them. No other frame is
-sent until the receiver has acknowledged this one, or has replied REFUSED. After REFUSED, or if the connection breaks,
-the frame is sent over TCP with the same number. So the session (session.py) keeps the order and drops duplicates, and
-heartbeats continue meanwhile.
+Then a large frame is sent as RDMA_FRAME: its large parts are registered, and the receiver's NIC reads them. No other
+frame is sent until the receiver has acknowledged this one, or has replied REFUSED. After REFUSED, or if the
+connection breaks, the frame is sent over TCP with the same number. So the session (session.py) keeps the order and
+drops duplicates, and heartbeats continue meanwhile.
 
 The code runs on the thread of the Tcp, or under a peer's lock. NICs are in rdma_reader.py, sockets in
 connection_manager.py.
@@ -26,7 +26,7 @@ from monarch_backend._core import debug_log, env
 from monarch_backend._transport.network import rdma_frame_header
 from monarch_backend._transport.network.rdma_frame_header import Part
 from monarch_backend._transport.network.rdma_reader import Key, Nics, PeerLink, UnusableError
-from monarch_backend._transport.network.session import MOST_BODY, MOST_PREFIX, MOST_SAID, Head
+from monarch_backend._transport.network.session import MAX_BODY_BYTES, MAX_CONTROL_BYTES, MAX_PREFIX_BYTES, Head
 from monarch_backend._verbs import eligibility
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class RdmaSend:
 
     prefix: bytes
     body: Sequence[Any] = field(repr=False)
-    lent: dict[int, memoryview] = field(repr=False)
+    rdma_parts: dict[int, memoryview] = field(repr=False)
     parts: list[Part] = field(default_factory=list)  # after the registration
     keys: list[Key] = field(default_factory=list)
     number: int = 0
@@ -82,9 +82,9 @@ class PeerState:
     ready: bool = False  # whether the peer can read from here, by its last message
     asked: float = float("-inf")  # when WANT was last sent
     warned: bool = False
-    loan: RdmaSend | None = None  # all other frames wait for it
+    rdma_send: RdmaSend | None = None  # all other frames wait for it
     reading: RdmaRead | None = None
-    lent: int = 0  # frames that the peer has read
+    frames_sent: int = 0  # frames that the peer has read
     read: int = 0  # frames of the peer that were read here
 
 
@@ -106,7 +106,7 @@ class Carrier(Protocol):
         """Deliver a frame that was read."""
 
 
-def loans(carrier: Carrier) -> RdmaSender | None:
+def rdma_sender(carrier: Carrier) -> RdmaSender | None:
     """Return the sender of a gateway; None if there are no NICs, or settings exclude them."""
     try:
         if not eligibility.there() or env.get("MONARCH_RDMA_TRANSPORT") == "tcp":
@@ -134,19 +134,19 @@ class RdmaSender:
 
     # ---- the sender of a frame
 
-    def lend(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], lendable: int) -> bool:
-        """Send a frame whose last ``lendable`` parts a NIC may read. Return False if it is to be sent over TCP."""
+    def try_send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], rdma_eligible: int) -> bool:
+        """Send a frame whose last ``rdma_eligible`` parts a NIC may read. Return False if it is to be sent over TCP."""
         nics = remote.nics
-        if not nics.able or len(prefix) > MOST_PREFIX // 2 or sum(map(_nbytes, body)) > MOST_BODY:
+        if not nics.able or len(prefix) > MAX_PREFIX_BYTES // 2 or sum(map(_nbytes, body)) > MAX_BODY_BYTES:
             return False
-        lent = rdma_frame_header.choose(body, lendable, self._least)
-        if not lent:
+        rdma_parts = rdma_frame_header.choose(body, rdma_eligible, self._least)
+        if not rdma_parts:
             return False
         if not nics.ready:
             self._ask(remote)
             return False
-        loan = nics.loan = RdmaSend(prefix, body, lent)
-        self._nics.do(lambda: self._register(remote, loan))
+        rdma_send = nics.rdma_send = RdmaSend(prefix, body, rdma_parts)
+        self._nics.do(lambda: self._register(remote, rdma_send))
         return True
 
     def _ask(self, remote: PeerConnection) -> None:
@@ -155,70 +155,74 @@ class RdmaSender:
             remote.nics.asked = now
             self._say(remote, WANT)
 
-    def _register(self, remote: PeerConnection, loan: RdmaSend) -> None:
+    def _register(self, remote: PeerConnection, rdma_send: RdmaSend) -> None:
         """Register the parts. Runs on the thread of the NICs."""
         try:
-            parts, keys = self._nics.expose(loan.lent)
+            parts, keys = self._nics.expose(rdma_send.rdma_parts)
         except Exception as error:
-            why = f"{sum(map(_nbytes, loan.lent.values()))} bytes can't be registered with NICs here: {error}"
-            self._carrier.soon(lambda: self._send_plainly(remote, loan, why))
+            why = (
+                f"{sum(map(_nbytes, rdma_send.rdma_parts.values()))} bytes can't be registered with NICs here: {error}"
+            )
+            self._carrier.soon(lambda: self._send_plainly(remote, rdma_send, why))
         else:
-            self._carrier.soon(lambda: self._send(remote, loan, parts, keys))
+            self._carrier.soon(lambda: self._send(remote, rdma_send, parts, keys))
 
-    def _send_plainly(self, remote: PeerConnection, loan: RdmaSend, why: str) -> None:
+    def _send_plainly(self, remote: PeerConnection, rdma_send: RdmaSend, why: str) -> None:
         with remote.lock:
-            if remote.nics.loan is not loan:
+            if remote.nics.rdma_send is not rdma_send:
                 return
             self._fell_back(remote, why)
-            remote.nics.ready, remote.nics.loan = False, None
-            self._carrier.put(remote, remote.session.send(loan.prefix, loan.body))
+            remote.nics.ready, remote.nics.rdma_send = False, None
+            self._carrier.put(remote, remote.session.send(rdma_send.prefix, rdma_send.body))
             self._carrier.go_on(remote)
 
-    def _send(self, remote: PeerConnection, loan: RdmaSend, parts: list[Part], keys: list[Key]) -> None:
-        loan.parts, loan.keys = parts, keys
+    def _send(self, remote: PeerConnection, rdma_send: RdmaSend, parts: list[Part], keys: list[Key]) -> None:
+        rdma_send.parts, rdma_send.keys = parts, keys
         with remote.lock:
-            if remote.nics.loan is not loan:  # the session is over
-                self._give_back(loan)
+            if remote.nics.rdma_send is not rdma_send:  # the session is over
+                self._give_back(rdma_send)
             elif remote.connection is not None:
-                self._announce(remote, loan)
+                self._announce(remote, rdma_send)
 
-    def _announce(self, remote: PeerConnection, loan: RdmaSend) -> None:
-        rest = rdma_frame_header.rest(loan.body, loan.lent)
-        frame = remote.session.lend(rdma_frame_header.pack(loan.parts), loan.prefix, loan.body, rest)
-        loan.number = remote.session.sent
+    def _announce(self, remote: PeerConnection, rdma_send: RdmaSend) -> None:
+        rest = rdma_frame_header.rest(rdma_send.body, rdma_send.rdma_parts)
+        frame = remote.session.rdma_frame(
+            rdma_frame_header.pack(rdma_send.parts), rdma_send.prefix, rdma_send.body, rest
+        )
+        rdma_send.number = remote.session.sent
         self._carrier.put(remote, frame)
 
     def heard(self, remote: PeerConnection) -> None:
         """Finish the send if the peer has acknowledged it. Call under the peer's lock."""
-        loan = remote.nics.loan
-        if loan is not None and 0 < loan.number <= remote.session.acknowledged:
-            remote.nics.lent += 1
-            if remote.nics.lent == 1:
+        rdma_send = remote.nics.rdma_send
+        if rdma_send is not None and 0 < rdma_send.number <= remote.session.acknowledged:
+            remote.nics.frames_sent += 1
+            if remote.nics.frames_sent == 1:
                 _debug(f"large frames to {remote}: verbs")
             self._end(remote)
 
     def connected(self, remote: PeerConnection, able: bool) -> None:
-        """Begin on a new connection, where the session sends all unacknowledged frames over TCP, LENT ones included.
+        """Begin on a new connection, where the session sends all unacknowledged frames over TCP, also RDMA frames.
 
         Call under the peer's lock.
         """
         remote.nics.able, remote.nics.reading = able, None
-        gate, loan = self._gate(remote), remote.nics.loan
+        gate, rdma_send = self._gate(remote), remote.nics.rdma_send
         self._nics.do(lambda: self._nics.renew(gate))
         if not remote.nics.ready:  # messages on the last connection may be lost
             remote.nics.asked = float("-inf")
-        if loan is not None and loan.number:
+        if rdma_send is not None and rdma_send.number:
             self._end(remote)
-        elif loan is not None and loan.parts:
-            self._announce(remote, loan)
+        elif rdma_send is not None and rdma_send.parts:
+            self._announce(remote, rdma_send)
 
     def settle(self, remote: PeerConnection) -> None:
         """Send the current frame and all later ones over TCP. Call under the peer's lock."""
-        remote.nics.able, loan = False, remote.nics.loan
-        if loan is None:
+        remote.nics.able, rdma_send = False, remote.nics.rdma_send
+        if rdma_send is None:
             return
         session = remote.session
-        again = session.again(loan.number) if loan.number else session.send(loan.prefix, loan.body)
+        again = session.again(rdma_send.number) if rdma_send.number else session.send(rdma_send.prefix, rdma_send.body)
         self._carrier.put(remote, again)
         self._end(remote)
         self._carrier.go_on(remote)
@@ -233,25 +237,25 @@ class RdmaSender:
         self._nics.do(lambda: self._nics.forget(gate, f"the session with {gate} is over"))
 
     def _end(self, remote: PeerConnection) -> None:
-        loan, remote.nics.loan = remote.nics.loan, None
-        if loan is not None:
-            self._give_back(loan)
+        rdma_send, remote.nics.rdma_send = remote.nics.rdma_send, None
+        if rdma_send is not None:
+            self._give_back(rdma_send)
 
-    def _give_back(self, loan: RdmaSend) -> None:
-        keys, loan.keys = loan.keys, []
+    def _give_back(self, rdma_send: RdmaSend) -> None:
+        keys, rdma_send.keys = rdma_send.keys, []
         if keys:  # the call holds the memory until its release, so that the keys are not reused for other memory
-            self._nics.do(lambda: self._released(loan, keys))
+            self._nics.do(lambda: self._released(rdma_send, keys))
 
-    def _released(self, loan: RdmaSend, keys: list[Key]) -> None:
+    def _released(self, rdma_send: RdmaSend, keys: list[Key]) -> None:
         self._nics.release(keys)
-        loan.lent.clear()
+        rdma_send.rdma_parts.clear()
 
     def _refused(self, remote: PeerConnection, number: int, why: str) -> None:
         with remote.lock:
             remote.nics.ready = False
             self._fell_back(remote, f"it could not read a frame from here: {why}")
-            loan = remote.nics.loan
-            if loan is None or loan.number != number:
+            rdma_send = remote.nics.rdma_send
+            if rdma_send is None or rdma_send.number != number:
                 return
             self._carrier.put(remote, remote.session.again(number))
             self._end(remote)
@@ -342,11 +346,11 @@ class RdmaSender:
         return True
 
     def _say(self, remote: PeerConnection, what: int, data: bytes = b"") -> None:
-        if len(data) >= MOST_SAID:
+        if len(data) >= MAX_CONTROL_BYTES:
             self._fell_back(remote, f"a message has {len(data)} bytes: name fewer ports in MONARCH_RDMA_DEVICES")
             return
         with remote.lock:
-            self._carrier.put(remote, [remote.session.say(bytes([what]) + data)])
+            self._carrier.put(remote, [remote.session.control(bytes([what]) + data)])
 
     def _fell_back(self, remote: PeerConnection, why: str) -> None:
         """Log the use of TCP: the first time as a warning."""

@@ -16,20 +16,20 @@ _HEAD = struct.Struct("!4sB3xIQQQ")  # magic, kind, bytes of the prefix, bytes o
 HEAD_BYTES = _HEAD.size
 MAGIC = b"mofr"
 
-DATA, WORD, BYE, SAY, LENT = range(1, 6)
+DATA, ACK, BYE, CONTROL, RDMA_FRAME = range(1, 6)
 """Kinds of frames.
 
 - DATA: a frame with a number.
-- WORD: only a head, which acknowledges frames and serves as a heartbeat.
+- ACK: only a head, which acknowledges frames and serves as a heartbeat.
 - BYE: the orderly end of the session.
-- SAY: a message about NICs, in the prefix, without a number.
-- LENT: a frame with a number, parts of whose body the receiver's NIC reads (rdma_frame_header.py).
+- CONTROL: a message about NICs, in the prefix, without a number.
+- RDMA_FRAME: a frame with a number, parts of whose body the receiver's NIC reads (rdma_frame_header.py).
 
-SAY and LENT are sent only to a peer whose `Hello` has ``lends``.
+CONTROL and RDMA_FRAME are sent only to a peer whose `Hello` has ``offers_rdma``.
 """
 
-MOST_PREFIX, MOST_BODY, MOST_SAID = 16 << 20, 1 << 30, (64 << 10) + 64
-"""Limits of a prefix, of a body and of the prefix of SAY, in bytes. A peer that exceeds them loses its connection."""
+MAX_PREFIX_BYTES, MAX_BODY_BYTES, MAX_CONTROL_BYTES = 16 << 20, 1 << 30, (64 << 10) + 64
+"""Limits of a prefix, of a body and of a CONTROL prefix, in bytes. A peer that exceeds them loses its connection."""
 
 MAX_UNACKNOWLEDGED_BYTES = 64 << 20
 """Unacknowledged bytes from which on nothing more is sent. One frame of any size may always be sent."""
@@ -37,7 +37,7 @@ MAX_UNACKNOWLEDGED_BYTES = 64 << 20
 FRAME_OVERHEAD_BYTES = 256
 """Bytes that a frame counts beyond its size, for the memory to keep it. They bound the number of empty frames."""
 
-WORTH_A_WORD = 4 << 20
+ACK_AFTER_BYTES = 4 << 20
 """Received bytes after which an acknowledgement is sent at once."""
 
 
@@ -61,13 +61,16 @@ def read_head(data: bytes) -> Head:
         raise SessionError(f"{len(data)} bytes where a frame's head has {HEAD_BYTES}")
     magic, *fields = _HEAD.unpack(data)
     head = Head(*fields)
-    if magic != MAGIC or not DATA <= head.kind <= LENT or (head.kind in (DATA, LENT)) != (head.number > 0):
+    if magic != MAGIC or not DATA <= head.kind <= RDMA_FRAME or (head.kind in (DATA, RDMA_FRAME)) != (head.number > 0):
         raise SessionError("bytes that are no frame of this version")
-    if head.kind != DATA and (bool(head.prefix), bool(head.body)) != (head.kind in (SAY, LENT), head.kind == LENT):
+    if head.kind != DATA and (bool(head.prefix), bool(head.body)) != (
+        head.kind in (CONTROL, RDMA_FRAME),
+        head.kind == RDMA_FRAME,
+    ):
         raise SessionError("bytes that are no frame of this version")
-    if head.kind == SAY and head.prefix > MOST_SAID:
+    if head.kind == CONTROL and head.prefix > MAX_CONTROL_BYTES:
         raise SessionError(f"a message about NICs of {head.prefix} bytes, which is more than the limit")
-    if head.prefix > MOST_PREFIX or head.body > MOST_BODY:
+    if head.prefix > MAX_PREFIX_BYTES or head.body > MAX_BODY_BYTES:
         raise SessionError(f"a frame of {head.prefix + head.body} bytes, which is more than any frame has")
     return head
 
@@ -81,7 +84,7 @@ class Session:
     >>> head = read_head(again[0][:HEAD_BYTES])
     >>> other.take(head), other.take(head)  # once
     (True, False)
-    >>> one.hear(read_head(other.word()))
+    >>> one.hear(read_head(other.acknowledgement()))
     >>> one.unacknowledged
     0
     """
@@ -106,26 +109,26 @@ class Session:
         """
         return self._frame(*self._keep(prefix, body))
 
-    def lend(self, notes: bytes, prefix: bytes, body: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """Return the bytes of a LENT frame, with only the ``rest`` of the body.
+    def rdma_frame(self, notes: bytes, prefix: bytes, body: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+        """Return the bytes of a RDMA_FRAME frame, with only the ``rest`` of the body.
 
         ``notes`` say where the peer reads the other parts. The whole frame is sent as DATA on the next connection, or
         by :meth:`again`.
         """
         number, _, _, size = self._keep(prefix, body)
-        return [self._head(LENT, number, len(notes) + len(prefix), size) + notes + prefix, *rest]
+        return [self._head(RDMA_FRAME, number, len(notes) + len(prefix), size) + notes + prefix, *rest]
 
     def again(self, number: int) -> list[Any]:
-        """Return a LENT frame as DATA. It must be the last one that was sent, or the order would be lost."""
+        """Return a RDMA_FRAME frame as DATA. It must be the last one that was sent, or the order would be lost."""
         assert self._kept[-1][0] == number, "another frame was sent before it was known whether this one can be read"
         return self._frame(*self._kept[-1])
 
     def _keep(self, prefix: bytes, body: Sequence[Any]) -> tuple[int, bytes, Sequence[Any], int]:
         size = sum(memoryview(part).nbytes for part in body)
-        if len(prefix) > MOST_PREFIX or size > MOST_BODY:
+        if len(prefix) > MAX_PREFIX_BYTES or size > MAX_BODY_BYTES:
             raise ValueError(
-                f"a frame of {len(prefix)} and {size} bytes; between hosts a prefix has up to {MOST_PREFIX}, a body up "
-                f"to {MOST_BODY}: send it in pieces"
+                f"a frame of {len(prefix)} and {size} bytes; between hosts a prefix has up to {MAX_PREFIX_BYTES}, "
+                f"a body up to {MAX_BODY_BYTES}: send it in pieces"
             )
         self._sent += 1
         self._kept.append((self._sent, prefix, body, size))
@@ -144,21 +147,21 @@ class Session:
         self._untold = 0
         return _HEAD.pack(MAGIC, kind, prefix, body, number, self.received)
 
-    def word(self) -> bytes:
-        """Return a WORD frame: an acknowledgement and a heartbeat."""
-        return self._head(WORD)
+    def acknowledgement(self) -> bytes:
+        """Return an ACK frame: an acknowledgement and a heartbeat."""
+        return self._head(ACK)
 
-    def say(self, what: bytes) -> bytes:
-        """Return a SAY frame of up to MOST_SAID bytes. It is lost if the connection breaks."""
-        return self._head(SAY, 0, len(what)) + what
+    def control(self, what: bytes) -> bytes:
+        """Return a CONTROL frame of up to MAX_CONTROL_BYTES bytes. It is lost if the connection breaks."""
+        return self._head(CONTROL, 0, len(what)) + what
 
     def bye(self) -> bytes:
         return self._head(BYE)
 
     @property
-    def word_is_due(self) -> bool:
+    def ack_is_due(self) -> bool:
         """Whether an acknowledgement should be sent now."""
-        return self._untold >= WORTH_A_WORD
+        return self._untold >= ACK_AFTER_BYTES
 
     def hear(self, head: Head) -> None:
         """Release acknowledged frames. Raises SessionError if the head acknowledges frames that were never sent."""
@@ -194,5 +197,5 @@ class Session:
         first = self._kept[0][0] if self._kept else self._sent + 1
         if not first - 1 <= received <= self._sent:
             raise SessionError(f"it is at frame {received}, and here are frames {first} to {self._sent}")
-        self.hear(Head(WORD, 0, 0, 0, received))
+        self.hear(Head(ACK, 0, 0, 0, received))
         return (self._frame(number, prefix, body, size) for number, prefix, body, size in list(self._kept))

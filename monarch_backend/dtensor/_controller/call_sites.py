@@ -25,7 +25,7 @@ _places: dict[int, tuple[tuple[CodeType, int], ...]] = {0: ()}
 _numbers = itertools.count(1)
 
 
-here = _native.place_here
+here = _native.current_call_site
 """Return the number of the current place."""
 
 
@@ -40,7 +40,7 @@ def _number(place: tuple[tuple[CodeType, int], ...]) -> int:
     return number
 
 
-_native.set_up_places(_look, _number)
+_native.set_up_call_sites(_look, _number)
 
 
 def text_of(number: int) -> str:

@@ -80,7 +80,7 @@ class Hierarchy(SharedMemory):
     cause of a failure.
     """
 
-    in_short = False  # has no fast paths
+    has_fast_paths = False
     sends = False  # Gloo does point to point, because a receive from any rank may match either side
 
     def __init__(
@@ -137,11 +137,11 @@ class Hierarchy(SharedMemory):
             work._lock, work._keep = threading.RLock(), (ins, outs)
             work._operation = self._turns.start(lambda: self._carry_out(call), work.ended)
             return work
-        fault = self._turns.run(lambda: self._carry_out(call))
-        if fault is not None and not isinstance(fault, Exception):
-            raise fault  # an interrupt
-        if fault is not None:
-            work._error = self.error(fault)  # raised by wait(), so that hooks see a failed work as well
+        failure = self._turns.run(lambda: self._carry_out(call))
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure  # an interrupt
+        if failure is not None:
+            work._error = self.error(failure)  # raised by wait(), so that hooks see a failed work as well
         elif finish is not None:
             work._end()
         return work
@@ -156,23 +156,23 @@ class Hierarchy(SharedMemory):
                 call.ins, call.outs = [_memory(t) for t in call.ins], [_memory(t) for t in call.outs]
                 self._agree(call)
                 _ALGORITHMS[call.what](self, call)
-        except GroupFailure as fault:
-            raise self._break(fault) from None
+        except GroupFailure as failure:
+            raise self._break(failure) from None
         except BaseException as error:  # a bug, no memory, an interrupt: the other ranks must not wait for this one
             self._break(GroupFailure("dead", self._rank, f"failed in {call.text}: {error!r}", witness=True))
             raise
 
-    def error(self, fault: Any) -> Exception:
+    def error(self, failure: Any) -> Exception:
         """Return the exception for the failure of an operation."""
-        if isinstance(fault, GroupFailure):
-            return super().error(fault.cause)
-        return fault if isinstance(fault, Exception) else RuntimeError(repr(fault))
+        if isinstance(failure, GroupFailure):
+            return super().error(failure.cause)
+        return failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
 
-    def _break(self, fault: GroupFailure) -> GroupFailure:
+    def _break(self, failure: GroupFailure) -> GroupFailure:
         """End the group for all ranks, and return the cause that all of them raise."""
         with self._breaking:
             if self._cause is None:
-                self._cause = self._between.first_cause(fault)
+                self._cause = self._between.first_cause(failure)
                 self._disconnect()
         return GroupFailure(*self._cause, witness=False)
 
@@ -247,9 +247,9 @@ class Hierarchy(SharedMemory):
         code = shm_backend._DTYPES.get(piece.dtype, shm_backend._BYTES)
         size = 0 if what == ALL_TO_ALL else piece.nbytes
         seconds = call.left() + (0.0 if first else _GRACE_S)
-        fault = self._core(seconds, what, code, op, root, size, shm_backend._spans(ins), shm_backend._spans(outs))
-        if fault is not None:
-            raise self._seen_here(call, *fault)
+        failure = self._core(seconds, what, code, op, root, size, shm_backend._spans(ins), shm_backend._spans(outs))
+        if failure is not None:
+            raise self._seen_here(call, *failure)
 
     def _seen_here(self, call: CollectiveCall, kind: str, place: int, text: str) -> GroupFailure:
         """Return the core's failure in terms of ranks, not places; a rank that gave up is not blamed."""
@@ -260,9 +260,9 @@ class Hierarchy(SharedMemory):
         return GroupFailure(kind, rank, self._in_ranks(text, call), witness=kind != "late" or not call.left())
 
     def _core(self, seconds: float, *operation: Any) -> Any:
-        """Run an operation of the core and return its fault, or None."""
+        """Run an operation of the core and return its failure, or None."""
         failed = self._memory.run(*operation, float, seconds)
-        return None if failed is None else failed.fault
+        return None if failed is None else failed.failure
 
     def _in_ranks(self, text: str, call: CollectiveCall) -> str:
         """Return the core's text with ranks for places, and the operation for its stages."""

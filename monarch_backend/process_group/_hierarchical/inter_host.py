@@ -32,7 +32,7 @@ from monarch_backend.process_group._rdma.p2p_protocol import FIRST_STAGE_TAG
 
 Mail = Sequence[tuple[int, Tensor]]  # (rank, tensor) pairs to send or to receive
 Posted = list[tuple[Any, int]]
-Cause = tuple[str, int, str]  # kind of failure, rank at fault or -1, text; as in the compiled core
+Cause = tuple[str, int, str]  # kind of failure, failed rank or -1, text; as in the compiled core
 
 _HEARSAY_TIMEOUT_S = 0.1  # ranks that see effects of a failure let the rank that detected it publish it first
 _STORE_TIMEOUT_S = 1.0  # seconds for the store to answer; it may be on a host that can't be reached any more
@@ -151,26 +151,26 @@ class InterHostComm:
             return GroupFailure(
                 "late", rank, text + ("" if alone else ", or another rank of its host did not"), witness=False
             )
-        if (cause := getattr(error, "fault", None)) is not None:  # a NIC's message, whose error is complete
+        if (cause := getattr(error, "failure", None)) is not None:  # a NIC's message, whose error is complete
             return GroupFailure(*cause, witness=False)
         said = str(error).strip().splitlines()[0]
         return GroupFailure("dead", rank, f"closed its connection to rank {self._rank} (gloo: {said})", witness=False)
 
     # Failures --------------------------------------------------------------------------------------------------
 
-    def first_cause(self, fault: GroupFailure) -> Cause:
+    def first_cause(self, failure: GroupFailure) -> Cause:
         """Return the group's first failure as recorded in the store.
 
         A rank that saw only effects lets others write first.
         """
-        found = [fault.cause]
+        found = [failure.cause]
 
         def ask() -> None:
             with contextlib.suppress(Exception):  # the store may be gone with its host
-                if not fault.witness:
+                if not failure.witness:
                     with contextlib.suppress(Exception):
                         self._store.wait(["cause"], timedelta(seconds=_HEARSAY_TIMEOUT_S))
-                kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(fault.cause)))
+                kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(failure.cause)))
                 found.append((str(kind), int(rank), str(text)))
 
         asking = threading.Thread(target=ask, name="monarch_cause", daemon=True)
@@ -207,9 +207,9 @@ class InterHostComm:
             return True
         call = under_way[0]
         with contextlib.suppress(RuntimeError):
-            fault = self._others(call)
-            if fault is not None and self._under_way is under_way:
-                fail(fault)
+            failure = self._others(call)
+            if failure is not None and self._under_way is under_way:
+                fail(failure)
         return True
 
     def _others(self, call: CollectiveCall) -> GroupFailure | None:

@@ -50,8 +50,8 @@ _NO_TIMEOUT_S = 3e7  # seconds, because Gloo needs a number
 _GLANCE, _LAST_GLANCE = 0.001, 0.05  # seconds between checks for a message from any rank before the first wait
 
 
-class _Fault(Exception):
-    """Failure of a message, as in the compiled core: kind, rank at fault, text."""
+class _Failure(Exception):
+    """Failure of a message, as in the compiled core: kind, failed rank, text."""
 
 
 class _Message(Operation):
@@ -62,9 +62,9 @@ class _Message(Operation):
         self.clock, self.source = clock, source
         self.deaf = False  # only a message or the timeout ends Gloo's receive from any rank
 
-    def abandon(self, fault: _Fault) -> None:
+    def abandon(self, failure: _Failure) -> None:
         """Fail the message now, whatever its body does later."""
-        self.fault, self.done = fault, True
+        self.failure, self.done = failure, True
         self._ended.set()
 
 
@@ -147,19 +147,19 @@ class RdmaP2P:
         self._check_open()
         (x,) = tensors
         number = next(self._numbers) % p2p_protocol.MAX_EXCHANGES
-        talk = _PeerExchange(self, rank, p2p_protocol.talk(number, self._rank, rank), clock)
+        exchange = _PeerExchange(self, rank, p2p_protocol.exchange_tag(number, self._rank, rank), clock)
         lent, announcement = self._announce(x, rank, number, owner)
         try:
-            first = talk.listen()
-            announced = talk.post(announcement.pack(), p2p_protocol.announced(tag))
+            first = exchange.listen()
+            announced = exchange.post(announcement.pack(), p2p_protocol.announced(tag))
         except BaseException:
             self._take_back(lent)
             raise
 
         def body(_: _Message) -> None:
             try:
-                talk.wait(announced)
-                self._serve(talk, x, first)
+                exchange.wait(announced)
+                self._serve(exchange, x, first)
             finally:
                 self._take_back(lent)
 
@@ -195,14 +195,14 @@ class RdmaP2P:
         _c10d_internals.close_gloo_links(self._gloo, self._another())
         return operation.wait(_CLOSE_TIMEOUT_S)
 
-    def error(self, fault: Any) -> Exception:
+    def error(self, failure: Any) -> Exception:
         """Return the exception for the failure of a message."""
-        if isinstance(fault, _Fault):
-            cause = ("closed", -1, "") if self.closed else fault.args[0]
+        if isinstance(failure, _Failure):
+            cause = ("closed", -1, "") if self.closed else failure.args[0]
             error: Any = explained(cause, self._members, self._rank, self.closed_why)
-            error.fault = cause  # for callers that report it in other words
+            error.failure = cause  # for callers that report it in other words
             return error  # type: ignore[no-any-return]
-        return fault if isinstance(fault, Exception) else RuntimeError(repr(fault))
+        return failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
 
     def close(self) -> None:
         """Close the group: messages in progress fail, here and on the other ranks, because Gloo's connections close."""
@@ -216,7 +216,7 @@ class RdmaP2P:
         for message, work in under_way.items():
             message.clock.begin()
             if message.deaf:
-                message.abandon(_Fault(("closed", -1, "")))
+                message.abandon(_Failure(("closed", -1, "")))
                 work.ended()
         with self._change:
             self._change.wait_for(lambda: all(message.deaf for message in self._under_way), _CLOSE_TIMEOUT_S)
@@ -234,7 +234,7 @@ class RdmaP2P:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise self.error(_Fault(("closed", -1, "")))
+            raise self.error(_Failure(("closed", -1, "")))
 
     def _start(self, message: _Message, tensors: list[Tensor], caller: FrameType | None) -> ShmWork:
         work = ShmWork(self, tensors)  # type: ignore[arg-type]  # it uses `native` and `error` only
@@ -253,8 +253,8 @@ class RdmaP2P:
         if _c10d_internals.is_waited_for(caller):
             message.clock.begin()
             run()
-            if message.fault is not None and not isinstance(message.fault, Exception):
-                raise message.fault  # an interrupt
+            if message.failure is not None and not isinstance(message.failure, Exception):
+                raise message.failure  # an interrupt
             return work
         work._lock, work._keep = threading.RLock(), tensors
 
@@ -267,7 +267,7 @@ class RdmaP2P:
         except RuntimeError:  # too many threads
             with self._change:
                 del self._under_way[message]
-            message.abandon(_Fault(("closed", -1, "")))
+            message.abandon(_Failure(("closed", -1, "")))
             raise
         return work
 
@@ -293,19 +293,20 @@ class RdmaP2P:
         if lent is not None and self._nics is not None:
             self._nics.give_back(lent)
 
-    def _serve(self, talk: _PeerExchange, x: Tensor, first: tuple[Any, bytearray]) -> None:
+    def _serve(self, exchange: _PeerExchange, x: Tensor, first: tuple[Any, bytearray]) -> None:
         """Do what the receiver requests, until it has the message."""
-        word, rest = talk.hear(first)
-        while word.kind == OFFER:
-            talk.say(ANSWER, 0, self._answer(talk.rank, rest))
-            word, rest = talk.hear()
-        if word.kind == PLAIN:
+        control, rest = exchange.receive_control(first)
+        while control.kind == OFFER:
+            exchange.send_control(ANSWER, 0, self._answer(exchange.rank, rest))
+            control, rest = exchange.receive_control()
+        if control.kind == PLAIN:
             if rest:
-                self._stay_plain(talk.rank, rest.decode(errors="replace"))
-            talk.wait(talk.begin(self._gloo.send, x))
-        elif word.kind == REFUSED:
-            what = f"rank {self._rank} sent {x.nbytes} bytes, and the receive of rank {talk.rank} is of {word.value}"
-            raise _Fault(("mismatch", -1, what))
+                self._stay_plain(exchange.rank, rest.decode(errors="replace"))
+            exchange.wait(exchange.begin(self._gloo.send, x))
+        elif control.kind == REFUSED:
+            expected = f"the receive of rank {exchange.rank} is of {control.value}"
+            what = f"rank {self._rank} sent {x.nbytes} bytes, and {expected}"
+            raise _Failure(("mismatch", -1, what))
 
     def _answer(self, rank: int, offer: bytes) -> bytes:
         if self._nics is None or not self._tokens[rank]:
@@ -324,59 +325,59 @@ class RdmaP2P:
         clock = self._clock(seconds)
         self._check_open()
         (x,) = tensors
-        talk = _PeerExchange(self, rank, p2p_protocol.announced(tag), clock)
-        posted = talk.listen(p2p_protocol.SEND_HEADER_BYTES)
+        exchange = _PeerExchange(self, rank, p2p_protocol.announced(tag), clock)
+        posted = exchange.listen(p2p_protocol.SEND_HEADER_BYTES)
 
         def body(message: _Message) -> None:
             message.deaf = rank < 0
             if message.deaf:
                 _glance(posted[1], clock)
-            talk.wait(posted[0])
+            exchange.wait(posted[0])
             message.deaf = False
             if self.closed:
-                raise _Fault(("closed", -1, ""))
+                raise _Failure(("closed", -1, ""))
             message.source = rank if rank >= 0 else int(posted[0]._source_rank())
-            self._fetch(message.source, talk.read(SendHeader.unpack, posted[1]), x, owner, clock)
+            self._fetch(message.source, exchange.read(SendHeader.unpack, posted[1]), x, owner, clock)
 
         return self._start(_Message(body, clock, rank), tensors, sys._getframe(3))
 
     def _fetch(self, source: int, it: SendHeader, x: Tensor, owner: Tensor | None, clock: _Clock) -> None:
-        talk = _PeerExchange(self, source, p2p_protocol.talk(it.number, source, self._rank), clock)
+        exchange = _PeerExchange(self, source, p2p_protocol.exchange_tag(it.number, source, self._rank), clock)
         if it.nbytes != x.nbytes:
-            talk.say(REFUSED, x.nbytes)
+            exchange.send_control(REFUSED, x.nbytes)
             what = f"rank {source} sent {it.nbytes} bytes, and the receive of rank {self._rank} is of {x.nbytes}"
-            raise _Fault(("mismatch", -1, what))
-        why = self._read(talk, it, x, owner)
+            raise _Failure(("mismatch", -1, what))
+        why = self._read(exchange, it, x, owner)
         if why is None:
-            talk.say(DONE)
+            exchange.send_control(DONE)
             self._count("verbs", source)
             return
-        posted = talk.begin(self._gloo.recv, x)
-        talk.say(PLAIN, 0, why.encode()[: p2p_protocol.MAX_CONTROL_BYTES])
-        talk.wait(posted)
+        posted = exchange.begin(self._gloo.recv, x)
+        exchange.send_control(PLAIN, 0, why.encode()[: p2p_protocol.MAX_CONTROL_BYTES])
+        exchange.wait(posted)
         self._count("gloo", source)
 
-    def _read(self, talk: _PeerExchange, it: SendHeader, x: Tensor, owner: Tensor | None) -> str | None:
+    def _read(self, exchange: _PeerExchange, it: SendHeader, x: Tensor, owner: Tensor | None) -> str | None:
         """Read the message by NIC. Return None, or why that failed; "" if the reason was reported before."""
-        if not it.region or self._nics is None or not self._tokens[talk.rank] or self._is_plain(talk.rank):
+        if not it.region or self._nics is None or not self._tokens[exchange.rank] or self._is_plain(exchange.rank):
             return ""
         try:
             token, into = (
-                self._tokens[talk.rank],
+                self._tokens[exchange.rank],
                 peer_reads.ReadTarget(x.data_ptr(), x.nbytes, x if owner is None else owner),
             )
-            self._nics.read(token, it.region, it.offset, into, talk.introduce, talk.clock.left)
+            self._nics.read(token, it.region, it.offset, into, exchange.introduce, exchange.clock.left)
         except peer_reads.UnregisteredError as error:
-            self._say(talk.rank, str(error), for_good=False)
+            self._say(exchange.rank, str(error), for_good=False)
             return ""
         except TimeoutError:
-            _c10d_internals.close_gloo_links(self._gloo, talk.rank)  # as Gloo does if a message of its own is late
-            raise talk.late() from None
-        except (_Fault, ProcessGroupError):  # of the exchange
+            _c10d_internals.close_gloo_links(self._gloo, exchange.rank)  # as Gloo does if a message of its own is late
+            raise exchange.late() from None
+        except (_Failure, ProcessGroupError):  # of the exchange
             raise
         except Exception as error:
             why = _why(error)
-            self._stay_plain(talk.rank, why)
+            self._stay_plain(exchange.rank, why)
             return why
         return None
 
@@ -415,13 +416,13 @@ def _why(error: Exception) -> str:
     return str(error) if isinstance(error, peer_reads.UnusableError) else repr(error)
 
 
-def _glance(room: bytearray, clock: _Clock) -> None:
+def _glance(buffer: bytearray, clock: _Clock) -> None:
     """Wait until a message arrives or the clock runs.
 
     Gloo's wait for any rank has a fixed end, which ends the group.
     """
     pause = _GLANCE
-    while not room[0] and not clock.begun.wait(pause):
+    while not buffer[0] and not clock.begun.wait(pause):
         pause = min(2 * pause, _LAST_GLANCE)
 
 
@@ -448,11 +449,11 @@ class _PeerExchange:
 
     def listen(self, nbytes: int = p2p_protocol.WORD) -> tuple[Any, bytearray]:
         """Start to receive bytes; return the work and the buffer."""
-        room = bytearray(nbytes)
+        buffer = bytearray(nbytes)
         try:
             if self.rank < 0:
-                return self._gloo.recv_anysource([_bytes(room)], self._tag), room
-            return self._gloo.recv([_bytes(room)], self.rank, self._tag), room
+                return self._gloo.recv_anysource([_bytes(buffer)], self._tag), buffer
+            return self._gloo.recv([_bytes(buffer)], self.rank, self._tag), buffer
         except RuntimeError as error:
             raise self._far.error(self._lost(error)) from None
 
@@ -464,7 +465,7 @@ class _PeerExchange:
         except RuntimeError as error:
             raise self._lost(error) from None
 
-    def say(self, kind: int, value: int = 0, rest: bytes = b"") -> None:
+    def send_control(self, kind: int, value: int = 0, rest: bytes = b"") -> None:
         """Send a control message and wait until it is received."""
         works = [self.post(ControlMessage(kind, value, len(rest)).pack(), self._tag)]
         if rest:
@@ -472,40 +473,40 @@ class _PeerExchange:
         for work in works:
             self.wait(work)
 
-    def hear(self, first: tuple[Any, bytearray] | None = None) -> tuple[ControlMessage, bytes]:
+    def receive_control(self, first: tuple[Any, bytearray] | None = None) -> tuple[ControlMessage, bytes]:
         """Receive a control message."""
-        work, room = first or self.listen()
+        work, buffer = first or self.listen()
         self.wait(work)
-        word = self.read(ControlMessage.unpack, room)
-        if not word.size:
-            return word, b""
-        work, rest = self.listen(word.size)
+        control = self.read(ControlMessage.unpack, buffer)
+        if not control.size:
+            return control, b""
+        work, rest = self.listen(control.size)
         self.wait(work)
-        return word, bytes(rest)
+        return control, bytes(rest)
 
     def introduce(self, offer: bytes) -> bytes:
         """Send an offer and return the reply."""
-        self.say(OFFER, 0, offer)
-        return self.hear()[1]
+        self.send_control(OFFER, 0, offer)
+        return self.receive_control()[1]
 
     def read(self, unpack: Callable[[bytearray], Any], data: bytearray) -> Any:
         """Unpack a message; raises what an invalid one fails with."""
         try:
             return unpack(data)
         except p2p_protocol.ProtocolError as error:
-            raise _Fault(("dead", self.rank, f"sent {error}: install the same release on all hosts")) from None
+            raise _Failure(("dead", self.rank, f"sent {error}: install the same release on all hosts")) from None
 
-    def late(self) -> _Fault:
+    def late(self) -> _Failure:
         """Return the failure of a message whose time is over."""
         least, seconds = self._far.least, self.clock.seconds
         what = f"did not do its part of a message within {seconds:g} s (is its tensor smaller than {least} bytes?)"
-        return _Fault(("late", self.rank, what if self.rank >= 0 else f"no rank sent a message within {seconds:g} s"))
+        return _Failure(("late", self.rank, what if self.rank >= 0 else f"no rank sent a message within {seconds:g} s"))
 
-    def _lost(self, error: RuntimeError) -> _Fault:
+    def _lost(self, error: RuntimeError) -> _Failure:
         if not self.clock.left():
             return self.late()
         said = str(error).strip().splitlines()[0]
-        return _Fault(("dead", self.rank, f"closed its connection to rank {self._far._rank} (gloo: {said})"))
+        return _Failure(("dead", self.rank, f"closed its connection to rank {self._far._rank} (gloo: {said})"))
 
 
 def _bytes(data: bytearray) -> Tensor:

@@ -95,6 +95,6 @@ def announced(tag: int) -> int:
     return tag if tag >= FIRST_STAGE_TAG else _ANNOUNCED + tag
 
 
-def talk(number: int, sender: int, receiver: int) -> int:
+def exchange_tag(number: int, sender: int, receiver: int) -> int:
     """Return Gloo's tag for an exchange. Each direction has its own, since both ranks use a pair in both directions."""
     return _FIRST_EXCHANGE_TAG + 2 * (number % MAX_EXCHANGES) + (sender < receiver)

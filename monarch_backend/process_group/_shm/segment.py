@@ -122,11 +122,11 @@ def empty_shared(*size: int | torch.Size | tuple[int, ...], dtype: torch.dtype |
         return torch.empty(shape, dtype=dtype, device="cpu")
     host, wanted = this_process().host, count * dtype.itemsize
     try:
-        room = _native.Room(host, wanted)
+        buffer = _native.ArenaBuffer(host, wanted)
     except MemoryError:
         who = f"rank {os.environ.get('RANK', '?')}, host {socket.gethostname()}, pid {os.getpid()}"
         raise SharedMemoryError(
             f"no room for {wanted} bytes of shared memory in one piece: {host.used()} of {host.size()} are in use. "
             f"Free tensors or groups, or set MONARCH_SHM_ARENA_BYTES higher before the first group is made. [{who}]"
         ) from None
-    return torch.frombuffer(room, dtype=torch.uint8).view(dtype).view(shape)
+    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(shape)

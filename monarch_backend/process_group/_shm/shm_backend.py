@@ -78,7 +78,7 @@ _FOR_EVER = timedelta(0)  # c10d's C++ default: this wait has no timeout of its 
 # Dtypes that fast paths accept, because _cpu_validation.py changes nothing about tensors of these.
 _REDUCES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if not dtype.is_complex and dtype is not torch.bool}
 _MOVES_AT_ONCE = {dtype: code for dtype, code in _DTYPES.items() if dtype in _cpu_validation.REDUCIBLE}
-_SHORTCUT_FORMS = (Form.IN_PLACE, Form.PAIR, Form.TO_LIST, Form.EXCHANGE, Form.NOTHING)
+_FAST_PATH_FORMS = (Form.IN_PLACE, Form.PAIR, Form.TO_LIST, Form.EXCHANGE, Form.NOTHING)
 """Indexed by csrc/shm/python/fast_paths.h: Form."""
 
 
@@ -114,9 +114,9 @@ class ShmWork(dist.Work):
     def _end(self) -> None:
         """Finish the work after the core is done; later calls do nothing."""
         with self._lock:
-            fault = None if self._operation is None else self._operation.fault
-            if fault is not None and self._error is None:
-                self._error = self._group.error(fault)
+            failure = None if self._operation is None else self._operation.failure
+            if failure is not None and self._error is None:
+                self._error = self._group.error(failure)
             finish, self._finish, self._keep = self._finish, None, None
             if finish is not None and self._error is None:
                 try:
@@ -228,9 +228,9 @@ def _all_of(works: Sequence[ShmWork], finish: Callable[[], object] | None) -> Ca
     return all_of_them
 
 
-def explained(fault: tuple[str, int, str], members: Sequence[str], me: int, closed_why: str) -> Exception:
-    """Return the exception for (kind, rank at fault or -1, text); ``members`` describe the ranks."""
-    kind, rank, text = fault
+def explained(failure: tuple[str, int, str], members: Sequence[str], me: int, closed_why: str) -> Exception:
+    """Return the exception for (kind, failed rank or -1, text); ``members`` describe the ranks."""
+    kind, rank, text = failure
     here = f"rank {me} of {len(members)}, {members[me]}"
     if kind == "mismatch":
         return CollectiveMismatchError(f"{text}. No data were moved: make the ranks' calls agree. [{here}]")
@@ -258,7 +258,7 @@ class SharedMemory:
 
     reduces = frozenset(_DTYPES)
     sends = True  # also does point to point
-    in_short = True  # has `shortcuts`
+    has_fast_paths = True
 
     def __init__(
         self, native: Any, engine: Any, members: Sequence[str], rank: int, timeout: Callable[[], timedelta]
@@ -274,9 +274,9 @@ class SharedMemory:
         """Number of collectives so far."""
         return int(self.native.sequence)
 
-    def error(self, fault: tuple[str, int, str]) -> Exception:
-        """Return the exception for the core's report: (kind, rank at fault or -1, text)."""
-        error = explained(fault, self._members, self._rank, self.closed_why)
+    def error(self, failure: tuple[str, int, str]) -> Exception:
+        """Return the exception for the core's report: (kind, failed rank or -1, text)."""
+        error = explained(failure, self._members, self._rank, self.closed_why)
         self.failed |= isinstance(error, (RankFailedError, CollectiveTimeoutError))
         return error
 
@@ -316,21 +316,21 @@ class SharedMemory:
         seconds: float = (self._timeout() if timeout == _c10d_internals.UNSET_TIMEOUT else timeout).total_seconds()
         return seconds
 
-    def shortcuts(self, owner: object, methods: Mapping[str, object]) -> dict[str, Any]:
+    def fast_paths(self, owner: object, methods: Mapping[str, object]) -> dict[str, Any]:
         """Return fast paths by name: callables that replace methods of ``owner``.
 
         They handle synchronous calls with plain contiguous tensors and pass all other calls to the method. A method of
         ``owner`` that differs from the one in ``methods`` is an override and is not replaced.
         """
-        moves = _c10d_internals.shortcut_names(_OPS, _MOVES_AT_ONCE)
-        reduces = _c10d_internals.shortcut_names(_OPS, _REDUCES_AT_ONCE)
+        moves = _c10d_internals.fast_path_torch_names(_OPS, _MOVES_AT_ONCE)
+        reduces = _c10d_internals.fast_path_torch_names(_OPS, _REDUCES_AT_ONCE)
         found = {}
-        for name, spec in _collective_specs.with_shortcut():
+        for name, spec in _collective_specs.with_fast_path():
             method = getattr(type(owner), name, None)
             if not isinstance(method, FunctionType) or method is not methods.get(name):
                 continue  # C++ calls of these names would reach the fast path again
-            form, names = _SHORTCUT_FORMS.index(spec.form), reduces if spec.reduces else moves
-            found[name] = self.native.shortcut(
+            form, names = _FAST_PATH_FORMS.index(spec.form), reduces if spec.reduces else moves
+            found[name] = self.native.fast_path(
                 spec.operation, form, owner, name, spec.options, _Done, self._failed, self._seconds, names
             )
         return found
@@ -338,7 +338,7 @@ class SharedMemory:
     def _failed(self, operation: Any, outputs: list[Tensor]) -> ShmWork:
         """Return the work of a failed operation of this thread."""
         work = ShmWork(self, outputs)
-        work._error = self.error(operation.fault)  # raised by wait(), so that hooks see a failed work as well
+        work._error = self.error(operation.failure)  # raised by wait(), so that hooks see a failed work as well
         return work
 
     # Collectives, named as in torch's own backends --------------------------------------------------------------

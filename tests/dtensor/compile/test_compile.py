@@ -108,7 +108,7 @@ def test_the_entry_point_is_declared_and_resolves() -> None:
     assert getattr(importlib.import_module(module), name) is compile_backend.monarch
 
 
-def test_what_is_replaced_of_torch_is_there() -> None:
+def test_replaced_names_of_torch_exist() -> None:
     assert manifest.COMPILE
     for row in manifest.COMPILE:
         where, name = patches.locate(row)
@@ -132,7 +132,7 @@ def test_forward_and_backward(two: Any, inductor: bool) -> None:
             same(mine.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-def test_a_call_is_one_record_and_nothing_new_is_defined(two: Any) -> None:
+def test_call_is_one_record_without_new_definitions(two: Any) -> None:
     ours, _ = two_layers(two)
     x = distribute_tensor(torch.randn(8, 16), two, [Replicate()])
     step = whole(lambda x: ours(x).pow(2).mean())
@@ -267,7 +267,7 @@ def test_rows_of_an_embedding_that_are_reduced_elsewhere(two: Any) -> None:
         same(torch.autograd.grad(found.sum(), ours)[0], gradient)
 
 
-def test_what_ranks_gather_of_their_parts(two: Any) -> None:
+def test_gather_along_a_sharded_dimension(two: Any) -> None:
     x, at = torch.randn(4, 8), torch.tensor([[1], [7], [0], [5]])
     step = whole(lambda x, at: x.gather(1, at).redistribute(placements=[Replicate()]) * 2)
     same(step(distribute_tensor(x, two, [Shard(1)]), distribute_tensor(at, two, [Replicate()])), x.gather(1, at) * 2)
@@ -602,7 +602,7 @@ def test_random_numbers_are_those_of_a_single_process(two: Any, inductor: bool) 
 
 
 @pytest.mark.parametrize("is_plain", [False, True], ids=["dtensor", "plain"])
-def test_what_a_checkpoint_has_drawn_is_not_drawn_again(two: Any, is_plain: bool) -> None:
+def test_checkpointed_random_numbers_are_not_drawn_again(two: Any, is_plain: bool) -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = checkpoint(lambda x: F.dropout(x * 3, 0.5).sin() * x, x, use_reentrant=False)
         return y.pow(2).sum()
@@ -673,7 +673,7 @@ def lookup(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
-def test_what_a_rank_could_not_do_is_raised_with_the_programs_line(two: Any, inductor: bool) -> None:
+def test_failure_on_a_rank_is_raised_with_the_programs_line(two: Any, inductor: bool) -> None:
     table = distribute_tensor(torch.randn(5, 4), two, [Replicate()])
     good, bad = (distribute_tensor(torch.tensor(ids), two, [Shard(0)]) for ids in ([1, 2], [1, 7]))
     step = whole(lookup, inductor=inductor)
@@ -781,7 +781,7 @@ def test_a_tensor_of_this_process_is_not_changed_by_the_workers(two: Any) -> Non
         whole(step)(here, there)
 
 
-def test_nothing_is_left_on_the_workers(two: Any) -> None:
+def test_no_tensors_are_left_on_the_workers(two: Any) -> None:
     ours, _ = two_layers(two)
     x = distribute_tensor(torch.randn(8, 16), two, [Replicate()])
     step = whole(lambda x: ours(x).pow(2).mean())
@@ -833,7 +833,7 @@ def test_remote_tensors_by_themselves(two: Any) -> None:
     assert records(two, lambda: step(there)) == 1
 
 
-def test_rows_see_later_changes_of_what_they_were_taken_of(two: Any) -> None:
+def test_rows_see_later_changes_of_their_tensor(two: Any) -> None:
     def calculate(x: torch.Tensor) -> Any:
         given = x[1:]
         x.add_(1)
@@ -1220,7 +1220,7 @@ def test_plain_shards_that_come_in_draw_their_part_of_the_whole(two: Any) -> Non
         same(DTensor.from_local(dropped, two, [placement]), F.dropout(x + 1, 0.5))
 
 
-def test_dropout_of_what_is_computed_from_shards_is_left_to_eager_code(two: Any) -> None:
+def test_dropout_of_computed_shards_runs_in_eager_code(two: Any) -> None:
     """Where which elements of the whole a rank has is not known. Eager code draws other numbers and warns."""
 
     def drop_columns(x: Any) -> Any:

@@ -51,7 +51,7 @@ def test_each_worker_writes_its_shard_and_no_other(mesh_of: Callable[[str], Any]
     assert all(12_000 < size < 15_000 for size in sizes)
 
 
-def test_what_is_no_dtensor_is_saved_and_loaded_too(mesh_of: Callable[[str], Any], tmp_path: Path) -> None:
+def test_plain_values_are_saved_and_loaded(mesh_of: Callable[[str], Any], tmp_path: Path) -> None:
     mesh = mesh_of("2")
     x, host = distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]), torch.randn(5)
     local = distribute_tensor(torch.randn(2), mesh, [Replicate()]).to_local()
@@ -177,7 +177,9 @@ def test_a_slice_of_the_processes_saves_by_itself(all_procs: Any, tmp_path: Path
     assert value(x).equal(whole)
 
 
-def test_what_does_not_fit_is_an_error_and_the_mesh_goes_on(mesh_of: Callable[[str], Any], tmp_path: Path) -> None:
+def test_mismatched_checkpoint_is_an_error_and_the_mesh_stays_usable(
+    mesh_of: Callable[[str], Any], tmp_path: Path
+) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     dcp.save({"x": x}, checkpoint_id=tmp_path)

@@ -115,7 +115,7 @@ def test_controller_far_ahead_waits_for_workers(played: Played) -> None:
     assert not ahead.is_alive()
 
 
-def test_writers_and_senders_of_many_threads_lose_nothing(played: Played) -> None:
+def test_many_writing_and_sending_threads_lose_no_commands(played: Played) -> None:
     stream = Stream(played)
     played.may_answer.release(10_000)
 
@@ -203,7 +203,7 @@ def test_waiting_for_replies_does_not_block_sends(played: Played) -> None:
     ahead.join(60)
 
 
-def test_nothing_is_sent_after_close(played: Played) -> None:
+def test_no_commands_are_sent_after_close(played: Played) -> None:
     stream = Stream(played)
     stream.closed = RuntimeError("they have ended")
     stream.words.append(7)

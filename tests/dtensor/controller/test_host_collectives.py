@@ -128,7 +128,7 @@ def test_objects_of_the_controller_are_each_ranks(mesh_of: Any) -> None:
         assert objects == ["x", 3]
 
 
-def test_what_differs_by_rank_is_refused_and_changes_nothing(mesh_of: Any) -> None:
+def test_arguments_that_differ_by_rank_are_refused_without_effect(mesh_of: Any) -> None:
     group = mesh_of("2").get_group()
     x, out = torch.ones(2), torch.zeros(2)
     for call in (

@@ -33,7 +33,7 @@ def test_in_place(remote: Any) -> None:
     assert host.tolist() == list(range(6))
 
 
-def test_a_view_of_it(remote: Any) -> None:
+def test_view_of_a_host_tensor(remote: Any) -> None:
     host = torch.zeros(3, 6)
     host[1].add_(remote)
     host[:, 2].mul_(remote[:3])
@@ -164,7 +164,7 @@ def test_a_local_tensor_beside_a_distributed_one_is_sent_once_and_by_shards(
     assert sent == [[12, 12]]
 
 
-def test_a_backward_is_not_sent_again_what_its_forward_was(
+def test_backward_reuses_host_tensors_of_its_forward(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh, host, labels = mesh_of("2"), torch.arange(24.0).view(4, 6), torch.tensor([1, 0, 2, 1])
@@ -186,7 +186,7 @@ def test_a_backward_is_not_sent_again_what_its_forward_was(
         same(w.grad, alone.grad)
 
 
-def test_what_has_changed_without_a_word_is_sent_again(
+def test_host_tensor_changed_without_a_new_version_is_sent_again(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a batch that a loader fills in place: torch's version of it stays, and each forward gets what is there."""
@@ -221,7 +221,7 @@ def test_copies_are_forgotten(mesh_of: Callable[[str], Any], monkeypatch: pytest
     copies.clear()
 
 
-def test_what_workers_have_of_an_expanded_tensor_counts(
+def test_expanded_host_tensor_counts_with_its_bytes_on_workers(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One number here, a matrix there."""
@@ -236,7 +236,7 @@ def test_what_workers_have_of_an_expanded_tensor_counts(
     copies.clear()
 
 
-def test_what_a_data_loader_yields_is_sent_by_rows(
+def test_batches_of_a_data_loader_are_sent_by_rows(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh, data = mesh_of("2x2"), TensorDataset(torch.randn(8, 3), torch.arange(8))

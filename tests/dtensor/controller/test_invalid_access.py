@@ -87,7 +87,7 @@ def test_a_thread_without_the_gil_has_words_and_the_main_thread_the_error(capfd:
     assert NOTE in said
 
 
-def test_a_thread_that_waits_for_the_main_one_is_told_of_each_tensor(capfd: pytest.CaptureFixture[str]) -> None:
+def test_thread_that_waits_for_the_main_thread_gets_each_report(capfd: pytest.CaptureFixture[str]) -> None:
     """One use has nobody who could close what it opened."""
     x, others = ones(), [ones() for _ in range(3)]
     found: list[Any] = []
@@ -146,7 +146,7 @@ GIVEN_UP: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", GIVEN_UP)
-def test_an_error_that_somebody_drops_does_not_hide_the_next(way: str) -> None:
+def test_dropped_error_does_not_hide_the_next(way: str) -> None:
     x = ones()
     with contextlib.suppress(NotReadableError, KeyError):
         GIVEN_UP[way](x, lambda x, *_: WITH_GIL(address_of(x), address_of(x), 4))
@@ -166,7 +166,7 @@ class Finalised:
 
 
 @pytest.mark.parametrize("way", ["a finaliser", "a callback"])
-def test_an_error_that_python_cannot_raise_where_it_is_comes_again(way: str) -> None:
+def test_unraisable_error_is_raised_again(way: str) -> None:
     x = ones()
 
     def argument() -> Any:
@@ -273,7 +273,7 @@ def is_closed(x: Any) -> bool:
     return False
 
 
-def test_what_is_written_is_dropped_and_nothing_stays() -> None:
+def test_written_bytes_are_dropped() -> None:
     x = ones()
     seen = (ctypes.c_char * (2 * PART))()
     for _ in range(2):
@@ -299,7 +299,7 @@ def test_the_kernel_refuses_the_address() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "tensor", torch.ones], ids=repr)
-def test_what_is_no_tensor_has_no_address(wrong: object) -> None:
+def test_other_objects_have_no_address(wrong: object) -> None:
     with pytest.raises(TypeError, match="no tensor"):
         _native.no_pointer(wrong)
 
@@ -316,7 +316,7 @@ def test_bytes_that_the_system_chooses_are_not_taken_for_the_right_one(
     assert tensor_impl_layout.places() == found
 
 
-def test_a_torch_that_has_it_elsewhere_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tensor_layout_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     found = tensor_impl_layout.places()
     assert found is not None, "this torch has a tensor's address elsewhere: read c10/core/StorageImpl.h"
     assert all(each > 0 for each in found)
@@ -351,7 +351,7 @@ LINE = re.compile(r'script\.py", line (\d+) in <module>')
 USED = "ctypes.string_at(address_of(x[1:]), 4)  # the line"
 
 
-def test_a_program_that_does_not_catch_it_ends_with_its_traceback(run_script: Callable[..., Run]) -> None:
+def test_uncaught_error_ends_the_program_with_its_traceback(run_script: Callable[..., Run]) -> None:
     run = run_script(SCRIPT.replace("READ", USED).replace("WHEN", ""))
     assert run.returncode == 1 and run.out == ""
     assert re.search(r'script\.py", line \d+, in <module>\n +ctypes', run.err), run.err
@@ -381,7 +381,7 @@ AFTERWARDS = {
 
 
 @pytest.mark.parametrize("way", AFTERWARDS)
-def test_it_is_an_error_also_after(run_script: Callable[..., Run], way: str) -> None:
+def test_invalid_access_is_an_error_after(run_script: Callable[..., Run], way: str) -> None:
     run = run_script(SCRIPT.replace("READ", AFTERWARDS[way]).replace("WHEN", ""))
     assert (run.out, run.returncode) == ("an error, and not reached\n", 0), run.err
     assert run.err == "" or (way == "a second interpreter" and NOTE in run.err)
@@ -402,7 +402,7 @@ def test_two_handlers_that_have_each_other_for_the_one_before_come_to_an_end(
 LIMITED = "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))"
 
 
-def test_where_addresses_are_few_it_is_0(run_script: Callable[..., Run]) -> None:
+def test_address_is_0_where_address_space_is_limited(run_script: Callable[..., Run]) -> None:
     run = ended(run_script, USED, LIMITED)
     assert f"pid {run.pid} used address 0x4 on host " in run.err
     assert NOTE in run.err
@@ -423,7 +423,7 @@ def line_of(said: str, read: str, when: str = "") -> bool:
     return found is not None and lines[int(found[1]) - 1].endswith("# the line")
 
 
-def test_a_read_at_address_0_says_what_it_was(run_script: Callable[..., Run]) -> None:
+def test_read_at_address_0_is_explained(run_script: Callable[..., Run]) -> None:
     run = ended(run_script, NEAR)
     assert f"pid {run.pid} used address 0x10 on host " in run.err
     assert NOTE in run.err

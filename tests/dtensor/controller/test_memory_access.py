@@ -61,7 +61,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", REFUSED)
-def test_what_wants_the_memory_itself_is_refused(mesh_of: Callable[[str], Any], way: str, kind: str) -> None:
+def test_access_to_the_memory_itself_is_refused(mesh_of: Callable[[str], Any], way: str, kind: str) -> None:
     x = KINDS[kind](distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's TypedStorage
@@ -77,14 +77,14 @@ NO_BUFFERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", NO_BUFFERS)
-def test_it_is_no_buffer(mesh_of: Callable[[str], Any], way: str) -> None:
+def test_remote_tensor_has_no_buffer_protocol(mesh_of: Callable[[str], Any], way: str) -> None:
     x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)])
     for each in (x, x.to_local()):
         with pytest.raises((TypeError, ValueError), match=r"buffer|bytes-like|RemoteStorage"):
             NO_BUFFERS[way](each)
 
 
-def test_what_asks_for_values_gets_them(mesh_of: Callable[[str], Any]) -> None:
+def test_functions_that_read_values_get_them(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)])
     for each, expected in ((x, WHOLE), (x.to_local(), WHOLE[:2])):
         for found in (each.__array__(), each.__array__(np.float64), np.asarray(each)):
@@ -112,7 +112,7 @@ def test_the_interface_of_gpus(mesh_of: Callable[[str], Any]) -> None:
             getattr(each, "__cuda_array_interface__")  # noqa: B009
 
 
-def test_a_storage_says_how_large_it_is(mesh_of: Callable[[str], Any]) -> None:
+def test_storage_reports_its_size(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)])
     for each, size in ((x, 48), (x.to_local(), 24)):
         storage = each.untyped_storage()

@@ -42,7 +42,7 @@ def test_a_sum_that_is_not_done_is_done_first(mesh_of: Callable[[str], Any]) -> 
     same(move(partial, mesh_of("3")), a @ b)
 
 
-def test_what_is_moved_is_what_it_was_then(mesh_of: Callable[[str], Any]) -> None:
+def test_transfer_moves_the_values_at_its_call(mesh_of: Callable[[str], Any]) -> None:
     whole = torch.randn(6, 4)
     x = distribute_tensor(whole, mesh_of("2"), [Shard(0)])
     moved = move(x, mesh_of("3"), [Shard(0)])
@@ -112,7 +112,7 @@ def test_no_value_passes_the_controller(mesh_of: Callable[[str], Any], monkeypat
     assert lengths[1] < lengths[0] + 10_000
 
 
-def test_what_failed_before_is_told_where_the_moved_is_read(mesh_of: Callable[[str], Any]) -> None:
+def test_earlier_failure_is_raised_where_the_moved_tensor_is_read(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(torch.ones(2, 3), mesh_of("2"), [Replicate()])
     index = distribute_tensor(torch.tensor([7]), mesh_of("2"), [Replicate()])
     broken = DTensor.from_local(failing_lookup.look_up(index.to_local(), x.to_local()), mesh_of("2"), [Replicate()])
@@ -123,7 +123,7 @@ def test_what_failed_before_is_told_where_the_moved_is_read(mesh_of: Callable[[s
     nothing_is_left(mesh_of("2"), mesh_of("3"))
 
 
-def test_a_failure_leaves_nothing_with_those_that_had_not_begun() -> None:
+def test_failed_transfer_leaves_no_buffers_on_other_workers() -> None:
     board, released, gone = ControlInbox(), [], threading.Event()
     board.deliver(1, 0, "a part")
     board.refuse(1, "the other part has failed")
@@ -168,7 +168,7 @@ def nothing_is_left(*meshes: Any) -> None:
         assert any(set(run(mesh, worker_functions.left_on_boards).get().values()) == {0} for _ in range(1000))
 
 
-def test_nothing_is_left_behind(mesh_of: Callable[[str], Any]) -> None:
+def test_transfers_leave_no_buffers(mesh_of: Callable[[str], Any]) -> None:
     here, there = mesh_of("2"), mesh_of("3")
     x = zeros(8, 8, device_mesh=here, placements=[Shard(0)])
     for _ in range(3):
@@ -176,7 +176,7 @@ def test_nothing_is_left_behind(mesh_of: Callable[[str], Any]) -> None:
     nothing_is_left(here, there)
 
 
-def test_what_cannot_be_moved(mesh_of: Callable[[str], Any]) -> None:
+def test_transfers_that_are_refused(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(torch.ones(4), mesh_of("2"), [Shard(0)])
     with pytest.raises(RemoteTensorError, match="takes DTensors of this controller"):
         move(torch.ones(4), mesh_of("3"))  # type: ignore[arg-type]

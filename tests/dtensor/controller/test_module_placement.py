@@ -110,9 +110,7 @@ def test_what_no_style_takes_is_trained_on_the_workers(mesh_of: Callable[[str], 
     assert isinstance(ours.norm.running_mean, RemoteTensor)
 
 
-def test_a_step_sends_the_batch_and_waits_for_nothing(
-    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_sends_the_batch_without_waiting(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = pair(mesh_of("2"))
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.01)
     step(ours, optimizer, 0)
@@ -142,7 +140,7 @@ def test_each_call_of_parallelize_module_is_for_the_rest_of_its_module(mesh_of: 
     assert not ours._forward_pre_hooks.keys() & ours.block._forward_pre_hooks.keys()
 
 
-def test_fully_shard_takes_it_first(mesh_of: Callable[[str], Any]) -> None:
+def test_fully_shard_of_a_parallelized_module(mesh_of: Callable[[str], Any]) -> None:
     mesh, alone = mesh_of("2x2"), Net()
     ours = parallelize_module(copy.deepcopy(alone), mesh["tp"], PLAN)
     fully_shard(ours, mesh=mesh["dp"])
@@ -156,7 +154,7 @@ def test_fully_shard_takes_it_first(mesh_of: Callable[[str], Any]) -> None:
         same(mine.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-def test_what_has_gradients_and_attributes_keeps_them(mesh_of: Callable[[str], Any]) -> None:
+def test_gradients_and_attributes_are_kept(mesh_of: Callable[[str], Any]) -> None:
     ours, alone = pair(mesh_of("2"))
     for net in (ours, alone):
         net.first.weight.grad = torch.ones(6, 6)
@@ -180,7 +178,7 @@ def test_a_parameter_with_a_hook_stays(mesh_of: Callable[[str], Any], caplog: py
     alike(ours, alone)
 
 
-def test_a_copy_does_it_for_itself(mesh_of: Callable[[str], Any]) -> None:
+def test_copied_module_is_placed_separately(mesh_of: Callable[[str], Any]) -> None:
     ours, alone = pair(mesh_of("2"))
     early = copy.deepcopy(ours)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (ours, alone)]
@@ -232,7 +230,9 @@ def test_another_dtype(called: tuple[nn.Module, nn.Module]) -> None:
 
 
 @pytest.mark.slow
-def test_functions_on_the_workers_get_it(called: tuple[nn.Module, nn.Module], mesh_of: Callable[[str], Any]) -> None:
+def test_remote_calls_accept_a_placed_module(
+    called: tuple[nn.Module, nn.Module], mesh_of: Callable[[str], Any]
+) -> None:
     ours, alone = called
 
     def look(net: Any) -> Any:
@@ -244,7 +244,7 @@ def test_functions_on_the_workers_get_it(called: tuple[nn.Module, nn.Module], me
     same(ours.norm.running_mean, alone.norm.running_mean + 1)  # type: ignore[arg-type, operator]
 
 
-def test_functions_on_the_workers_get_what_was_not_called_yet(mesh_of: Callable[[str], Any]) -> None:
+def test_remote_calls_accept_a_module_before_its_first_call(mesh_of: Callable[[str], Any]) -> None:
     ours, alone = pair(mesh_of("2"))
     found = run(mesh_of("2"), lambda net: net(X).tolist(), ours).get()
     for each in found.values():
@@ -265,7 +265,7 @@ HOW: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("how", slow_except(HOW, "a module"))
 @pytest.mark.parametrize("when", WHEN)
-def test_captured_steps_take_it(
+def test_captured_steps_accept_a_placed_module(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, when: str, how: str
 ) -> None:
     torch._dynamo.reset()
@@ -287,9 +287,7 @@ def test_captured_steps_take_it(
     torch._dynamo.reset()
 
 
-def test_each_of_many_parallelized_modules_takes_it_in_one_trace(
-    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_parallelized_modules_in_one_trace(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     alone = nn.Sequential(*(Block() for _ in range(6)))
     ours = copy.deepcopy(alone)
@@ -319,7 +317,7 @@ def test_gradients_that_there_were_go_to_the_workers_as_well(mesh_of: Callable[[
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-def test_a_fused_step_has_all_of_what_each_rank_has_a_part_of(mesh_of: Callable[[str], Any], kind: Any) -> None:
+def test_fused_step_reduces_partial_gradients(mesh_of: Callable[[str], Any], kind: Any) -> None:
     """The gradients of a sharded batch."""
     options = {"lr": 0.1, "fused": True, **({"momentum": 0.9} if kind is torch.optim.SGD else {})}
     alone = nn.Linear(6, 3)
@@ -336,7 +334,7 @@ def test_a_fused_step_has_all_of_what_each_rank_has_a_part_of(mesh_of: Callable[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to_none", [True, False])
-def test_a_new_trace_of_what_has_gradients(mesh_of: Callable[[str], Any], to_none: bool) -> None:
+def test_second_trace_with_gradients(mesh_of: Callable[[str], Any], to_none: bool) -> None:
     """DTensors, of parameters that are none."""
     torch._dynamo.reset()
     alone = Block()
@@ -397,7 +395,7 @@ def test_places_of_a_tied_weight_that_are_sharded_differently(mesh_of: Callable[
     assert [each.weight.placements for each in net] == [(Shard(0),), (Shard(1),)]
 
 
-def test_a_module_that_nobody_has_parallelized(mesh: Any) -> None:
+def test_module_that_was_not_parallelized(mesh: Any) -> None:
     alone = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     alone[0].bias = nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 4.0]))
     ours = copy.deepcopy(alone)

@@ -33,7 +33,7 @@ def test_calculating(sizes: bool) -> None:
 
 
 @pytest.mark.parametrize("sizes", [True, False])
-def test_what_is_divided_is_rounded_and_no_more(sizes: bool) -> None:
+def test_division_rounds_per_rank(sizes: bool) -> None:
     ratio = of(4, 7, sizes=sizes) / 2
     assert str(ratio) == "{4 7} / 2"
     assert [per_rank_int.values_of(each) for each in (math.ceil(ratio), math.floor(ratio))] == [(2, 4), (2, 3)]
@@ -54,7 +54,7 @@ def test_a_branch_on_a_coordinate_raises(mesh_of: Any) -> None:
         assert number < 2
 
 
-def test_sizes_are_compared_by_torch_and_by_nobody_else() -> None:
+def test_only_torch_may_compare_sizes() -> None:
     sizes = of(2, 1, 0, sizes=True)
     for ask in (lambda n: n == 0, lambda n: n != 0, lambda n: n == of(2, 1, 1, sizes=True), lambda n: n < 1, bool, int):
         with pytest.raises(RankDependentError):
@@ -66,7 +66,7 @@ def test_sizes_are_compared_by_torch_and_by_nobody_else() -> None:
         _hint_proves_even_shard(of(2, 1, 0), 2)
 
 
-def test_what_a_coordinate_has_part_in_is_no_size() -> None:
+def test_value_computed_from_a_coordinate_is_no_size() -> None:
     with pytest.raises(RankDependentError):
         assert of(0, 1) * 4 + of(3, 2, sizes=True) == 3
     assert of(0, 1) != of(0, 1, sizes=True) + 5
@@ -164,7 +164,7 @@ def test_tensors_of_the_controller_are_not_one_ranks_part(mesh_of: Any, what: st
         INDICES[what](distribute_tensor(X, mesh, [Replicate()]), number)
 
 
-def test_lists_and_sizes_with_a_number_of_each_rank_say_what_to_do(mesh_of: Any) -> None:
+def test_lists_and_sizes_with_per_rank_integers_raise_with_a_remedy(mesh_of: Any) -> None:
     number = mesh_of("2").get_local_rank()
     for ask in (
         lambda: [10, 20][number],

@@ -19,7 +19,7 @@ class Modules(Actor):
         return name in sys.modules
 
 
-def test_it_is_there_before_there_is_a_mesh() -> None:
+def test_processes_preload_modules_before_a_mesh() -> None:
     with this_host().spawn_procs({"x": 1}) as procs:
         modules = procs.spawn("modules", Modules)
         for name in (PRELOAD_WITH_DTENSORS, "torch.distributed.tensor", "monarch_backend.dtensor._worker"):
@@ -27,7 +27,7 @@ def test_it_is_there_before_there_is_a_mesh() -> None:
         assert not modules.has.call_one("torch._dynamo").get()
 
 
-def test_what_can_not_be_imported_is_no_hindrance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preload_skips_modules_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "monarch_backend.dtensor._worker", None)
     with pytest.raises(ImportError):
         importlib.import_module("monarch_backend.dtensor._worker")

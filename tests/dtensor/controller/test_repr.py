@@ -89,7 +89,7 @@ def test_values_are_printed_as_torch_prints_them(mesh_of: Callable[[str], Any], 
 
 
 @pytest.mark.parametrize("size", [(), (3,), (12,), (40, 50)], ids=str)
-def test_of_what_learns(mesh_of: Callable[[str], Any], size: tuple[int, ...]) -> None:
+def test_repr_of_a_tensor_with_gradient(mesh_of: Callable[[str], Any], size: tuple[int, ...]) -> None:
     """A long line is broken before what follows the numbers."""
     whole = filled(*size)
     x = distribute_tensor(whole, mesh_of("2"), [Replicate()]).requires_grad_()
@@ -133,7 +133,7 @@ def test_of_sums_that_are_not_added_up_yet(mesh_of: Callable[[str], Any]) -> Non
     assert shown(total) == repr(whole.sum(0))
 
 
-def test_of_a_large_one_only_what_is_shown_is_read(
+def test_repr_of_a_large_tensor_reads_only_the_shown_values(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []

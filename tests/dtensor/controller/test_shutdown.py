@@ -99,7 +99,7 @@ STOPS: dict[str, Callable[[ProcMesh], Any]] = {
 
 
 @pytest.mark.parametrize("how", STOPS)
-def test_operations_of_the_last_moment_are_done_and_their_failures_said(
+def test_last_operations_run_and_their_failures_are_reported(
     procs: ProcMesh, how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     x = ones(procs)
@@ -130,7 +130,7 @@ def test_the_end_right_after_a_function_that_has_failed(procs: ProcMesh) -> None
     procs.stop().get(9)
 
 
-def test_a_function_of_the_last_moment_writes_what_it_is_to_write(procs: ProcMesh, tmp_path: Path) -> None:
+def test_last_remote_call_runs_to_its_end(procs: ProcMesh, tmp_path: Path) -> None:
     x = ones(procs)
     x.add_(1)
     run(x.device_mesh, write, tmp_path, x)
@@ -138,7 +138,7 @@ def test_a_function_of_the_last_moment_writes_what_it_is_to_write(procs: ProcMes
     assert written(tmp_path) == {"0": "[2.0, 2.0]", "1": "[2.0, 2.0]"}
 
 
-def test_what_comes_after_a_function_that_runs_is_done(
+def test_operations_after_a_running_call_are_executed(
     procs: ProcMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The workers are told how it has ended before they are told to end."""
@@ -159,7 +159,7 @@ def test_what_comes_after_a_function_that_runs_is_done(
     is_said(capfd, 0)
 
 
-def test_what_was_moved_elsewhere_arrives(procs: ProcMesh, mesh_of: Callable[[str], Any]) -> None:
+def test_tensors_in_mesh_transfer_arrive(procs: ProcMesh, mesh_of: Callable[[str], Any]) -> None:
     x = ones(procs)
     moved = move(x * 3, mesh_of("3"), [Shard(0)])
     procs.stop().get(9)
@@ -185,7 +185,7 @@ def test_a_dead_worker_holds_up_no_end(procs: ProcMesh, deaths: list[MeshFailure
     procs.stop().get(30)
 
 
-def test_a_function_whose_worker_has_died_holds_up_no_end(
+def test_call_on_a_dead_worker_does_not_delay_shutdown(
     procs: ProcMesh, tmp_path: Path, deaths: list[MeshFailure]
 ) -> None:
     x = ones(procs)
@@ -198,7 +198,7 @@ def test_a_function_whose_worker_has_died_holds_up_no_end(
     stopped.get(30)
 
 
-def test_a_worker_that_does_nothing_holds_up_no_end_in_time(procs: ProcMesh, tmp_path: Path) -> None:
+def test_stuck_worker_delays_shutdown_only_until_the_timeout(procs: ProcMesh, tmp_path: Path) -> None:
     """Nor does one that is in the middle of a function."""
     x = ones(procs)
     victim = pids(procs)[0]
@@ -208,7 +208,7 @@ def test_a_worker_that_does_nothing_holds_up_no_end_in_time(procs: ProcMesh, tmp
     procs.stop(timeout=0.1).get(30)
 
 
-def test_who_has_sent_all_that_workers_take_is_no_hindrance(
+def test_full_command_stream_does_not_delay_shutdown(
     procs: ProcMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """There is room for no further message, and the last ones are done nevertheless."""

@@ -83,7 +83,7 @@ CHANGED: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("how", CHANGED)
 @pytest.mark.parametrize("what", GATHERED)
-def test_what_was_redistributed_may_be_changed_at_once(mesh_of: Callable[[str], Any], what: str, how: str) -> None:
+def test_redistributed_tensor_may_be_changed_at_once(mesh_of: Callable[[str], Any], what: str, how: str) -> None:
     mesh, whole = mesh_of("2"), torch.randn(40, 60)
     with torch.no_grad():
         wanted = value(GATHERED[what](distribute_tensor(whole, mesh, [Shard(0)]), mesh))
@@ -98,7 +98,7 @@ def test_what_was_redistributed_may_be_changed_at_once(mesh_of: Callable[[str], 
             same(tensors[0], whole + 1)
 
 
-def test_a_whole_state_dict_stays_what_it_is_when_the_model_changes(mesh_of: Callable[[str], Any]) -> None:
+def test_full_state_dict_is_independent_of_the_model(mesh_of: Callable[[str], Any]) -> None:
     model = sharded(mesh_of("2"))
     trained(model)
     for _ in range(TIMES):
@@ -113,7 +113,7 @@ def test_a_whole_state_dict_stays_what_it_is_when_the_model_changes(mesh_of: Cal
 # From rank 0 ----------------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_was_given_a_whole_state_does_not_change_it(mesh_of: Callable[[str], Any]) -> None:
+def test_optimizer_does_not_change_a_loaded_full_state(mesh_of: Callable[[str], Any]) -> None:
     """torch writes what it receives into the DTensors that are there, the replicated ones among them."""
     model, other = planned(mesh_of("2")), planned(mesh_of("2"))
     optimizer, its_optimizer = trained(model), trained(other)
@@ -146,7 +146,7 @@ def test_a_module_on_meta_gets_a_whole_state_dict(
         same(each, wanted[name], 0)
 
 
-def test_nothing_is_copied_into_a_tensor_on_meta(mesh_of: Callable[[str], Any]) -> None:
+def test_copy_into_a_meta_tensor_does_nothing(mesh_of: Callable[[str], Any]) -> None:
     """As of a tensor of this process; load_state_dict() copies, and warns where that does nothing."""
     meta, larger = torch.empty(4, device="meta"), torch.empty(5, device="meta")
     x = distribute_tensor(torch.ones(4), mesh_of("2"), [Replicate()]).to_local()

@@ -36,7 +36,7 @@ def at_once(work: Any) -> list[Any]:
         return list(threads.map(begin, range(THREADS)))
 
 
-def test_operations_that_nobody_has_done_before(mesh_of: Any) -> None:
+def test_threads_run_new_operations_at_the_same_time(mesh_of: Any) -> None:
     """Each has shapes of its own, so that the threads find out about new operations at the same time."""
     mesh = mesh_of("2")
 

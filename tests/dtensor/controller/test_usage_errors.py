@@ -108,7 +108,7 @@ def test_collectives_into_tensors_of_the_workers(name: str, shards: Any, mesh_of
     assert found == RESULTS[name]
 
 
-def test_what_only_some_ranks_do_says_so_where_it_is_called(shards: Any, mesh_of: Callable[[str], Any]) -> None:
+def test_send_and_recv_of_a_controller_group_are_refused(shards: Any, mesh_of: Callable[[str], Any]) -> None:
     group = mesh_of("2").get_group()
     with pytest.raises(RemoteTensorError, match=r"workers have no such collective.*dtensor\.run"):
         group.send([shards], 1, 0)

@@ -211,7 +211,7 @@ def test_optimizers(mesh: Any, kind: Any, options: dict[str, Any], how: str) -> 
     assert all(each.device.type == "cuda" for each in optimizer.state[ours].values() if isinstance(each, DTensor))
 
 
-def test_a_fused_optimizer_sends_nothing_but_records(nowhere: Any, recorded: Any, monkeypatch: Any) -> None:
+def test_fused_optimizer_sends_only_records(nowhere: Any, recorded: Any, monkeypatch: Any) -> None:
     parameter = nn.Parameter(distribute_tensor(torch.randn(4, 3), nowhere, [Shard(0)]))
     parameter.grad = torch.ones_like(parameter)
     monkeypatch.setattr(workers_of(nowhere).line, "put", lambda *_: pytest.fail("a message"))
@@ -264,7 +264,7 @@ def test_an_embedding_that_fails_leaves_no_mask_to_the_next_one(mesh: Any) -> No
     assert type(rows._spec.placements[0]) is Partial  # the mask has been used
 
 
-def test_what_cpp_takes_for_the_cpu_is_made_on_the_gpu(mesh: Any) -> None:
+def test_tensors_that_cpp_code_makes_for_the_cpu_are_on_the_gpu(mesh: Any) -> None:
     x = distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]).requires_grad_()
     x.sum().backward()  # the gradient is an expanded one, of which C++ makes a dense one where it has the parameter
     local = x.to_local().detach()
@@ -322,7 +322,7 @@ def test_tensors_of_this_process_go_to_where_the_others_are(mesh: Any) -> None:
 
 
 @without_gpu
-def test_which_mesh_makes_it_must_be_clear(mesh: Any, nowhere: Any) -> None:
+def test_ambiguous_mesh_of_a_factory_is_an_error(mesh: Any, nowhere: Any) -> None:
     assert torch.zeros(1, device="cuda")._meta.workers is workers_of(mesh)  # type: ignore[attr-defined]
     with nowhere:
         assert torch.zeros(1, device="cuda")._meta.workers is workers_of(nowhere)  # type: ignore[attr-defined]
@@ -435,7 +435,7 @@ def test_what_a_captured_step_makes_is_made_on_the_workers_gpu(mesh: Any) -> Non
     same(found, value(x) + torch.arange(8) + 1)
 
 
-def test_autocast_knows_what_each_operator_wants(nowhere: Any) -> None:
+def test_autocast_casts_for_each_operator(nowhere: Any) -> None:
     names = {each._schema.name.removeprefix("aten::") for each in autocast.operators("cuda")}
     rules = autocast_rules.CUDA
     assert names >= rules.lower | rules.widest | rules.refused
@@ -629,7 +629,7 @@ def test_a_whole_tensor_in_a_file(mesh: Any) -> None:
     assert torch.load(file, weights_only=True).equal(whole)
 
 
-def test_an_error_on_the_workers_comes_with_the_line_and_hurts_nothing_else(mesh: Any) -> None:
+def test_error_on_the_workers_names_the_line_and_the_mesh_stays_usable(mesh: Any) -> None:
     x = distribute_tensor(torch.tensor([[2.0, 3.0], [3.0, 2.0]]), mesh, [Replicate()])
     y, failed = x + 1, torch.linalg.cholesky(x)
     with pytest.raises(RemoteOpError, match=r"test_gpu_meshes\.py"):

@@ -75,7 +75,7 @@ def test_functions_of_torch_have_one_case_for_spmd() -> None:
     assert "_setup_world_group_and_device" in inspect.getsource(xla_spmd.FUNCTIONS[0])
 
 
-def test_torch_says_operators_in_others_and_which_devices_have_them() -> None:
+def test_decompositions_per_device_are_found() -> None:
     aten, x = torch.ops.aten, torch.rand(4, 3)
     for each, device in ((aten.mm.default, "CPU"), (aten.dropout.default, "XLA")):  # torch has the latter for all
         assert decompositions.is_there(each, device)
@@ -100,7 +100,7 @@ def test_shapes_that_torch_finds_on_the_device_only(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(op_overrides.REPLACED))
-def test_what_is_corrected_is_as_torch_has_it(name: str) -> None:
+def test_corrected_operators_match_torch(name: str) -> None:
     """With its second argument by position and by name."""
     operator, corrected = op_functions.find(name), op_functions.find(op_overrides.REPLACED[name])
     names = [each.name for each in operator._schema.arguments]
@@ -157,7 +157,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> Any:
     return simulated_mesh((2,), ("x",), "xla")
 
 
-def test_autocast_wants_of_each_operator_what_torch_xla_does(nowhere: Any) -> None:
+def test_autocast_matches_torch_xla(nowhere: Any) -> None:
     rules = autocast_rules.XLA
     names = {each._schema.name.removeprefix("aten::") for each in autocast.operators("xla")}
     assert names >= rules.lower | rules.widest
@@ -210,7 +210,7 @@ class TestXla:
         assert set(totals.values()) == {X.sum().item()}
         same(doubled, X * 2)
 
-    def test_what_a_function_changes_in_place_has_changed_for_all(self, mesh: Any, there: Any) -> None:
+    def test_inplace_changes_of_a_function_are_visible(self, mesh: Any, there: Any) -> None:
         view = there.view(2, 2, 3)
         for _ in range(3):
             run(mesh, worker_functions.doubled_in_place, there).get()
@@ -294,7 +294,7 @@ class TestXla:
         for reference, ours in zip(*found, strict=True):
             same(ours, reference)
 
-    def test_rows_are_looked_up_by_what_was_found(self, there: Any) -> None:
+    def test_rows_are_looked_up_by_computed_indices(self, there: Any) -> None:
         """torch_xla ends the process, or reduces nothing: worker/_xla_corrected.py."""
         for find in (
             lambda x: x.sort(0, descending=True)[1][:2, 0], lambda x: x.topk(2, 0)[1][:, 1], lambda x: x.argsort(0)[0],
@@ -307,7 +307,7 @@ class TestXla:
         step = torch.compile(lambda x: x[x.argsort(0, descending=True)[:2, 0]] * 2, backend="monarch")
         same(step(there), X.flip(0)[:2] * 2, 0)
 
-    def test_what_is_reduced_is_what_torch_reduces(self, there: Any) -> None:
+    def test_reductions_match_torch(self, there: Any) -> None:
         for reduce in (
             lambda x: x.amax(), lambda x: x.amin(), lambda x: x.sum([]), lambda x: x.mean([], keepdim=True),
             lambda x: x.var([]), lambda x: x.std([]), lambda x: torch.linalg.vector_norm(x, dim=[]),
@@ -331,11 +331,11 @@ class TestXla:
             for reference, ours in zip(*found, strict=True):
                 same(ours, reference)
 
-    def test_a_rank_that_has_nothing_to_roll(self, mesh: Any) -> None:
+    def test_roll_with_an_empty_shard(self, mesh: Any) -> None:
         row = distribute_tensor(X[:1], mesh, [Shard(0)])
         same(row.to_local().roll(1, 1), X[:1].roll(1, 1), 0)
 
-    def test_what_fails_is_told(self, mesh: Any) -> None:
+    def test_failures_are_reported(self, mesh: Any) -> None:
         with pytest.raises(RemoteOpError, match=r"on rank \d \(host .*, pid \d+\): ValueError: on purpose"):
             run(mesh, worker_functions.fails).get()
         assert distribute_tensor(X, mesh, [Shard(0)]).sum().item() == X.sum().item()
@@ -354,7 +354,7 @@ class TestXla:
             for each in (other, failing):
                 same(distribute_tensor(X, each, [Shard(1), Shard(0)]).full_tensor(), X)
 
-    def test_what_nobody_reads_is_done_after_so_many_records(self, mesh: Any) -> None:
+    def test_unread_results_run_after_a_number_of_records(self, mesh: Any) -> None:
         before, *_ = run(mesh, worker_functions.do_after, 200).get().values()
         try:
             x = distribute_tensor(X, mesh, [Replicate()]).to_local()
@@ -366,7 +366,7 @@ class TestXla:
             run(mesh, worker_functions.do_after, before).get()
         assert value(x).equal(X)
 
-    def test_the_page_does_what_it_says(self, tmp_path: Path) -> None:
+    def test_code_of_the_page_runs(self, tmp_path: Path) -> None:
         page = (Path(__file__).parents[3] / "docs" / "guides" / "dtensor.md").read_text()
         [code] = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
         promised = re.findall(r"^ *print\(.*?\)\s+# (.+)$", code, re.MULTILINE)

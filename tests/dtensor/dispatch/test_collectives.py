@@ -85,7 +85,7 @@ def test_ranks_outside_of_a_group(mesh_of: Callable[[str], Any]) -> None:
     assert list(run(mesh, collective_programs.values, out).get().values()) == expected
 
 
-def test_who_has_no_operand_holds_up_nobody(mesh_of: Callable[[str], Any]) -> None:
+def test_rank_without_the_operand_does_not_block_others(mesh_of: Callable[[str], Any]) -> None:
     """The others get zeros from it, and who reads is told."""
     mesh = mesh_of("2")
     workers = workers_of(mesh)

@@ -107,7 +107,7 @@ def test_a_label_that_is_out_of_range_of_a_parallel_loss(mesh_of: Callable[[str]
         same(F.cross_entropy(x, distribute_tensor(labels, mesh, [Replicate()])), F.cross_entropy(WIDE, labels))
 
 
-def test_what_depends_on_a_row_that_is_not_there_has_failed(mesh_of: Callable[[str], Any]) -> None:
+def test_results_of_an_index_out_of_range_have_failed(mesh_of: Callable[[str], Any]) -> None:
     """Also the table that is trained with it: no step is made of zeros."""
     mesh = mesh_of("2")
     table = torch.nn.Parameter(distribute_tensor(TABLE, mesh, [Shard(0)]))
@@ -129,7 +129,7 @@ UNLIKELY = {"too large": 1.5, "negative": -0.5, "nan": float("nan")}
 
 @pytest.mark.parametrize("kind", UNLIKELY)
 @pytest.mark.parametrize("name", OF_PROBABILITIES)
-def test_what_is_no_probability(mesh_of: Callable[[str], Any], name: str, kind: str) -> None:
+def test_invalid_probability_is_an_error(mesh_of: Callable[[str], Any], name: str, kind: str) -> None:
     call, x, mesh = OF_PROBABILITIES[name], torch.full((5, 3), 0.25), mesh_of("3")
     wrong = x.clone()
     wrong[4, 1] = UNLIKELY[kind]
@@ -155,7 +155,7 @@ def test_parts_of_a_sum_are_looked_at_together(mesh_of: Callable[[str], Any]) ->
 
 
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_is_no_probability_in_a_captured_step(mesh_of: Callable[[str], Any], inductor: bool) -> None:
+def test_invalid_probability_in_a_captured_step_is_an_error(mesh_of: Callable[[str], Any], inductor: bool) -> None:
     mesh = mesh_of("2")
     step = torch.compile(F.binary_cross_entropy, backend="monarch", options={"inductor": inductor})
     for placement in (Shard(0), Replicate()):

@@ -48,7 +48,7 @@ def test_the_result_has_its_sizes(line: Any, way: str, sizes: Any) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-def test_what_torch_would_resize_with_a_warning_is_refused(line: Any, way: str) -> None:
+def test_out_argument_of_another_size_is_refused(line: Any, way: str) -> None:
     call, dtypes = WAYS[way]
     x = workers_of(line).put(WHOLE)
     ours = given(x, dtypes, (5, 5))

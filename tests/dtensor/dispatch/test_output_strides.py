@@ -131,7 +131,7 @@ def test_a_captured_operator_that_returns_no_tensor_beside_one(mesh_of: Callable
     same(captured(x), torch.full((2, 2), 5.0))
 
 
-def test_what_is_drawn_after_a_batch_norm_is_a_single_process_s(mesh_of: Callable[[str], Any]) -> None:
+def test_random_numbers_after_a_batch_norm_match_a_single_process(mesh_of: Callable[[str], Any]) -> None:
     x, dropout = transposed(), nn.Dropout(0.5)
     torch.manual_seed(3)
     expected = dropout(batch_norm(x))

@@ -161,7 +161,7 @@ def test_grad_modes_between_the_same_operations(mesh_of: Any) -> None:
             same(x.grad, theirs.grad)
 
 
-def test_what_is_changed_in_place_is_the_same_object_and_is_counted(mesh_of: Any) -> None:
+def test_inplace_operation_returns_the_same_object_with_a_new_version(mesh_of: Any) -> None:
     x, other = (distribute_tensor(torch.ones(4, 4), mesh_of("2"), [Shard(0)]) for _ in range(2))
     before = x._version
     for changes in range(1, 4):
@@ -214,7 +214,7 @@ def test_sizes_dtypes_and_placements_between_the_same_views(mesh_of: Any, name: 
                 assert x[1].dtype == whole.dtype
 
 
-def test_cat_of_what_is_placed_alike_or_not(mesh: Any, ways: list[Any]) -> None:
+def test_cat_with_equal_and_other_placements(mesh: Any, ways: list[Any]) -> None:
     places = [*itertools.product([Shard(0), Shard(1), Replicate()], repeat=mesh.ndim)]
     whole = [torch.randn(4, 6), torch.randn(5, 6)]
     for _ in range(2):
@@ -226,7 +226,7 @@ def test_cat_of_what_is_placed_alike_or_not(mesh: Any, ways: list[Any]) -> None:
     assert torch.ops.aten.cat.default in ways
 
 
-def test_what_is_no_dtensor_in_the_place_of_one(mesh_of: Any) -> None:
+def test_plain_value_in_place_of_a_dtensor(mesh_of: Any) -> None:
     """A host's tensor, or other values of what is no part of a sharding."""
     whole, mesh = torch.arange(16.0).view(4, 4), mesh_of("2")
     x = distribute_tensor(whole, mesh, [Shard(0)])
@@ -251,7 +251,7 @@ def test_another_mesh_is_an_error_the_second_time_too(mesh_of: Any) -> None:
             torch.cat([one, other])
 
 
-def test_who_asks_to_be_told_of_redistributions_is(mesh_of: Any, ways: list[Any]) -> None:
+def test_explicit_redistribution_context_sees_cached_plans(mesh_of: Any, ways: list[Any]) -> None:
     x = distribute_tensor(torch.arange(16.0).view(4, 4), mesh_of("2"), [Shard(0)])
     for _ in range(3):
         x[0], torch.cat([x, x])
@@ -266,7 +266,7 @@ def test_who_asks_to_be_told_of_redistributions_is(mesh_of: Any, ways: list[Any]
     same(torch.cat([x, x]), torch.arange(16.0).view(4, 4).repeat(2, 1))
 
 
-def test_torch_uses_what_stands_in_for_its_op_info(mesh_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_accepts_the_substitute_op_info(mesh_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(redispatch_cache.OpInfo, "torchs", lambda self: asked.append(True) or self.own())
     x = distribute_tensor(torch.ones(4, 6), mesh_of("2"), [Shard(0)])

@@ -82,7 +82,7 @@ def test_tensor_parallel_layers_of_a_batch_that_the_slices_do_not_share_evenly(
         same(DTensor.from_local(of_rows, mesh["dp"], [Partial()]), theirs.grad)  # type: ignore[arg-type]
 
 
-def test_what_would_be_sharded_in_another_way_on_each_slice(mesh_of: Callable[[str], Any]) -> None:
+def test_operations_sharded_differently_on_each_slice(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2x2")
     local = distribute_tensor(WHOLE[:3], mesh, [Shard(0), Replicate()]).to_local()
     x = DTensor.from_local(local, mesh["tp"], [Replicate()])

@@ -73,7 +73,7 @@ def test_recurrent_layers_of_a_batch_that_ranks_do_not_share_evenly(line: Any, k
         same(ours(distribute_tensor(x, line, [Shard(0)]))[0], expected)
 
 
-def test_what_is_gathered_keeps_the_order_of_its_dimensions(mesh: Any) -> None:
+def test_gathered_tensor_keeps_its_dimension_order(mesh: Any) -> None:
     x = torch.randn(4, 5, 3)
     for dim in range(3):
         there = distribute_tensor(x, mesh, [Shard(dim)] * mesh.ndim).transpose(0, 1)

@@ -120,7 +120,7 @@ def test_after_torchs_own_way_to_do_them(mesh_of: Callable[[str], Any]) -> None:
     same(loss(distribute_tensor(X, mesh, [Shard(0)]), "mean"), loss(X, "mean"))
 
 
-def test_what_is_whole_on_all_ranks_is_one_operation(mesh_of: Callable[[str], Any]) -> None:
+def test_loss_of_replicated_tensors_is_one_operation(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x, target = (distribute_tensor(each, mesh, [Replicate()]) for each in (X, TARGET))
     sink = workers_of(mesh).sink
@@ -134,7 +134,7 @@ def test_what_is_whole_on_all_ranks_is_one_operation(mesh_of: Callable[[str], An
     assert records(F.mse_loss) == records(torch.add)
 
 
-def test_what_is_filled_into_a_sum_over_ranks(mesh_of: Callable[[str], Any]) -> None:
+def test_fill_into_a_partial_sum(mesh_of: Callable[[str], Any]) -> None:
     total = distribute_tensor(X, mesh_of("3"), [Shard(1)]).sum(1)
     assert total.placements == (Partial(),)
     same(torch.empty_like(total).fill_(3), torch.full((5,), 3.0))

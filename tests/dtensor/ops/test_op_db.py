@@ -108,7 +108,7 @@ def test_exceptions_are_few_and_are_operators() -> None:
     assert EXCEPTIONS.keys() <= op_db.operators().keys()
 
 
-def test_what_is_compared_can_fail(mesh_of: Any) -> None:
+def test_comparison_detects_wrong_results(mesh_of: Any) -> None:
     """A wrong result, a missing sharding and an error are told apart from what is right."""
 
     class Wrong:

@@ -52,7 +52,7 @@ def test_two_dimensions_of_a_mesh_and_the_flattened_one(all_procs: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 3), (3, 1), (1, 1), (2, 0)], ids=str)
-def test_ranks_that_have_nothing(mesh: Any, size: Any) -> None:
+def test_operations_with_empty_shards(mesh: Any, size: Any) -> None:
     whole = torch.randn(size)
     for before, after in itertools.product(itertools.product([Shard(0), Shard(1)], repeat=mesh.ndim), repeat=2):
         sharded = distribute_tensor(whole, mesh, before)
@@ -138,7 +138,7 @@ def test_views(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [(10, 7), (12, 6), (6, 2, 2), (2, 6, 4)], ids=str)
-def test_other_sizes_of_what_two_dimensions_of_the_mesh_share(mesh_of: Callable[[str], Any], size: Any) -> None:
+def test_dimension_sharded_over_two_mesh_dimensions(mesh_of: Callable[[str], Any], size: Any) -> None:
     """torch looks whether each of them shares it evenly, not both."""
     mesh, x = mesh_of("2x2"), torch.randn(size)
     count = x.numel()
@@ -162,7 +162,7 @@ def test_changed_in_place(mesh: Any) -> None:
         same(x, whole * 0)
 
 
-def test_a_view_sees_what_changes_below_it(line: Any) -> None:
+def test_view_sees_changes_of_its_base(line: Any) -> None:
     whole = torch.randn(12, 16)
     x = distribute_tensor(whole, line, [Shard(0)])
     view = x.view(12, 4, 4)
@@ -283,7 +283,7 @@ def test_what_a_number_is(mesh: Any) -> None:
     assert value(x).equal(whole)
 
 
-def test_whether_any_rank_says_so_is_one_answer(mesh: Any) -> None:
+def test_any_and_all_over_ranks(mesh: Any) -> None:
     whole = torch.tensor([[1.0, -1, -1], [1, -1, 1], [1, 1, -1], [1, -1, -1]])
     for here in placements(mesh):
         x = distribute_tensor(whole, mesh, here) > 0
@@ -319,7 +319,7 @@ WRITING: list[Callable[[Any], Any]] = [
 
 
 @pytest.mark.parametrize("rows", [4, 5])
-def test_what_is_written_into_rows_of_a_tensor_is_in_it(mesh_of: Callable[[str], Any], rows: int) -> None:
+def test_writes_into_rows_change_the_tensor(mesh_of: Callable[[str], Any], rows: int) -> None:
     """Also where the rows are those of several ranks, which are gathered for it."""
     for write, (name, here) in itertools.product(WRITING, [("2", [Shard(0)]), ("2x2", [Shard(0), Shard(1)])]):
         theirs = torch.randn(rows, 4, requires_grad=True)
@@ -334,7 +334,7 @@ def test_what_is_written_into_rows_of_a_tensor_is_in_it(mesh_of: Callable[[str],
         same(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-def test_ranks_that_have_nothing_of_a_tensor(mesh_of: Callable[[str], Any]) -> None:
+def test_operations_with_ranks_without_rows(mesh_of: Callable[[str], Any]) -> None:
     mesh, whole = mesh_of("3"), torch.randn(4, 4)
     for before, after in itertools.product(ONE, repeat=2):
         x = distribute_tensor(whole, mesh, [before])

@@ -102,7 +102,7 @@ def test_made_like_another(mesh: Any, size: Any) -> None:
         assert torch.rand_like(ours).placements == tuple(here)  # type: ignore[attr-defined]
 
 
-def test_what_torch_makes_of_several_operations(line: Any) -> None:
+def test_random_functions_composed_of_several_operations(line: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         return [
             F.dropout1d(x), F.dropout2d(x.unsqueeze(0)), F.feature_alpha_dropout(x, 0.5, True),
@@ -242,7 +242,7 @@ def test_a_model_that_gets_its_values_on_the_workers(line: Any) -> None:
         equal(mine, plain)
 
 
-def test_beside_what_the_controller_draws(line: Any) -> None:
+def test_random_numbers_with_controller_draws_in_between(line: Any) -> None:
     data = TensorDataset(torch.arange(12.0).view(12, 1))
 
     def program(x: torch.Tensor) -> list[Any]:
@@ -480,9 +480,7 @@ FOLLOWED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("dim", [0, 2])
 @pytest.mark.parametrize("what", FOLLOWED)
-def test_what_is_computed_from_a_shard_is_the_same_part_of_what_one_process_computes(
-    fresh: Any, what: str, dim: int
-) -> None:
+def test_random_numbers_for_computed_shards_match_a_single_process(fresh: Any, what: str, dim: int) -> None:
     x = torch.linspace(-1, 1, 96).view(4, 3, 8)
     expected = FOLLOWED[what](x)
     local = FOLLOWED[what](distribute_tensor(x, fresh, [Shard(dim)]).to_local())
@@ -508,7 +506,7 @@ NOT_FOLLOWED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", NOT_FOLLOWED)
-def test_what_is_no_shard_any_more_draws_other_numbers_and_warns(
+def test_random_numbers_for_former_shards_differ_with_a_warning(
     fresh: Any, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random_ops, "_warned", set())
@@ -529,7 +527,7 @@ def test_numbers_like_a_shard_with_gradients_do_not_warn(fresh: Any) -> None:
         torch.rand_like(local)
 
 
-def test_what_is_calculated_with_numbers_of_ranks_draws_other_numbers_and_warns(
+def test_random_numbers_for_rank_dependent_tensors_differ_with_a_warning(
     fresh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random_ops, "_warned", set())
@@ -557,7 +555,7 @@ def test_a_shard_with_one_number_everywhere_is_a_shard_still(fresh: Any) -> None
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_dropout_of_what_is_computed_from_a_shard_warns_and_draws_other_masks(
+def test_dropout_of_permuted_shards_differs_with_a_warning(
     fresh: Any, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The elements of the whole that a rank has after a flip of the sharded dimension are not followed."""
@@ -649,7 +647,7 @@ def test_dropout_after_the_sum_of_shards_draws_the_same_mask_on_all_ranks(fresh:
     equal(one, other)
 
 
-def test_what_plain_tensors_draw_by_their_values_is_what_a_single_process_draws(fresh: Any) -> None:
+def test_sampling_from_plain_tensors_matches_a_single_process(fresh: Any) -> None:
     """As text that is sampled from the logits of a tensor-parallel model."""
 
     def program(x: torch.Tensor) -> list[Any]:
@@ -667,7 +665,7 @@ def test_what_plain_tensors_draw_by_their_values_is_what_a_single_process_draws(
     same_program(program, distribute_tensor(whole, fresh, [Replicate()]).to_local(), whole)
 
 
-def test_ranks_that_draw_more_numbers_than_the_first_go_on_as_it_does(fresh: Any) -> None:
+def test_generators_agree_after_ranks_draw_different_counts(fresh: Any) -> None:
     whole = torch.tensor([[0.1, 0.1], [90.0, 70.0]])
     rows = distribute_tensor(whole, fresh, [Shard(0)]).to_local()
     # Parts of a sum differ by rank and have one mask. poisson draws until it has enough.
@@ -731,7 +729,7 @@ def test_shards_of_ranks_with_other_data_draw_other_numbers_on_each(own_mesh: An
     assert not any(torch.equal(*pair) for pair in itertools.combinations(masks, 2))
 
 
-def test_one_record_each_and_the_state_only_where_it_is_another(line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generator_state_is_sent_only_after_a_change(line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = controller_mesh.workers_of(line)
     assert workers is not None
     x = distribute_tensor(torch.zeros(UNEVEN), line, [Shard(0)])
@@ -763,7 +761,7 @@ def test_a_tensor_that_failed_costs_no_number(line: Any) -> None:
         value(failed)
 
 
-def test_a_worker_that_could_not_draw_says_so_until_it_knows_the_state_again() -> None:
+def test_failed_draw_is_reported_until_the_state_is_known_again() -> None:
     cpu, target, shape = torch.device("cpu"), torch.zeros(4), ([4], [1], torch.float32)
     state = cpu_generator.state_of(torch.default_generator)
 
@@ -778,7 +776,7 @@ def test_a_worker_that_could_not_draw_says_so_until_it_knows_the_state_again() -
     fill("aten.normal_.default")
 
 
-def test_workers_say_once_how_far_an_operation_moves_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_report_the_generator_offset_of_an_operation_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = simulated_mesh((2,), ("x",), "cuda")
     workers = controller_mesh.workers_of(mesh)
     assert workers is not None

@@ -104,7 +104,7 @@ def test_new_data_of_a_dtensor_are_the_values(mesh_of: Callable[[str], Any]) -> 
     same(weight, torch.full((6,), 5.0))
 
 
-def test_one_number_is_written_as_a_format_says(mesh_of: Callable[[str], Any]) -> None:
+def test_format_of_a_single_number(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(torch.arange(6.0), mesh_of("2"), [Shard(0)])
     assert f"{x.mean():.2f} {x.argmax():d} {x.sum().full_tensor():6.1f}" == "2.50 5   15.0"
     with pytest.raises(TypeError, match="format"):

@@ -75,7 +75,7 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_what_is_changed_in_place_is_no_copy(mesh_of: Callable[[str], Any], name: str) -> None:
+def test_inplace_change_before_a_redistribution_is_kept(mesh_of: Callable[[str], Any], name: str) -> None:
     """Where torch would place it in another way first."""
     for placements in (*PLACEMENTS.values(), (Shard(1), Replicate()), (Shard(0), Shard(0))):
         ours, alone = placed(mesh_of("2x2"), X, placements), X.clone()
@@ -91,7 +91,7 @@ def test_values(mesh_of: Callable[[str], Any], name: str) -> None:
         same(CALCULATED[name](placed(mesh_of("2x2"), X, placements)), CALCULATED[name](X))
 
 
-def test_what_is_changed_stays_where_it_is(mesh_of: Callable[[str], Any]) -> None:
+def test_inplace_change_keeps_the_placement(mesh_of: Callable[[str], Any]) -> None:
     for placements in PLACEMENTS.values():
         ours, alone = placed(mesh_of("2x2"), X, placements), X.clone()
         for each in (ours, alone):
@@ -101,7 +101,7 @@ def test_what_is_changed_stays_where_it_is(mesh_of: Callable[[str], Any]) -> Non
         same(ours, alone)
 
 
-def test_what_is_written_into_a_gathered_view_is_in_the_tensor(mesh_of: Callable[[str], Any]) -> None:
+def test_write_into_a_gathered_view_changes_the_tensor(mesh_of: Callable[[str], Any]) -> None:
     ours, alone = distribute_tensor(X, mesh_of("2"), [Shard(0)]), X.clone()
     for each in (ours, alone):
         each.unfold(0, 2, 3).mul_(2)
@@ -188,7 +188,7 @@ def test_distributions_look_at_their_arguments(mesh_of: Callable[[str], Any]) ->
         same(ours, alone)
 
 
-def test_it_is_said_once(
+def test_fallback_is_logged_once(
     mesh_of: Callable[[str], Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicate_fallback, "_said", set())
@@ -199,7 +199,7 @@ def test_it_is_said_once(
     assert [each.args for each in caplog.records] == [(torch.ops.aten.renorm.default,)]
 
 
-def test_what_has_no_sharding_with_wrong_arguments_raises_torchs_error(mesh_of: Callable[[str], Any]) -> None:
+def test_wrong_arguments_without_a_sharding_rule_raise_torchs_error(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(X, mesh_of("2"), [Shard(0)])
     with pytest.raises(RuntimeError, match="same number of columns"):
         torch.cdist(x, x[:, :2])
@@ -219,7 +219,7 @@ def test_captured_steps_write_through_an_index_and_break_at_sizes_that_are_value
         same(ours, alone)
 
 
-def test_captured_steps_have_it(mesh_of: Callable[[str], Any]) -> None:
+def test_fallback_in_captured_steps(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(X, mesh_of("2"), [Shard(0)])
 
     def step(x: Any) -> Any:
@@ -250,7 +250,7 @@ def test_a_sharded_dimension_of_size_1_goes_away(mesh_of: Callable[[str], Any], 
         same(x.grad, alone.grad)
 
 
-def test_what_is_written_into_a_view_without_the_sharded_dimension_is_in_the_tensor(
+def test_write_into_a_view_without_the_sharded_dimension_changes_the_tensor(
     mesh_of: Callable[[str], Any],
 ) -> None:
     x = distribute_tensor(torch.ones(1, 4), mesh_of("2"), [Shard(0)])
@@ -268,7 +268,7 @@ VIEWS_OF_A_COPY: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS_OF_A_COPY)
-def test_what_is_written_by_an_index_into_a_view_of_rows(mesh_of: Callable[[str], Any], view: str) -> None:
+def test_indexed_write_into_a_view_of_rows(mesh_of: Callable[[str], Any], view: str) -> None:
     for name in ("2", "3"):
         here = torch.arange(12.0).view(2, 6)
         there = distribute_tensor(here, mesh_of(name), [Shard(1)])
@@ -277,7 +277,7 @@ def test_what_is_written_by_an_index_into_a_view_of_rows(mesh_of: Callable[[str]
         same(there, here)
 
 
-def test_what_a_list_changes(mesh_of: Callable[[str], Any]) -> None:
+def test_foreach_changes_of_rows_of_one_tensor(mesh_of: Callable[[str], Any]) -> None:
     """Of which several are rows of the same tensor, again and again; and each is a change to autograd."""
     here = torch.arange(24.0).view(4, 6)
     there = distribute_tensor(here, mesh_of("3"), [Shard(0)])

@@ -43,7 +43,7 @@ def test_gathering_fewer_rows_than_there_are(mesh_of: Callable[[str], Any]) -> N
             same(distribute_tensor(x, mesh, [of_x]).gather(dim, there), x.gather(dim, index))
 
 
-def test_what_is_added_to_fewer_rows_than_there_are(mesh_of: Callable[[str], Any]) -> None:
+def test_gradient_of_scatter_add_is_gathered(mesh_of: Callable[[str], Any]) -> None:
     """The gradient of what is added is gathered."""
     mesh, x, index = mesh_of("2"), torch.randn(10, 2), torch.randint(10, (10, 2))
     there = distribute_tensor(index, mesh, [Shard(1)])
@@ -90,7 +90,7 @@ def test_reductions_of_no_dimensions(mesh_of: Callable[[str], Any]) -> None:
             same(torch.any(distribute_tensor(x, mesh_of("2"), [Shard(dim)]) > 0, dim=[]), torch.any(x > 0, dim=[]))
 
 
-def test_the_largest_magnitude_of_what_is_largest_over_ranks(mesh_of: Callable[[str], Any]) -> None:
+def test_infinity_norm_over_partial_maxima(mesh_of: Callable[[str], Any]) -> None:
     x = torch.tensor([[-5.0, 1], [-7, 2], [-4, 0], [-6, -3]])
     largest = distribute_tensor(x, mesh_of("2"), [Shard(0)]).amax(0)
     for order in (torch.inf, -torch.inf, 2):
@@ -144,7 +144,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_what_is_written_into_rows_that_several_ranks_have(mesh_of: Callable[[str], Any], name: str) -> None:
+def test_write_into_rows_of_several_ranks(mesh_of: Callable[[str], Any], name: str) -> None:
     x = torch.arange(16.0).view(4, 4)
     ours = distribute_tensor(x, mesh_of("2"), [Shard(0)])
     for each in (ours, x):
@@ -168,7 +168,7 @@ INDEXED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", INDEXED)
-def test_what_is_written_through_an_index_of_several_parts(mesh_of: Callable[[str], Any], name: str) -> None:
+def test_write_through_an_index_of_several_parts(mesh_of: Callable[[str], Any], name: str) -> None:
     x = torch.arange(16.0).view(4, 4)
     for placements in ([Shard(0), Shard(1)], [Shard(0), Replicate()]):
         ours, alone = distribute_tensor(x, mesh_of("2x2"), placements), x.clone()
@@ -177,7 +177,7 @@ def test_what_is_written_through_an_index_of_several_parts(mesh_of: Callable[[st
         same(ours, alone)
 
 
-def test_the_gradient_of_what_was_written_over(mesh_of: Callable[[str], Any]) -> None:
+def test_gradient_of_overwritten_values(mesh_of: Callable[[str], Any]) -> None:
     def calculate(x: Any) -> Any:
         y = x * 2
         y[1:3, 2:] = 0
@@ -271,7 +271,7 @@ def test_the_gradient_of_rows_that_were_taken_before_a_change(mesh_of: Callable[
         gradients_are_the_same(mesh_of("2"), torch.randn(4, 3), calculate, Shard(dim))
 
 
-def test_rows_that_nobody_has_are_not_kept(mesh_of: Callable[[str], Any]) -> None:
+def test_unreferenced_rows_are_not_kept(mesh_of: Callable[[str], Any]) -> None:
     ours = distribute_tensor(torch.arange(4.0), mesh_of("2"), [Shard(0)])
     rows = ours[1:]
     kept = weakref.ref(rows._local_tensor)
@@ -404,7 +404,7 @@ def test_grouped_mm_of_float32_has_a_single_process_values(mesh_of: Callable[[st
     agrees(*(distribute_tensor(t.detach(), mesh, [Replicate()]).to_local().requires_grad_() for t in (a, b)))
 
 
-def test_grouped_mm_refuses_what_its_kernel_refuses(mesh_of: Callable[[str], Any]) -> None:
+def test_grouped_mm_refuses_the_same_arguments_as_its_kernel(mesh_of: Callable[[str], Any]) -> None:
     x, y = (
         distribute_tensor(torch.ones(2, *each), mesh_of("2"), [Replicate()]).to_local() for each in ((4, 6), (6, 4))
     )

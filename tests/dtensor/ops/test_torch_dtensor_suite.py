@@ -108,7 +108,7 @@ class OpsTest(DTensorTestBase):  # type: ignore[misc]
         self.check((lambda v, i: v[i], x, rows), (torch.scatter, x, 0, rows.view(1, 4), torch.ones(1, 4)))
 
     @with_comms
-    def test_what_is_distributed_already(self) -> None:
+    def test_ops_on_distributed_tensors(self) -> None:
         mesh = self.build_device_mesh()
         for placement in (Shard(0), Shard(1), Replicate()):
             x = distribute_tensor(torch.randn(5, 7), mesh, [placement])
@@ -198,7 +198,7 @@ ModulesFromController = _with_controller(ModulesTest)
 OpsTest.__test__ = RulesTest.__test__ = ModulesTest.__test__ = False
 
 
-def test_a_barrier_waits_for_the_workers_and_hears_of_failures(mesh_of: Callable[[str], Any]) -> None:
+def test_barrier_waits_for_the_workers_and_raises_failures(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     workers = workers_of(mesh)
     dist.barrier(group=mesh.get_group())

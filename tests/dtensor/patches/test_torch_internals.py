@@ -541,7 +541,7 @@ def test_schemas_say_which_arguments_are_numbers() -> None:
     assert op_signatures.scalars_of(aten.arange.start._schema) == (0, frozenset())
 
 
-def test_what_an_operator_is_made_of() -> None:
+def test_composite_operators_decompose_as_expected() -> None:
     """Without autograd it comes as it is, and its own kernel for autograd is called."""
     linear = decompositions.made_of_others(torch.ops.aten.linear.default)
     x = torch.randn(3, 2)

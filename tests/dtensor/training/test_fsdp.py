@@ -208,7 +208,7 @@ def test_a_slice_can_not_be_resharded_to_fewer_ranks() -> None:
         fully_shard(Net(), mesh=mesh, reshard_after_forward=2)
 
 
-def test_what_is_sharded_by_another_dimension_can_not_be_resharded_to_fewer_ranks() -> None:
+def test_resharding_to_fewer_ranks_needs_dimension_0() -> None:
     mesh = simulated_mesh((4,), ("dp",))
     with pytest.raises(RemoteTensorError, match="by another dimension than 0"):
         fully_shard(Net(), mesh=mesh, reshard_after_forward=2, shard_placement_fn=lambda param: Shard(param.ndim - 1))
@@ -297,7 +297,7 @@ def test_activation_checkpoints(mesh_of: Any) -> None:
     train(sharded(copy.deepcopy(reference), mesh), mesh, reference)
 
 
-def test_prefetching_as_the_user_says(mesh_of: Any) -> None:
+def test_explicit_prefetching(mesh_of: Any) -> None:
     mesh, reference = mesh_of("2"), Net(blocks=3)
     model = sharded(copy.deepcopy(reference), mesh)
     for before, after in zip(model.blocks, model.blocks[1:], strict=False):
@@ -499,7 +499,7 @@ def test_workers_have_the_memory_of_one_layer(mesh_of: Any, reshard: bool) -> No
         assert bytes_of(workers) - before == pytest.approx(blocks * layer / 2, rel=0.2)
 
 
-def test_what_was_freed_can_not_be_read(mesh_of: Any) -> None:
+def test_freed_parameters_cannot_be_read(mesh_of: Any) -> None:
     mesh = mesh_of("2")
     model, held = sharded(Net(), mesh), []
     model.blocks[0].norm.register_forward_hook(lambda module, *_: held.append(module.weight))

@@ -235,7 +235,7 @@ def test_autocast(line: Any) -> None:
 
 
 @pytest.mark.parametrize("plan", [SEQUENCE_PLAN, PLAIN_PLAN], ids=["sequence", "plain"])
-def test_what_is_calculated_again(line: Any, plan: Any) -> None:
+def test_activation_checkpointing(line: Any, plan: Any) -> None:
     alone = Net(again=True)
     both(parallelize_module(copy.deepcopy(alone), line, plan), alone)
 
@@ -280,7 +280,7 @@ PLACES = (Replicate(), Shard(0), Shard(1))
 
 
 @pytest.mark.parametrize("kind", FUSED)
-def test_a_fused_step_of_gradients_that_lie_between_what_pads_them(mesh_of: Any, kind: Any) -> None:
+def test_fused_step_with_padded_gradients(mesh_of: Any, kind: Any) -> None:
     mesh, options = mesh_of("3"), {"lr": 0.1} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
     weight, x = torch.arange(64.0).view(8, 8) / 64, torch.randn(6, 8)
     ours = distribute_tensor(weight, mesh, [Shard(1)])
@@ -305,7 +305,7 @@ def _weight_after(kind: Any, options: Any, weight: Any, x: Any, move: Callable[[
 
 @pytest.mark.parametrize("there", PLACES, ids=str)
 @pytest.mark.parametrize("kind", FUSED)
-def test_what_a_fused_step_changes_is_changed_where_it_lies(mesh_of: Any, kind: Any, there: Any) -> None:
+def test_fused_step_changes_state_in_place(mesh_of: Any, kind: Any, there: Any) -> None:
     """torch makes a momentum like the first gradient, which lies elsewhere than its parameter."""
     mesh, options = mesh_of("2"), {"lr": torch.tensor(0.1) if kind is torch.optim.AdamW else 0.1}
     if kind is torch.optim.SGD:
@@ -376,7 +376,7 @@ def scaled_on(mesh: Any) -> Any:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["for-loop", "fused"])
-def test_what_overflows_in_one_shard_is_not_done(mesh: Any, fused: bool) -> None:
+def test_overflow_in_one_shard_skips_the_step_on_all(mesh: Any, fused: bool) -> None:
     """As one process does it: the others' shards stay as they were, too, whichever of the gradients comes first."""
     names = {"bias": [Replicate()] * mesh.ndim, "first": [Shard(0)] * mesh.ndim, "second": [Shard(1)] * mesh.ndim}
     values = {"bias": torch.randn(5), "first": torch.randn(8, 5), "second": torch.randn(5, 8)}
@@ -414,7 +414,7 @@ def test_what_overflows_in_one_shard_is_not_done(mesh: Any, fused: bool) -> None
 )
 @pytest.mark.parametrize("overflows", ["norm.weight", "up.weight", "down.bias"])
 @pytest.mark.parametrize("is_put", [True, False])
-def test_what_overflows_beside_plain_parameters(mesh_of: Any, overflows: str, is_put: bool, fused: bool) -> None:
+def test_overflow_with_plain_and_distributed_gradients(mesh_of: Any, overflows: str, is_put: bool, fused: bool) -> None:
     """Gradients are DTensors and plain tensors; these on the workers, or here if no whole model was parallelized."""
     alone, mesh = Net(), mesh_of("2")
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -103,7 +103,7 @@ def losses(model: Any, split: Split, mean: Any = None) -> list[float]:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # of the plan's: nobody writes into it
 @pytest.mark.parametrize("tied", slow_except([True, False], True), ids=["tied", "untied"])
 @pytest.mark.parametrize(("name", "way"), WAYS, ids=[f"{name}-{way.__name__}" for name, way in WAYS])
-def test_it_trains_as_in_a_single_process(mesh_of: Any, name: str, way: Any, tied: bool) -> None:
+def test_transformer_trains_as_in_a_single_process(mesh_of: Any, name: str, way: Any, tied: bool) -> None:
     alone = Transformer(ModelArgs(dropout_p=0.0, weight_tying=tied))
     ours: nn.Module = copy.deepcopy(alone)
     mesh = mesh_of(name)

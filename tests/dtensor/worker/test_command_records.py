@@ -38,7 +38,7 @@ def run(words: list[Any], calls: dict[int, Call], tensors: dict[int, Any], pendi
     return execute(words, 0, calls, tensors, {} if pending is None else pending, [0])
 
 
-def test_operands_numbers_lists_and_names_stand_where_they_belong() -> None:
+def test_operands_numbers_lists_and_names_are_passed_in_place() -> None:
     def see(*args: Any, **kwargs: Any) -> Any:
         return args, kwargs
 
@@ -57,20 +57,20 @@ def test_calls_of_many_arguments() -> None:
     assert tensors[99] == tuple(str(i) for i in range(1, 41))
 
 
-def test_many_results_without_those_that_nobody_wants() -> None:
+def test_unwanted_results_are_dropped() -> None:
     made = call(lambda: ("a", "b", "c"), results=3, kind=MANY)
     tensors: dict[int, Any] = {}
     assert run([1, 0, 5, 0, 6], {1: made}, tensors) == 5
     assert tensors == {5: "a", 6: "c"}
 
 
-def test_deletions_also_of_what_is_not_there() -> None:
+def test_deletion_of_missing_tensors_is_ignored() -> None:
     tensors: dict[int, Any] = {1: "a", 2: "b", 3: "c"}
     assert run([0, 3, 1, 9, 3], {}, tensors) == 5
     assert tensors == {2: "b"}
 
 
-def test_it_stops_at_what_is_not_its_own() -> None:
+def test_execute_stops_at_unknown_records() -> None:
     made = call(lambda each: each, ("tensor", 0))
     tensors: dict[int, Any] = {1: "a"}
     words = [7, 0, 1, 2, 8, 0, 2, 3]
@@ -83,7 +83,7 @@ def test_it_stops_at_what_is_not_its_own() -> None:
     assert run(words, {7: made, 8: writing}, tensors) == 8
 
 
-def test_a_failure_says_which_record_and_leaves_the_others() -> None:
+def test_failure_names_the_record_and_leaves_the_others() -> None:
     def fail(_: Any) -> Any:
         raise ValueError("refused")
 
@@ -108,7 +108,7 @@ def test_words_that_are_cut_off_are_nobodys(words: list[Any]) -> None:
     assert tensors == {1: "a"}
 
 
-def test_no_record_holds_what_it_has_used() -> None:
+def test_records_keep_no_references_to_operands() -> None:
     class Value:
         alive = 0
 
@@ -144,7 +144,7 @@ def entry_of(workers: Any, number: int = 7) -> Any:
     return made
 
 
-def test_a_record_is_the_number_the_place_and_what_it_has_of_its_own() -> None:
+def test_record_has_signature_call_site_and_operands() -> None:
     workers = Workers(limit=4)
     plan = _native.Plan("add", None, 0b10, frozenset({"alpha"}))
     plan.entries[3, int, "alpha", int, "beta", float] = entry_of(workers)
@@ -155,7 +155,7 @@ def test_a_record_is_the_number_the_place_and_what_it_has_of_its_own() -> None:
     assert workers.sink.records == 1
 
 
-def test_an_entry_that_changes_an_argument_returns_it() -> None:
+def test_inplace_entry_returns_its_argument() -> None:
     plan = _native.Plan("add_", None, 0, frozenset())
     first, second = entry_of(Workers()), entry_of(Workers())
     first.at, second.returns = 0, lambda args, kwargs: (args, kwargs)
@@ -165,7 +165,7 @@ def test_an_entry_that_changes_an_argument_returns_it() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["workers", "number", "outs", "kind", "no entry"])
-def test_what_is_no_entry_is_an_error(wrong: str) -> None:
+def test_invalid_entry_is_an_error(wrong: str) -> None:
     plan = _native.Plan("add", None, 0, frozenset())
     made = entry_of(Workers())
     if wrong == "kind":
@@ -208,9 +208,9 @@ def test_the_quickest_way_to_an_operator_does_the_same(operator: Any, args: Any,
         (torch.ops._c10d_functional.wait_tensor.default, (A,)),
     ],
 )
-def test_what_torchs_function_does_otherwise_is_the_operator_itself(operator: Any, args: Any) -> None:
+def test_functions_that_differ_from_the_operator_are_not_used(operator: Any, args: Any) -> None:
     assert fast_op_lookup.quickest(operator, args, {}) is operator._op
 
 
-def test_what_is_no_operator_of_torchs_stays() -> None:
+def test_functions_that_are_no_torch_operators_stay() -> None:
     assert fast_op_lookup.quickest(len, ([],), {}) is len

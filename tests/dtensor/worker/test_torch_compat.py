@@ -48,7 +48,7 @@ def _flat(result: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_does_what_torchs_own_does(name: str) -> None:
+def test_compat_functions_match_torch(name: str) -> None:
     place = "torch.distributed.tensor.placement_types:" + name
     own, ours = op_functions.find(place), op_functions.find(torch_compat._REPLACED[place])
     assert own.__module__.startswith("torch.")
@@ -68,7 +68,7 @@ def test_none_is_without_a_test_and_a_new_torch_needs_none() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"with_padding": False}, {"clone": False}, {"clone": False, "contiguous": False}]
 )
-def test_a_shard_is_chosen_as_it_is_asked_for(options: dict[str, bool]) -> None:
+def test_shard_of_a_given_rank_is_chosen(options: dict[str, bool]) -> None:
     for placement, ours in ((SHARD, torch_compat.select_split), (STRIDED, torch_compat.select_strided)):
         own = type(placement)._select_split_tensor
         for rank in range(3):
@@ -131,7 +131,7 @@ def test_batch_norm_keeps_the_variance_that_torch_does(training: bool) -> None:
 
 
 @pytest.mark.parametrize("version", [(2, 9), (2, 12), (2, 14), (3, 0)], ids=str)
-def test_a_controller_with_another_torch_says_so(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
+def test_controller_with_another_torch_raises(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
     monkeypatch.setattr(torch_version, "torch_version", lambda: version)
     for name in ("device_mesh", "run", "RemoteTensor"):
         with pytest.raises(

@@ -74,7 +74,7 @@ def test_a_wrong_key_fails_its_own_transfer_and_no_other(owner: Peer, asking: Pe
     assert asking(peers.digest, "here") == owner(peers.digest, "there")
 
 
-def test_nobody_reaches_a_released_region(owner: Peer, asking: Peer) -> None:
+def test_released_region_is_unreachable(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", MI, 1)
     before = owner(peers.digest, "there")
     asking(peers.allocate, "here", MI, 50)
@@ -137,7 +137,7 @@ def test_an_owner_that_dies_in_the_middle_is_noticed_by_the_device(owner: Peer, 
     print(f"a dead owner was noticed after {broke:.1f} s")
 
 
-def test_whoever_hears_of_a_death_ends_what_is_under_way_at_once(owner: Peer, asking: Peer) -> None:
+def test_report_of_a_death_ends_transfers_at_once(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", 64 * MI, 1)
     peers.introduce(asking, owner)
     asking(_start_many, region, 64 * MI, 8)
@@ -196,7 +196,7 @@ def _advances(host: Host) -> bool:
     return peers.until(lambda: all(s.reads > b + 1 for s, b in zip(host.streams, before, strict=True)), 0.5)
 
 
-def test_a_short_cut_of_the_cable_harms_nothing(owner: Peer, asking: Peer, cable: Any) -> None:
+def test_short_link_loss_harms_no_transfer(owner: Peer, asking: Peer, cable: Any) -> None:
     """The device sends again what was lost; if it gives up at once, the engine connects again."""
     _start_streams(owner, asking)
     cable("down")
@@ -259,7 +259,7 @@ def _become_nobody(host: Host, limit: int) -> None:
     os.setresuid(65534, 65534, 65534)  # with it goes the privilege that lifts the limit
 
 
-def test_a_limit_on_locked_memory_gives_an_error_that_says_what_to_do(owner: Peer, asking: Peer) -> None:
+def test_locked_memory_limit_error_names_the_remedy(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", 32 * MI, 1)
     asking(peers.allocate, "here", 32 * MI)
     asking(_become_nobody, 2 * MI)
@@ -281,7 +281,7 @@ def _small_ones(host: Host, region: bytes, count: int) -> tuple[int, int]:
     return most, len(host.memory)
 
 
-def test_registrations_that_are_only_kept_make_room_before_the_limit_is_an_error(owner: Peer, asking: Peer) -> None:
+def test_cached_registrations_are_evicted_at_the_memory_limit(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", MI, 1)
     asking(_become_nobody, 4 * MI)
     peers.introduce(asking, owner)
@@ -312,7 +312,7 @@ def _register_and_drop(host: Host, region: bytes, times: int) -> tuple[int, int]
     return _resident() - before, cache.nbytes
 
 
-def test_ten_thousand_registrations_leave_nothing(owner: Peer, asking: Peer) -> None:
+def test_ten_thousand_registrations_leave_no_memory(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", 4096, 1)
     peers.introduce(asking, owner)
     grown, left = asking(_register_and_drop, region, 10_000, patience=200.0)
@@ -341,7 +341,7 @@ def _use_in_child(host: Host) -> str:
     return text
 
 
-def test_a_forked_process_ends_nothing_of_its_parent_s(owner: Peer, asking: Peer) -> None:
+def test_fork_keeps_registrations_and_queue_pairs_of_its_parent(owner: Peer, asking: Peer) -> None:
     """Its parent's registration is still there, and its parent's queue pairs are."""
     region = owner(peers.expose, "there", MI, 1)
     peers.introduce(asking, owner)

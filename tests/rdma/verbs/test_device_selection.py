@@ -87,7 +87,7 @@ def used(posted: Posted) -> dict[str, int]:
         (-1, {"fake0", "fake1", "fake2", "fake3"}),
     ],
 )
-def test_the_nearest_devices_share_what_is_large(
+def test_large_transfers_share_the_nearest_devices(
     on: Make, lies_on: Callable[[int], None], posted: Posted, monkeypatch: pytest.MonkeyPatch, node: int, near: set[str]
 ) -> None:
     """That at node 5 is nearest to nobody; to memory whose node is not known all are as near."""
@@ -115,7 +115,7 @@ def test_a_small_one_takes_one_of_the_nearest(
     assert len({number for _, number, _ in posted}) == 2, "by both of its queue pairs"
 
 
-def test_small_ones_take_turns_on_the_lanes_of_the_near_device(
+def test_small_transfers_rotate_over_queue_pairs_of_the_near_device(
     on: Make, lies_on: Callable[[int], None], posted: Posted
 ) -> None:
     """Though those of the others stand between them."""
@@ -130,7 +130,7 @@ def test_small_ones_take_turns_on_the_lanes_of_the_near_device(
     assert max(runs) <= 2
 
 
-def test_what_is_very_large_takes_all_lanes_of_the_near_devices(
+def test_very_large_transfers_use_all_queue_pairs_of_near_devices(
     on: Make, lies_on: Callable[[int], None], posted: Posted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_is_large(monkeypatch)

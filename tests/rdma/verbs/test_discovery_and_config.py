@@ -48,12 +48,12 @@ REGION = RegionRecord(1, 4096, 8192, True, [77])
 
 
 @pytest.mark.parametrize("message", [OFFER, ANSWER, REGION])
-def test_messages_come_back_as_they_were(message: Any) -> None:
+def test_messages_survive_an_encode_decode_round_trip(message: Any) -> None:
     assert unpack(type(message), pack(message)) == message
 
 
 @pytest.mark.parametrize("message", [OFFER, ANSWER, REGION])
-def test_wrong_bytes_are_refused_wherever_they_are_wrong(message: Any) -> None:
+def test_corrupt_bytes_at_any_position_are_refused(message: Any) -> None:
     """Cut anywhere, any byte changed: a clear error or another message of the same kind, nothing else."""
     data = pack(message)
     for end in range(len(data)):
@@ -81,7 +81,7 @@ def test_wrong_bytes_are_refused_wherever_they_are_wrong(message: Any) -> None:
         (b"mvre\x01\xc1", "the region cannot be read"),
     ],
 )
-def test_errors_about_bytes_say_what_they_are(data: bytes, words: str) -> None:
+def test_decode_errors_name_the_message(data: bytes, words: str) -> None:
     with pytest.raises(VerbsError, match=words):
         Region.from_bytes(data)
 
@@ -147,9 +147,7 @@ def test_ports_and_their_addresses_are_found(tmp_path: Path) -> None:
     assert up.gids == (Gid(3, ROCE_V2, v4("10.77.0.1")),)
 
 
-def test_the_doctor_is_told_of_ports_limits_and_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_lists_ports_limits_and_missing_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MONARCH_RDMA_DEVICES", raising=False)
     make_port(tmp_path / "ib", "rxe0", gids=[V4_GID])
     make_port(tmp_path / "ib", "rxe1", "1: DOWN")
@@ -211,7 +209,7 @@ def test_memory_nodes_have_distances(tmp_path: Path) -> None:
         ("TRAFFIC_CLASS", "256"),
     ],
 )
-def test_what_the_environment_cannot_mean_is_said_by_name(name: str, value: str) -> None:
+def test_invalid_settings_are_named(name: str, value: str) -> None:
     with pytest.raises(VerbsError, match=f"MONARCH_RDMA_{name}='{value}'"):
         from_environment({f"MONARCH_RDMA_{name}": value})
 
@@ -248,7 +246,7 @@ def test_the_first_package_that_loads_is_taken(monkeypatch: pytest.MonkeyPatch) 
         provider.load("pyverbs")
 
 
-def test_no_package_is_imported_before_it_is_needed() -> None:
+def test_provider_package_is_imported_lazily() -> None:
     code = (
         "import sys; from monarch_backend._verbs import Engine, available, describe; Engine(); available(); "
         "describe(); assert not {'pyverbs', 'ibverbs'} & set(sys.modules)"

@@ -111,7 +111,7 @@ def test_messages_are_no_longer_than_the_port_takes(two: Callable[..., Two]) -> 
     assert pair.here.view == pair.there.view
 
 
-def test_a_transfer_of_nothing_is_done(two: Callable[..., Two]) -> None:
+def test_empty_transfer_is_done(two: Callable[..., Two]) -> None:
     pair = two()
     assert pair.start([]).wait() is None
     assert pair.start([(5, 5, 0)]).wait() is None
@@ -127,7 +127,7 @@ def test_a_transfer_of_nothing_is_done(two: Callable[..., Two]) -> None:
         ((0, -1, 5), "outside the memory of their owner"),
     ],
 )
-def test_what_is_out_of_bounds_is_refused(two: Callable[..., Two], segment: Any, words: str) -> None:
+def test_out_of_bounds_segments_are_refused(two: Callable[..., Two], segment: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         two().start([segment])
 
@@ -143,7 +143,7 @@ def keys_of(region: Region) -> set[int]:
     return set(region.record.keys)
 
 
-def test_what_was_dropped_is_not_reached_by_a_key_that_was_given_out_again(two: Callable[..., Two]) -> None:
+def test_reused_key_does_not_reach_dropped_memory(two: Callable[..., Two]) -> None:
     pair = two(Fabric(stingy=True))
     stale = []
     for _ in range(6):
@@ -242,9 +242,7 @@ def test_a_connection_that_breaks_again_is_reported_in_the_completion_s_words(tw
     pair.start([(0, 0, 8)]).wait()  # and the next one begins anew
 
 
-def test_a_queue_pair_that_ends_nothing_any_more_is_replaced(
-    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stuck_queue_pair_is_replaced(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
     """As soft-RoCE's after its cable was cut: it neither does a work request nor fails it."""
     monkeypatch.setattr(connection, "MIN_SILENCE_S", 0.05)
     fabric = Fabric()
@@ -270,7 +268,7 @@ def test_devices_that_stay_silent_are_reported(two: Callable[..., Two], monkeypa
     assert caught.value.peer == "owner"
 
 
-def test_who_is_idle_is_not_silent(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_peer_is_not_taken_for_silent(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "MIN_SILENCE_S", 0.02)
     pair = two(Fabric(), timeout=1, retries=1)
     pair.start([(0, 0, 8)]).wait()
@@ -292,7 +290,7 @@ def test_an_atomic_in_doubt_is_not_repeated(two: Callable[..., Two]) -> None:
         pair.add().wait()
 
 
-def test_a_peer_that_is_gone_ends_everything_at_once(two: Callable[..., Two]) -> None:
+def test_ended_peer_ends_all_transfers_at_once(two: Callable[..., Two]) -> None:
     fabric = Fabric(at_once=False)
     pair = two(fabric)
     under_way = [pair.start([(0, 0, 8)]), pair.start([(0, 0, 200 * KI)]), pair.add()]
@@ -305,7 +303,7 @@ def test_a_peer_that_is_gone_ends_everything_at_once(two: Callable[..., Two]) ->
     assert [done.calls for done in under_way] == [1, 1, 1]
 
 
-def test_an_error_of_the_user_s_comes_as_it_is(two: Callable[..., Two]) -> None:
+def test_error_of_the_user_is_raised_unchanged(two: Callable[..., Two]) -> None:
     pair = two(connects=False)
     done = pair.start([(0, 0, 8)])
     pair.asking.peer_gone("owner", KeyError("mine"))
@@ -313,7 +311,7 @@ def test_an_error_of_the_user_s_comes_as_it_is(two: Callable[..., Two]) -> None:
         done.wait()
 
 
-def test_nobody_answers_the_offer(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unanswered_connect_request_times_out(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarch_backend._verbs.connection.CONNECT_TIMEOUT_S", 0.05)
     with pytest.raises(VerbsError, match="owner has not answered within"):
         two(connects=False).start([(0, 0, 8)]).wait()
@@ -327,7 +325,7 @@ def test_the_answer_to_an_earlier_offer_is_refused(two: Callable[..., Two]) -> N
         pair.asking.connect("owner", answer)
 
 
-def test_no_way_between_two_networks_is_said_with_names(two: Callable[..., Two]) -> None:
+def test_no_path_between_two_networks_is_reported_with_names(two: Callable[..., Two]) -> None:
     fabric = Fabric(unreachable={GID})
     with pytest.raises(VerbsError, match=r"no way between the ports of asking \(fake0:1\).*MONARCH_RDMA_DEVICES"):
         two(fabric).start([(0, 0, 8)]).wait()
@@ -347,7 +345,7 @@ def test_no_more_memory_to_lock(two: Callable[..., Two]) -> None:
         pair.owner.expose(second.address, second.nbytes, second.view)
 
 
-def test_ends_with_everything_under_way(two: Callable[..., Two]) -> None:
+def test_engine_ends_with_transfers_in_flight(two: Callable[..., Two]) -> None:
     fabric = Fabric(at_once=False)
     pair = two(fabric)
     done = [pair.start([(0, 0, 200 * KI)]), pair.add()]
@@ -360,7 +358,7 @@ def test_ends_with_everything_under_way(two: Callable[..., Two]) -> None:
         pair.start([(0, 0, 8)])
 
 
-def test_a_callback_that_raises_harms_nobody(two: Callable[..., Two], caplog: pytest.LogCaptureFixture) -> None:
+def test_raising_callback_harms_no_transfer(two: Callable[..., Two], caplog: pytest.LogCaptureFixture) -> None:
     pair = two()
 
     def bad(_: object) -> None:
@@ -371,7 +369,7 @@ def test_a_callback_that_raises_harms_nobody(two: Callable[..., Two], caplog: py
     assert "a callback has failed" in caplog.text
 
 
-def test_without_anybody_to_connect_it_is_said_so(ports: list[PortFacts], two: Callable[..., Two]) -> None:
+def test_missing_connector_is_reported(ports: list[PortFacts], two: Callable[..., Two]) -> None:
     pair = two()
     alone = Engine(settings=Settings(), binding=pair.fabric)
     done = Outcome()
@@ -395,7 +393,7 @@ def begin_large(pair: Two) -> tuple[Outcome, Memory]:
     return done, mine
 
 
-def test_a_second_device_that_can_t_register_leaves_nothing_of_the_first(two_devices: Two) -> None:
+def test_failed_registration_on_second_device_undoes_the_first(two_devices: Two) -> None:
     first, second = two_devices.asking.devices()
     second.nic.memory = 0  # type: ignore[attr-defined]
     with pytest.raises(VerbsError, match="Cannot allocate memory"):
@@ -416,7 +414,9 @@ def test_a_device_that_does_not_reach_the_memory_is_left_out(two_devices: Two, m
         begin_large(two_devices)
 
 
-def test_what_can_t_be_begun_leaves_nothing(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfer_that_fails_to_start_leaves_no_resources(
+    two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = two()
     [device] = pair.asking.devices()
 
@@ -504,7 +504,7 @@ def test_queue_pairs_that_cannot_be_destroyed(
     fabric.forget()
 
 
-def test_an_atomic_s_place_is_not_given_to_others_while_the_device_may_write_to_it(two: Callable[..., Two]) -> None:
+def test_result_slot_of_an_atomic_is_not_reused_early(two: Callable[..., Two]) -> None:
     fabric = Fabric(at_once=False)
     pair = two(fabric, queue_pairs=1)
     first = pair.add()
@@ -519,9 +519,7 @@ def test_an_atomic_s_place_is_not_given_to_others_while_the_device_may_write_to_
     fabric.stuck = fabric.dead = False
 
 
-def test_nothing_of_a_device_that_was_removed_can_be_destroyed(
-    two: Callable[..., Two], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_destroy_after_device_removal_is_tolerated(two: Callable[..., Two], caplog: pytest.LogCaptureFixture) -> None:
     fabric = Fabric()
     pair = two(fabric)
     pair.start([(0, 0, 8)]).wait()

@@ -19,7 +19,15 @@ import torch
 from monarch_backend import _native
 from monarch_backend._actor.runtime import program
 from monarch_backend._rdma.registrations import registry
-from monarch_backend._rdma.route_protocol import DONE, DROPPED, NO_STAGING, OUT_OF_RANGE, READ_ONLY, REFUSED, patient
+from monarch_backend._rdma.route_protocol import (
+    DONE,
+    DROPPED,
+    NO_STAGING,
+    OUT_OF_RANGE,
+    READ_ONLY,
+    REFUSED,
+    cancel_scope,
+)
 from monarch_backend._rdma.routes import pinned_pool
 from monarch_backend._rdma.routes.gpu_staged import Piece, cut, piece_size
 from monarch_backend._rdma.routes.pinned_pool import PinnedLease
@@ -81,7 +89,7 @@ class StagedProcess(DeviceProcess):
 
     @endpoint
     def words_with_a_server(self) -> list[int]:
-        """What becomes of requests, in this process alone: see test_late_requests_touch_nothing."""
+        """What becomes of requests, in this process alone: see test_late_or_invalid_staging_requests_have_no_effect."""
         return _words_with_a_server()
 
 
@@ -102,7 +110,7 @@ def fresh(faults: Faults) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_read_and_written(pair: Pair, size: int) -> None:
+def test_staged_reads_and_writes(pair: Pair, size: int) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("slice", size).get()
     assert reader.backend.call_one(buffer).get() == "verbs"
@@ -134,7 +142,7 @@ def test_the_owner_runs_no_python_meanwhile(pair: Pair) -> None:
     owner.drop.call_one(buffer).get()
 
 
-def test_it_is_said_why(fresh: Pair) -> None:
+def test_reason_for_staging_is_logged(fresh: Pair) -> None:
     owner, reader = fresh
     buffer = owner.own.call_one("tensor", 100).get()
     (said,) = reader.says.call_one(buffer).get()
@@ -144,7 +152,7 @@ def test_it_is_said_why(fresh: Pair) -> None:
 
 
 @pytest.mark.parametrize("size", [100, 9 * MIB + 5])
-def test_one_side_whose_nic_reaches_its_gpu(fresh: Pair, size: int) -> None:
+def test_staging_when_one_nic_reaches_its_gpu(fresh: Pair, size: int) -> None:
     """The other one's does not, and finds that out with the first transfer."""
     owner, reader = fresh
     owner.nic.call_one(takes_gpus=True).get()
@@ -196,7 +204,7 @@ def test_a_cable_is_cut(faults: Faults, cable: Any) -> None:
     assert next(processes, None) is None
 
 
-def test_a_nic_that_does_nothing(fresh: Pair) -> None:
+def test_stuck_nic_times_out_and_later_transfers_are_right(fresh: Pair) -> None:
     """Whoever gives up gets his memory back, and what comes later is right."""
     owner, reader = fresh
     buffer = owner.own.call_one("tensor", 9 * MIB).get()
@@ -223,7 +231,7 @@ def test_given_up_while_its_owner_stands_still(fresh: Pair) -> None:
 
 
 @pytest.mark.parametrize("why", ["no way", "no locked memory", "nothing is lent"])
-def test_where_it_does_not_go(fresh: Pair, why: str) -> None:
+def test_tcp_is_used_where_staging_is_impossible(fresh: Pair, why: str) -> None:
     """TCP is taken, and what was lent is given back."""
     owner, reader = fresh
     buffer = owner.own.call_one("tensor", 5 * MIB).get()
@@ -242,7 +250,7 @@ def test_where_it_does_not_go(fresh: Pair, why: str) -> None:
     assert owner.shows.call_one(5 * MIB, 3).get()
 
 
-def test_what_was_lent_to_one_who_dies(fresh: Pair, faults: Faults) -> None:
+def test_lease_of_a_dead_reader_is_taken_back(fresh: Pair, faults: Faults) -> None:
     owner, reader = fresh
     buffer = owner.own.call_one("tensor", 9 * MIB).get()
     assert reader.read.call_one(buffer).get()
@@ -279,14 +287,14 @@ def _borrowed() -> PinnedLease:
     return PinnedLease(msgspec.msgpack.encode(pinned_pool._Loan(region.to_bytes(), 5, SLOT, 4, "because")))
 
 
-def test_slots_go_to_one_who_waits() -> None:
+def test_freed_slots_go_to_the_waiting_transfer() -> None:
     borrowed = _borrowed()
     assert (borrowed.key, borrowed.why, borrowed.region.nbytes) == (5, "because", 4 * SLOT)
-    assert borrowed.take(3, patient(None)) == [0, 1, 2]
-    assert borrowed.take(3, patient(None)) == [3]
-    assert borrowed.take(1, patient(0.0)) == [] and not borrowed.is_short
+    assert borrowed.take(3, cancel_scope(None)) == [0, 1, 2]
+    assert borrowed.take(3, cancel_scope(None)) == [3]
+    assert borrowed.take(1, cancel_scope(0.0)) == [] and not borrowed.is_short
     got: list[list[int]] = []
-    waiting = threading.Thread(target=lambda: got.append(borrowed.take(2, patient(20.0))))
+    waiting = threading.Thread(target=lambda: got.append(borrowed.take(2, cancel_scope(20.0))))
     waiting.start()
     assert until(lambda: borrowed.is_short, 20)
     borrowed.give(1)
@@ -305,13 +313,13 @@ def _words_with_a_server() -> list[int]:
     server = _native.MemoryServer(registry().native, identity)
     server.add_staging(77, memory, 512)
     client = _native.MemoryClient("127.0.0.1", server.listen("127.0.0.1"), identity, "a" * 32)
-    line, opened = client.line(patient(20.0))
-    assert line is not None and opened[0] == DONE
+    connection, opened = client.open_staging_connection(cancel_scope(20.0))
+    assert connection is not None and opened[0] == DONE
     found: list[int] = []
 
-    def words(handle: Any, write: bool, ranges: Any, key: int, slot: int, turn: int) -> None:
-        assert line.ask(write, handle.ticket, ranges, key, slot, turn)[0] == DONE
-        outcome, refusal = line.hear()[:2]
+    def words(handle: Any, write: bool, ranges: Any, key: int, slot: int, sequence: int) -> None:
+        assert connection.send_request(write, handle.ticket, ranges, key, slot, sequence)[0] == DONE
+        outcome, refusal = connection.receive_reply()[:2]
         assert (outcome == REFUSED) == (refusal != 0)
         found.append(refusal)
 
@@ -332,14 +340,14 @@ def _words_with_a_server() -> list[int]:
     words(mine, False, [(0, 0, 100)], 77, 1, 10)
     held = bytes(memoryview(memory)[512 : 512 + 112])  # type: ignore[arg-type]
     assert held == pattern(1000)[:100].numpy().tobytes() + pattern(1000)[500:512].numpy().tobytes()
-    line.close()
+    connection.close()
     fixed.drop()
     client.close()
     server.close()
     return found
 
 
-def test_late_requests_touch_nothing(pair: Pair) -> None:
+def test_late_or_invalid_staging_requests_have_no_effect(pair: Pair) -> None:
     """Nor do those for a slot that there is not, nor to or from what was not registered for that."""
     _, reader = pair
     wrong = [NO_STAGING] * 6 + [OUT_OF_RANGE, READ_ONLY]

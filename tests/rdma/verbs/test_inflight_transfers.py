@@ -30,7 +30,7 @@ from monarch_backend._rdma.route_protocol import (
     AtomicOp,
     ReadWriteOp,
     Result,
-    patient,
+    cancel_scope,
 )
 from monarch_backend._rdma.routes import selection, verbs
 from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
@@ -109,7 +109,7 @@ def moved_by_threads(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[A
     return found
 
 
-def test_who_waits_finds_that_it_is_done_and_no_thread_is_told(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_thread_polls_without_waking_the_engine(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = far()
     assert owner.buffer[:8].read_into(bytearray(8)).get(10) is None  # what was announced once is heard
     time.sleep(3 * completion_poller.SWEEP_INTERVAL_S)
@@ -125,7 +125,7 @@ def test_who_waits_finds_that_it_is_done_and_no_thread_is_told(far: Make, monkey
     assert len(told) <= 1, "of the first, at most"
 
 
-def test_who_waits_for_a_slow_one_sleeps_and_is_told(far: Make) -> None:
+def test_wait_for_a_slow_transfer_sleeps_and_is_woken(far: Make) -> None:
     owner = far(Fabric(at_once=False))
     into = bytearray(64 * KI)
     future = owner.buffer[: 64 * KI].read_into(into)
@@ -137,7 +137,7 @@ def test_who_waits_for_a_slow_one_sleeps_and_is_told(far: Make) -> None:
     assert owner.holds(into, len(into))
 
 
-def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spinning_wait_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completion_poller, "SLEEP_COST_S", 10.0)
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 10.0)
     owner = far(Fabric(at_once=False), yields=False)
@@ -159,7 +159,7 @@ def test_who_may_spin_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("yields", [False, True])
-def test_whoever_looks_lets_others_go_on(far: Make, monkeypatch: pytest.MonkeyPatch, yields: bool) -> None:
+def test_polling_thread_yields_to_others(far: Make, monkeypatch: pytest.MonkeyPatch, yields: bool) -> None:
     """Where there is one processor, with each look; else now and then, for the GIL."""
     monkeypatch.setattr(completion_poller, "SLEEP_COST_S", 10.0)
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
@@ -206,13 +206,13 @@ def test_one_at_a_time_looks_for_long(far: Make, monkeypatch: pytest.MonkeyPatch
     assert not completions._spinning.locked()
 
 
-def test_a_device_shows_how_long_it_is_worth_looking(far: Make) -> None:
+def test_polling_time_adapts_to_the_device(far: Make) -> None:
     owner = far(Fabric(at_once=False))
     device, completions = owner.asking.devices()[0], owner.asking._completions
     into = torch.zeros(MI, dtype=torch.uint8)
 
     def worth(future: Any) -> float:
-        return completions._worth_it(future._flight._request)
+        return completions._worth_it(future._in_flight._request)
 
     future = owner.buffer[:MI].read_into(into)
     assert worth(future) == pytest.approx(completion_poller.SLEEP_COST_S + 2 * MI * open_device.FIRST_PACE)
@@ -249,7 +249,7 @@ def test_a_device_that_stays_as_fast_is_not_timed_each_time(far: Make, monkeypat
     assert device.untimed == 0, "it was another pace, so the next one is timed"
 
 
-def test_what_is_found_late_says_nothing_of_a_device_s_pace(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_completions_do_not_change_the_polling_time(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what the engine's thread finds when it sweeps, nor what somebody's first look does."""
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False))
@@ -433,7 +433,7 @@ def test_a_buffer_keeps_no_tensor_and_no_memory_alive(far: Make) -> None:
     assert until(lambda: not any(len(device.cache) for device in owner.asking.devices()), 5), "nor its registration"
 
 
-def test_a_single_one_that_is_over_keeps_nothing_alive(far: Make) -> None:
+def test_finished_transfer_keeps_no_objects_alive(far: Make) -> None:
     owner = far()
     gc.collect()
     gc.disable()
@@ -449,7 +449,7 @@ def test_a_single_one_that_is_over_keeps_nothing_alive(far: Make) -> None:
         gc.enable()
 
 
-def test_given_up_while_it_lands(far: Make) -> None:
+def test_cancel_races_with_completion(far: Make) -> None:
     """Who of the two comes first sees to the end: it is done or cancelled, and nothing is left of it."""
     owner = far(Fabric(at_once=False))
     outcomes: list[str] = []
@@ -475,7 +475,7 @@ def test_given_up_while_it_lands(far: Make) -> None:
     assert until(lambda: not program().pending)
 
 
-def test_who_gives_up_what_is_landing_waits_until_it_has(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_waits_for_a_completion_in_progress(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """An atomic's value is put down by the thread that hears of the end, and no longer when `cancel` has returned."""
     owner = far(Fabric(at_once=False))
     landing, go_on, put = threading.Event(), threading.Event(), action_module._put
@@ -528,7 +528,7 @@ def test_get_s_time_is_that_of_looking_and_of_sleeping(
     future.get(10)
 
 
-def test_what_was_given_up_holds_nothing(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_transfer_holds_no_resources(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also not for as long as it had to end by itself."""
     monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False))
@@ -567,7 +567,7 @@ def test_a_done_atomic_of_an_action_does_not_keep_where_its_value_went(far: Make
     assert held() is None
 
 
-def test_an_owner_that_is_gone_while_memory_is_registered_for_it(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_that_ends_during_registration_fails_fast(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody dials it anew: that would take ten seconds to fail."""
     owner, register, dialed = far(Fabric(at_once=False)), engine_module._register, []
 
@@ -586,7 +586,7 @@ def test_an_owner_that_is_gone_while_memory_is_registered_for_it(far: Make, monk
     assert not dialed
 
 
-def test_nobody_waits_in_a_fork(far: Make) -> None:
+def test_fork_does_not_wait_for_transfers(far: Make) -> None:
     owner = far(Fabric(at_once=False))
     future = owner.buffer[:8].read_into(bytearray(8))
     there, back = os.pipe()
@@ -609,9 +609,7 @@ def test_nobody_waits_in_a_fork(far: Make) -> None:
     future.get(10)
 
 
-def test_who_is_about_to_wake_an_engine_that_is_closed_disturbs_nobody(
-    far: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wake_of_a_closed_engine_writes_to_no_reused_descriptor(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of what is written to is nobody else's until then."""
     owner, opened, write, written = far(), [], os.eventfd_write, []
 
@@ -633,7 +631,7 @@ def test_who_is_about_to_wake_an_engine_that_is_closed_disturbs_nobody(
     owner.asking.soon(list)  # nobody does it, and nothing is raised
 
 
-def test_no_plan_is_made_for_what_has_to_be_looked_up_each_time(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncacheable_memory_is_planned_each_time(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, planned = far(), []
     plan = owner.route.planned
     monkeypatch.setattr(owner.route, "planned", lambda *of: (planned.append(of), plan(*of))[1])
@@ -643,13 +641,13 @@ def test_no_plan_is_made_for_what_has_to_be_looked_up_each_time(far: Make, monke
     assert len(planned) == 3
 
 
-def test_a_future_that_nobody_asks_is_done_soon(far: Make) -> None:
+def test_unpolled_future_finishes_soon(far: Make) -> None:
     owner = far()
     futures = [owner.buffer[:8].read_into(bytearray(8)) for _ in range(10)]
     assert until(lambda: all(future.ready for future in futures), 5)
 
 
-def test_done_says_so_without_a_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_done_polls_without_a_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False))
     future = owner.buffer[:8].read_into(bytearray(8))
@@ -670,7 +668,7 @@ def test_callbacks_come_at_once_from_another_thread(far: Make, monkeypatch: pyte
     assert names == ["monarch-verbs"]
 
 
-def test_a_callback_may_begin_the_next_but_not_wait_for_it(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callback_may_start_but_not_await_a_transfer(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = far()
     left, over = [3000], threading.Event()
     errors: list[BaseException] = []
@@ -813,7 +811,7 @@ def test_many_from_many_threads(far: Make) -> None:
     assert until(lambda: not program().pending)
 
 
-def test_what_takes_long_to_register_takes_a_thread_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_registration_uses_a_thread_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = far()
     by_threads = moved_by_threads(owner, monkeypatch)
     into = torch.zeros(2 * MI, dtype=torch.uint8)
@@ -827,7 +825,7 @@ def test_what_takes_long_to_register_takes_a_thread_once(far: Make, monkeypatch:
 # ---- ends before the time
 
 
-def test_cancel_returns_when_what_is_posted_has_ended(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_returns_after_posted_work_has_ended(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False), nbytes=32 * MI)
     into = torch.zeros(32 * MI, dtype=torch.uint8)
@@ -850,7 +848,7 @@ def test_cancel_returns_when_what_is_posted_has_ended(far: Make, monkeypatch: py
     assert owner.asking.connected(owner.token), "nobody else is disturbed"
 
 
-def test_a_connection_on_which_nothing_ends_is_closed(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_connection_is_closed(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     owner = far(Fabric(at_once=False))
     into = bytearray(8)
@@ -894,7 +892,7 @@ def test_a_timeout(
     assert not program().pending
 
 
-def test_a_time_that_is_over_before_anything_has_begun(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deadline_before_the_start(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program().pump, "later", lambda _, call: (call(), threading.Timer(0, call))[1])
     buffer = far().buffer
     with pytest.raises(TimeoutError, match=r"was not done at once \(timeout=0\)"):
@@ -1019,7 +1017,7 @@ def test_an_action_looks_up_each_memory_once(far: Make, monkeypatch: pytest.Monk
             addresses.clear()
 
 
-def test_the_owner_of_each_address_has_all_of_it() -> None:
+def test_owner_of_an_address_is_the_largest_containing_memory() -> None:
     data = bytearray(100)
     keep = [memory_of(memoryview(data)[start:stop], "it") for start, stop in ((0, 100), (0, 8), (10, 18))]
     base = keep[0].address
@@ -1039,7 +1037,7 @@ LONG = 20.0
 """Seconds that are slept through unless Ctrl-C ends the sleep."""
 
 
-def test_ctrl_c_comes_when_nothing_is_half_done(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_arrives_between_steps(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, begun = far(), []
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is if nobody has waited yet
     post = FakePair.post
@@ -1135,7 +1133,7 @@ def test_one_part_s_failure_ends_the_others(far: Make, monkeypatch: pytest.Monke
     good.fabric.run()
 
 
-def test_a_connection_is_not_made_again_for_what_nobody_wants(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_reconnect_for_cancelled_transfers(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = far(Fabric(at_once=False))
     dialed: list[int] = []
     monkeypatch.setattr(owner, "connect", lambda: dialed.append(1))
@@ -1215,12 +1213,12 @@ def test_tcp_is_taken_where_the_devices_stop_to_reach_each_other(far: Make) -> N
     route, handle, part = other.route, other.handle, ReadWriteOp(other.handle, False, ((0, 0, 8),))
     assert route.name == "verbs"
     late = Result(LATE, 0, 0, 0)
-    assert route.mend(part, late, patient(None), None) == late
+    assert route.recover(part, late, cancel_scope(None), None) == late
     assert not other.tried
-    assert route.mend(part, NO_WAY, patient(None), None).outcome == DONE
+    assert route.recover(part, NO_WAY, cancel_scope(None), None).outcome == DONE
     assert len(other.tried) == 1
     assert route.name == "tcp"
-    assert route.begin(part, patient(None), None, lambda _: None) is None
+    assert route.begin(part, cancel_scope(None), None, lambda _: None) is None
     assert other.warned == [(handle, "no way")]
     assert not other.aside, "it is too early to try NICs again"
 
@@ -1232,7 +1230,7 @@ def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytes
     part, answers = ReadWriteOp(other.handle, False, ((0, memory.data_ptr(), 8),)), [False, True]
 
     def move() -> Result:
-        return route.move(other.handle, False, part.segments, patient(10), (memory,))
+        return route.move(other.handle, False, part.segments, cancel_scope(10), (memory,))
 
     def meet(_: str) -> None:
         if answers.pop(0):
@@ -1240,9 +1238,9 @@ def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytes
 
     monkeypatch.setattr(owner.route, "_meet", meet)
     owner.asking.give_up(owner.token, "it was slow")
-    route.mend(part, NO_WAY, patient(None), None)
+    route.recover(part, NO_WAY, cancel_scope(None), None)
     monkeypatch.setattr(selection, "RETRY_INTERVAL_S", 0.0)
-    route.mend(part, NO_WAY, patient(None), None)
+    route.recover(part, NO_WAY, cancel_scope(None), None)
     assert move().outcome == DONE
     assert len(other.tried) == 3, "nobody waits for whoever tries NICs"
     other.aside.pop(0)()
@@ -1251,7 +1249,7 @@ def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytes
     monkeypatch.setattr(selection, "RETRY_INTERVAL_S", 60.0)
     other.aside.pop(0)()
     assert not other.aside
-    assert route.begin(part, patient(None), (memory,), lambda _: None) is not None
+    assert route.begin(part, cancel_scope(None), (memory,), lambda _: None) is not None
     assert route.name == "verbs"
     assert move().outcome == DONE
     assert len(other.tried) == 4
@@ -1267,22 +1265,22 @@ def test_that_another_one_takes_tcp_does_not_repeat_an_atomic(
     ended = Result(outcome, 0, 0, 7, "it is said why")
 
     def change(*_: Any) -> Result:
-        other.route.mend(
-            ReadWriteOp(other.handle, False, ((0, 0, 8),)), NO_WAY, patient(None), None
+        other.route.recover(
+            ReadWriteOp(other.handle, False, ((0, 0, 8),)), NO_WAY, cancel_scope(None), None
         )  # of another thread
         return ended
 
     monkeypatch.setattr(owner.route, "change", change)
-    assert other.route.change(other.handle, FETCH_ADD, 0, 1, 0, patient(None)) == ended
+    assert other.route.change(other.handle, FETCH_ADD, 0, 1, 0, cancel_scope(None)) == ended
     assert (
-        other.route.mend(AtomicOp(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None), ended, patient(None), None)
+        other.route.recover(AtomicOp(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None), ended, cancel_scope(None), None)
         == ended
     )
     assert len(other.tried) == 1
 
 
 @pytest.mark.parametrize("why", ["nobody answers", "nothing comes through", "no port is up here"])
-def test_what_has_not_begun_may_take_another_way(far: Make, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_unstarted_transfer_may_use_tcp(far: Make, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     owner = far(Fabric(at_once=False))
     owner.asking.give_up(owner.token, "a new one is needed")
     if why == "nobody answers":
@@ -1299,17 +1297,15 @@ def test_what_has_not_begun_may_take_another_way(far: Make, monkeypatch: pytest.
     memory = torch.zeros(8, dtype=torch.uint8)
     other = OtherWay(owner)
     with Worker(owner.fabric):
-        moved = other.route.move(other.handle, False, ((0, memory.data_ptr(), 8),), patient(10), (memory,))
-        added = other.route.change(other.handle, FETCH_ADD, 0, 1, 0, patient(10))
+        moved = other.route.move(other.handle, False, ((0, memory.data_ptr(), 8),), cancel_scope(10), (memory,))
+        added = other.route.change(other.handle, FETCH_ADD, 0, 1, 0, cancel_scope(10))
     assert (moved.outcome, added.outcome) == (DONE, DONE)
     assert len(other.tried) == 2
     assert len(other.warned) == 1
     owner.fabric.dead = False
 
 
-def test_tcp_may_do_what_was_asked_when_no_queue_pair_of_ours_can_be_connected(
-    far: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tcp_is_used_when_local_queue_pairs_fail_to_connect(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer has answered, and has its ends ready: that the NIC here fails then is no loss of the peer."""
     owner = far(Fabric(at_once=False))
     again = threading.Event()
@@ -1324,7 +1320,7 @@ def test_tcp_may_do_what_was_asked_when_no_queue_pair_of_ours_can_be_connected(
     ended: list[Result] = []
     memory = torch.zeros(8, dtype=torch.uint8)
     part = ReadWriteOp(owner.buffer._handle, False, ((0, memory.data_ptr(), 8),))
-    assert owner.route.begin(part, patient(10), memory, ended.append) is not None
+    assert owner.route.begin(part, cancel_scope(10), memory, ended.append) is not None
     owner.fabric.dead = True
     owner.fabric.run()
     owner.fabric.dead = False
@@ -1335,12 +1331,12 @@ def test_tcp_may_do_what_was_asked_when_no_queue_pair_of_ours_can_be_connected(
 
 
 @pytest.mark.parametrize("late", ["the offer", "the answer"])
-def test_a_question_whose_answer_is_late_ends_nothing(far: Make, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+def test_late_connect_reply_ends_no_transfer(far: Make, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
     """Another one has led to a connection meanwhile, on which an atomic is under way: TCP would do it again."""
     owner = far(Fabric(at_once=False))
     ended: list[Result] = []
     part = AtomicOp(owner.buffer._handle, FETCH_ADD, 0, 1, 0, lambda _: None)
-    assert owner.route.begin(part, patient(10), None, ended.append) is not None
+    assert owner.route.begin(part, cancel_scope(10), None, ended.append) is not None
     if late == "the answer":
 
         def ask(*_: Any) -> bytes:
@@ -1361,7 +1357,7 @@ def test_a_question_whose_answer_is_late_ends_nothing(far: Make, monkeypatch: py
 
 
 @pytest.mark.parametrize(("nbytes", "lanes"), [(MI, 1), (16 * MI, 1), (64 * MI, 2)])
-def test_several_queue_pairs_share_what_is_large(far: Make, nbytes: int, lanes: int) -> None:
+def test_large_transfer_uses_several_queue_pairs(far: Make, nbytes: int, lanes: int) -> None:
     assert Settings().queue_pairs == 2
     owner = far(Fabric(at_once=False), nbytes=nbytes)
     assert until(lambda: owner.fabric.run() == 0 and all(pair.most <= 1 for pair in owner.fabric.pairs.values()))

@@ -101,7 +101,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.mark.parametrize("route", ["verbs", "gpu verbs"])
 @pytest.mark.usefixtures("cable")
-def test_what_is_read_and_written_crosses_the_cable(route: str) -> None:
+def test_transfers_use_the_link(route: str) -> None:
     if route != "verbs":
         pretended_gpu.library()
     size = 8 * MIB
@@ -162,7 +162,7 @@ def test_a_wrong_key_is_refused_and_harms_no_other(pair: Pair) -> None:
     assert reader.read.call_one(buffer).get(60)
 
 
-def test_a_handle_of_what_was_dropped_reaches_nothing(pair: Pair) -> None:
+def test_handle_of_dropped_memory_is_refused(pair: Pair) -> None:
     """Though the same memory is registered again, at the same address."""
     owner, reader = pair
     stale = owner.own.call_one("tensor", MIB).get()

@@ -186,7 +186,7 @@ def holder(of: ctypes.Structure | int) -> Any:
     return ctypes.c_void_p(of if isinstance(of, int) else _at(of))
 
 
-def test_what_is_found_does_what_it_is_told() -> None:
+def test_found_queues_post_and_poll() -> None:
     driver = Driver()
     queue, pair = driver.queue(), driver.pair()
     queue.arm()
@@ -212,7 +212,7 @@ def test_a_batch_is_a_chain_in_its_order(count: int) -> None:
     assert [it["flags"] for it in driver.posted] == [0] * (count - 1) + [2]
 
 
-def test_atomics_and_the_write_of_nothing() -> None:
+def test_atomics_and_empty_writes() -> None:
     driver, big = Driver(), (1 << 64) - 1
     driver.pair().post(
         [
@@ -236,7 +236,7 @@ def test_no_more_is_polled_than_was_asked_for() -> None:
     assert len(driver.completions) == 33
 
 
-def test_what_a_device_refuses_is_an_error_with_its_number() -> None:
+def test_device_error_has_its_errno() -> None:
     driver = Driver()
     queue, pair = driver.queue(), driver.pair()
     driver.result = errno.ENOMEM
@@ -250,7 +250,7 @@ def test_what_a_device_refuses_is_an_error_with_its_number() -> None:
         queue.poll(1)
 
 
-def test_what_is_about_to_be_destroyed_is_not_touched() -> None:
+def test_forgotten_queues_are_not_accessed() -> None:
     driver = Driver()
     queue, pair = driver.queue(), driver.pair()
     pair.forget()
@@ -277,7 +277,7 @@ def test_a_pair_ends_with_its_queue() -> None:
     assert not driver.posted
 
 
-def test_a_finalizer_that_polls_loses_nothing() -> None:
+def test_poll_in_a_finalizer_loses_no_completion() -> None:
     """Tuples are made of what was polled, which may start a collection, in which anything may happen."""
     driver = Driver()
     queue, inner = driver.queue(), []
@@ -316,21 +316,21 @@ class MadeNow:
         return Work(i, READ, i == 2, 7000 + i, 8, 1, 9000 + i, 2)
 
 
-def test_work_requests_that_are_made_while_they_are_read() -> None:
+def test_lazily_made_work_requests() -> None:
     driver, works = Driver(), MadeNow()
     driver.pair().post(works)  # type: ignore[arg-type]
     assert [it["local"] for it in driver.posted] == [(7000 + i, 8, 1) for i in range(3)]
 
 
 @pytest.mark.parametrize("works", [[(1, 2, 3)], [7], [("a",) * 10], [Work(1, READ, True, 1, 1, 1, 1, 1), None]])
-def test_what_is_no_work_request_is_not_posted(works: Any) -> None:
+def test_invalid_work_requests_are_not_posted(works: Any) -> None:
     driver = Driver()
     with pytest.raises(TypeError):
         driver.pair().post(works)
     assert not driver.posted
 
 
-def test_what_is_not_the_queue_is_not_found() -> None:
+def test_other_objects_are_not_found() -> None:
     driver = Driver()
     queue, find = driver.queue(), _native.VerbsCompletionQueue.find
     assert find(holder(driver.cq), FD + 1, ENTRIES) is None
@@ -451,9 +451,7 @@ def test_both_packages_queues_are_found(start: Start, devices: list[str]) -> Non
 
 
 @pytest.mark.verbs
-def test_where_they_are_not_found_the_packages_do_it(
-    start: Start, devices: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_functions_are_the_fallback(start: Start, devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_queues, "completion_queue", lambda *_: None)  # before the processes are forked
     owner, asking = start("owner", devices[1]), start("asking", devices[0])
     _there_and_back(owner, asking)

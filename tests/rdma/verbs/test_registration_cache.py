@@ -94,7 +94,7 @@ def test_a_storage_that_got_other_memory_is_registered_anew(nic: FakeNic) -> Non
     cache.close()
 
 
-def test_what_is_known_is_the_object_s_own(nic: FakeNic) -> None:
+def test_cache_entry_belongs_to_one_object(nic: FakeNic) -> None:
     """Another one may have its id, address and length: a registration is not that of its memory."""
     cache = MemoryCache(nic, 2, 1 << 40)
     memory = Memory(KI)
@@ -167,7 +167,7 @@ def test_the_one_not_used_for_longest_goes_first(nic: FakeNic, entries: int, nby
     cache.close()
 
 
-def test_what_is_only_kept_makes_room(fabric: Fabric, nic: FakeNic) -> None:
+def test_unused_entries_are_evicted(fabric: Fabric, nic: FakeNic) -> None:
     nic.memory = 3 * KI
     cache = MemoryCache(nic, 100, 1 << 40)
     memories = [Memory(KI) for _ in range(10)]
@@ -194,7 +194,7 @@ def test_a_bytearray_is_held_for_one_transfer(nic: FakeNic) -> None:
     assert nic.opened == nic.closed
 
 
-def test_what_has_no_memory_is_refused() -> None:
+def test_objects_without_memory_are_refused() -> None:
     with pytest.raises(TypeError, match="dict owns no memory"):
         allocation_of({})
     with pytest.raises(TypeError, match="not contiguous"):

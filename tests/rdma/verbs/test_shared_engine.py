@@ -64,7 +64,7 @@ def test_each_user_dials_for_its_own_peers(fabric: Fabric) -> None:
     assert set(dialed) == {"token", Other("rank")}
 
 
-def test_the_last_user_closes_it(fabric: Fabric) -> None:
+def test_last_user_closes_the_engine(fabric: Fabric) -> None:
     engine = shared_engine.borrow(str, print)
     shared_engine.borrow(Other, print)
     assert engine.devices()
@@ -178,7 +178,7 @@ def test_a_callback_of_the_engine_s_thread_forks(fabric: Fabric) -> None:
     assert until(lambda: outcomes == [True])
 
 
-def test_a_fork_ends_nothing_of_its_parent_s(fabric: Fabric) -> None:
+def test_fork_does_not_close_its_parents_engine(fabric: Fabric) -> None:
     """Whatever it calls, and lets go of; a thread of the parent's holds the engine's lock."""
     engine = shared_engine.borrow(str, print)
     memory, array = Memory(100), np.zeros(1000)
@@ -218,7 +218,7 @@ def test_a_fork_ends_nothing_of_its_parent_s(fabric: Fabric) -> None:
 
 
 @pytest.mark.parametrize("how", ["expose", "transfer"])
-def test_devices_outlive_who_registers(fabric: Fabric, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_devices_outlive_a_concurrent_registration(fabric: Fabric, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The engine is closed meanwhile: that waits, and who registers hears of it. The fixture looks at what is open."""
     engine = shared_engine.borrow(str, lambda _: None)
     memory, other = Memory(100), Memory(100)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.verbs
 MI = 1 << 20
 
 
-def test_what_is_read_was_there_and_what_is_written_comes(owner: Peer, asking: Peer) -> None:
+def test_reads_and_writes_move_the_right_bytes(owner: Peer, asking: Peer) -> None:
     peers.introduce(asking, owner)
     for nbytes in (1, 7, 8, 4095, 4096, 65537, MI, 8 * MI + 3, 256 * MI):
         region = owner(peers.expose, "there", nbytes, 3)
@@ -30,7 +30,7 @@ def test_what_is_read_was_there_and_what_is_written_comes(owner: Peer, asking: P
         owner(peers.release, "there")
 
 
-def test_scattered_segments_go_where_they_belong_and_nowhere_else(owner: Peer, asking: Peer) -> None:
+def test_scattered_segments_change_only_their_bytes(owner: Peer, asking: Peer) -> None:
     """Thousands of small ones, far more than a queue pair takes at once; neighbours and none between them."""
     nbytes, count = 4 * MI, 5000
     seed = random.Random(11)
@@ -82,7 +82,7 @@ def _swap(host: Host, region: bytes, operand: int, expected: int) -> int:
     return int(done.wait())
 
 
-def test_compare_and_swap_changes_only_what_was_expected(owner: Peer, asking: Peer) -> None:
+def test_compare_and_swap_changes_only_the_expected_value(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", 8)
     peers.introduce(asking, owner)
     most = (1 << 64) - 1
@@ -104,7 +104,7 @@ def _wait(host: Host, patience: float = peers.PATIENCE) -> Any:
     return host.running["read"].wait(patience)
 
 
-def test_nothing_is_opened_or_connected_before_the_first_use(owner: Peer, asking: Peer) -> None:
+def test_devices_are_opened_at_first_use(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", 5000, 1)
     assert asking(_begin, region, 5000)
     assert asking.wants() == "owner"
@@ -220,7 +220,7 @@ def _torch_and_numpy(host: Host, region: bytes) -> list[bool]:
     return [kept == 2, peers.until(lambda: len(device.cache) == 0)]
 
 
-def test_tensors_and_arrays_are_registered_while_they_live(owner: Peer, asking: Peer) -> None:
+def test_tensors_and_arrays_stay_registered_while_alive(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", 4096, 1)
     peers.introduce(asking, owner)
     assert asking(_torch_and_numpy, region) == [True, True]
