@@ -127,7 +127,7 @@ class ControllerMesh(DeviceMesh):
     def get_local_rank(self, mesh_dim: int | str | None = None) -> Any:
         if mesh_dim is None and self.ndim > 1:
             raise RuntimeError(f"this mesh has {self.ndim} dimensions: say which one by mesh_dim")
-        if sys._getframe(1).f_globals["__name__"] == _visualize_sharding.__name__:
+        if sys._getframe(1).f_globals.get("__name__") == _visualize_sharding.__name__:
             return 0  # torch draws its picture on rank 0
         dim = self._mesh_dim_names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim or 0  # type: ignore[union-attr]
         return coordinate(self, _workers(self))[dim]

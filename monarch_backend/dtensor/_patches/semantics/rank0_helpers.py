@@ -1,6 +1,6 @@
 """Replacements of functions that torch runs on one rank for the others, or on each rank for itself.
 
-A whole state dict is the controller's, which broadcasts nothing; a picture of a DTensor is drawn once.
+A whole state dict is the controller's, which broadcasts nothing.
 """
 
 from __future__ import annotations
