@@ -284,7 +284,7 @@ def test_pieces() -> None:
 
 def _borrowed() -> PinnedLease:
     region = Region(RegionRecord(1, 4096, 4 * SLOT, True, [7]))
-    return PinnedLease(msgspec.msgpack.encode(pinned_pool._Loan(region.to_bytes(), 5, SLOT, 4, "because")))
+    return PinnedLease(msgspec.msgpack.encode(pinned_pool._LeaseDescription(region.to_bytes(), 5, SLOT, 4, "because")))
 
 
 def test_freed_slots_go_to_the_waiting_transfer() -> None:
