@@ -31,6 +31,7 @@ from monarch_backend._rdma.routes.base import (
     UNREACHABLE,
     ReadWriteOp,
     Result,
+    Route,
     Segment,
     patient,
 )
@@ -273,7 +274,7 @@ class _Pipeline:
             self._borrowed.give(number)
 
 
-class Staged:
+class Staged(Route):
     """Route to GPU memory of processes whose NICs this process's NICs reach."""
 
     name = "verbs"
@@ -285,10 +286,6 @@ class Staged:
         self._pins = PinnedPoolClient()
         self.why_here = ""
         """The reason why this process's NICs do not reach its own GPU memory, if they do not."""
-
-    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """See Route."""
-        return False
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], patient: Any, keep: Any) -> Result:
         """See Route. Retries once after a broken connection, but not a write whose data connection broke."""
