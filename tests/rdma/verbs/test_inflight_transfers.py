@@ -36,7 +36,7 @@ from monarch_backend._rdma.routes.base import (
 from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.routes.verbs import _owners
 from monarch_backend._rdma.thread_pool import Workers
-from monarch_backend._verbs import Settings, VerbsError, completion_poller, connection, open_device
+from monarch_backend._verbs import Settings, VerbsError, completion_poller, connection, open_device, transfer_plan
 from monarch_backend._verbs import engine as engine_module
 from monarch_backend._verbs.discovery import PortFacts
 from monarch_backend._verbs.queue_pair import SendQueuePair
@@ -623,7 +623,7 @@ def test_who_is_about_to_wake_an_engine_that_is_closed_disturbs_nobody(
         write(fd, value)
 
     monkeypatch.setattr(os, "eventfd_write", closed_meanwhile)
-    owner.asking._nudge()
+    owner.asking._thread.nudge()
     try:
         assert written
         assert written[0] not in opened
@@ -998,7 +998,7 @@ def test_buffers_that_begin_at_one_address(far: Make) -> None:
 def test_an_action_looks_up_each_memory_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not once for each part: that grows with the square of their number."""
     owner, count = far(), 2000
-    looked = {module: [] for module in (verbs, engine_module)}  # type: dict[Any, list[int]]
+    looked = {module: [] for module in (verbs, transfer_plan)}  # type: dict[Any, list[int]]
     for module, addresses in looked.items():
         find = module.allocation_of
 
