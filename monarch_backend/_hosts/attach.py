@@ -69,7 +69,6 @@ class HostRegistry(RuntimeExtension):
         self.hosts: dict[str, Host] = {}
         self._lost_before: dict[str, str] = {}  # reasons of losses that were reported before the host was added
         self._answers: dict[int, Any] = {}  # answers to Attach, by its id
-        self._rooms: dict[int, CreditWaiter] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()  # guards hosts and their loss; not held while a message is sent
         self._ended = threading.Event()  # set at the end of the gateway

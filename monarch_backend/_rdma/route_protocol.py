@@ -64,7 +64,7 @@ class Route(Protocol):
 
         It must not depend on other threads.
         """
-        ...
+        return False
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """Futures of transfers. A future is done when its transfer does not touch memory any more.
 
 Most transfers have one part, which a NIC runs. Such a transfer consists of its future alone while it succeeds. The
-state for many parts, failures and cancellation is made on demand (transfer_engine.py).
+state for many parts, failures and cancellation is made on demand (transfer.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from monarch_backend._rdma.route_protocol import DONE, AtomicOp, InFlightTransfe
 from monarch_backend._verbs import hears
 
 if TYPE_CHECKING:
-    from monarch_backend._rdma.transfer_engine import Engine, _Transfer
+    from monarch_backend._rdma.transfer import Transfer
+    from monarch_backend._rdma.transfer_engine import Engine
 
 T = TypeVar("T")
 
@@ -28,11 +29,11 @@ class TransferFuture(Future[T]):
 
     __slots__ = ("_transfer",)
 
-    def __init__(self, transfer: _Transfer) -> None:
+    def __init__(self, transfer: Transfer) -> None:
         super().__init__(transfer.wait, transfer.cancel)
-        self._transfer: _Transfer | None = transfer
+        self._transfer: Transfer | None = transfer
 
-    def taken_over(self, transfer: _Transfer) -> None:
+    def taken_over(self, transfer: Transfer) -> None:
         """Delegate waiting and cancelling to this transfer."""
         self._wait, self._cancel, self._transfer = transfer.wait, transfer.cancel, transfer
         if self.ready:  # it may have become ready, and been let go, before the assignment above
@@ -75,7 +76,7 @@ _OVER: dict[str, Any] = {"by": None}
 
 
 class SingleFuture(TransferFuture[T]):
-    """Future of one part on a NIC route. A _Transfer takes it over when it fails or is cancelled."""
+    """Future of one part on a NIC route. A Transfer takes it over when it fails or is cancelled."""
 
     __slots__ = ("_awaited", "_ends", "_in_flight", "_keep", "_mover", "_part", "_result", "_route")
 
@@ -92,7 +93,7 @@ class SingleFuture(TransferFuture[T]):
         self._result: Any = result
         self._in_flight: InFlightTransfer | None = None
         # "by": the transfer that handles the end, or None for the future itself; the first entry is valid
-        self._ends: dict[str, _Transfer | None] = {}
+        self._ends: dict[str, Transfer | None] = {}
         self._awaited = False  # a thread sleeps, or has slept, until the end
 
     def flies(self, in_flight: InFlightTransfer) -> SingleFuture[T]:
@@ -120,12 +121,12 @@ class SingleFuture(TransferFuture[T]):
         """Release what a finished future does not need: part and result may refer to the user's memory."""
         self._in_flight = self._keep = self._part = self._route = self._result = self._mover = None
 
-    def _taken_over(self) -> _Transfer | None:
+    def _taken_over(self) -> Transfer | None:
         """Return the transfer that handles the end. None if the future itself has started to do so."""
         mover, part, in_flight, keep, result = self._mover, self._part, self._in_flight, self._keep, self._result
         if self.ready:  # the attributes read above may be None by then
             return None
-        made: _Transfer = mover.taking_over(self, part, in_flight, keep, result)
+        made: Transfer = mover.taking_over(self, part, in_flight, keep, result)
         seen_to_by = self._ends.setdefault("by", made)
         if seen_to_by is made:
             self.taken_over(made)

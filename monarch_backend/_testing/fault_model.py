@@ -71,15 +71,16 @@ class Conditions:
 
     def travel(self, rng: random.Random) -> float:
         """Draw the time of one frame within a host, in simulated seconds."""
-        chance = rng.random()
-        return self.latest * rng.random() if chance < self.late else self.delay * (0.5 + chance)
+        return self._draw(rng, self.delay)
 
     def travel_far(self, rng: random.Random) -> float:
         """Draw the time of one frame to another host, in simulated seconds."""
-        chance = rng.random()
-        return self.latest * rng.random() if chance < self.late else self.far * (0.5 + chance)
+        return self._draw(rng, self.far)
 
     def pause(self, rng: random.Random) -> float:
         """Draw the time until an actor or a new thread runs, in simulated seconds."""
+        return self._draw(rng, self.turn)
+
+    def _draw(self, rng: random.Random, usual: float) -> float:
         chance = rng.random()
-        return self.latest * rng.random() if chance < self.late else self.turn * (0.5 + chance)
+        return self.latest * rng.random() if chance < self.late else usual * (0.5 + chance)

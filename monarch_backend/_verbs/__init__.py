@@ -5,8 +5,13 @@ The engine knows no actors. Its user carries the bytes of connection requests to
 ======================  ==============================================================================
 module                  contents
 ======================  ==============================================================================
-`engine.py`             The engine of a process: exposed regions, accepted peers, transfers.
+`engine.py`             The engine of a process: its devices, connections and transfers.
+`engine_thread.py`      The engine's thread: events of devices, and calls from other threads.
+`region.py`             Memory that peers may access.
+`accepted_peers.py`     Queue pairs of peers that access this process's memory.
+`transfer_plan.py`      Plans of transfers and atomics.
 `shared_engine.py`      The one engine that the users in a process share.
+`peer_connections.py`   The connections of an engine.
 `connection.py`         The connection to one peer: connecting, breaking, reconnecting.
 `queue_pair.py`         One queue pair and the work requests posted on it.
 `work_requests.py`      A transfer, cut into work requests.
@@ -39,9 +44,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from monarch_backend._verbs.config import Settings, from_environment
     from monarch_backend._verbs.discovery import Diagnostic, available, describe
-    from monarch_backend._verbs.engine import Engine, Region, hears, plan_atomic, plan_transfer
+    from monarch_backend._verbs.engine import Engine
+    from monarch_backend._verbs.engine_thread import hears
     from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
+    from monarch_backend._verbs.region import Region
     from monarch_backend._verbs.registration_cache import Allocation, allocation_of
+    from monarch_backend._verbs.transfer_plan import plan_atomic, plan_transfer
     from monarch_backend._verbs.work_requests import Plan
 
 _MODULES = {
@@ -51,10 +59,10 @@ _MODULES = {
     "available": "discovery",
     "describe": "discovery",
     "Engine": "engine",
-    "Region": "engine",
-    "hears": "engine",
-    "plan_atomic": "engine",
-    "plan_transfer": "engine",
+    "Region": "region",
+    "hears": "engine_thread",
+    "plan_atomic": "transfer_plan",
+    "plan_transfer": "transfer_plan",
     "NoConnectionError": "errors",
     "UnreachableMemoryError": "errors",
     "VerbsError": "errors",

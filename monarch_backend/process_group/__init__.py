@@ -13,6 +13,7 @@ module                         contents
 `_bootstrap.py`                Which ranks share memory, and its proof.
 `_store_host.py`               How long rank 0 keeps the store that it hosts.
 `_argument_forms.py`           The call forms of c10d's methods.
+`_cpu_arguments.py`            Checked arguments of CPU collectives, by their form.
 `_cpu_validation.py`           What CPU collectives accept: dtypes, reduce ops, shapes, ranks.
 `_overlap.py`                  Tensors of one call that share memory.
 `_tensor_lists.py`             Several tensors per rank in one call.

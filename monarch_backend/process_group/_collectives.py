@@ -1,7 +1,7 @@
 """Methods for the collectives of torch's ProcessGroup: each finds its route and calls the inner group.
 
-This module has no choice of a route (_backend_selection.py) and no rule about arguments (_cpu_validation.py). The life
-of a group is in _process_group.py, private parts of torch are in _c10d_internals.py.
+This module has no choice of a route (_backend_selection.py) and no rule about arguments (_cpu_arguments.py and
+_cpu_validation.py). The life of a group is in _process_group.py, private parts of torch are in _c10d_internals.py.
 
 A call takes one of three ways:
 
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from monarch_backend._core import torch_version
-from monarch_backend.process_group import _c10d_internals, _cpu_validation, _overlap, _tensor_lists
+from monarch_backend.process_group import _c10d_internals, _cpu_arguments, _cpu_validation, _overlap, _tensor_lists
 from monarch_backend.process_group._argument_forms import call_forms
 from monarch_backend.process_group._errors import bad_argument
 from monarch_backend.process_group._hooks import AliasedOutputWork, CompletionHooks, DeferredWork
@@ -116,11 +116,22 @@ class Collectives(dist.ProcessGroup):
         """Return the work of a reduce_scatter on the CPU."""
         if inner is not self._shm:
             return DeferredWork(work, given, finish)
-        return AliasedOutputWork(work, given, finish) if finish else _cpu_validation.with_outputs(work, given)
+        return _cpu_validation.with_outputs(work, given, finish)
 
-    def _done(self, work: Any, op_type: str, on_cpu: bool) -> Any:
-        if self._hooks and on_cpu:
-            self._hooks.follow(work, op_type)
+    def _done(
+        self,
+        work: Any,
+        op_type: str,
+        on_cpu: bool,
+        given: Sequence[Tensor] = (),
+        finish: Callable[[], object] | None = None,
+    ) -> Any:
+        """Return the work for the caller, whose tensors are ``given``; see `_cpu_validation.with_outputs`."""
+        if on_cpu:
+            if given:
+                work = _cpu_validation.with_outputs(work, given, finish)
+            if self._hooks:
+                self._hooks.follow(work, op_type)
         return work
 
     # Reductions -------------------------------------------------------------------------------------------
@@ -148,7 +159,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().allreduce(tensors, opts)
         else:
             work = inner.allreduce(tensors, opts)
-        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "allreduce", on_cpu)
+        return self._done(work, "allreduce", on_cpu, given, finish)
 
     @call_forms
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Any:
@@ -174,9 +185,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().allreduce_coalesced(tensors, opts)
         else:
             work = inner.allreduce_coalesced(tensors, opts)
-        return self._done(
-            _cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "allreduce_coalesced", on_cpu
-        )
+        return self._done(work, "allreduce_coalesced", on_cpu, given, finish)
 
     @call_forms
     def reduce(self, tensors: Any, opts: Any) -> Any:
@@ -202,7 +211,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().reduce(tensors, opts)
         else:
             work = inner.reduce(tensors, opts)
-        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "reduce", on_cpu)
+        return self._done(work, "reduce", on_cpu, given, finish)
 
     @call_forms
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -270,7 +279,7 @@ class Collectives(dist.ProcessGroup):
         if on_cpu:
             _cpu_validation.check_single(self, name, input, output, ("input", "output"))
             input = _cpu_validation.readable([input])[0]
-            output, finish = self._writable(name, output, input)
+            output, finish = _cpu_arguments.writable(self, name, output, input)
             input, output = _cpu_validation.concatenated(input, output)
             opts = _cpu_validation.bool_sum_as_max([output], opts)
             if inner is not self._shm:
@@ -307,7 +316,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().broadcast(tensors, opts)
         else:
             work = inner.broadcast(tensors, opts)
-        return self._done(_cpu_validation.with_outputs(work, given) if on_cpu else work, "broadcast", on_cpu)
+        return self._done(work, "broadcast", on_cpu, given)
 
     @call_forms
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -325,7 +334,9 @@ class Collectives(dist.ProcessGroup):
             _cpu_validation.check_memory(self, "all_gather", outputs)
             for row in outputs:
                 _cpu_validation.check_settled(self, "all_gather", row)
-            inputs, outputs = self._cpu_lists("all_gather", _cpu_validation.settled(inputs), outputs, "output")
+            inputs, outputs = _cpu_arguments.lists(
+                self, "all_gather", _cpu_validation.settled(inputs), outputs, "output"
+            )
             own = [row[self.rank()] for row in outputs]
             outputs, finish = _overlap.separate(self, "all_gather", inputs, outputs, own.__getitem__)
         if use_dispatcher:
@@ -333,7 +344,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().allgather(outputs, inputs, opts)
         else:
             work = inner.allgather(outputs, inputs, opts)
-        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "allgather", on_cpu)
+        return self._done(work, "allgather", on_cpu, given, finish)
 
     @call_forms
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -396,16 +407,12 @@ class Collectives(dist.ProcessGroup):
         if on_cpu:
             _cpu_validation.check_single(self, name, output, input, ("output", "input"))
             input = _cpu_validation.readable([input])[0]
-            output, finish = self._writable(name, output, input)
+            output, finish = _cpu_arguments.writable(self, name, output, input)
             output, input = _cpu_validation.concatenated(output, input)
             output, input = _cpu_validation.movable(self, name, [output, input])
 
         def end(work: Any) -> Any:
-            if on_cpu:
-                work = (
-                    AliasedOutputWork(work, [given], finish) if finish else _cpu_validation.with_outputs(work, [given])
-                )
-            return self._done(work, "_allgather_base", on_cpu)
+            return self._done(work, "_allgather_base", on_cpu, [given], finish)
 
         return inner, use_dispatcher, (output, input, opts), end
 
@@ -424,8 +431,8 @@ class Collectives(dist.ProcessGroup):
             _cpu_validation.check_memory(self, "gather", outputs)
             for row in outputs:
                 _cpu_validation.check_settled(self, "gather", row)
-            inputs, outputs = self._cpu_rooted(
-                "gather", opts, _cpu_validation.settled(inputs), outputs, ("input", "output")
+            inputs, outputs = _cpu_arguments.rooted(
+                self, "gather", opts, _cpu_validation.settled(inputs), outputs, ("input", "output")
             )
             if opts.rootRank == self.rank():
                 own = [row[self.rank()] for row in outputs]
@@ -435,7 +442,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().gather(outputs, inputs, opts)
         else:
             work = inner.gather(outputs, inputs, opts)
-        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "gather", on_cpu)
+        return self._done(work, "gather", on_cpu, given, finish)
 
     if hasattr(dist.ProcessGroup, "gather_single"):
 
@@ -471,7 +478,7 @@ class Collectives(dist.ProcessGroup):
             _cpu_validation.check_rank(self, "scatter", "source", opts.rootRank)
             _cpu_validation.check_contiguous(self, "scatter", outputs)
             inputs = [_cpu_validation.readable(row) for row in inputs]
-            outputs, inputs = self._cpu_rooted("scatter", opts, outputs, inputs, ("output", "input"))
+            outputs, inputs = _cpu_arguments.rooted(self, "scatter", opts, outputs, inputs, ("output", "input"))
             if opts.rootRank == self.rank():
                 pieces = [tensor for row in inputs for tensor in row]
                 own = {row * self.size() + self.rank(): output for row, output in enumerate(outputs)}
@@ -481,7 +488,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().scatter(outputs, inputs, opts)
         else:
             work = inner.scatter(outputs, inputs, opts)
-        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "scatter", on_cpu)
+        return self._done(work, "scatter", on_cpu, given, finish)
 
     if hasattr(dist.ProcessGroup, "all_to_all_single"):
 
@@ -517,10 +524,10 @@ class Collectives(dist.ProcessGroup):
         given = output
         inner, on_cpu, use_dispatcher = self._find("all_to_all_single", [output, input])
         if on_cpu:
-            output, input = self._cpu_exchange(output, input, outputs, inputs)
+            output, input = _cpu_arguments.exchange(self, output, input, outputs, inputs)
 
         def end(work: Any) -> Any:
-            return self._done(_cpu_validation.with_outputs(work, [given]) if on_cpu else work, "alltoall_base", on_cpu)
+            return self._done(work, "alltoall_base", on_cpu, [given])
 
         return inner, use_dispatcher, (output, input, outputs, inputs, opts), end
 
@@ -547,7 +554,7 @@ class Collectives(dist.ProcessGroup):
                 work = super().alltoall(outputs, inputs, opts)
         else:
             work = inner.alltoall(outputs, inputs, opts)
-        return self._done(_cpu_validation.with_outputs(work, given, finish) if on_cpu else work, "alltoall", on_cpu)
+        return self._done(work, "alltoall", on_cpu, given, finish)
 
     # C++ calls these two for functional collectives and FSDP. The inner groups don't export them to Python, so they use
     # torch's dispatcher. The overrides exist because without them the GIL stays held (see _c10d_internals.py).
@@ -597,8 +604,7 @@ class Collectives(dist.ProcessGroup):
             outputs, finish = _overlap.separate_slices(self, inputs, outputs)
 
         def end(work: Any) -> Any:
-            work = _cpu_validation.with_outputs(work, given, finish) if on_cpu else work
-            return self._done(work, "allgather_into_tensor_coalesced", on_cpu)
+            return self._done(work, "allgather_into_tensor_coalesced", on_cpu, given, finish)
 
         return inner, (outputs, inputs, opts), end
 
@@ -691,53 +697,11 @@ class Collectives(dist.ProcessGroup):
         inner = self._inner.get("cpu") or self._open_route("cpu")
         inner.monitored_barrier(_c10d_internals.UNSET_TIMEOUT if timeout is None else timeout, wait_all_ranks)
 
-    # Common parts of the CPU's argument checks ------------------------------------------------------------
+    # Common parts ------------------------------------------------------------------------------------------
 
     def _pairs(self, flat: Any, nested: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Return (one tensor per call, one list per call), also for the single-tensor call form."""
         return _listed(flat), [list(nested)] if _is_flat(nested) else [list(row) for row in nested]
-
-    def _writable(self, collective: str, given: Tensor, input: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-        output, finish = _cpu_validation.writable(given)
-        if finish is None:
-            (output,), finish = _overlap.separate_slices(self, [input], [output])
-        else:
-            _overlap.refuse_expanded(self, collective, [given])
-        return output, finish
-
-    def _cpu_lists(
-        self, collective: str, flat: list[Tensor], nested: list[list[Tensor]], what: str
-    ) -> tuple[list[Tensor], list[list[Tensor]]]:
-        pair = (nested, flat) if what == "output" else (flat, nested)
-        _cpu_validation.check_pairs(self, collective, *pair)
-        for tensor, row in zip(flat, nested, strict=True):
-            _cpu_validation.check_count(self, collective, what, row)
-            _cpu_validation.check_same_shape(self, collective, row, tensor)
-        moved = [_cpu_validation.movable(self, collective, row) for row in nested]
-        return _cpu_validation.movable(self, collective, flat), moved
-
-    def _cpu_rooted(
-        self, collective: str, opts: Any, flat: list[Tensor], nested: list[list[Tensor]], names: tuple[str, str]
-    ) -> tuple[list[Tensor], list[list[Tensor]]]:
-        _tensor_lists.check_one(self, collective, names[0], flat)
-        has_list, at_root = any(nested), opts.rootRank == self._own_rank
-        if has_list != at_root:
-            what = f"the {names[1]} list is {'missing' if at_root else 'given'} on rank {self._own_rank}"
-            raise bad_argument(self, collective, what, f"Give it on the root, rank {opts.rootRank}, and only there.")
-        if not at_root:
-            return _cpu_validation.movable(self, collective, flat), []
-        return self._cpu_lists(collective, flat, nested, names[1])
-
-    def _cpu_exchange(self, output: Tensor, input: Tensor, outputs: Any, inputs: Any) -> list[Tensor]:
-        name = "all_to_all_single"
-        if output.dtype != input.dtype:
-            raise bad_argument(self, name, f"output is {output.dtype}, input is {input.dtype}", "Use one dtype.")
-        _cpu_validation.check_splits(self, name, "output", output, outputs)
-        _cpu_validation.check_splits(self, name, "input", input, inputs)
-        tensors = [output, *_cpu_validation.settled([input])]
-        _cpu_validation.check_contiguous(self, name, tensors)
-        _overlap.refuse(self, name, tensors[1], output)
-        return _cpu_validation.movable(self, name, tensors)
 
     def _p2p(
         self, collective: str, tensors: list[Tensor], role: str, rank: int | None, tag: int

@@ -30,6 +30,7 @@ from monarch_backend._rdma.route_protocol import (
     UNREACHABLE,
     ReadWriteOp,
     Result,
+    Route,
     Segment,
     cancel_scope,
 )
@@ -275,7 +276,7 @@ class _Pipeline:
             self._lease.give(number)
 
 
-class Staged:
+class Staged(Route):
     """Route to GPU memory of processes whose NICs this process's NICs reach."""
 
     name = "verbs"
@@ -287,10 +288,6 @@ class Staged:
         self._pins = PinnedPoolClient()
         self.why_here = ""
         """The reason why this process's NICs do not reach its own GPU memory, if they do not."""
-
-    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """See Route."""
-        return False
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
         """See Route. Retries once after a broken connection, but not a write whose data connection broke."""

@@ -22,17 +22,13 @@ from monarch_backend._rdma.routes.gpu_staged import Staged
 from monarch_backend._rdma.routes.verbs import Verbs
 
 
-class GpuNics:
+class GpuNics(Route):
     """Route to GPU memory of processes that a NIC of this process reaches."""
 
     name = "verbs"
 
     def __init__(self, verbs: Verbs, staged: Staged) -> None:
         self._verbs, self._staged = verbs, staged
-
-    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """See Route."""
-        return False
 
     def begin(
         self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]

@@ -188,7 +188,7 @@ class Routes:
         log.warning("memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, why)
 
 
-class VerbsWithTcpFallback:
+class VerbsWithTcpFallback(Route):
     """Verbs, or TCP if the two NICs do not reach each other. NICs are tried again later, outside of transfers.
 
     A transfer uses one of the two. It changes to the other only if it has not started over verbs and never will, so
@@ -238,10 +238,6 @@ class VerbsWithTcpFallback:
             self._why, self._next, self._tries = result.text or "?", time.monotonic() + RETRY_INTERVAL_S, False
         self._warn(handle, result.text)
         return True
-
-    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """See Route."""
-        return False
 
     def begin(
         self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]

@@ -30,6 +30,7 @@ from monarch_backend._rdma.route_protocol import (
     AtomicOp,
     ReadWriteOp,
     Result,
+    Route,
     Segment,
 )
 from monarch_backend._rdma.server_address import ServerInfo, place
@@ -43,7 +44,7 @@ STREAMS_PER_PEER = 4
 """Connections to one process, for large transfers."""
 
 
-class Tcp:
+class Tcp(Route):
     """Route to memory of a process on any host."""
 
     name = "tcp"
@@ -110,10 +111,6 @@ class Tcp:
             return made
 
     # ---- connecting
-
-    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """See Route."""
-        return False
 
     def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
         """See Route. A read is retried once after a broken connection.

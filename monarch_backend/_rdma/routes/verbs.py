@@ -38,6 +38,7 @@ from monarch_backend._rdma.route_protocol import (
     AtomicOp,
     ReadWriteOp,
     Result,
+    Route,
     Segment,
 )
 from monarch_backend._transport.local.peer import Peer
@@ -87,7 +88,7 @@ class Awaited:
         return result_of(self._outcome, over)
 
 
-class Verbs:
+class Verbs(Route):
     """Route to memory of processes that a NIC of this process reaches."""
 
     name = "verbs"
@@ -222,10 +223,6 @@ class Verbs:
     def has_no_way(self, token: str) -> bool:
         """Return whether the last attempt to connect the NICs of both processes failed."""
         return token in self._no_way
-
-    def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """See Route."""
-        return False
 
     def begin(
         self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]

@@ -456,7 +456,9 @@ def test_a_peer_is_not_forgotten_when_others_have_taken_all_places(two: Callable
     second = Outcome()
     segments = [(i * 50, i * 50, 40) for i in range(1000)]
     first = pair.start(segments)
-    pair.asking._dial = lambda peer: pair.asking.connect(peer, pair.owner.accept(peer, pair.asking.offer(peer)))
+    pair.asking._connections._dial = lambda peer: pair.asking.connect(
+        peer, pair.owner.accept(peer, pair.asking.offer(peer))
+    )
     near = [(far, pair.here.address + at, nbytes) for far, at, nbytes in segments]
     pair.asking.transfer("another", "read", pair.region, near, pair.here.view, second)
     while not (first.calls and second.calls):
@@ -488,7 +490,7 @@ def test_queue_pairs_that_cannot_be_destroyed(
     for done in later:
         with pytest.raises(VerbsError):
             done.wait()
-    assert pair.asking._thread is not None and pair.asking._thread.is_alive()
+    assert pair.asking._thread.is_alive()
     said = [record.message for record in caplog.records]
     assert all(re.match(r"verbs: queue pair \d+ of fake0 cannot be destroyed", words) for words in said)
     assert 1 <= len(said) == len(set(said))

@@ -18,7 +18,7 @@ import torch
 
 from monarch_backend._actor.runtime import program
 from monarch_backend._rdma import action as action_module
-from monarch_backend._rdma import inflight, transfer_engine
+from monarch_backend._rdma import inflight, transfer, transfer_engine
 from monarch_backend._rdma.local_memory import memory_of
 from monarch_backend._rdma.route_protocol import (
     DONE,
@@ -36,7 +36,7 @@ from monarch_backend._rdma.routes import selection, verbs
 from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.routes.verbs import _owners
 from monarch_backend._rdma.thread_pool import Workers
-from monarch_backend._verbs import Settings, VerbsError, completion_poller, connection, open_device
+from monarch_backend._verbs import Settings, VerbsError, completion_poller, connection, open_device, transfer_plan
 from monarch_backend._verbs import engine as engine_module
 from monarch_backend._verbs.discovery import PortFacts
 from monarch_backend._verbs.queue_pair import SendQueuePair
@@ -621,7 +621,7 @@ def test_wake_of_a_closed_engine_writes_to_no_reused_descriptor(far: Make, monke
         write(fd, value)
 
     monkeypatch.setattr(os, "eventfd_write", closed_meanwhile)
-    owner.asking._nudge()
+    owner.asking._thread.nudge()
     try:
         assert written
         assert written[0] not in opened
@@ -750,7 +750,7 @@ def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.Mo
 
 def test_cancel_needs_no_timer(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reads messages, and would see to it, may stand still."""
-    monkeypatch.setattr(transfer_engine, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(transfer, "CANCEL_GRACE_S", 0.05)
     monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False))
     into = bytearray(8)
@@ -869,7 +869,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     later = pump.later
 
     def held(seconds: float, call: Callable[[], None]) -> Any:
-        if getattr(call, "__func__", None) is not transfer_engine._Transfer._time_is_over:
+        if getattr(call, "__func__", None) is not transfer.Transfer._time_is_over:
             return later(seconds, call)
         due.append(call)
         return later(600, call)  # which the transfer cancels when it has ended
@@ -944,8 +944,8 @@ def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: 
     monkeypatch.setattr(transfer_engine.engine(), "movers", Workers(1))
     monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     begin, ended = slow.route.begin, threading.Event()
-    over = transfer_engine._Transfer._end_flights
-    monkeypatch.setattr(transfer_engine._Transfer, "_end_flights", lambda *args: (over(*args), ended.set()))
+    over = transfer.Transfer._end_flights
+    monkeypatch.setattr(transfer.Transfer, "_end_flights", lambda *args: (over(*args), ended.set()))
 
     def late(*args: Any) -> Any:
         found = begin(*args)
@@ -968,7 +968,7 @@ def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: 
 def test_get_returns_in_time_with_many_under_way(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits looks himself, for so long in all and not for each of them."""
     monkeypatch.setattr(completion_poller, "SLEEP_COST_S", 0.2)
-    monkeypatch.setattr(transfer_engine, "MAX_POLL_S", 0.2)
+    monkeypatch.setattr(transfer, "MAX_POLL_S", 0.2)
     slow, action = far(Fabric(at_once=False), yields=False), RDMAAction()
     for _ in range(50):
         action.read_remote(bytearray(8), slow.buffer[:8])
@@ -996,7 +996,7 @@ def test_buffers_that_begin_at_one_address(far: Make) -> None:
 def test_an_action_looks_up_each_memory_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not once for each part: that grows with the square of their number."""
     owner, count = far(), 2000
-    looked = {module: [] for module in (verbs, engine_module)}  # type: dict[Any, list[int]]
+    looked = {module: [] for module in (verbs, transfer_plan)}  # type: dict[Any, list[int]]
     for module, addresses in looked.items():
         find = module.allocation_of
 
