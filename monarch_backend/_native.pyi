@@ -490,8 +490,8 @@ class Memory:
 class GpuFailure(RuntimeError):
     """An error of a GPU's driver."""
 
-def gpu_open() -> None:
-    """Open the driver, CUDA's or HIP's. Raises GpuFailure if there is none. Later calls do nothing."""
+def gpu_open(libraries: Sequence[str]) -> None:
+    """Open the first driver library that works. Raises GpuFailure if none does. Later calls do nothing."""
 
 def gpu_library() -> str:
     """Return the name of the driver library in use, or an empty string."""

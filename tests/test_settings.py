@@ -47,7 +47,7 @@ def _read(node: ast.AST) -> ast.expr | None:
 
 
 def test_only_the_table_reads_the_environment() -> None:
-    """Others call ``env.get``. The compiled core reads one variable, since its stress programs run without Python."""
+    """Others call ``env.get``, and the compiled core reads none."""
     found = []
     for file in (ROOT / "monarch_backend").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -61,7 +61,7 @@ def test_only_the_table_reads_the_environment() -> None:
         if file.suffix in (".cpp", ".h") and "stress" not in file.parts
         for name in re.findall(r"\bgetenv\(([^)]*)\)", file.read_text())
     }
-    assert native == {("gpu.cpp", '"MONARCH_GPU_DRIVER"')}
+    assert native == set()
 
 
 def test_reads_of_the_environment_are_found() -> None:

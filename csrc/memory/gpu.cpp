@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #include <optional>
@@ -21,7 +20,7 @@ constexpr std::size_t most_idle = 16;  // kits, of each GPU: each has two megaby
 
 // Of this process, and never closed: threads that end last would miss it.
 struct Opened {
-  Opened() : driver(std::getenv("MONARCH_GPU_DRIVER")), pid(getpid()) {}
+  explicit Opened(const std::vector<std::string>& libraries) : driver(libraries), pid(getpid()) {}
 
   // The context that CUDA's and HIP's runtimes use, torch with them.
   void* context(int device) {
@@ -76,9 +75,9 @@ std::uint64_t number(const void* address) { return reinterpret_cast<std::uintptr
 
 }  // namespace
 
-void open() {
+void open(const std::vector<std::string>& libraries) {
   const std::scoped_lock lock(opening);
-  if (opened.load() == nullptr) opened.store(new Opened, std::memory_order_release);
+  if (opened.load() == nullptr) opened.store(new Opened(libraries), std::memory_order_release);
   ours();
 }
 

@@ -1,13 +1,14 @@
 // GPU memory through the vendor's driver: copies, pinned memory, and what another process needs to map an allocation.
 //
 // CUDA's driver (libcuda.so.1) or HIP's (libamdhip64.so) is opened when GPU memory is first used, so a machine without
-// a GPU needs neither. MONARCH_GPU_DRIVER names another library. Nothing here depends on tables, peers or networks.
+// a GPU needs neither. The caller names the libraries to try. Nothing here depends on tables, peers or networks.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace monarch::gpu {
 
@@ -20,7 +21,7 @@ class Failure : public std::runtime_error {
 inline constexpr int none = -1;  // no GPU's: memory of the CPU
 
 // Throws Failure if there is no driver, or if this process is a fork of one that has opened it.
-void open();
+void open(const std::vector<std::string>& libraries);
 bool is_open();
 std::string library();  // name of the open library
 

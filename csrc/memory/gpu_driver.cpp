@@ -1,7 +1,5 @@
 #include "memory/gpu_driver.h"
 
-#include <vector>
-
 #include <dlfcn.h>
 
 #include "memory/gpu.h"
@@ -15,9 +13,7 @@ constexpr int success = 0;
 
 }  // namespace
 
-Driver::Driver(const char* named) {
-  std::vector<std::string> candidates{"libcuda.so.1", "libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"};
-  if (named != nullptr && *named != 0) candidates = {named};
+Driver::Driver(const std::vector<std::string>& candidates) {
   std::string why;
   for (const std::string& candidate : candidates) {
     try {
@@ -63,6 +59,7 @@ void Driver::find(void* handle) {
   get(ipc_open, "cuIpcOpenMemHandle_v2", "hipIpcOpenMemHandle");
   get(ipc_close, "cuIpcCloseMemHandle", "hipIpcCloseMemHandle");
   get(range_handle, "cuMemGetHandleForAddressRange", "hipMemGetHandleForAddressRange", false);
+  // ROCm 5 has neither of these two functions.
   get(describe, "cuGetErrorString", "hipDrvGetErrorString", false);
 }
 

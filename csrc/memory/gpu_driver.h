@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace monarch::gpu {
 
@@ -23,8 +24,8 @@ inline constexpr std::uint64_t legacy_stream = 1;  // CUDA's number of it; to HI
 inline constexpr int hip_copy_default = 4;       // hipMemcpyDefault: the addresses determine the direction
 
 struct Driver {
-  // Opens the library that is named, or else the first of both vendors that works. Throws Failure.
-  explicit Driver(const char* named);
+  // Opens the first of these libraries that works. Throws Failure with the reason of each.
+  explicit Driver(const std::vector<std::string>& candidates);
 
   // Throws Failure, with the driver's text for this result of its function `what`.
   void check(int result, const char* what) const;

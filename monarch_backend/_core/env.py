@@ -116,7 +116,7 @@ _TABLE = (
     Setting("MONARCH_GPU_IPC", "flag", True, "", "0 not to map GPU memory, or unset", _flag,
             "Map GPU memory of other processes of this host."),
     Setting("MONARCH_GPU_DRIVER", "path", "", "", "a library", str,
-            "Library of the GPU driver. Unset: libcuda.so.1 or libamdhip64.so."),
+            "Library of the GPU driver. Unset: that of the vendor torch was built for."),
     Setting("MONARCH_RDMA_DEVICES", "list", (), "", "names as rxe0 or mlx5_1:2 are needed, with commas between",
             _ports, "Ports of NICs that may be used. Unset: all active ones."),
     Setting("MONARCH_RDMA_GID_INDEX", "integer", None, "", "a number from 0 to 65535 is needed", _number(0, 65535),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from monarch_backend import _native
+from monarch_backend._core import gpu_vendor
 from monarch_backend._rdma.errors import RDMAError
 
 
@@ -77,7 +78,7 @@ def _name(number: int) -> str:
 def use(what: str) -> None:
     """Load the driver, if that was not done yet. ``what`` names the object in errors. Raises RDMAError."""
     try:
-        _native.gpu_open()
+        _native.gpu_open(gpu_vendor.driver_libraries())
     except _native.GpuFailure as error:
         raise RDMAError(
             f"{what} is memory of a GPU, whose driver can't be used: {error}. Use memory of the CPU, or see "

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend
-from monarch_backend._core import env, torch_version
+from monarch_backend._core import env, gpu_vendor, torch_version
 from monarch_backend.process_group._backend_selection import survey
 
 
@@ -89,7 +89,7 @@ def _routes() -> list[Finding]:
 
 def _libraries() -> list[Finding]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    library = "RCCL" if torch.version.hip else "NCCL"
+    library = gpu_vendor.vendor().collective_library
     if dist.is_nccl_available():
         nccl = Finding(library, ".".join(map(str, torch.cuda.nccl.version())))
     else:
@@ -155,7 +155,6 @@ def _other_hosts() -> Finding:
     return Finding(subject, f"by {backend}" + (", as MONARCH_RDMA_TRANSPORT says" if wanted else ""))
 
 
-_GPU_DRIVERS = "libcuda.so.1", "libamdhip64.so"
 _PEER_MEMORY = "nvidia_peermem", "nv_peer_mem", "amdgpu"
 _DMA_BUF = "cuMemGetHandleForAddressRange", "hipMemGetHandleForAddressRange"
 
@@ -163,8 +162,7 @@ _DMA_BUF = "cuMemGetHandleForAddressRange", "hipMemGetHandleForAddressRange"
 def _memory_of_gpus(modules: Path = Path("/sys/module")) -> Finding:
     """Report the routes for reads of GPU memory by other processes, as far as is known without opening a GPU."""
     subject = "memory of GPUs"
-    given = env.get("MONARCH_GPU_DRIVER")
-    names = (given,) if given else _GPU_DRIVERS
+    names = gpu_vendor.driver_libraries()
     driver = next((name for name in names if _library(name) == "loads"), None)
     if driver is None:
         return Finding(

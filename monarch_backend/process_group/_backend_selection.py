@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from monarch_backend._core import debug_log
+from monarch_backend._core import debug_log, gpu_vendor
 from monarch_backend.process_group._xla import xla_backend
 
 if TYPE_CHECKING:
@@ -79,15 +79,20 @@ def _cpu() -> Route:
 
 
 def _cuda() -> Route:
-    vendor, library = ("AMD", "RCCL") if torch.version.hip else ("NVIDIA", "NCCL")
+    vendor = gpu_vendor.vendor()
     missing = ""
     if not torch.backends.cuda.is_built():
         missing = "this torch has no GPU support; install a CUDA or ROCm build of torch"
     elif not torch.cuda.is_available():
-        missing = f"torch sees no {vendor} GPU; check the driver and CUDA_VISIBLE_DEVICES"
+        missing = f"torch sees no {vendor.name} GPU; check the driver and {vendor.visible_devices}"
     elif not dist.is_nccl_available():
-        missing = f"this torch was built without {library}; install a build with it"
-    return Route("cuda", "nccl", f"{vendor} GPUs take {library} through torch's own ProcessGroupNCCL", missing)
+        missing = f"this torch was built without {vendor.collective_library}; install a build with it"
+    return Route(
+        "cuda",
+        "nccl",
+        f"{vendor.name} GPUs take {vendor.collective_library} through torch's own ProcessGroupNCCL",
+        missing,
+    )
 
 
 def _xla_route() -> Route:

@@ -38,7 +38,7 @@ void bind_gpu_memory(py::module_& m) {
         }
       }, Release(), py::arg("stream"), py::arg("to_gpu"), py::arg("host"), py::arg("parts"))
       .def("finish", &gpu::Copies::finish, Release(), py::arg("stream"));
-  m.def("gpu_open", &gpu::open, Release(), "Open the driver, CUDA's or HIP's; raises GpuFailure where there is none. Twice is as good as once.");
+  m.def("gpu_open", &gpu::open, Release(), py::arg("libraries"), "Open the first driver library that works, CUDA's or HIP's. Later calls do nothing.");
   m.def("gpu_library", &gpu::library, "The driver's library that was opened, or an empty string.");
   m.def("gpu_device_of", [at](std::uint64_t address) { return gpu::device_of(at(address)); }, py::arg("address"),
         "The number of the GPU whose memory that is, -1 for none; before gpu_open nobody has any.");

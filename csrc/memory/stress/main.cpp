@@ -245,7 +245,7 @@ void play(unsigned seed, const std::string& folder) {
 
 int main(int count, char** words) {
   if (count != 3) fail("memory_stress ROUNDS FOLDER");
-  if (has_gpu()) gpu::open();
+  if (has_gpu()) gpu::open({std::getenv("MONARCH_GPU_DRIVER")});
   for (int round = 1; round <= std::atoi(words[1]); ++round) play(static_cast<unsigned>(round), words[2]);
   const auto times = [](Outcome outcome) { return outcomes[static_cast<int>(outcome)].load(); };
   std::printf("done %d, refused %d, unreachable %d, lost %d, timed out %d, cancelled %d\n", times(Outcome::done), times(Outcome::refused),
