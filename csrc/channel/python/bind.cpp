@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "channel/mailbox.h"
+#include "interpreter_exit.h"
 
 namespace py = pybind11;
 
@@ -135,7 +136,7 @@ py::tuple frame_of(Event& event) {
 // Python's handlers run on its main thread. Who spins, and yields to others, may do so for milliseconds: a signal that comes
 // then would be noticed after the sleep that follows. False: a handler has raised, and the error is set.
 bool let_handlers_run() {
-  if (gettid() != getpid()) return true;
+  if (!on_main_thread()) return true;
   const py::gil_scoped_acquire gil;
   return PyErr_CheckSignals() == 0;
 }
