@@ -6,7 +6,6 @@ Each wheel is built in a fresh folder that contains the unpacked source distribu
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from tools.wheels.debian import DebianPackages
 from tools.wheels.headers import python_headers
+from tools.wheels.table import Results
 from tools.wheels.targets import PLATFORMS, PYTHONS, Target
 from tools.wheels.toolchain import build_environment, compiler
 
@@ -67,16 +67,18 @@ def main() -> int:
     parser.add_argument("--platform", nargs="*", default=list(PLATFORMS), choices=PLATFORMS, help="all of them")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="where to; dist")
     parser.add_argument("--sdist", type=Path, help="one that is there already; else it is built first")
+    parser.add_argument("--results", type=Path, default=WORK / "results.json", help="for the table")
     args = parser.parse_args()
-    os.nice(10)
     out = args.out.absolute()
     sdist = args.sdist or build_sdist(out)
     print(f"{sdist.name}: {sdist.stat().st_size / 1e6:.2f} MB", flush=True)
     for platform in args.platform:
         for python in args.python:
             began = time.monotonic()
-            wheel = build_wheel(sdist.absolute(), Target(python, PLATFORMS[platform]), out)
+            target = Target(python, PLATFORMS[platform])
+            wheel = build_wheel(sdist.absolute(), target, out)
             print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, {time.monotonic() - began:.0f} s", flush=True)
+            Results(args.results).begin(target, built=f"{wheel.stat().st_size / 1e6:.1f} MB")
     return 0
 
 

@@ -20,7 +20,7 @@ from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 from elftools.elf.sections import SymbolTableSection
-from macholib.mach_o import LC_BUILD_VERSION, LC_VERSION_MIN_MACOSX, MH_BUNDLE, MH_DYLIB, N_EXT, N_TYPE, N_UNDF
+from macholib.mach_o import LC_BUILD_VERSION, MH_BUNDLE, MH_DYLIB, N_EXT, N_TYPE, N_UNDF
 from macholib.MachO import MachO
 from macholib.SymbolTable import SymbolTable
 
@@ -45,7 +45,7 @@ def target_of(wheel: str) -> Target:
     python, abi, tag = wheel.removesuffix(".whl").split("-")[-3:]
     for platform in PLATFORMS.values():
         digits = abi.removeprefix("cp")
-        if tag == platform.wheel and digits.removesuffix("t") == python.removeprefix("cp"):
+        if platform.wheel in tag.split(".") and digits.removesuffix("t") == python.removeprefix("cp"):
             return Target(f"{digits[0]}.{digits[1:]}", platform)
     raise ValueError(f"{wheel}: no target has the tag {python}-{abi}-{tag}")
 
@@ -113,14 +113,12 @@ def check_macho(target: Target, data: bytes, path: Path) -> Iterator[str]:
     commands = {command[0].cmd: command[1] for command in headers[0].commands}
     if LC_BUILD_VERSION in commands:
         least = commands[LC_BUILD_VERSION].minos
-    elif LC_VERSION_MIN_MACOSX in commands:
-        least = commands[LC_VERSION_MIN_MACOSX].version
     else:
         yield "does not say which macOS it needs"
         return
     if f"{least >> 16}.{least >> 8 & 0xFF}" != oldest:
         yield f"needs macOS {least >> 16}.{least >> 8 & 0xFF}, its tag says {oldest}"
-    for _, _, name in headers[0].relocatables:
+    for _, _, name in headers[0].walkRelocatables():
         if not re.fullmatch(r"/usr/lib/lib(System\.B|c\+\+(abi)?\.1)\.dylib", name):
             yield f"needs {name}"
     exported = set()

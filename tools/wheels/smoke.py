@@ -1,22 +1,25 @@
 """Install a wheel from an index on loopback in a clean environment, and run its smoke test there.
 
-    python -m tools.wheels.smoke dist --python 3.11 --torch-from .venv/lib/python3.11/site-packages
+    python -m tools.wheels.smoke dist --here
     python -m tools.wheels.smoke dist --python 3.12 --torch 2.13.0
     python -m tools.wheels.smoke dist --python 3.14 --root build/root-arm64 --platform linux-aarch64
 
-Without torch only the parts of the core that need none are tested. `--root` is the folder of another Linux, as
-`mmdebstrap` makes it; its programs run with this folder as their root. Results are added to `results.json`.
+`--here` is this Python with the torch that it has. Without torch only the parts of the core that need none are tested.
+`--root` is the folder of another Linux, as `mmdebstrap` makes it; its programs run with this folder as their root.
+Results are added to `results.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import resource
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from email.parser import Parser
@@ -137,7 +140,9 @@ def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("distributions", type=Path, help="the folder with wheels")
-    parser.add_argument("--python", choices=PYTHONS, required=True)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--here", action="store_true", help="this Python, with its torch")
+    which.add_argument("--python", choices=PYTHONS)
     parser.add_argument("--platform", choices=PLATFORMS, default="linux-x86_64")
     parser.add_argument("--interpreter", help="python3.12 from the PATH, for example")
     parser.add_argument("--root", type=Path, help="a folder with another Linux that has this Python")
@@ -146,9 +151,17 @@ def main() -> int:
     torch.add_argument("--torch-from", type=Path, help="site-packages with torch and all requirements")
     parser.add_argument("--results", type=Path, default=WORK / "results.json")
     args = parser.parse_args()
+    if args.here:
+        args.python = f"{sys.version_info.major}.{sys.version_info.minor}"
+        args.platform = f"linux-{platform.machine()}"
+        args.interpreter, args.torch_from = sys.executable, Path(sysconfig.get_path("purelib"))
     target = Target(args.python, PLATFORMS[args.platform])
-    args.emulated = target.platform.machine != os.uname().machine
-    (wheel,) = args.distributions.glob(f"*-{target.tag}.whl")
+    args.emulated = target.platform.machine != platform.machine()
+    found = list(args.distributions.glob(f"*-{target.tag}.whl"))
+    if not found:
+        print(f"{args.distributions} has no wheel for {target.tag}; nothing is tested")
+        return 0 if args.here else 1
+    wheel = found[0]
     with (
         tempfile.TemporaryDirectory() as folder,
         served(write_index(args.distributions, Path(folder) / "index")) as url,

@@ -25,6 +25,11 @@ class Results:
         self.path = path
         self.all: dict[str, dict[str, str]] = json.loads(path.read_text()) if path.exists() else {}
 
+    def begin(self, target: Target, **values: str) -> None:
+        """Add the first values of a new wheel. Those of an older wheel with the same tag are dropped."""
+        self.all.pop(target.tag, None)
+        self.add(target, **values)
+
     def add(self, target: Target, **values: str) -> None:
         """Add values to the results of one wheel, and write the file."""
         self.all.setdefault(target.tag, {}).update(values)
