@@ -121,15 +121,21 @@ def test_an_extension_for_this_machine_only_is_refused() -> None:
 
 
 def mach_o(
-    cpu: int = check.CPU_TYPE_ARM64, oldest: int = 11 << 16, library: str = "/usr/lib/libSystem.B.dylib"
+    cpu: int = check.CPU_TYPE_ARM64,
+    oldest: int = 11 << 16,
+    library: str = "/usr/lib/libSystem.B.dylib",
+    symbol: str = "_Py_x",
 ) -> bytes:
-    """A dynamic library without content. It exports nothing."""
+    """A dynamic library without content. It exports nothing, and wants one symbol of no named library."""
     name = library.encode().ljust((len(library) // 8 + 1) * 8, b"\0")
+    strings = b"\0" + symbol.encode() + b"\0"
     commands = struct.pack("<IIIIII", 0x32, 24, 1, oldest, oldest, 0)  # LC_BUILD_VERSION
     commands += struct.pack("<IIIIII", 0xC, 24 + len(name), 24, 0, 0, 0) + name  # LC_LOAD_DYLIB
-    commands += struct.pack("<IIIIII", 0x2, 24, 0, 0, 0, 0)  # LC_SYMTAB
-    commands += struct.pack("<II18I", 0xB, 80, *[0] * 18)  # LC_DYSYMTAB
-    return struct.pack("<IiiIIIII", 0xFEEDFACF, cpu, 0, 6, 4, len(commands), 0, 0) + commands
+    end = 32 + len(commands) + 24 + 80
+    commands += struct.pack("<IIIIII", 0x2, 24, end, 1, end + 16, len(strings))  # LC_SYMTAB
+    commands += struct.pack("<II18I", 0xB, 80, 0, 0, 0, 0, 0, 1, *[0] * 12)  # LC_DYSYMTAB
+    header = struct.pack("<IiiIIIII", 0xFEEDFACF, cpu, 0, 6, 4, len(commands), 0, 0)
+    return header + commands + struct.pack("<IBBHQ", 1, 1, 0, 0, 0) + strings
 
 
 @pytest.mark.parametrize(
@@ -139,6 +145,7 @@ def mach_o(
         (mach_o(cpu=0x01000007), "is not for arm64"),
         (mach_o(oldest=14 << 16), "needs macOS 14.0, its tag says 11.0"),
         (mach_o(library="/opt/lib/libfoo.dylib"), "needs /opt/lib/libfoo.dylib"),
+        (mach_o(symbol="_foo"), "no library is named for foo"),
     ],
 )
 def test_extensions_for_macos(data: bytes, text: str, tmp_path: Path) -> None:
@@ -147,6 +154,7 @@ def test_extensions_for_macos(data: bytes, text: str, tmp_path: Path) -> None:
     found = findings(check.check_macho(Target("3.11", MACOS), data, path))
     assert text in found
     assert found.count("needs") == text.count("needs")
+    assert found.count("no library") == text.count("no library")
 
 
 def wheel_file(folder: Path, extension: bytes) -> Path:

@@ -118,14 +118,19 @@ def check_macho(target: Target, data: bytes, path: Path) -> Iterator[str]:
         return
     if f"{least >> 16}.{least >> 8 & 0xFF}" != oldest:
         yield f"needs macOS {least >> 16}.{least >> 8 & 0xFF}, its tag says {oldest}"
-    for _, _, name in headers[0].walkRelocatables():
+    libraries = [name for _, _, name in headers[0].walkRelocatables()]
+    for name in libraries:
         if not re.fullmatch(r"/usr/lib/lib(System\.B|c\+\+(abi)?\.1)\.dylib", name):
             yield f"needs {name}"
     exported = set()
     for entry, name in SymbolTable(MachO(str(path))).nlists:
         text = name.decode().removeprefix("_")
-        if entry.n_type & N_EXT and entry.n_type & N_TYPE != N_UNDF:
+        if not entry.n_type & N_EXT:
+            continue
+        if entry.n_type & N_TYPE != N_UNDF:
             exported.add(text)
+        elif entry.n_desc >> 8 not in range(1, len(libraries) + 1) and not re.match(r"_?Py", text):
+            yield f"no library is named for {text}"
     if ENTRY not in exported:
         yield f"does not export {ENTRY}"
     if b"/root/" in data or b"/home/" in data:

@@ -39,7 +39,6 @@ SMOKE_TEST = Path(__file__).with_name("smoke_test.py")
 ENTER_ROOT = """
 set -e
 for name in proc dev sys; do mkdir -p "$0/$name"; mount --rbind "/$name" "$0/$name"; done
-cp -L /etc/resolv.conf /etc/hosts "$0/etc/"
 exec chroot "$0" "$@"
 """
 """The mounts are in a namespace of this process and end with it."""
@@ -70,9 +69,26 @@ class Machine:
             raise RuntimeError(f"{shlex.join(words)} failed:\n{done.stdout[-4000:]}")
         return done.returncode, done.stdout
 
+    def install(self, command: Sequence[str]) -> None:
+        """Run pip, on this machine. A folder with another Linux needs neither network nor certificates."""
+        done = subprocess.run(command, cwd=self.work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stdout[-4000:]}")
+
     def close(self) -> None:
         """Remove the environment."""
         shutil.rmtree(self.work)
+
+
+def foreign_pip(target: Target, packages: Path) -> list[str]:
+    """Return the command of this machine's pip that installs for another Python in a folder."""
+    digits = target.python.replace(".", "")
+    machine = target.platform.machine
+    platforms = [f"--platform=manylinux_2_{glibc}_{machine}" for glibc in (28, 27, 24, 17)]
+    platforms.append(f"--platform=manylinux2014_{machine}")
+    abis = [f"--abi={abi}" for abi in (f"cp{digits}", "abi3", "none")]
+    options = ["--implementation=cp", f"--python-version={target.version}", *platforms, *abis]
+    return [sys.executable, "-m", "pip", "install", f"--target={packages}", *options]
 
 
 def processor_seconds() -> float:
@@ -96,7 +112,11 @@ def smoke(target: Target, wheel: Path, url: str, args: argparse.Namespace) -> tu
         folder = machine.path("env")
         python = f"{folder}/bin/python"
         interpreter = args.interpreter or f"python{target.python}"
-        if args.torch:
+        pip = [python, "-m", "pip", "install"]
+        if args.root:
+            machine.run([interpreter, "-m", "venv", "--without-pip", folder])
+            pip = foreign_pip(target, next((machine.work / "env").glob("lib/python3*/site-packages")))
+        elif args.torch:
             torch_env = shutil.copy2(ROOT / "tools" / "torch_env.py", machine.work)
             script = machine.path(Path(torch_env).name)
             machine.run([interpreter, script, args.torch, "--without-project", "--dir", folder])
@@ -106,10 +126,10 @@ def smoke(target: Target, wheel: Path, url: str, args: argparse.Namespace) -> tu
             (packages,) = (machine.work / "env").glob("lib/python3*/site-packages")
             (packages / "torch.pth").write_text(f"{args.torch_from.absolute()}\n")
         else:
-            machine.run([python, "-m", "pip", "install", "-q", "--only-binary=:all:", *requirements(wheel)])
+            machine.install([*pip, "-q", "--only-binary=:all:", *requirements(wheel)])
         began = processor_seconds()
         install = ["--no-deps", "--ignore-installed", "--only-binary=:all:", "--index-url", url, "monarch_backend"]
-        machine.run([python, "-m", "pip", "install", "-q", *install])
+        machine.install([*pip, "-q", *install])
         seconds = processor_seconds() - began
         shutil.copy2(SMOKE_TEST, machine.work)
         with_torch = bool(args.torch or args.torch_from)
@@ -123,7 +143,7 @@ def smoke(target: Target, wheel: Path, url: str, args: argparse.Namespace) -> tu
         _, found = machine.run([python, "-c", "import platform; print(platform.python_version())"])
         print(f"Python {found.strip()}, {version}: installed in {seconds:.1f} s")
         passed = code == 0
-        if seconds > MAX_INSTALL_S and not args.emulated:
+        if seconds > MAX_INSTALL_S:
             print(f"FAILED  installing took {seconds:.1f} s, more than {MAX_INSTALL_S}")
             passed = False
         where = f"Python {found.strip()}{' (emulated)' if args.emulated else ''}"
@@ -147,7 +167,7 @@ def main() -> int:
     parser.add_argument("--interpreter", help="python3.12 from the PATH, for example")
     parser.add_argument("--root", type=Path, help="a folder with another Linux that has this Python")
     torch = parser.add_mutually_exclusive_group()
-    torch.add_argument("--torch", help="a release of torch to install")
+    torch.add_argument("--torch", help="a release of torch to install; not with --root")
     torch.add_argument("--torch-from", type=Path, help="site-packages with torch and all requirements")
     parser.add_argument("--results", type=Path, default=WORK / "results.json")
     args = parser.parse_args()
