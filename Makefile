@@ -11,6 +11,9 @@ SECONDS ?= 300
 COUNT ?= 200
 # Of make test-rdma: CI leaves out what takes long.
 VERBS ?= verbs
+# Of make wheels: less than all of them, as make wheels PYTHONS=3.11 PLATFORMS=linux-x86_64.
+PYTHONS ?= 3.10 3.11 3.12 3.13 3.14 3.14t 3.15
+PLATFORMS ?= linux-x86_64 linux-aarch64 macos-arm64
 FUZZ := .envs/fuzz
 CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
 # Tests that also run on workers with XLA devices: tests/dtensor/xla_selection.py says which of these; and how many
@@ -19,7 +22,7 @@ ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format docs bench clean
+.PHONY: help setup demo test test-fast test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format docs bench wheels clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -45,7 +48,7 @@ test-fast: $(STAMP) lint  ## lint, types and the short tests of every package: a
 test-slow: $(STAMP)  ## long variants: torch's own suite, four-rank training, compiled steps, lost hosts
 	$(BIN)/python -m tests.halves -m "slow and not nightly and not gpu and not xla and not verbs" --durations=25
 
-test-nightly: $(STAMP)  ## random programs, all of torch's operators, chaos, sanitizers, every state of the model: half an hour
+test-nightly: $(STAMP) $(VENV)/.wheels  ## random programs, all of torch's operators, chaos, sanitizers, every state of the model: half an hour
 	$(BIN)/python -m tests.halves -m "nightly and not gpu and not xla and not verbs" --durations=25
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
@@ -130,5 +133,18 @@ $(VENV)/.bench: $(STAMP)
 	-DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(BIN)/pip install -q -c constraints.txt --no-deps --no-build-isolation 'deepspeed>=0.19'
 	touch $@
 
+# The wheel of this machine's own Python is installed and tested, if it is among them; docs/operate/release.md has more.
+wheels: $(STAMP) $(VENV)/.wheels  ## the source distribution and a wheel for each Python and platform, in dist: about an hour
+	nice $(BIN)/python -m tools.wheels.build --python $(PYTHONS) --platform $(PLATFORMS)
+	$(BIN)/python -m tools.wheels.check dist
+	$(BIN)/python -m tools.wheels.smoke dist --here
+	$(BIN)/python -m tools.wheels.table
+
+# Not `pip install -e`, which would compile the core again.
+$(VENV)/.wheels: $(STAMP)
+	$(BIN)/python -c 'import importlib.metadata as m; print(*(r.split(";")[0] for r in m.requires("monarch_backend") if "== \"wheels\"" in r))' \
+	    | xargs $(BIN)/pip install -q -c constraints.txt
+	touch $@
+
 clean:  ## what the targets above made
-	rm -rf $(VENV) .envs build *.egg-info monarch_backend/*.so
+	rm -rf $(VENV) .envs build dist *.egg-info monarch_backend/*.so

@@ -1,21 +1,22 @@
 """Builds monarch_backend._native from csrc/; pyproject.toml has everything else about the package."""
 
-import sys
+import sysconfig
 from glob import glob
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
+is_for_linux = sysconfig.get_platform().startswith("linux")  # a cross build sets the platform
 # Shared memory, channels, registered memory and verbs need Linux.
 linux = [f"csrc/{folder}{part}" for folder in ("shm", "channel", "memory", "verbs") for part in ("", "/python")]
-folders = ["csrc", "csrc/records", *(linux if sys.platform == "linux" else [])]
+folders = ["csrc", "csrc/records", *(linux if is_for_linux else [])]
 
 native = Pybind11Extension(
     "monarch_backend._native",
     sorted(source for folder in folders for source in glob(f"{folder}/*.cpp")),
     include_dirs=["csrc"],
     depends=sorted(header for kind in ("h", "inc") for header in glob(f"csrc/**/*.{kind}", recursive=True)),
-    libraries=["dl"] if sys.platform == "linux" else [],  # a part of libc since glibc 2.34
+    libraries=["dl"] if is_for_linux else [],  # a part of libc since glibc 2.34
     cxx_std=20,
     # Without contraction every instruction set rounds alike: a sum has the same bits on every processor.
     extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"],

@@ -64,8 +64,8 @@ def say(text: str) -> None:
 class Environment:
     """One virtual environment below `folder`."""
 
-    def __init__(self, folder: Path, version: str, xla: bool) -> None:
-        self.folder, self.version, self.xla = folder, version, xla
+    def __init__(self, folder: Path, version: str, xla: bool, with_project: bool = True) -> None:
+        self.folder, self.version, self.xla, self.with_project = folder, version, xla, with_project
         self.python = folder / "bin" / "python"
         self.stamp = folder / "torch_env.json"
 
@@ -92,7 +92,8 @@ class Environment:
         self.torch_requirements()
         say("tools" + (f" and torch_xla {self.version}" if self.xla else ""))
         self.pip(*TOOLS, *([f"torch_xla=={self.version}"] if self.xla else []))
-        self.project()
+        if self.with_project:
+            self.project()
         imported = call([self.python, "-c", "import torch; print(torch.__version__)"], "import torch")
         say(f"ready: torch {imported.strip().splitlines()[-1]} in {self.folder}")
         self.stamp.write_text(json.dumps(self.recipe()))
@@ -174,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("version", help="a release of torch, as 2.14.1")
     parser.add_argument("--xla", action="store_true", help="with torch_xla of the same version (2.9.0 is its last)")
+    parser.add_argument("--without-project", action="store_true", help="without this checkout; for tests of wheels")
     parser.add_argument("--dir", type=Path, help="where to; .envs/torch-VERSION in this checkout")
     parser.add_argument("--run", action="store_true", help="run the command behind -- in the environment")
     # Split by hand: argparse would take options of the command for its own.
@@ -188,7 +190,7 @@ def main() -> int:
     if absent:
         parser.error(f"{', '.join(absent)} not found; install a C compiler and binutils")
     folder = args.dir or ROOT / ".envs" / f"torch-{args.version}{'-xla' if args.xla else ''}"
-    environment = Environment(Path(folder).absolute(), args.version, args.xla)
+    environment = Environment(Path(folder).absolute(), args.version, args.xla, not args.without_project)
     try:
         environment.build()
     except BuildError as error:

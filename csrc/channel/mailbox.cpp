@@ -316,7 +316,7 @@ void Mailbox::read(std::uint32_t number, Link& link, std::vector<Event>& events)
     }
     const std::uint64_t table = table_bytes(header);
     if (header.bytes >= table) {
-      event.inlined = std::make_unique_for_overwrite<char[]>(header.block == 0 ? header.bytes : table);
+      event.inlined = std::unique_ptr<char[]>(new char[header.block == 0 ? header.bytes : table]);
       if (header.block == 0) {
         link.in->copy_out(link.read + line, event.inlined.get(), header.bytes);
       } else {

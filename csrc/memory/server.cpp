@@ -311,7 +311,7 @@ void Service::receive(wire::Range range, Refusal& refusal) {
       if (refusal == Refusal::none) came = reader_.try_read(held.data, bytes);
     }
     if (refusal != Refusal::none) {
-      if (!scratch_) scratch_ = std::make_unique_for_overwrite<char[]>(held_piece_bytes);
+      if (!scratch_) scratch_ = std::unique_ptr<char[]>(new char[held_piece_bytes]);
       came = reader_.try_read(scratch_.get(), bytes);
     }
     received += came;

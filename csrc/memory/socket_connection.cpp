@@ -225,7 +225,7 @@ bool SocketConnection::wait_until(TimePoint until, const Limits& limits) {
 std::size_t Reader::try_read(char* to, std::size_t bytes) {
   if (empty()) {
     if (bytes >= direct_bytes) return connection_.try_read(to, bytes);
-    if (!buffer_) buffer_ = std::make_unique_for_overwrite<char[]>(buffered);
+    if (!buffer_) buffer_ = std::unique_ptr<char[]>(new char[buffered]);
     at_ = 0;
     end_ = 0;
     end_ = connection_.try_read(buffer_.get(), buffered);
@@ -246,7 +246,7 @@ void Reader::read(void* to, std::size_t bytes, const Limits& limits) {
 }
 
 bool Writer::put(const void* from, std::size_t bytes) {
-  if (!buffer_) buffer_ = std::make_unique_for_overwrite<char[]>(buffered);
+  if (!buffer_) buffer_ = std::unique_ptr<char[]>(new char[buffered]);
   if (bytes > buffered - end_) return false;
   std::memcpy(buffer_.get() + end_, from, bytes);
   end_ += bytes;

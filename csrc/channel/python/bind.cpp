@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "channel/mailbox.h"
+#include "interpreter_exit.h"
 
 namespace py = pybind11;
 
@@ -135,7 +136,7 @@ py::tuple frame_of(Event& event) {
 // Python's signal handlers run on its main thread. A thread may spin and yield for milliseconds, and a signal in that
 // time would be noticed only after the following sleep. False: a handler has raised, and the error is set.
 bool run_signal_handlers() {
-  if (gettid() != getpid()) return true;
+  if (!on_main_thread()) return true;
   const py::gil_scoped_acquire gil;
   return PyErr_CheckSignals() == 0;
 }
