@@ -8,10 +8,10 @@ docs/reference/torch-patches.md is generated from these rows: ``python -m monarc
 
 from __future__ import annotations
 
-from monarch_backend._core.patches import Kind, Patch, Release
+from monarch_backend._core.patches import Feature, Kind, Patch, Release
 
-TORCH: Release = (2, 13)
-"""The release that a controller needs; its rows end before the next one."""
+TORCH: Release = (2, 11)
+"""The oldest release that a controller needs."""
 XLA: Release = (2, 9)
 """Release of torch that torch_xla needs."""
 
@@ -31,9 +31,16 @@ _DYNAMO = "torch._dynamo.variables"
 _AOT = "torch._functorch._aot_autograd.runtime_wrappers"
 
 
+_RELEASES: dict[str, tuple[Release, Release | None]] = {
+    f"{_DYNAMO}.tensor:TensorVariable.var_getattr": (TORCH, (2, 14)),
+    f"{_DYNAMO}.script_object:TorchScriptObjectVariable.call_method": (TORCH, (2, 14)),
+}
+"""Releases of rows that are not for all releases of a controller."""
+
+
 def _row(target: str, kind: Kind, maker: str, why: str, test: str, *, swaps_code: bool = False) -> Patch:
-    before = (TORCH[0], TORCH[1] + 1)
-    return Patch(target, kind, (maker,), why, f"tests/dtensor/{test}", TORCH, before, swaps_code=swaps_code)
+    since, before = _RELEASES.get(target, (TORCH, None))
+    return Patch(target, kind, (maker,), why, f"tests/dtensor/{test}", since, before, swaps_code=swaps_code)
 
 
 def _semantics(target: str, maker: str, why: str, test: str, *, swaps_code: bool = False) -> Patch:
@@ -202,7 +209,7 @@ _NUMBER_OPERANDS = (
         "torch:Tensor._wrapped_number", "semantics", (f"{_SEMANTICS}.per_rank_int_operands:wrapped_number",),
         "C++ calculates with a wrong number where one differs by rank, and notes the number here.",
         "tests/dtensor/controller/test_per_rank_int.py::test_numbers_of_each_rank_are_calculated_with_on_workers_only",
-        TORCH, (TORCH[0], TORCH[1] + 1), adds=True,
+        TORCH, adds=True,
     ),
 )  # fmt: skip
 
@@ -352,18 +359,23 @@ _FSDP2 = (
     ),
 )  # fmt: skip
 
-MESH = (
-    *_MESHES, *_RANKS, *_DTENSORS, *_NUMBER_OPERANDS, *_FIXES_OF_SHARDINGS, *_CHECKPOINTS, *_CUDA, *_FSDP2,
+CORE = (
+    *_MESHES, *_RANKS, *_DTENSORS, *_NUMBER_OPERANDS, *_FIXES_OF_SHARDINGS,
     _semantics(
         "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_SEMANTICS}.installation:_first_trace",
         "The rows for traces are applied with the first trace; dynamo takes a second to import.",
         "compile/test_compile.py::test_a_trace_for_another_backend_installs_what_it_needs",
     ),
 )  # fmt: skip
+"""Rows without which there is no controller; applied with the first mesh."""
+CHECKPOINTS = Feature("Saving and loading of a controller's DTensors by torch.distributed.checkpoint", _CHECKPOINTS, TORCH)
+GPUS = Feature("A mesh of GPUs", _CUDA, TORCH)
+FSDP2 = Feature("fully_shard on a controller's mesh", _FSDP2, TORCH)
+MESH = (*CORE, *_CHECKPOINTS, *_CUDA, *_FSDP2)
 """Rows that are applied with the first mesh."""
 
 _UNEVEN = "compile/test_compile.py::test_shards_of_unequal_sizes"
-COMPILE = (
+_COMPILE = (
     _semantics(
         "torch:_TorchCompileInductorWrapper.__call__", f"{_SEMANTICS}.trace_installation:_on_workers",
         "Inductor's code reads memory, so it compiles on the workers.",
@@ -429,8 +441,9 @@ COMPILE = (
         "compile/test_aot_tangents.py::test_one_of_the_results_is_enough",
     ),
 )  # fmt: skip
-"""Rows that are applied with the first trace."""
-
+CAPTURED = Feature("torch.compile in a controller of DTensors", _COMPILE, TORCH)
+"""Its rows are applied with the first trace."""
+COMPILE = CAPTURED.rows
 
 PATCHES = (*MESH, *COMPILE)
 """All rows of a controller."""
