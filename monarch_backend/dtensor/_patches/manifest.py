@@ -368,7 +368,9 @@ CORE = (
     ),
 )  # fmt: skip
 """Rows without which there is no controller; applied with the first mesh."""
-CHECKPOINTS = Feature("Saving and loading of a controller's DTensors by torch.distributed.checkpoint", _CHECKPOINTS, TORCH)
+CHECKPOINTS = Feature(
+    "Saving and loading of a controller's DTensors by torch.distributed.checkpoint", _CHECKPOINTS, TORCH
+)
 GPUS = Feature("A mesh of GPUs", _CUDA, TORCH)
 FSDP2 = Feature("fully_shard on a controller's mesh", _FSDP2, TORCH)
 MESH = (*CORE, *_CHECKPOINTS, *_CUDA, *_FSDP2)

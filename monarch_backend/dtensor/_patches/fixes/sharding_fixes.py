@@ -23,7 +23,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._ops import decomposed_losses, sharding_rules
-from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback
+from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback, sharding_rule_fixes
 from monarch_backend.dtensor._patches.semantics import op_handlers
 from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
@@ -37,8 +37,40 @@ _BY_ONE_NUMBER = (
 def correct() -> None:
     """Correct torch's tables, before special_ops and sharding_rules add their entries."""
     propagator = api.DTensor._op_dispatcher.sharding_propagator
-    known = propagator.op_strategy_funcs
+    known, single = propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs
     _register_views()
+    if _aten.sum.default in known:
+        _correct_strategies(known)
+    else:
+        sharding_rule_fixes.correct(single)
+    handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
+    for operator in (_aten.argmin.default, _aten.argmax.default):
+        handlers[operator] = _from_the_start(handlers[operator])
+    handlers[_aten.as_strided.default] = replicate_fallback.strided(handlers[_aten.as_strided.default])
+    handlers.update(dict.fromkeys(_BY_ONE_NUMBER, _by_a_whole_number))
+    handlers.update(dict.fromkeys(embedding_mask.MASKED, embedding_mask.masked_at_once))
+    for operator in (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default):
+        loss.customized_loss_ops[operator] = _of_weighted_classes(loss.customized_loss_ops[operator])
+    for operator in decomposed_losses.OF_CLASSES:
+        handlers[operator] = _unless_parallel(loss.customized_loss_ops.pop(operator), handlers[operator])
+    if _aten.embedding_dense_backward.default in known:  # before torch 2.13
+        strategy = _with_all_indices(known[_aten.embedding_dense_backward.default])
+        known[_aten.embedding_dense_backward.default] = strategy
+    for operator, corrected in (
+        (_aten.index_put.default, _by_masks),
+        (_aten.index_put_.default, _by_masks),
+        (_aten._index_put_impl_.default, _by_masks),
+        (_aten.embedding_dense_backward.default, _of_all_indices),
+    ):
+        if operator in single:
+            single[operator] = dataclasses.replace(single[operator], func=corrected(single[operator].func))
+    for operator in sharding_rules.OPERATORS:
+        single.pop(operator, None)  # torch prefers a rule there to a strategy of ours
+    propagator.op_to_schema_info[_aten.view.dtype] = RuntimeSchemaInfo(1)  # else any dtype gets the first one's result
+
+
+def _correct_strategies(known: dict[Any, Any]) -> None:
+    """Correct the strategies of torch before 2.14; sharding_rule_fixes.py has those of later releases."""
     none_is_none = known[_aten.any.dims]
     _correct_reductions(known)
     known[_aten.any.dims] = _from_known_values(none_is_none, 1, _operation)
@@ -52,27 +84,6 @@ def correct() -> None:
     # torch takes the sum of bools, which as a float is 2 where two ranks have one.
     math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
     known[_aten.logsumexp.default] = _also_of_a_number(known[_aten.logsumexp.default])
-    handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
-    for operator in (_aten.argmin.default, _aten.argmax.default):
-        handlers[operator] = _from_the_start(handlers[operator])
-    handlers[_aten.as_strided.default] = replicate_fallback.strided(handlers[_aten.as_strided.default])
-    handlers.update(dict.fromkeys(_BY_ONE_NUMBER, _by_a_whole_number))
-    handlers.update(dict.fromkeys(embedding_mask.MASKED, embedding_mask.masked_at_once))
-    for operator in (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default):
-        loss.customized_loss_ops[operator] = _of_weighted_classes(loss.customized_loss_ops[operator])
-    for operator in decomposed_losses.OF_CLASSES:
-        handlers[operator] = _unless_parallel(loss.customized_loss_ops.pop(operator), handlers[operator])
-    single = propagator.op_single_dim_strategy_funcs
-    for operator, corrected in (
-        (_aten.index_put.default, _by_masks),
-        (_aten.index_put_.default, _by_masks),
-        (_aten._index_put_impl_.default, _by_masks),
-        (_aten.embedding_dense_backward.default, _of_all_indices),
-    ):
-        single[operator] = dataclasses.replace(single[operator], func=corrected(single[operator].func))
-    for operator in sharding_rules.CORRECTED:
-        single.pop(operator, None)
-    propagator.op_to_schema_info[_aten.view.dtype] = RuntimeSchemaInfo(1)  # else any dtype gets the first one's result
 
 
 def _register_views() -> None:
@@ -280,6 +291,21 @@ def _of_all_indices(own: Replacement) -> Replacement:
         return [way for way in found if way[2].is_replicate()] if by_frequency else found
 
     return embedding_dense_backward_strategy
+
+
+def _with_all_indices(own: Replacement) -> Replacement:
+    """As `_of_all_indices`, for the strategy of an older torch."""
+
+    def strategy(op_schema: Any) -> Any:
+        found, args = own(op_schema), op_schema.args_schema
+        if len(args) > 4 and args[4]:
+            ways = [
+                way for way in found.strategies if all(each.is_replicate() for each in way.input_specs[1].placements)
+            ]
+            found.strategies = ways
+        return found
+
+    return strategy
 
 
 def _counted_from_the_start(own: Replacement) -> Replacement:
