@@ -32,6 +32,7 @@ _AOT = "torch._functorch._aot_autograd.runtime_wrappers"
 
 
 _RELEASES: dict[str, tuple[Release, Release | None]] = {
+    f"{_FSDP}._fsdp_collectives:record_grad_output_stream": ((2, 15), None),
     f"{_DYNAMO}.tensor:TensorVariable.var_getattr": (TORCH, (2, 14)),
     f"{_DYNAMO}.script_object:TorchScriptObjectVariable.call_method": (TORCH, (2, 14)),
 }
@@ -356,6 +357,10 @@ _FSDP2 = (
         f"{_FSDP}._fsdp_collectives:_get_dim0_padded_size", f"{_FSDP_MAKERS}:_padded_size",
         "torch.Size has no count of elements where sizes differ by rank.",
         "training/test_fsdp.py::test_with_tensor_parallelism",
+    ),
+    _semantics(
+        f"{_FSDP}._fsdp_collectives:record_grad_output_stream", f"{_FSDP_MAKERS}:_record_stream",
+        "A stream of a controller has no number; workers keep their own.", _HANDLE_TEST,
     ),
 )  # fmt: skip
 

@@ -31,6 +31,11 @@ def correct(rules: dict[Any, Any]) -> None:
     reductions = [each for each, info in rules.items() if info.func is math_ops.linear_reduction_single_dim_strategy]
     spread = [each for each, info in rules.items() if info.func is math_ops.std_var_single_dim_strategy]
     _change(rules, (*reductions, *spread, _aten.logsumexp.default), _all_for_none(1))
+    means = [each for each, info in rules.items() if info.func is math_ops.mean_single_dim_strategy]
+    for operator in means:
+        own = rules[operator].full_mesh_strategy_filter
+        rules[operator] = dataclasses.replace(rules[operator], full_mesh_strategy_filter=_all_for_none_in(own, 1))
+    _change(rules, means, _all_for_none(1))
     _change(rules, (each for each in reductions if _reduction_of(each) != "sum"), None, _has_values(1))
     norms = _aten.linalg_vector_norm.default, _aten.norm.Scalar
     _change(rules, norms, lambda own: _without_partial(_all_for_none(2)(own)), _has_values(2))
@@ -70,14 +75,24 @@ def _all_for_none(at: int) -> Callable[[Rule], Rule]:
     """Treat no dimensions as all of them. torch itself asks so for the gradient of ``amax()``."""
 
     def corrected(own: Rule) -> Rule:
-        def rule(op: Any, args: Any, kwargs: Any) -> Any:
-            if len(args) > at and isinstance(args[at], (list, tuple)) and not args[at]:
-                args = (*args[:at], None, *args[at + 1 :])
-            return own(op, args, kwargs)
-
-        return rule
+        return lambda op, args, kwargs: own(op, _none_for_empty(args, at), kwargs)
 
     return corrected
+
+
+def _all_for_none_in(own: Filter, at: int) -> Filter:
+    """As `_all_for_none`, for torch's filter."""
+
+    def filtered(mesh: Any, op_schema: Any, operands: Any, results: Any) -> bool:
+        args = _none_for_empty(op_schema.args_schema, at)
+        return own(mesh, dataclasses.replace(op_schema, args_schema=args), operands, results)
+
+    return filtered
+
+
+def _none_for_empty(args: Any, at: int) -> Any:
+    is_empty = len(args) > at and isinstance(args[at], (list, tuple)) and not args[at]
+    return (*args[:at], None, *args[at + 1 :]) if is_empty else args
 
 
 def _without_partial(own: Rule) -> Rule:
@@ -129,7 +144,8 @@ def _has_all_it_masks(_mesh: Any, op_schema: Any, operands: Any, _results: Any) 
     masked = [embedding_mask.is_masked(each) for each in index.placements]
     if not any(masked):
         return True
-    if any(isinstance(each, _StridedShard) for each in (*x.placements, *index.placements)):
+    given = [way.output_spec for each in (0, 2) for way in op_schema.args_schema[each].strategies]
+    if any(isinstance(each, _StridedShard) for spec in (*given, x, index) for each in spec.placements):
         return False  # torch has no path from such shards to a mask
     pairs = zip(x.placements, index.placements, masked, strict=True)
     others = [each for of_x, of_index, is_one in pairs if not is_one for each in (of_x, of_index)]
