@@ -24,10 +24,10 @@ from monarch_backend.dtensor._patches.semantics.op_handlers import (
     _of_controllers,
     _or_torchs,
     _random_operation,
-    _register_lists,
 )
 from monarch_backend.dtensor._patches.semantics.rank_functions import _register_shapes
 from monarch_backend.dtensor._rng import random_ops
+from monarch_backend.dtensor._torch_internals import sharding_tables
 
 
 def install() -> None:
@@ -54,7 +54,7 @@ def install() -> None:
         {func: _or_torchs(handle) for func, handle in {**normalization.HANDLERS, **fused_optimizers.HANDLERS}.items()}
     )
     handlers.update(decomposed_losses.HANDLERS)
-    _register_lists()
+    sharding_tables.register_list_operator(torch.ops.aten._foreach_copy_.default)
     _register_shapes()
     per_rank_int_operands.install()
     sharding_fixes.correct()
