@@ -8,6 +8,8 @@ docs/reference/torch-patches.md is generated from these rows: ``python -m monarc
 
 from __future__ import annotations
 
+import functools
+
 from monarch_backend._core.patches import Feature, Kind, Patch, Release
 
 TORCH: Release = (2, 11)
@@ -31,29 +33,16 @@ _DYNAMO = "torch._dynamo.variables"
 _AOT = "torch._functorch._aot_autograd.runtime_wrappers"
 
 
-_RELEASES: dict[str, tuple[Release, Release | None]] = {
-    f"{_FSDP}._fsdp_collectives:record_grad_output_stream": ((2, 15), None),
-    f"{_DYNAMO}.tensor:TensorVariable.var_getattr": (TORCH, (2, 14)),
-    f"{_DYNAMO}.script_object:TorchScriptObjectVariable.call_method": (TORCH, (2, 14)),
-}
-"""Releases of rows that are not for all releases of a controller."""
-
-
-def _row(target: str, kind: Kind, maker: str, why: str, test: str, *, swaps_code: bool = False) -> Patch:
-    since, before = _RELEASES.get(target, (TORCH, None))
+def _row(
+    kind: Kind, target: str, maker: str, why: str, test: str,
+    *, swaps_code: bool = False, since: Release = TORCH, before: Release | None = None,
+) -> Patch:  # fmt: skip
     return Patch(target, kind, (maker,), why, f"tests/dtensor/{test}", since, before, swaps_code=swaps_code)
 
 
-def _semantics(target: str, maker: str, why: str, test: str, *, swaps_code: bool = False) -> Patch:
-    return _row(target, "semantics", maker, why, test, swaps_code=swaps_code)
-
-
-def _fix(target: str, maker: str, why: str, test: str, *, swaps_code: bool = False) -> Patch:
-    return _row(target, "fix", maker, why, test, swaps_code=swaps_code)
-
-
-def _cache(target: str, maker: str, why: str, test: str, *, swaps_code: bool = False) -> Patch:
-    return _row(target, "cache", maker, why, test, swaps_code=swaps_code)
+_semantics = functools.partial(_row, "semantics")
+_fix = functools.partial(_row, "fix")
+_cache = functools.partial(_row, "cache")
 
 
 _MESHES = (
@@ -360,7 +349,7 @@ _FSDP2 = (
     ),
     _semantics(
         f"{_FSDP}._fsdp_collectives:record_grad_output_stream", f"{_FSDP_MAKERS}:_record_stream",
-        "A stream of a controller has no number; workers keep their own.", _HANDLE_TEST,
+        "A stream of a controller has no number; workers keep their own.", _HANDLE_TEST, since=(2, 15),
     ),
 )  # fmt: skip
 
@@ -404,7 +393,12 @@ _COMPILE = (
     _semantics(
         f"{_DYNAMO}.tensor:TensorVariable.var_getattr", f"{_SEMANTICS}.graph_breaks:_attribute",
         "The local part of an uneven DTensor breaks the graph.",
-        "compile/test_compile.py::test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code",
+        "compile/test_compile.py::test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code", before=(2, 14),
+    ),
+    _semantics(
+        f"{_DYNAMO}.tensor:TensorVariable.tp_getattro_impl", f"{_SEMANTICS}.graph_breaks:_attribute",
+        "The local part of an uneven DTensor breaks the graph.",
+        "compile/test_compile.py::test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code", since=(2, 14),
     ),
     _semantics(
         f"{_DYNAMO}.tensor:TensorVariable.call_method", f"{_SEMANTICS}.graph_breaks:_between_devices",
@@ -420,7 +414,13 @@ _COMPILE = (
         f"{_DYNAMO}.script_object:TorchScriptObjectVariable.call_method",
         f"{_SEMANTICS}.graph_breaks:_number_of_the_rank",
         "A graph break in a method of a mesh is taken for an error.",
-        "compile/test_compile.py::test_the_number_of_the_rank",
+        "compile/test_compile.py::test_the_number_of_the_rank", before=(2, 14),
+    ),
+    _fix(
+        f"{_DYNAMO}.script_object:CustomClassObjectVariable.call_method",
+        f"{_SEMANTICS}.graph_breaks:_number_of_the_rank",
+        "A graph break in a method of a mesh is taken for an error.",
+        "compile/test_compile.py::test_the_number_of_the_rank", since=(2, 14),
     ),
     _semantics(
         "torch._subclasses.meta_utils:MetaTensorDescriber.describe_tensor", f"{_SEMANTICS}.graph_inputs:_describe",

@@ -48,7 +48,7 @@ def in_others(operator: Any) -> Callable[..., Any] | None:
 
 
 def is_out_variant(call: Any) -> bool:
-    """Whether this is an operator that writes its result to an argument ``out``. torch has a tag for it from 2.13 on."""
+    """Whether this operator writes its result to an argument ``out``. torch has a tag for it from 2.13 on."""
     if not isinstance(call, torch._ops.OpOverload):
         return False
     tag = getattr(torch.Tag, "out", None)

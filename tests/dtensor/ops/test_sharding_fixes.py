@@ -412,7 +412,9 @@ def test_grouped_mm_refuses_what_its_kernel_refuses(mesh_of: Callable[[str], Any
     with pytest.raises(RuntimeError, match="multiple of 16 bytes"):
         F.grouped_mm(x, y)
     x, y = (distribute_tensor(torch.ones(2, 4, 4), mesh_of("2"), [Replicate()]).to_local() for _ in range(2))
-    with pytest.raises(RuntimeError, match=r"grouped_mm of torch\.float32 has results of this dtype|output dtype must match"):
+    with pytest.raises(
+        RuntimeError, match=r"grouped_mm of torch\.float32 has results of this dtype|output dtype must match"
+    ):
         F.grouped_mm(x, y, out_dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="BF16|BFloat16"):
+    with pytest.raises(RuntimeError, match=r"BF16|BFloat16"):
         F.grouped_mm(x.double(), y.double())

@@ -7,6 +7,7 @@ place. _ops/sharding_rules.py has our own shardings.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -71,19 +72,26 @@ def correct() -> None:
 
 def _correct_strategies(known: dict[Any, Any]) -> None:
     """Correct the strategies of torch before 2.14; sharding_rule_fixes.py has those of later releases."""
-    none_is_none = known[_aten.any.dims]
+    none_is_none = known.get(_aten.any.dims)
     _correct_reductions(known)
-    known[_aten.any.dims] = _from_known_values(none_is_none, 1, _operation)
+    if none_is_none is not None:  # since torch 2.12
+        known[_aten.any.dims] = _from_known_values(none_is_none, 1, _operation)
     # It has no values, so it can't be a part of a sum.
     known[_aten.empty_like.default] = known[_aten.zeros_like.default]
-    known[_aten.gather.default] = _aligned(known[_aten.gather.default])
-    known[_aten.cat.default] = _beside_empty(known[_aten.cat.default])
+    _change(known, _aten.gather.default, _aligned)
+    _change(known, _aten.cat.default, _beside_empty)
     for operator in (_aten.select_backward.default, _aten.slice_backward.default):
-        known[operator] = _counted_from_the_start(known[operator])
-    known[_aten.linalg_vector_norm.default] = _of_values(known[_aten.linalg_vector_norm.default])
+        _change(known, operator, _counted_from_the_start)
+    _change(known, _aten.linalg_vector_norm.default, _of_values)
     # torch takes the sum of bools, which as a float is 2 where two ranks have one.
     math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
-    known[_aten.logsumexp.default] = _also_of_a_number(known[_aten.logsumexp.default])
+    _change(known, _aten.logsumexp.default, _also_of_a_number)
+
+
+def _change(known: dict[Any, Any], operator: Any, corrected: Callable[[Replacement], Replacement]) -> None:
+    """Correct a strategy. An older torch has none for some operators, which run replicated."""
+    if operator in known:
+        known[operator] = corrected(known[operator])
 
 
 def _register_views() -> None:
@@ -138,14 +146,14 @@ def _correct_reductions(known: dict[Any, Any]) -> None:
             known[operator] = _reduced(_from_known_values(own, 1, _operation), 1)
         elif own is spread:
             known[operator] = _reduced(own, 1)
-    known[_aten.logsumexp.default] = _reduced(known[_aten.logsumexp.default], 1)
+    _change(known, _aten.logsumexp.default, lambda own: _reduced(own, 1))
     for operator in (_aten.linalg_vector_norm.default, _aten.norm.Scalar):
-        known[operator] = _reduced(_from_known_values(known[operator], 2, _norm), 2)
-    known[_aten.linalg__powsum.default] = _reduced(_from_known_values(known[_aten.linalg__powsum.default], 2, _sum), 2)
+        _change(known, operator, lambda own: _reduced(_from_known_values(own, 2, _norm), 2))
+    _change(known, _aten.linalg__powsum.default, lambda own: _reduced(_from_known_values(own, 2, _sum), 2))
     for operator, reduction in (
         (_aten._foreach_norm.Scalar, _norm), (_aten._foreach_max.default, _max), (_aten._foreach_powsum.Scalar, _sum),
     ):  # fmt: skip
-        known[operator] = _from_known_values(known[operator], None, reduction)
+        _change(known, operator, functools.partial(_from_known_values, at=None, reduction=reduction))
 
 
 def _operation(op_schema: Any) -> Any:
