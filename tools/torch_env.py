@@ -20,12 +20,13 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE = 2  # raise it when environments that were built before must be built again
+RECIPE = 3  # raise it when environments that were built before must be built again
 TOOLS = ["numpy>=1.26", "pytest>=8.3", "expecttest>=0.3", "setuptools>=77", "pybind11>=2.13"]
 # What the project requires besides torch: it is installed without its dependencies.
 TOOLS += ["cloudpickle>=3.1", "cryptography>=42", "msgspec>=0.19"]
@@ -49,7 +50,9 @@ class BuildError(RuntimeError):
 
 def call(command: Sequence[str | Path], what: str) -> str:
     """Run a command and return its output; a BuildError with the end of it where it fails."""
-    done = subprocess.run([str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [str(c) for c in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
     if done.returncode:
         shown = " ".join(str(c) for c in command)[:300]
         raise BuildError(f"{what} failed (exit {done.returncode}): {shown}\n{done.stdout[-2000:]}")
@@ -147,9 +150,19 @@ class Environment:
         source.unlink()
 
     def project(self) -> None:
-        """Install this checkout, in place: torch finds the backend by the entry points of what is installed."""
+        """Install this checkout, in place: torch finds the backend by the entry points of what is installed.
+
+        The core is free of torch, so the extension in the checkout serves every environment and is compiled once.
+        """
         say("monarch_backend, from this checkout")
-        self.pip("--no-deps", "--no-build-isolation", "--config-settings", "editable_mode=compat", "-e", str(ROOT))
+        if not core_is_current():
+            say("compiling the core, once for all environments")
+            call([self.python, "setup.py", "build_ext", "--inplace"], "compiling the core")
+        call([self.python, "setup.py", "-q", "dist_info", "--output-dir", self.packages()], "writing the metadata")
+        (self.packages() / "monarch_backend.pth").write_text(f"{ROOT}\n")
+        script = self.folder / "bin" / "monarch-backend"
+        script.write_text(f"#!{self.python}\nimport sys\nfrom monarch_backend.cli import main\nsys.exit(main())\n")
+        script.chmod(0o755)
 
     def variables(self) -> dict[str, str]:
         """The process environment of a command that runs in it."""
@@ -158,6 +171,13 @@ class Environment:
         if self.xla:
             found.setdefault("PJRT_DEVICE", "CPU")
         return found
+
+
+def core_is_current() -> bool:
+    """Return whether the checkout has an extension for this Python that is newer than its sources."""
+    built = ROOT / "monarch_backend" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    sources = [f for f in (ROOT / "csrc").rglob("*") if f.suffix in (".cpp", ".h", ".inc")]
+    return built.exists() and built.stat().st_mtime >= max(f.stat().st_mtime for f in sources)
 
 
 def _needed(library: Path) -> set[str]:

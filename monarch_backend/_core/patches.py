@@ -2,20 +2,25 @@
 
 A manifest is a sequence of `Patch`, a row for each replaced name. `apply` replaces those that the running release of
 torch needs. A row refers to its replacement by name: a manifest can be read without importing torch's modules.
+
+The rows of a `Feature` belong together. `apply_feature` refuses a feature by name if the running torch is too old for
+it, or if an untested newer torch lacks a row's name. Other features work.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from monarch_backend._core.torch_version import torch_version
+from monarch_backend._core.torch_version import NEWEST, torch_version
 
 Kind = Literal["semantics", "fix", "cache"]
 Release = tuple[int, int]
@@ -50,21 +55,61 @@ class Patch:
         return self.since <= release and (self.before is None or release < self.before)
 
 
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """Rows that work only together. ``name`` is the subject of an error. ``since``: the oldest release that has it."""
+
+    name: str
+    rows: Sequence[Patch]
+    since: Release
+
+
 class PatchTargetError(RuntimeError):
     """A release of torch has no such name, although it is in the range of the name's row."""
+
+
+class FeatureUnavailableError(RuntimeError):
+    """A feature does not work with the running release of torch; the text names the release to use."""
 
 
 originals: dict[str, Any] = {}
 """By target, torch's own object of each name that `apply` has replaced in this process."""
 
 
+def unmatched(rows: Iterable[Patch], release: Release | None = None) -> dict[str, str]:
+    """Return the rows in range whose name the running torch lacks: by target, the reason."""
+    running = torch_version() if release is None else release
+    found = {}
+    for row in rows:
+        if row.is_for(running) and row.target not in originals:
+            try:
+                locate(row)
+            except PatchTargetError as error:
+                found[row.target] = str(error)
+    return found
+
+
+def require(feature: Feature, release: Release | None = None) -> None:
+    """Raise `FeatureUnavailableError` if the running torch does not have the feature."""
+    reason = _reason(feature, torch_version() if release is None else release)
+    if reason is not None:
+        raise FeatureUnavailableError(reason)
+
+
 def apply(rows: Iterable[Patch], release: Release | None = None) -> list[Patch]:
     """Apply the rows whose range has ``release``, by default the running one, and return these.
 
-    A row is applied once in a process. Raises `PatchTargetError` before anything is replaced if a target is missing.
+    A row is applied once in a process. Raises `PatchTargetError` before anything is replaced if a target is missing. On
+    a torch that is newer than the tested ones, a fix or a cache without target is left out, with one warning for all.
     """
     running = torch_version() if release is None else release
     wanted = [row for row in rows if row.is_for(running)]
+    missing = unmatched(wanted, running) if running > NEWEST else {}
+    left_out = [row for row in wanted if row.target in missing and row.kind != "semantics"]
+    if left_out:
+        names = "; ".join(f"{row.target} ({row.why})" for row in left_out)
+        warnings.warn(f"torch {_text(running)} is newer than tested and lacks what is corrected: {names}", stacklevel=2)
+    wanted = [row for row in wanted if row not in left_out]
     found = [(row, *locate(row)) for row in wanted if row.target not in originals]
     makers = [[named(maker) for maker in row.makers] for row, *_ in found]
     for (row, owner, name), making in zip(found, makers, strict=True):
@@ -78,6 +123,53 @@ def apply(rows: Iterable[Patch], release: Release | None = None) -> list[Patch]:
             for maker in making:
                 _replace(owner, name, maker)
     return wanted
+
+
+def apply_feature(feature: Feature, refuse: Maker | None = None, release: Release | None = None) -> bool:
+    """Apply a feature's rows; return whether the running torch has the feature.
+
+    Without it ``refuse`` makes the replacements of the functions among its rows.
+    """
+    running = torch_version() if release is None else release
+    reason = _reason(feature, running)
+    if reason is None:
+        apply(feature.rows, running)
+        return True
+    for row in feature.rows if refuse is not None else ():
+        with contextlib.suppress(PatchTargetError):
+            owner, name = locate(row)
+            own = getattr(owner, name, None)
+            if inspect.isroutine(own) and row.target not in originals:
+                originals[row.target] = _own(owner, name)
+                _refuse(row, owner, name, refuse)
+    return False
+
+
+def _refuse(row: Patch, owner: Any, name: str, refuse: Maker) -> None:
+    if row.swaps_code:
+        originals[row.target] = _swap_code(inspect.unwrap(getattr(owner, name)), [refuse])
+    else:
+        _replace(owner, name, refuse)
+
+
+def _reason(feature: Feature, running: Release) -> str | None:
+    """Return why the running torch does not have a feature; None if it has."""
+    here = f"{feature.name} does not work with torch {_text(running)}"
+    if running < feature.since:
+        return f"{here}: use torch {_text(feature.since)} to {_text(NEWEST)}"
+    if running <= NEWEST:
+        return None
+    instead = f"Use torch {_text(NEWEST)}, the newest that monarch_backend was tested with"
+    missing = list(unmatched(feature.rows, running))
+    if missing:
+        return f"{here}, which lacks {', '.join(missing)}. {instead}"
+    try:
+        for row in feature.rows:
+            for maker in row.makers if row.is_for(running) else ():
+                named(maker)
+    except (ImportError, AttributeError) as error:
+        return f"{here}: {error}. {instead}"
+    return None
 
 
 def locate(row: Patch) -> tuple[Any, str]:

@@ -68,7 +68,7 @@ __all__ = [
     "simulated_mesh",
 ]
 
-_TORCH = (2, 13)
+_TORCH = (2, 11)
 """Releases of torch whose private parts a controller uses. 2.14 keeps its sharding rules in other tables."""
 _MODULES = {
     "RemoteTensor": "_controller.remote_tensor",
@@ -86,7 +86,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if torch_version.torch_version() != _TORCH:
+    if torch_version.torch_version() < _TORCH:
         raise ImportError(
             f"{__name__}.{name} is for a controller of device meshes, which needs torch {_TORCH[0]}.{_TORCH[1]}; this "
             f"process has {torch.__version__}, and can be a worker of one. In a worker, import it inside the functions "

@@ -168,6 +168,8 @@ def _are_of_workers(name: str, given: Any) -> bool:
 for _name in _COLLECTIVES:  # the base class would fail with another error, or silently do nothing
     if hasattr(dist.ProcessGroup, _name):  # some releases of torch lack some names
         setattr(ControllerGroup, _name, _collective(_name))
+if not hasattr(dist.ProcessGroup, "all_to_all_single"):  # torch before 2.13 calls it by its other name
+    ControllerGroup.alltoall_base = ControllerGroup.all_to_all_single  # type: ignore[method-assign, assignment]
 
 
 class _Universe(ControllerGroup):

@@ -17,6 +17,7 @@ from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import collectives, dispatch
 from monarch_backend.dtensor._dispatch import special_ops as special_ops
 from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._patches import features
 from monarch_backend.dtensor._patches.semantics import device_queries, installation
 from monarch_backend.dtensor._torch_internals import invalid_access
 
@@ -54,6 +55,8 @@ def device_mesh(procs: ProcMesh, device_type: str = "cpu", timeout: float = 300.
     timeout = check_bounded(timeout)
     controller_process_group.refuse_a_rank()  # before the processes are used
     installation.install()
+    if device_type == "cuda":
+        features.require_gpus()
     workers = workers_for(procs, device_type, timeout)
     key = (tuple(procs._shape.ranks), tuple(procs.extent.sizes), tuple(procs.extent.labels))
     found = workers.meshes.get(key)

@@ -29,6 +29,7 @@ from monarch_backend.dtensor._dispatch.fake_tensors import (
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._protocol import Kind
 from monarch_backend.dtensor._rng import shard_origins
+from monarch_backend.dtensor._torch_internals import decompositions
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
@@ -305,7 +306,7 @@ def _make_same(
         if entry.host is not None:
             entry.number, entry.parts = 0, []
             return entry, {}
-    elif torch.Tag.out in getattr(target.call, "tags", ()):
+    elif decompositions.is_out_variant(target.call):
         _check_sizes(target, args, kwargs)
     elif target.schema.returns:
         propagate_with_device(workers, target.call, args, kwargs)

@@ -15,6 +15,7 @@ from monarch_backend.dtensor._dispatch.fake_tensors import Operand, out_sizes, p
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._ops import grad_scaler
 from monarch_backend.dtensor._patches.semantics import op_handlers
+from monarch_backend.dtensor._torch_internals import decompositions
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
@@ -144,7 +145,7 @@ def _by_kind(func: Any) -> Any:
         return _set_metadata
     if torch.Tag.dynamic_output_shape in func.tags:
         return _size_by_values
-    if torch.Tag.out in func.tags:
+    if decompositions.is_out_variant(func):
         return _into
     return None
 

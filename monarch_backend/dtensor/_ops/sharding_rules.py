@@ -12,22 +12,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 _aten = torch.ops.aten
 
-CORRECTED = (_aten._adaptive_avg_pool2d_backward.default,)
-"""Operators whose rules in torch are wrong."""
-
 
 def install() -> None:
     """Register the rules."""
-    register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu.default)(_attention)
-    register_sharding(_aten._scaled_dot_product_flash_attention_for_cpu_backward.default)(_attention_backward)
-    register_sharding(_aten.fill_.Tensor)(_fill)
-    register_sharding(_aten.fill_.Scalar)(_fill)
-    for operator in (_aten.cumsum.default, _aten.cumprod.default, _aten.logcumsumexp.default):
-        register_sharding(operator)(_along)
-    register_sharding(_aten.index_add.default)(_index_add)
-    register_sharding(_aten.pixel_shuffle.default)(_images)
-    register_sharding(_aten.pixel_unshuffle.default)(_images)
-    register_sharding(_aten._adaptive_avg_pool2d_backward.default)(_pooled_backward)
+    for operator, rule in _RULES.items():
+        register_sharding(operator)(rule)
 
 
 def _attention(*args: Any, attn_mask: Any = None, **_: Any) -> list[Any]:
@@ -104,3 +93,20 @@ def _images(x: Any, *_: Any, **__: Any) -> list[Any]:
 def _pooled_backward(gradient: Any, _x: Any, **_: Any) -> list[Any]:
     """Shard by batch and by channels. torch takes the first two dimensions, but a single image has no batch."""
     return [([each], [each, each]) for each in (Replicate(), *map(Shard, range(gradient.ndim - 2)))]
+
+
+_RULES: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    _aten.fill_.Tensor: _fill,
+    _aten.fill_.Scalar: _fill,
+    _aten.cumsum.default: _along,
+    _aten.cumprod.default: _along,
+    _aten.logcumsumexp.default: _along,
+    _aten.index_add.default: _index_add,
+    _aten.pixel_shuffle.default: _images,
+    _aten.pixel_unshuffle.default: _images,
+    _aten._adaptive_avg_pool2d_backward.default: _pooled_backward,
+}
+OPERATORS = tuple(_RULES)
+"""Operators with a rule of this module."""

@@ -8,10 +8,12 @@ docs/reference/torch-patches.md is generated from these rows: ``python -m monarc
 
 from __future__ import annotations
 
-from monarch_backend._core.patches import Kind, Patch, Release
+import functools
 
-TORCH: Release = (2, 13)
-"""The release that a controller needs; its rows end before the next one."""
+from monarch_backend._core.patches import Feature, Kind, Patch, Release
+
+TORCH: Release = (2, 11)
+"""The oldest release that a controller needs."""
 XLA: Release = (2, 9)
 """Release of torch that torch_xla needs."""
 
@@ -31,21 +33,16 @@ _DYNAMO = "torch._dynamo.variables"
 _AOT = "torch._functorch._aot_autograd.runtime_wrappers"
 
 
-def _row(target: str, kind: Kind, maker: str, why: str, test: str, *, swaps_code: bool = False) -> Patch:
-    before = (TORCH[0], TORCH[1] + 1)
-    return Patch(target, kind, (maker,), why, f"tests/dtensor/{test}", TORCH, before, swaps_code=swaps_code)
+def _row(
+    kind: Kind, target: str, maker: str, why: str, test: str,
+    *, swaps_code: bool = False, since: Release = TORCH, before: Release | None = None,
+) -> Patch:  # fmt: skip
+    return Patch(target, kind, (maker,), why, f"tests/dtensor/{test}", since, before, swaps_code=swaps_code)
 
 
-def _semantics(target: str, maker: str, why: str, test: str, *, swaps_code: bool = False) -> Patch:
-    return _row(target, "semantics", maker, why, test, swaps_code=swaps_code)
-
-
-def _fix(target: str, maker: str, why: str, test: str, *, swaps_code: bool = False) -> Patch:
-    return _row(target, "fix", maker, why, test, swaps_code=swaps_code)
-
-
-def _cache(target: str, maker: str, why: str, test: str, *, swaps_code: bool = False) -> Patch:
-    return _row(target, "cache", maker, why, test, swaps_code=swaps_code)
+_semantics = functools.partial(_row, "semantics")
+_fix = functools.partial(_row, "fix")
+_cache = functools.partial(_row, "cache")
 
 
 _MESHES = (
@@ -202,7 +199,7 @@ _NUMBER_OPERANDS = (
         "torch:Tensor._wrapped_number", "semantics", (f"{_SEMANTICS}.per_rank_int_operands:wrapped_number",),
         "C++ calculates with a wrong number where one differs by rank, and notes the number here.",
         "tests/dtensor/controller/test_per_rank_int.py::test_numbers_of_each_rank_are_calculated_with_on_workers_only",
-        TORCH, (TORCH[0], TORCH[1] + 1), adds=True,
+        TORCH, adds=True,
     ),
 )  # fmt: skip
 
@@ -350,20 +347,31 @@ _FSDP2 = (
         "torch.Size has no count of elements where sizes differ by rank.",
         "training/test_fsdp.py::test_with_tensor_parallelism",
     ),
+    _semantics(
+        f"{_FSDP}._fsdp_collectives:record_grad_output_stream", f"{_FSDP_MAKERS}:_record_stream",
+        "A stream of a controller has no number; workers keep their own.", _HANDLE_TEST, since=(2, 15),
+    ),
 )  # fmt: skip
 
-MESH = (
-    *_MESHES, *_RANKS, *_DTENSORS, *_NUMBER_OPERANDS, *_FIXES_OF_SHARDINGS, *_CHECKPOINTS, *_CUDA, *_FSDP2,
+CORE = (
+    *_MESHES, *_RANKS, *_DTENSORS, *_NUMBER_OPERANDS, *_FIXES_OF_SHARDINGS,
     _semantics(
         "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_SEMANTICS}.installation:_first_trace",
         "The rows for traces are applied with the first trace; dynamo takes a second to import.",
         "compile/test_compile.py::test_a_trace_for_another_backend_installs_what_it_needs",
     ),
 )  # fmt: skip
+"""Rows without which there is no controller; applied with the first mesh."""
+CHECKPOINTS = Feature(
+    "Saving and loading of a controller's DTensors by torch.distributed.checkpoint", _CHECKPOINTS, TORCH
+)
+GPUS = Feature("A mesh of GPUs", _CUDA, TORCH)
+FSDP2 = Feature("fully_shard on a controller's mesh", _FSDP2, TORCH)
+MESH = (*CORE, *_CHECKPOINTS, *_CUDA, *_FSDP2)
 """Rows that are applied with the first mesh."""
 
 _UNEVEN = "compile/test_compile.py::test_shards_of_unequal_sizes"
-COMPILE = (
+_COMPILE = (
     _semantics(
         "torch:_TorchCompileInductorWrapper.__call__", f"{_SEMANTICS}.trace_installation:_on_workers",
         "Inductor's code reads memory, so it compiles on the workers.",
@@ -385,7 +393,12 @@ COMPILE = (
     _semantics(
         f"{_DYNAMO}.tensor:TensorVariable.var_getattr", f"{_SEMANTICS}.graph_breaks:_attribute",
         "The local part of an uneven DTensor breaks the graph.",
-        "compile/test_compile.py::test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code",
+        "compile/test_compile.py::test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code", before=(2, 14),
+    ),
+    _semantics(
+        f"{_DYNAMO}.tensor:TensorVariable.tp_getattro_impl", f"{_SEMANTICS}.graph_breaks:_attribute",
+        "The local part of an uneven DTensor breaks the graph.",
+        "compile/test_compile.py::test_the_local_part_of_an_uneven_tensor_is_left_to_eager_code", since=(2, 14),
     ),
     _semantics(
         f"{_DYNAMO}.tensor:TensorVariable.call_method", f"{_SEMANTICS}.graph_breaks:_between_devices",
@@ -401,7 +414,13 @@ COMPILE = (
         f"{_DYNAMO}.script_object:TorchScriptObjectVariable.call_method",
         f"{_SEMANTICS}.graph_breaks:_number_of_the_rank",
         "A graph break in a method of a mesh is taken for an error.",
-        "compile/test_compile.py::test_the_number_of_the_rank",
+        "compile/test_compile.py::test_the_number_of_the_rank", before=(2, 14),
+    ),
+    _fix(
+        f"{_DYNAMO}.script_object:CustomClassObjectVariable.call_method",
+        f"{_SEMANTICS}.graph_breaks:_number_of_the_rank",
+        "A graph break in a method of a mesh is taken for an error.",
+        "compile/test_compile.py::test_the_number_of_the_rank", since=(2, 14),
     ),
     _semantics(
         "torch._subclasses.meta_utils:MetaTensorDescriber.describe_tensor", f"{_SEMANTICS}.graph_inputs:_describe",
@@ -429,8 +448,9 @@ COMPILE = (
         "compile/test_aot_tangents.py::test_one_of_the_results_is_enough",
     ),
 )  # fmt: skip
-"""Rows that are applied with the first trace."""
-
+CAPTURED = Feature("torch.compile in a controller of DTensors", _COMPILE, TORCH)
+"""Its rows are applied with the first trace."""
+COMPILE = CAPTURED.rows
 
 PATCHES = (*MESH, *COMPILE)
 """All rows of a controller."""

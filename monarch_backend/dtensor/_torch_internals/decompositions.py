@@ -45,3 +45,11 @@ def made_of_others(operator: Any) -> Callable[..., Any] | None:
 def in_others(operator: Any) -> Callable[..., Any] | None:
     """Return a function that does the same by other operators, if torch has one."""
     return decomposition_table.get(operator)
+
+
+def is_out_variant(call: Any) -> bool:
+    """Whether this operator writes its result to an argument ``out``. torch has a tag for it from 2.13 on."""
+    if not isinstance(call, torch._ops.OpOverload):
+        return False
+    tag = getattr(torch.Tag, "out", None)
+    return any(each.is_out for each in call._schema.arguments) if tag is None else tag in call.tags

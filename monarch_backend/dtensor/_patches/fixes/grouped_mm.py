@@ -1,4 +1,4 @@
-"""Fix of `F.grouped_mm` of float32 and float16: torch's meta function refuses sizes that its kernels accept."""
+"""Fix of `F.grouped_mm` of float32 and float16: torch's meta function before 2.15 refuses what its kernels accept."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import _meta_registrations
 
+from monarch_backend._core.torch_version import torch_version
+
+FIXED_IN = (2, 15)
 NAME = "_meta_grouped_mm_common"
 
 
 def register() -> None:
     """Register the corrected shape of the operator's result."""
-    torch.library.register_fake("aten::_grouped_mm", _shape, allow_override=True)
+    if torch_version() < FIXED_IN:
+        torch.library.register_fake("aten::_grouped_mm", _shape, allow_override=True)
 
 
 def _shape(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
@@ -50,5 +54,5 @@ def _as_bfloat16(matrix: Any) -> Any:
 def install_on_worker() -> None:
     """Install it for Inductor on a worker, whose process has no controller. An older torch has no such function."""
     own = getattr(_meta_registrations, NAME, None)
-    if own is not None and not hasattr(own, "__wrapped__"):
+    if torch_version() < FIXED_IN and own is not None and not hasattr(own, "__wrapped__"):
         setattr(_meta_registrations, NAME, functools.wraps(own)(corrected(own)))

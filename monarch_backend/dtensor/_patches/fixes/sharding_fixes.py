@@ -7,6 +7,7 @@ place. _ops/sharding_rules.py has our own shardings.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._ops import decomposed_losses, sharding_rules
-from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback
+from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback, sharding_rule_fixes
 from monarch_backend.dtensor._patches.semantics import op_handlers
 from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
@@ -37,21 +38,12 @@ _BY_ONE_NUMBER = (
 def correct() -> None:
     """Correct torch's tables, before special_ops and sharding_rules add their entries."""
     propagator = api.DTensor._op_dispatcher.sharding_propagator
-    known = propagator.op_strategy_funcs
+    known, single = propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs
     _register_views()
-    none_is_none = known[_aten.any.dims]
-    _correct_reductions(known)
-    known[_aten.any.dims] = _from_known_values(none_is_none, 1, _operation)
-    # It has no values, so it can't be a part of a sum.
-    known[_aten.empty_like.default] = known[_aten.zeros_like.default]
-    known[_aten.gather.default] = _aligned(known[_aten.gather.default])
-    known[_aten.cat.default] = _beside_empty(known[_aten.cat.default])
-    for operator in (_aten.select_backward.default, _aten.slice_backward.default):
-        known[operator] = _counted_from_the_start(known[operator])
-    known[_aten.linalg_vector_norm.default] = _of_values(known[_aten.linalg_vector_norm.default])
-    # torch takes the sum of bools, which as a float is 2 where two ranks have one.
-    math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
-    known[_aten.logsumexp.default] = _also_of_a_number(known[_aten.logsumexp.default])
+    if _aten.sum.default in known:
+        _correct_strategies(known)
+    else:
+        sharding_rule_fixes.correct(single)
     handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
     for operator in (_aten.argmin.default, _aten.argmax.default):
         handlers[operator] = _from_the_start(handlers[operator])
@@ -62,17 +54,44 @@ def correct() -> None:
         loss.customized_loss_ops[operator] = _of_weighted_classes(loss.customized_loss_ops[operator])
     for operator in decomposed_losses.OF_CLASSES:
         handlers[operator] = _unless_parallel(loss.customized_loss_ops.pop(operator), handlers[operator])
-    single = propagator.op_single_dim_strategy_funcs
+    if _aten.embedding_dense_backward.default in known:  # before torch 2.13
+        strategy = _with_all_indices(known[_aten.embedding_dense_backward.default])
+        known[_aten.embedding_dense_backward.default] = strategy
     for operator, corrected in (
         (_aten.index_put.default, _by_masks),
         (_aten.index_put_.default, _by_masks),
         (_aten._index_put_impl_.default, _by_masks),
         (_aten.embedding_dense_backward.default, _of_all_indices),
     ):
-        single[operator] = dataclasses.replace(single[operator], func=corrected(single[operator].func))
-    for operator in sharding_rules.CORRECTED:
-        single.pop(operator, None)
+        if operator in single:
+            single[operator] = dataclasses.replace(single[operator], func=corrected(single[operator].func))
+    for operator in sharding_rules.OPERATORS:
+        single.pop(operator, None)  # torch prefers a rule there to a strategy of ours
     propagator.op_to_schema_info[_aten.view.dtype] = RuntimeSchemaInfo(1)  # else any dtype gets the first one's result
+
+
+def _correct_strategies(known: dict[Any, Any]) -> None:
+    """Correct the strategies of torch before 2.14; sharding_rule_fixes.py has those of later releases."""
+    none_is_none = known.get(_aten.any.dims)
+    _correct_reductions(known)
+    if none_is_none is not None:  # since torch 2.12
+        known[_aten.any.dims] = _from_known_values(none_is_none, 1, _operation)
+    # It has no values, so it can't be a part of a sum.
+    known[_aten.empty_like.default] = known[_aten.zeros_like.default]
+    _change(known, _aten.gather.default, _aligned)
+    _change(known, _aten.cat.default, _beside_empty)
+    for operator in (_aten.select_backward.default, _aten.slice_backward.default):
+        _change(known, operator, _counted_from_the_start)
+    _change(known, _aten.linalg_vector_norm.default, _of_values)
+    # torch takes the sum of bools, which as a float is 2 where two ranks have one.
+    math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
+    _change(known, _aten.logsumexp.default, _also_of_a_number)
+
+
+def _change(known: dict[Any, Any], operator: Any, corrected: Callable[[Replacement], Replacement]) -> None:
+    """Correct a strategy. An older torch has none for some operators, which run replicated."""
+    if operator in known:
+        known[operator] = corrected(known[operator])
 
 
 def _register_views() -> None:
@@ -127,14 +146,14 @@ def _correct_reductions(known: dict[Any, Any]) -> None:
             known[operator] = _reduced(_from_known_values(own, 1, _operation), 1)
         elif own is spread:
             known[operator] = _reduced(own, 1)
-    known[_aten.logsumexp.default] = _reduced(known[_aten.logsumexp.default], 1)
+    _change(known, _aten.logsumexp.default, lambda own: _reduced(own, 1))
     for operator in (_aten.linalg_vector_norm.default, _aten.norm.Scalar):
-        known[operator] = _reduced(_from_known_values(known[operator], 2, _norm), 2)
-    known[_aten.linalg__powsum.default] = _reduced(_from_known_values(known[_aten.linalg__powsum.default], 2, _sum), 2)
+        _change(known, operator, lambda own: _reduced(_from_known_values(own, 2, _norm), 2))
+    _change(known, _aten.linalg__powsum.default, lambda own: _reduced(_from_known_values(own, 2, _sum), 2))
     for operator, reduction in (
         (_aten._foreach_norm.Scalar, _norm), (_aten._foreach_max.default, _max), (_aten._foreach_powsum.Scalar, _sum),
     ):  # fmt: skip
-        known[operator] = _from_known_values(known[operator], None, reduction)
+        _change(known, operator, functools.partial(_from_known_values, at=None, reduction=reduction))
 
 
 def _operation(op_schema: Any) -> Any:
@@ -280,6 +299,21 @@ def _of_all_indices(own: Replacement) -> Replacement:
         return [way for way in found if way[2].is_replicate()] if by_frequency else found
 
     return embedding_dense_backward_strategy
+
+
+def _with_all_indices(own: Replacement) -> Replacement:
+    """As `_of_all_indices`, for the strategy of an older torch."""
+
+    def strategy(op_schema: Any) -> Any:
+        found, args = own(op_schema), op_schema.args_schema
+        if len(args) > 4 and args[4]:
+            ways = [
+                way for way in found.strategies if all(each.is_replicate() for each in way.input_specs[1].placements)
+            ]
+            found.strategies = ways
+        return found
+
+    return strategy
 
 
 def _counted_from_the_start(own: Replacement) -> Replacement:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _visualize_sharding
@@ -19,7 +18,7 @@ from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._errors import MeshMismatchError
 from monarch_backend.dtensor._patches.fixes.xla_spmd import without_spmd
-from monarch_backend.dtensor._torch_internals import tracing_state
+from monarch_backend.dtensor._torch_internals import sharding_tables, tracing_state
 
 Replacement = Callable[..., Any]
 
@@ -152,8 +151,8 @@ class ControllerMesh(DeviceMesh):
         return (0,) * self.ndim
 
     @staticmethod
-    def _init_process_groups(layout: Any, rank_map: Any, mesh_dim_names: Any, backend_override: Any) -> Any:  # noqa: ARG004
-        rows = [_MeshLayout([each]).remap_to_tensor(rank_map).tolist() for each in layout]
+    def _init_process_groups(layout: Any, rank_map: Any, mesh_dim_names: Any, *_options: Any) -> Any:
+        rows = sharding_tables.rows_of(layout, rank_map)
         names = mesh_dim_names or [f"dim_{dim}" for dim in range(len(rows))]
         made = [controller_process_group.make(ranks, f"mesh_{name}") for ranks, name in zip(rows, names, strict=True)]
         return [each.group_name for each in made]

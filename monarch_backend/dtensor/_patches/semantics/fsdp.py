@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from monarch_backend.dtensor._controller import controller_process_group, fsdp, module_placement
+from monarch_backend.dtensor._controller.device_module import Stream
 from monarch_backend.dtensor._controller.factories import OnWorkers
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, slices_of, workers_of
@@ -155,6 +156,14 @@ def _padded_size(own: Any) -> Replacement:
         )
 
     return _get_dim0_padded_size
+
+
+def _record_stream(own: Any) -> Replacement:
+    def record_grad_output_stream(buffer: Any, stream: Any) -> None:
+        if not isinstance(stream, Stream):  # workers keep their own
+            own(buffer, stream)
+
+    return record_grad_output_stream
 
 
 # Running --------------------------------------------------------------------------------------------------------

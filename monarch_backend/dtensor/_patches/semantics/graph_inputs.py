@@ -11,6 +11,7 @@ from types import CodeType
 from typing import Any, NoReturn
 
 import torch
+from torch._dynamo import exc
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import tls as dynamos
@@ -205,11 +206,15 @@ def _is_ours(fake: Any) -> bool:
     return type(fake) is DTensor and controller_mesh.workers_of(tracing_state.real(fake.device_mesh)) is not None
 
 
+_FAILURES = TorchRuntimeError, getattr(exc, "FakeTensorObservedException", TorchRuntimeError)
+"""Exceptions for an operation that fails on tensors of a trace; torch 2.14 and later may have the second one."""
+
+
 def _or_with_sizes(own: Any) -> Any:
     def get_fake_value(node: Any, tx: Any, *rest: Any, **options: Any) -> Any:
         try:
             return own(node, tx, *rest, **options)
-        except TorchRuntimeError:
+        except _FAILURES:
             trace_with_sizes()
             raise
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed._local_tensor as local_tensor
 from torch.distributed.tensor import _api as api
 
-from monarch_backend._core import patches
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._ops import (
     convolution,
@@ -25,10 +24,10 @@ from monarch_backend.dtensor._patches.semantics.op_handlers import (
     _of_controllers,
     _or_torchs,
     _random_operation,
-    _register_lists,
 )
 from monarch_backend.dtensor._patches.semantics.rank_functions import _register_shapes
 from monarch_backend.dtensor._rng import random_ops
+from monarch_backend.dtensor._torch_internals import sharding_tables
 
 
 def install() -> None:
@@ -37,11 +36,11 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    from monarch_backend.dtensor._patches import manifest  # it imports this module
+    from monarch_backend.dtensor._patches import features  # it imports this module
     from monarch_backend.dtensor._patches.fixes import composite_ops, grouped_mm, sharding_fixes
     from monarch_backend.dtensor._patches.semantics import per_rank_int_operands
 
-    patches.apply(manifest.MESH)
+    features.install()
     modes: list[Any] = local_tensor._PROCESS_LOCAL_TENSOR_MODE
     modes.insert(0, _mode)  # torch looks for its LocalTensorMode there
     handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
@@ -55,7 +54,7 @@ def install() -> None:
         {func: _or_torchs(handle) for func, handle in {**normalization.HANDLERS, **fused_optimizers.HANDLERS}.items()}
     )
     handlers.update(decomposed_losses.HANDLERS)
-    _register_lists()
+    sharding_tables.register_list_operator(torch.ops.aten._foreach_copy_.default)
     _register_shapes()
     per_rank_int_operands.install()
     sharding_fixes.correct()
@@ -74,9 +73,9 @@ def _first_trace(own: Any) -> Replacement:
 
     def __call__(self: Any, *args: Any, skip: int = 0, **options: Any) -> Any:
         if controller_process_group.is_controller():
-            from monarch_backend.dtensor._patches.semantics import trace_installation  # it imports this module
+            from monarch_backend.dtensor._patches import features  # it imports this module
 
-            trace_installation.install()
+            features.install_traces()
         return own(self, *args, skip=skip + 1, **options)
 
     return __call__

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _api as api
-from torch.distributed.tensor._ops import _pointwise_ops as pointwise
 from torch.utils._mode_utils import no_dispatch
 
 from monarch_backend import _native
@@ -66,13 +65,6 @@ def _distributed(args: Any) -> Iterator[DTensor]:
     """Yield the DTensors among an operator's arguments, also in its lists."""
     given = itertools.chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in args)
     return (each for each in given if isinstance(each, DTensor))
-
-
-def _register_lists() -> None:
-    """Register operators on lists of tensors, calculated value by value, that torch lacks."""
-    known = api.DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
-    if _aten._foreach_copy_.default not in known:
-        pointwise._register_single_dim_pointwise(_aten._foreach_copy_.default)
 
 
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
