@@ -96,11 +96,11 @@ def is_of_the_link(status: int) -> bool:
     return status in _LINK_STATUS
 
 
-def completion_error(what: str, status: int, vendor: int, device: str, peer: object, note: str = "") -> VerbsError:
+def completion_error(what: str, status: int, vendor: int, device: str, peer: object) -> VerbsError:
     """Return the error for a failed work completion."""
     text = status_text(status)
     vendor_part = f", vendor code {vendor:#x}" if vendor else ""
-    advice = note or _NEXT.get(status, _SEE_LOG)
+    advice = _NEXT.get(status, _SEE_LOG)
     return VerbsError(
         f"{what} failed: {text} (peer {peer}, device {device}{vendor_part}); {advice}", text, device, str(peer)
     )

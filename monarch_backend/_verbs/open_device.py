@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import struct
 from collections.abc import Callable, Sequence
@@ -21,8 +20,6 @@ from monarch_backend._verbs.wire_format import Endpoint
 
 if TYPE_CHECKING:
     from monarch_backend._verbs.queue_pair import SendQueuePair
-
-log = logging.getLogger("monarch_backend")
 
 COMPLETION_QUEUE_SIZE = 16384
 """Entries of a device's completion queue; each work request may need one, if it fails."""

@@ -36,12 +36,7 @@ from torch._C._dynamo import eval_frame
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from monarch_backend.process_group import _own_address
 from monarch_backend.process_group._collective_specs import COLLECTIVES
@@ -500,11 +495,6 @@ def timeout_of(inner: Any) -> timedelta:
     """Return a Gloo group's present timeout. Uses its ``options._timeout``."""
     timeout: timedelta = peel(inner).options._timeout
     return timeout
-
-
-def backend_config(group: dist.ProcessGroup) -> str:
-    """Return the user's ``backend=``, such as "cpu:monarch,cuda:monarch". torch must have registered the group."""
-    return dist.get_backend_config(group)
 
 
 def splits(inner: Any) -> bool:

@@ -98,10 +98,10 @@ class ProgressLoop:
     block.
     """
 
-    def __init__(self, mailbox: Any, handle: Callable[[list[Any]], None], clock: Clock | None = None) -> None:
+    def __init__(self, mailbox: Any, handle: Callable[[list[Any]], None]) -> None:
         self._mailbox = mailbox
         self._handle = handle
-        self._clock = clock or RealClock()
+        self._clock = RealClock()
         self._timers = Timers(self._clock)
         self._reader: int | None = None  # the thread that reads
         self._closed = False

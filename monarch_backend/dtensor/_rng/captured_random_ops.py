@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class RandomOps:
     """Random draws of each call of a captured step. ``members``: ranks that draw, as in `random_ops._Fill`."""
 
-    def __init__(self, workers: WorkerSet, draws: list[TracedRandomOp], members: Members = None) -> None:
-        self.members = members
+    def __init__(self, workers: WorkerSet, draws: list[TracedRandomOp]) -> None:
+        self.members: Members = None
         self._step, self._draws = generators_of_workers(workers), draws
         self._on_cpu = draws_on_cpu(workers)
         self._moves = [cpu_generator.Move((d.func, *d.args), d.shape, d.stride, d.dtype) for d in draws if self._on_cpu]

@@ -6,7 +6,6 @@ imported only on a machine that has NICs. p2p.py has the control messages betwee
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -20,8 +19,6 @@ from monarch_backend._core import fork
 
 if TYPE_CHECKING:
     from monarch_backend._verbs import Engine, Region
-
-log = logging.getLogger("monarch_backend")
 
 _MAX_TRIES = 3  # connections for one message, in case others break meanwhile
 _CHECK_INTERVAL_S = 0.2  # seconds between checks of a waiting thread whether its message is still wanted
