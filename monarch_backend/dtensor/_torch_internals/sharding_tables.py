@@ -19,13 +19,14 @@ def register_list_operator(operator: Any) -> None:
     if hasattr(pointwise, "_register_single_dim_pointwise"):
         pointwise._register_single_dim_pointwise(operator)
     else:  # before torch 2.12
+        strategies: Any = pointwise
         info = RuntimeSchemaInfo(needs_pytree=True)
-        propagator.register_op_strategy(operator, pointwise.list_pointwise_strategy, info)
+        propagator.register_op_strategy(operator, strategies.list_pointwise_strategy, info)
 
 
 def rows_of(layout: Any, rank_map: torch.Tensor) -> list[list[list[int]]]:
     """Return, for each dimension of a mesh, its groups' ranks."""
     parts = [layout[dim] for dim in range(len(layout))]
     # Before torch 2.13 a part of a layout is a layout.
-    layouts = [each if isinstance(each, _MeshLayout) else _MeshLayout([each]) for each in parts]  # type: ignore[list-item]
+    layouts = [each if isinstance(each, _MeshLayout) else _MeshLayout([each]) for each in parts]
     return [each.remap_to_tensor(rank_map).tolist() for each in layouts]

@@ -38,7 +38,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from monarch_backend._core import patches
+from monarch_backend._core import patches, torch_version
 from monarch_backend._core.patches import Patch
 from monarch_backend.dtensor import RemoteTensorError, simulated_mesh
 from monarch_backend.dtensor._controller import remote_tensor
@@ -184,6 +184,8 @@ def places_of(rows: Sequence[Patch]) -> dict[str, Any]:
     """By the name of each place torch's own object there; of what a subclass or a base class overrides, too."""
     found: dict[str, Any] = {}
     for row in rows:
+        if not row.is_for(torch_version.torch_version()):
+            continue
         where, name = patches.locate(row)
         own = patches.originals.get(row.target)
         if row.swaps_code or row.adds or own is None:
