@@ -28,8 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = 3  # raise it when environments that were built before must be built again
 TOOLS = ["numpy>=1.26", "pytest>=8.3", "expecttest>=0.3", "setuptools>=77", "pybind11>=2.13"]
-# What the project requires besides torch: it is installed without its dependencies.
-TOOLS += ["cloudpickle>=3.1", "cryptography>=42", "msgspec>=0.19"]
+# What the project and its examples require besides torch: it is installed without its dependencies.
+TOOLS += ["cloudpickle>=3.1", "cryptography>=42", "msgspec>=0.19", "tqdm>=4.66"]
 # The CUDA libraries' functions; what the real runtime and CUPTI define is taken out of them.
 CUDA_NAMES = re.compile(r"(cu|nv|nccl|pnccl)[A-Za-z_]")
 CUDA_LIBRARIES = re.compile(r"lib(cu|nv|nccl)\w*\.so")
