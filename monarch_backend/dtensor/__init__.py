@@ -68,8 +68,8 @@ __all__ = [
     "simulated_mesh",
 ]
 
-_TORCH = (2, 11)
-"""Releases of torch whose private parts a controller uses. 2.14 keeps its sharding rules in other tables."""
+_OLDEST = (2, 11)
+"""Oldest release of torch whose private parts a controller knows."""
 _MODULES = {
     "RemoteTensor": "_controller.remote_tensor",
     "device_mesh": "_controller.device_mesh",
@@ -86,11 +86,12 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if torch_version.torch_version() < _TORCH:
+    if torch_version.torch_version() < _OLDEST:
+        old, newest = (f"{major}.{minor}" for major, minor in (_OLDEST, torch_version.NEWEST))
         raise ImportError(
-            f"{__name__}.{name} is for a controller of device meshes, which needs torch {_TORCH[0]}.{_TORCH[1]}; this "
+            f"{__name__}.{name} is for a controller of device meshes, which needs torch {old} to {newest}; this "
             f"process has {torch.__version__}, and can be a worker of one. In a worker, import it inside the functions "
-            f"that the controller calls; in a controller, pip install 'torch=={_TORCH[0]}.{_TORCH[1]}.*'"
+            f"that the controller calls; in a controller, pip install 'torch=={newest}.*'"
         )
     # Import all of them, so that the order of later imports makes no difference.
     importlib.import_module(f"{__name__}._controller.device_mesh")

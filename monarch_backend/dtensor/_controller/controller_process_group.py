@@ -108,6 +108,10 @@ class ControllerGroup(dist.ProcessGroup):
         collectives.issue("alltoall_base_", {"output": output, "input": input, "process_group": self, **splits})
         return c10d_registry.done()
 
+    def _get_backend(self, _device: Any) -> Any:
+        """Return this group: torch asks a group's backend what it can do."""
+        return self
+
     def _start_coalescing(self, *_: Any) -> None:
         """Do nothing: torch collects coalesced calls itself, and passes all of them."""
 

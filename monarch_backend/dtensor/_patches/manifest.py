@@ -4,13 +4,16 @@
 calls torch's own object for meshes that are not a controller's. ``WORKER_XLA`` is for workers with XLA devices.
 
 docs/reference/torch-patches.md is generated from these rows: ``python -m monarch_backend.dtensor._patches.manifest``.
+With ``--check`` it prints the rows that the running torch does not match.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 
-from monarch_backend._core.patches import Feature, Kind, Patch, Release
+from monarch_backend._core.patches import Feature, Kind, Patch, Release, unmatched
+from monarch_backend._core.torch_version import torch_version
 
 TORCH: Release = (2, 11)
 """The oldest release that a controller needs."""
@@ -366,7 +369,7 @@ CHECKPOINTS = Feature(
     "Saving and loading of a controller's DTensors by torch.distributed.checkpoint", _CHECKPOINTS, TORCH
 )
 GPUS = Feature("A mesh of GPUs", _CUDA, TORCH)
-FSDP2 = Feature("fully_shard on a controller's mesh", _FSDP2, TORCH)
+FSDP2 = Feature("fully_shard on a controller's mesh", _FSDP2, (2, 12))
 MESH = (*CORE, *_CHECKPOINTS, *_CUDA, *_FSDP2)
 """Rows that are applied with the first mesh."""
 
@@ -448,7 +451,7 @@ _COMPILE = (
         "compile/test_aot_tangents.py::test_one_of_the_results_is_enough",
     ),
 )  # fmt: skip
-CAPTURED = Feature("torch.compile in a controller of DTensors", _COMPILE, TORCH)
+CAPTURED = Feature("torch.compile in a controller of DTensors", _COMPILE, (2, 13))
 """Its rows are applied with the first trace."""
 COMPILE = CAPTURED.rows
 
@@ -487,5 +490,16 @@ def table() -> str:
     )
 
 
+def check() -> int:
+    """Print the rows that the running torch does not match; return their number."""
+    missing = unmatched(PATCHES)
+    for target, reason in missing.items():
+        print(f"{target}\n    {reason}")
+    print(f"{len(missing)} of {sum(row.is_for(torch_version()) for row in PATCHES)} rows do not match this torch")
+    return len(missing)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(1 if check() else 0)
     print(table(), end="")

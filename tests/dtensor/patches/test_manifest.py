@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from monarch_backend._core import patches
+from monarch_backend._core import patches, torch_version
 from monarch_backend._core.patches import Patch
-from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor._patches import manifest
 from monarch_backend.process_group._c10d_manifest import C10D
 
@@ -65,8 +65,10 @@ monarch_backend.dtensor.device_mesh
 from monarch_backend._core import patches
 from monarch_backend.dtensor._patches import manifest
 from monarch_backend.dtensor._patches.semantics import trace_installation
+from monarch_backend._core.torch_version import torch_version
 INSTANCES = {}
-for row in manifest.PATCHES:
+ROWS = [row for row in manifest.PATCHES if row.is_for(torch_version())]
+for row in ROWS:
     owner, name = patches.locate(row)
     if name == "__class__":
         INSTANCES[row.target] = owner
@@ -76,7 +78,7 @@ before = names()
 trace_installation.install()
 found = changed(before, names())
 listed = set()
-for row in manifest.PATCHES:
+for row in ROWS:
     owner, name = patches.locate(row)
     if row.swaps_code:
         function = inspect.unwrap(getattr(owner, name))
@@ -170,12 +172,14 @@ def run(source: str, **env: str) -> str:
 def test_controller_replaces_exactly_the_rows_of_its_manifest() -> None:
     found, listed = json.loads(run(COMPARE + CONTROLLER))
     assert found == listed
-    assert len(manifest.PATCHES) == len({row.target for row in manifest.PATCHES}) == len(listed)
+    rows = [row for row in manifest.PATCHES if row.is_for(torch_version.torch_version())]
+    assert len(rows) == len({row.target for row in rows}) == len(listed)
+    assert len(manifest.PATCHES) == len({row.target for row in manifest.PATCHES})
 
 
 def test_program_with_the_backend_only_has_at_most_six_replaced_names() -> None:
     found = json.loads(run(COMPARE + PLAIN, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
-    wanted = sorted(row.target for row in C10D if row.is_for(torch_version()))
+    wanted = sorted(row.target for row in C10D if row.is_for(torch_version.torch_version()))
     listed = [name for name in wanted if not name.endswith(":new_group")]  # of torch_xla only
     assert found == listed
     assert len(wanted) <= 6
@@ -192,6 +196,43 @@ def test_row_names_a_test_that_exists_and_says_why(row: Patch) -> None:
     text = (ROOT / path).read_text()
     assert f"def {name}(" in text or f"class {name}(" in text
     assert row.why.endswith(".") and row.kind in ("semantics", "fix", "cache")
+
+
+def test_each_row_of_this_release_is_in_torch() -> None:
+    done = run("import sys; from monarch_backend.dtensor._patches import manifest; sys.exit(manifest.check())")
+    assert done.startswith("0 of ")
+
+
+def test_newer_torch_without_a_name_lacks_its_feature_only() -> None:
+    newer = (torch_version.NEWEST[0], torch_version.NEWEST[1] + 1)
+    there = Patch("json:load", "semantics", ("json:loads",), "A test.", "none", (2, 0))
+    missing = Patch("json:gone", "semantics", ("json:loads",), "A test.", "none", (2, 0))
+    feature = patches.Feature("A test's feature", (there, missing), (2, 0))
+    own = json.load
+
+    def refuse(own: Any) -> Any:
+        def load(*args: Any, **options: Any) -> Any:
+            patches.require(feature, newer)
+            return own(*args, **options)
+
+        return load
+
+    try:
+        assert not patches.apply_feature(feature, refuse, newer)
+        with pytest.raises(patches.FeatureUnavailableError, match=r"A test's feature .* lacks json:gone. Use torch 2"):
+            json.load(None)  # type: ignore[arg-type]
+    finally:
+        json.load = own
+        patches.originals.pop("json:load")
+    with pytest.raises(patches.FeatureUnavailableError, match=r"with torch 2\.1: use torch 2\.2 to "):
+        patches.require(patches.Feature("A test's feature", (), (2, 2)), (2, 1))
+
+
+def test_newer_torch_without_what_is_corrected_warns_once() -> None:
+    newer = (torch_version.NEWEST[0], torch_version.NEWEST[1] + 1)
+    missing = Patch("json:gone", "fix", ("json:loads",), "A test.", "none", (2, 0))
+    with pytest.warns(UserWarning, match=r"newer than tested .*json:gone \(A test"):
+        assert patches.apply((missing,), newer) == []
 
 
 def test_missing_target_in_range_is_refused_before_anything_is_replaced() -> None:

@@ -38,8 +38,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _MaskPartial
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from monarch_backend._core import patches, torch_version
-from monarch_backend._core.patches import Patch
+from monarch_backend._core import patches
+from monarch_backend._core.patches import Patch, Release
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor import RemoteTensorError, simulated_mesh
 from monarch_backend.dtensor._controller import remote_tensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
@@ -55,8 +56,11 @@ from monarch_backend.dtensor._patches.semantics import (
     trace_installation,
     traced_views,
 )
-from monarch_backend.dtensor._torch_internals import c10d_registry, decompositions
+from monarch_backend.dtensor._torch_internals import c10d_registry, decompositions, sharding_tables
 
+RELEASE = torch_version()
+if RELEASE < (2, 13):
+    pytest.skip("the forms of older releases are not recorded", allow_module_level=True)
 ASYNC_SAVE = (
     "state_dict checkpoint_id storage_writer planner process_group async_checkpointer_type async_stager no_dist "
     "use_collectives"
@@ -161,6 +165,24 @@ FORMS = {
     "DTensor.__dlpack__": "self stream max_version dl_device copy",
 }
 """Parameters of torch's own function, by the name of the place. What a type of C has inherited has none to look at."""
+FORMS_BY_RELEASE: tuple[tuple[Release, dict[str, str]], ...] = (
+    ((2, 14), {"DTensor.__dlpack__": "self stream max_version dl_device copy read_only"}),
+    (
+        (2, 15),
+        {
+            "DeviceMesh.__init__": (
+                "self device_type mesh mesh_dim_names backend_override preserve_rank_order _init_backend _rank _layout "
+                "_rank_map _root_mesh"
+            ),
+            "DeviceMesh._init_process_groups": ("layout rank_map mesh_dim_names backend_override preserve_rank_order"),
+            "torch.distributed.fsdp._fully_shard._fsdp_collectives.record_grad_output_stream": "buffer stream",
+        },
+    ),
+)
+"""What has changed from a release on."""
+for _since, _forms in FORMS_BY_RELEASE:
+    if _since <= RELEASE:
+        FORMS.update(_forms)
 OF_C = {
     "DTensor.tolist", "DTensor.numpy", "DTensor.__array__",
     "DTensor.__getitem__", "DTensor.__setitem__", "DTensor.data",
@@ -184,7 +206,7 @@ def places_of(rows: Sequence[Patch]) -> dict[str, Any]:
     """By the name of each place torch's own object there; of what a subclass or a base class overrides, too."""
     found: dict[str, Any] = {}
     for row in rows:
-        if not row.is_for(torch_version.torch_version()):
+        if not row.is_for(RELEASE):
             continue
         where, name = patches.locate(row)
         own = patches.originals.get(row.target)
@@ -259,14 +281,15 @@ def test_a_whole_is_found_of_one_shard_and_the_mesh() -> None:
 
 
 def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
-    swapped = [patches.originals[row.target] for row in manifest.MESH if row.swaps_code]
+    swapped = [patches.originals[row.target] for row in manifest.MESH if row.swaps_code and row.is_for(RELEASE)]
     forms = {function.__name__: " ".join(inspect.signature(function).parameters) for function in swapped}
     assert forms == {
         "distribute_tensor": "tensor device_mesh placements src_data_rank",
         "distribute_module": "module device_mesh partition_fn input_fn output_fn",
         "_get_device_handle": "device_type",
         "get_rank": "group",
-        "broadcast_object_list": "object_list src group device group_src",
+        "broadcast_object_list": "object_list src group device group_src"
+        + (" weights_only" if RELEASE >= (2, 14) else ""),
         "_get_total_norm": "tensors norm_type error_if_nonfinite foreach",
         "_clip_grads_with_norm_": "parameters max_norm total_norm foreach",
         "parallelize_module": "module device_mesh parallelize_plan src_data_rank",
@@ -441,11 +464,14 @@ FORMS_OF_COMPILE = {
     "DTensor.to_local": "self grad_placements",
     "DTensor.__tensor_unflatten__": "inner_tensors flatten_spec outer_size outer_stride",
     "_StridedShard.local_shard_size_and_offset": "self curr_local_size num_chunks rank offset_mode",
-    "TensorVariable.var_getattr": "self tx name",
     "TensorVariable.call_method": "self tx name args kwargs",
-    "TorchScriptObjectVariable.call_method": "self tx name args kwargs",
     "TorchInGraphFunctionVariable.call_function": "self tx args kwargs",
 }
+
+_OF_OPAQUE = "CustomClassObjectVariable" if RELEASE >= (2, 14) else "TorchScriptObjectVariable"
+_OF_ATTRIBUTES = "tp_getattro_impl" if RELEASE >= (2, 14) else "var_getattr"
+FORMS_OF_COMPILE[f"{_OF_OPAQUE}.call_method"] = "self tx name args kwargs"
+FORMS_OF_COMPILE[f"TensorVariable.{_OF_ATTRIBUTES}"] = "self tx name"
 
 
 @pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
@@ -495,14 +521,17 @@ def test_convolutions_have_a_handler_that_those_of_others_still_get() -> None:
 
 def test_the_table_of_reductions_is_the_one_that_is_looked_into(mesh: Any) -> None:
     aten = torch.ops.aten
-    known = {each: reductions.LINEAR_REDUCTION_OP_MAP[each] for each in (aten.any.default, aten.any.dim, aten.any.dims)}
-    assert set(known.values()) == {"max"}
+    if RELEASE < (2, 14):
+        anys = aten.any.default, aten.any.dim, aten.any.dims
+        assert {reductions.LINEAR_REDUCTION_OP_MAP[each] for each in anys} == {"max"}
     x = distribute_tensor(torch.ones(6, 6), mesh, [Shard(0)] * mesh.ndim) > 0
-    assert set(x.any().placements) == set(x.any(0).placements) == {Partial("max")}
+    found = set(x.any().placements), set(x.any(0).placements)
+    wanted = Partial("max") if RELEASE < (2, 14) else Replicate()  # later ones gather it first
+    assert found == ({wanted}, {wanted})
 
 
 def test_operators_on_lists_are_registered_as_torch_registers_its_own() -> None:
-    parameters = inspect.signature(op_handlers.pointwise._register_single_dim_pointwise).parameters
+    parameters = inspect.signature(sharding_tables.pointwise._register_single_dim_pointwise).parameters
     assert next(iter(parameters)) == "op"
     assert all(each.default is not inspect.Parameter.empty for each in list(parameters.values())[1:])
     known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs

@@ -130,12 +130,12 @@ def test_batch_norm_keeps_the_variance_that_torch_does(training: bool) -> None:
         torch.testing.assert_close(own, mine)
 
 
-@pytest.mark.parametrize("version", [(2, 9), (2, 12), (2, 14), (3, 0)], ids=str)
-def test_controller_with_another_torch_raises(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
+@pytest.mark.parametrize("version", [(2, 9), (2, 10)], ids=str)
+def test_controller_with_an_older_torch_raises(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
     monkeypatch.setattr(torch_version, "torch_version", lambda: version)
     for name in ("device_mesh", "run", "RemoteTensor"):
         with pytest.raises(
-            ImportError, match=rf"dtensor\.{name} is for .* needs torch 2\.13; .* pip install 'torch==2"
+            ImportError, match=rf"dtensor\.{name} is for .* needs torch 2\.11 to 2\.15; .* pip install 'torch==2\.15"
         ):
             dtensor.__getattr__(name)
     with pytest.raises(AttributeError):

@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results, op_signatures
 from monarch_backend.dtensor._ops import attention, sharding_rules
@@ -43,6 +44,12 @@ _GATHERED = (
     "would remove or reshape sharded ",
 )  # fmt: skip
 """torch's error texts if an argument, or a changed or written tensor (``out=``), would have to be gathered."""
+_GATHERED_BEFORE = (
+    "is not supported yet for non-first flatten dims", "Attempted to flatten multiple dimensions",
+    "Attempted to flatten unevenly sharded dimension", "Attempted to unflatten unevenly sharded dimension",
+)  # fmt: skip
+"""Such texts of torch before 2.13."""
+_REFUSED = (*_GATHERED, *(_GATHERED_BEFORE if torch_version() < (2, 13) else ()))
 _PARTS = "_local_tensor", "_spec"
 _said: set[Any] = set()
 _OUT_OF_PLACE = {
@@ -145,7 +152,7 @@ def _can_be_whole(op_call: Any, args: Any, kwargs: Any, error: BaseException) ->
         return False
     if any(each.device_mesh != given[0].device_mesh for each in given):
         return False
-    if isinstance(error, NotImplementedError) or any(words in str(error) for words in _GATHERED):
+    if isinstance(error, NotImplementedError) or any(words in str(error) for words in _REFUSED):
         return True
     if op_call is _aten.expand.default and isinstance(error.__cause__, KeyError):  # of a dimension of size 1
         return True

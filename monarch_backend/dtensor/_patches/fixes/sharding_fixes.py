@@ -44,6 +44,8 @@ def correct() -> None:
         _correct_strategies(known)
     else:
         sharding_rule_fixes.correct(single)
+    if _aten.detach_.default not in known and _aten.detach_.default not in single:  # before torch 2.13
+        known[_aten.detach_.default] = known[_aten.detach.default]
     handlers: dict[Any, Any] = api.DTensor._op_dispatcher._custom_op_handlers
     for operator in (_aten.argmin.default, _aten.argmax.default):
         handlers[operator] = _from_the_start(handlers[operator])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed._local_tensor as local_tensor
 from torch.distributed.tensor import _api as api
 
+from monarch_backend._core.torch_version import NEWEST, torch_version
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._ops import (
     convolution,
@@ -37,7 +39,7 @@ def install() -> None:
         return
     _installed = True
     from monarch_backend.dtensor._patches import features  # it imports this module
-    from monarch_backend.dtensor._patches.fixes import composite_ops, grouped_mm, sharding_fixes
+    from monarch_backend.dtensor._patches.fixes import composite_ops, grouped_mm
     from monarch_backend.dtensor._patches.semantics import per_rank_int_operands
 
     features.install()
@@ -57,7 +59,7 @@ def install() -> None:
     sharding_tables.register_list_operator(torch.ops.aten._foreach_copy_.default)
     _register_shapes()
     per_rank_int_operands.install()
-    sharding_fixes.correct()
+    _correct_shardings()
     grouped_mm.register()
     composite_ops.register()
     sharding_rules.install()
@@ -66,6 +68,21 @@ def install() -> None:
 
 
 _installed = False
+
+
+def _correct_shardings() -> None:
+    """Correct torch's shardings. On a torch that is newer than tested, warn of those that are not found."""
+    from monarch_backend.dtensor._patches.fixes import sharding_fixes  # it imports this module
+
+    try:
+        sharding_fixes.correct()
+    except (AttributeError, KeyError) as error:
+        if torch_version() <= NEWEST:
+            raise
+        warnings.warn(
+            f"torch {torch.__version__} is newer than tested; not all of its shardings are corrected: {error!r}",
+            stacklevel=2,
+        )
 
 
 def _first_trace(own: Any) -> Replacement:
