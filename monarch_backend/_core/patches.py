@@ -135,7 +135,9 @@ def apply_feature(feature: Feature, refuse: Maker | None = None, release: Releas
     if reason is None:
         apply(feature.rows, running)
         return True
-    for row in feature.rows if refuse is not None else ():
+    if refuse is None:
+        return False
+    for row in feature.rows:
         with contextlib.suppress(PatchTargetError):
             owner, name = locate(row)
             own = getattr(owner, name, None)

@@ -8,7 +8,9 @@ import torch
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-from torch.distributed.tensor._ops import _pointwise_ops as pointwise
+from torch.distributed.tensor._ops import _pointwise_ops
+
+pointwise: Any = _pointwise_ops
 
 
 def register_list_operator(operator: Any) -> None:
@@ -27,5 +29,5 @@ def rows_of(layout: Any, rank_map: torch.Tensor) -> list[list[list[int]]]:
     """Return, for each dimension of a mesh, its groups' ranks."""
     parts = [layout[dim] for dim in range(len(layout))]
     # Before torch 2.13 a part of a layout is a layout.
-    layouts = [each if isinstance(each, _MeshLayout) else _MeshLayout([each]) for each in parts]  # type: ignore[list-item]
+    layouts = [each if isinstance(each, _MeshLayout) else _MeshLayout([each]) for each in parts]
     return [each.remap_to_tensor(rank_map).tolist() for each in layouts]
