@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.distributed.tensor._ops import _math_ops as math_ops
+from torch.distributed.tensor._ops import _math_ops
 from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 from monarch_backend.dtensor._ops import sharding_rules
 from monarch_backend.dtensor._patches.fixes import embedding_mask
 
 _aten = torch.ops.aten
+math_ops: Any = _math_ops  # torch 2.13 lacks some of its functions
 
 Rule = Callable[[Any, Any, Any], Any]
 """A function of an operator, its arguments and keywords, which returns rows of placements: results, then operands."""
