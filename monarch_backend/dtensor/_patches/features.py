@@ -13,6 +13,7 @@ from typing import Any
 from monarch_backend._core import patches
 from monarch_backend._core.patches import Feature
 from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._patches import manifest
 
 
@@ -26,7 +27,7 @@ def install() -> None:
 
 def install_traces() -> None:
     """Make captured steps work; raise an error that names the release to use if the running torch can't."""
-    patches.require(manifest.CAPTURED)
+    _require(manifest.CAPTURED)
     from monarch_backend.dtensor._patches.semantics import trace_installation  # it imports dynamo
 
     trace_installation.install()
@@ -34,7 +35,14 @@ def install_traces() -> None:
 
 def require_gpus() -> None:
     """Raise an error that names the release to use if the running torch can't be a controller of GPUs."""
-    patches.require(manifest.GPUS)
+    _require(manifest.GPUS)
+
+
+def _require(feature: Feature) -> None:
+    try:
+        patches.require(feature)
+    except patches.FeatureUnavailableError as error:
+        raise RemoteTensorError(str(error)) from None
 
 
 def _refused(feature: Feature, own: Any) -> Callable[..., Any]:
@@ -42,7 +50,7 @@ def _refused(feature: Feature, own: Any) -> Callable[..., Any]:
 
     def refuse(*args: Any, **options: Any) -> Any:
         if controller_process_group.is_controller():
-            patches.require(feature)
+            _require(feature)
         return own(*args, **options)
 
     return refuse

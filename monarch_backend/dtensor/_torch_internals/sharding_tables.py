@@ -8,7 +8,9 @@ import torch
 from torch.distributed._mesh_layout import _MeshLayout
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-from torch.distributed.tensor._ops import _pointwise_ops as pointwise
+from torch.distributed.tensor._ops import _pointwise_ops
+
+pointwise: Any = _pointwise_ops
 
 
 def register_list_operator(operator: Any) -> None:
