@@ -26,7 +26,7 @@ from email.parser import Parser
 from pathlib import Path
 from zipfile import ZipFile
 
-from tools.wheels.build import ROOT, WORK
+from tools.wheels.build import ROOT, WORK, first_error
 from tools.wheels.index import served, write_index
 from tools.wheels.table import Results
 from tools.wheels.targets import PLATFORMS, PYTHONS, Target
@@ -186,7 +186,11 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         served(write_index(args.distributions, Path(folder) / "index")) as url,
     ):
-        passed, result = smoke(target, wheel, url, args)
+        try:
+            passed, result = smoke(target, wheel, url, args)
+        except RuntimeError as error:
+            print(error)
+            passed, result = False, {"smoke": f"FAILED: {first_error(str(error))}"}
     Results(args.results).add(target, **result)
     return 0 if passed else 1
 
