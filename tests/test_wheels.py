@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from monarch_backend import _native
-from tools.wheels import check, index, table
+from tools.wheels import build, check, index, table
 from tools.wheels.headers import adapted_pyconfig
 from tools.wheels.targets import PLATFORMS, PYTHONS, Target, all_targets
 
@@ -233,19 +233,44 @@ def test_table_has_a_line_for_each_wheel(tmp_path: Path) -> None:
     results.begin(Target("3.11", X86_64), built="1.6 MB")
     results.add(Target("3.11", X86_64), installed="2.0 s", smoke="ok, torch 2.13.0", on="Python 3.11.7")
     results.begin(Target("3.14t", AARCH64), built="1.5 MB")
+    results.begin(Target("3.12", MACOS), built="1.3 MB")
+    results.begin(Target("3.13", MACOS), built="1.3 MB")
+    results.begin(Target("3.13", MACOS), failed="no member 'x'")
     page = tmp_path / "page.md"
     page.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
     again = table.Results(results.path)
     table.insert(page, table.long_table(again))
     text = page.read_text()
     assert "| 3.11 | manylinux_2_28_x86_64 | 1.6 MB | 2.0 s | ok, torch 2.13.0 | Python 3.11.7 |" in text
-    assert "| 3.14t | manylinux_2_28_aarch64 | 1.5 MB | no | no |  |" in text
+    assert "| 3.14t | manylinux_2_28_aarch64 | 1.5 MB | not run | not run |  |" in text
+    assert "| 3.10 | manylinux_2_28_x86_64 | not built | no wheel | no wheel |  |" in text
+    assert "| 3.12 | macosx_11_0_arm64 | 1.3 MB | not run: needs a Mac | not run: needs a Mac |  |" in text
+    assert "| 3.13 | macosx_11_0_arm64 | failed: no member 'x' | no wheel | no wheel |  |" in text
     assert text.count("\n| 3.") == len(all_targets()) and "old" not in text and text.endswith("after\n")
     assert "| linux-x86_64 | no | tested | no |" in table.short_table(again)
-    assert table.short_table(again).count("built") == 1
+    assert table.short_table(again).count("built") == 2
+    assert "| macos-arm64 | no | no | built | failed | no |" in table.short_table(again)
     page.write_text("no place")
     with pytest.raises(RuntimeError, match="no place for the table"):
         table.insert(page, "")
+
+
+def test_a_failed_smoke_test_is_in_the_short_table(tmp_path: Path) -> None:
+    results = table.Results(tmp_path / "results.json")
+    results.begin(Target("3.10", X86_64), built="1.6 MB")
+    results.add(Target("3.10", X86_64), smoke="FAILED, torch 2.13.0")
+    assert "| linux-x86_64 | test failed | no |" in table.short_table(results)
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        ("warning: x\na.cpp:1:2: error: use of 'a | b'\nb.cpp: error: later", "use of 'a / b'"),
+        ("first\nlast line\n", "last line"),
+    ],
+)
+def test_the_first_error_of_a_build_is_one_line(output: str, line: str) -> None:
+    assert build.first_error(output) == line
 
 
 def test_pages_have_a_place_for_their_tables() -> None:

@@ -5,6 +5,9 @@
 
 #include "py_handle.h"
 
+// Declares PyFrame_GetBack on Python 3.10. It needs Python.h, which py_handle.h includes.
+#include <frameobject.h>
+
 namespace monarch::records {
 namespace {
 

@@ -6,6 +6,7 @@ Each wheel is built in a fresh folder that contains the unpacked source distribu
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,13 @@ def build_wheel(sdist: Path, target: Target, out: Path, work: Path = WORK) -> Pa
         return Path(shutil.move(wheel, out / wheel.name))
 
 
+def first_error(output: str) -> str:
+    """Return the first error of a failed build in one line, for the table."""
+    found = re.search(r"\berror: (.+)", output)
+    line = found[1] if found else output.strip().splitlines()[-1]
+    return line.replace("|", "/")[:100]
+
+
 def _run(command: Sequence[str | Path], cwd: Path, env: dict[str, str] | None = None) -> None:
     done = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
@@ -72,14 +80,20 @@ def main() -> int:
     out = args.out.absolute()
     sdist = args.sdist or build_sdist(out)
     print(f"{sdist.name}: {sdist.stat().st_size / 1e6:.2f} MB", flush=True)
-    for platform in args.platform:
-        for python in args.python:
-            began = time.monotonic()
-            target = Target(python, PLATFORMS[platform])
+    failures = 0
+    for target in (Target(python, PLATFORMS[platform]) for platform in args.platform for python in args.python):
+        began = time.monotonic()
+        try:
             wheel = build_wheel(sdist.absolute(), target, out)
-            print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.2f} MB, {time.monotonic() - began:.0f} s", flush=True)
-            Results(args.results).begin(target, built=f"{wheel.stat().st_size / 1e6:.1f} MB")
-    return 0
+        except RuntimeError as error:
+            failures += 1
+            print(f"{target.tag}: {error}", flush=True)
+            Results(args.results).begin(target, failed=first_error(str(error)))
+        else:
+            size = wheel.stat().st_size / 1e6
+            print(f"{wheel.name}: {size:.2f} MB, {time.monotonic() - began:.0f} s", flush=True)
+            Results(args.results).begin(target, built=f"{size:.1f} MB")
+    return min(failures, 1)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from email.parser import Parser
 from pathlib import Path
 from zipfile import ZipFile
 
-from tools.wheels.build import ROOT, WORK
+from tools.wheels.build import ROOT, WORK, first_error
 from tools.wheels.index import served, write_index
 from tools.wheels.table import Results
 from tools.wheels.targets import PLATFORMS, PYTHONS, Target
@@ -48,8 +48,8 @@ class Machine:
     """This machine, or another Linux in a folder. Paths of an environment are the same inside and outside."""
 
     def __init__(self, root: Path | None) -> None:
-        self.root = root
-        self.work = Path(tempfile.mkdtemp(prefix="wheel-", dir=root / "tmp" if root else None))
+        self.root = root.absolute() if root else None  # pip runs in another folder
+        self.work = Path(tempfile.mkdtemp(prefix="wheel-", dir=self.root / "tmp" if self.root else None))
 
     def path(self, name: str) -> str:
         """The path of a file in the folder of this test, as programs there see it."""
@@ -60,7 +60,7 @@ class Machine:
         """Run a command and return its exit status and output."""
         words = list(command)
         if self.root:
-            words = ["unshare", "--mount", "sh", "-c", ENTER_ROOT, str(self.root.absolute()), *words]
+            words = ["unshare", "--mount", "sh", "-c", ENTER_ROOT, str(self.root), *words]
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
         env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
         folder = None if self.root else self.work
@@ -186,7 +186,11 @@ def main() -> int:
         tempfile.TemporaryDirectory() as folder,
         served(write_index(args.distributions, Path(folder) / "index")) as url,
     ):
-        passed, result = smoke(target, wheel, url, args)
+        try:
+            passed, result = smoke(target, wheel, url, args)
+        except RuntimeError as error:
+            print(error)
+            passed, result = False, {"smoke": f"FAILED: {first_error(str(error))}"}
     Results(args.results).add(target, **result)
     return 0 if passed else 1
 

@@ -45,7 +45,7 @@ def long_table(results: Results) -> str:
     ]
     for target in all_targets():
         found = results.all.get(target.tag, {})
-        cells = [found.get(name, "no") for name in ("built", "installed", "smoke")] + [found.get("on", "")]
+        cells = [_cell(target, found, name) for name in ("built", "installed", "smoke")] + [found.get("on", "")]
         lines.append(f"| {target.python} | {target.platform.wheel} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -59,13 +59,26 @@ def short_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def _cell(target: Target, found: dict[str, str], name: str) -> str:
+    """A result, or why there is none."""
+    if name in found:
+        return found[name]
+    if name == "built":
+        return f"failed: {found['failed']}" if "failed" in found else "not built"
+    if "built" not in found:
+        return "no wheel"
+    return "not run" if target.platform.is_linux else "not run: needs a Mac"
+
+
 def _state(found: dict[str, str]) -> str:
     smoke = found.get("smoke", "")
     if smoke.startswith("ok, torch"):
         return "tested"
     if smoke.startswith("ok"):
         return "core tested"
-    return "built" if "built" in found else "no"
+    if smoke:
+        return "test failed"
+    return next((state for state in ("built", "failed") if state in found), "no")
 
 
 def insert(page: Path, table: str) -> None:
