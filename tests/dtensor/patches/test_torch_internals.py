@@ -56,7 +56,7 @@ from monarch_backend.dtensor._patches.semantics import (
     trace_installation,
     traced_views,
 )
-from monarch_backend.dtensor._torch_internals import c10d_registry, decompositions
+from monarch_backend.dtensor._torch_internals import c10d_registry, decompositions, sharding_tables
 
 RELEASE = torch_version()
 if RELEASE < (2, 13):
@@ -531,7 +531,7 @@ def test_the_table_of_reductions_is_the_one_that_is_looked_into(mesh: Any) -> No
 
 
 def test_operators_on_lists_are_registered_as_torch_registers_its_own() -> None:
-    parameters = inspect.signature(op_handlers.pointwise._register_single_dim_pointwise).parameters
+    parameters = inspect.signature(sharding_tables.pointwise._register_single_dim_pointwise).parameters
     assert next(iter(parameters)) == "op"
     assert all(each.default is not inspect.Parameter.empty for each in list(parameters.values())[1:])
     known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs
