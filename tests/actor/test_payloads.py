@@ -269,6 +269,7 @@ def one(carriers: ActorMesh) -> ActorMesh:
 # ---- every kind, every size
 
 
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")  # of torch 2.15
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_payloads_to_and_from_one_actor_are_equal(one: ActorMesh, name: str) -> None:
     value = PAYLOADS[name]()

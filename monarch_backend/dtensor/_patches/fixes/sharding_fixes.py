@@ -22,6 +22,7 @@ from torch.distributed.tensor._ops import _view_ops as view_ops
 from torch.distributed.tensor.parallel import loss
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._ops import decomposed_losses, sharding_rules
 from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback, sharding_rule_fixes
@@ -88,6 +89,9 @@ def _correct_strategies(known: dict[Any, Any]) -> None:
     # torch takes the sum of bools, which as a float is 2 where two ranks have one.
     math_ops.LINEAR_REDUCTION_OP_MAP.update(dict.fromkeys((_aten.any.default, _aten.any.dim, _aten.any.dims), "max"))
     _change(known, _aten.logsumexp.default, _also_of_a_number)
+    if torch_version() < (2, 12):
+        for operator in (_aten.div.Tensor, _aten.div_.Tensor, _aten.div.Tensor_mode, _aten.div_.Tensor_mode):
+            _change(known, operator, _by_whole_divisors)
 
 
 def _change(known: dict[Any, Any], operator: Any, corrected: Callable[[Replacement], Replacement]) -> None:
@@ -207,6 +211,20 @@ def _gathered(given: Any, dims: Any, reduction: Any) -> Any:
         found.append(way)
     is_changed = any(one is not other for one, other in zip(found, given.strategies, strict=True))
     return OpStrategy(found) if is_changed else given
+
+
+def _by_whole_divisors(own: Replacement) -> Replacement:
+    """Reduce a divisor that is a part of a sum: the quotients of the parts are not the parts of the quotient."""
+
+    def strategy(op_schema: Any) -> Any:
+        x, divisor, *rest = op_schema.args_schema
+        if not isinstance(divisor, OpStrategy) or not any(each.is_partial() for each in _placements_of(divisor)):
+            return own(op_schema)
+        specs = [way.output_spec for way in divisor.strategies]
+        whole = [OpSpec(_without(spec, [each.is_partial() for each in spec.placements])) for spec in specs]
+        return own(dataclasses.replace(op_schema, args_schema=(x, OpStrategy(whole), *rest)))
+
+    return strategy
 
 
 def _aligned(own: Replacement) -> Replacement:
