@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _scale_actor import Runner, Times
 
+from monarch_backend._actor.mesh_references import MeshReferences
 from monarch_backend._hosts import attach
 from monarch_backend._testing.hosts import Service, SimulatedAgent
-from monarch_backend._testing.process import SimulatedProgram
 from monarch_backend.testing import Conditions, Simulation
 
 HOSTS = (1, 4, 16, 64, 256, 1024, 4096)
@@ -50,7 +50,7 @@ class OneMemory:
 
     def __init__(self) -> None:
         self._tokens: dict[str, tuple[str, ...]] = {}
-        self._proc_core: Any = SimulatedProgram.proc_core
+        self._proc_core: Any = MeshReferences.proc_core
         self._tell: Any = attach.HostRegistry._tell_everybody
         self._begin: Any = SimulatedAgent.begin
         self._agents: list[SimulatedAgent] = []
@@ -58,9 +58,9 @@ class OneMemory:
     def __enter__(self) -> OneMemory:
         memory = self
 
-        def proc_core(program: Any, data: Any) -> Any:
+        def proc_core(references: Any, data: Any) -> Any:
             tokens = memory._tokens.setdefault(data.id, data.tokens)
-            return memory._proc_core(program, data._replace(tokens=tokens))
+            return memory._proc_core(references, data._replace(tokens=tokens))
 
         def begin(agent: SimulatedAgent) -> None:
             memory._agents.append(agent)
@@ -73,13 +73,13 @@ class OneMemory:
             for agent in memory._agents:
                 agent._known = known
 
-        setattr(SimulatedProgram, "proc_core", proc_core)  # noqa: B010 (a method)
+        setattr(MeshReferences, "proc_core", proc_core)  # noqa: B010 (a method)
         setattr(SimulatedAgent, "begin", begin)  # noqa: B010
         setattr(attach.HostRegistry, "_tell_everybody", tell_everybody)  # noqa: B010
         return self
 
     def __exit__(self, *_: object) -> None:
-        setattr(SimulatedProgram, "proc_core", self._proc_core)  # noqa: B010
+        setattr(MeshReferences, "proc_core", self._proc_core)  # noqa: B010
         setattr(SimulatedAgent, "begin", self._begin)  # noqa: B010
         setattr(attach.HostRegistry, "_tell_everybody", self._tell)  # noqa: B010
 

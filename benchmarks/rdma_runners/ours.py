@@ -19,7 +19,7 @@ from _verbs_floor import below, sleeps
 
 from monarch_backend import rdma
 from monarch_backend._rdma.registrations import registry
-from monarch_backend._rdma.route_protocol import patient
+from monarch_backend._rdma.route_protocol import cancel_scope
 from monarch_backend._rdma.transfer_engine import engine
 from monarch_backend._verbs import Region
 from monarch_backend._verbs.provider import READ, WRITE, Work
@@ -122,7 +122,7 @@ class Ours:
 
     def _bare(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
         """What is below Python: the compiled call that a read ends in."""
-        handle, waits = buffer._handle, patient(None)
+        handle, waits = buffer._handle, cancel_scope(None)
         segments = [(handle.offset, into.data_ptr(), len(into))]
         if buffer.backend == "same host":
             native = registry().native

@@ -159,13 +159,13 @@ def test_hooks_can_call_collectives(before: bool) -> None:
 
 def _two_hosts(rank: int) -> tuple[set[str], list[Any]]:
     """Ranks 0 and 1 here, 2 and 3 as if elsewhere: messages are Gloo's, whatever looks on."""
-    exchange = _bootstrap._exchange
+    exchange = _bootstrap.exchange
 
-    def elsewhere(store: Any, name: str, rank: int, size: int, mine: Any, timeout: Any) -> Any:
+    def elsewhere(store: Any, name: str, rank: int, size: int, mine: Any, deadline: Any, who: str) -> Any:
         said = mine | {"kernel": "another"} if name == "shm" and rank >= 2 else mine
-        return exchange(store, name, rank, size, said, timeout)
+        return exchange(store, name, rank, size, said, deadline, who)
 
-    _bootstrap._exchange = elsewhere
+    _bootstrap.exchange = elsewhere
     group = dist.new_group([0, 1, 2, 3])
     unasked = set(group._observed)
     results: list[Any] = [str(group._routes["cpu"].backend)]
