@@ -590,23 +590,25 @@ def test_parts_of_a_norm() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["_compile.compile_backend", "_patches.fixes.view_writeback"])
-def test_all_is_in_place_whoever_was_imported_first(first: str) -> None:
-    """As `compile_backend` is, by torch's entry point, where a step is captured before there is a mesh."""
+def test_every_patch_is_in_place_in_either_order_of_imports(first: str) -> None:
+    """Torch's entry point imports `compile_backend` first where a step is captured before there is a mesh."""
     program = f"""
 import monarch_backend.dtensor.{first}
 from monarch_backend.dtensor._patches.semantics import controller_mesh, installation, op_handlers, parallel_modules
 installation.install()
 from monarch_backend._core import patches
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor._patches import manifest
 placed = len(patches.originals)
 import monarch_backend.dtensor._controller.device_mesh
 from torch.distributed.tensor import DTensor
 assert len(patches.originals) == placed, "registered too late"
 placed = len([row for row in manifest.MESH if row.target in patches.originals])
-print(placed, DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path.__code__.co_filename)
+wanted = len([row for row in manifest.MESH if row.is_for(torch_version())])
+print(placed, wanted, DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path.__code__.co_filename)
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stderr
-    count, file = said.stdout.split()
-    assert int(count) == len(manifest.MESH)
+    placed, wanted, file = said.stdout.split()
+    assert int(placed) == int(wanted) > 0
     assert "monarch_backend" in file
