@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 import shutil
 import struct
@@ -12,7 +11,6 @@ import sys
 import sysconfig
 import urllib.request
 import zipfile
-from email.parser import Parser
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -300,8 +298,6 @@ def test_a_wheel_from_the_source_distribution_works(tmp_path: Path) -> None:
     ((_, result),) = table.Results(tmp_path / "results.json").all.items()
     assert result["smoke"].startswith("ok, torch")
     (wheel,) = dist.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
-        metadata = Parser().parse(io.TextIOWrapper(archive.open(name)))
+    metadata = index.metadata(wheel)
     assert metadata["Summary"] == "PyTorch distributed backend, actors and remote DTensors from one controller"
     assert metadata["License-Expression"] == "BSD-3-Clause"

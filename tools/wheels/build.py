@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
+from tools.wheels.commands import run
 from tools.wheels.debian import DebianPackages
 from tools.wheels.headers import python_headers
 from tools.wheels.table import Results
@@ -30,7 +29,7 @@ WORK = ROOT / "build" / "wheels"
 def build_sdist(out: Path) -> Path:
     """Build the source distribution in `out` and return its path."""
     out.mkdir(parents=True, exist_ok=True)
-    _run([sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", out, ROOT], cwd=out)
+    run([sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", out, ROOT], cwd=out)
     (found,) = sorted(out.glob("monarch_backend-*.tar.gz"), key=lambda path: path.stat().st_mtime)[-1:]
     return found
 
@@ -47,7 +46,7 @@ def build_wheel(sdist: Path, target: Target, out: Path, work: Path = WORK) -> Pa
         (source,) = Path(fresh).iterdir()
         options = [f"--config-setting=--build-option=--plat-name={target.platform.wheel}"]
         command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", *options, "--outdir", fresh, source]
-        _run(command, cwd=Path(fresh), env=env)
+        run(command, cwd=Path(fresh), env=env)
         (wheel,) = Path(fresh).glob("*.whl")
         if not wheel.name.endswith(f"-{target.tag}.whl"):
             raise RuntimeError(f"setuptools built {wheel.name}, not a wheel for {target.tag}")
@@ -60,12 +59,6 @@ def first_error(output: str) -> str:
     found = re.search(r"\berror: (.+)", output)
     line = found[1] if found else output.strip().splitlines()[-1]
     return line.replace("|", "/")[:100]
-
-
-def _run(command: Sequence[str | Path], cwd: Path, env: dict[str, str] | None = None) -> None:
-    done = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stdout[-8000:]}")
 
 
 def main() -> int:

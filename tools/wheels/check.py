@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 import re
-import subprocess
 import sys
 import tempfile
 import zipfile
@@ -24,6 +23,7 @@ from macholib.mach_o import LC_BUILD_VERSION, MH_BUNDLE, MH_DYLIB, N_EXT, N_TYPE
 from macholib.MachO import MachO
 from macholib.SymbolTable import SymbolTable
 
+from tools.wheels.commands import status_and_output
 from tools.wheels.targets import PLATFORMS, Target
 
 MAX_INSTALLED_BYTES = 5_000_000
@@ -116,8 +116,9 @@ def check_macho(target: Target, data: bytes, path: Path) -> Iterator[str]:
     else:
         yield "does not say which macOS it needs"
         return
-    if f"{least >> 16}.{least >> 8 & 0xFF}" != oldest:
-        yield f"needs macOS {least >> 16}.{least >> 8 & 0xFF}, its tag says {oldest}"
+    needed = f"{least >> 16}.{least >> 8 & 0xFF}"
+    if needed != oldest:
+        yield f"needs macOS {needed}, its tag says {oldest}"
     libraries = [name for _, _, name in headers[0].walkRelocatables()]
     for name in libraries:
         if not re.fullmatch(r"/usr/lib/lib(System\.B|c\+\+(abi)?\.1)\.dylib", name):
@@ -162,23 +163,17 @@ def run_tools(wheels: list[Path], sdists: list[Path]) -> Iterator[str]:
         ["check_wheel_contents", *wheels],
     ]
     for command in commands:
-        code, text = _call(command)
+        code, text = status_and_output([sys.executable, "-m", *command])
         if code:
-            yield f"{command[0]}: {text}"
+            yield f"{command[0]}: {text.strip()}"
     for wheel in wheels:
         platform = target_of(wheel.name).platform
         if not platform.is_linux:
             continue
-        code, text = _call(["auditwheel", "show", wheel])
+        code, text = status_and_output([sys.executable, "-m", "auditwheel", "show", wheel])
         found = re.search(r'following platform\s+tag:\s+"manylinux_(\d+)_(\d+)_(\w+)"', text)
         if code or not found or (int(found[1]), int(found[2])) > (2, 28) or found[3] != platform.machine:
-            yield f"auditwheel: {wheel.name}: {text}"
-
-
-def _call(command: list[str | Path]) -> tuple[int, str]:
-    words = [sys.executable, "-m", *map(str, command)]
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    return done.returncode, done.stdout.strip()
+            yield f"auditwheel: {wheel.name}: {text.strip()}"
 
 
 def main() -> int:

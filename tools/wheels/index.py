@@ -14,6 +14,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from email.message import Message
 from email.parser import Parser
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,11 @@ from zipfile import ZipFile
 PROJECT = "monarch-backend"
 
 
-def requires_python(wheel: Path) -> str:
-    """Return `Requires-Python` of a wheel's metadata."""
+def metadata(wheel: Path) -> Message:
+    """Return the fields of a wheel's metadata."""
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return str(Parser().parsestr(archive.read(name).decode())["Requires-Python"])
+        return Parser().parsestr(archive.read(name).decode())
 
 
 def write_index(distributions: Path, folder: Path) -> Path:
@@ -39,7 +40,8 @@ def write_index(distributions: Path, folder: Path) -> Path:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         note = ""
         if path.suffix == ".whl":
-            note = f' data-requires-python="{html.escape(requires_python(path))}"'
+            pythons = html.escape(metadata(path)["Requires-Python"])
+            note = f' data-requires-python="{pythons}"'
         links.append(f'<a href="{path.name}#sha256={digest}"{note}>{path.name}</a><br>')
         shutil.copy2(path, project / path.name)
     (project / "index.html").write_text(_page(PROJECT, links))

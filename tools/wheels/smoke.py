@@ -15,19 +15,16 @@ import argparse
 import os
 import platform
 import resource
-import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
-from email.parser import Parser
 from pathlib import Path
-from zipfile import ZipFile
 
 from tools.wheels.build import ROOT, WORK, first_error
-from tools.wheels.index import served, write_index
+from tools.wheels.commands import run, status_and_output
+from tools.wheels.index import metadata, served, write_index
 from tools.wheels.table import Results
 from tools.wheels.targets import PLATFORMS, PYTHONS, Target
 
@@ -64,16 +61,11 @@ class Machine:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
         env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
         folder = None if self.root else self.work
-        done = subprocess.run(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if check and done.returncode:
-            raise RuntimeError(f"{shlex.join(words)} failed:\n{done.stdout[-4000:]}")
-        return done.returncode, done.stdout
+        return (0, run(words, folder, env)) if check else status_and_output(words, folder, env)
 
     def install(self, command: Sequence[str]) -> None:
         """Run pip, on this machine. A folder with another Linux needs neither network nor certificates."""
-        done = subprocess.run(command, cwd=self.work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stdout[-4000:]}")
+        run(command, self.work)
 
     def close(self) -> None:
         """Remove the environment."""
@@ -99,9 +91,7 @@ def processor_seconds() -> float:
 
 def requirements(wheel: Path) -> list[str]:
     """What a wheel requires besides torch; markers are the reader's to evaluate."""
-    with ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        found = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist", [])
+    found = metadata(wheel).get_all("Requires-Dist", [])
     return [text for text in found if "extra ==" not in text and not text.startswith("torch")]
 
 
