@@ -113,15 +113,7 @@ def apply(rows: Iterable[Patch], release: Release | None = None) -> list[Patch]:
     found = [(row, *locate(row)) for row in wanted if row.target not in originals]
     makers = [[named(maker) for maker in row.makers] for row, *_ in found]
     for (row, owner, name), making in zip(found, makers, strict=True):
-        originals[row.target] = None if row.adds else _own(owner, name)
-        if row.adds:
-            for maker in making:
-                setattr(owner, name, maker(None))
-        elif row.swaps_code:
-            originals[row.target] = _swap_code(inspect.unwrap(getattr(owner, name)), making)
-        else:
-            for maker in making:
-                _replace(owner, name, maker)
+        _put(row, owner, name, making)
     return wanted
 
 
@@ -142,16 +134,21 @@ def apply_feature(feature: Feature, refuse: Maker | None = None, release: Releas
             owner, name = locate(row)
             own = getattr(owner, name, None)
             if inspect.isroutine(own) and row.target not in originals:
-                originals[row.target] = _own(owner, name)
-                _refuse(row, owner, name, refuse)
+                _put(row, owner, name, [refuse])
     return False
 
 
-def _refuse(row: Patch, owner: Any, name: str, refuse: Maker) -> None:
-    if row.swaps_code:
-        originals[row.target] = _swap_code(inspect.unwrap(getattr(owner, name)), [refuse])
+def _put(row: Patch, owner: Any, name: str, makers: Sequence[Maker]) -> None:
+    """Replace a row's name by what the makers make, and keep torch's own object in `originals`."""
+    originals[row.target] = None if row.adds else _own(owner, name)
+    if row.adds:
+        for maker in makers:
+            setattr(owner, name, maker(None))
+    elif row.swaps_code:
+        originals[row.target] = _swap_code(inspect.unwrap(getattr(owner, name)), makers)
     else:
-        _replace(owner, name, refuse)
+        for maker in makers:
+            _replace(owner, name, maker)
 
 
 def _reason(feature: Feature, running: Release) -> str | None:

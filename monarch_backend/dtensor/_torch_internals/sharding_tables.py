@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor._ops import _pointwise_ops
 
-pointwise: Any = _pointwise_ops
+pointwise: Any = _pointwise_ops  # its names differ between releases of torch
 
 
 def register_list_operator(operator: Any) -> None:
@@ -21,9 +21,8 @@ def register_list_operator(operator: Any) -> None:
     if hasattr(pointwise, "_register_single_dim_pointwise"):
         pointwise._register_single_dim_pointwise(operator)
     else:  # before torch 2.12
-        strategies: Any = pointwise
         info = RuntimeSchemaInfo(needs_pytree=True)
-        propagator.register_op_strategy(operator, strategies.list_pointwise_strategy, info)
+        propagator.register_op_strategy(operator, pointwise.list_pointwise_strategy, info)
 
 
 def rows_of(layout: Any, rank_map: torch.Tensor) -> list[list[list[int]]]:
