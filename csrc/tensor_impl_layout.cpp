@@ -74,7 +74,7 @@ PyObject* set_up(PyObject*, PyObject* args) {
   PyObject *type, *forbid, *raised;
   if (!PyArg_ParseTuple(args, "O!OO", &PyType_Type, &type, &forbid, &raised)) return nullptr;
   if (!PyExceptionClass_Check(raised)) return PyErr_SetString(PyExc_TypeError, "no class of errors"), nullptr;
-  Py_INCREF(args);  // for ever: they belong to a module
+  Py_INCREF(args);  // never released: the module keeps the callbacks
   tensor_type = reinterpret_cast<PyTypeObject*>(type), forbid_writing = forbid, error = raised;
   Py_RETURN_NONE;
 }

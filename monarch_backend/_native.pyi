@@ -396,7 +396,7 @@ class Mailbox:
         """Make the reading thread return from `receive`."""
 
     def close(self) -> None:
-        """End `acquire_turn_as_standby` for ever."""
+        """End `acquire_turn_as_standby`; later calls return at once."""
 
     def crowd(self, oversubscribed: bool, /) -> None:
         """Set whether there are more processes than processors, so that waiting threads must not spin."""

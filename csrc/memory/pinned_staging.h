@@ -45,7 +45,7 @@ class StagingBuffer {
   const std::unique_ptr<Slot[]> states_;
 };
 
-// The staging buffers of a server, by their keys: random numbers, each of which one peer knows.
+// The staging buffers of a server. Each has a random key, which is sent to one peer only.
 class StagingBuffers {
  public:
   void add(std::uint64_t key, std::shared_ptr<StagingBuffer> buffer) {

@@ -26,7 +26,7 @@ struct Hash {
   }
 };
 
-// Kept for ever, as the program's code is: Python keeps the code objects.
+// Never freed, and neither are the code objects: Python keeps them.
 PyObject* is_internal = nullptr;  // called once for each code object
 PyObject* number_of = nullptr;    // called once for each call site
 std::unordered_map<PyObject*, bool>& internal() {

@@ -535,7 +535,7 @@ PyObject* set_up(PyObject*, PyObject* args) {
                         &callbacks.plan_of, &callbacks.yes, &callbacks.no)) {
     return nullptr;
   }
-  Py_INCREF(args);  // for ever: they belong to a module
+  Py_INCREF(args);  // never released: the module keeps the callbacks
   Py_RETURN_NONE;
 }
 

@@ -63,7 +63,7 @@ class MeshReferences:
         return peer
 
     def on_replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
-        """Note the successors of restarted processes, of which their owner informs this process."""
+        """Store the new tokens of restarted processes, which the owner of their mesh has sent."""
         core = self.procs.get(message.mesh)
         if core is None or core.owned is not None or core.owner is not peer:
             return

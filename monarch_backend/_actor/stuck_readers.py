@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("monarch_backend")
 
 CHECK_INTERVAL_S = 1.0
-UNREADY_REPORT_S = 2.0
+"""Seconds between two checks."""
+
+UNREAD_KILL_S = 2.0
+"""Seconds without a read after which a process that was to end is killed."""
+
 STUCK_READER_TIMEOUT_S = 5.0
-"""CHECK_INTERVAL_S: seconds between checks for processes that do not read messages. UNREADY_REPORT_S: seconds after
-which such a process is killed if it was to end. STUCK_READER_TIMEOUT_S: seconds after which it is reported.
-"""
+"""Seconds without a read after which a process is reported."""
 
 
 class StuckReaders:
@@ -67,7 +69,7 @@ class StuckReaders:
             _, since, _ = self.unread.get(peer.token, (0, self._program.clock.now(), False))
             if self._program.hosts.of(peer.token) is not None:
                 member.spawner.kill_if_deaf(member.number, True)
-            elif self._program.clock.now() - since >= UNREADY_REPORT_S:
+            elif self._program.clock.now() - since >= UNREAD_KILL_S:
                 log.warning("%s is killed: its actor was to end, and it does not read its messages", peer)
                 self._records.kill(member)
         return True

@@ -563,7 +563,7 @@ def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> No
                 assert registered.move(*there, write, all_of_it, forever)[0] == LOST
             here[0] = b"W"
             assert owner.shows() == _OTHERS * 8
-            assert registered.copy_method(*there) == ROUTES["kernel"].way, "nobody has told it of the owner's end"
+            assert registered.copy_method(*there) == ROUTES["kernel"].way, "the owner's end was seen too early"
         del registered, host
     finally:
         owner.end()

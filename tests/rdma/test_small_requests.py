@@ -238,7 +238,7 @@ def test_waiting_thread_reads_the_reply(far: tuple[RDMABuffer, Tcp], monkeypatch
 def test_unpolled_requests_finish_soon(far: tuple[RDMABuffer, Tcp]) -> None:
     futures = [far[0][:8].read_into(bytearray(8)) for _ in range(3)]
     assert until(lambda: all(future.ready for future in futures), 10)
-    assert until(lambda: not far[1]._small_requests._sweeps, 10), "nobody looks for what is not there"
+    assert until(lambda: not far[1]._small_requests._sweeps, 10), "the thread still searches for requests"
 
 
 def test_the_way_is_chosen_by_one_thread(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,7 +268,7 @@ def test_a_cast_is_copied_once_and_numbered_for_each() -> None:
         for rank in (1, 2, 3):
             process.flags.raise_(rank)
         until(lambda: process.used() == used, "the room of a cast")
-        assert process.mailbox.cast([], 4, 5, 6, b"to nobody", b"", None)
+        assert process.mailbox.cast([], 4, 5, 6, b"no receiver", b"", None)
 
     def receiver(process: MailboxProcess) -> None:
         small, large = process.read(2)
@@ -322,7 +322,7 @@ def test_view_of_a_retained_payload_keeps_the_block() -> None:
         process.flags.wait(0)
         assert process.used() > used + (1 << 20)
         process.flags.raise_(1)
-        until(lambda: process.used() == used, "the room of a payload that nobody holds any more")
+        until(lambda: process.used() == used, "a payload without a reader still has its space")
 
     def receiver(process: MailboxProcess) -> None:
         (frame,) = process.read()
@@ -441,7 +441,7 @@ def test_a_full_ring_keeps_the_order() -> None:
         assert kept_back > 0
         assert RING - 1000 < unread <= RING
         process.flags.raise_(0)
-        process.read()  # whoever reads passes on what waits
+        process.read()  # each read also sends waiting frames
         assert process.mailbox.kept_back() == 0
         assert process.mailbox.unread(link) == 0
 
@@ -491,7 +491,7 @@ def test_dropped_link_releases_its_backlog() -> None:
         assert process.mailbox.kept_back() == 0
         assert process.mailbox.unread(link) == 0
         assert process.used() == used
-        assert process.send(link, body=b"to nobody")
+        assert process.send(link, body=b"no receiver")
         assert process.send(link, buffers=[bytes(100_000)])
         assert process.used() == used
         process.flags.raise_(0)
@@ -586,7 +586,7 @@ def test_exit_is_reported_after_the_last_frames(end: Callable[[MailboxProcess], 
             assert events[i][9][0] == _text(70_000, i)
         assert events[-1][2:] == told
         link = events[-1][0]
-        assert process.send(link)  # to nobody
+        assert process.send(link)  # without a receiver
         assert process.send(link, buffers=[bytes(100_000)])
         assert process.mailbox.unread(link) == 0
         until(lambda: process.used() < used, "the dead one's ring and what it had not read")
