@@ -1,0 +1,121 @@
+"""Benchmark of two checkouts of this project: hot paths before and after a change, in one interleaved run.
+
+    git worktree add build/before COMMIT            # then compile its core: python setup.py build_ext --inplace
+    python benchmarks/checkouts.py build/before [--rounds 30] [--only group actors dtensor] [--json FILE]
+
+The contenders are the old checkout, the old checkout once more and this one. Each has processes of its own, which
+sleep until it is its turn. A round goes once through all of them, in turns of order. Figures are the least of the
+rounds' means in microseconds; a ratio is the median of the rounds' ratios to the first contender. The ratio of the two
+old ones is the noise of the machine: a difference within it says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RUNNER = Path(__file__).with_name("_checkout_runner.py")
+# Kind of runner -> its processes.
+PROCESSES = {"group": 2, "actors": 1, "dtensor": 1}
+# Calls of a case in one round.
+COUNTS = {"all_reduce 8 B": 3000, "all_reduce 1 MiB": 200, "call_one": 500, "call of two": 300, "100 x call_one": 10}
+COUNT = 500  # of an operation on tensors
+
+
+def free_port() -> int:
+    """Return a port of loopback that was free just now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+class Contender:
+    """A checkout's runner: one process, or one for each rank."""
+
+    def __init__(self, checkout: Path, kind: str) -> None:
+        size, port = PROCESSES[kind], free_port()
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, str(RUNNER), kind],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(checkout),
+                    "OMP_NUM_THREADS": "1",
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(size),
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        self.cases: list[str] = self._read()
+
+    def _read(self) -> list[str]:
+        lines = [process.stdout.readline() for process in self._processes if process.stdout]
+        if not all(lines):
+            raise SystemExit("a runner has ended; its error is above")
+        return list(json.loads(lines[0]))
+
+    def measure(self, case: str) -> float:
+        """Return the mean time of a call in seconds."""
+        order = json.dumps({"case": case, "count": COUNTS.get(case, COUNT)})
+        for process in self._processes:
+            print(order, file=process.stdin, flush=True)
+        return max(float(process.stdout.readline()) for process in self._processes if process.stdout)
+
+    def close(self) -> None:
+        """End the runner."""
+        for process in self._processes:
+            if process.stdin:
+                process.stdin.close()
+        for process in self._processes:
+            process.wait(60)
+
+
+def main() -> None:
+    """Print a line for each case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path, help="the other checkout, with its core compiled")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--only", nargs="+", choices=list(PROCESSES), default=list(PROCESSES))
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    options = parser.parse_args()
+    names = {"before": options.before.resolve(), "before again": options.before.resolve(), "now": ROOT}
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for kind in options.only:
+        with contextlib.ExitStack() as stack:
+            contenders = {name: Contender(checkout, kind) for name, checkout in names.items()}
+            for each in contenders.values():
+                stack.callback(each.close)
+            for case in contenders["now"].cases:
+                for name in names:  # the first calls are not measured
+                    contenders[name].measure(case)
+                for _ in range(options.rounds):
+                    for name in random.sample(list(names), len(names)):
+                        found[case][name].append(contenders[name].measure(case))
+                firsts = found[case]["before"]
+                cells = [f"{case:18}"]
+                for name in names:
+                    times = found[case][name]
+                    ratio = statistics.median(time / first for time, first in zip(times, firsts, strict=True))
+                    cells.append(f"{name} {min(times) * 1e6:9.2f} us  x {ratio:5.3f}")
+                print("   ".join(cells), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
