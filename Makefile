@@ -22,7 +22,7 @@ ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch fuzz lint format docs bench wheels clean
+.PHONY: help setup demo test test-fast test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch test-lowest test-tpu fuzz lint format docs bench wheels clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,14 @@ test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it 
 
 test-torch: $(STAMP)  ## the core tests on another torch: make test-torch VERSION=2.14.1
 	$(BIN)/python tools/torch_env.py $(VERSION) --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" $(CORE)
+
+test-lowest: $(STAMP)  ## the core tests and actors with the lowest version of every dependency, torch 2.9.0 among them
+	$(BIN)/python tools/torch_env.py 2.9.0 --lowest --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" $(CORE) tests/actor
+
+# torch-tpu warns at import, which pytest's own settings would make an error. Its requirements that only use needs stay away.
+test-tpu: $(STAMP)  ## what needs the torch-tpu package, and no TPU: 800 MB below .envs/tpu
+	test -d .envs/tpu/torch_tpu || $(BIN)/pip install -q --no-deps --target .envs/tpu torch_tpu libtpu frozendict immutabledict absl-py portpicker
+	PYTHONPATH=$(CURDIR)/.envs/tpu $(BIN)/python -m pytest -o filterwarnings= tests/tpu
 
 # No torch in it: the targets need none. atheris has wheels for some releases of Python only.
 fuzz: $(FUZZ)/.installed  ## coverage-guided fuzzing of what reads others' bytes: make fuzz SECONDS=300

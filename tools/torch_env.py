@@ -3,6 +3,7 @@
 
     python tools/torch_env.py 2.14.1                          # makes .envs/torch-2.14.1; a second call changes nothing
     python tools/torch_env.py 2.9.0 --xla                     # with torch_xla, in .envs/torch-2.9.0-xla
+    python tools/torch_env.py 2.9.0 --lowest                  # with the lowest versions of the project's dependencies
     python tools/torch_env.py 2.14.1 --run -- pytest tests/process_group
 
 Many releases of torch exist only as CUDA builds, which drag in gigabytes of NVIDIA libraries. Their CPU half
@@ -67,14 +68,16 @@ def say(text: str) -> None:
 class Environment:
     """One virtual environment below `folder`."""
 
-    def __init__(self, folder: Path, version: str, xla: bool, with_project: bool = True) -> None:
+    def __init__(self, folder: Path, version: str, xla: bool, lowest: bool, with_project: bool = True) -> None:
         self.folder, self.version, self.xla, self.with_project = folder, version, xla, with_project
+        self.pins = lowest_versions() if lowest else []
         self.python = folder / "bin" / "python"
         self.stamp = folder / "torch_env.json"
 
     def recipe(self) -> dict[str, object]:
         """What the stamp says once everything is in place."""
-        return {"recipe": RECIPE, "torch": self.version, "xla": self.xla, "python": sys.version.split()[0]}
+        made = {"recipe": RECIPE, "torch": self.version, "xla": self.xla, "python": sys.version.split()[0]}
+        return {**made, "pins": self.pins} if self.pins else made
 
     def is_ready(self) -> bool:
         """True if a call before this one has built the same thing."""
@@ -94,7 +97,7 @@ class Environment:
         self.pip("--no-deps", f"torch=={self.version}")
         self.torch_requirements()
         say("tools" + (f" and torch_xla {self.version}" if self.xla else ""))
-        self.pip(*TOOLS, *([f"torch_xla=={self.version}"] if self.xla else []))
+        self.pip(*TOOLS, *self.pins, *([f"torch_xla=={self.version}"] if self.xla else []))
         if self.with_project:
             self.project()
         imported = call([self.python, "-c", "import torch; print(torch.__version__)"], "import torch")
@@ -173,6 +176,23 @@ class Environment:
         return found
 
 
+def lowest_versions() -> list[str]:
+    """Return the project's dependencies on this Python besides torch, each pinned to its lower bound."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    block = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    assert block is not None
+    lowest: dict[str, Version] = {}
+    for text in re.findall(r'^ *"(.+)",$', block[1], re.MULTILINE):
+        required = Requirement(text)
+        if required.name == "torch" or (required.marker and not required.marker.evaluate()):
+            continue
+        bounds = [Version(each.version) for each in required.specifier if each.operator == ">="]
+        lowest[required.name] = max([*bounds, lowest.get(required.name, Version("0"))])
+    return [f"{name}=={version}" for name, version in sorted(lowest.items())]
+
+
 def core_is_current() -> bool:
     """Return whether the checkout has an extension for this Python that is newer than its sources."""
     built = ROOT / "monarch_backend" / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -195,6 +215,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("version", help="a release of torch, as 2.14.1")
     parser.add_argument("--xla", action="store_true", help="with torch_xla of the same version (2.9.0 is its last)")
+    parser.add_argument("--lowest", action="store_true", help="with the lowest versions of the other dependencies")
     parser.add_argument("--without-project", action="store_true", help="without this checkout; for tests of wheels")
     parser.add_argument("--dir", type=Path, help="where to; .envs/torch-VERSION in this checkout")
     parser.add_argument("--run", action="store_true", help="run the command behind -- in the environment")
@@ -209,8 +230,9 @@ def main() -> int:
     absent = [tool for tool in ("cc", "nm", "readelf") if shutil.which(tool) is None]
     if absent:
         parser.error(f"{', '.join(absent)} not found; install a C compiler and binutils")
-    folder = args.dir or ROOT / ".envs" / f"torch-{args.version}{'-xla' if args.xla else ''}"
-    environment = Environment(Path(folder).absolute(), args.version, args.xla, not args.without_project)
+    kind = "-xla" * args.xla + "-lowest" * args.lowest
+    folder = Path(args.dir or ROOT / ".envs" / f"torch-{args.version}{kind}").absolute()
+    environment = Environment(folder, args.version, args.xla, args.lowest, not args.without_project)
     try:
         environment.build()
     except BuildError as error:
