@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from monarch_backend._actor.future import Future
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._rdma.buffer import RDMABuffer
 from monarch_backend._rdma.local_memory import CPU, LocalMemory, memory_of, watch, writable

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from monarch_backend._actor.future import DoneFuture, Future
+from monarch_backend._actor.calls.future import DoneFuture, Future
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle

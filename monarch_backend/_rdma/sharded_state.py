@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.context import current_rank
-from monarch_backend._actor.future import Future
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._rdma import gpu_memory

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from monarch_backend._actor.future import Future
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
 from monarch_backend._rdma.route_protocol import ReadWriteOp, of_nics
 from monarch_backend._rdma.transfer_engine import Engine, nothing

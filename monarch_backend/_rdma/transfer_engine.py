@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from monarch_backend import _native
-from monarch_backend._actor.future import DoneFuture, Future
+from monarch_backend._actor.calls.future import DoneFuture, Future
 from monarch_backend._actor.runtime import Runtime, program
 from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._rdma import cuda_ipc

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from monarch_backend._actor.calls.future import Future, no_wait
 from monarch_backend._actor.errors import CancelledError
-from monarch_backend._actor.future import Future, no_wait
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.route_protocol import DONE, AtomicOp, InFlightTransfer, NicRoute, ReadWriteOp, Result
 from monarch_backend._verbs import hears
