@@ -36,10 +36,11 @@ from monarch_backend._rdma.routes import selection, verbs
 from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.routes.verbs import _owners
 from monarch_backend._rdma.thread_pool import Workers
-from monarch_backend._verbs import Settings, VerbsError, completion_poller, connection, open_device, transfer_plan
+from monarch_backend._verbs import Settings, VerbsError, completion_poller, open_device, transfer_plan
 from monarch_backend._verbs import engine as engine_module
+from monarch_backend._verbs.connections import connection
+from monarch_backend._verbs.connections.queue_pair import SendQueuePair
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.queue_pair import SendQueuePair
 from monarch_backend._verbs.wire_format import ROCE_V2, ConnectRequest, Gid, pack
 from monarch_backend.actor import CancelledError
 from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError

@@ -8,11 +8,11 @@ from collections.abc import Hashable, Sequence
 from monarch_backend import _native
 from monarch_backend._verbs import wire_format
 from monarch_backend._verbs.config import Settings
+from monarch_backend._verbs.connections.path_selection import PathCandidate, ways
 from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.errors import VerbsError
 from monarch_backend._verbs.open_device import Device
-from monarch_backend._verbs.path_selection import PathCandidate, ways
-from monarch_backend._verbs.provider import REMOTE_ATOMIC, REMOTE_READ, REMOTE_WRITE, Path, QueuePair
+from monarch_backend._verbs.providers.provider import REMOTE_ATOMIC, REMOTE_READ, REMOTE_WRITE, Path, QueuePair
 from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest, Endpoint, Pairing
 
 

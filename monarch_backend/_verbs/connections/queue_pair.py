@@ -16,12 +16,12 @@ from monarch_backend import _native
 from monarch_backend._verbs.config import Settings
 from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.open_device import Device
-from monarch_backend._verbs.provider import WRITE, Path, Work
+from monarch_backend._verbs.providers.provider import WRITE, Path, Work
 from monarch_backend._verbs.wire_format import Endpoint, Pairing, QpEndpoint
 from monarch_backend._verbs.work_requests import Piece, Request
 
 if TYPE_CHECKING:
-    from monarch_backend._verbs.connection import PeerConnection
+    from monarch_backend._verbs.connections.connection import PeerConnection
 
 QUEUE_DEPTH = 128
 """Work requests in flight on a queue pair."""

@@ -12,7 +12,7 @@ import os
 from monarch_backend import _native
 from monarch_backend._core import debug_log
 from monarch_backend._verbs.errors import UnreachableMemoryError
-from monarch_backend._verbs.provider import Nic, Registration
+from monarch_backend._verbs.providers.provider import Nic, Registration
 
 _PAGE = os.sysconf("SC_PAGESIZE")
 

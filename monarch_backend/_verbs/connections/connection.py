@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from monarch_backend._verbs import wire_format as messages
+from monarch_backend._verbs.connections.queue_pair import Posted, SendQueuePair
 from monarch_backend._verbs.errors import (
     FLUSHED,
     NoConnectionError,
@@ -26,7 +27,6 @@ from monarch_backend._verbs.errors import (
     stuck_error,
 )
 from monarch_backend._verbs.open_device import Device
-from monarch_backend._verbs.queue_pair import Posted, SendQueuePair
 from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from pyverbs.pyverbs_error import PyverbsError
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.wr import SGE, SendWR
 
-from monarch_backend._verbs import native_queues
-from monarch_backend._verbs import provider as verbs
 from monarch_backend._verbs.deferred_destroy import close_each
-from monarch_backend._verbs.provider import Completion, Limits, Path, Port, Work
+from monarch_backend._verbs.providers import native_queues
+from monarch_backend._verbs.providers import provider as verbs
+from monarch_backend._verbs.providers.provider import Completion, Limits, Path, Port, Work
 
 _ETHERNET, _ACTIVE = 2, 4
 _EVENT_FILE = "anon_inode:[infinibandevent]"

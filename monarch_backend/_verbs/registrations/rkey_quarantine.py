@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.errors import VerbsError
-from monarch_backend._verbs.provider import Registration
+from monarch_backend._verbs.providers.provider import Registration
 
 MAX_KEYS = 4096
 """Keys that are remembered. Drivers repeat keys after 256 of one memory, or after 16 million of all."""

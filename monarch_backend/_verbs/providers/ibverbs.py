@@ -8,10 +8,10 @@ from typing import Any
 
 import ibverbs
 
-from monarch_backend._verbs import native_queues
-from monarch_backend._verbs import provider as verbs
 from monarch_backend._verbs.deferred_destroy import close_each
-from monarch_backend._verbs.provider import Completion, Limits, Path, Port, Work
+from monarch_backend._verbs.providers import native_queues
+from monarch_backend._verbs.providers import provider as verbs
+from monarch_backend._verbs.providers.provider import Completion, Limits, Path, Port, Work
 
 _ETHERNET, _ACTIVE = 2, 4
 

@@ -1,6 +1,6 @@
 """Interface to libibverbs: the methods of an adapter, and the choice of the adapter.
 
-`provider_pyverbs.py` and `provider_ibverbs.py` are the adapters. No other module uses either package, and neither is
+`pyverbs.py` and `ibverbs.py` are the adapters. No other module uses either package, and neither is
 imported before a device is opened. Numbers are those of the verbs' ABI, because the packages rename their enums and the
 kernel does not.
 """
@@ -202,7 +202,7 @@ def load(wanted: str = "") -> Binding:
     reasons = []
     for name in [wanted] if wanted else BINDINGS:
         try:
-            return cast(Binding, importlib.import_module(f"monarch_backend._verbs.provider_{name}"))
+            return cast(Binding, importlib.import_module(f"monarch_backend._verbs.providers.{name}"))
         except (ImportError, OSError) as error:  # OSError: the wheel is there, libibverbs.so.1 is not
             reasons.append(f"{name}: {error}")
     raise VerbsError(

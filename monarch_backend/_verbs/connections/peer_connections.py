@@ -8,7 +8,7 @@ from typing import Any
 
 from monarch_backend import _native
 from monarch_backend._verbs.config import Settings
-from monarch_backend._verbs.connection import PeerConnection
+from monarch_backend._verbs.connections.connection import PeerConnection
 from monarch_backend._verbs.engine_thread import EngineThread
 from monarch_backend._verbs.errors import VerbsError
 from monarch_backend._verbs.open_device import Device
