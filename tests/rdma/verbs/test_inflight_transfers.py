@@ -18,9 +18,9 @@ import torch
 
 from monarch_backend._actor.runtime import program
 from monarch_backend._rdma import action as action_module
-from monarch_backend._rdma import inflight, transfer, transfer_engine
 from monarch_backend._rdma.local_memory import memory_of
-from monarch_backend._rdma.route_protocol import (
+from monarch_backend._rdma.routes import inflight, selection, verbs
+from monarch_backend._rdma.routes.protocol import (
     DONE,
     FAILED,
     FETCH_ADD,
@@ -32,10 +32,11 @@ from monarch_backend._rdma.route_protocol import (
     Result,
     cancel_scope,
 )
-from monarch_backend._rdma.routes import selection, verbs
 from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.routes.verbs import _owners
-from monarch_backend._rdma.thread_pool import Workers
+from monarch_backend._rdma.transfers import engine as transfer_engine
+from monarch_backend._rdma.transfers import transfer
+from monarch_backend._rdma.transfers.thread_pool import Workers
 from monarch_backend._verbs import Settings, VerbsError, completion_poller, open_device, transfer_plan
 from monarch_backend._verbs import engine as engine_module
 from monarch_backend._verbs.connections import connection

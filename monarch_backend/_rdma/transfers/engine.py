@@ -17,12 +17,13 @@ from monarch_backend import _native
 from monarch_backend._actor.calls.future import DoneFuture, Future
 from monarch_backend._actor.runtime import Runtime, program
 from monarch_backend._actor.runtime_extension import RuntimeExtension
-from monarch_backend._rdma import cuda_ipc
 from monarch_backend._rdma.control_rpc import DROP, TOPICS
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
 from monarch_backend._rdma.registrations import Registry, registry
-from monarch_backend._rdma.route_protocol import (
+from monarch_backend._rdma.routes import cuda_ipc, gpu_staged
+from monarch_backend._rdma.routes.gpu_verbs import gathered
+from monarch_backend._rdma.routes.protocol import (
     DONE,
     AtomicOp,
     InFlightTransfer,
@@ -33,14 +34,12 @@ from monarch_backend._rdma.route_protocol import (
     cancel_scope,
     of_nics,
 )
-from monarch_backend._rdma.routes import gpu_staged
-from monarch_backend._rdma.routes.gpu_verbs import gathered
 from monarch_backend._rdma.routes.same_host import INLINE_MAX_BYTES
 from monarch_backend._rdma.routes.selection import Routes, refuse_the_parents
 from monarch_backend._rdma.routes.verbs import Kept, refusal_of
-from monarch_backend._rdma.thread_pool import Workers
-from monarch_backend._rdma.transfer import Transfer, run_part
-from monarch_backend._rdma.transfer_future import SingleFuture, TransferFuture
+from monarch_backend._rdma.transfers.future import SingleFuture, TransferFuture
+from monarch_backend._rdma.transfers.thread_pool import Workers
+from monarch_backend._rdma.transfers.transfer import Transfer, run_part
 from monarch_backend._transport.local.frames import Setting
 from monarch_backend._transport.local.peer import Peer
 

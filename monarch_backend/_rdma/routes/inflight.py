@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch_backend._actor.runtime import Runtime
-from monarch_backend._rdma.route_protocol import DONE, FAILED, LOST, UNREACHABLE, Result
+from monarch_backend._rdma.routes.protocol import DONE, FAILED, LOST, UNREACHABLE, Result
 from monarch_backend._verbs import Engine, NoConnectionError, UnreachableMemoryError, VerbsError
 
 CANCEL_GRACE_S = 0.5

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from monarch_backend._actor.calls.future import Future, no_wait
 from monarch_backend._actor.errors import CancelledError
 from monarch_backend._actor.runtime import Runtime
-from monarch_backend._rdma.route_protocol import DONE, AtomicOp, InFlightTransfer, NicRoute, ReadWriteOp, Result
+from monarch_backend._rdma.routes.protocol import DONE, AtomicOp, InFlightTransfer, NicRoute, ReadWriteOp, Result
 from monarch_backend._verbs import hears
 
 if TYPE_CHECKING:
-    from monarch_backend._rdma.transfer import Transfer
-    from monarch_backend._rdma.transfer_engine import Engine
+    from monarch_backend._rdma.transfers.engine import Engine
+    from monarch_backend._rdma.transfers.transfer import Transfer
 
 T = TypeVar("T")
 

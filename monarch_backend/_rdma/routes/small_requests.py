@@ -12,7 +12,7 @@ from typing import Any
 
 from monarch_backend import _native
 from monarch_backend._actor.runtime import Runtime
-from monarch_backend._rdma.route_protocol import CANCELLED, LATE, Result
+from monarch_backend._rdma.routes.protocol import CANCELLED, LATE, Result
 
 SOCKET_WAIT_S = 0.002
 """Seconds that a waiting thread blocks in the socket, where only signals interrupt it."""

@@ -2,7 +2,7 @@
 
 A plan holds the address of the tensor's memory, the result of its checks, and the work requests. It serves later
 transfers on NIC routes, where planning takes longer than many transfers. The cache keeps neither the tensor nor its
-memory alive. transfer_engine.py runs the transfers.
+memory alive. engine.py runs the transfers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
-from monarch_backend._rdma.route_protocol import ReadWriteOp, of_nics
-from monarch_backend._rdma.transfer_engine import Engine, nothing
+from monarch_backend._rdma.routes.protocol import ReadWriteOp, of_nics
+from monarch_backend._rdma.transfers.engine import Engine, nothing
 
 
 def after(

@@ -14,8 +14,8 @@ from monarch_backend._actor.errors import CancelledError, MeshFailure
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.inflight import CANCEL_GRACE_S, MAX_POLL_S
-from monarch_backend._rdma.route_protocol import (
+from monarch_backend._rdma.routes.inflight import CANCEL_GRACE_S, MAX_POLL_S
+from monarch_backend._rdma.routes.protocol import (
     CANCELLED,
     DONE,
     DROPPED,
@@ -32,10 +32,10 @@ from monarch_backend._rdma.route_protocol import (
     cancel_scope,
     moved,
 )
-from monarch_backend._rdma.transfer_future import TransferFuture, look_and_sleep, refuse_to_wait
+from monarch_backend._rdma.transfers.future import TransferFuture, look_and_sleep, refuse_to_wait
 
 if TYPE_CHECKING:
-    from monarch_backend._rdma.transfer_engine import Engine
+    from monarch_backend._rdma.transfers.engine import Engine
 
 
 _REFUSALS = (
