@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _scale_actor import Runner, Times
 
-from monarch_backend._actor.mesh_references import MeshReferences
+from monarch_backend._actor.meshes.mesh_references import MeshReferences
 from monarch_backend._hosts import attach
 from monarch_backend._testing.hosts import Service, SimulatedAgent
 from monarch_backend.testing import Conditions, Simulation

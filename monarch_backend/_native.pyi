@@ -701,7 +701,7 @@ class VerbsCompletionQueue:
 
     def arm(self) -> None: ...
     def poll(self, most: int) -> list[Any]:
-        """Return completions as tuples like `Completion` of _verbs/provider.py, at most 64."""
+        """Return completions as tuples like `Completion` of _verbs/providers/provider.py, at most 64."""
 
     def forget(self) -> None:
         """Stop using the object, because it is about to be destroyed."""
@@ -714,7 +714,7 @@ class VerbsQueuePair:
         """Find the queue of a package's object. Return None if it is not certain."""
 
     def post(self, works: Sequence[tuple[int, ...]]) -> None:
-        """Post work requests in one call: tuples like `Work` of _verbs/provider.py."""
+        """Post work requests in one call: tuples like `Work` of _verbs/providers/provider.py."""
 
     def forget(self) -> None:
         """Stop using the object, because it is about to be destroyed."""

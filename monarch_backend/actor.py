@@ -17,9 +17,11 @@
 
 from monarch_backend import _wiring as _wiring
 from monarch_backend._actor.actor import Actor, concurrent_endpoint, endpoint
-from monarch_backend._actor.actor_mesh import ActorMesh
+from monarch_backend._actor.calls.endpoint import Accumulator, Endpoint, as_endpoint, send
+from monarch_backend._actor.calls.future import Future, gather
+from monarch_backend._actor.calls.pending_calls import Stream
+from monarch_backend._actor.calls.port import Channel, Port, PortClosedError, PortReceiver
 from monarch_backend._actor.context import Context, context, current_actor_name, current_rank, current_size
-from monarch_backend._actor.endpoint import Accumulator, Endpoint, as_endpoint, send
 from monarch_backend._actor.errors import (
     ActorError,
     CancelledError,
@@ -28,9 +30,7 @@ from monarch_backend._actor.errors import (
     SupervisionError,
     UnknownEndpointError,
 )
-from monarch_backend._actor.future import Future, gather
-from monarch_backend._actor.pending_calls import Stream
-from monarch_backend._actor.port import Channel, Port, PortClosedError, PortReceiver
+from monarch_backend._actor.meshes.actor_mesh import ActorMesh
 from monarch_backend._actor.supervision import Restart
 from monarch_backend._actor.supervision import end_program as unhandled_fault_hook
 from monarch_backend._actor.this_proc import get_or_spawn_controller, this_proc

@@ -5,6 +5,7 @@
 (True, True)
 """
 
+from monarch_backend._actor.calls.port import PortClosedError
 from monarch_backend._actor.errors import (
     ActorError,
     CancelledError,
@@ -12,7 +13,6 @@ from monarch_backend._actor.errors import (
     SupervisionError,
     UnknownEndpointError,
 )
-from monarch_backend._actor.port import PortClosedError
 from monarch_backend._core.errors import MonarchError
 from monarch_backend._core.limits import ResourceLimitError
 from monarch_backend._hosts.workspace_tree import WorkspaceError

@@ -89,9 +89,9 @@ def test_every_module_logs_through_the_limited_logger() -> None:
         "dtensor._worker",
     ):
         found = importlib.import_module(f"{monarch_backend.__name__}.{package}")
-        for module in pkgutil.iter_modules(found.__path__):
-            if not module.name.startswith("__"):
-                importlib.import_module(f"{found.__name__}.{module.name}")
+        for module in pkgutil.walk_packages(found.__path__, f"{found.__name__}."):
+            if not module.name.endswith("__"):
+                importlib.import_module(module.name)
     names = [name for name in logging.root.manager.loggerDict if name.startswith("monarch_backend")]
     assert names == ["monarch_backend"]
     assert any(isinstance(each, RepeatLimit) for each in logging.getLogger("monarch_backend").filters)

@@ -19,11 +19,11 @@ from _verbs_floor import below, sleeps
 
 from monarch_backend import rdma
 from monarch_backend._rdma.registrations import registry
-from monarch_backend._rdma.route_protocol import cancel_scope
-from monarch_backend._rdma.transfer_engine import engine
+from monarch_backend._rdma.routes.protocol import cancel_scope
+from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend._verbs import Region
-from monarch_backend._verbs.provider import READ, WRITE, Work
-from monarch_backend._verbs.registration_cache import allocation_of
+from monarch_backend._verbs.providers.provider import READ, WRITE, Work
+from monarch_backend._verbs.registrations.cache import allocation_of
 from monarch_backend.actor import Actor, endpoint, this_host
 from monarch_backend.rdma import RDMAAction, RDMABuffer
 

@@ -16,7 +16,7 @@
 
 namespace monarch::verbs {
 
-struct Work {  // as Work of _verbs/provider.py
+struct Work {  // as Work of _verbs/providers/provider.py
   std::uint64_t id;
   int opcode;
   bool signaled;

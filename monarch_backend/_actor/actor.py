@@ -1,6 +1,7 @@
 """`Actor`, the decorators of its endpoints, and the static description of an actor class.
 
-This module sends no messages. The caller's side of an endpoint is endpoint.py, the actor's side is runner.py.
+This module sends no messages. The caller's side of an endpoint is calls/endpoint.py, the actor's side is
+execution/runner.py.
 """
 
 from __future__ import annotations

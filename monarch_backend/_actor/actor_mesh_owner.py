@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._actor import context, process_stop, stuck_readers
-from monarch_backend._actor.actor_mesh import ActorMesh
-from monarch_backend._actor.blueprint import blueprint
+from monarch_backend._actor import context
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.errors import Death, MeshFailure, SupervisionError
-from monarch_backend._actor.future import Future
-from monarch_backend._actor.interruption import KILL_AFTER_S
-from monarch_backend._actor.mesh_state import ActorMeshState
+from monarch_backend._actor.execution.interruption import KILL_AFTER_S
+from monarch_backend._actor.meshes.actor_mesh import ActorMesh
+from monarch_backend._actor.meshes.blueprint import blueprint
+from monarch_backend._actor.meshes.mesh_state import ActorMeshState
 from monarch_backend._actor.owned_actors import OwnedActors
+from monarch_backend._actor.processes import stop as process_stop
+from monarch_backend._actor.processes import stuck_readers
 from monarch_backend._actor.supervision import Restart, RestartLimiter, check_policy
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.proc_mesh import ProcMesh

@@ -9,7 +9,7 @@ from monarch_backend._actor.this_proc import this_proc
 from monarch_backend._mesh.extent import Extent, Point
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.runner import ActorRunner
+    from monarch_backend._actor.execution.runner import ActorRunner
 
 cell: ContextVar[Any] = ContextVar("monarch_actor", default=None)
 message: ContextVar[tuple[int, Extent] | None] = ContextVar("monarch_message", default=None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from monarch_backend._actor.future import Future
-from monarch_backend._actor.mesh_state import ActorMeshState
+from monarch_backend._actor.calls.future import Future
+from monarch_backend._actor.meshes.mesh_state import ActorMeshState
 from monarch_backend._actor.supervision import RestartLimiter
 from monarch_backend._transport.local.peer import Peer
 

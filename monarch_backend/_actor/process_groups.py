@@ -12,10 +12,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor.actor import Actor, endpoint
-from monarch_backend._actor.codec import supervision_error
+from monarch_backend._actor.calls.codec import supervision_error
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.context import current_rank
 from monarch_backend._actor.current_runtime import program
-from monarch_backend._actor.future import Future
 from monarch_backend._core.addresses import address_towards, is_loopback, numeric_address
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._transport.tokens import host_of

@@ -1,7 +1,7 @@
 """Runtime of one process: its meshes, pending calls and actors.
 
 Each process, of the controller or of a mesh, has one `Runtime`, made at its first use. It connects frames
-(_transport/), processes (_mesh/) and actors (this package). ownership.py has the parts that own processes,
+(_transport/), processes (_mesh/) and actors (this package). processes/ownership.py has the parts that own processes,
 supervision.py the policy.
 """
 
@@ -18,25 +18,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend import _native
-from monarch_backend._actor import current_runtime, named_actors, process_groups, program_exit
-from monarch_backend._actor.actor_mesh import ActorMesh
+from monarch_backend._actor import current_runtime, process_groups, program_exit
 from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
+from monarch_backend._actor.calls.future import Future
+from monarch_backend._actor.calls.port import PortReceiver
+from monarch_backend._actor.calls.waiting import Waiting, log_wait
 from monarch_backend._actor.current_runtime import is_of_parent, program
 from monarch_backend._actor.errors import MeshFailure
-from monarch_backend._actor.future import Future
-from monarch_backend._actor.known_hosts import KnownHosts
-from monarch_backend._actor.local_actors import LocalActors
-from monarch_backend._actor.mesh_references import MeshReferences, alive
-from monarch_backend._actor.mesh_state import ActorMeshState
-from monarch_backend._actor.ownership import ProcessOwner
-from monarch_backend._actor.placement import Placement
-from monarch_backend._actor.port import PortReceiver
-from monarch_backend._actor.runner import ActorRunner
+from monarch_backend._actor.execution.local_actors import LocalActors
+from monarch_backend._actor.execution.runner import ActorRunner
+from monarch_backend._actor.meshes import named_actors
+from monarch_backend._actor.meshes.actor_mesh import ActorMesh
+from monarch_backend._actor.meshes.known_hosts import KnownHosts
+from monarch_backend._actor.meshes.mesh_references import MeshReferences, alive
+from monarch_backend._actor.meshes.mesh_state import ActorMeshState
+from monarch_backend._actor.processes.ownership import ProcessOwner
+from monarch_backend._actor.processes.placement import Placement
 from monarch_backend._actor.runtime_extension import Extensions
 from monarch_backend._actor.shutdown import Shutdown
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._actor.supervision import Restart, Supervision
-from monarch_backend._actor.waiting import Waiting, log_wait
 from monarch_backend._core import env, fork
 from monarch_backend._core.extension_points import extension, has_extension
 from monarch_backend._core.limits import start_thread

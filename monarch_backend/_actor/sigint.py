@@ -1,7 +1,7 @@
 """Ctrl-C in the main program: raises KeyboardInterrupt where user code runs or waits.
 
 It is never raised while a message is sent or read or memory is moved, which would leave inconsistent state. Only SIGINT
-is handled here; interruption.py interrupts actors.
+is handled here; execution/interruption.py interrupts actors.
 """
 
 from __future__ import annotations

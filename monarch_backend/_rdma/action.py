@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from monarch_backend._actor.future import Future
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._rdma.buffer import RDMABuffer
 from monarch_backend._rdma.local_memory import CPU, LocalMemory, memory_of, watch, writable
-from monarch_backend._rdma.route_protocol import COMPARE_AND_SWAP, FETCH_ADD
-from monarch_backend._rdma.transfer_engine import AtomicOp, Engine, ReadWriteOp, engine
+from monarch_backend._rdma.routes.protocol import COMPARE_AND_SWAP, FETCH_ADD
+from monarch_backend._rdma.transfers.engine import AtomicOp, Engine, ReadWriteOp, engine
 
 
 class _Step(NamedTuple):

@@ -1,4 +1,4 @@
-"""RDMABuffer: handle to registered memory. transfer_engine.py runs its transfers."""
+"""RDMABuffer: handle to registered memory. transfers/engine.py runs its transfers."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 
-from monarch_backend._actor.future import DoneFuture, Future
+from monarch_backend._actor.calls.future import DoneFuture, Future
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU, LocalMemory, frozen, memory_of, writable
 from monarch_backend._rdma.registrations import registry
-from monarch_backend._rdma.route_protocol import COMPARE_AND_SWAP, FETCH_ADD
-from monarch_backend._rdma.transfer_cache import TransferPlanCache, after
-from monarch_backend._rdma.transfer_engine import AtomicOp, ReadWriteOp, engine
-from monarch_backend._rdma.transfer_future import SingleFuture
+from monarch_backend._rdma.routes.protocol import COMPARE_AND_SWAP, FETCH_ADD
+from monarch_backend._rdma.transfers.cache import TransferPlanCache, after
+from monarch_backend._rdma.transfers.engine import AtomicOp, ReadWriteOp, engine
+from monarch_backend._rdma.transfers.future import SingleFuture
 
 _64_BITS = (1 << 64) - 1
 

@@ -1,7 +1,7 @@
 """ShardedState: a state dict sharded over one mesh that readers on a mesh of any shape can fetch.
 
 Owners register their parts, and the descriptions are merged. Each reader fetches the bytes that it needs from their
-owners. shard_geometry.py computes boxes, local_shards.py describes a rank's part, and transfer_engine.py moves bytes.
+owners. shard_geometry.py computes boxes, local_shards.py describes a rank's part, and transfers/engine.py moves bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.context import current_rank
-from monarch_backend._actor.future import Future
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._rdma import gpu_memory
@@ -36,7 +36,7 @@ from monarch_backend._rdma.shard_geometry import (
     uncovered,
     without,
 )
-from monarch_backend._rdma.transfer_engine import ReadWriteOp, engine
+from monarch_backend._rdma.transfers.engine import ReadWriteOp, engine
 from monarch_backend._transport.tokens import host_of
 
 _SHOWN = 8  # names, ranks or boxes that a message lists

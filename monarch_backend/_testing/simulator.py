@@ -22,7 +22,7 @@ from monarch_backend._transport.local.peer import CreditWaiter
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from monarch_backend._actor.actor_mesh import ActorMesh
+    from monarch_backend._actor.meshes.actor_mesh import ActorMesh
     from monarch_backend._mesh.host_mesh import HostMesh
     from monarch_backend._mesh.proc_mesh import ProcMesh
     from monarch_backend._testing.hosts import SimulatedHost, SimulatedHosts

@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import monarch_backend.actor as public
-from monarch_backend._actor import actor_mesh_owner, codec, context, current_runtime, process_start
+from monarch_backend._actor import actor_mesh_owner, context, current_runtime
+from monarch_backend._actor.calls import codec
+from monarch_backend._actor.processes import start as process_start
 from monarch_backend._actor.sigint import Interrupts
 from monarch_backend._mesh import proc_mesh
 from monarch_backend._mesh.extent import Extent

@@ -2,7 +2,7 @@
 
 An event costs a thread switch. So a small request that was posted whole requests no event: it is `quiet`. The thread
 that waits for it polls, and requests an event before it sleeps (`listen`). The engine's thread polls for the rest every
-SWEEP_INTERVAL_S. connection.py handles completions.
+SWEEP_INTERVAL_S. connections/connection.py handles completions.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch_backend._verbs import provider
 from monarch_backend._verbs.config import Settings, from_environment
 from monarch_backend._verbs.errors import VerbsError
+from monarch_backend._verbs.providers import provider
 from monarch_backend._verbs.wire_format import INFINIBAND, ROCE_V1, ROCE_V2, Gid
 
 SYSFS = Path("/sys/class/infiniband")

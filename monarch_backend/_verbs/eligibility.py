@@ -17,7 +17,7 @@ log = logging.getLogger("monarch_backend")
 
 DEVICES = "/sys/class/infiniband"
 PACKAGES = ("pyverbs", "ibverbs")
-"""Provider packages; one is needed. provider.py has these names too; it is not imported for this check."""
+"""Provider packages; one is needed. providers/provider.py has these names too; it is not imported for this check."""
 
 # Break-even size of a message: NICs add two latencies of Gloo and some thread switches, 0.3 ms together. Gloo carries
 # about this much in that time.

@@ -13,13 +13,13 @@ from monarch_backend._verbs import discovery
 from monarch_backend._verbs.config import Settings
 from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.provider import LOCAL_WRITE, Binding, Registration
-from monarch_backend._verbs.registration_cache import MemoryCache, register
-from monarch_backend._verbs.rkey_quarantine import RkeyQuarantine
+from monarch_backend._verbs.providers.provider import LOCAL_WRITE, Binding, Registration
+from monarch_backend._verbs.registrations.cache import MemoryCache, register
+from monarch_backend._verbs.registrations.rkey_quarantine import RkeyQuarantine
 from monarch_backend._verbs.wire_format import Endpoint
 
 if TYPE_CHECKING:
-    from monarch_backend._verbs.queue_pair import SendQueuePair
+    from monarch_backend._verbs.connections.queue_pair import SendQueuePair
 
 COMPLETION_QUEUE_SIZE = 16384
 """Entries of a device's completion queue; each work request may need one, if it fails."""

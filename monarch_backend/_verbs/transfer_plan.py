@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from monarch_backend._verbs.region import Region
-from monarch_backend._verbs.registration_cache import Allocation, allocation_of
+from monarch_backend._verbs.registrations.cache import Allocation, allocation_of
 from monarch_backend._verbs.work_requests import Piece, Plan
 
 Segment = tuple[int, int, int]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_backend._verbs.open_device import Device, Slot
-from monarch_backend._verbs.provider import COMPARE_SWAP, FETCH_ADD, READ, WRITE
-from monarch_backend._verbs.registration_cache import Allocation, Entry
+from monarch_backend._verbs.providers.provider import COMPARE_SWAP, FETCH_ADD, READ, WRITE
+from monarch_backend._verbs.registrations.cache import Allocation, Entry
 from monarch_backend._verbs.wire_format import RegionRecord
 
 if TYPE_CHECKING:
-    from monarch_backend._verbs.queue_pair import SendQueuePair
+    from monarch_backend._verbs.connections.queue_pair import SendQueuePair
 
 OPCODES = {"read": READ, "write": WRITE, "fetch_add": FETCH_ADD, "compare_swap": COMPARE_SWAP}
 

@@ -210,7 +210,7 @@ def python(*arguments: str, stdin: str | None = None, env: Mapping[str, str] | N
 
 def use_server(address: str) -> None:
     """Take processes from a fork server that is there, in place of starting one."""
-    from monarch_backend._actor import process_start
+    from monarch_backend._actor.processes import start as process_start
     from monarch_backend._processes.spawner import Spawner
 
     def spawner(told: Any, given: str | None = None, **options: Any) -> Spawner:

@@ -22,7 +22,8 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._actor import actor_mesh_owner, interruption
+from monarch_backend._actor import actor_mesh_owner
+from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.runtime import program
 from monarch_backend.actor import (
     Actor,
@@ -308,7 +309,7 @@ class SwallowsInConstructor(Actor):
 
 def be_quick() -> None:
     """In the processes: what takes seconds takes fractions."""
-    from monarch_backend._actor import interruption
+    from monarch_backend._actor.execution import interruption
 
     interruption.INTERRUPT_AFTER_S = interruption.REPORT_AFTER_S = 0.2
     interruption.KILL_AFTER_S = PATIENCE
@@ -316,14 +317,14 @@ def be_quick() -> None:
 
 def kill_soon() -> None:
     """In processes that are to be killed."""
-    from monarch_backend._actor import interruption
+    from monarch_backend._actor.execution import interruption
 
     be_quick()
     interruption.KILL_AFTER_S = 0.5
 
 
 def never_interrupt_standard_library() -> None:
-    from monarch_backend._actor import blocking_calls
+    from monarch_backend._actor.execution import blocking_calls
 
     blocking_calls.STILL_S = blocking_calls.MAX_MOVING_S = LONG_S
 
@@ -618,7 +619,7 @@ def test_end_of_uninterruptible_actor_kills_process(
 def test_stop_of_processes_names_the_line_that_is_waited_for(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from monarch_backend._actor import process_stop
+    from monarch_backend._actor.processes import stop as process_stop
 
     monkeypatch.setattr(process_stop, "SHUTDOWN_GRACE_S", 0.2)
     with running({"gpus": 1}) as mesh:

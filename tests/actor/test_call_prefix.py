@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from monarch_backend._actor.codec import prefix_of, read_prefix
+from monarch_backend._actor.calls.codec import prefix_of, read_prefix
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._transport.local.frames import FrameError
 

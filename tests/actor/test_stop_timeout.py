@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from monarch_backend._actor import process_stop
-from monarch_backend._actor.process_records import OwnedProcess, ProcessRecords
+from monarch_backend._actor.processes import stop as process_stop
+from monarch_backend._actor.processes.records import OwnedProcess, ProcessRecords
 from monarch_backend._actor.runtime import program
 from monarch_backend.actor import Actor, Port, endpoint, this_host
 from tests.actor.support import PATIENCE, Faults, begun

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_backend._actor.pending_calls import STREAM_WINDOW
+from monarch_backend._actor.calls.pending_calls import STREAM_WINDOW
 from monarch_backend.actor import (
     Accumulator,
     Actor,

@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._actor import process_stop, stuck_readers
-from monarch_backend._actor.message_queue import MessageQueue
+from monarch_backend._actor.execution.message_queue import MessageQueue
+from monarch_backend._actor.processes import stop as process_stop
+from monarch_backend._actor.processes import stuck_readers
 from monarch_backend._actor.runtime import program
 from monarch_backend._processes.spawner import Exited
 from monarch_backend._transport.local import tuning
@@ -969,7 +970,7 @@ def test_endless_cleanup_is_not_waited_for(faults: Faults, monkeypatch: pytest.M
 
     class Endless(Victim):
         def __init__(self) -> None:
-            from monarch_backend._actor import runner
+            from monarch_backend._actor.execution import runner
 
             runner.CLEANUP_TIMEOUT_S = 0.5
 
@@ -1196,7 +1197,7 @@ def test_hanging_cleanup_is_abandoned(faults: Faults, monkeypatch: pytest.Monkey
             time.sleep(3 * PATIENCE)
 
     def hurry() -> None:
-        from monarch_backend._actor import runner
+        from monarch_backend._actor.execution import runner
 
         runner.CLEANUP_TIMEOUT_S = 0.1
 

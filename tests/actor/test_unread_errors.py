@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._actor.unread_errors import UnreadError
+from monarch_backend._actor.calls.unread_errors import UnreadError
 from monarch_backend.actor import Accumulator, Actor, ActorError, Future, endpoint, gather, this_host
 from tests.actor.script_runner import python
 from tests.actor.support import Faults

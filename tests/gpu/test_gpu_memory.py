@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from monarch_backend import rdma
-from monarch_backend._rdma import transfer_engine
+from monarch_backend._rdma.transfers import engine as transfer_engine
 from monarch_backend.actor import Actor, ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMABuffer, ShardedState
 from tests.actor.conftest import _fork_server, faults  # noqa: F401

@@ -13,7 +13,7 @@ from typing import Any
 from monarch_backend import _native
 from monarch_backend._verbs import discovery, eligibility, engine
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.provider import READ, Path, Work
+from monarch_backend._verbs.providers.provider import READ, Path, Work
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import REMOTE_ACCESS, RETRIES, Fabric, FakeNic, FakePair
 

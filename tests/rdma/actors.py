@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from monarch_backend import rdma
-from monarch_backend._rdma import cuda_ipc, registrations
+from monarch_backend._rdma import registrations
+from monarch_backend._rdma.routes import cuda_ipc
 from monarch_backend.actor import Actor, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import RDMAAction, RDMABuffer
 from tests.rdma import pretended_gpu

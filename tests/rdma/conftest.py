@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._rdma.transfer_engine import engine
+from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend.actor import ActorMesh
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
 from tests.rdma.actors import ROUTES, two_processes

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from monarch_backend._rdma import local_memory
-from monarch_backend._rdma.transfer_engine import engine
+from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend.actor import ActorMesh, this_host
 from monarch_backend.job import ProcessJob
 from monarch_backend.rdma import RDMAAction, RDMABuffer, RDMAError, ShardedState

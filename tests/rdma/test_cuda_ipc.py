@@ -1,4 +1,4 @@
-"""_rdma/cuda_ipc.py finds the private parts of torch that it needs. test_gpu_memory.py and tests/gpu test its use."""
+"""_rdma/routes/cuda_ipc.py finds what it needs of torch. test_gpu_memory.py and tests/gpu test its use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from monarch_backend._rdma import cuda_ipc
 from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.routes import cuda_ipc
 from monarch_backend.rdma import RDMAError
 
 

@@ -25,8 +25,8 @@ import torch
 from monarch_backend import _native
 from monarch_backend._rdma import registrations
 from monarch_backend._rdma import registrations as registrations_module
-from monarch_backend._rdma.route_protocol import DONE, LOST
-from monarch_backend._rdma.transfer_engine import engine
+from monarch_backend._rdma.routes.protocol import DONE, LOST
+from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend.actor import ActorError, ActorMesh, CancelledError, SupervisionError
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError
 from tests.actor.actors import held_up, pid_of, resident_bytes, until

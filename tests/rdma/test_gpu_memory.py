@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from monarch_backend import _native, rdma
-from monarch_backend._rdma import local_memory, registrations, transfer_engine
+from monarch_backend._rdma import local_memory, registrations
+from monarch_backend._rdma.transfers import engine as transfer_engine
 from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
 from tests.actor.actors import held_up, pid_of

@@ -19,7 +19,7 @@ import pytest
 
 from monarch_backend import _native
 from monarch_backend._rdma import registrations
-from monarch_backend._rdma.route_protocol import CANCELLED, DONE, FAILED, LOST, REFUSED
+from monarch_backend._rdma.routes.protocol import CANCELLED, DONE, FAILED, LOST, REFUSED
 from tests.rdma.actors import ROUTES, pattern, two_processes
 from tests.rdma.tcp_owners import Memory
 from tests.rdma.verbs.peers import until

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._actor import pending_calls, runner
-from monarch_backend._actor.message_queue import MessageQueue
-from monarch_backend._actor.runner import ActorRunner
+from monarch_backend._actor.calls import pending_calls
+from monarch_backend._actor.execution import runner
+from monarch_backend._actor.execution.message_queue import MessageQueue
+from monarch_backend._actor.execution.runner import ActorRunner
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._actor.supervision import Supervision
 from monarch_backend._transport.local.broadcast_tree import ReplyAggregator

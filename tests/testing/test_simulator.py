@@ -21,8 +21,9 @@ import pytest
 import monarch_backend.actor as public
 import monarch_backend.testing
 from monarch_backend import _testing
-from monarch_backend._actor import actor_mesh_owner, current_runtime, process_restarts, runtime
+from monarch_backend._actor import actor_mesh_owner, current_runtime, runtime
 from monarch_backend._actor import context as actor_context
+from monarch_backend._actor.processes import restarts as process_restarts
 from monarch_backend._transport.local import tuning
 from monarch_backend._transport.local.frames import Kind, Replaced
 from monarch_backend._transport.local.peer import CreditWaiter

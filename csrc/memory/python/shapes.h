@@ -12,7 +12,7 @@ namespace monarch {
 
 using PyTicket = std::tuple<std::uint32_t, std::uint64_t, std::uint64_t>;                      // slot, epoch, key
 using PySegments = std::vector<std::tuple<std::uint64_t, std::uint64_t, std::uint64_t>>;       // offset, local address, bytes
-using PyResult = std::tuple<std::uint32_t, std::uint32_t, int, std::uint64_t, std::string>;    // as _rdma/route_protocol.py's Result
+using PyResult = std::tuple<std::uint32_t, std::uint32_t, int, std::uint64_t, std::string>;    // as _rdma/routes/protocol.py's Result
 
 inline Ticket ticket_of(const PyTicket& ticket) { return {std::get<0>(ticket), std::get<1>(ticket), std::get<2>(ticket)}; }
 

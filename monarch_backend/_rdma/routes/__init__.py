@@ -1,1 +1,1 @@
-"""The routes of transfers, and the choice between them."""
+"""Routes of transfers, the interface that they implement, and the choice between them."""

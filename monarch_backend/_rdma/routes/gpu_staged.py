@@ -21,7 +21,8 @@ from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.route_protocol import (
+from monarch_backend._rdma.routes.pinned_pool import PinnedLease, PinnedPool, PinnedPoolClient
+from monarch_backend._rdma.routes.protocol import (
     DONE,
     FAILED,
     LOST,
@@ -34,7 +35,6 @@ from monarch_backend._rdma.route_protocol import (
     Segment,
     cancel_scope,
 )
-from monarch_backend._rdma.routes.pinned_pool import PinnedLease, PinnedPool, PinnedPoolClient
 from monarch_backend._rdma.routes.tcp import Tcp
 from monarch_backend._rdma.routes.verbs import Awaited, Verbs
 from monarch_backend._verbs import VerbsError

@@ -7,8 +7,9 @@ from typing import Any
 
 from monarch_backend import _native
 from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.inflight import VerbsInFlight
-from monarch_backend._rdma.route_protocol import (
+from monarch_backend._rdma.routes.gpu_staged import Staged
+from monarch_backend._rdma.routes.inflight import VerbsInFlight
+from monarch_backend._rdma.routes.protocol import (
     UNREACHABLE,
     AtomicOp,
     ReadWriteOp,
@@ -18,7 +19,6 @@ from monarch_backend._rdma.route_protocol import (
     moved,
     of_nics,
 )
-from monarch_backend._rdma.routes.gpu_staged import Staged
 from monarch_backend._rdma.routes.verbs import Verbs
 
 

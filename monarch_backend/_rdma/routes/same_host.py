@@ -8,11 +8,11 @@ from typing import Any
 
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma import gpu_memory
-from monarch_backend._rdma.cuda_ipc import TorchMappings
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
 from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.route_protocol import DONE, LOST, Result, Segment
+from monarch_backend._rdma.routes.cuda_ipc import TorchMappings
+from monarch_backend._rdma.routes.protocol import DONE, LOST, Result, Segment
 
 INLINE_MAX_BYTES = 1 << 20
 """Bytes up to which a copy runs on the caller's thread at once."""

@@ -19,7 +19,10 @@ from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
 from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.route_protocol import (
+from monarch_backend._rdma.routes.gpu_staged import Staged
+from monarch_backend._rdma.routes.gpu_verbs import GpuNics
+from monarch_backend._rdma.routes.pinned_pool import PinnedPool
+from monarch_backend._rdma.routes.protocol import (
     UNREACHABLE,
     AtomicOp,
     InFlightTransfer,
@@ -30,9 +33,6 @@ from monarch_backend._rdma.route_protocol import (
     Segment,
     moved,
 )
-from monarch_backend._rdma.routes.gpu_staged import Staged
-from monarch_backend._rdma.routes.gpu_verbs import GpuNics
-from monarch_backend._rdma.routes.pinned_pool import PinnedPool
 from monarch_backend._rdma.routes.same_host import LocalRoute, SameHost
 from monarch_backend._rdma.routes.tcp import Endpoints, Tcp
 from monarch_backend._rdma.routes.verbs import Verbs

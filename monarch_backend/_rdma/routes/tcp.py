@@ -20,7 +20,7 @@ from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.route_protocol import (
+from monarch_backend._rdma.routes.protocol import (
     DONE,
     FAILED,
     LOST,
@@ -33,8 +33,8 @@ from monarch_backend._rdma.route_protocol import (
     Route,
     Segment,
 )
-from monarch_backend._rdma.server_address import ServerInfo, place
-from monarch_backend._rdma.small_requests import SmallRequest, SmallRequestClient
+from monarch_backend._rdma.routes.server_address import ServerInfo, place
+from monarch_backend._rdma.routes.small_requests import SmallRequest, SmallRequestClient
 from monarch_backend._transport.local.frames import KNOCK, Setting
 
 Endpoints = tuple[tuple[str, int], ...]

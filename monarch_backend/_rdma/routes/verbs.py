@@ -21,10 +21,10 @@ from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.control_rpc import CHECK_INTERVAL_S, ask
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle, Ticket
-from monarch_backend._rdma.inflight import CANCEL_GRACE_S, VerbsInFlight, result_of
 from monarch_backend._rdma.local_memory import LocalMemory
 from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.route_protocol import (
+from monarch_backend._rdma.routes.inflight import CANCEL_GRACE_S, VerbsInFlight, result_of
+from monarch_backend._rdma.routes.protocol import (
     FAILED,
     FETCH_ADD,
     LOST,

@@ -174,7 +174,7 @@ class Nics:
         return parts, keys
 
     def _exposed_once(self, view: memoryview) -> tuple[Region, Key]:
-        from monarch_backend._verbs.registration_cache import allocation_of
+        from monarch_backend._verbs.registrations.cache import allocation_of
 
         key = allocation_of(view).address, view.nbytes
         exposed = self._exposed.get(key)
@@ -204,7 +204,7 @@ class Nics:
         ``done`` is called once, from any thread, with None or the error, when no NIC writes there any more.
         """
         from monarch_backend._verbs import Region
-        from monarch_backend._verbs.registration_cache import allocation_of
+        from monarch_backend._verbs.registrations.cache import allocation_of
 
         together = _Together(len(parts), done)
         for index, part in enumerate(parts):

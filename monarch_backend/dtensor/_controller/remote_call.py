@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.errors import ActorError
-from monarch_backend._actor.future import Future
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend.dtensor._controller import call_sites

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
 
-from monarch_backend._actor import pending_calls
+from monarch_backend._actor.calls import pending_calls
 from monarch_backend._transport.local.buffers import size_of
 from monarch_backend._transport.local.router import Router
 from monarch_backend.dtensor import RemoteOpError, RemoteTensorError, move, run

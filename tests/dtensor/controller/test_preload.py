@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from monarch_backend._actor.process_start import PRELOAD_WITH_DTENSORS
+from monarch_backend._actor.processes.start import PRELOAD_WITH_DTENSORS
 from monarch_backend.actor import Actor, endpoint, this_host
 
 

@@ -20,7 +20,7 @@ from monarch_backend import _native
 from monarch_backend._rdma.routes import verbs
 from monarch_backend._verbs import engine, open_device
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.provider import READ, WRITE, Completion, Limits, Path, Port, Work
+from monarch_backend._verbs.providers.provider import READ, WRITE, Completion, Limits, Path, Port, Work
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 
 REMOTE_ACCESS, FLUSHED, RETRIES = 10, 5, 12

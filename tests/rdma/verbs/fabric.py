@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from monarch_backend._verbs.provider import (
+from monarch_backend._verbs.providers.provider import (
     COMPARE_SWAP,
     FETCH_ADD,
     READ,

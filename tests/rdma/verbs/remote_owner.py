@@ -8,7 +8,7 @@ from typing import Any
 from monarch_backend._actor.runtime import program
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.routes.verbs import Verbs
-from monarch_backend._rdma.transfer_engine import engine
+from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend._verbs import Engine, Settings
 from monarch_backend.rdma import RDMABuffer
 from tests.rdma.verbs.fabric import Fabric

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._verbs import discovery, engine, open_device, queue_pair, work_requests
+from monarch_backend._verbs import discovery, engine, open_device, work_requests
+from monarch_backend._verbs.connections import queue_pair
 from monarch_backend._verbs.discovery import PortFacts, node_of_memory
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric, FakePair

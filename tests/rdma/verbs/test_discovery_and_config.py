@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from monarch_backend import _verbs
-from monarch_backend._verbs import Region, VerbsError, available, describe, discovery, errors, provider, wire_format
+from monarch_backend._verbs import Region, VerbsError, available, describe, discovery, errors
 from monarch_backend._verbs.config import from_environment
-from monarch_backend._verbs.path_selection import ways
+from monarch_backend._verbs.connections.path_selection import ways
+from monarch_backend._verbs.providers import provider
 from monarch_backend._verbs.wire_format import (
     INFINIBAND,
     ROCE_V1,
@@ -236,7 +237,7 @@ def test_an_unknown_package_is_named() -> None:
 
 def test_the_first_package_that_loads_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> Any:
-        if name.endswith("_pyverbs"):
+        if name.endswith(".pyverbs"):
             raise ImportError("compiled for another Python")
         return "the wheel"
 
@@ -256,7 +257,7 @@ def test_provider_package_is_imported_lazily() -> None:
 
 def test_no_adapter_leans_on_the_packages_enums() -> None:
     """pyverbs 59 has renamed the module that pyverbs 44 has them in."""
-    for name in ("provider_pyverbs", "provider_ibverbs"):
-        source = Path(wire_format.__file__).with_name(f"{name}.py").read_text()
+    for name in ("pyverbs", "ibverbs"):
+        source = Path(provider.__file__).with_name(f"{name}.py").read_text()
         imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
         assert not {module for module in imported if module and "enums" in module}

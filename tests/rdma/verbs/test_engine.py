@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, connection, open_device
+from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, open_device
+from monarch_backend._verbs.connections import connection
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.rkey_quarantine import MAX_KEYS, MAX_TRIES, RkeyQuarantine
+from monarch_backend._verbs.registrations.rkey_quarantine import MAX_KEYS, MAX_TRIES, RkeyQuarantine
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric, FakeNic, FakePair
 from tests.rdma.verbs.peers import Memory, Outcome, until
@@ -312,7 +313,7 @@ def test_error_of_the_user_is_raised_unchanged(two: Callable[..., Two]) -> None:
 
 
 def test_unanswered_connect_request_times_out(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch_backend._verbs.connection.CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("monarch_backend._verbs.connections.connection.CONNECT_TIMEOUT_S", 0.05)
     with pytest.raises(VerbsError, match="owner has not answered within"):
         two(connects=False).start([(0, 0, 8)]).wait()
 

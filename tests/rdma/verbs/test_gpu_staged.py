@@ -19,7 +19,10 @@ import torch
 from monarch_backend import _native
 from monarch_backend._actor.runtime import program
 from monarch_backend._rdma.registrations import registry
-from monarch_backend._rdma.route_protocol import (
+from monarch_backend._rdma.routes import pinned_pool
+from monarch_backend._rdma.routes.gpu_staged import Piece, cut, piece_size
+from monarch_backend._rdma.routes.pinned_pool import PinnedLease
+from monarch_backend._rdma.routes.protocol import (
     DONE,
     DROPPED,
     NO_STAGING,
@@ -28,11 +31,8 @@ from monarch_backend._rdma.route_protocol import (
     REFUSED,
     cancel_scope,
 )
-from monarch_backend._rdma.routes import pinned_pool
-from monarch_backend._rdma.routes.gpu_staged import Piece, cut, piece_size
-from monarch_backend._rdma.routes.pinned_pool import PinnedLease
 from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
-from monarch_backend._rdma.transfer_engine import engine
+from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend._verbs import Region, VerbsError
 from monarch_backend._verbs.wire_format import RegionRecord
 from monarch_backend.actor import ActorError, ActorMesh, endpoint

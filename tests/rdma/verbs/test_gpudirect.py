@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
-from monarch_backend._rdma.inflight import result_of
-from monarch_backend._rdma.route_protocol import UNREACHABLE
-from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, gpudirect
-from monarch_backend._verbs.provider import REMOTE_READ
-from monarch_backend._verbs.registration_cache import MemoryCache, allocation_of
+from monarch_backend._rdma.routes.inflight import result_of
+from monarch_backend._rdma.routes.protocol import UNREACHABLE
+from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError
+from monarch_backend._verbs.providers.provider import REMOTE_READ
+from monarch_backend._verbs.registrations import gpudirect
+from monarch_backend._verbs.registrations.cache import MemoryCache, allocation_of
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.peers import Outcome
 from tests.rdma.verbs.test_engine import ports  # noqa: F401

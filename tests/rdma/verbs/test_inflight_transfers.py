@@ -18,9 +18,9 @@ import torch
 
 from monarch_backend._actor.runtime import program
 from monarch_backend._rdma import action as action_module
-from monarch_backend._rdma import inflight, transfer, transfer_engine
 from monarch_backend._rdma.local_memory import memory_of
-from monarch_backend._rdma.route_protocol import (
+from monarch_backend._rdma.routes import inflight, selection, verbs
+from monarch_backend._rdma.routes.protocol import (
     DONE,
     FAILED,
     FETCH_ADD,
@@ -32,14 +32,16 @@ from monarch_backend._rdma.route_protocol import (
     Result,
     cancel_scope,
 )
-from monarch_backend._rdma.routes import selection, verbs
 from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.routes.verbs import _owners
-from monarch_backend._rdma.thread_pool import Workers
-from monarch_backend._verbs import Settings, VerbsError, completion_poller, connection, open_device, transfer_plan
+from monarch_backend._rdma.transfers import engine as transfer_engine
+from monarch_backend._rdma.transfers import transfer
+from monarch_backend._rdma.transfers.thread_pool import Workers
+from monarch_backend._verbs import Settings, VerbsError, completion_poller, open_device, transfer_plan
 from monarch_backend._verbs import engine as engine_module
+from monarch_backend._verbs.connections import connection
+from monarch_backend._verbs.connections.queue_pair import SendQueuePair
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.queue_pair import SendQueuePair
 from monarch_backend._verbs.wire_format import ROCE_V2, ConnectRequest, Gid, pack
 from monarch_backend.actor import CancelledError
 from monarch_backend.rdma import OwnerLostError, RDMAAction, RDMAError

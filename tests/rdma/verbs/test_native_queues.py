@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
-from monarch_backend._verbs import native_queues
-from monarch_backend._verbs.provider import COMPARE_SWAP, FETCH_ADD, READ, WRITE, Work
+from monarch_backend._verbs.providers import native_queues
+from monarch_backend._verbs.providers.provider import COMPARE_SWAP, FETCH_ADD, READ, WRITE, Work
 from tests.rdma.verbs import peers
 from tests.rdma.verbs.conftest import Start
 from tests.rdma.verbs.peers import Host

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from monarch_backend._verbs import VerbsError
-from monarch_backend._verbs.registration_cache import MemoryCache, allocation_of
+from monarch_backend._verbs.registrations.cache import MemoryCache, allocation_of
 from tests.rdma.verbs.fabric import Fabric, FakeNic
 from tests.rdma.verbs.peers import Memory
 

@@ -16,7 +16,7 @@ from monarch_backend._rdma.routes.verbs import Verbs
 from monarch_backend._verbs import VerbsError, open_device, shared_engine
 from monarch_backend._verbs import engine as engine_module
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.registration_cache import allocation_of
+from monarch_backend._verbs.registrations.cache import allocation_of
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.peers import PATIENCE, Memory, Outcome, until

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from monarch_backend._rdma.routes import selection
-from monarch_backend._verbs import available, connection
+from monarch_backend._verbs import available
+from monarch_backend._verbs.connections import connection
 from monarch_backend.actor import ActorMesh
 from monarch_backend.job import Job, ProcessJob
 from tests.actor.actors import until

@@ -1,0 +1,1 @@
+"""Calls at the caller: endpoints, encoding, pending replies, futures and ports."""

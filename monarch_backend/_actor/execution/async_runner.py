@@ -1,0 +1,274 @@
+"""Runner of an actor whose endpoints are ``async def``: as in runner.py, on an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from monarch_backend._actor import context
+from monarch_backend._actor.calls.codec import pack_failure, read_prefix
+from monarch_backend._actor.errors import MeshFailure
+from monarch_backend._actor.execution import interruption
+from monarch_backend._actor.execution.async_interruption import RunningTasks, call_soon
+from monarch_backend._actor.execution.message_queue import Job
+from monarch_backend._actor.execution.reply_handle import Message, ReplyHandle
+from monarch_backend._actor.execution.runner import ActorRunner
+from monarch_backend._actor.execution.stream_credit import StreamCredit
+from monarch_backend._serialization.pickling import dumps, loads
+from monarch_backend._transport.local.frames import Frame, Status
+from monarch_backend._transport.local.peer import Peer
+
+log = logging.getLogger("monarch_backend")
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new event loop, of uvloop if it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class AsyncActorRunner(ActorRunner):
+    """Runs one message at a time; messages of concurrent endpoints run interleaved."""
+
+    code_class = RunningTasks
+    code: RunningTasks
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._there: asyncio.Event | None = None
+        self._scheduled = False
+        self._others: set[asyncio.Task[Any]] = set()
+        self._last: list[BaseException | None] = []  # arguments of pending __cleanup__ calls
+
+    # ---- from any thread
+
+    def put(self, item: Message | Job) -> None:
+        super().put(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        loop = self.code.loop
+        if loop is None or self._scheduled:
+            return
+        self._scheduled = True
+        try:
+            loop.call_soon_threadsafe(self._look)
+        except RuntimeError:  # the loop is closed
+            return
+
+    def _look(self) -> None:
+        self._scheduled = False
+        if self._there is not None:  # else the loop has not started yet
+            self._there.set()
+
+    def supervise(self, failure: MeshFailure) -> None:
+        if self.failure is not None:
+            return
+        if getattr(self.instance, "__supervise__", None) is None or self.code.loop is None:
+            super().supervise(failure)
+        else:
+            # Concurrently with the running message, which may wait for the mesh that has failed.
+            call_soon(self.code.loop, lambda: self._start(self._ask_async(failure)))
+
+    # ---- construction and messages
+
+    def _serve(self) -> None:
+        self.code.loop = loop = new_event_loop()
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(self._main())
+        finally:
+            with self._lock:
+                self.code.loop = None
+                left, self._last = self._last, []
+            for error in left:
+                super()._clean_up(error)
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            asyncio.set_event_loop(None)
+            loop.close()
+
+    async def _main(self) -> None:
+        self._there = asyncio.Event()
+        while self.failure is None:
+            if not self.inbox:
+                self._there.clear()
+                if not self.inbox:
+                    await self._there.wait()
+                    continue
+            try:
+                item = self.inbox.popleft()
+            except IndexError:
+                continue
+            if isinstance(item, tuple):
+                await self._execute_async(item)
+            elif inspect.isawaitable(result := item()):
+                await result
+        for task in [*self._others, *self.code.tasks.values()]:
+            task.cancel()
+        await asyncio.gather(*self._others, *self.code.tasks.values(), return_exceptions=True)
+        while self._last:
+            await self._clean_up_async(self._last.pop(0))
+            self._ended()
+
+    def _start(self, coroutine: Any) -> asyncio.Task[Any]:
+        assert self.code.loop is not None
+        task = self.code.loop.create_task(coroutine)
+        self._others.add(task)
+        task.add_done_callback(self._others.discard)
+        return task
+
+    async def _execute_async(self, message: Message) -> None:
+        peer, frame, _ = message
+        called, _ = read_prefix(frame.prefix)
+        self.program.router.processed(peer, frame)
+        code = self.code
+        assert code.loop is not None
+        assert self.blueprint is not None
+        key = (peer, frame.ref or id(message))
+        task = code.tasks[key] = code.loop.create_task(self._one(message))
+        task.add_done_callback(lambda _: code.forget(key))
+        spec = self.blueprint.endpoints.get(called.method)
+        if spec is None or not spec.concurrent:
+            await asyncio.wait({task})
+        else:
+            await asyncio.sleep(0)  # it starts before the next message
+
+    async def _one(self, message: Message) -> None:
+        peer, frame, _ = message
+        called, extent = read_prefix(frame.prefix)
+        answer = ReplyHandle(self.program, message, called.port)
+        context.message.set((frame.rank, extent))
+        try:
+            await self._call_async(called.method, called.plain, frame, peer, answer)
+        except asyncio.CancelledError as error:
+            if self.failure is not None:
+                if answer.wanted:
+                    answer(Status.LOST, pack_failure(self.failure))
+            elif self.code.is_withdrawn((peer, frame.ref)):
+                answer.settle()
+            elif self.code.aborted is not None:
+                self._die_aborted(answer)
+            else:
+                self._raised(RuntimeError("the endpoint was cancelled by its own code"), answer, error)
+        except BaseException as error:
+            self._raised(error, answer)
+
+    async def _call_async(self, name: str, plain: int, frame: Frame, peer: Peer, answer: ReplyHandle) -> None:
+        found = self._methods.get((name, plain))
+        if found is None:
+            found = self._methods[name, plain] = self._find(name, plain)
+        method, spec = found
+        args, kwargs = loads(frame.body, frame.buffers)
+        if spec is not None and spec.explicit_port:
+            args = (self._port(answer), *args)
+        result = method(*args, **kwargs)
+        if spec is not None and spec.is_generator:
+            await self._drain_async(result, frame, peer, answer)
+            return
+        if inspect.isawaitable(result):
+            result = await result
+        if not answer.explicit:
+            answer.value(result)
+
+    async def _drain_async(self, generator: Any, frame: Frame, peer: Peer, answer: ReplyHandle) -> None:
+        flow = AsyncFlow(asyncio.get_running_loop())
+        self.streams.open(peer, frame.ref, flow)
+        try:
+            async for value in generator:
+                if not answer.wanted:
+                    continue
+                if answer.port is not None:
+                    answer.value(value)
+                    continue
+                while flow.room <= 0:
+                    await flow.wait()
+                if peer.gone is not None:
+                    break
+                flow.room -= 1
+                answer(Status.ITEM, *dumps(value))
+            if answer.port is None:
+                answer(Status.END, b"")
+        finally:
+            self.streams.close(peer, frame.ref)
+            await generator.aclose()
+
+    async def _ask_async(self, failure: MeshFailure) -> None:
+        try:
+            handled = self.instance.__supervise__(failure)
+            if inspect.isawaitable(handled):
+                handled = await handled
+        except BaseException as error:
+            if error.__cause__ is None:
+                error.__cause__ = failure
+            self.die(error)
+            return
+        if not handled:
+            self.die(failure)
+
+    # ---- end
+
+    def _end(self, failure: MeshFailure, final: bool = False, tell: Callable[[], None] = lambda: None) -> bool:
+        ended = super()._end(failure, final, tell)
+        if ended:
+            call_soon(self.code.loop, self._cancel_all)  # other tasks may run when the actor fails
+        return ended
+
+    def _cancel_all(self) -> None:
+        self.code.cancel_all()
+        self._look()
+
+    def _clean_up(self, error: BaseException | None) -> None:
+        with self._lock:
+            ended = self.code.loop is None
+            if not ended:
+                self._last.append(error)
+        if ended:
+            super()._clean_up(error)
+            return
+        self._scheduled = False
+        self._wake()
+
+    async def _clean_up_async(self, error: BaseException | None) -> None:
+        cleanup = getattr(self.instance, "__cleanup__", None)
+        if cleanup is None:
+            return
+        try:
+            result = cleanup(error)
+            if inspect.isawaitable(result):
+                await result
+        except BaseException:
+            log.exception("__cleanup__ of %s failed", self.name)
+
+
+interruption.CALLERS |= {AsyncActorRunner._call_async.__code__, AsyncActorRunner._drain_async.__code__}
+
+
+class AsyncFlow(StreamCredit):
+    """Credit that the reading thread adds and a coroutine awaits."""
+
+    __slots__ = ("_event", "_loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self._event = asyncio.Event()
+
+    def more(self, count: int) -> None:
+        call_soon(self._loop, self._add, count)
+
+    def _add(self, count: int) -> None:
+        self.room += count
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Wait until the reader has taken values."""
+        self._event.clear()
+        if self.room <= 0:
+            await self._event.wait()

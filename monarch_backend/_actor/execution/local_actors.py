@@ -1,0 +1,106 @@
+"""Actors in this process: their construction, their messages and their end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from monarch_backend._actor.calls.codec import HOST, pack_failure
+from monarch_backend._actor.errors import Death, MeshFailure
+from monarch_backend._actor.execution.async_runner import AsyncActorRunner
+from monarch_backend._actor.execution.reply_handle import Message
+from monarch_backend._actor.execution.runner import ActorRunner
+from monarch_backend._actor.meshes import named_actors
+from monarch_backend._serialization.pickling import dumps
+from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
+from monarch_backend._transport.local.frames import Cancel, Construct, Frame, Kind, MoreCredit, Status, Stop
+from monarch_backend._transport.local.peer import Peer
+
+if TYPE_CHECKING:
+    from monarch_backend._actor.runtime import Runtime
+
+PENDING_ACTOR_TIMEOUT_S = 30.0
+"""Seconds that messages wait for an actor that is not constructed yet."""
+
+
+class LocalActors:
+    """The actors of this process, by number, and messages for actors that are not constructed yet."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self.cells: dict[int, ActorRunner] = {}  # also of ended actors
+        self._pending: dict[int, list[Message]] = {}
+
+    def receive(self, peer: Peer, frame: Frame, via: ReplyAggregator | None) -> None:
+        """Queue a message for its actor, or keep it for an actor that is not constructed yet."""
+        cell = self.cells.get(frame.target)
+        if cell is None and frame.target == named_actors.SERVICE_ACTOR_NUMBER and self._runtime.root is None:
+            cell = self._start_registrar()
+        if cell is not None:
+            cell.put((peer, frame, via))
+            return
+        # A reference can overtake the owner's Construct message: this message waits for it, for a limited time.
+        waiting = self._pending.get(frame.target)
+        if waiting is None:
+            waiting = self._pending[frame.target] = []
+            self._runtime.pump.later(PENDING_ACTOR_TIMEOUT_S, lambda: self._refuse_pending(frame.target))
+        waiting.append((peer, frame, via))
+
+    def _refuse_pending(self, actor: int) -> None:
+        where = (
+            str(self._runtime.home_extent.point(self._runtime.home_rank))
+            if self._runtime.home_extent is not None
+            else "the main program"
+        )
+        for peer, frame, via in self._pending.pop(actor, ()):
+            self._runtime.router.processed(peer, frame)
+            what = f"its actor was not constructed here within {PENDING_ACTOR_TIMEOUT_S:.0f} s"
+            failure = pack_failure(MeshFailure("?", [Death(frame.rank, where, HOST, self._runtime.pid, what)]))
+            if frame.ref and via is not None:
+                via.own(frame.rank, Status.DEAD, failure, None)
+            elif frame.ref:
+                self._runtime.router.send_or_keep(
+                    peer.link, Kind.REPLY, 0, frame.ref, Status.DEAD, failure, None, rank=frame.rank
+                )
+
+    def _start_registrar(self) -> ActorRunner:
+        body, buffers = dumps((named_actors.NamedActorService, (), {}, None))
+        cell = self.cells[named_actors.SERVICE_ACTOR_NUMBER] = ActorRunner(
+            self._runtime, named_actors.plan(), self._runtime.router.me, body, buffers
+        )
+        self._runtime.run_cell(cell)
+        return cell
+
+    def cancel(self, peer: Peer, message: Cancel, _: Frame) -> None:
+        """Cancel a call, queued or running."""
+        cell = self.cells.get(message.actor)
+        if cell is not None:
+            cell.cancel(peer, message)
+
+    def add_credit(self, peer: Peer, message: MoreCredit, _: Frame) -> None:
+        """Let a generator send more values."""
+        cell = self.cells.get(message.actor)
+        if cell is not None:
+            cell.streams.more(peer, message)
+
+    def construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
+        """Construct an actor, or the successor of an actor that is restarted."""
+        former = self.cells.get(plan.actor)
+        cell = (AsyncActorRunner if plan.is_async else ActorRunner)(
+            self._runtime, plan, peer, frame.body, frame.buffers
+        )
+        self.cells[plan.actor] = cell
+        for message in self._pending.pop(plan.actor, ()):
+            cell.put(message)
+        if former is not None:
+            cell.take_over(former)
+        else:
+            self._runtime.run_cell(cell)
+
+    def stop(self, _peer: Peer, message: Stop, _: Frame) -> None:
+        """End an actor; number 0 stands for this process."""
+        if message.actor == 0:
+            self._runtime.on_exit(message.how, message.reason)
+            return
+        cell = self.cells.get(message.actor)
+        if cell is not None:
+            cell.end_in_time(message.how, message.reason)

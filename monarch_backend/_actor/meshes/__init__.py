@@ -1,0 +1,1 @@
+"""Actor meshes: references, the state that references share, and actors with a name."""

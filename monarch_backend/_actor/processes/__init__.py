@@ -1,0 +1,1 @@
+"""Processes that this process owns: placement, start, readiness, exits, restarts and stop."""

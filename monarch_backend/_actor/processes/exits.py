@@ -1,0 +1,209 @@
+"""Ends of owned processes: their causes, their reports, and the calls and actors that fail with them.
+
+_actor/supervision.py decides about failures.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from monarch_backend._actor.errors import Death, MeshFailure
+from monarch_backend._actor.processes.readiness import ProcessReadiness
+from monarch_backend._actor.processes.records import (
+    OwnedProcess,
+    OwnedProcs,
+    ProcessRecords,
+    in_constructors,
+    was_to_end,
+)
+from monarch_backend._actor.processes.restarts import ProcessRestarts
+from monarch_backend._actor.processes.start import ProcessStarter
+from monarch_backend._actor.processes.stop import ProcessStop
+from monarch_backend._mesh.proc_mesh import ProcMesh
+from monarch_backend._processes.spawner import Exited, LostWithHost, SpawnFailed, Started
+from monarch_backend._transport.local.frames import Setting
+from monarch_backend._transport.local.peer import Peer
+
+if TYPE_CHECKING:
+    from monarch_backend._actor.runtime import Runtime
+
+log = logging.getLogger("monarch_backend")
+
+EXIT_STATUS_TIMEOUT_S = 0.04
+"""Seconds for the fork server to report the exit status of a process whose link has closed."""
+
+SIGKILL_STATUS_TIMEOUT_S = 2.0
+"""The same where only the fork server knows the cause, such as lack of memory, or the fork server itself has died."""
+
+
+class ProcessExits:
+    """Handles the events of spawners and the ends of links to owned processes."""
+
+    def __init__(
+        self,
+        program: Runtime,
+        records: ProcessRecords,
+        starter: ProcessStarter,
+        readiness: ProcessReadiness,
+        restarts: ProcessRestarts,
+        stops: ProcessStop,
+    ) -> None:
+        self._program, self._records, self._starter = program, records, starter
+        self._readiness, self._restarts, self._stops = readiness, restarts, stops
+
+    def on_event(self, event: Any) -> None:
+        """Handle an event of a spawner. Called on the spawner's thread."""
+        self._program.soon(lambda: self.handle_event(event))
+
+    def handle_event(self, event: Any) -> None:
+        """Handle an event of a spawner, or keep it until the process has a record. Called on the reading thread."""
+        member = self._records.by_number.get(event.id)
+        if member is None:
+            self._starter.early.setdefault(event.id, []).append(event)
+            return
+        if isinstance(event, Started):
+            member.peer.pid = event.pid
+            return
+        if isinstance(event, SpawnFailed):
+            member.failed = event.reason
+        elif isinstance(event, LostWithHost):
+            member.lost = event.reason
+        elif isinstance(event, Exited):
+            member.exited = event
+            if member.core.owned.over:  # its last event
+                self._records.by_number.pop(event.id, None)
+                return
+        how, _ = self._records.how_it_ended(member.peer)
+        if member.peer.gone is None and member.peer.link < 0 and member.lost is None:
+            self._program.router.never_came(member.peer, how)
+        elif member.peer.gone is not None:
+            self._tell(member)
+        elif self._program.hosts.of(member.peer.token) is not None:  # its gateway reports it, after its last frames
+            self._program.pump.later(
+                SIGKILL_STATUS_TIMEOUT_S, lambda: self._program.router.never_came(member.peer, how)
+            )
+
+    def ended(self, peer: Peer) -> None:
+        """Handle a closed link, or a process that never connected. The fork server may report the cause later."""
+        member = self._records.by_token[peer.token]
+        owned = member.core.owned
+        if (
+            not member.gone
+            and member.core.stopped is None
+            and not self._program.closing
+            and owned.intensity is not None
+        ):
+            # Before the end is reported, so that a repeated call finds the successor.
+            self._restarts.replace(owned, member)
+        if member.is_over:
+            self._tell(member)
+        else:
+            unsure = self._records.how_it_ended(peer)[1] in (None, -signal.SIGKILL)
+            self._program.pump.later(
+                SIGKILL_STATUS_TIMEOUT_S if unsure else EXIT_STATUS_TIMEOUT_S, lambda: self._tell(member)
+            )
+
+    def _tell(self, member: OwnedProcess) -> None:
+        if member.gone:
+            return
+        member.gone = True
+        core, rank, owned = member.core, member.rank, member.core.owned
+        if core.stopped is not None or self._program.closing:
+            failure = self._program.death_of(core, rank, member.peer)
+            self._program.on_process_lost(member.peer, failure)
+            for future in owned.ready:
+                future._fail(failure)
+            owned.ready.clear()
+            for actors in list(owned.actors):
+                actors.owned.built._fail(failure)
+                for other, base in enumerate(actors.bases):
+                    if base == rank and not member.replaced:
+                        actors.owned.is_gone(other)
+            self._stops.settle(owned)
+            return
+        self._failed(owned, member)
+
+    def _failed(self, owned: OwnedProcs, member: OwnedProcess) -> None:
+        core, rank, program = owned.core, member.rank, self._program
+        what, code = self._records.how_it_ended(member.peer)
+        what += in_constructors(owned, member) if member.constructing is None else member.constructing
+        if member.restart:
+            if member.replaced:
+                log.info("%s: %s; %s", member.peer, what, member.restart)
+            what += f"; {member.restart}"
+        last_words: tuple[str, ...] = ()
+        if self._starter.logs is not None and (code is None or code != 0):
+            self._starter.logs.flush(owned.logs, 0.01)
+            last_words = _last_words(self._starter.logs.tail(owned.logs, rank))
+        failure = MeshFailure(
+            core.name,
+            [
+                Death(
+                    rank,
+                    core.where(rank),
+                    program.hosts.name_of(member.peer.token),
+                    member.peer.pid,
+                    what,
+                    code,
+                    last_words=last_words,
+                )
+            ],
+            ProcMesh(core),
+        )
+        if member.replaced:
+            program.on_process_lost(member.peer, failure)
+            self._abort_groups(owned, failure)
+            return
+        at_start = self._readiness.failed_to_start(member.peer)
+        is_failure = not (code == -signal.SIGKILL and was_to_end(owned, rank))
+        if at_start:
+            failure = self._start_failure(failure, member)
+            is_failure = program.supervision.is_asked(owned.owner_cell)
+            if not is_failure and not owned.says_start_failed:
+                owned.says_start_failed = True
+                log.error(
+                    "%s did not start: %s. `initialized` and calls raise this. Output of its bootstrap is above",
+                    member.peer, what,
+                )  # fmt: skip
+        if is_failure and program.supervision.is_final(owned.owner_cell):
+            program.supervision.failed(owned.owner_cell, failure)
+        for actors in list(owned.actors):
+            for other, base in enumerate(actors.bases):
+                if base == rank:
+                    actors.dead[other] = failure
+                    actors.owned.is_gone(other)
+                    actors.owned.built._fail(failure)
+        for future in owned.ready:
+            future._fail(failure)
+        owned.ready.clear()
+        program.on_process_lost(member.peer, failure)
+        self._abort_groups(owned, failure)
+        self._stops.settle(owned)
+        if is_failure and not program.supervision.is_final(owned.owner_cell):
+            program.supervision.failed(owned.owner_cell, failure)
+
+    def _start_failure(self, failure: MeshFailure, member: OwnedProcess) -> MeshFailure:
+        error, trace = self._readiness.bootstrap_error(member.peer)
+        death = replace(failure.deaths[0], error=error, trace=trace, at_start=True)
+        if trace:
+            death = replace(death, last_words=())  # they are the end of the traceback
+        found = MeshFailure(failure.mesh_name, [death], failure.mesh)
+        found.__cause__ = error
+        return found
+
+    def _abort_groups(self, owned: OwnedProcs, failure: MeshFailure) -> None:
+        if owned.core.groups:
+            for other in owned.members.values():
+                if not other.gone and other.peer.link >= 0:
+                    self._program.router.tell(other.peer, Setting("abort_groups", str(failure)))
+
+
+def _last_words(tail: list[str]) -> tuple[str, ...]:
+    """Return the end of a dead process's stderr for a report: the text of faulthandler, or the last lines."""
+    for i, line in enumerate(tail):
+        if line.startswith("Fatal Python error"):
+            return tuple(tail[i : i + 12])
+    return tuple(tail[-8:])

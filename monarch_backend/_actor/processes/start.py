@@ -1,0 +1,301 @@
+"""Start of processes: on this host by its fork server, on other hosts by their agents."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from monarch_backend._actor.processes.records import OwnedProcess, OwnedProcs, ProcessRecords
+from monarch_backend._actor.processes.stuck_readers import StuckReaders
+from monarch_backend._actor.processes.worker_plan import Plan
+from monarch_backend._actor.supervision import Restart, RestartLimiter, check_policy
+from monarch_backend._core import env as settings
+from monarch_backend._core.extension_points import extension
+from monarch_backend._logs.log_collector import LogCollector
+from monarch_backend._logs.mesh_log import MeshLog
+from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState, label_of
+from monarch_backend._mesh.rank_text import ranks_in_words
+from monarch_backend._processes import cpu_affinity
+from monarch_backend._processes.main_module import main_module, refuse_import_of_main
+from monarch_backend._processes.resource_limits import allow_descriptors, check_count, check_spawn
+from monarch_backend._processes.spawner import RANKS_HERE, ProcessSpec, Spawner
+from monarch_backend._serialization.pickling import dumps_in_band
+from monarch_backend._transport.local.peer import Peer
+from monarch_backend._transport.tokens import host_of
+
+if TYPE_CHECKING:
+    from monarch_backend._actor.runtime import Runtime
+
+PRELOAD = (
+    "monarch_backend._wiring",
+    "monarch_backend._actor.worker_main",
+    "monarch_backend._actor.process_groups",
+    "monarch_backend.process_group",
+)
+"""Modules that the fork server imports once."""
+
+PRELOAD_WITH_DTENSORS = "monarch_backend.dtensor._preload"
+"""Module imported before the first process starts, if this program has DTensors.
+
+The import takes half a second, and the processes share its 64 MB. The server does not import it at its own start,
+because it may only serve a gateway to other hosts.
+"""
+
+DESCRIPTORS_PER_PROCESS = 8
+"""Open files of this process for each process: two pipes at its start; then two of its output, a link, a pidfd."""
+
+
+class ProcessStarter:
+    """Starts processes, for the first time and again, and collects their output.
+
+    ``on_event`` gets the events of this process's spawner, on the spawner's thread. ``on_early_event`` gets the events
+    of a new process that arrived before its record was made.
+    """
+
+    def __init__(
+        self,
+        program: Runtime,
+        records: ProcessRecords,
+        stuck: StuckReaders,
+        on_event: Callable[[Any], None],
+        on_early_event: Callable[[Any], None],
+    ) -> None:
+        self._program, self._records, self._stuck = program, records, stuck
+        self._on_event, self._on_early_event = on_event, on_early_event
+        # A simulator replaces these: its processes write no output.
+        self.make_spawner: Callable[[Callable[[Any], None], str | None], Any] = _spawner
+        self.collect_output = True
+        self._making = threading.RLock()  # of spawner and logs
+        self.spawner: Any = None
+        self.logs: LogCollector | None = None
+        self.early: dict[int, list[Any]] = {}  # events of processes that have no record yet, by number
+
+    def spawn(
+        self,
+        extent: Extent,
+        owner_cell: Any,
+        *,
+        bootstrap: Callable[[], object] | None,
+        name: str,
+        proc_bind: Any,
+        restart: Restart | None,
+        env: Mapping[str, str] | None,
+        hosts: tuple[str, ...] | None = None,
+    ) -> ProcMesh:
+        """Start a process for each rank of the extent, consecutive ranks on each of ``hosts``. Return its `ProcMesh` at
+        once.
+
+        Raises TypeError and ValueError for invalid arguments, SpawnLimitError if the system has no room for the
+        processes, and RuntimeError for a host that is lost.
+        """
+        program = self._program
+        check_policy(restart)
+        _check_start(bootstrap, env)
+        if hosts is not None and proc_bind is not None:
+            raise ValueError("proc_bind works for processes of this host only; on others, bind them in bootstrap=")
+        count = extent.nelements
+        check_count(count // len(hosts or (0,)), here=hosts is None and self.collect_output)
+        homes = program.placement.homes(hosts, count)
+        spawner = self._spawner_of_this_process()
+        allow_descriptors()
+        name = name or f"procs-{len(self._records.meshes)}"
+        core = ProcMeshState(
+            secrets.token_hex(8),
+            name,
+            extent,
+            program.router.me,
+            [new_token(0, home) for home in homes],
+            lambda core, rank: program.router.peer(core.tokens[rank]),
+            spawner.address,
+        )
+        label = functools.partial(ranks_in_words, extent)
+        logs = MeshLog(name, label)
+        make = self._recipe(core, bootstrap, cpu_affinity.plan(proc_bind, count), env)
+        siblings = program.children_of(owner_cell)
+        owned = OwnedProcs(
+            core, owner_cell, siblings, make, logs, RestartLimiter(restart, program.clock) if restart else None,
+            has_bootstrap=bootstrap is not None,
+        )  # fmt: skip
+        core.owned = owned
+        for rank in range(count):
+            program.router.expect(core.tokens[rank], label_of(core, rank))
+        try:
+            self.start(owned, range(count))
+        except BaseException:
+            for peer in core.peers:
+                peer.gone = "it was never started"
+            for member in owned.members.values():  # processes that other hosts have started already
+                self._records.kill(member)
+                self._records.by_token.pop(member.peer.token, None)
+                self._records.by_number.pop(member.number, None)
+            raise
+        self._records.meshes.append(owned)
+        if self.collect_output:
+            self._stuck.watch()
+        program.procs[core.id] = core
+        siblings.append(core)
+        return ProcMesh(core)
+
+    def _recipe(
+        self, core: ProcMeshState, bootstrap: Any, cpus: list[Any], env: Mapping[str, str] | None
+    ) -> Callable[[int, Peer], ProcessSpec]:
+        program, packed = self._program, None
+        if bootstrap is not None:
+            packed = cloudpickle.dumps(functools.partial(extension("bootstrap"), _packed(bootstrap)))
+        count = core.extent.nelements
+        processors = len(os.sched_getaffinity(0))
+        environment = {**settings.without_secrets(os.environ), **(env or {})}
+        path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
+        imports, main_of_program = _with_dtensors(), main_module()
+        neighbours = count // max(1, len({host_of(token) for token in core.tokens}))  # number on each host
+
+        def make(rank: int, peer: Peer) -> ProcessSpec:
+            host = program.hosts.of(peer.token)
+            plan = Plan(
+                token=peer.token, owner=program.router.token, rank=rank, mesh=core.id, name=core.name,
+                server=core.server if host is None else "", root=(program.root or program.router.me).token,
+                labels=tuple(core.extent.labels), sizes=tuple(core.extent.sizes), crowded=count + 1 > processors,
+                gateway=program.gateway if host is None else host.token,
+                tether=program.router.token if host is None else host.token,
+                neighbours=0 if host is None else neighbours, has_bootstrap=packed is not None,
+            )  # fmt: skip
+            return ProcessSpec(
+                label=core.where(rank), main=cloudpickle.dumps(functools.partial(extension("worker"), plan)),
+                environment=environment if host is None else {**(env or {}), RANKS_HERE: str(neighbours)},
+                path=path, argv=argv, cwd=cwd, bootstrap=packed, cpus=cpus[rank],
+                threads=len(cpus[rank]) if cpus[rank] else max(1, processors // count),
+                imports=imports, main_module=main_of_program,
+            )  # fmt: skip
+
+        return make
+
+    def start(self, owned: OwnedProcs, ranks: Any) -> None:
+        """Start these ranks of a mesh. Raises SpawnLimitError if the system has no room for them."""
+        if self.collect_output:
+            check_spawn(len(ranks), plain=False, descriptors_each=DESCRIPTORS_PER_PROCESS)
+        for spawner, those in self._by_spawner(owned, ranks):
+            self._start_with(spawner, owned, those)
+
+    def _by_spawner(self, owned: OwnedProcs, ranks: Any) -> list[tuple[Any, list[int]]]:
+        """Return the spawner of each host and its ranks."""
+        by_host: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(host_of(owned.core.tokens[rank]), []).append(rank)
+        found = []
+        for those in by_host.values():
+            host = self._program.hosts.of(owned.core.tokens[those[0]])
+            found.append((self._spawner_of_this_process() if host is None else host.spawner, those))
+        return found
+
+    def _start_with(self, spawner: Any, owned: OwnedProcs, ranks: list[int]) -> None:
+        specs, pipes = [], []
+        for rank in ranks:
+            spec = owned.make(rank, owned.core.peer(rank))
+            ends = _pipes() if self.collect_output else ()
+            pipes.append(ends)
+            specs.append(replace(spec, stdout=ends[1], stderr=ends[3]) if ends else spec)
+        try:
+            numbers = spawner.spawn(specs)
+        except BaseException:
+            for ends in pipes:
+                for fd in ends:
+                    os.close(fd)
+            raise
+        for rank, number, ends in zip(ranks, numbers, pipes, strict=True):
+            if ends:
+                os.close(ends[1])
+                os.close(ends[3])
+                self._collector().add(owned.logs, rank, ends[0], ends[2])
+            self._records.add(owned, OwnedProcess(owned.core, rank, owned.core.peer(rank), number, spawner))
+            for event in self.early.pop(number, ()):
+                self._on_early_event(event)
+
+    def fork_server_address(self) -> str:
+        """Return the address of this host's fork server, for other processes of this user."""
+        address: str = self._spawner_of_this_process().address
+        return address
+
+    def tell_all(self, message: Any) -> None:
+        """Send a message to every process that this one has started on this host."""
+        for member in list(self._records.by_token.values()):
+            if not member.gone and self._program.hosts.of(member.peer.token) is None:
+                self._program.router.tell(member.peer, message)
+
+    def _spawner_of_this_process(self) -> Any:
+        refuse_import_of_main()
+        with self._making:
+            if self.spawner is None:
+                self.spawner = self.make_spawner(self._on_event, self._program.server_address or None)
+                self._program.shutdown.end_first()
+            return self.spawner
+
+    def _collector(self) -> LogCollector:
+        with self._making:
+            if self.logs is None:
+                self.logs = LogCollector()
+                self._program.shutdown.end_first()
+            return self.logs
+
+    def flush_logs(self) -> None:
+        """Wait until the output of the processes was written, at most 2 s."""
+        if self.logs is not None:
+            self.logs.flush(timeout=2.0)
+
+    def close(self) -> None:
+        """Kill all processes that are left, and the fork server if this process has started it."""
+        if self.spawner is not None:
+            self.spawner.close()
+        if self.logs is not None:
+            self.logs.close(timeout=2.0)
+
+
+def _with_dtensors() -> list[str]:
+    return [PRELOAD_WITH_DTENSORS] if "torch.distributed.tensor" in sys.modules else []
+
+
+def _spawner(on_event: Callable[[Any], None], server: str | None) -> Spawner:
+    return Spawner(on_event, server, preload=PRELOAD)
+
+
+def new_token(epoch: int, home: str) -> str:
+    """Return the token of a new process: its host, 80 random bits, and the number of its restarts."""
+    return home + secrets.token_hex(10) + f"{epoch & 0xFFFF:04x}"
+
+
+def _check_start(bootstrap: Any, env: Mapping[str, str] | None) -> None:
+    """Check arguments here that would otherwise fail in the new process only."""
+    if bootstrap is not None and not callable(bootstrap):
+        raise TypeError(f"bootstrap={bootstrap!r}: give a function without arguments")
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"env={{{name!r}: {value!r}}}: names and values of variables are strings")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"env: {name!r} can't be the name of a variable")
+    settings.check(env or {})
+
+
+def _packed(bootstrap: Any) -> bytes:
+    try:
+        return dumps_in_band(bootstrap)
+    except Exception as error:
+        raise TypeError(f"bootstrap can't be sent to the new processes: {type(error).__name__}: {error}") from error
+
+
+def _pipes() -> tuple[int, int, int, int]:
+    """Return descriptors of two pipes: read and write ends of stdout, then of stderr."""
+    first = os.pipe()
+    try:
+        return (*first, *os.pipe())
+    except OSError:
+        for fd in first:
+            os.close(fd)
+        raise

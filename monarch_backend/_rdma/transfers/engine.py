@@ -1,0 +1,270 @@
+"""Engine of transfers: which thread runs them. transfer.py has the state of one, and how it ends.
+
+The caller's thread runs small transfers on fast routes at once. Some routes advance a transfer without a thread, and
+the waiting thread polls it. A thread pool runs all others. A future is done when its transfer does not touch memory any
+more, whether it succeeded or not. The caller may then use the buffers again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from monarch_backend import _native
+from monarch_backend._actor.calls.future import DoneFuture, Future
+from monarch_backend._actor.runtime import Runtime, program
+from monarch_backend._actor.runtime_extension import RuntimeExtension
+from monarch_backend._rdma.control_rpc import DROP, TOPICS
+from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.local_memory import CPU, LocalMemory
+from monarch_backend._rdma.registrations import Registry, registry
+from monarch_backend._rdma.routes import cuda_ipc, gpu_staged
+from monarch_backend._rdma.routes.gpu_verbs import gathered
+from monarch_backend._rdma.routes.protocol import (
+    DONE,
+    AtomicOp,
+    InFlightTransfer,
+    NicRoute,
+    ReadWriteOp,
+    Route,
+    as_async_route,
+    cancel_scope,
+    of_nics,
+)
+from monarch_backend._rdma.routes.same_host import INLINE_MAX_BYTES
+from monarch_backend._rdma.routes.selection import Routes, refuse_the_parents
+from monarch_backend._rdma.routes.verbs import Kept, refusal_of
+from monarch_backend._rdma.transfers.future import SingleFuture, TransferFuture
+from monarch_backend._rdma.transfers.thread_pool import Workers
+from monarch_backend._rdma.transfers.transfer import Transfer, run_part
+from monarch_backend._transport.local.frames import Setting
+from monarch_backend._transport.local.peer import Peer
+
+MAX_THREADS = 64
+"""Threads for transfers and for peers that do not answer. A second pool of the same size repeats or explains failed
+parts.
+"""
+
+T = TypeVar("T")
+
+
+def nothing() -> None:
+    """Return None, the result of a read or write."""
+
+
+class Engine(RuntimeExtension):
+    """The transfers of one program."""
+
+    def __init__(self, owner: Runtime, registered: Registry) -> None:
+        self.program, self.registry = owner, registered
+        self.movers, self.menders = Workers(MAX_THREADS), Workers(MAX_THREADS)
+        # A connection has one request at a time, so there are few of these jobs.
+        self.routes = Routes(owner, registered, self.movers.submit_at_once)
+
+    def start(
+        self,
+        parts: Sequence[ReadWriteOp | AtomicOp],
+        keep: Any,
+        timeout: float | None,
+        result: Callable[[], Any] = nothing,
+    ) -> Future[Any]:
+        """Start all parts. Return a Future of ``result()``. ``keep`` holds the memory of the local addresses.
+
+        Raises RDMAError if no route exists.
+        """
+        routed = [(part, self.routes.to(part.handle)) for part in parts]
+        if len(routed) == 1:
+            part, route = routed[0]
+            nics = of_nics(route)
+            if nics is None and _is_quick(part, route):
+                return self._at_once(part, route, keep, timeout, result)
+            if nics is not None and timeout is None and (single := self.single(part, nics, keep, result)) is not None:
+                return single
+        else:
+            routed, keep = gathered(routed), Kept(keep or ())
+        self.guard()
+        transfer = Transfer(self, len(routed), keep, timeout, result)
+        if all(_is_quick(part, route) for part, route in routed):
+            for part, route in routed:
+                transfer.run(part, route)
+            return transfer.future
+        transfer.watch()
+        for number, (part, route) in enumerate(routed):
+            if transfer.start_async(number, part, as_async_route(route)):
+                continue
+            if transfer.queue(number):
+                self.movers.submit(lambda n=number, p=part, r=route: transfer.run_queued(n, p, r))  # type: ignore[misc]
+        return transfer.future
+
+    def single(
+        self, part: ReadWriteOp | AtomicOp, route: NicRoute, keep: Any, result: Callable[[], T], plan: Any = None
+    ) -> Future[T] | None:
+        """Start one part by NICs on the caller's thread.
+
+        Return None if it needs another thread. ``plan``: from the route, if it has one.
+        """
+        self.guard()
+        future = SingleFuture(self, part, route, keep, result)
+        if plan is None:
+            in_flight = route.begin(part, None, keep, future.landed)
+        else:
+            in_flight = route.begin_planned(part, plan, future.landed)
+        return None if in_flight is None else future.flies(in_flight)
+
+    def is_gone(self, token: str) -> bool:
+        """Return whether the process has ended earlier: its end is not reported again."""
+        peer = self.program.router.peers.get(token)
+        return peer is not None and peer.gone is not None
+
+    def taking_over(
+        self,
+        future: TransferFuture[Any],
+        part: ReadWriteOp | AtomicOp,
+        in_flight: InFlightTransfer | None,
+        keep: Any,
+        result: Any,
+    ) -> Transfer:
+        """Return a transfer that takes over a SingleFuture."""
+        made = Transfer(self, 1, keep, None, result, future)
+        made.watch()
+        made.adopt(part, in_flight)
+        return made
+
+    def guard(self) -> None:
+        """Defer Ctrl-C until after the start of a transfer, also before the first wait."""
+        interrupts = self.program.interrupts
+        if threading.get_ident() == interrupts.main:
+            interrupts.guard()
+
+    def at_once(self, handle: Handle, write: bool, memory: LocalMemory, nbytes: int) -> bool:
+        """Run a small copy on this host now, because a future would cost more than the copy.
+
+        Return False if `start` has to run it. `start` also reports errors.
+        """
+        return (
+            nbytes <= INLINE_MAX_BYTES
+            and handle.token in self.routes.reached
+            and self.registry.native.at_once(handle.token, handle.ticket, write, handle.offset, memory.address, nbytes)
+        )
+
+    def again(
+        self, parts: Sequence[ReadWriteOp | AtomicOp], memories: Sequence[LocalMemory]
+    ) -> Callable[[float | None], Future[None] | None] | None:
+        """Return a function that repeats these parts, as `start` would, while the memory stays where it is.
+
+        The function takes a timeout. It returns None if it can't repeat them any more. `again` itself returns None if
+        repeating saves nothing. ``memories``: the local memory of each part, which has one segment.
+        """
+        copies = self._copies(parts, memories)
+        if copies is not None:
+            run = copies.run
+            return lambda timeout: DoneFuture() if (timeout is None or timeout > 0) and run() else None
+        if len(parts) != 1 or not isinstance(parts[0], ReadWriteOp):
+            return None
+        part, keep = parts[0], tuple(memories)
+        route = of_nics(self.routes.to(part.handle))
+        plan = None if route is None else route.planned(part, keep)
+        if route is None or plan is None:
+            return None
+        return lambda timeout: self.single(part, route, keep, nothing, plan) if timeout is None else None
+
+    def _copies(self, parts: Sequence[ReadWriteOp | AtomicOp], memories: Sequence[LocalMemory]) -> Any:
+        """Return a native Copies that repeats many `at_once` copies. None if one of them is unsuitable."""
+        copies = []
+        for part, memory in zip(parts, memories, strict=True):
+            if not isinstance(part, ReadWriteOp) or part.handle.token not in self.routes.reached:
+                return None
+            # memory that is held can't be resized between two submits
+            if memory.device != CPU or memory.hold is not None:
+                return None
+            (segment,) = part.segments
+            copies.append((part.handle.token, part.handle.ticket, part.write, *segment))
+        if sum(copy[-1] for copy in copies) > INLINE_MAX_BYTES:
+            return None
+        return _native.Copies(self.registry.native, copies)
+
+    def _at_once(
+        self, part: ReadWriteOp | AtomicOp, route: Route, keep: Any, timeout: float | None, result: Callable[[], Any]
+    ) -> Future[Any]:
+        """Run a part on a route that is quick. Nothing waits for it, so it needs no locks or events."""
+        ended = run_part(part, route, cancel_scope(timeout), keep)
+        if ended.outcome == DONE:
+            return Future.of(result())
+        transfer = Transfer(self, 1, keep, timeout, result)
+        transfer.end_with(part.handle, ended)
+        return transfer.future
+
+    def change(self, change: AtomicOp, timeout: float | None) -> Future[int]:
+        """Start an atomic operation. Return a Future of the old value."""
+        found: list[int] = []
+        return self.start((change._replace(take=found.append),), None, timeout, lambda: found[0])
+
+    def on_process_lost(self, peer: Peer) -> None:
+        """Forget a process that has ended. Transfers in progress detect the end themselves."""
+        if self.routes.knows(peer.token):
+            self.program.aside(lambda: self.routes.forget(peer.token))
+
+    def close(self) -> None:
+        """Close all routes. Called when the program ends."""
+        self.routes.close()
+
+    def abandon(self) -> None:
+        """Close inherited connections silently. Called in a fork of this process."""
+        self.routes.abandon()
+
+    def outgoing(self, handle: Handle) -> Handle:
+        """Return the handle as it is sent to other processes: with the routes to this process."""
+        return self.routes.outgoing(handle)
+
+    def drop(self, handle: Handle) -> None:
+        """End a registration of this process, or ask its owner to end it."""
+        if handle.token == self.program.router.token:
+            self.registry.drop(handle.ticket)
+        else:
+            refuse_the_parents(handle)
+            self.program.router.tell(self.program.router.peer(handle.token), Setting(DROP, handle.ticket))
+
+
+def _is_quick(part: ReadWriteOp | AtomicOp, route: Route) -> bool:
+    return route.completes_inline(part.handle, _nbytes(part), isinstance(part, AtomicOp))
+
+
+def _nbytes(part: ReadWriteOp | AtomicOp) -> int:
+    return 8 if isinstance(part, AtomicOp) else sum(segment[2] for segment in part.segments)
+
+
+def _ways(_: Runtime, __: Any, ___: bytes) -> bytes:
+    return msgspec.msgpack.encode(engine().routes.ways())
+
+
+def _accept(_: Runtime, peer: Peer, offer: bytes) -> bytes:
+    return engine().routes.verbs.accept(peer, offer)
+
+
+def _stage(_: Runtime, peer: Peer, question: bytes) -> bytes:
+    return gpu_staged.answer(engine().routes.lender, peer.token, question)
+
+
+def _refusal(_: Runtime, __: Peer, question: bytes) -> bytes:
+    return refusal_of(registry(), question)
+
+
+def _torch_shares(_: Runtime, __: Peer, question: bytes) -> bytes:
+    return cuda_ipc.answer(registry(), question)
+
+
+TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal})
+TOPICS.update({cuda_ipc.TOPIC: _torch_shares, gpu_staged.TOPIC: _stage})
+
+
+def engine() -> Engine:
+    """Return this process's engine."""
+    runtime: Any = program()
+    found: Engine = runtime.extensions.extend(Engine, lambda: Engine(runtime, registry()))
+    return found
+
+
+__all__ = ["AtomicOp", "Engine", "ReadWriteOp", "TransferFuture", "engine"]

@@ -1,0 +1,1 @@
+"""Connections to peers: queue pairs in both directions, and the choice of ports."""

@@ -1,0 +1,211 @@
+"""Interface to libibverbs: the methods of an adapter, and the choice of the adapter.
+
+`pyverbs.py` and `ibverbs.py` are the adapters. No other module uses either package, and neither is
+imported before a device is opened. Numbers are those of the verbs' ABI, because the packages rename their enums and the
+kernel does not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, cast
+
+from monarch_backend._verbs.errors import VerbsError
+
+BINDINGS = ("pyverbs", "ibverbs")
+"""The packages, the preferred one first."""
+
+WRITE, READ, COMPARE_SWAP, FETCH_ADD = 0, 4, 5, 6
+"""Values of ibv_wr_opcode."""
+
+SEND_SIGNALED = 2
+"""Value of ibv_send_flags."""
+
+LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ, REMOTE_ATOMIC = 1, 2, 4, 8
+"""Values of ibv_access_flags."""
+
+QP_TYPE_RC = 2
+"""Value of ibv_qp_type: a reliable connection."""
+
+RESET_TO_INIT = 1 | 16 | 32 | 8
+INIT_TO_RTR = 1 | 128 | 256 | 1 << 20 | 4096 | 131072 | 32768
+RTR_TO_RTS = 1 | 512 | 1024 | 2048 | 65536 | 8192
+"""Values of ibv_qp_attr_mask: the attributes that each step sets."""
+
+INIT, RTR, RTS = 1, 2, 3
+"""Values of ibv_qp_state."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a device."""
+
+    depth: int  # work requests of a queue pair
+    completions: int  # of a completion queue
+    reads_in: int  # READs and atomics that a queue pair serves at a time
+    reads_out: int  # READs and atomics that it may have in flight
+
+
+@dataclass(frozen=True)
+class Port:
+    """Present state of a port."""
+
+    active: bool
+    ethernet: bool
+    lid: int
+    mtu: int  # ibv_mtu: 1 is 256 bytes, 5 is 4096
+    max_message: int  # bytes
+
+
+@dataclass(frozen=True)
+class Path:
+    """Attributes that connect one queue pair to another."""
+
+    port: int
+    number: int  # of the other queue pair
+    psn_out: int
+    psn_in: int
+    mtu: int
+    gid_index: int
+    gid: bytes  # the other port's
+    lid: int  # the other port's; 0 on Ethernet
+    is_global: bool
+    reads_in: int
+    reads_out: int
+    timeout: int  # 4.096 us * 2**timeout for an acknowledgement
+    retries: int
+    traffic_class: int = 0
+    service_level: int = 0
+
+
+class Work(NamedTuple):
+    """A work request."""
+
+    id: int
+    opcode: int
+    signaled: bool
+    local: int
+    nbytes: int
+    lkey: int
+    remote: int
+    rkey: int
+    compare_add: int = 0
+    swap: int = 0
+
+
+class Completion(NamedTuple):
+    """A work completion."""
+
+    id: int
+    status: int
+    number: int  # of the queue pair
+    vendor: int
+
+
+class Registration(Protocol):
+    """A memory region of a protection domain."""
+
+    @property
+    def lkey(self) -> int:
+        """Key for this process's requests."""
+
+    @property
+    def rkey(self) -> int:
+        """Key for other processes' requests."""
+
+    def close(self) -> None:
+        """Deregister the memory."""
+
+
+class QueuePair(Protocol):
+    """One end of a reliable connection."""
+
+    @property
+    def number(self) -> int:
+        """Number that the other end needs."""
+
+    def initialize(self, port: int, access: int) -> None:
+        """Change from RESET to INIT."""
+
+    def connect(self, path: Path) -> None:
+        """Change from INIT to RTR to RTS. Raises OSError if the other port can't be reached."""
+
+    def post(self, works: Sequence[Work]) -> None:
+        """Post work requests in one call. Raises OSError."""
+
+    def close(self) -> None:
+        """Destroy the queue pair; afterwards none of its work requests is in flight."""
+
+
+class Nic(Protocol):
+    """An open device: one protection domain, one completion queue with its channel."""
+
+    @property
+    def name(self) -> str:
+        """Name in /sys/class/infiniband."""
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of the device."""
+
+    @property
+    def fd(self) -> int:
+        """File descriptor that is readable after an event, if `arm` was called before the completion."""
+
+    def port(self, number: int) -> Port:
+        """Return the present state of a port."""
+
+    def arm(self) -> None:
+        """Request an event for the next completion."""
+
+    def take_event(self) -> None:
+        """Consume the event that made `fd` readable."""
+
+    def poll(self, most: int) -> list[Completion]:
+        """Return up to ``most`` completions."""
+
+    def register(self, address: int, nbytes: int, access: int) -> Registration:
+        """Register memory. Raises OSError."""
+
+    def register_dmabuf(self, fd: int, offset: int, nbytes: int, address: int, access: int) -> Registration:
+        """Register bytes of a dma-buf, for requests at ``address``; ``fd`` may be closed afterwards. Raises OSError."""
+
+    def queue_pair(self, depth: int) -> QueuePair:
+        """Make a queue pair. Raises OSError."""
+
+    def close(self) -> None:
+        """Close the device, after all that was made of it."""
+
+
+class Binding(Protocol):
+    """Adapter of a package for libibverbs."""
+
+    def open_nic(self, device: str, completions: int) -> Nic:
+        """Open a device. Raises OSError."""
+
+
+def installed() -> list[str]:
+    """Return the installed packages; imports none of them."""
+    return [name for name in BINDINGS if importlib.util.find_spec(name) is not None]
+
+
+def load(wanted: str = "") -> Binding:
+    """Return the first adapter that loads, or the wanted one. Raises VerbsError."""
+    if wanted and wanted not in BINDINGS:
+        raise VerbsError(f"MONARCH_VERBS_PROVIDER={wanted!r}: known are {' and '.join(BINDINGS)}")
+    # A process that forks (a data loader's workers) must keep its registered pages. New kernels do so by themselves.
+    os.environ.setdefault("RDMAV_FORK_SAFE", "1")
+    reasons = []
+    for name in [wanted] if wanted else BINDINGS:
+        try:
+            return cast(Binding, importlib.import_module(f"monarch_backend._verbs.providers.{name}"))
+        except (ImportError, OSError) as error:  # OSError: the wheel is there, libibverbs.so.1 is not
+            reasons.append(f"{name}: {error}")
+    raise VerbsError(
+        f"no package for verbs loads ({'; '.join(reasons)}): install the distribution's python3-pyverbs, or "
+        "libibverbs1 and ibverbs-providers with pip install 'monarch_backend[rdma]'"
+    )
