@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._controller import host_collectives, per_rank_int
+from monarch_backend.dtensor._controller import host_collectives
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import MeshClosedError, MeshMismatchError, RemoteTensorError
+from monarch_backend.dtensor._per_rank import per_rank_int
 from monarch_backend.dtensor._torch_internals import c10d_registry
 
 if TYPE_CHECKING:

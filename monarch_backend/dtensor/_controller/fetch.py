@@ -9,13 +9,13 @@ from torch import _tensor_str
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
+from monarch_backend.dtensor._per_rank import shard_origins
 from monarch_backend.dtensor._protocol import RemoteRef
-from monarch_backend.dtensor._rng import shard_origins
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.tensor_meta import Meta
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
-    from monarch_backend.dtensor._rng.shard_origins import Origin
+    from monarch_backend.dtensor._per_rank.shard_origins import Origin
 
 MAX_RESULTS = 4
 """Limit of results of an operator whose results' sizes depend on values: ``unique_consecutive`` has three."""

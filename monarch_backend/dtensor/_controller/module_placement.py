@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from monarch_backend.dtensor._controller import controller_mesh
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results
-from monarch_backend.dtensor._patches.semantics import controller_mesh, parallel_modules
+from monarch_backend.dtensor._patches.semantics import parallel_modules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

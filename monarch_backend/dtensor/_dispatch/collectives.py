@@ -17,7 +17,7 @@ from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch.op_signatures import set_origin
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._rng import shard_origins
+from monarch_backend.dtensor._per_rank import shard_origins
 from monarch_backend.dtensor._torch_internals import c10d_registry
 from monarch_backend.dtensor._worker import collectives as there
 

@@ -15,11 +15,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
-from monarch_backend.dtensor._controller import fetch, host_tensor_cache, per_rank_int, remote_tensor
+from monarch_backend.dtensor._controller import fetch, host_tensor_cache, remote_tensor
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._dispatch.op_signatures import Entry, Target
+from monarch_backend.dtensor._per_rank import per_rank_int
 from monarch_backend.dtensor._torch_internals import decompositions
 
 if TYPE_CHECKING:

@@ -42,14 +42,13 @@ from monarch_backend._core import patches
 from monarch_backend._core.patches import Patch, Release
 from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor import RemoteTensorError, simulated_mesh
-from monarch_backend.dtensor._controller import remote_tensor
+from monarch_backend.dtensor._controller import controller_mesh, remote_tensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._ops import convolution
 from monarch_backend.dtensor._patches import manifest
 from monarch_backend.dtensor._patches.fixes import replicate_fallback, sharding_fixes
 from monarch_backend.dtensor._patches.semantics import (
-    controller_mesh,
     installation,
     op_handlers,
     parallel_modules,
@@ -594,7 +593,8 @@ def test_every_patch_is_in_place_in_either_order_of_imports(first: str) -> None:
     """Torch's entry point imports `compile_backend` first where a step is captured before there is a mesh."""
     program = f"""
 import monarch_backend.dtensor.{first}
-from monarch_backend.dtensor._patches.semantics import controller_mesh, installation, op_handlers, parallel_modules
+from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._patches.semantics import installation, op_handlers, parallel_modules
 installation.install()
 from monarch_backend._core import patches
 from monarch_backend._core.torch_version import torch_version

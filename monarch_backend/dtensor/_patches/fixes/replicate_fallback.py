@@ -25,12 +25,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from monarch_backend._core.torch_version import torch_version
+from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results, op_signatures
 from monarch_backend.dtensor._ops import attention, sharding_rules
 from monarch_backend.dtensor._patches.fixes import composite_ops, view_writeback
-from monarch_backend.dtensor._patches.semantics import controller_mesh, op_handlers
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
+from monarch_backend.dtensor._patches.semantics import op_handlers
 from monarch_backend.dtensor._torch_internals import decompositions, tracing_state
 
 log = logging.getLogger("monarch_backend")

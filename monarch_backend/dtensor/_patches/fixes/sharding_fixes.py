@@ -23,11 +23,11 @@ from torch.distributed.tensor.parallel import loss
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from monarch_backend._core.torch_version import torch_version
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._ops import decomposed_losses, sharding_rules
 from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback, sharding_rule_fixes
 from monarch_backend.dtensor._patches.semantics import op_handlers
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
 _aten = torch.ops.aten
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, not_readable
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
 
 def to_dlpack(own: Any) -> Replacement:

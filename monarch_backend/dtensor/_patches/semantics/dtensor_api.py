@@ -15,13 +15,7 @@ from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from monarch_backend.dtensor._controller import fetch, per_rank_host_tensor
-from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
-from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
-from monarch_backend.dtensor._controller.worker_set import WorkerSet
-from monarch_backend.dtensor._dispatch import global_shape as _global_shape
-from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
-from monarch_backend.dtensor._patches.fixes.xla_spmd import without_spmd
-from monarch_backend.dtensor._patches.semantics.controller_mesh import (
+from monarch_backend.dtensor._controller.controller_mesh import (
     Replacement,
     _coordinates,
     _is_remote,
@@ -30,9 +24,15 @@ from monarch_backend.dtensor._patches.semantics.controller_mesh import (
     rows_of,
     workers_of,
 )
+from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
+from monarch_backend.dtensor._dispatch import global_shape as _global_shape
+from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._patches.semantics.parallel_modules import _modules
-from monarch_backend.dtensor._rng import shard_origins
+from monarch_backend.dtensor._per_rank import shard_origins
 from monarch_backend.dtensor._torch_internals import tracing_state
+from monarch_backend.dtensor._worker.xla.xla_spmd import without_spmd
 
 
 def _distribute_module(own: Any) -> Replacement:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import _api as api
 
 from monarch_backend._core.torch_version import NEWEST, torch_version
 from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._controller.controller_mesh import Replacement, _mode
 from monarch_backend.dtensor._ops import (
     convolution,
     decomposed_losses,
@@ -19,7 +20,6 @@ from monarch_backend.dtensor._ops import (
     normalization,
     sharding_rules,
 )
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _mode
 from monarch_backend.dtensor._patches.semantics.op_handlers import (
     _equal,
     _item,

@@ -13,9 +13,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from monarch_backend import _native
 from monarch_backend.dtensor._controller import fetch
+from monarch_backend.dtensor._controller.controller_mesh import Replacement, _is_remote, _is_traced
 from monarch_backend.dtensor._controller.remote_tensor import no_pointer
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _is_remote, _is_traced
 from monarch_backend.dtensor._rng import random_ops
 
 _aten = torch.ops.aten
@@ -108,9 +108,9 @@ def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, 
         if any(map(_is_traced, tensors)):
             if random_ops.is_bernoulli_on_a_cpu(func, args, kwargs):
                 return random_ops.bernoulli_in_a_trace(args[0])
-            from monarch_backend.dtensor._patches.semantics import graph_breaks  # needs dynamo, which is imported now
+            from monarch_backend.dtensor._torch_internals import graph_break  # needs dynamo, which is imported now
 
-            graph_breaks.break_graph(
+            graph_break.break_graph(
                 str(func), RemoteTensorError(f"{func} draws a count of numbers that depends on values")
             )
         return _in_torchs_way(func, args, kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import _api as api
 
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _mode, workers_of
+from monarch_backend.dtensor._controller.controller_mesh import Replacement, _mode, workers_of
 
 
 def _parallelize(own: Any) -> Replacement:

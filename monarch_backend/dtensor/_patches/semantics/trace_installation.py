@@ -25,12 +25,11 @@ from torch.distributed.tensor import _utils as utils
 import monarch_backend
 from monarch_backend import dtensor
 from monarch_backend._core import patches
-from monarch_backend.dtensor._controller import device_methods
+from monarch_backend.dtensor._controller import controller_mesh, device_methods
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._patches import manifest
 from monarch_backend.dtensor._patches.semantics import (
     checkpoints,
-    controller_mesh,
     device_modules,
     dtensor_api,
     dtensor_methods,
