@@ -23,13 +23,8 @@ from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._errors import MeshMismatchError, RankDependentError, RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import (
-    aot_tangents,
-    graph_breaks,
-    graph_inputs,
-    trace_backends,
-    trace_installation,
-)
+from monarch_backend.dtensor._patches import trace_installation
+from monarch_backend.dtensor._patches.semantics import aot_tangents, graph_breaks, graph_inputs, trace_backends
 from monarch_backend.dtensor._per_rank import rank_classes
 from monarch_backend.dtensor._per_rank.rank_classes import Classes
 

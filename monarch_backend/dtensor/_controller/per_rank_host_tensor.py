@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller import host_tensor_cache
-from monarch_backend.dtensor._controller.remote_tensor import no_pointer
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
 from monarch_backend.dtensor._per_rank import per_rank_int
 
 if TYPE_CHECKING:
@@ -128,8 +128,6 @@ class PerRankTensor(torch.Tensor):
 
 def belonging(tensor: Any, workers: WorkerSet, outside: frozenset[int]) -> Any:
     """Set the workers of a tensor that is to be sent; a sent one stays. ``outside``: ranks without a part."""
-    from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-
     if isinstance(tensor, RemoteTensor):
         return workers.without(tensor, outside)
     if isinstance(tensor, PerRankTensor):

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
+from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch.op_signatures import set_origin
 from monarch_backend.dtensor._errors import RemoteTensorError
@@ -134,3 +135,6 @@ def _forget_half(workers: WorkerSet) -> None:
     known = _known[workers]
     for key in list(known)[: len(known) // 2]:
         workers.forget(known.pop(key).numbers)
+
+
+operations.issue = issue

@@ -22,7 +22,7 @@ XLA: Release = (2, 9)
 
 _HERE = "monarch_backend.dtensor._patches"
 _SEMANTICS, _FIXES, _CACHES = f"{_HERE}.semantics", f"{_HERE}.fixes", f"{_HERE}.caches"
-_DISPATCHER = f"{_SEMANTICS}.op_dispatcher"
+_DISPATCHER = f"{_HERE}.op_dispatcher"
 _DEVICES = f"{_SEMANTICS}.device_queries"
 _SEEDS = f"{_SEMANTICS}.device_modules"
 _FSDP_MAKERS = f"{_SEMANTICS}.fsdp"
@@ -361,7 +361,7 @@ _FSDP2 = (
 CORE = (
     *_MESHES, *_RANKS, *_DTENSORS, *_NUMBER_OPERANDS, *_FIXES_OF_SHARDINGS,
     _semantics(
-        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_SEMANTICS}.installation:_first_trace",
+        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_HERE}.first_trace:install_first",
         "The rows for traces are applied with the first trace; dynamo takes a second to import.",
         "compile/test_compile.py::test_a_trace_for_another_backend_installs_what_it_needs",
     ),
@@ -378,7 +378,7 @@ MESH = (*CORE, *_CHECKPOINTS, *_CUDA, *_FSDP2)
 _UNEVEN = "compile/test_compile.py::test_shards_of_unequal_sizes"
 _COMPILE = (
     _semantics(
-        "torch:_TorchCompileInductorWrapper.__call__", f"{_SEMANTICS}.trace_installation:_on_workers",
+        "torch:_TorchCompileInductorWrapper.__call__", f"{_HERE}.trace_installation:_on_workers",
         "Inductor's code reads memory, so it compiles on the workers.",
         "compile/test_compile.py::test_inductor_compiles_on_the_workers",
     ),

@@ -29,8 +29,8 @@ from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_p
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import global_shape as _global_shape
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.parallel_modules import _modules
 from monarch_backend.dtensor._per_rank import shard_origins
+from monarch_backend.dtensor._placement import module_placement
 from monarch_backend.dtensor._torch_internals import tracing_state
 from monarch_backend.dtensor._worker.xla.xla_spmd import without_spmd
 
@@ -42,9 +42,9 @@ def _distribute_module(own: Any) -> Replacement:
         mesh = device_mesh or api._mesh_resources.get_current_mesh()
         if workers_of(mesh) is None:
             return own(module, mesh, *args, **options)
-        tied = _modules().tied(module)
+        tied = module_placement.tied(module)
         done = ours(module, mesh, *args, **options)
-        _modules().tie(tied)
+        module_placement.tie(tied)
         return done
 
     return distribute_module
@@ -100,7 +100,7 @@ def _from_local(own: Any) -> Replacement:
             local = local.sent(workers).requires_grad_(local.requires_grad)
         elif isinstance(local, RemoteTensor):
             _check_workers("DTensor.from_local()", local, workers)
-        local = _modules().sent(local, workers, outside(mesh))
+        local = module_placement.sent(local, workers, outside(mesh))
         return own(local, mesh, placements, **{**options, "run_check": False})
 
     return from_local
@@ -207,7 +207,7 @@ def _init_helper(own: Any) -> Replacement:
         workers = workers_of(mesh)
         if workers is None:
             return own(init_op, size, device_mesh, placements, **options)
-        from monarch_backend.dtensor._controller import factories
+        from monarch_backend.dtensor._placement import factories
 
         return factories.make(workers, init_op, size, mesh, placements, options)
 
