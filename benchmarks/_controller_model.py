@@ -79,7 +79,7 @@ def _one_controller(size: int, *, captured: bool) -> Built:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     from monarch_backend.actor import this_host
-    from monarch_backend.dtensor._patches.semantics import controller_mesh
+    from monarch_backend.dtensor._controller import controller_mesh
 
     mesh = this_host().spawn_procs({"tp": size}).device_mesh("cpu")
     model = _model(mesh)

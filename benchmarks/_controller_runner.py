@@ -94,7 +94,7 @@ def ours() -> dict[str, Case]:
     from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 
     from monarch_backend.actor import this_host
-    from monarch_backend.dtensor._patches.semantics import controller_mesh
+    from monarch_backend.dtensor._controller import controller_mesh
 
     mesh = this_host().spawn_procs({"x": 2}).device_mesh("cpu")
     workers = controller_mesh.workers_of(mesh)

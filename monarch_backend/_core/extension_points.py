@@ -1,4 +1,4 @@
-"""Registry of functions that higher layers add to lower ones. `_wiring.py` provides each by name.
+"""Registry of functions that higher layers add to lower ones. `_wiring.py` provides most of them by name.
 
 A lower layer asks for an extension by its name, and so imports nothing from a higher layer. The module of an extension
 is imported at its first use.

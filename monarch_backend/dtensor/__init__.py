@@ -13,16 +13,21 @@
 This module only re-exports. A controller's modules are imported at their first use, because a worker may have an older
 torch.
 
-- `_controller/`: meshes, remote tensors, commands to workers, checkpoints, transfers, FSDP.
-- `_dispatch/`: the way of an operation from torch's dispatcher to a command for workers.
-- `_ops/`: sharding rules and operations that torch lacks or has wrong.
-- `_rng/`: random numbers of a single process on shards.
+Each of these imports only those below it:
+
+- `_device_mesh.py`: how a program makes a mesh.
 - `_compile/`: captured steps: from torch.compile's graph to commands of workers.
 - `_patches/`: replaced names of torch: the manifest, and the replacements by kind.
-- `_torch_internals/`: private parts of torch that are read or called, and not replaced.
+- `_ops/`: sharding rules and operations that torch lacks or has wrong.
+- `_rng/`: random numbers of a single process on shards.
+- `_placement/`: modules, batches, new tensors and parameters of FSDP, put on the workers.
+- `_dispatch/`: the way of an operation from torch's dispatcher to a command for workers.
+- `_controller/`: remote tensors, sets of workers, commands to them, calls on them, checkpoints, transfers.
+- `_preload.py`: modules that the fork server imports for workers.
 - `_worker/`: what the processes do with a command.
 - `_protocol.py`: the messages between controller and workers.
-- `_preload.py`: modules that the fork server imports for workers.
+- `_per_rank/`: values that differ by rank: ints, strides, shards, classes of ranks.
+- `_torch_internals/`: private parts of torch that are read or called, and not replaced.
 """
 
 from __future__ import annotations
@@ -43,12 +48,12 @@ from monarch_backend.dtensor._errors import (
 )
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.device_mesh import device_mesh, simulated_mesh
-    from monarch_backend.dtensor._controller.fsdp import shard_batch
     from monarch_backend.dtensor._controller.mesh_transfer import move
-    from monarch_backend.dtensor._controller.module_placement import put_module
     from monarch_backend.dtensor._controller.remote_call import run
     from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+    from monarch_backend.dtensor._device_mesh import device_mesh, simulated_mesh
+    from monarch_backend.dtensor._placement.fsdp import shard_batch
+    from monarch_backend.dtensor._placement.module_placement import put_module
     from monarch_backend.dtensor._rng.random_ops import own_random_numbers
 
 __all__ = [
@@ -72,13 +77,13 @@ _OLDEST = (2, 11)
 """Oldest release of torch whose private parts a controller knows."""
 _MODULES = {
     "RemoteTensor": "_controller.remote_tensor",
-    "device_mesh": "_controller.device_mesh",
+    "device_mesh": "_device_mesh",
     "move": "_controller.mesh_transfer",
     "own_random_numbers": "_rng.random_ops",
-    "put_module": "_controller.module_placement",
+    "put_module": "_placement.module_placement",
     "run": "_controller.remote_call",
-    "shard_batch": "_controller.fsdp",
-    "simulated_mesh": "_controller.device_mesh",
+    "shard_batch": "_placement.fsdp",
+    "simulated_mesh": "_device_mesh",
 }
 """Names that a controller needs, and their modules."""
 
@@ -94,6 +99,6 @@ def __getattr__(name: str) -> Any:
             f"that the controller calls; in a controller, pip install 'torch=={newest}.*'"
         )
     # Import all of them, so that the order of later imports makes no difference.
-    importlib.import_module(f"{__name__}._controller.device_mesh")
+    importlib.import_module(f"{__name__}._device_mesh")
     found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     return found

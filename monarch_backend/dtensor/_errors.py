@@ -72,3 +72,11 @@ class MeshMismatchError(RemoteTensorError, ValueError):
 @public("monarch_backend.dtensor")
 class MeshClosedError(RemoteTensorError):
     """The processes of this tensor have ended. Raised by operations on it, and by reading its values."""
+
+
+def not_readable(what: str) -> NotReadableError:
+    """Return the error for code that needs the memory itself."""
+    return NotReadableError(
+        f"{what}: this tensor's memory is in other processes. Read its values (.numpy(), .tolist()), or run what needs "
+        "the memory on the workers: monarch_backend.dtensor.run(mesh, function, ...)"
+    )

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from monarch_backend._serialization.pickling import dumps_in_band, loads
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._per_rank import per_rank_int
 
 DELETE = 0
 """Signature of the command ``[DELETE, count, *ids]``, which deletes tensors."""

@@ -190,7 +190,7 @@ def with_meshes() -> Iterator[WarmInterpreter]:
     with this_host().spawn_procs({"x": 1}) as procs:
         procs.initialized.get(PATIENCE)
     address = str(program().owner.starter.spawner.address)
-    with WarmInterpreter(address, modules=("monarch_backend.dtensor._controller.device_mesh",)) as interpreter:
+    with WarmInterpreter(address, modules=("monarch_backend.dtensor._device_mesh",)) as interpreter:
         yield interpreter
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import monarch_backend.actor as ma
 from monarch_backend.actor import MeshFailure, ProcMesh, this_host
-from monarch_backend.dtensor._patches.semantics import controller_mesh
+from monarch_backend.dtensor._controller import controller_mesh
 from tests.actor.script_runner import Run, WarmInterpreter, with_meshes
 from tests.dtensor import xla_selection
 from tests.support import xla

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from monarch_backend.dtensor._patches.semantics import trace_installation
+from monarch_backend.dtensor._patches import trace_installation
 from tests.ecosystem.support import WIDTH, batch, learns, mlp, on_both, train_step
 
 # torch 2.13 renamed its *_tensor collectives to *_single; the old names are the ones that every release has.

@@ -14,9 +14,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from monarch_backend.dtensor._compile import lowering, merge_graphs, rank_classes
+from monarch_backend.dtensor._compile import lowering, merge_graphs
 from monarch_backend.dtensor._compile.lowering import Capture, GraphLowering
-from monarch_backend.dtensor._compile.rank_classes import Classes
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor, on_the_cpu
@@ -24,13 +23,10 @@ from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._errors import MeshMismatchError, RankDependentError, RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import (
-    aot_tangents,
-    graph_breaks,
-    graph_inputs,
-    trace_backends,
-    trace_installation,
-)
+from monarch_backend.dtensor._patches import trace_installation
+from monarch_backend.dtensor._patches.semantics import aot_tangents, graph_breaks, graph_inputs, trace_backends
+from monarch_backend.dtensor._per_rank import rank_classes
+from monarch_backend.dtensor._per_rank.rank_classes import Classes
 
 OPTIONS = ("inductor",)
 statistics = {"graphs": 0, "calls": 0}

@@ -17,13 +17,14 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _protocol
-from monarch_backend.dtensor._compile import per_rank_op
+from monarch_backend.dtensor._controller import per_rank_host_tensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
-from monarch_backend.dtensor._dispatch import fake_tensors, output_strides
+from monarch_backend.dtensor._dispatch import fake_tensors
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._rng import captured_random_ops, random_ops, shard_origins, traced_random_op
-from monarch_backend.dtensor._rng.shard_origins import Operand, Origin
+from monarch_backend.dtensor._per_rank import output_strides, per_rank_op, shard_origins
+from monarch_backend.dtensor._per_rank.shard_origins import Operand, Origin
+from monarch_backend.dtensor._rng import captured_random_ops, random_ops, traced_random_op
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
 from monarch_backend.dtensor._torch_internals import tracing_state
 from monarch_backend.dtensor._worker.random_ops import dropped
@@ -263,7 +264,7 @@ class GraphLowering:
         made = self.here_nodes[node] = self.here.node_copy(node, lambda each: self.here_nodes[each])
         is_by_rank = node.target is torch.ops.monarch_backend.by_rank.default
         if is_by_rank:
-            made.target = per_rank_op.here
+            made.target = _by_rank_here
         inputs = [self.values[each] for each in node.all_input_nodes]
         by_rank = is_by_rank or any(isinstance(each, _Here) and each.by_rank for each in inputs)
         self.values[node] = _Here(node, fake, by_rank)
@@ -551,3 +552,10 @@ def _line_of(node: fx.Node) -> str:
     lines = (node.stack_trace or "").splitlines()
     last = max((i for i, each in enumerate(lines) if each.startswith("  File ")), default=0)
     return "\n".join(lines[last : last + 2])
+
+
+def _by_rank_here(tensors: Any, number: int) -> list[torch.Tensor]:
+    """Run the operator of per_rank_op.py on tensors of this process; each result is a PerRankTensor."""
+    made, args, kwargs = per_rank_op.arguments(number, tensors)
+    result = per_rank_host_tensor.run(made.function, args, kwargs)
+    return [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]

@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._controller import fetch, remote_call
+from monarch_backend.dtensor._controller import controller_mesh, fetch, remote_call
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import MeshMismatchError
-from monarch_backend.dtensor._patches.semantics import controller_mesh
 from monarch_backend.dtensor._worker import checkpoint as there
 from monarch_backend.dtensor._worker.remote_call_args import Unfailed
 

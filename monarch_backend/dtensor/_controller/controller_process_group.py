@@ -1,6 +1,6 @@
 """`ControllerGroup`: torch.distributed's process groups on the controller, which is not a rank of them.
 
-torch gets sizes, names and ranks. Collectives of remote tensors are commands (see _dispatch/special_ops.py). Those of
+torch gets sizes, names and ranks. Collectives of remote tensors are commands (see _ops/special_ops.py). Those of
 this process's own tensors are computed here (see host_collectives.py).
 """
 
@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._controller import host_collectives, per_rank_int
+from monarch_backend.dtensor._controller import host_collectives
+from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import MeshClosedError, MeshMismatchError, RemoteTensorError
+from monarch_backend.dtensor._per_rank import per_rank_int
 from monarch_backend.dtensor._torch_internals import c10d_registry
 
 if TYPE_CHECKING:
@@ -99,13 +101,11 @@ class ControllerGroup(dist.ProcessGroup):
         self, output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), *_: Any, **__: Any
     ) -> Any:
         """Exchange slices by a command: torch's operator takes no sizes that differ by rank, as uneven splits have."""
-        from monarch_backend.dtensor._dispatch import collectives  # it imports this module
-
         if not _are_of_workers("all_to_all_single", (output, input)):
             host_collectives.run("all_to_all_single", self.size(), (output, input))
             return c10d_registry.done()
         splits = {"output_split_sizes": list(output_split_sizes), "input_split_sizes": list(input_split_sizes)}
-        collectives.issue("alltoall_base_", {"output": output, "input": input, "process_group": self, **splits})
+        operations.issue("alltoall_base_", {"output": output, "input": input, "process_group": self, **splits})
         return c10d_registry.done()
 
     def _get_backend(self, _device: Any) -> Any:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from monarch_backend.dtensor._controller.operations import operations
+
 _Base: Any = torch.Tensor
 
 
@@ -21,7 +23,7 @@ class DeviceMethods:
         """Convert as `torch.Tensor.to` does, on the workers. A device is one of theirs."""
         if torch.compiler.is_compiling() or (len(args) == 1 and not options and type(args[0]) is torch.dtype):
             return _Base.to(self, *args, **options)
-        return _device_moves().to(_Base.to, self, args, options)
+        return operations.to(_Base.to, self, args, options)
 
     def cpu(self, memory_format: Any = torch.preserve_format) -> Any:
         """Move to the workers' CPUs, as `torch.Tensor.cpu` does on one process."""
@@ -40,9 +42,3 @@ class DeviceMethods:
         if torch.compiler.is_compiling():
             return _Base.type_as(self, other)
         return self.to(other.device, other.dtype)
-
-
-def _device_moves() -> Any:
-    from monarch_backend.dtensor._controller import device_moves  # imports remote tensors
-
-    return device_moves

@@ -6,19 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import _tensor_str
-from torch.utils import _pytree as pytree
-
-from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
-from monarch_backend.dtensor._protocol import RemoteRef
-from monarch_backend.dtensor._rng import shard_origins
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.tensor_meta import Meta
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
-    from monarch_backend.dtensor._rng.shard_origins import Origin
-
-MAX_RESULTS = 4
-"""Limit of results of an operator whose results' sizes depend on values: ``unique_consecutive`` has three."""
+    from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 
 
 def as_host(tensor: RemoteTensor) -> torch.Tensor:
@@ -35,32 +26,6 @@ def item(tensor: RemoteTensor) -> Any:
 def ask_of(tensor: RemoteTensor, what: str, *others: Any) -> list[Any]:
     """Return all ranks' replies about these tensors."""
     return tensor._meta.workers.ask(what, tensor._ref.id, *[each._ref.id for each in others])
-
-
-def run_and_measure(workers: WorkerSet, name: str, args: Any, kwargs: Any) -> Any:
-    """Run an operator whose results' sizes depend on values, and wait for the sizes only."""
-
-    def by_id(value: Any) -> Any:
-        return RemoteRef(value._ref.id) if isinstance(value, RemoteTensor) else value
-
-    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
-    streams = [each._meta.origin.streams for each in tensors if each._meta.origin is not None]
-    origin = shard_origins.Origin(shard_origins.together(streams)) if streams else None
-    first = next(workers.ids)
-    numbers = [first, *(next(workers.ids) for _ in range(MAX_RESULTS - 1))]
-    sent_args, sent_kwargs = pytree.tree_map(by_id, (list(args), dict(kwargs)))
-    replies = workers.ask("measure", name, sent_args, sent_kwargs, numbers)
-    results = []
-    count = len(next(each for each in replies if each is not None))
-    for i, number in enumerate(numbers[:count]):
-        columns = [None if each is None else each[i] for each in replies]
-        metas = [None if each is None else _meta_of(workers, origin, *each) for each in columns]
-        results.append(RemoteTensor(workers.metas.by_rank(metas), Ref(workers, number)))
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-def _meta_of(workers: WorkerSet, origin: Origin | None, sizes: Any, strides: Any, dtype: str) -> Meta:
-    return workers.metas.same(tuple(sizes), tuple(strides), 0, getattr(torch, dtype), workers.device, origin)
 
 
 def text_of(tensor: Any) -> str:
@@ -100,7 +65,7 @@ def _name_of(grad_fn: Any) -> str:
 
 
 def _whole(tensor: Any) -> Any:
-    return tensor if isinstance(tensor, RemoteTensor) else tensor.full_tensor()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _corners(tensor: torch.Tensor, edge: int) -> Any:

@@ -16,9 +16,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, empty
 
-from monarch_backend.dtensor._controller import remote_call, remote_call_args
+from monarch_backend.dtensor._controller import controller_mesh, remote_call, remote_call_args
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import controller_mesh
 from monarch_backend.dtensor._worker import mesh_transfer as there
 
 _numbers = itertools.count(1)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._controller import host_tensor_cache, per_rank_int
-from monarch_backend.dtensor._controller.remote_tensor import no_pointer
+from monarch_backend.dtensor._controller import host_tensor_cache
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
+from monarch_backend.dtensor._per_rank import per_rank_int
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.host_tensor_cache import Source
@@ -127,8 +128,6 @@ class PerRankTensor(torch.Tensor):
 
 def belonging(tensor: Any, workers: WorkerSet, outside: frozenset[int]) -> Any:
     """Set the workers of a tensor that is to be sent; a sent one stays. ``outside``: ranks without a part."""
-    from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-
     if isinstance(tensor, RemoteTensor):
         return workers.without(tensor, outside)
     if isinstance(tensor, PerRankTensor):

@@ -16,12 +16,11 @@ from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.errors import ActorError
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMesh
-from monarch_backend.dtensor._controller import call_sites
+from monarch_backend.dtensor._controller import call_sites, controller_mesh
 from monarch_backend.dtensor._controller.remote_call_args import Packer
 from monarch_backend.dtensor._controller.remote_tensor import Ref
 from monarch_backend.dtensor._controller.worker_failures import error_of
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import controller_mesh
 from monarch_backend.dtensor._worker.remote_call import RunFailed
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._serialization.pickling import SerializationError, dumps_by, loads
+from monarch_backend.dtensor._controller import controller_mesh
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import controller_mesh
 from monarch_backend.dtensor._protocol import Kind, Tag
 from monarch_backend.dtensor._worker import remote_call_args as there
 

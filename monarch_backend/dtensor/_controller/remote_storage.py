@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, not_readable
-from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._dispatch.fake_tensors import stands_in
+from monarch_backend.dtensor._controller.operations import operations
+from monarch_backend.dtensor._errors import not_readable
 from monarch_backend.dtensor._worker import storage
 
 _KNOWN = frozenset({
@@ -27,23 +27,23 @@ class RemoteStorage:
 
     __slots__ = ("__weakref__", "_own", "_tensor")  # dynamo refers to storages weakly
 
-    def __init__(self, tensor: torch.Tensor, own: torch.UntypedStorage) -> None:
+    def __init__(self, tensor: Any, own: torch.UntypedStorage) -> None:
         self._tensor, self._own = tensor, own
 
     def size(self) -> Any:
         """Return the bytes on each worker; for a DTensor, the bytes of the whole."""
         whole = self._tensor.numel() * self._tensor.itemsize
-        return getattr(self._tensor._ref, "nbytes", whole) if isinstance(self._tensor, RemoteTensor) else whole
+        return whole if isinstance(self._tensor, DTensor) else getattr(self._tensor._ref, "nbytes", whole)
 
     nbytes = __len__ = size
 
     def resize_(self, nbytes: Any) -> RemoteStorage:
         """Resize on the workers, in order. Earlier unreachable tensors are deleted before. Raises NotReadableError."""
-        tensor = self._tensor
-        if not isinstance(tensor, RemoteTensor):
+        tensor: Any = self._tensor
+        if isinstance(tensor, DTensor):
             raise not_readable("untyped_storage().resize_()")
         tensor._meta.workers.stream.delete()
-        dispatch.call(storage.resize, f"{storage.__name__}:resize", (tensor, nbytes), {}, writes=(0,))
+        operations.call(storage.resize, f"{storage.__name__}:resize", (tensor, nbytes), {}, writes=(0,))
         tensor._ref.nbytes = nbytes
         return self
 
@@ -61,6 +61,3 @@ class RemoteStorage:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.size()} bytes, device={self._tensor.device}, in other processes)"
-
-
-stands_in[storage.resize] = lambda *_: None  # tensors here have no storage

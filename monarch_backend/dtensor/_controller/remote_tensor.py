@@ -14,8 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
+from monarch_backend.dtensor._controller import fetch
 from monarch_backend.dtensor._controller.device_methods import DeviceMethods
-from monarch_backend.dtensor._errors import NotReadableError
+from monarch_backend.dtensor._controller.operations import operations
+from monarch_backend.dtensor._controller.remote_storage import RemoteStorage
+from monarch_backend.dtensor._errors import not_readable
 from monarch_backend.dtensor._torch_internals import invalid_access as invalid_access  # the import sets up no_pointer
 
 if TYPE_CHECKING:
@@ -42,14 +45,6 @@ def form_of(meta: Meta) -> tuple[Any, ...]:
     if meta.classes is None:
         return (RemoteTensor, meta.shape, meta.stride, meta.offset, *strided)
     return (RemoteTensor, meta.shape, meta.stride, None, *strided, False, False, "sizes")
-
-
-def not_readable(what: str) -> NotReadableError:
-    """Return the error for code that needs the memory itself."""
-    return NotReadableError(
-        f"{what}: this tensor's memory is in other processes. Read its values (.numpy(), .tolist()), or run what needs "
-        "the memory on the workers: monarch_backend.dtensor.run(mesh, function, ...)"
-    )
 
 
 class RemoteTensor(DeviceMethods, torch.Tensor):
@@ -126,7 +121,7 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
 
     def pin_memory(self, device: Any = None) -> Any:
         """Return it in pinned memory of the workers, if they have GPUs."""
-        return _pinned(self)
+        return operations.pinned(self)
 
     def wait(self) -> RemoteTensor:
         """Return the tensor: workers wait for a collective when its result is used.
@@ -140,12 +135,11 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
 
     def get_device(self) -> int:
         """Return the number of the workers' GPU, which is 0 on each; -1 on a CPU."""
-        return _index(self)  # type: ignore[no-any-return]
+        index = self._meta.device.index
+        return -1 if index is None else index
 
     def untyped_storage(self) -> Any:
         """Return the storage on the workers. Its memory can't be read here."""
-        from monarch_backend.dtensor._controller.remote_storage import RemoteStorage
-
         return RemoteStorage(self, super().untyped_storage())
 
     def __coerce_same_metadata_as_tangent__(self, _metadata: Any, _type: Any = None) -> RemoteTensor:
@@ -159,13 +153,9 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
         return copied  # type: ignore[return-value]
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        from monarch_backend.dtensor._controller import fetch
-
         return fetch.as_host(self).__reduce_ex__(_protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        from monarch_backend.dtensor._controller import fetch
-
         return fetch.text_of(self)
 
     def data_ptr(self) -> int:
@@ -224,14 +214,10 @@ class RemoteTensor(DeviceMethods, torch.Tensor):
 
     def tolist(self) -> Any:
         """Return the first worker's values as nested lists. Waits for the workers."""
-        from monarch_backend.dtensor._controller import fetch
-
         return fetch.as_host(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the first worker's values as a NumPy array of the same shape. Waits for the workers."""
-        from monarch_backend.dtensor._controller import fetch
-
         return fetch.as_host(self).numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -263,17 +249,6 @@ def on_the_cpu() -> Iterator[None]:
 
 _dispatch: Any = None
 """Implementation of __torch_dispatch__. _dispatch/dispatch.py sets it, because it imports this module."""
-
-
-_pinned: Any = None
-_index: Any = None
-"""Function of device_moves.py, which sets it, because it imports this module."""
-
-
-def set_devices(pinned: Any, index: Any) -> None:
-    """Set the functions of device_moves.py, once."""
-    global _pinned, _index
-    _pinned, _index = pinned, index
 
 
 def set_dispatch(function: Any) -> None:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from monarch_backend.dtensor._controller import per_rank_int, remote_tensor
+from monarch_backend.dtensor._controller import remote_tensor
 from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._per_rank import per_rank_int
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
-    from monarch_backend.dtensor._rng.shard_origins import Origin
+    from monarch_backend.dtensor._per_rank.shard_origins import Origin
 
 Sizes = tuple[Any, ...]
 _CPU = torch.device("cpu")

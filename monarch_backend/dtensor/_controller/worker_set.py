@@ -16,13 +16,16 @@ import torch
 from monarch_backend import _native
 from monarch_backend._core import debug_log
 from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._controller.command_stream import DELETE_THRESHOLD_BYTES, FIRST, MOST, Stream
+from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import MetaCache, refuse_sparse
 from monarch_backend.dtensor._controller.unfinished_work import UnfinishedWork
 from monarch_backend.dtensor._controller.worker_failures import WorkerFailures
 from monarch_backend.dtensor._errors import MeshClosedError, RemoteTensorError
 from monarch_backend.dtensor._protocol import Define, Graph, Signature, Step
+from monarch_backend.dtensor._worker import membership
 
 if TYPE_CHECKING:
     pass
@@ -165,8 +168,6 @@ class WorkerSet:
 
         Raises MeshMismatchError for a group of other workers.
         """
-        from monarch_backend.dtensor._controller import controller_process_group
-
         name = value if isinstance(value, str) else getattr(value, "group_name", None)
         if name is None and isinstance(value, torch.ScriptObject):
             name = torch.distributed.ProcessGroup.unbox(value).group_name
@@ -207,25 +208,19 @@ class WorkerSet:
 
     def _number(self, value: float, dtype: torch.dtype) -> RemoteTensor:
         """Send a number by a command, not by a message: fused optimizers have a new one per parameter and step."""
-        from monarch_backend.dtensor._dispatch import dispatch
-
         options = {"dtype": dtype, "device": self.device}
-        return dispatch.create(self, torch.ops.aten.scalar_tensor.default, [value], options)  # type: ignore[no-any-return]
+        return operations.create(self, torch.ops.aten.scalar_tensor.default, [value], options)  # type: ignore[no-any-return]
 
     def zeros(self, size: Sequence[Any], dtype: torch.dtype) -> RemoteTensor:
         """Make zeros on the workers."""
-        from monarch_backend.dtensor._dispatch import dispatch
-
         options = {"dtype": dtype, "device": self.device}
-        return dispatch.create(self, torch.ops.aten.zeros.default, [list(size)], options)  # type: ignore[no-any-return]
+        return operations.create(self, torch.ops.aten.zeros.default, [list(size)], options)  # type: ignore[no-any-return]
 
     def put_shape(self, value: torch.Tensor) -> RemoteTensor:
         """Put a tensor of the meta device on all workers; its sizes may differ by rank."""
-        from monarch_backend.dtensor._dispatch import dispatch
-
         options = {"dtype": value.dtype, "device": torch.device("meta")}
         arguments = [list(value.shape), list(value.stride())]
-        made: RemoteTensor = dispatch.create(self, torch.ops.aten.empty_strided.default, arguments, options)
+        made: RemoteTensor = operations.create(self, torch.ops.aten.empty_strided.default, arguments, options)
         return made
 
     def put_by_rank(self, values: Sequence[torch.Tensor | None]) -> RemoteTensor:
@@ -247,9 +242,6 @@ class WorkerSet:
 
     def without(self, tensor: RemoteTensor, outside: frozenset[int]) -> RemoteTensor:
         """Return the same tensor without these ranks, which would not execute the other ranks' changes."""
-        from monarch_backend.dtensor._dispatch import dispatch
-        from monarch_backend.dtensor._worker import membership
-
         if outside <= tensor._meta.outside:
             return tensor
         key = "inside", outside
@@ -258,7 +250,7 @@ class WorkerSet:
             mark = torch.zeros(())
             inside = self.kept[key] = self.put_by_rank([None if r in outside else mark for r in range(self.size)])
         name = f"{membership.__name__}:{membership.own.__name__}"
-        return dispatch.call(membership.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
+        return operations.call(membership.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
 
     def read(self, tensor: RemoteTensor, how: str = "tensor") -> Callable[[], Any]:
         """Start to read, and return a function that waits for the value of the first rank that has one.

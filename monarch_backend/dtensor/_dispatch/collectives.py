@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
+from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch.op_signatures import set_origin
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._rng import shard_origins
+from monarch_backend.dtensor._per_rank import shard_origins
 from monarch_backend.dtensor._torch_internals import c10d_registry
 from monarch_backend.dtensor._worker import collectives as there
 
@@ -134,3 +135,6 @@ def _forget_half(workers: WorkerSet) -> None:
     known = _known[workers]
     for key in list(known)[: len(known) // 2]:
         workers.forget(known.pop(key).numbers)
+
+
+operations.issue = issue

@@ -15,12 +15,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
-from monarch_backend.dtensor._controller import fetch, host_tensor_cache, per_rank_int, remote_tensor
+from monarch_backend.dtensor._controller import fetch, host_tensor_cache, remote_tensor
+from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._dispatch.op_signatures import Entry, Target
+from monarch_backend.dtensor._per_rank import per_rank_int
 from monarch_backend.dtensor._torch_internals import decompositions
+from monarch_backend.dtensor._worker import device_moves
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 SIGNATURE_CACHE_SIZE = 8192
 """Limit of signatures of one set of workers. Beyond it the least recently used half is dropped."""
 
+_MOVED = "monarch_backend.dtensor._worker.device_moves:moved"
 _TRUE, _FALSE = object(), object()  # 1 == True, but they are different arguments
 
 
@@ -194,7 +198,10 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
     def send(value: torch.Tensor) -> RemoteTensor:
         """Send a tensor to the device of the others: the workers' device, or their CPU if the others are there."""
         sent = workers.put(value)
-        return _devices().moved(sent, "cpu") if are_cpus else sent
+        if not are_cpus or sent._meta.device.type == "cpu":
+            return sent
+        moved: RemoteTensor = call(device_moves.moved, _MOVED, (sent, torch.device("cpu")), {})
+        return moved
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.SymInt):
@@ -223,7 +230,7 @@ def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerS
     if workers is None:
         workers = _workers_of(plan, args, kwargs)
     if plan.target.schema is not None:
-        args, kwargs = _devices().at_home(args, kwargs)
+        args, kwargs = _at_home(args, kwargs)
     given, named = op_signatures.with_numbers(plan.target.schema, args, kwargs)
     try:
         entry = plan.entries[key] = op_signatures.make(workers, plan.target, given, named)
@@ -239,10 +246,19 @@ def _make(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerS
     return entry
 
 
-def _devices() -> Any:
-    from monarch_backend.dtensor._controller import device_moves as found  # it imports this module
+def _at_home(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return an operator's arguments with the intended devices.
 
-    return found
+    torch's C++ asks a tensor for its device and passes it on: in ``new_zeros``, ``type_as`` and for the gradient of a
+    leaf. That is "cpu" for each remote tensor, and means the device of the first one.
+    """
+    tensors = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor))
+    first = next(tensors, None)
+    if first is None or first._meta.device == first._meta.shown:
+        return args, kwargs
+    shown, home = first._meta.shown, first._meta.device
+    args, kwargs = pytree.tree_map(lambda v: home if isinstance(v, torch.device) and v == shown else v, (args, kwargs))
+    return args, kwargs
 
 
 def _one_by_one(target: Target, args: Any, kwargs: Any) -> bool:
@@ -274,3 +290,4 @@ _native.set_up_issue(
     _part, _NotPlainError, _run_with_host_tensors, _missing, _plan, _TRUE, _FALSE,
 )  # fmt: skip
 remote_tensor.set_dispatch(_native.dispatch)
+operations.call, operations.create = call, create

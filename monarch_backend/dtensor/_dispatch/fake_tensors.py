@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._torch_internals import tracing_state
+from monarch_backend.dtensor._worker import storage
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
@@ -22,8 +23,8 @@ _fake = FakeTensorMode()
 _fake.cache_enabled = False  # its cache keeps all entries without limit; callers here have their own caches
 one_at_a_time = threading.RLock()
 """Lock for all uses of fake tensors: the device that one reports depends on the state of their common mode."""
-stands_in: dict[Any, Callable[..., Any]] = {}
-"""Shape functions of operators whose own shape function needs this process's rank."""
+stands_in: dict[Any, Callable[..., Any]] = {storage.resize: lambda *_: None}  # tensors here have no storage
+"""Shape functions of operators whose own shape function needs this process's rank or memory."""
 
 
 class Operand:

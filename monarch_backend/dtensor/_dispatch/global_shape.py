@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._per_rank import per_rank_int
 
 
 def shape_and_stride(

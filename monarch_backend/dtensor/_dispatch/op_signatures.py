@@ -15,10 +15,8 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
 from monarch_backend.dtensor import _protocol
-from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
-from monarch_backend.dtensor._dispatch import output_strides
 from monarch_backend.dtensor._dispatch.fake_tensors import (
     Operand,
     meta_of,
@@ -27,13 +25,13 @@ from monarch_backend.dtensor._dispatch.fake_tensors import (
     propagate_with_device,
 )
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
+from monarch_backend.dtensor._per_rank import output_strides, per_rank_int, shard_origins
 from monarch_backend.dtensor._protocol import Kind
-from monarch_backend.dtensor._rng import shard_origins
 from monarch_backend.dtensor._torch_internals import decompositions
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
-    from monarch_backend.dtensor._rng.shard_origins import Origin
+    from monarch_backend.dtensor._per_rank.shard_origins import Origin
 
 
 Entry = _native.Entry

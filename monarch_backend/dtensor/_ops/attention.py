@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
-from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._dispatch import local_results
+from monarch_backend.dtensor._per_rank import per_rank_int
 
 _aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from monarch_backend.dtensor._controller import per_rank_int
-from monarch_backend.dtensor._dispatch import local_results, output_strides
+from monarch_backend.dtensor._dispatch import local_results
+from monarch_backend.dtensor._per_rank import output_strides, per_rank_int
 
 _aten = torch.ops.aten
 

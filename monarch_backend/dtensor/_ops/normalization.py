@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from monarch_backend.dtensor._controller import per_rank_int
-from monarch_backend.dtensor._dispatch import local_results, output_strides
+from monarch_backend.dtensor._dispatch import local_results
+from monarch_backend.dtensor._per_rank import output_strides, per_rank_int
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 _aten = torch.ops.aten

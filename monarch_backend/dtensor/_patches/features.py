@@ -25,12 +25,9 @@ def install() -> None:
     patches.apply_feature(manifest.GPUS)  # `device_mesh` refuses them
 
 
-def install_traces() -> None:
-    """Make captured steps work; raise an error that names the release to use if the running torch can't."""
+def require_traces() -> None:
+    """Raise an error that names the release to use if the running torch can't capture steps."""
     _require(manifest.CAPTURED)
-    from monarch_backend.dtensor._patches.semantics import trace_installation  # it imports dynamo
-
-    trace_installation.install()
 
 
 def require_gpus() -> None:

@@ -22,11 +22,13 @@ XLA: Release = (2, 9)
 
 _HERE = "monarch_backend.dtensor._patches"
 _SEMANTICS, _FIXES, _CACHES = f"{_HERE}.semantics", f"{_HERE}.fixes", f"{_HERE}.caches"
-_DISPATCHER = f"{_SEMANTICS}.op_dispatcher"
+_DISPATCHER = f"{_HERE}.op_dispatcher"
 _DEVICES = f"{_SEMANTICS}.device_queries"
 _SEEDS = f"{_SEMANTICS}.device_modules"
 _FSDP_MAKERS = f"{_SEMANTICS}.fsdp"
 _SHARDINGS = f"{_FIXES}.sharding_fixes"
+_XLA_MAKERS = "monarch_backend.dtensor._worker.xla"
+_CONTROLLER = "monarch_backend.dtensor._controller"
 
 _TENSOR = "torch.distributed.tensor"
 _MESH = "torch.distributed.device_mesh:DeviceMesh"
@@ -50,7 +52,7 @@ _cache = functools.partial(_row, "cache")
 
 _MESHES = (
     _semantics(
-        f"{_MESH}.__new__", f"{_SEMANTICS}.controller_mesh:make_mesh",
+        f"{_MESH}.__new__", f"{_CONTROLLER}.controller_mesh:make_mesh",
         "A mesh of a controller's ranks is of a subclass, which has ranks and coordinates of all processes.",
         "controller/test_device_mesh.py::test_each_process_has_its_part_of_three_dimensions",
     ),
@@ -359,7 +361,7 @@ _FSDP2 = (
 CORE = (
     *_MESHES, *_RANKS, *_DTENSORS, *_NUMBER_OPERANDS, *_FIXES_OF_SHARDINGS,
     _semantics(
-        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_SEMANTICS}.installation:_first_trace",
+        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_HERE}.first_trace:install_first",
         "The rows for traces are applied with the first trace; dynamo takes a second to import.",
         "compile/test_compile.py::test_a_trace_for_another_backend_installs_what_it_needs",
     ),
@@ -376,7 +378,7 @@ MESH = (*CORE, *_CHECKPOINTS, *_CUDA, *_FSDP2)
 _UNEVEN = "compile/test_compile.py::test_shards_of_unequal_sizes"
 _COMPILE = (
     _semantics(
-        "torch:_TorchCompileInductorWrapper.__call__", f"{_SEMANTICS}.trace_installation:_on_workers",
+        "torch:_TorchCompileInductorWrapper.__call__", f"{_HERE}.trace_installation:_on_workers",
         "Inductor's code reads memory, so it compiles on the workers.",
         "compile/test_compile.py::test_inductor_compiles_on_the_workers",
     ),
@@ -461,7 +463,7 @@ PATCHES = (*MESH, *COMPILE)
 _XLA_TEST = "tests/dtensor/devices/test_xla_meshes.py::test_tensors_are_on_xla_devices_of_another_torch"
 _SPMD = "torch takes a mesh of XLA devices for its SPMD mode."
 WORKER_XLA = tuple(
-    Patch(target, "fix", (f"{_FIXES}.{maker}",), why, _XLA_TEST, XLA, (XLA[0], XLA[1] + 1))
+    Patch(target, "fix", (f"{_XLA_MAKERS}.{maker}",), why, _XLA_TEST, XLA, (XLA[0], XLA[1] + 1))
     for target, maker, why in (
         (f"{_MESH}.__init__", "xla_spmd:leave_out_spmd", _SPMD),
         (f"{_TENSOR}._api:distribute_tensor", "xla_spmd:leave_out_spmd", _SPMD),

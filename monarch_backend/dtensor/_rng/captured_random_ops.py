@@ -9,7 +9,7 @@ import torch
 
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._rng import cpu_generator, philox
+from monarch_backend.dtensor._rng import philox
 from monarch_backend.dtensor._rng.random_ops import Shards, places_of, shards_of
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
 from monarch_backend.dtensor._rng.worker_generators import (
@@ -19,10 +19,11 @@ from monarch_backend.dtensor._rng.worker_generators import (
     generators_of_workers,
     in_step,
 )
+from monarch_backend.dtensor._torch_internals import cpu_generator
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
-    from monarch_backend.dtensor._rng.shard_origins import Origin
+    from monarch_backend.dtensor._per_rank.shard_origins import Origin
 
 
 class RandomOps:

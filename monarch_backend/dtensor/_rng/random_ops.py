@@ -29,11 +29,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _protocol
-from monarch_backend.dtensor._controller import call_sites, per_rank_int
+from monarch_backend.dtensor._controller import call_sites
+from monarch_backend.dtensor._controller.controller_mesh import workers_of
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch, local_results
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._rng import cpu_generator, philox, shard_origins, traced_random_op
+from monarch_backend.dtensor._per_rank import per_rank_int, shard_origins
+from monarch_backend.dtensor._rng import philox, traced_random_op
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
 from monarch_backend.dtensor._rng.worker_generators import (
     WORKER,
@@ -45,7 +47,7 @@ from monarch_backend.dtensor._rng.worker_generators import (
     members_of,
     take_generator,
 )
-from monarch_backend.dtensor._torch_internals import tracing_state
+from monarch_backend.dtensor._torch_internals import cpu_generator, tracing_state
 from monarch_backend.dtensor._worker.random_ops import dropped
 
 if TYPE_CHECKING:
@@ -66,8 +68,6 @@ def _workers(tensor: Any) -> WorkerSet:
     local = _local(tensor)
     if type(local) is RemoteTensor:
         return local._meta.workers
-    from monarch_backend.dtensor._patches.semantics.controller_mesh import workers_of  # it imports this module
-
     return workers_of(tensor.device_mesh)  # type: ignore[return-value]
 
 
@@ -339,8 +339,6 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
     >>> torch.nn.functional.dropout(rows).shape  # each rank drops other elements
     torch.Size([2, 3])
     """
-    from monarch_backend.dtensor._patches.semantics.controller_mesh import workers_of  # it imports this module
-
     workers = workers_of(mesh)
     if workers is None:
         return

@@ -1,7 +1,7 @@
 """Operator in traces for random numbers: each worker draws its part of those of a whole tensor.
 
 A captured step (see _compile/lowering.py) draws all its random numbers before its other operations, in the program's
-order. So changes by a compiler do not change the numbers. Like _compile/per_rank_op.py, it never runs on real tensors.
+order. So changes by a compiler do not change the numbers. Like _per_rank/per_rank_op.py, it never runs on real tensors.
 """
 
 from __future__ import annotations

@@ -13,12 +13,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from monarch_backend.dtensor._patches.fixes import grouped_mm
-
 MAX_ATTEMPTS = 3
 """Attempts to compile. Workers of one host compile concurrently, and may remove a broken file after each other."""
-
-grouped_mm.install_on_worker()
 
 
 def compiled(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:

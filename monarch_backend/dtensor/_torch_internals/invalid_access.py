@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 from monarch_backend import _native
 from monarch_backend.dtensor._errors import NotReadableError
@@ -70,3 +71,13 @@ def _reserve() -> bool:
     # error, where no code can catch it.
     sys.unraisablehook = _native.unraisable_hook(sys.unraisablehook)
     return True
+
+
+def set_metadata(func: Any, args: Any, kwargs: Any) -> None:
+    """Let an operator change the sizes of a wrapper, its first argument, which has no values."""
+    _native.without_address(args[0])
+    try:
+        with no_dispatch():
+            func(*args, **kwargs)
+    finally:
+        _native.no_pointer(args[0])

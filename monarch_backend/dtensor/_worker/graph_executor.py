@@ -14,8 +14,8 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 
-from monarch_backend.dtensor._compile import per_rank_op
-from monarch_backend.dtensor._dispatch.output_strides import is_wrong, ordered
+from monarch_backend.dtensor._per_rank import per_rank_op
+from monarch_backend.dtensor._per_rank.output_strides import is_wrong, ordered
 from monarch_backend.dtensor._protocol import MEETINGS, Graph, Kind, Signature, Step, Tag
 from monarch_backend.dtensor._worker import op_functions
 from monarch_backend.dtensor._worker.op_functions import Function, Source
@@ -121,7 +121,9 @@ class GraphFunction(Function):
         self._wants_inductor = False
         try:
             from monarch_backend.dtensor._torch_internals import inductor
+            from monarch_backend.dtensor._worker import grouped_mm
 
+            grouped_mm.install()
             self._compiled = inductor.compiled(self._all, given)
         except Exception as error:
             _log.warning(

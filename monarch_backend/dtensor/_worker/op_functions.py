@@ -15,7 +15,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 
 from monarch_backend._native import Call
-from monarch_backend.dtensor._dispatch import output_strides
+from monarch_backend.dtensor._per_rank import output_strides
 from monarch_backend.dtensor._protocol import COLLECTIVES, MEETINGS, Signature, Tag, constant
 from monarch_backend.dtensor._torch_internals import fast_op_lookup
 from monarch_backend.dtensor._worker import torch_compat

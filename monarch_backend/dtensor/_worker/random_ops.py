@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._rng import cpu_generator as _generators
+from monarch_backend.dtensor._torch_internals import cpu_generator as _generators
 from monarch_backend.dtensor._worker import op_functions
 from monarch_backend.process_group._xla import graph_hash_workaround
 

@@ -38,9 +38,9 @@ from monarch_backend.dtensor import (
     own_random_numbers,
     simulated_mesh,
 )
-from monarch_backend.dtensor._compile import compile_backend, merge_graphs, rank_classes
-from monarch_backend.dtensor._patches import manifest
-from monarch_backend.dtensor._patches.semantics import trace_installation
+from monarch_backend.dtensor._compile import compile_backend, merge_graphs
+from monarch_backend.dtensor._patches import manifest, trace_installation
+from monarch_backend.dtensor._per_rank import rank_classes
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from monarch_backend.dtensor import RemoteTensor, put_module, run, shard_batch
 from monarch_backend.dtensor._compile import compile_backend
-from monarch_backend.dtensor._patches.semantics import graph_inputs, trace_installation
+from monarch_backend.dtensor._patches import trace_installation
+from monarch_backend.dtensor._patches.semantics import graph_inputs
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 from tests.support.tiers import slow_except

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _hint_proves_even_shard
 
 from monarch_backend.dtensor import RankDependentError
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._per_rank import per_rank_int
 from tests.dtensor.values import same
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 
 from monarch_backend.actor import ProcMesh
 from monarch_backend.dtensor import RemoteTensorError, move, put_module, run
-from monarch_backend.dtensor._patches.semantics import controller_mesh
+from monarch_backend.dtensor._controller import controller_mesh
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
 

@@ -26,11 +26,10 @@ from monarch_backend.actor import this_host
 from monarch_backend.dtensor import RemoteOpError, RemoteTensor, RemoteTensorError, put_module, run, simulated_mesh
 from monarch_backend.dtensor._controller import controller_process_group as groups
 from monarch_backend.dtensor._ops import autocast_rules
-from monarch_backend.dtensor._patches.fixes import xla_spmd
 from monarch_backend.dtensor._patches.semantics import autocast
 from monarch_backend.dtensor._torch_internals import decompositions
 from monarch_backend.dtensor._worker import op_functions
-from monarch_backend.dtensor._worker.xla import op_overrides
+from monarch_backend.dtensor._worker.xla import op_overrides, xla_spmd
 from tests.dtensor import worker_functions, xla_selection
 from tests.dtensor.conftest import FOLDER, workers_of
 from tests.dtensor.values import same, value

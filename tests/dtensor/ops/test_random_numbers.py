@@ -24,8 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from monarch_backend.actor import this_host
 from monarch_backend.dtensor import RemoteTensor, RemoteTensorError, own_random_numbers, simulated_mesh
-from monarch_backend.dtensor._patches.semantics import controller_mesh
-from monarch_backend.dtensor._rng import cpu_generator, philox, random_ops
+from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._rng import philox, random_ops
+from monarch_backend.dtensor._torch_internals import cpu_generator
 from monarch_backend.dtensor._worker import random_ops as worker_random
 from tests.dtensor import failing_lookup
 from tests.dtensor.conftest import DEVICE

@@ -151,7 +151,7 @@ def test_a_group_of_the_program(mesh_of: Callable[[str], Any]) -> None:
 
 
 def test_one_thread_in_a_function_for_one_rank_leaves_others_alone(mesh_of: Callable[[str], Any]) -> None:
-    from monarch_backend.dtensor._patches.semantics.controller_mesh import _mode
+    from monarch_backend.dtensor._controller.controller_mesh import _mode
 
     seen: list[bool] = []
     with _mode.disable():

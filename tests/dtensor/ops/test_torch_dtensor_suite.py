@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from monarch_backend.dtensor import RemoteOpError
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._per_rank import per_rank_int
 from tests.dtensor import failing_lookup
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.torch_test_modules import common_dtensor

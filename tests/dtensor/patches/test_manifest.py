@@ -64,7 +64,7 @@ import monarch_backend.dtensor
 monarch_backend.dtensor.device_mesh
 from monarch_backend._core import patches
 from monarch_backend.dtensor._patches import manifest
-from monarch_backend.dtensor._patches.semantics import trace_installation
+from monarch_backend.dtensor._patches import trace_installation
 from monarch_backend._core.torch_version import torch_version
 INSTANCES = {}
 ROWS = [row for row in manifest.PATCHES if row.is_for(torch_version())]
@@ -111,7 +111,7 @@ OTHER_MESH = """
 import torch, torch.distributed as dist
 import monarch_backend.dtensor
 monarch_backend.dtensor.device_mesh
-from monarch_backend.dtensor._patches.semantics import trace_installation
+from monarch_backend.dtensor._patches import trace_installation
 trace_installation.install()
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -42,20 +42,13 @@ from monarch_backend._core import patches
 from monarch_backend._core.patches import Patch, Release
 from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor import RemoteTensorError, simulated_mesh
-from monarch_backend.dtensor._controller import remote_tensor
+from monarch_backend.dtensor._controller import controller_mesh, remote_tensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._ops import convolution
-from monarch_backend.dtensor._patches import manifest
+from monarch_backend.dtensor._patches import installation, manifest, trace_installation
 from monarch_backend.dtensor._patches.fixes import replicate_fallback, sharding_fixes
-from monarch_backend.dtensor._patches.semantics import (
-    controller_mesh,
-    installation,
-    op_handlers,
-    parallel_modules,
-    trace_installation,
-    traced_views,
-)
+from monarch_backend.dtensor._patches.semantics import op_handlers, parallel_modules, traced_views
 from monarch_backend.dtensor._torch_internals import c10d_registry, decompositions, sharding_tables
 
 RELEASE = torch_version()
@@ -594,13 +587,15 @@ def test_every_patch_is_in_place_in_either_order_of_imports(first: str) -> None:
     """Torch's entry point imports `compile_backend` first where a step is captured before there is a mesh."""
     program = f"""
 import monarch_backend.dtensor.{first}
-from monarch_backend.dtensor._patches.semantics import controller_mesh, installation, op_handlers, parallel_modules
+from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._patches import installation
+from monarch_backend.dtensor._patches.semantics import op_handlers, parallel_modules
 installation.install()
 from monarch_backend._core import patches
 from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor._patches import manifest
 placed = len(patches.originals)
-import monarch_backend.dtensor._controller.device_mesh
+import monarch_backend.dtensor._device_mesh
 from torch.distributed.tensor import DTensor
 assert len(patches.originals) == placed, "registered too late"
 placed = len([row for row in manifest.MESH if row.target in patches.originals])

@@ -19,9 +19,9 @@ from torch.distributed.tensor._utils import ExplicitRedistributionContext
 from torch.utils import _pytree as pytree
 
 from monarch_backend import _native
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._patches.fixes import view_writeback
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
 _ADDED = "_monarch_way"
 """Attribute of an OutputSharding: its `RedispatchPlan`; None if it has none."""

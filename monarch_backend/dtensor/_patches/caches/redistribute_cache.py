@@ -24,11 +24,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import MeshMismatchError
-from monarch_backend.dtensor._patches.semantics import controller_mesh
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 CACHE_SIZE = 1024

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from monarch_backend.dtensor._patches.semantics.controller_mesh import ControllerMesh, Replacement
+from monarch_backend.dtensor._controller.controller_mesh import ControllerMesh, Replacement
 
 _KNOWN = "_monarch_numbers"
 """Attribute of a controller's mesh: the specs' fields except the mesh, by dtype and number of placements."""

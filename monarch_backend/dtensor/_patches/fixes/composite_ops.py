@@ -42,9 +42,9 @@ def _by_torch(operator: Any, *args: Any, **kwargs: Any) -> Any:
 def _one_hot(tensor: Any, num_classes: int = -1) -> Any:
     # torch's decomposition checks the classes of plain tensors only.
     if tracing_state.is_dynamos() and controller_process_group.is_controller():
-        from monarch_backend.dtensor._patches.semantics import graph_breaks  # needs dynamo, which is imported now
+        from monarch_backend.dtensor._torch_internals import graph_break  # needs dynamo, which is imported now
 
-        graph_breaks.break_graph("one_hot", RemoteTensorError("one_hot checks its classes in eager code"))
+        graph_break.break_graph("one_hot", RemoteTensorError("one_hot checks its classes in eager code"))
     if not torch.compiler.is_compiling() and isinstance(tensor, (DTensor, RemoteTensor)):
         deferred_checks.require(value_checks.classes, tensor, num_classes)
     return _by_torch(_aten.one_hot.default, tensor, num_classes)

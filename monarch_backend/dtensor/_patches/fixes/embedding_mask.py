@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _MaskPartial
 
+from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._ops import sharding_rules
-from monarch_backend.dtensor._patches.semantics import controller_mesh
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.dtensor._worker import value_checks
 
 MASKED = (torch.ops.aten.embedding.default, torch.ops.aten.gather.default)

@@ -25,13 +25,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from monarch_backend._core.torch_version import torch_version
+from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results, op_signatures
 from monarch_backend.dtensor._ops import attention, sharding_rules
 from monarch_backend.dtensor._patches.fixes import composite_ops, view_writeback
-from monarch_backend.dtensor._patches.semantics import controller_mesh, op_handlers
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
-from monarch_backend.dtensor._torch_internals import decompositions, tracing_state
+from monarch_backend.dtensor._torch_internals import decompositions, invalid_access, tracing_state
 
 log = logging.getLogger("monarch_backend")
 
@@ -274,6 +274,6 @@ def _as_view(op_call: Any, args: Any, kwargs: Any, found: Any, placements: Any) 
 def _with_other_sizes(op_call: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     view = _OUT_OF_PLACE[op_call](*args, **(kwargs or {}))
-    op_handlers.set_metadata(op_call, args, kwargs or {})
+    invalid_access.set_metadata(op_call, args, kwargs or {})
     tensor._local_tensor, tensor._spec = view._local_tensor, view._spec
     return tensor

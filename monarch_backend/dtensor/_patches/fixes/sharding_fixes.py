@@ -23,11 +23,11 @@ from torch.distributed.tensor.parallel import loss
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from monarch_backend._core.torch_version import torch_version
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._ops import decomposed_losses, sharding_rules
 from monarch_backend.dtensor._patches.fixes import embedding_mask, replicate_fallback, sharding_rule_fixes
-from monarch_backend.dtensor._patches.semantics import op_handlers
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
+from monarch_backend.dtensor._torch_internals import own_handlers
 
 _aten = torch.ops.aten
 
@@ -390,7 +390,7 @@ def _from_the_start(own: Replacement) -> Replacement:
 def _by_a_whole_number(func: Any, args: Any, kwargs: Any) -> Any:
     """Replicate the number of a list operator: torch decides by the first tensor whether it may be a sum over ranks."""
     tensors, number, *rest = args
-    return op_handlers._in_torchs_way(func, (tensors, local_results.everywhere(number), *rest), kwargs)
+    return own_handlers.run(func, (tensors, local_results.everywhere(number), *rest), kwargs)
 
 
 def _of_values(own: Replacement) -> Replacement:

@@ -22,11 +22,11 @@ from torch.distributed.tensor import _redistribute as redistribution
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
+from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import op_signatures
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import controller_mesh
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
 _Base: Any = torch.Tensor
 

@@ -15,11 +15,11 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._compile import rank_classes
+from monarch_backend.dtensor._controller import controller_mesh
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics import controller_mesh
+from monarch_backend.dtensor._per_rank import rank_classes
 
 
 class _Step:

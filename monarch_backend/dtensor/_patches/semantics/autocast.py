@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
-from monarch_backend.dtensor._controller import device_moves
+from monarch_backend.dtensor._controller.controller_mesh import Replacement, _is_remote
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._dispatch import device_moves
 from monarch_backend.dtensor._ops import autocast_rules
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _is_remote
 from monarch_backend.dtensor._patches.semantics.device_queries import controls
 from monarch_backend.process_group._c10d_patches import overriding
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch.distributed.checkpoint import state_dict_saver
 
 from monarch_backend.dtensor._controller import controller_process_group
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 
 
 def _save(own: Any) -> Replacement:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.device_module import DeviceHandle
-from monarch_backend.dtensor._patches.fixes.xla_spmd import handle_for
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.dtensor._rng import philox
+from monarch_backend.dtensor._worker.xla.xla_spmd import handle_for
 
 
 def _handle(own: Any) -> Replacement:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from monarch_backend.dtensor._controller import controller_process_group, device_moves
+from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.device_module import Event, Stream, XlaModule
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
+from monarch_backend.dtensor._dispatch import device_moves, dispatch
 from monarch_backend.process_group._c10d_patches import overriding
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, not_readable
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._errors import not_readable
 
 
 def to_dlpack(own: Any) -> Replacement:

@@ -15,13 +15,7 @@ from torch.distributed.tensor import _api as api
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from monarch_backend.dtensor._controller import fetch, per_rank_host_tensor
-from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
-from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
-from monarch_backend.dtensor._controller.worker_set import WorkerSet
-from monarch_backend.dtensor._dispatch import global_shape as _global_shape
-from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
-from monarch_backend.dtensor._patches.fixes.xla_spmd import without_spmd
-from monarch_backend.dtensor._patches.semantics.controller_mesh import (
+from monarch_backend.dtensor._controller.controller_mesh import (
     Replacement,
     _coordinates,
     _is_remote,
@@ -30,9 +24,15 @@ from monarch_backend.dtensor._patches.semantics.controller_mesh import (
     rows_of,
     workers_of,
 )
-from monarch_backend.dtensor._patches.semantics.parallel_modules import _modules
-from monarch_backend.dtensor._rng import shard_origins
+from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
+from monarch_backend.dtensor._dispatch import global_shape as _global_shape
+from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
+from monarch_backend.dtensor._per_rank import shard_origins
+from monarch_backend.dtensor._placement import module_placement
 from monarch_backend.dtensor._torch_internals import tracing_state
+from monarch_backend.dtensor._worker.xla.xla_spmd import without_spmd
 
 
 def _distribute_module(own: Any) -> Replacement:
@@ -42,9 +42,9 @@ def _distribute_module(own: Any) -> Replacement:
         mesh = device_mesh or api._mesh_resources.get_current_mesh()
         if workers_of(mesh) is None:
             return own(module, mesh, *args, **options)
-        tied = _modules().tied(module)
+        tied = module_placement.tied(module)
         done = ours(module, mesh, *args, **options)
-        _modules().tie(tied)
+        module_placement.tie(tied)
         return done
 
     return distribute_module
@@ -100,7 +100,7 @@ def _from_local(own: Any) -> Replacement:
             local = local.sent(workers).requires_grad_(local.requires_grad)
         elif isinstance(local, RemoteTensor):
             _check_workers("DTensor.from_local()", local, workers)
-        local = _modules().sent(local, workers, outside(mesh))
+        local = module_placement.sent(local, workers, outside(mesh))
         return own(local, mesh, placements, **{**options, "run_check": False})
 
     return from_local
@@ -207,7 +207,7 @@ def _init_helper(own: Any) -> Replacement:
         workers = workers_of(mesh)
         if workers is None:
             return own(init_op, size, device_mesh, placements, **options)
-        from monarch_backend.dtensor._controller import factories
+        from monarch_backend.dtensor._placement import factories
 
         return factories.make(workers, init_op, size, mesh, placements, options)
 

@@ -13,10 +13,12 @@ import torch
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import _api as api
 
-from monarch_backend.dtensor._controller import device_moves, fetch
+from monarch_backend.dtensor._controller import fetch
 from monarch_backend.dtensor._controller.device_methods import DeviceMethods
 from monarch_backend.dtensor._controller.remote_storage import RemoteStorage
-from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer, not_readable
+from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
+from monarch_backend.dtensor._dispatch import device_moves
+from monarch_backend.dtensor._errors import not_readable
 from monarch_backend.dtensor._patches.fixes.view_writeback import IndexMethods
 
 _Base: Any = torch.Tensor

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from monarch_backend.dtensor._controller import controller_process_group, fsdp, module_placement
+from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._controller.controller_mesh import Replacement, slices_of, workers_of
 from monarch_backend.dtensor._controller.device_module import Stream
-from monarch_backend.dtensor._controller.factories import OnWorkers
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, slices_of, workers_of
+from monarch_backend.dtensor._placement import fsdp, module_placement
+from monarch_backend.dtensor._placement.factories import OnWorkers
 
 # Parameters and buffers -----------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor._controller import fetch
+from monarch_backend.dtensor._controller.controller_mesh import Replacement, _is_remote
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _is_remote
 
 
 def grouped_by_device(own: Any) -> Replacement:

@@ -6,31 +6,25 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch._dynamo.exc import RestartAnalysis, UnsafeScriptObjectError, Unsupported, unimplemented
+from torch._dynamo.exc import RestartAnalysis, UnsafeScriptObjectError, Unsupported
 from torch._dynamo.variables import builder
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._controller import controller_mesh
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
 from monarch_backend.dtensor._patches.fixes import embedding_mask
-from monarch_backend.dtensor._patches.semantics import controller_mesh, device_queries, submesh_shapes
+from monarch_backend.dtensor._patches.semantics import device_queries, submesh_shapes
+from monarch_backend.dtensor._per_rank import per_rank_int
+from monarch_backend.dtensor._torch_internals.graph_break import break_graph
 
 
 def _refuse_number(value: torch.SymInt) -> None:
     """Break the graph at ints that differ by rank; a branch on one raises as in eager code."""
     if per_rank_int.values_of(value) is not None:
         break_graph(f"the int {value}", RankDependentError(f"the int {value}", "has another value on each rank"))
-
-
-def break_graph(what: str, error: Exception) -> NoReturn:
-    """Let dynamo run this operation eagerly; with ``fullgraph=True`` it raises this text."""
-    hint = "Without fullgraph=True it runs eagerly; or put it into a function with torch.compiler.disable."
-    unimplemented(
-        gb_type="What differs by rank", context=what, explanation=str(error), from_exc=error, hints=[hint]
-    )  # fmt: skip
 
 
 Restart = RestartAnalysis

@@ -20,10 +20,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from monarch_backend.dtensor._compile import rank_classes
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._controller import controller_mesh
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, on_the_cpu
-from monarch_backend.dtensor._patches.semantics import controller_mesh, dtensor_api
+from monarch_backend.dtensor._patches.semantics import dtensor_api
 from monarch_backend.dtensor._patches.semantics.graph_breaks import (
     _differs,
     _is_uneven,
@@ -31,7 +30,7 @@ from monarch_backend.dtensor._patches.semantics.graph_breaks import (
     _refuse_number,
     _refuse_sizes,
 )
-from monarch_backend.dtensor._rng import shard_origins
+from monarch_backend.dtensor._per_rank import per_rank_int, rank_classes, shard_origins
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 

@@ -8,27 +8,15 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import _api as api
-from torch.utils._mode_utils import no_dispatch
 
-from monarch_backend import _native
 from monarch_backend.dtensor._controller import fetch
-from monarch_backend.dtensor._controller.remote_tensor import no_pointer
+from monarch_backend.dtensor._controller.controller_mesh import Replacement, _is_remote, _is_traced
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _is_remote, _is_traced
+from monarch_backend.dtensor._patches.fixes import view_writeback
 from monarch_backend.dtensor._rng import random_ops
+from monarch_backend.dtensor._torch_internals import own_handlers
 
 _aten = torch.ops.aten
-
-
-def set_metadata(func: Any, args: Any, kwargs: Any) -> None:
-    """Let an operator change the sizes of a wrapper, its first argument, which has no values."""
-    _native.without_address(args[0])
-    try:
-        with no_dispatch():
-            func(*args, **kwargs)
-    finally:
-        no_pointer(args[0])
 
 
 def _or_torchs(ours: Replacement) -> Replacement:
@@ -36,19 +24,9 @@ def _or_torchs(ours: Replacement) -> Replacement:
 
     def handle(func: Any, args: Any, kwargs: Any) -> Any:
         is_ours = all(_is_remote(each) or _is_traced(each) for each in _distributed(args))
-        return (ours if is_ours else _in_torchs_way)(func, args, kwargs)
+        return (ours if is_ours else own_handlers.run)(func, args, kwargs)
 
     return handle
-
-
-def _in_torchs_way(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator as torch does, for meshes that are no controller's."""
-    handlers = api.DTensor._op_dispatcher._custom_op_handlers
-    mine = handlers.pop(func)
-    try:
-        return func(*args, **(kwargs or {}))
-    finally:
-        handlers[func] = mine
 
 
 def _of_controllers(ours: Replacement, own: Replacement) -> Replacement:
@@ -101,18 +79,16 @@ def _random_operation(handle: Callable[[Any, Any, Any], Any]) -> Callable[[Any, 
         tensors = [each for each in args if isinstance(each, DTensor)]
         if all(map(_is_remote, tensors)) or (func not in random_ops.BY_VALUES and all(map(_is_traced, tensors))):
             result = handle(func, args, dict(kwargs))
-            from monarch_backend.dtensor._patches.fixes import view_writeback  # it imports this module
-
             view_writeback.write_back(func, args, kwargs)
             return result
         if any(map(_is_traced, tensors)):
             if random_ops.is_bernoulli_on_a_cpu(func, args, kwargs):
                 return random_ops.bernoulli_in_a_trace(args[0])
-            from monarch_backend.dtensor._patches.semantics import graph_breaks  # needs dynamo, which is imported now
+            from monarch_backend.dtensor._torch_internals import graph_break  # needs dynamo, which is imported now
 
-            graph_breaks.break_graph(
+            graph_break.break_graph(
                 str(func), RemoteTensorError(f"{func} draws a count of numbers that depends on values")
             )
-        return _in_torchs_way(func, args, kwargs)
+        return own_handlers.run(func, args, kwargs)
 
     return operation

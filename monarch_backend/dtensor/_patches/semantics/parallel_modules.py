@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import _api as api
 
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _mode, workers_of
+from monarch_backend.dtensor._controller.controller_mesh import Replacement, _mode, workers_of
+from monarch_backend.dtensor._placement import module_placement
 
 
 def _parallelize(own: Any) -> Replacement:
@@ -55,7 +56,7 @@ class _AtFirstCall:
         for key in [key for key, each in module._forward_pre_hooks.items() if each is self]:  # of a copy, too
             del module._forward_pre_hooks[key]
         if workers_of(self.mesh) is not None:  # else it was sent to a worker, which has everything
-            _modules().put_module(module, self.mesh)
+            module_placement.put_module(module, self.mesh)
 
 
 def _put_in_a_trace(context: Any) -> None:
@@ -75,20 +76,3 @@ def _put_in_a_trace(context: Any) -> None:
         for hook in [each for each in module._forward_pre_hooks.values() if isinstance(each, _AtFirstCall)]:
             hook.put(module)
     raise UnspecializeRestartAnalysis(restart_reason="parameters outside all plans were put on the workers")
-
-
-def exchange(parameter: Any, remote: Any) -> str:
-    """Let the object ``parameter``, to which others refer, become ``remote``; return why that is impossible, or ""."""
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return "it has hooks of its own"
-    try:
-        torch.utils.swap_tensors(parameter, remote)
-    except RuntimeError as error:  # a graph or a weak reference has the old tensor
-        return str(error).split("\n")[0]
-    return ""
-
-
-def _modules() -> Any:
-    from monarch_backend.dtensor._controller import module_placement as found  # it imports this module
-
-    return found

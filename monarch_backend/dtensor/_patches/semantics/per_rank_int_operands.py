@@ -15,11 +15,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import RankDependentError
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 from monarch_backend.dtensor._patches.semantics.submesh_shapes import LOCALLY
+from monarch_backend.dtensor._per_rank import per_rank_int
 
 _aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from torch.distributed import _state_dict_utils as state_dicts
 from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement
 
 
 def _broadcast(own: Any) -> Replacement:

@@ -10,12 +10,12 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import _collective_utils as collective_utils
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._compile import per_rank_op
-from monarch_backend.dtensor._controller import controller_process_group, per_rank_host_tensor, per_rank_int
+from monarch_backend.dtensor._controller import controller_process_group, per_rank_host_tensor
+from monarch_backend.dtensor._controller.controller_mesh import Replacement, _mode
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _mode
+from monarch_backend.dtensor._per_rank import per_rank_int, per_rank_op
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._controller.controller_mesh import Replacement, workers_of
 from monarch_backend.dtensor._errors import RankDependentError, RemoteTensorError
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, workers_of
+from monarch_backend.dtensor._per_rank import per_rank_int
 
 LOCALLY = (
     "A DTensor is one tensor for all of them: calculate with the ranks' parts and say what they are of "

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._compile import rank_classes
-from monarch_backend.dtensor._patches.semantics import controller_mesh
+from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._per_rank import rank_classes
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from monarch_backend.dtensor._controller import per_rank_int
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._patches.semantics.graph_breaks import _is_uneven
+from monarch_backend.dtensor._per_rank import per_rank_int
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 

@@ -45,9 +45,8 @@ def _device() -> torch.device:
 
 def start() -> torch.device:
     """Return this process's device; afterwards operations that only a controller's CPU has also run on it."""
-    from monarch_backend.dtensor._patches.fixes import xla_functionalization, xla_spmd
     from monarch_backend.dtensor._worker import attention, op_functions
-    from monarch_backend.dtensor._worker.xla import op_decompositions, op_overrides
+    from monarch_backend.dtensor._worker.xla import op_decompositions, op_overrides, xla_functionalization, xla_spmd
     from monarch_backend.process_group._xla import host_staged
 
     device = _device()

@@ -13,8 +13,8 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 
+from monarch_backend.dtensor._controller import controller_mesh
 from monarch_backend.dtensor._dispatch import dispatch, local_results
-from monarch_backend.dtensor._patches.semantics import controller_mesh
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet

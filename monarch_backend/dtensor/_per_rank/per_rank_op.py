@@ -2,8 +2,8 @@
 
 While torch.compile traces, torch's functions for "the rank that I am" (see
 dtensor/_patches/semantics/rank_functions.py) meet tensors without values and ints that differ by rank. Such a call
-becomes one node here; a captured step (see lowering.py) has in its place the function itself and each rank's numbers.
-On real tensors, which are this process's, it runs for each rank (`here`).
+becomes one node here; a captured step has in its place the function itself and each rank's numbers. On real tensors,
+which are this process's, it runs for each rank (see _compile/lowering.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._compile import rank_classes
-from monarch_backend.dtensor._controller import per_rank_host_tensor, per_rank_int
 from monarch_backend.dtensor._errors import RankDependentError
+from monarch_backend.dtensor._per_rank import per_rank_int, rank_classes
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 
@@ -56,9 +55,9 @@ def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise  # the ranks are traced again, in classes
         if not tracing_state.is_dynamos():
             raise  # make_fx() and torch.export have no eager code to fall back to
-        from monarch_backend.dtensor._patches.semantics import graph_breaks  # needs dynamo, which is imported now
+        from monarch_backend.dtensor._torch_internals import graph_break  # needs dynamo, which is imported now
 
-        graph_breaks.break_graph(_calls[number].name, error)
+        graph_break.break_graph(_calls[number].name, error)
     form, kept = _forms[number]
     return pytree.tree_unflatten([next(results) if each is _TENSOR else each for each in kept], form)
 
@@ -69,13 +68,6 @@ def arguments(number: int, tensors: Any) -> tuple[Call, Any, Any]:
     mine = iter(tensors)
     args, kwargs = pytree.tree_unflatten([next(mine) if each is _TENSOR else each for each in made.leaves], made.spec)
     return made, args, kwargs
-
-
-def here(tensors: Any, number: int) -> list[torch.Tensor]:
-    """Run the operator on tensors of this process, with each rank's numbers; each result is a PerRankTensor."""
-    made, args, kwargs = arguments(number, tensors)
-    result = per_rank_host_tensor.run(made.function, args, kwargs)
-    return [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
 
 
 def tensors_of(result: Any, inputs: Any) -> list[torch.Tensor]:

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from monarch_backend._core.extension_points import provide
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._controller.actor_command_channel import ActorCommandChannel
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import collectives, dispatch
-from monarch_backend.dtensor._dispatch import special_ops as special_ops
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._patches import features
-from monarch_backend.dtensor._patches.semantics import device_queries, installation
+from monarch_backend.dtensor._ops import special_ops as special_ops
+from monarch_backend.dtensor._patches import features, installation
+from monarch_backend.dtensor._patches.semantics import device_queries
 from monarch_backend.dtensor._torch_internals import invalid_access
 
 if TYPE_CHECKING:
@@ -153,6 +154,15 @@ def new_workers(name: str, size: int, device_type: str, line: Any) -> WorkerSet:
     if device_type != "cpu":
         device_queries.register_factories(device_type)
     return workers
+
+
+def _compile_backend() -> Any:
+    from monarch_backend.dtensor._compile import compile_backend  # it imports dynamo
+
+    return compile_backend
+
+
+provide("compile backend", _compile_backend)  # torch.compile of a program with a mesh uses it in place of Inductor
 
 
 class NoLine:

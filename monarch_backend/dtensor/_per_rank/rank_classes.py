@@ -12,7 +12,7 @@ import threading
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._per_rank import per_rank_int
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Application of the manifest: with a controller's first mesh, and with its first trace by torch.compile."""
+"""Application of the manifest with a controller's first mesh, and registration of operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed._local_tensor as local_tensor
 from torch.distributed.tensor import _api as api
 
 from monarch_backend._core.torch_version import NEWEST, torch_version
-from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._controller.controller_mesh import _mode
 from monarch_backend.dtensor._ops import (
     convolution,
     decomposed_losses,
@@ -19,7 +19,9 @@ from monarch_backend.dtensor._ops import (
     normalization,
     sharding_rules,
 )
-from monarch_backend.dtensor._patches.semantics.controller_mesh import Replacement, _mode
+from monarch_backend.dtensor._patches import features
+from monarch_backend.dtensor._patches.fixes import composite_ops, grouped_mm, sharding_fixes
+from monarch_backend.dtensor._patches.semantics import per_rank_int_operands
 from monarch_backend.dtensor._patches.semantics.op_handlers import (
     _equal,
     _item,
@@ -38,10 +40,6 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    from monarch_backend.dtensor._patches import features  # it imports this module
-    from monarch_backend.dtensor._patches.fixes import composite_ops, grouped_mm
-    from monarch_backend.dtensor._patches.semantics import per_rank_int_operands
-
     features.install()
     modes: list[Any] = local_tensor._PROCESS_LOCAL_TENSOR_MODE
     modes.insert(0, _mode)  # torch looks for its LocalTensorMode there
@@ -72,8 +70,6 @@ _installed = False
 
 def _correct_shardings() -> None:
     """Correct torch's shardings. On a torch that is newer than tested, warn of those that are not found."""
-    from monarch_backend.dtensor._patches.fixes import sharding_fixes  # it imports this module
-
     try:
         sharding_fixes.correct()
     except (AttributeError, KeyError) as error:
@@ -83,16 +79,3 @@ def _correct_shardings() -> None:
             f"torch {torch.__version__} is newer than tested; not all of its shardings are corrected: {error!r}",
             stacklevel=2,
         )
-
-
-def _first_trace(own: Any) -> Replacement:
-    """Install the rows for traces at dynamo's first trace for any backend; their imports take a second."""
-
-    def __call__(self: Any, *args: Any, skip: int = 0, **options: Any) -> Any:
-        if controller_process_group.is_controller():
-            from monarch_backend.dtensor._patches import features  # it imports this module
-
-            features.install_traces()
-        return own(self, *args, skip=skip + 1, **options)
-
-    return __call__

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._per_rank import per_rank_int
 
 _aten = torch.ops.aten
 Strides = list[int] | None

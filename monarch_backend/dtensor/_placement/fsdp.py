@@ -13,11 +13,12 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._controller import per_rank_host_tensor, per_rank_int
+from monarch_backend.dtensor._controller import per_rank_host_tensor
+from monarch_backend.dtensor._controller.controller_mesh import outside, workers_of
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
-from monarch_backend.dtensor._patches.semantics.controller_mesh import outside, workers_of
+from monarch_backend.dtensor._per_rank import per_rank_int
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

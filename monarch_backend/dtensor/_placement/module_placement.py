@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from monarch_backend.dtensor._controller import controller_mesh
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import local_results
-from monarch_backend.dtensor._patches.semantics import controller_mesh, parallel_modules
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -63,7 +63,7 @@ def _put_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None
     remote.__dict__.update(its_own)
     if parameter.grad is not None:
         remote.grad = _put(parameter.grad, mesh)
-    why = parallel_modules.exchange(parameter, remote)
+    why = _exchange(parameter, remote)
     if why:
         log.warning(
             "%s stays on the controller, and is sent to the workers whenever it is used: %s. Call "
@@ -71,6 +71,17 @@ def _put_parameter(name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> None
             name,
             why,
         )
+
+
+def _exchange(parameter: Any, remote: Any) -> str:
+    """Let the object ``parameter``, to which others refer, become ``remote``; return why that is impossible, or ""."""
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return "it has hooks of its own"
+    try:
+        torch.utils.swap_tensors(parameter, remote)
+    except RuntimeError as error:  # a graph or a weak reference has the old tensor
+        return str(error).split("\n")[0]
+    return ""
 
 
 def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:

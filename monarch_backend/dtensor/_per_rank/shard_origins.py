@@ -21,7 +21,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._controller import per_rank_int
+from monarch_backend.dtensor._per_rank import per_rank_int
 from monarch_backend.dtensor._torch_internals import tracing_state
 
 _aten = torch.ops.aten

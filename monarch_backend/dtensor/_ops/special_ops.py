@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller import fetch
-from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._dispatch import collectives, dispatch
 from monarch_backend.dtensor._dispatch.fake_tensors import Operand, out_sizes, propagate, stands_in
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._ops import grad_scaler
-from monarch_backend.dtensor._patches.semantics import op_handlers
-from monarch_backend.dtensor._torch_internals import decompositions
+from monarch_backend.dtensor._per_rank import shard_origins
+from monarch_backend.dtensor._protocol import RemoteRef
+from monarch_backend.dtensor._torch_internals import decompositions, invalid_access
+
+if TYPE_CHECKING:
+    from monarch_backend.dtensor._controller.tensor_meta import Meta
+    from monarch_backend.dtensor._controller.worker_set import WorkerSet
+    from monarch_backend.dtensor._per_rank.shard_origins import Origin
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
+MAX_RESULTS = 4
+"""Limit of results of an operator whose results' sizes depend on values: ``unique_consecutive`` has three."""
 
 
 def _item(_func: Any, args: Any, _kwargs: Any) -> Any:
@@ -69,7 +77,33 @@ def _size_by_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator whose result's size depends on values: the workers are asked for it."""
     first = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor))
     args, kwargs = pytree.tree_map(dispatch._plain(args, kwargs), (list(args), dict(kwargs)))
-    return fetch.run_and_measure(first._meta.workers, str(func), args, kwargs)
+    return _run_and_measure(first._meta.workers, str(func), args, kwargs)
+
+
+def _run_and_measure(workers: WorkerSet, name: str, args: Any, kwargs: Any) -> Any:
+    """Run an operator whose results' sizes depend on values, and wait for the sizes only."""
+
+    def by_id(value: Any) -> Any:
+        return RemoteRef(value._ref.id) if isinstance(value, RemoteTensor) else value
+
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
+    streams = [each._meta.origin.streams for each in tensors if each._meta.origin is not None]
+    origin = shard_origins.Origin(shard_origins.together(streams)) if streams else None
+    first = next(workers.ids)
+    numbers = [first, *(next(workers.ids) for _ in range(MAX_RESULTS - 1))]
+    sent_args, sent_kwargs = pytree.tree_map(by_id, (list(args), dict(kwargs)))
+    replies = workers.ask("measure", name, sent_args, sent_kwargs, numbers)
+    results = []
+    count = len(next(each for each in replies if each is not None))
+    for i, number in enumerate(numbers[:count]):
+        columns = [None if each is None else each[i] for each in replies]
+        metas = [None if each is None else _meta_of(workers, origin, *each) for each in columns]
+        results.append(RemoteTensor(workers.metas.by_rank(metas), Ref(workers, number)))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _meta_of(workers: WorkerSet, origin: Origin | None, sizes: Any, strides: Any, dtype: str) -> Meta:
+    return workers.metas.same(tuple(sizes), tuple(strides), 0, getattr(torch, dtype), workers.device, origin)
 
 
 def _pack(func: Any, args: Any, kwargs: Any) -> Any:
@@ -89,7 +123,7 @@ def _set_metadata(func: Any, args: Any, kwargs: Any) -> Any:
     # A detached tensor has the same id and keeps its sizes, so this tensor gets a new id.
     own = dispatch.dispatch(_aten.alias.default, (tensor,), {})
     dispatch.run_plain(func, (own, *args[1:]), kwargs)
-    op_handlers.set_metadata(func, args, kwargs)
+    invalid_access.set_metadata(func, args, kwargs)
     tensor._ref, tensor._meta = own._ref, changed
     return tensor
 

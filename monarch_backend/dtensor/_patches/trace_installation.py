@@ -25,17 +25,16 @@ from torch.distributed.tensor import _utils as utils
 import monarch_backend
 from monarch_backend import dtensor
 from monarch_backend._core import patches
-from monarch_backend.dtensor._controller import device_methods
+from monarch_backend._core.extension_points import extension
+from monarch_backend.dtensor._controller import controller_mesh, device_methods
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-from monarch_backend.dtensor._patches import manifest
+from monarch_backend.dtensor._patches import installation, manifest
 from monarch_backend.dtensor._patches.semantics import (
     checkpoints,
-    controller_mesh,
     device_modules,
     dtensor_api,
     dtensor_methods,
     gradient_lists,
-    installation,
     op_handlers,
     parallel_modules,
     rank_functions,
@@ -117,8 +116,6 @@ def _on_workers(own: Any) -> Any:
     def __call__(self: Any, model: Any, inputs: Any, **options: Any) -> Any:
         if type(self) is not torch._TorchCompileInductorWrapper or not any(map(_is_of_workers, inputs)):
             return own(self, model, inputs, **options)
-        from monarch_backend.dtensor._compile import compile_backend  # it imports this module
-
         if self.config:
             warnings.warn(
                 f"torch.compile() of DTensors on workers, which compile with Inductor's defaults: {self.config} is "
@@ -126,7 +123,7 @@ def _on_workers(own: Any) -> Any:
                 UserWarning,
                 stacklevel=2,
             )
-        return compile_backend.monarch(model, inputs)
+        return extension("compile backend").monarch(model, inputs)
 
     return __call__
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from monarch_backend.dtensor._controller import controller_process_group, remote_tensor
+from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import RemoteTensorError
@@ -136,24 +136,4 @@ def pinned(tensor: Any) -> Any:
     return dispatch.call(there.pinned, _THERE + "pinned", (tensor,), {})
 
 
-def at_home(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return an operator's arguments with the intended devices.
-
-    torch's C++ asks a tensor for its device and passes it on: in ``new_zeros``, ``type_as`` and for the gradient of a
-    leaf. That is "cpu" for each remote tensor, and means the device of the first one.
-    """
-    tensors = (each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor))
-    first = next(tensors, None)
-    if first is None or first._meta.device == first._meta.shown:
-        return args, kwargs
-    shown, home = first._meta.shown, first._meta.device
-    args, kwargs = pytree.tree_map(lambda v: home if isinstance(v, torch.device) and v == shown else v, (args, kwargs))
-    return args, kwargs
-
-
-def _index(tensor: RemoteTensor) -> int:
-    device = tensor._meta.device
-    return -1 if device.index is None else device.index
-
-
-remote_tensor.set_devices(pinned, _index)
+operations.to, operations.pinned = to, pinned

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _visualize_sharding
 
-from monarch_backend.dtensor._compile import rank_classes
-from monarch_backend.dtensor._controller import controller_process_group, per_rank_int
+from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._errors import MeshMismatchError
-from monarch_backend.dtensor._patches.fixes.xla_spmd import without_spmd
+from monarch_backend.dtensor._per_rank import per_rank_int, rank_classes
 from monarch_backend.dtensor._torch_internals import sharding_tables, tracing_state
+from monarch_backend.dtensor._worker.xla.xla_spmd import without_spmd
 
 Replacement = Callable[..., Any]
 
