@@ -106,8 +106,7 @@ $(FUZZ)/.installed:
 lint: $(STAMP)  ## ruff (format and lint), layers of packages and cycles inside them, prose, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/lint-imports
-	$(BIN)/lint-imports .importlinter-cycles
+	$(BIN)/lint-imports --no-cache .importlinter .importlinter-cycles
 	$(BIN)/python tools/check_prose.py
 	$(BIN)/mypy
 
