@@ -18,7 +18,7 @@ torch.
 - `_ops/`: sharding rules and operations that torch lacks or has wrong.
 - `_rng/`: random numbers of a single process on shards.
 - `_compile/`: captured steps: from torch.compile's graph to commands of workers.
-- `_patches/`: replaced names of torch: the manifest, and the replacements by kind.
+- `_patches/`: changes of torch: the manifests of names and of tables, and the replacements by kind.
 - `_torch_internals/`: private parts of torch that are read or called, and not replaced.
 - `_worker/`: what the processes do with a command.
 - `_protocol.py`: the messages between controller and workers.
