@@ -17,7 +17,7 @@ Each of these imports only those below it:
 
 - `_device_mesh.py`: how a program makes a mesh.
 - `_compile/`: captured steps: from torch.compile's graph to commands of workers.
-- `_patches/`: replaced names of torch: the manifest, and the replacements by kind.
+- `_patches/`: changes of torch: the manifests of names and of tables, and the replacements by kind.
 - `_ops/`: sharding rules and operations that torch lacks or has wrong.
 - `_rng/`: random numbers of a single process on shards.
 - `_placement/`: modules, batches, new tensors and parameters of FSDP, put on the workers.

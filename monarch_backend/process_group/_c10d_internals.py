@@ -7,6 +7,7 @@ them. Replacements of torch's functions are in _c10d_patches.py.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -142,8 +143,9 @@ def hide_from_dynamo(cls: _Class) -> _Class:
     TorchDynamo. Its mark on a code object, set by torch._C._dynamo.eval_frame, costs nothing.
     """
     for member in vars(cls).values():
-        function = member.fget if isinstance(member, property) else member
-        function = getattr(function, "__func__", function)
+        function: Any = member.fget if isinstance(member, property) else member
+        # contextlib has one code object around the functions of all context managers.
+        function = inspect.unwrap(getattr(function, "__func__", function))
         if isinstance(function, FunctionType):
             skip = eval_frame._FrameAction.SKIP
             eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))

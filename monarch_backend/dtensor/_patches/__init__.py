@@ -1,1 +1,1 @@
-"""Replaced names of torch: the manifest, and the replacements by kind."""
+"""Changes of torch: the manifests of replaced names and of entries in its tables, and the replacements by kind."""

@@ -1,7 +1,8 @@
 """Manifest of the names of torch that are replaced for DTensors of a controller.
 
 ``MESH`` is applied with the first mesh of a process, ``COMPILE`` with the first trace by torch.compile. A replacement
-calls torch's own object for meshes that are not a controller's. ``WORKER_XLA`` is for workers with XLA devices.
+calls torch's own object for meshes that are not a controller's. ``WORKER_XLA`` is for workers with XLA devices,
+``WORKER_INDUCTOR`` for workers that compile. registrations.py has the entries in torch's tables.
 
 docs/reference/torch-patches.md is generated from these rows: ``python -m monarch_backend.dtensor._patches.manifest``.
 With ``--check`` it prints the rows that the running torch does not match.
@@ -14,11 +15,7 @@ import sys
 
 from monarch_backend._core.patches import Feature, Kind, Patch, Release, unmatched
 from monarch_backend._core.torch_version import torch_version
-
-TORCH: Release = (2, 11)
-"""The oldest release that a controller needs."""
-XLA: Release = (2, 9)
-"""Release of torch that torch_xla needs."""
+from monarch_backend.dtensor._patches import releases
 
 _HERE = "monarch_backend.dtensor._patches"
 _SEMANTICS, _FIXES, _CACHES = f"{_HERE}.semantics", f"{_HERE}.fixes", f"{_HERE}.caches"
@@ -40,13 +37,14 @@ _AOT = "torch._functorch._aot_autograd.runtime_wrappers"
 
 def _row(
     kind: Kind, target: str, maker: str, why: str, test: str,
-    *, swaps_code: bool = False, since: Release = TORCH, before: Release | None = None,
+    *, swaps_code: bool = False, since: Release = releases.CONTROLLER,
+    before: Release | None = None, upstream: str = "none",
 ) -> Patch:  # fmt: skip
-    return Patch(target, kind, (maker,), why, f"tests/dtensor/{test}", since, before, swaps_code=swaps_code)
+    return Patch(target, kind, (maker,), why, f"tests/dtensor/{test}", since, before, upstream, swaps_code)
 
 
 _semantics = functools.partial(_row, "semantics")
-_fix = functools.partial(_row, "fix")
+_fix = functools.partial(_row, "fix", upstream="not reported")
 _cache = functools.partial(_row, "cache")
 
 
@@ -204,7 +202,7 @@ _NUMBER_OPERANDS = (
         "torch:Tensor._wrapped_number", "semantics", (f"{_SEMANTICS}.per_rank_int_operands:wrapped_number",),
         "C++ calculates with a wrong number where one differs by rank, and notes the number here.",
         "tests/dtensor/controller/test_per_rank_int.py::test_numbers_of_each_rank_are_calculated_with_on_workers_only",
-        TORCH, adds=True,
+        releases.CONTROLLER, adds=True,
     ),
 )  # fmt: skip
 
@@ -218,11 +216,13 @@ _FIXES_OF_SHARDINGS = (
         "torch.nn.utils.clip_grad:_get_total_norm", f"{_SEMANTICS}.gradient_lists:_total_norm",
         "Norms of gradients on several meshes cannot be stacked.",
         "training/test_training_steps.py::test_gradients_on_several_meshes_are_clipped_by_one_norm", swaps_code=True,
+        upstream="pytorch/pytorch#180346",
     ),
     _fix(
         "torch.nn.utils.clip_grad:_clip_grads_with_norm_", f"{_SEMANTICS}.gradient_lists:_clip_by_norm",
         "Gradients on several meshes cannot be scaled by one call.",
         "training/test_training_steps.py::test_gradients_on_several_meshes_are_clipped_by_one_norm", swaps_code=True,
+        upstream="pytorch/pytorch#180501",
     ),
 )  # fmt: skip
 
@@ -368,10 +368,10 @@ CORE = (
 )  # fmt: skip
 """Rows without which there is no controller; applied with the first mesh."""
 CHECKPOINTS = Feature(
-    "Saving and loading of a controller's DTensors by torch.distributed.checkpoint", _CHECKPOINTS, TORCH
+    "Saving and loading of a controller's DTensors by torch.distributed.checkpoint", _CHECKPOINTS, releases.CONTROLLER
 )
-GPUS = Feature("A mesh of GPUs", _CUDA, TORCH)
-FSDP2 = Feature("fully_shard on a controller's mesh", _FSDP2, (2, 12))
+GPUS = Feature("A mesh of GPUs", _CUDA, releases.CONTROLLER)
+FSDP2 = Feature("fully_shard on a controller's mesh", _FSDP2, releases.FSDP2)
 MESH = (*CORE, *_CHECKPOINTS, *_CUDA, *_FSDP2)
 """Rows that are applied with the first mesh."""
 
@@ -385,7 +385,7 @@ _COMPILE = (
     _fix(
         "torch._subclasses.meta_utils:MetaConverter._backward_error", f"{_SEMANTICS}.graph_inputs:_with_history",
         "DTensor's sharding cache takes no symbols.",
-        "compile/test_dynamic_sizes.py::test_other_sizes",
+        "compile/test_dynamic_sizes.py::test_other_sizes", upstream="pytorch/pytorch#159590",
     ),
     _semantics(
         f"{_DYNAMO}.builder:_automatic_dynamic", f"{_SEMANTICS}.graph_inputs:_static",
@@ -440,20 +440,21 @@ _COMPILE = (
         f"{_TENSOR}.placement_types:_StridedShard.local_shard_size_and_offset",
         f"{_SEMANTICS}.traced_views:_places_of_strided",
         "Offsets are read out of a tensor, which has no values in a trace.",
-        "compile/test_compile.py::test_views_over_a_sharded_dimension",
+        "compile/test_compile.py::test_views_over_a_sharded_dimension", upstream="pytorch/pytorch#184945",
     ),
     _fix(
         f"{_AOT}:gen_alias_from_base", f"{_SEMANTICS}.traced_views:_view_of",
         "A result that is a view of an input cannot be made again of a DTensor.",
         "compile/test_compile.py::test_inputs_that_are_changed_and_results_that_are_views",
+        upstream="pytorch/pytorch#184002",
     ),
     _fix(
         f"{_AOT}:AOTDispatchAutograd.process_runtime_tangent", f"{_SEMANTICS}.aot_tangents:process",
         "A missing gradient of a DTensor comes as a plain tensor of zeros.",
-        "compile/test_aot_tangents.py::test_one_of_the_results_is_enough",
+        "compile/test_aot_tangents.py::test_one_of_the_results_is_enough", upstream="pytorch/pytorch#173123",
     ),
 )  # fmt: skip
-CAPTURED = Feature("torch.compile in a controller of DTensors", _COMPILE, (2, 13))
+CAPTURED = Feature("torch.compile in a controller of DTensors", _COMPILE, releases.CAPTURED)
 """Its rows are applied with the first trace."""
 COMPILE = CAPTURED.rows
 
@@ -463,7 +464,7 @@ PATCHES = (*MESH, *COMPILE)
 _XLA_TEST = "tests/dtensor/devices/test_xla_meshes.py::test_tensors_are_on_xla_devices_of_another_torch"
 _SPMD = "torch takes a mesh of XLA devices for its SPMD mode."
 WORKER_XLA = tuple(
-    Patch(target, "fix", (f"{_XLA_MAKERS}.{maker}",), why, _XLA_TEST, XLA, (XLA[0], XLA[1] + 1))
+    Patch(target, "fix", (f"{_XLA_MAKERS}.{maker}",), why, _XLA_TEST, releases.XLA, (2, 10), "not reported")
     for target, maker, why in (
         (f"{_MESH}.__init__", "xla_spmd:leave_out_spmd", _SPMD),
         (f"{_TENSOR}._api:distribute_tensor", "xla_spmd:leave_out_spmd", _SPMD),
@@ -476,18 +477,27 @@ WORKER_XLA = tuple(
     )
 )  # fmt: skip
 """Rows of workers with XLA devices, which `leave_out_spmd` and `keep_views_together` put in place."""
+WORKER_INDUCTOR = (
+    _fix(
+        "torch._meta_registrations:_meta_grouped_mm_common", "monarch_backend.dtensor._worker.grouped_mm:corrected",
+        "Inductor asks it, and it refuses float32 and float16, which torch's kernels accept.",
+        "compile/test_compile.py::test_grouped_mm_of_float32_in_a_captured_step", since=releases.WORKER, before=(2, 15),
+    ),
+)  # fmt: skip
+"""Rows of workers that compile captured steps, which `grouped_mm.install` puts in place."""
 
 
 def table() -> str:
     """Return docs/reference/torch-patches.md."""
     from monarch_backend._core.patches import documented
-    from monarch_backend.process_group._c10d_manifest import C10D
+    from monarch_backend.dtensor._patches import registrations
+    from monarch_backend.process_group import _c10d_manifest
 
     return documented(
         {
-            'Programs with `backend="monarch"`': C10D,
-            "Controllers of DTensors": PATCHES,
-            "Workers with XLA devices": WORKER_XLA,
+            'Programs with `backend="monarch"`': (_c10d_manifest.C10D, _c10d_manifest.REGISTRATIONS),
+            "Controllers of DTensors": (PATCHES, registrations.CONTROLLER),
+            "Workers": ((*WORKER_XLA, *WORKER_INDUCTOR), registrations.WORKER),
         }
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from monarch_backend.dtensor._patches import manifest
 from monarch_backend.process_group._c10d_manifest import C10D
 
 ROOT = Path(__file__).parents[3]
-ROWS = (*manifest.PATCHES, *manifest.WORKER_XLA, *C10D)
+ROWS = (*manifest.PATCHES, *manifest.WORKER_XLA, *manifest.WORKER_INDUCTOR, *C10D)
 
 COMPARE = """
 import inspect, json, sys, types
@@ -107,6 +108,17 @@ print(json.dumps(found))
 dist.destroy_process_group()
 """
 
+COMPILING_WORKER = """
+import torch._inductor
+from torch.fx.experimental.proxy_tensor import make_fx
+import monarch_backend.process_group
+INSTANCES = {}
+before = names()
+from monarch_backend.dtensor._worker import grouped_mm
+grouped_mm.install()
+print(json.dumps(changed(before, names())))
+"""
+
 OTHER_MESH = """
 import torch, torch.distributed as dist
 import monarch_backend.dtensor
@@ -186,6 +198,11 @@ def test_program_with_the_backend_only_has_at_most_six_replaced_names() -> None:
     assert all(sum(row.is_for(release) for row in C10D) <= 6 for release in ((2, 9), (2, 13), (2, 14), (2, 15)))
 
 
+def test_worker_that_compiles_has_the_rows_of_its_manifest() -> None:
+    found = json.loads(run(COMPARE + COMPILING_WORKER, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
+    assert found == [row.target for row in manifest.WORKER_INDUCTOR if row.is_for(torch_version.torch_version())]
+
+
 def test_meshes_of_other_backends_get_torchs_own_functions() -> None:
     assert run(OTHER_MESH) == "done"
 
@@ -196,6 +213,8 @@ def test_row_names_a_test_that_exists_and_says_why(row: Patch) -> None:
     text = (ROOT / path).read_text()
     assert f"def {name}(" in text or f"class {name}(" in text
     assert row.why.endswith(".") and row.kind in ("semantics", "fix", "cache")
+    is_thread = re.fullmatch(r"pytorch/pytorch#\d+", row.upstream) is not None
+    assert (is_thread or row.upstream == "not reported") if row.kind == "fix" else row.upstream == "none"
 
 
 def test_each_row_of_this_release_is_in_torch() -> None:

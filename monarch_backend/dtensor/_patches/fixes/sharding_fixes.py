@@ -31,9 +31,10 @@ from monarch_backend.dtensor._torch_internals import own_handlers
 
 _aten = torch.ops.aten
 
-_BY_ONE_NUMBER = (
+BY_ONE_NUMBER = (
     _aten._foreach_mul.Tensor, _aten._foreach_mul_.Tensor, _aten._foreach_div.Tensor, _aten._foreach_div_.Tensor,
 )  # fmt: skip
+"""Operators on a list of tensors and one number."""
 
 
 def correct() -> None:
@@ -51,7 +52,7 @@ def correct() -> None:
     for operator in (_aten.argmin.default, _aten.argmax.default):
         handlers[operator] = _from_the_start(handlers[operator])
     handlers[_aten.as_strided.default] = replicate_fallback.strided(handlers[_aten.as_strided.default])
-    handlers.update(dict.fromkeys(_BY_ONE_NUMBER, _by_a_whole_number))
+    handlers.update(dict.fromkeys(BY_ONE_NUMBER, _by_a_whole_number))
     handlers.update(dict.fromkeys(embedding_mask.MASKED, embedding_mask.masked_at_once))
     for operator in (_aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default):
         loss.customized_loss_ops[operator] = _of_weighted_classes(loss.customized_loss_ops[operator])

@@ -52,10 +52,11 @@ def is_of_workers(device_type: str) -> bool:
 # Tensors that a program makes on "cuda" -------------------------------------------------------------------------
 
 
-_FACTORIES = (
+FACTORIES = (
     "empty.memory_format", "empty_strided", "zeros", "ones", "full", "arange", "arange.start", "arange.start_step",
     "linspace", "eye", "eye.m", "scalar_tensor", "tril_indices", "triu_indices",
 )  # fmt: skip
+"""Operators of aten that make a tensor on a named device."""
 _libraries: dict[str, torch.library.Library] = {}
 
 
@@ -68,7 +69,7 @@ def register_factories(device_type: str) -> None:
         return
     library = torch.library.Library("aten", "IMPL")
     with overriding():  # without such a device, the old kernels could only fail
-        for name in _FACTORIES:
+        for name in FACTORIES:
             packet, _, overload = name.partition(".")
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
             library.impl(operator, _factory(operator, device_type), device_type.upper())

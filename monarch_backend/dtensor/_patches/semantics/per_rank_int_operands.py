@@ -49,7 +49,7 @@ def _set(own: Any) -> Replacement:
     return __setitem__
 
 
-_OPERATORS = [
+OPERATORS = [
     getattr(packet, name)
     for packet in (_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.floor_divide)
     for name in packet.overloads()
@@ -69,7 +69,7 @@ def install() -> None:
     """Make torch's stand-ins for such numbers visible: they get the key of a negation, whose kernels are here."""
     global _library
     _library = torch.library.Library("aten", "IMPL")
-    for each in _OPERATORS:
+    for each in OPERATORS:
         _library.impl(each, functools.partial(_calculate, each), "Negative")
 
 
