@@ -385,7 +385,7 @@ _COMPILE = (
     _fix(
         "torch._subclasses.meta_utils:MetaConverter._backward_error", f"{_SEMANTICS}.graph_inputs:_with_history",
         "DTensor's sharding cache takes no symbols.",
-        "compile/test_dynamic_sizes.py::test_other_sizes", upstream="pytorch/pytorch#159590",
+        "compile/test_dynamic_sizes.py::test_other_sizes", upstream="not reported",
     ),
     _semantics(
         f"{_DYNAMO}.builder:_automatic_dynamic", f"{_SEMANTICS}.graph_inputs:_static",
