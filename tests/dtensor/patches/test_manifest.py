@@ -119,6 +119,21 @@ grouped_mm.install()
 print(json.dumps(changed(before, names())))
 """
 
+COMPARE_SHARDS = """
+import torch, torch.distributed as dist
+from monarch_backend.dtensor._patches import installation
+installation.install()
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+mesh = init_device_mesh("cpu", (2,))
+one = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)])
+other = DTensor.from_local(torch.full((2,), float(dist.get_rank())), mesh, [Shard(0)])
+assert torch.equal(one, one) and not torch.equal(one, other)
+assert DTensor.from_local(torch.tensor(3.0), mesh, [Replicate()]).item() == 3
+dist.destroy_process_group()
+"""
+
 OTHER_MESH = """
 import torch, torch.distributed as dist
 import monarch_backend.dtensor
@@ -205,6 +220,15 @@ def test_worker_that_compiles_has_the_rows_of_its_manifest() -> None:
 
 def test_meshes_of_other_backends_get_torchs_own_functions() -> None:
     assert run(OTHER_MESH) == "done"
+
+
+def test_other_meshes_compare_the_shards_of_all_ranks(tmp_path: Path) -> None:
+    """Rank 0 has equal shards, and torch asks rank 1."""
+    script = tmp_path / "compare.py"
+    script.write_text(COMPARE_SHARDS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.target)

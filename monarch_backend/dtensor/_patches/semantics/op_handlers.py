@@ -50,13 +50,13 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     if _is_remote(tensor):
         return fetch.item(tensor.detach().full_tensor())
-    return func(tensor._local_tensor, **kwargs)
+    return own_handlers.run(func, args, kwargs)
 
 
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     one, other = args
     if not _is_remote(one if isinstance(one, DTensor) else other):
-        return func(one._local_tensor, other._local_tensor, **kwargs)  # type: ignore[no-any-return]
+        return own_handlers.run(func, args, kwargs)  # type: ignore[no-any-return]
     return one.shape == other.shape and bool((one == other).all())
 
 
