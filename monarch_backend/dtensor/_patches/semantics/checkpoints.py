@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import state_dict_saver
 
-from monarch_backend.dtensor._controller import controller_process_group
+from monarch_backend.dtensor._controller import checkpoint, controller_process_group
 from monarch_backend.dtensor._controller.controller_mesh import Replacement
 
 
@@ -17,10 +17,10 @@ def _save(own: Any) -> Replacement:
     ) -> Any:  # fmt: skip
         if not controller_process_group.is_controller():
             return own(state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner, use_collectives)
-        mesh = _checkpoint().mesh_of(state_dict)
+        mesh = checkpoint.mesh_of(state_dict)
         if mesh is None:
-            return _checkpoint().save_here(own, state_dict, storage_writer, planner)
-        return _checkpoint().save(mesh, state_dict, storage_writer, planner, use_collectives)
+            return checkpoint.save_here(own, state_dict, storage_writer, planner)
+        return checkpoint.save(mesh, state_dict, storage_writer, planner, use_collectives)
 
     return _save_state_dict
 
@@ -34,7 +34,7 @@ def _async_save(own: Any) -> Replacement:
             return own(state_dict, **given, **options)
         values = state_dict_saver._stateful_to_state_dict(state_dict)
         writer = state_dict_saver._storage_setup(storage_writer, checkpoint_id, reader=False)
-        return _checkpoint().async_save(_checkpoint().mesh_of(values), values, writer, planner)
+        return checkpoint.async_save(checkpoint.mesh_of(values), values, writer, planner)
 
     return async_save
 
@@ -47,16 +47,10 @@ def _load(own: Any) -> Replacement:
         if not controller_process_group.is_controller():
             own(state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner)
             return
-        mesh = _checkpoint().mesh_of(state_dict)
+        mesh = checkpoint.mesh_of(state_dict)
         if mesh is None:
-            _checkpoint().load_here(own, state_dict, storage_reader, planner)
+            checkpoint.load_here(own, state_dict, storage_reader, planner)
         else:
-            _checkpoint().load(mesh, state_dict, storage_reader, planner)
+            checkpoint.load(mesh, state_dict, storage_reader, planner)
 
     return _load_state_dict
-
-
-def _checkpoint() -> Any:
-    from monarch_backend.dtensor._controller import checkpoint as found  # it imports this module
-
-    return found

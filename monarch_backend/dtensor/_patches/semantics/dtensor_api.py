@@ -30,7 +30,7 @@ from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import global_shape as _global_shape
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._per_rank import shard_origins
-from monarch_backend.dtensor._placement import module_placement
+from monarch_backend.dtensor._placement import factories, module_placement
 from monarch_backend.dtensor._torch_internals import tracing_state
 from monarch_backend.dtensor._worker.xla.xla_spmd import without_spmd
 
@@ -207,8 +207,6 @@ def _init_helper(own: Any) -> Replacement:
         workers = workers_of(mesh)
         if workers is None:
             return own(init_op, size, device_mesh, placements, **options)
-        from monarch_backend.dtensor._placement import factories
-
         return factories.make(workers, init_op, size, mesh, placements, options)
 
     return _dtensor_init_helper
