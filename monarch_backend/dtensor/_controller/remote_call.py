@@ -114,10 +114,10 @@ def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, do
         error = error_of(error.__cause__.report)
     try:
         if error is None:
-            workers.line.say(ranks, number, "done", "")
+            workers.line.send_verdict(ranks, number, "done", "")
         else:
             why = f"{done.name} ended on another rank: {error}".split("\n")[0]
-            workers.line.say(ranks, number, "failed", why)
+            workers.line.send_verdict(ranks, number, "failed", why)
     except BaseException as ended:  # the processes have ended and cannot receive it
         error = error or ended
     finally:
