@@ -35,7 +35,7 @@ class Conditions:
     """Longest time until another process is told of a death."""
     starting: float = 20e-3
     """Longest time until a requested process starts."""
-    stillborn: float = 0.0
+    dies_at_start: float = 0.0
     """Share of processes that end before they connect."""
     unstartable: float = 0.0
     """Share of processes that fail to start."""
@@ -60,7 +60,7 @@ class Conditions:
             turn=rng.choice((1e-6, 20e-6, 500e-6)),
             noticed=rng.choice((1e-4, 5e-3, 30e-3)),
             starting=rng.choice((0.0, 20e-3)),
-            stillborn=rng.choice((0.0, 0.0, 0.5 / processes)),
+            dies_at_start=rng.choice((0.0, 0.0, 0.5 / processes)),
             unstartable=rng.choice((0.0, 0.0, 0.5 / processes)),
             kept_back=rng.choice((0.0, 0.3, 1.0)),
             crossing=rng.choice((0.0, 1.0)),

@@ -80,7 +80,7 @@ class SimulatedTcp:
         self._remotes: dict[bytes, PeerConnection] = {}  # by session
         self._over: set[bytes] = set()  # sessions that have ended
         self._told: set[bytes] = set()  # sessions with a scheduled acknowledgement
-        self.later = process.pump.later
+        self.later = process.progress.later
         self.sent = self.received = 0  # frames, for tests
         self._free = 0.0  # when its thread will be free
         self._inbox: deque[Callable[[], None]] = deque()  # frames that wait for the thread
@@ -95,8 +95,8 @@ class SimulatedTcp:
         """Return the address, at which the host is found."""
         return host, port
 
-    def soon(self, call: Callable[[], None]) -> None:
-        """As Tcp.soon."""
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """As Tcp.call_soon."""
         self.later(0.0, call)
 
     def call(
@@ -125,7 +125,7 @@ class SimulatedTcp:
 
     def hang_up(self, remote: PeerConnection) -> None:
         """As Tcp.hang_up."""
-        self.soon(lambda: self._hang_up(remote))
+        self.call_soon(lambda: self._hang_up(remote))
 
     def close(self) -> None:
         """End all sessions."""

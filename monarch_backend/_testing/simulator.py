@@ -124,7 +124,7 @@ class Simulation:
             raise RuntimeError("a simulation runs once: make another one; the same seed gives the same run")
         self._undo.enter_context(simulated_seams(self.random, self._tuning, self.faults.append))
         self._undo.enter_context(logged_errors(self.errors))
-        self.controller = self.running = self.born(f"{self.random.getrandbits(128):032x}", "the main program")
+        self.controller = self.running = self.new_process(f"{self.random.getrandbits(128):032x}", "the main program")
         self.controller.begin()
         current_runtime._program = self.controller.program
         return self
@@ -260,7 +260,7 @@ class Simulation:
         """Return the pid of a new process."""
         return next(self._pids)
 
-    def born(self, token: str, label: str, mesh: str = "", rank: int = 0) -> SimulatedProcess:
+    def new_process(self, token: str, label: str, mesh: str = "", rank: int = 0) -> SimulatedProcess:
         """Return a new process, which starts later."""
         process = SimulatedProcess(self, token, label, mesh, rank)
         self.processes.append(process)
@@ -333,12 +333,12 @@ class Simulation:
     def _kept(self) -> Iterator[None]:
         """Restore the running process at the end."""
         running, reading = self.running, self.running.reading
-        cell, message = context.cell.get(), context.message.get()
+        runner, message = context.runner.get(), context.message.get()
         try:
             yield
         finally:
             self.running = running
             running.reading = reading
             current_runtime._program = running.program
-            context.cell.set(cell)
+            context.runner.set(runner)
             context.message.set(message)

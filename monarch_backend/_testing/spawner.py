@@ -38,7 +38,7 @@ class SimulatedSpawner:
         plan = main.args[0]
         if main.func is not run_worker:  # an agent, which its host starts without faults
             return self._ask_for_agent(number, plan)
-        child = self._children[number] = simulation.born(
+        child = self._children[number] = simulation.new_process(
             plan.token, f"{spec.label} of {plan.name}", plan.name, plan.rank
         )
         child.on_exit = lambda returncode: self._tell(Exited(number, child.pid, returncode))
@@ -55,7 +55,7 @@ class SimulatedSpawner:
                 return
             child.begin()
             self._tell(Started(number, child.pid, "fork"))
-            if rng.random() < conditions.stillborn:
+            if rng.random() < conditions.dies_at_start:
                 child.die(1, "before it has connected")
             else:
                 child.run(child.work, plan)

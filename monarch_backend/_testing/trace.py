@@ -71,9 +71,9 @@ def _content(kind: Kind, prefix: bytes) -> str:
     try:
         if kind is Kind.CONTROL:
             return str(frames.decode_control(prefix))
-        if kind is Kind.CAST:
+        if kind is Kind.MULTICAST:
             route = frames.decode_route(prefix)
-            return f"cast {route.cast} of {len(route)} {'combined' if route.combine else ''}"
+            return f"multicast {route.multicast} of {len(route)} {'combined' if route.combine else ''}"
         if kind is Kind.REPLIES:
             return str(msgspec.msgpack.decode(prefix))
     except (FrameError, msgspec.DecodeError) as error:

@@ -91,7 +91,7 @@ class EngineThread:
         """True if the thread was started and neither stopped nor ended."""
         return self._thread is not None and self._thread.is_alive()
 
-    def soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
         """Call a function on the thread, once it exists. Takes no lock, because objects call it when they end."""
         self._soon.append(call)
         self.nudge()
@@ -108,7 +108,7 @@ class EngineThread:
         if self._thread is None or self.is_here:
             return
         done = threading.Event()
-        self.soon(done.set)
+        self.call_soon(done.set)
         done.wait(seconds)
 
     def _run(self, devices: Sequence[Device], completions: Completions, wake: int) -> None:

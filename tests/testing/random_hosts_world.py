@@ -105,14 +105,14 @@ class HostsFaults(Faults):
         return key in self._with_host and death.returncode is None and ("is lost" in death.what or "gone" in death.what)
 
     def compare(self, told: list[Any]) -> None:
-        born = {(process.mesh, process.rank) for process in self.watch.simulation.processes}
+        begun = {(process.mesh, process.rank) for process in self.watch.simulation.processes}
         for name, procs in self.procs.items():
             core = procs._core
             tokens = [*core.former.items(), *zip(core.tokens, range(len(core.tokens)), strict=True)]
             self._with_host |= {(name, rank) for token, rank in tokens if host_of(token) in self.hosts.hit}
         for mesh in self.meshes.values():
             if mesh.procs is None and mesh.boss is None and mesh.policy == "none" and mesh.name != "self":
-                for key in {(mesh.name, rank) for rank in range(mesh.size)} - born:  # the order never reached its host
+                for key in {(mesh.name, rank) for rank in range(mesh.size)} - begun:  # the order never reached its host
                     self.most[key] += 1
                     self.least[key] += not mesh.stopped
         super().compare(told)
@@ -169,7 +169,15 @@ class HostsWorld(World):
     # ---- what goes wrong
 
     def harm(self) -> list[Callable[[], None]]:
-        hosts = [self.lose_host, self.lose_agent, self.cut_off, self.lose_in_a_cast, self.part, self.pause, self.pause]
+        hosts = [
+            self.lose_host,
+            self.lose_agent,
+            self.cut_off,
+            self.lose_in_a_multicast,
+            self.part,
+            self.pause,
+            self.pause,
+        ]
         return [*super().harm(), *hosts]
 
     def _host(self) -> HostMesh:
@@ -205,7 +213,7 @@ class HostsWorld(World):
             others = self.rng.choice((None, None, this_host()))
             self.simulation.cut(host, others, self.rng.choice((None, LONG)))
 
-    def lose_in_a_cast(self) -> None:
+    def lose_in_a_multicast(self) -> None:
         """While the message goes out, or the replies come back."""
         mesh = self._some(self.actors["leaves"])
         self.watch.send(self.main, self.rng.choice(("call", "broadcast")), mesh, "take", self._payload())

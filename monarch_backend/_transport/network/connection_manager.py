@@ -136,7 +136,7 @@ class Tcp:
             listener.close()
             raise
         self._listeners.append(listener)
-        self.soon(lambda: self._watch(listener))
+        self.call_soon(lambda: self._watch(listener))
         name: Address = listener.getsockname()[:2]
         return name
 
@@ -147,13 +147,13 @@ class Tcp:
         remote = PeerConnection(os.urandom(16), address, secret, time.monotonic())
         remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
         self.remotes[remote.id] = remote
-        self.soon(lambda: self.dialer.call(remote))
+        self.call_soon(lambda: self.dialer.call(remote))
         self.later(remote.silence, lambda: None if remote.up else self.monitor.lose_silent(remote, time.monotonic()))
         return remote
 
-    def take_over(self, accepted: socket.socket, knock: bytes) -> None:
-        """Take over a connection that another process has accepted; ``knock`` is the preamble that it has read."""
-        self.soon(lambda: self.adopt(accepted, None, knock))
+    def take_over(self, accepted: socket.socket, preamble: bytes) -> None:
+        """Take over a connection that another process has accepted; ``preamble`` is the preamble that it has read."""
+        self.call_soon(lambda: self.adopt(accepted, None, preamble))
 
     def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], rdma_eligible: int = 0) -> None:
         """Send a frame in order, now or when the session has room. The body must not change until it has arrived.
@@ -181,15 +181,15 @@ class Tcp:
 
     def hang_up(self, remote: PeerConnection) -> None:
         """End the session with this peer. No callback is called for it any more."""
-        self.soon(lambda: self._hang_up(remote))
+        self.call_soon(lambda: self._hang_up(remote))
 
-    def soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
         self._soon.append(call)
         self._wake()
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Schedule a call on the thread in ``seconds``."""
-        self.soon(lambda: self.timers.append((time.monotonic() + seconds, call)))
+        self.call_soon(lambda: self.timers.append((time.monotonic() + seconds, call)))
 
     def close(self) -> None:
         """End all sessions and the thread."""
@@ -200,7 +200,7 @@ class Tcp:
             self.is_closed = True
 
         if self._thread.is_alive():
-            self.soon(end)
+            self.call_soon(end)
             self._thread.join()
 
     # ---- the thread
@@ -331,7 +331,7 @@ class Tcp:
             return
         self.adopt(accepted, None, b"")
 
-    def adopt(self, plain: socket.socket, remote: PeerConnection | None, knock: bytes) -> None:
+    def adopt(self, plain: socket.socket, remote: PeerConnection | None, preamble: bytes) -> None:
         """Start the handshake on a socket: to ``remote`` if this process connects, else of an accepted connection."""
         plain.setblocking(False)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -343,7 +343,7 @@ class Tcp:
             while len(self.strangers) >= MAX_UNAUTHENTICATED:
                 self.drop(next(iter(self.strangers)))
             self.strangers[connection] = None
-            connection.reader = self.handshakes.accept(connection, knock)
+            connection.reader = self.handshakes.accept(connection, preamble)
         else:
             connection.name, connection.remote, connection.connecting = str(remote), remote, True
             remote.attempt = connection

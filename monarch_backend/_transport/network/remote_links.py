@@ -41,7 +41,7 @@ class FarLinks:
         keep: Callable[[Callable[[], bool]], None],
     ) -> None:
         self.token: str = native.token
-        self.native = native.post  # the methods of LocalLinks are replaced by those of this object
+        self.native = native.mailbox  # the methods of LocalLinks are replaced by those of this object
         self.pid = pid
         self._to_gateway, self._keep = to_gateway, keep
         self._here = host_of(native.token)
@@ -92,16 +92,16 @@ class FarLinks:
         prefix = envelope.tokens(self._tokens[link - FIRST_REMOTE_LINK], self.token) + prefix
         return self._to_gateway(Envelope(kind | CARRIED, target, ref, seq, rank, epoch, prefix, body, buffers))
 
-    def cast(
+    def multicast(
         self, to: list[Receiver], kind: int, target: int, ref: int, prefix: bytes, body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:  # fmt: skip
-        """As Links.cast. The gateway receives one frame for all receivers on other hosts."""
+        """As Links.multicast. The gateway receives one frame for all receivers on other hosts."""
         far = [receiver for receiver in to if receiver[0] >= FIRST_REMOTE_LINK]
         if not far:
-            return bool(self.native.cast(to, kind, target, ref, prefix, body, buffers))
+            return bool(self.native.multicast(to, kind, target, ref, prefix, body, buffers))
         near = [receiver for receiver in to if receiver[0] < FIRST_REMOTE_LINK]
-        if near and not self.native.cast(near, kind, target, ref, prefix, body, buffers):
+        if near and not self.native.multicast(near, kind, target, ref, prefix, body, buffers):
             return False
         rows = [(self._tokens[link - FIRST_REMOTE_LINK], seq, rank, epoch) for link, seq, rank, epoch in far]
         prefix = envelope.pack_receivers(rows) + envelope.tokens("0" * TOKEN_LENGTH, self.token) + prefix
@@ -173,14 +173,14 @@ class FarLinks:
             else:
                 raise FrameError(f"a frame of {sender[:8]}, which was never connected to this process")
 
-    def _lose(self, token: str, how: str, peace: bool, result: list[Event]) -> None:
+    def _lose(self, token: str, how: str, orderly: bool, result: list[Event]) -> None:
         number = self._numbers.pop(token, None)
         if number is None:
             return
         self._early.pop(number, None)
         if number in self._met:
             self._met.discard(number)
-            result.append((number, int(Kind.GONE), how, peace))
+            result.append((number, int(Kind.GONE), how, orderly))
         else:
             result.append((0, int(Kind.REFUSED), token, how))
 

@@ -52,7 +52,7 @@ class ActorCommandChannel:
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call a function later, on the thread that reads messages."""
-        self._program.pump.later(seconds, call)
+        self._program.progress.later(seconds, call)
 
     def put(self, number: int, tensor: torch.Tensor) -> None:
         """Send the same to all."""
@@ -120,9 +120,9 @@ class ActorCommandChannel:
         """Make new groups, after earlier messages: executors of another device have closed the groups in this run."""
         self._executors.join_again.broadcast(run)
 
-    def aside(self, call: Callable[[], None]) -> None:
+    def run_in_thread(self, call: Callable[[], None]) -> None:
         """Call a function on a thread of its own."""
-        self._program.aside(call)
+        self._program.run_in_thread(call)
 
 
 def _those(actors: Any, ranks: Sequence[int]) -> Any:

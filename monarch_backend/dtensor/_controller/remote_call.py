@@ -98,7 +98,7 @@ def _start(workers: WorkerSet, mesh: DeviceMesh, function: Callable[..., Any], a
     extent = extent_of(mesh)
 
     def ended(_: Any) -> None:
-        workers.line.aside(lambda: _settle(workers, ranks, number, call, done, take))
+        workers.line.run_in_thread(lambda: _settle(workers, ranks, number, call, done, take))
 
     def take(replies: Any) -> Any:
         return packer.merged(extent, ranks, list(replies.values()), held)

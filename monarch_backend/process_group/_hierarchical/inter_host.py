@@ -34,17 +34,17 @@ Mail = Sequence[tuple[int, Tensor]]  # (rank, tensor) pairs to send or to receiv
 Posted = list[tuple[Any, int]]
 Cause = tuple[str, int, str]  # kind of failure, failed rank or -1, text; as in the compiled core
 
-_HEARSAY_TIMEOUT_S = 0.1  # ranks that see effects of a failure let the rank that detected it publish it first
+_CAUSE_TIMEOUT_S = 0.1  # ranks that see effects of a failure let the rank that detected it publish it first
 _STORE_TIMEOUT_S = 1.0  # seconds for the store to answer; it may be on a host that can't be reached any more
 
 
 class GroupFailure(Exception):
-    """Failure of an operation; ``witness`` is False if it may be an effect of a failure on other ranks."""
+    """Failure of an operation; ``is_cause`` is False if it may be an effect of a failure on other ranks."""
 
-    def __init__(self, kind: str, rank: int, text: str, *, witness: bool) -> None:
+    def __init__(self, kind: str, rank: int, text: str, *, is_cause: bool) -> None:
         super().__init__(kind, rank, text)
         self.cause: Cause = (kind, rank, text)
-        self.witness = witness
+        self.is_cause = is_cause
 
 
 @dataclass
@@ -149,12 +149,12 @@ class InterHostComm:
             alone = (rank,) in self._hosts
             text = f"did not enter {call.text} within {call.seconds:g} s"
             return GroupFailure(
-                "late", rank, text + ("" if alone else ", or another rank of its host did not"), witness=False
+                "late", rank, text + ("" if alone else ", or another rank of its host did not"), is_cause=False
             )
         if (cause := getattr(error, "failure", None)) is not None:  # a NIC's message, whose error is complete
-            return GroupFailure(*cause, witness=False)
+            return GroupFailure(*cause, is_cause=False)
         said = str(error).strip().splitlines()[0]
-        return GroupFailure("dead", rank, f"closed its connection to rank {self._rank} (gloo: {said})", witness=False)
+        return GroupFailure("dead", rank, f"closed its connection to rank {self._rank} (gloo: {said})", is_cause=False)
 
     # Failures --------------------------------------------------------------------------------------------------
 
@@ -167,15 +167,15 @@ class InterHostComm:
 
         def ask() -> None:
             with contextlib.suppress(Exception):  # the store may be gone with its host
-                if not failure.witness:
+                if not failure.is_cause:
                     with contextlib.suppress(Exception):
-                        self._store.wait(["cause"], timedelta(seconds=_HEARSAY_TIMEOUT_S))
+                        self._store.wait(["cause"], timedelta(seconds=_CAUSE_TIMEOUT_S))
                 kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(failure.cause)))
                 found.append((str(kind), int(rank), str(text)))
 
         asking = threading.Thread(target=ask, name="monarch_cause", daemon=True)
         start_thread(asking)
-        asking.join(_HEARSAY_TIMEOUT_S + _STORE_TIMEOUT_S)
+        asking.join(_CAUSE_TIMEOUT_S + _STORE_TIMEOUT_S)
         return found[-1]
 
     def close_links(self) -> None:
@@ -217,7 +217,7 @@ class InterHostComm:
             self._store.set(f"at/{self._rank}", json.dumps([call.number, call.text]))
             self._announced = call.number
         if self._store.check(["cause"]):
-            return GroupFailure("dead", -1, "a rank failed", witness=False)  # the recorded cause says more
+            return GroupFailure("dead", -1, "a rank failed", is_cause=False)  # the recorded cause says more
         for host in self._hosts:
             key = f"at/{host[0]}"
             if not self._store.check([key]):
@@ -226,7 +226,7 @@ class InterHostComm:
             if number == call.number and text != call.text:
                 told = f"rank {host[0]} called {text}; rank {self._rank} called {call.text}"
                 text = f"the ranks disagree about operation {number} of the group, which ends it: {told}"
-                return GroupFailure("mismatch", -1, text, witness=True)
+                return GroupFailure("mismatch", -1, text, is_cause=True)
         return None
 
 

@@ -76,7 +76,7 @@ class Traffic:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nbytes = 0
-        for name, at in (("send", 7), ("cast", 6)):
+        for name, at in (("send", 7), ("multicast", 6)):
             self._count(monkeypatch, Router, name, lambda args, at=at: args[at : at + 2])
         self._count(monkeypatch, pending_calls, "loads", lambda args: args)
 
