@@ -63,7 +63,7 @@ from monarch_backend._transport.network.connection_manager import Tcp, secrets_b
 from monarch_backend._transport.network.envelope import Envelope
 from monarch_backend._transport.network.gateway import Gateway
 from monarch_backend._transport.network.multicast import DEFAULT_FANOUT
-from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.network.remote_links import RemoteLinks
 from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 
 log = logging.getLogger("monarch_backend")
@@ -128,11 +128,11 @@ class AgentProcess:
             self._links.mailbox, plan.token, self._pid, self._to_host, self._to_me, self._progress.later,
             branches=_branches(), way=self._way,
         )  # fmt: skip
-        far = FarLinks(
+        remote_links = RemoteLinks(
             self._links, self._pid, plan.token, LOOPBACK_LINK, self._gateway.send, lambda send: self._router.keep(send)
         )
-        self._far = far
-        self._router = Router(far, self._wait)
+        self._remote_links = remote_links
+        self._router = Router(remote_links, self._wait)
         self._router.wake = self._progress.wake  # type: ignore[method-assign]
         self._router.later = self._progress.later  # type: ignore[method-assign]
         self._router.on_gone = self._gone
@@ -235,7 +235,7 @@ class AgentProcess:
                 self._router.handle(rest)
 
     def _to_me(self, frame: Envelope) -> None:
-        self._progress.later(0.0, lambda: self._router.handle(self._far.translate([(LOOPBACK_LINK, *frame)])))
+        self._progress.later(0.0, lambda: self._router.handle(self._remote_links.translate([(LOOPBACK_LINK, *frame)])))
 
     def _way(self, host: str) -> str:
         return self._ways.get(host, host)
@@ -326,7 +326,7 @@ class AgentProcess:
                 self._tcp.hang_up(remote)
         if host == host_of(self._plan.asker):
             self._finish(why)
-        for each in (host, *(far for far, way in list(self._ways.items()) if way == host)):
+        for each in (host, *(other for other, way in list(self._ways.items()) if way == host)):
             if for_good:
                 self._known.pop(each, None)
                 self._ways.pop(each, None)

@@ -28,7 +28,7 @@ from monarch_backend._transport.local.frames import Frame, Setting
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.network.auth import name_of
 from monarch_backend._transport.network.connection import Timeouts
-from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.network.remote_links import RemoteLinks
 from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 
 CLOSE_TIMEOUT_S = 1.0
@@ -274,7 +274,7 @@ def go_through(owner: Any, gateway: str) -> None:
     def to_gateway(frame: Any) -> bool:
         return bool(links.mailbox.send(link, *frame))
 
-    links.go_through(FarLinks(links, os.getpid(), gateway, link, to_gateway, lambda send: router.keep(send)))
+    links.go_through(RemoteLinks(links, os.getpid(), gateway, link, to_gateway, lambda send: router.keep(send)))
     owner.gateway = gateway
     owner.owner.starter.tell_all(Setting("gateway", gateway))
 

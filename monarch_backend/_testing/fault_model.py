@@ -25,7 +25,7 @@ class Conditions:
     """Share of frames that take longer, up to ``latest``. Later frames of the same sender wait for them."""
     latest: float = 5e-3
     """Longest time of a late frame, and of a late turn."""
-    far: float = 200e-6
+    remote_latency: float = 200e-6
     """Typical time of a frame from one host to another; ``late`` applies as well."""
     gateway: float = 0.0
     """Time of a gateway's thread for each frame to or from another host."""
@@ -73,9 +73,9 @@ class Conditions:
         """Draw the time of one frame within a host, in simulated seconds."""
         return self._draw(rng, self.delay)
 
-    def travel_far(self, rng: random.Random) -> float:
+    def remote_delay(self, rng: random.Random) -> float:
         """Draw the time of one frame to another host, in simulated seconds."""
-        return self._draw(rng, self.far)
+        return self._draw(rng, self.remote_latency)
 
     def pause(self, rng: random.Random) -> float:
         """Draw the time until an actor or a new thread runs, in simulated seconds."""

@@ -137,7 +137,7 @@ class _Clock:
     """The part of `time` that agents use."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self.monotonic = simulation.agenda.now
+        self.monotonic = simulation.event_queue.now
 
 
 class _System:
@@ -273,4 +273,4 @@ class SimulatedHosts:
         """Cut the network between two hosts, for ``seconds`` or for good."""
         self.network.cut(one, other)
         if seconds is not None:
-            self._simulation.agenda.add(seconds, lambda: self.network.heal(one, other))
+            self._simulation.event_queue.add(seconds, lambda: self.network.heal(one, other))

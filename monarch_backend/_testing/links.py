@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Wire:
     """One direction of a link: an ordered queue of events to one process."""
 
-    __slots__ = ("_agenda", "_last", "closed", "number", "queue", "receiver", "reported", "sender")
+    __slots__ = ("_event_queue", "_last", "closed", "number", "queue", "receiver", "reported", "sender")
 
     def __init__(self, sender: SimulatedProcess, receiver: SimulatedProcess, number: int) -> None:
         self.sender, self.receiver = sender, receiver
@@ -33,15 +33,15 @@ class Wire:
         self.queue: deque[tuple[Any, ...]] = deque()
         self.closed = False  # for sending
         self.reported = False  # whether GONE has arrived at the receiver
-        self._agenda = sender.simulation.agenda
+        self._event_queue = sender.simulation.event_queue
         self._last = 0.0
 
     def put(self, event: tuple[Any, ...], seconds: float) -> None:
         """Deliver an event after ``seconds``, or later: not before earlier events."""
-        agenda = self._agenda
-        self._last = at = max(agenda.time + seconds, self._last)
+        event_queue = self._event_queue
+        self._last = at = max(event_queue.time + seconds, self._last)
         self.queue.append(event)
-        agenda.add_at(at, self.deliver)
+        event_queue.add_at(at, self.deliver)
 
     def deliver(self) -> None:
         """Deliver the next event."""
@@ -84,7 +84,7 @@ class SimulatedLinks:
             if other.program is None or rng.random() >= conditions.silent:  # a gateway always answers at once
                 return self._join(other)
             self._called.add(token)
-            self._simulation.agenda.add(conditions.latest * rng.random(), lambda: self._answered(other))
+            self._simulation.event_queue.add(conditions.latest * rng.random(), lambda: self._answered(other))
         return LINK_PENDING
 
     def _is_elsewhere(self, token: str) -> bool:
@@ -207,7 +207,7 @@ class SimulatedLocalLinks:
         self.drop, self.unread = mailbox.drop, mailbox.unread
         self.translate: Callable[[Sequence[Any]], Sequence[Any]] = lambda events: events
 
-    def go_through(self, far: Any) -> None:
+    def go_through(self, remote_links: Any) -> None:
         """As LocalLinks.go_through."""
-        self.connect, self.send, self.multicast = far.connect, far.send, far.multicast
-        self.drop, self.unread, self.translate = far.drop, far.unread, far.translate
+        self.connect, self.send, self.multicast = remote_links.connect, remote_links.send, remote_links.multicast
+        self.drop, self.unread, self.translate = remote_links.drop, remote_links.unread, remote_links.translate

@@ -56,7 +56,7 @@ class SimulatedProgressLoop:
     def later(self, seconds: float, call: Callable[[], None]) -> Timer:
         """Schedule a call in simulated ``seconds``, unless the process has ended by then."""
         timer, process = Timer(call), self._process
-        process.simulation.agenda.add(seconds, lambda: process.run(timer._fire, reading=True))
+        process.simulation.event_queue.add(seconds, lambda: process.run(timer._fire, reading=True))
         return timer
 
     def wait(self, what: Any, seconds: float | None = None, given_up: Callable[[], bool] | None = None) -> bool:
@@ -70,7 +70,7 @@ class SimulatedProgram(Runtime):
     def __init__(self, process: SimulatedProcess) -> None:
         self.process = process
         self.joining: Peer | None = None  # the owner on another host, until it is connected
-        super().__init__(SimulatedLocalLinks(process.links), process.progress, process.simulation.agenda)
+        super().__init__(SimulatedLocalLinks(process.links), process.progress, process.simulation.event_queue)
         self.pid = process.pid
         self.start_runner = process.start_runner
         self.owner.starter.collect_output = False
@@ -294,7 +294,7 @@ class SimulatedProcess:
     def call_soon(self, call: Callable[[], object], runner: ActorRunner | None = None) -> None:
         """Call ``call()`` in a turn of its own, after a delay that the conditions give."""
         simulation = self.simulation
-        simulation.agenda.add(
+        simulation.event_queue.add(
             simulation.conditions.pause(simulation.random), lambda: self.run(call, runner=runner, reading=False)
         )
 

@@ -61,7 +61,7 @@ class SimulatedSpawner:
                 child.run(child.work, plan)
 
         # A fork server works in order: earlier kills are done before this fork.
-        simulation.agenda.add_at(max(simulation.now + conditions.starting * rng.random(), self._dead_by), start)
+        simulation.event_queue.add_at(max(simulation.now + conditions.starting * rng.random(), self._dead_by), start)
         return number
 
     def _ask_for_agent(self, number: int, plan: Any) -> int:
@@ -84,7 +84,7 @@ class SimulatedSpawner:
         else:
             at = simulation.now + simulation.conditions.travel(simulation.random)
             self._dead_by = max(at, self._dead_by)
-            simulation.agenda.add_at(at, lambda: child.die(-signal))
+            simulation.event_queue.add_at(at, lambda: child.die(-signal))
 
     def start(self) -> None:
         """Do nothing: there is no fork server."""
@@ -97,4 +97,4 @@ class SimulatedSpawner:
     def _tell(self, event: Any) -> None:
         simulation = self._parent.simulation
         delay = simulation.conditions.noticed * simulation.random.random()
-        simulation.agenda.add(delay, lambda: self._parent.run(self._on_event, event))
+        simulation.event_queue.add(delay, lambda: self._parent.run(self._on_event, event))

@@ -80,7 +80,7 @@ class Engine:
         self._opened: list[Device] = []
         self._thread = EngineThread(self._turn, self._patience, self._fail_all)
         self._connections = links = PeerConnections(self._lock, self.settings, dial, self.devices, self._thread)
-        self._completions = Completions(self._lock, self._thread.nudge, links.progress, links.is_restless)
+        self._completions = Completions(self._lock, self._thread.wake, links.progress, links.is_restless)
         self._connections.ends, self._links = self._completions.ends, links.by_peer
         self._accepted = AcceptedPeers(self.settings)
         self._exposed: dict[int, ExposedMemory] = {}
@@ -245,7 +245,7 @@ class Engine:
         self.devices()
         with self._lock:
             data = self._link(peer).offer()
-            self._thread.nudge()  # there is a deadline now
+            self._thread.wake()  # there is a deadline now
             return data
 
     def connect(self, peer: Peer, answer: bytes) -> None:
@@ -254,7 +254,7 @@ class Engine:
         with self._lock:
             self._completions.arm()  # for the queue pairs' proofs
             self._link(peer).connect(message)
-            self._thread.nudge()  # there is a deadline now
+            self._thread.wake()  # there is a deadline now
 
     def no_connection(self, peer: Peer, offer: bytes, why: str) -> bool:
         """Fail the requests that wait for a connection, because the :meth:`offer` (or none, if empty) had no result.

@@ -70,7 +70,7 @@ class EngineThread:
     def stop(self) -> threading.Thread | None:
         """Wake the thread, because it is to end. Return it, if it was started, for the caller to join."""
         thread, self._thread = self._thread, None
-        self.nudge()
+        self.wake()
         return thread
 
     def close(self) -> None:
@@ -94,9 +94,9 @@ class EngineThread:
     def call_soon(self, call: Callable[[], None]) -> None:
         """Call a function on the thread, once it exists. Takes no lock, because objects call it when they end."""
         self._soon.append(call)
-        self.nudge()
+        self.wake()
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake the thread."""
         wake = self._wake
         if wake is not None:

@@ -124,7 +124,7 @@ class HostsPlan:
 
     hosts: int
     each: int  # processes of the large mesh on each
-    far: float
+    remote_latency: float
     branches: int
     end: bool  # by the death of the controller
 
@@ -134,7 +134,7 @@ class HostsPlan:
         return cls(
             hosts=hosts,
             each=rng.choice((1, 1, 2)) if hosts > 16 else rng.randrange(1, 1 + 24 // hosts),
-            far=rng.choice((20e-6, 200e-6, 2e-3)),
+            remote_latency=rng.choice((20e-6, 200e-6, 2e-3)),
             branches=rng.choice((2, 2, 3, 8)),
             end=rng.random() < 0.3,
         )
@@ -257,7 +257,7 @@ def run(seed: int, hosts: int | None = None) -> HostsWorld:
     plan = Plan.draw(rng, more.hosts * more.each)
     simulation = Simulation(
         seed,
-        replace(plan.conditions, far=more.far),
+        replace(plan.conditions, remote_latency=more.remote_latency),
         window=plan.window,
         fanout=plan.fanout,
         direct=plan.direct,

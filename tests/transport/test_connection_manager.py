@@ -160,7 +160,7 @@ def test_unauthenticated_connections_do_not_block_others(sides: Callable[..., Si
         assert here.up.get(timeout=10) is remote
         here.tcp.send(remote, b"still here", [])
         assert there.frames.get(timeout=10) == (b"still here", b"")
-        assert len(there.tcp.strangers) <= 256
+        assert len(there.tcp.unauthenticated) <= 256
     finally:
         for stranger in strangers:
             stranger.close()

@@ -15,7 +15,7 @@ from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import Envelope
 from monarch_backend._transport.network.gateway import Gateway
 from monarch_backend._transport.network.multicast import DEFAULT_FANOUT
-from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.network.remote_links import RemoteLinks
 from monarch_backend._transport.network.reply_aggregation import AGGREGATION_WINDOW_S
 from monarch_backend._transport.tokens import host_of
 
@@ -32,7 +32,7 @@ class Process:
         self.mailbox, self.alive = self, True
         self.inbox: deque[tuple[Any, ...]] = deque()
         self.events: list[tuple[Any, ...]] = []
-        self.links = FarLinks(self, self.pid, host.token, 0, self._to_gateway, self.host.world.soon.append)
+        self.links = RemoteLinks(self, self.pid, host.token, 0, self._to_gateway, self.host.world.soon.append)
 
     def _to_gateway(self, frame: Envelope) -> bool:
         body = frame.body if isinstance(frame.body, bytes) else b"".join(frame.body)

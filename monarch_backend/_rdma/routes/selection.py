@@ -152,9 +152,9 @@ class Routes:
         if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
             return self._same_host  # it logs its copy method with the first transfer
         refuse_the_parents(handle)
-        return self._far(handle)
+        return self._remote_route(handle)
 
-    def _far(self, handle: Handle) -> Route:
+    def _remote_route(self, handle: Handle) -> Route:
         why = "MONARCH_RDMA_TRANSPORT says so" if self._forced == "tcp" else self.verbs.unusable(up=False)
         if why is None and _for_nics(handle):
             if handle.verbs:

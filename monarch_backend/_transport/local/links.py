@@ -123,9 +123,9 @@ class LocalLinks:
         self.unread = self.mailbox.unread
         self.translate: Callable[[Sequence[Any]], Sequence[Any]] = lambda events: events
 
-    def go_through(self, far: Any) -> None:
-        """Send through ``far``, a FarLinks around these links, so that other hosts can be reached, too."""
+    def go_through(self, remote_links: Any) -> None:
+        """Send through ``remote_links``, a RemoteLinks around these links, so that other hosts can be reached, too."""
         if not env.get("MONARCH_BUSY_POLL"):
             self.mailbox.set_oversubscribed(self._oversubscribed or few_processors())
-        self.connect, self.send, self.multicast = far.connect, far.send, far.multicast
-        self.drop, self.unread, self.translate = far.drop, far.unread, far.translate
+        self.connect, self.send, self.multicast = remote_links.connect, remote_links.send, remote_links.multicast
+        self.drop, self.unread, self.translate = remote_links.drop, remote_links.unread, remote_links.translate

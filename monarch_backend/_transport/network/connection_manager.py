@@ -108,12 +108,12 @@ class Tcp:
         self.io, self.dialer = SocketIO(self), Dialer(self)
         self.handshakes, self.frames = Handshakes(self), FrameReader(self)
         self.monitor = PeerMonitor(self)
-        self.strangers: dict[Connection, None] = {}  # unauthenticated, the oldest first
+        self.unauthenticated: dict[Connection, None] = {}  # unauthenticated, the oldest first
         self.selector = selectors.DefaultSelector()
         self._soon: deque[Callable[[], None]] = deque()
         self.timers: list[tuple[float, Callable[[], None]]] = []
-        self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.selector.register(self._nudge, selectors.EVENT_READ, None)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.selector.register(self._wake_fd, selectors.EVENT_READ, None)
         self._listeners: list[socket.socket] = []
         self.is_closed = False
         self._thread = threading.Thread(target=self._run, name="monarch-hosts", daemon=True)
@@ -207,7 +207,7 @@ class Tcp:
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError, BlockingIOError):
-            os.eventfd_write(self._nudge, 1)
+            os.eventfd_write(self._wake_fd, 1)
 
     def _watch(self, listener: socket.socket) -> None:
         self.selector.register(listener, selectors.EVENT_READ, listener)
@@ -252,7 +252,7 @@ class Tcp:
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         try:
             if key.data is None:
-                os.eventfd_read(self._nudge)
+                os.eventfd_read(self._wake_fd)
             elif isinstance(key.data, Connection):
                 if not key.data.gone:
                     self._ready(key.data, events)
@@ -279,7 +279,7 @@ class Tcp:
         for listener in self._listeners:
             listener.close()
         self.selector.close()
-        os.close(self._nudge)
+        os.close(self._wake_fd)
 
     def lose(self, remote: PeerConnection, why: str) -> None:
         if self.remotes.pop(remote.id, None) is None:
@@ -326,8 +326,8 @@ class Tcp:
             accepted, _ = listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # free descriptors of unauthenticated connections
-                for stranger in list(self.strangers)[:8]:
-                    self.drop(stranger)
+                for each in list(self.unauthenticated)[:8]:
+                    self.drop(each)
             return
         self.adopt(accepted, None, b"")
 
@@ -340,9 +340,9 @@ class Tcp:
                 plain.setsockopt(socket.IPPROTO_TCP, option, value)
         connection = Connection(plain, iter(()), None)  # type: ignore[arg-type]
         if remote is None:
-            while len(self.strangers) >= MAX_UNAUTHENTICATED:
-                self.drop(next(iter(self.strangers)))
-            self.strangers[connection] = None
+            while len(self.unauthenticated) >= MAX_UNAUTHENTICATED:
+                self.drop(next(iter(self.unauthenticated)))
+            self.unauthenticated[connection] = None
             connection.reader = self.handshakes.accept(connection, preamble)
         else:
             connection.name, connection.remote, connection.connecting = str(remote), remote, True
@@ -357,7 +357,7 @@ class Tcp:
         if connection.gone:
             return
         connection.gone = True
-        self.strangers.pop(connection, None)
+        self.unauthenticated.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(connection.socket)
         remote = connection.remote
@@ -385,7 +385,7 @@ class Tcp:
         try:
             act()
         except HandedOverError:
-            self.strangers.pop(connection, None)
+            self.unauthenticated.pop(connection, None)
         except HandshakeError as error:
             self.handshakes.refuse(connection, error)
         except (OSError, SessionError, EOFError) as error:

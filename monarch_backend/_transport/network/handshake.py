@@ -54,10 +54,10 @@ class Handshakes:
         if remote is not None and connection.name is not None:
             self._tcp.lose(remote, str(error))
         else:
-            self._log_stranger(connection, error)
+            self._log_refused(connection, error)
         self._tcp.drop(connection)
 
-    def _log_stranger(self, connection: Connection, error: HandshakeError) -> None:
+    def _log_refused(self, connection: Connection, error: HandshakeError) -> None:
         """Log a refusal, at a limited rate: otherwise unauthenticated peers could fill the log."""
         self._refusals += 1
         if time.monotonic() < self._quiet:
@@ -98,7 +98,7 @@ class Handshakes:
         called.check(bytes((yield PROOF_BYTES)))
         if remote.id not in self._tcp.remotes and self._is_full():  # others have authenticated meanwhile
             raise HandshakeError(f"{self._tcp.max_sessions} sessions are open, which is the limit")
-        del self._tcp.strangers[connection]
+        del self._tcp.unauthenticated[connection]
         self._begin(connection, remote, called.other)
         yield from self._tcp.frames.read(connection, remote)
 

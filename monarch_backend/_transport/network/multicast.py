@@ -137,10 +137,10 @@ class Relay:
     def _hand_out(self, multicast: _Multicast, frame: Envelope, hosts: Sequence[str], branches: int) -> list[str]:
         """Send to the first host of each branch. Return the hosts that can't be reached."""
         near = [host for host in hosts if self._way(host) == host]
-        far = [host for host in hosts if self._way(host) != host]
-        lost = [] if multicast.frame is not None else far  # only the root knows the gateway in front of them
-        for gateway in {self._way(host): None for host in far if multicast.frame is not None}:
-            branch = [host for host in far if self._way(host) == gateway]
+        indirect = [host for host in hosts if self._way(host) != host]
+        lost = [] if multicast.frame is not None else indirect  # only the root knows the gateway in front of them
+        for gateway in {self._way(host): None for host in indirect if multicast.frame is not None}:
+            branch = [host for host in indirect if self._way(host) == gateway]
             near = [host for host in near if host != gateway]
             parts = [(host, multicast.rows.get(host, b"")) for host in (gateway, *branch)]
             if self._pass(multicast, frame, gateway, parts, branches):

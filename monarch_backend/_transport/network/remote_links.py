@@ -1,6 +1,6 @@
 """Links to processes on other hosts, through this host's gateway.
 
-`FarLinks` wraps a process's LocalLinks: frames for this host are sent there, frames for other hosts to the gateway
+`RemoteLinks` wraps a process's LocalLinks: frames for this host are sent there, frames for other hosts to the gateway
 (gateway.py). Links to other hosts have numbers from FIRST_REMOTE_LINK on.
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger("monarch_backend")
 Event = tuple[Any, ...]
 
 
-class FarLinks:
+class RemoteLinks:
     """Links to this host and to others.
 
     - ``gateway``, ``gateway_link``: the gateway's token, and the link to it.
@@ -97,13 +97,13 @@ class FarLinks:
         buffers: Sequence[Any] | None,
     ) -> bool:  # fmt: skip
         """As Links.multicast. The gateway receives one frame for all receivers on other hosts."""
-        far = [receiver for receiver in to if receiver[0] >= FIRST_REMOTE_LINK]
-        if not far:
+        remote = [receiver for receiver in to if receiver[0] >= FIRST_REMOTE_LINK]
+        if not remote:
             return bool(self.native.multicast(to, kind, target, ref, prefix, body, buffers))
         near = [receiver for receiver in to if receiver[0] < FIRST_REMOTE_LINK]
         if near and not self.native.multicast(near, kind, target, ref, prefix, body, buffers):
             return False
-        rows = [(self._tokens[link - FIRST_REMOTE_LINK], seq, rank, epoch) for link, seq, rank, epoch in far]
+        rows = [(self._tokens[link - FIRST_REMOTE_LINK], seq, rank, epoch) for link, seq, rank, epoch in remote]
         prefix = envelope.pack_receivers(rows) + envelope.tokens("0" * TOKEN_LENGTH, self.token) + prefix
         frame = Envelope(kind | MANY, target, ref, 0, 0, 0, prefix, body, buffers)
         if self._to_gateway(frame):
@@ -132,7 +132,7 @@ class FarLinks:
         for event in events:
             if event[1] >= CARRIED and event[0] in self._gateways:
                 try:
-                    self._far(Envelope(*event[1:]), result)
+                    self._on_remote_frame(Envelope(*event[1:]), result)
                 except (FrameError, ValueError) as error:
                     log.error("a frame of this host's gateway is dropped: %s", error)
                 continue
@@ -145,7 +145,7 @@ class FarLinks:
             result.append(event)
         return result
 
-    def _far(self, frame: Envelope, result: list[Event]) -> None:
+    def _on_remote_frame(self, frame: Envelope, result: list[Event]) -> None:
         sender, kind = frame.sender, frame.kind
         with self._lock:
             if kind == MET:

@@ -76,7 +76,7 @@ _GRACE_S = 2.0
 class Hierarchy(SharedMemory):
     """Group of ranks on several hosts; ``hosts`` lists the ranks of each, ``memory`` is the core's group on this host.
 
-    ``gloo`` carries messages between hosts, ``far`` the large ones where there are NICs. ``store`` holds the first
+    ``gloo`` carries messages between hosts, ``rdma_p2p`` the large ones where there are NICs. ``store`` holds the first
     cause of a failure.
     """
 
@@ -91,14 +91,14 @@ class Hierarchy(SharedMemory):
         timeout: Callable[[], timedelta],
         hosts: Sequence[Sequence[int]],
         gloo: Any,
-        far: RdmaP2P | None,
+        rdma_p2p: RdmaP2P | None,
         store: Store,
     ) -> None:
         self._turns = OperationQueue(f"monarch_hosts_{rank}")
         super().__init__(self._turns, None, members, rank, timeout)
         self._memory = memory
         self._hosts = [tuple(host) for host in hosts]
-        self._between = InterHostComm(gloo, far, store, rank, self._hosts, self._break)
+        self._between = InterHostComm(gloo, rdma_p2p, store, rank, self._hosts, self._break)
         self._host = next(h for h, host in enumerate(self._hosts) if rank in host)
         self._here = self._hosts[self._host]
         self._place = self._here.index(rank)

@@ -83,20 +83,20 @@ class CollectiveCall:
 class InterHostComm:
     """Links of ``rank`` to ranks of other hosts, and the group's record of the first failure.
 
-    ``fail`` is called from another thread, if the group turns out to have failed during a long operation. ``far``
+    ``fail`` is called from another thread, if the group turns out to have failed during a long operation. ``rdma_p2p``
     carries large messages where there are NICs.
     """
 
     def __init__(
         self,
         gloo: Any,
-        far: RdmaP2P | None,
+        rdma_p2p: RdmaP2P | None,
         store: Store,
         rank: int,
         hosts: Sequence[Sequence[int]],
         fail: Callable[[GroupFailure], object],
     ) -> None:
-        self._gloo, self._far, self._rank, self._hosts = gloo, far, rank, hosts
+        self._gloo, self._rdma_p2p, self._rank, self._hosts = gloo, rdma_p2p, rank, hosts
         self._store = _c10d_internals.own_connection(store)
         self._fail = weakref.WeakMethod(fail)  # the group owns this object
         self._elsewhere = next(host[0] for host in hosts if rank not in host)
@@ -121,9 +121,9 @@ class InterHostComm:
                 tag = zlib.crc32(what.encode()) >> 2 | FIRST_STAGE_TAG  # apart from users' tags
                 vector = [tensor.view(torch.uint8)]
                 try:
-                    if self._far is not None and self._far.takes(vector, 0):
+                    if self._rdma_p2p is not None and self._rdma_p2p.takes(vector, 0):
                         begin = functools.partial(
-                            getattr(self._far, name), owner=call.owner_of(tensor), seconds=call.left()
+                            getattr(self._rdma_p2p, name), owner=call.owner_of(tensor), seconds=call.left()
                         )
                     else:
                         begin = getattr(self._gloo, name)

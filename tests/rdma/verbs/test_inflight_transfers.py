@@ -621,7 +621,7 @@ def test_wake_of_a_closed_engine_writes_to_no_reused_descriptor(far: Make, monke
         write(fd, value)
 
     monkeypatch.setattr(os, "eventfd_write", closed_meanwhile)
-    owner.asking._thread.nudge()
+    owner.asking._thread.wake()
     try:
         assert written
         assert written[0] not in opened
