@@ -1,4 +1,4 @@
-// The Mersenne Twister's state, moved on without making numbers of it. Nothing here knows torch or Python.
+// Advances the Mersenne Twister's state without making the numbers. Nothing here knows torch or Python.
 #pragma once
 
 #include <cstdint>

@@ -27,11 +27,11 @@ bool is_absent_address(const void* address);
 // because a concurrent use just faults again. Costs nothing if nothing is mapped.
 void close_absent_memory();
 
-// Has the handler of SIGSEGV and SIGBUS that does this, unless it is there. Where the process does not go on, it writes the
-// pid, the address and `note` to stderr, also for an address near 0, which nothing is ever mapped at; then the signal takes
-// its course, with the handler that was there before (Python's faulthandler, a debugger's). Called again, for another
-// handler may have come since, it keeps the first `note`, which is cut at 1,000 bytes. With the GIL, or from one thread.
-// Raises std::system_error if the kernel refuses.
+// Install the handler of SIGSEGV and SIGBUS that does this, unless it is installed. If the process cannot continue, the
+// handler writes the pid, the address and `note` to stderr, and passes the signal to the earlier handler (Python's
+// faulthandler, a debugger's). It does so also for an address near 0, where nothing is ever mapped. Call it again if
+// another handler may have been installed since: it keeps the first `note`, which is cut at 1,000 bytes. Call with the
+// GIL, or from one thread. Raises std::system_error if the kernel refuses.
 void explain_absent_memory(const std::string& note);
 
 }  // namespace monarch

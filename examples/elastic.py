@@ -204,8 +204,8 @@ class LocalHosts:
     """Daemons of their own sessions, which can be killed or made to hang with all that runs there."""
 
     def __init__(self, count: int):
-        # Tethered: they end with us, however we end.
-        command = [sys.executable, "-m", "monarch_backend", "up", "--address", "127.0.0.1:0", "--tether"]
+        # They end when their standard input does, however this program ends.
+        command = [sys.executable, "-m", "monarch_backend", "up", "--address", "127.0.0.1:0", "--exit-with-stdin"]
         self.daemons = []
         for number in range(count):
             environment = {**os.environ, "MONARCH_HOST_NAME": f"local{number}"}

@@ -162,7 +162,7 @@ class Host:
     def __init__(self, arena_bytes: int, token: str = "") -> None:
         """``token``: the token of this process, 32 hexadecimal digits, if another process has chosen it."""
 
-    def tether(self, token: str, /) -> bool:
+    def die_with_peer(self, token: str, /) -> bool:
         """Kill this process as soon as the peer with this token ends. Return False if it has ended already."""
 
     @property
@@ -333,7 +333,7 @@ class Mailbox:
     """Sends frames to other processes of this host and receives them. One thread at a time has the turn to read."""
 
     def __init__(self, host: Host, oversubscribed: bool, share: int = ...) -> None:
-        """``oversubscribed``: see `crowd`. ``share``: bytes of the arena that one receiver may leave unread."""
+        """``oversubscribed``: see `set_oversubscribed`. ``share``: limit of bytes that one receiver has not read."""
 
     def connect(self, token: str, /) -> int:
         """Return the link to the process with this token; -1 if it can't be reached, -2 if it does not answer yet."""
@@ -354,7 +354,7 @@ class Mailbox:
     ) -> bool:
         """Send a frame without waiting. Return False, and send nothing, if there is no space for its payload."""
 
-    def cast(
+    def multicast(
         self,
         to: list[tuple[int, int, int, int]],
         kind: int,
@@ -398,7 +398,7 @@ class Mailbox:
     def close(self) -> None:
         """End `acquire_turn_as_standby`; later calls return at once."""
 
-    def crowd(self, oversubscribed: bool, /) -> None:
+    def set_oversubscribed(self, oversubscribed: bool, /) -> None:
         """Set whether there are more processes than processors, so that waiting threads must not spin."""
 
     def kept_back(self) -> int:

@@ -14,7 +14,7 @@ namespace monarch {
 namespace {
 
 constexpr std::size_t batch = 256;                   // events of one look
-// With dozens of processes on a few processors every yield is a change of process: sleep at once, or nearly.
+// With more processes than processors each yield switches processes: sleep almost at once.
 constexpr int oversubscribed_yields = 2;
 constexpr std::int64_t tick_ns = 1'000'000;             // ns
 constexpr double connect_wait_s = 0.02;                // seconds within which a process answers a call; it takes a tenth of a millisecond
@@ -80,7 +80,7 @@ std::uint64_t new_ring(Host& host) {
   return at;
 }
 
-// The block and the byte before it with which its reader lets go of it.
+// True if the block lies inside the arena, with the byte before it by which its reader releases it.
 bool is_inside(const Mapping& arena, const FrameHeader& header) {
   const std::uint64_t before = 1 + std::uint64_t{header.reader & ~sole_reader};
   return header.block >= page + before && header.block <= arena.size() && header.bytes <= arena.size() - header.block;
@@ -229,7 +229,7 @@ std::uint64_t Mailbox::fill_block(const FrameHeader& header, const Payload& payl
       if (readers[i].peer == nullptr || !readers[i].peer->ended.load(std::memory_order_acquire)) {
         unused = false;
       } else if (state == block_retained) {
-        retained.fetch_sub(bytes, std::memory_order_relaxed);  // its keeper, the only reader, no longer can
+        retained.fetch_sub(bytes, std::memory_order_relaxed);  // its only reader, which retained it, has ended
       }
     }
     return unused;
@@ -337,7 +337,7 @@ void Mailbox::read(std::uint32_t number, Link& link, std::vector<Event>& events)
   }
 }
 
-// All that the process with this token has written has been read: where both sides connected at once there are two links.
+// True if all frames of the process with this token were read. If both sides connected at once, there are two links.
 bool Mailbox::is_drained(const std::string& token) const {
   return std::none_of(alive_.begin(), alive_.end(), [&](const std::uint32_t i) {
     const Link& link = links_[i];

@@ -64,7 +64,7 @@ class Block {
   std::uint32_t reader_;
   std::uint64_t bytes_;
   bool retained_ = false;
-  int process_;  // whose hold it is: a fork of it has the object, too, and holds nothing
+  int process_;  // the process that holds the block; a forked child has a copy of this object and holds nothing
 };
 
 struct Event {
@@ -78,7 +78,7 @@ struct Event {
   bool clean = false;                 // disconnected: whether the process left without a failure
 
   const char* payload() const { return block ? block->data() : inlined.get(); }
-  // Of the body (0) or of a buffer, as it was checked: what stands in a block its sender may have changed since.
+  // Length of the body (0) or of a buffer, as it was checked. The sender may have changed the block since.
   std::uint64_t length(std::size_t i) const {
     std::uint64_t bytes;
     std::memcpy(&bytes, inlined.get() + i * sizeof bytes, sizeof bytes);

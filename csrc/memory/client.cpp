@@ -89,7 +89,7 @@ class Transfer {
     return result_.outcome != Outcome::done;
   }
 
-  // A helper may touch the local memory from when join() was true to leave().
+  // A helper may access the local memory after join() returned true, until leave().
   bool join() {
     const std::scoped_lock lock(mutex_);
     if (over_ || next_ == pieces()) return false;
@@ -100,7 +100,7 @@ class Transfer {
     const std::scoped_lock lock(mutex_);
     if (--helpers_ == 0) helpers_left_.notify_all();
   }
-  // No helper comes any more, and those that are there end by themselves.
+  // No helper joins any more; those that have joined end by themselves.
   Result end() {
     std::unique_lock lock(mutex_);
     over_ = true;
@@ -139,7 +139,7 @@ class Transfer {
   Result result_;
 };
 
-// The answer to the only piece of a transfer, as far as it has come.
+// The part of the reply that has arrived, of a transfer with one piece.
 struct PartialReply {
   wire::Reply reply;
   wire::Tail tail;
@@ -158,7 +158,7 @@ class Stream {
   // Pieces, in the order in which they are answered; `pipeline` is for memory of a GPU, else nullptr.
   void send_request(const Transfer& transfer, std::size_t index, GpuPipeline* pipeline);
   Refusal receive_reply(Transfer& transfer, std::size_t index, GpuPipeline* pipeline);
-  // For a transfer of one piece: read what arrives until then, to continue later. Nothing: there is more to come.
+  // For a transfer of one piece: read what arrives until then. Nothing: more is to come, and a later call continues.
   std::optional<Refusal> receive_reply_until(Transfer& transfer, PartialReply& partial, TimePoint until);
 
   // The same, of requests whose bytes NICs carry.
@@ -435,7 +435,7 @@ Result Client::Pool::run(const std::shared_ptr<Transfer>& transfer) {
   try {
     stream = &claim(transfer->limits);
     connect(*stream, transfer->limits);
-    request_helpers(transfer);  // not before: a helper might take the last place that the owner has
+    request_helpers(transfer);  // not before: a helper might take the last connection that the owner accepts
     drive(*transfer, *stream, false);
   } catch (const SocketError& error) {
     transfer->fail(error.outcome, Refusal::none, describe(error));

@@ -44,10 +44,10 @@ struct StageRequest {
 class StagingConnection {
  public:
   virtual ~StagingConnection() = default;
-  // Sends it off. Of each segment, where it is here does not matter.
+  // Send the request. The local addresses of the segments are not used.
   virtual Result send_request(const StageRequest& request, const std::vector<Segment>& ranges) = 0;
   virtual Result receive_reply() = 0;
-  // Others may have the connection; it is hung up if it has failed, or answers are missing. Twice is as good as once.
+  // Return the connection to the pool, or close it if it has failed or replies are missing. A second call does nothing.
   virtual void release() = 0;
 };
 

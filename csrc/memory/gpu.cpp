@@ -18,7 +18,7 @@ namespace {
 constexpr int most_devices = 64;
 constexpr std::size_t most_idle = 16;  // kits, of each GPU: each has two megabytes of pinned memory
 
-// Of this process, and never closed: threads that end last would miss it.
+// Never closed: threads that end late may still use it.
 struct Opened {
   explicit Opened(const std::vector<std::string>& libraries) : driver(libraries), pid(getpid()) {}
 
@@ -55,7 +55,7 @@ Opened& ours() {
   return *found;
 }
 
-// A device's context is this thread's as long as this lives; what torch has set is back afterwards.
+// Makes a device's context current on this thread during its lifetime, then restores the earlier one, such as torch's.
 class Current {
  public:
   explicit Current(int device) : driver_(ours().driver) { driver_.check(driver_.context_push(ours().context(device)), "enter the device's context"); }
@@ -171,7 +171,7 @@ Pinned::~Pinned() {
   }
 }
 
-// Two streams, and what pinned memory they have needed so far. Used again and again: they take longer to make than to use.
+// Two streams and their pinned memory. They are reused, because creating them takes longer than a copy.
 struct Copies::CopyStreams {
   explicit CopyStreams(int of) : device(of) {}
   void make() {

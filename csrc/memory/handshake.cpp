@@ -60,7 +60,7 @@ void send_now(Writer& writer, const void* what, std::size_t bytes, const Limits&
 [[noreturn]] void fail_connect(const std::string& text) { throw SocketError(Outcome::unreachable, text); }
 
 void check_hello_reply(const wire::HelloReply& reply, const wire::Token& receiver) {
-  if (reply.magic != wire::hello_reply_magic) fail_connect("who answered is no process of monarch_backend: is the address right?");
+  if (reply.magic != wire::hello_reply_magic) fail_connect("the process at this address does not run monarch_backend: check the address");
   if (reply.denial == wire::Denial::version || reply.version != wire::version) {
     fail_connect("it speaks version " + std::to_string(reply.version) + " of the memory protocol, and this side " +
                   std::to_string(wire::version) + ": install the same monarch_backend on both");

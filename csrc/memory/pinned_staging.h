@@ -17,7 +17,7 @@ namespace monarch {
 
 class StagingBuffer {
  public:
-  // `keep` is what the memory is of.
+  // `keep` owns the memory.
   StagingBuffer(std::shared_ptr<void> keep, char* base, std::uint64_t slot_bytes, std::uint32_t slots)
       : keep_(std::move(keep)), base_(base), slot_bytes_(slot_bytes), slots_(slots), states_(new Slot[slots]) {}
 

@@ -20,10 +20,10 @@ namespace {
 constexpr std::uint64_t ticks = (std::uint64_t{1} << 40) - 1;
 constexpr auto claim_poll_interval = std::chrono::milliseconds(1);  // how often `drop` checks claims: their end is not reported
 
-constexpr std::uint64_t unknown = 1;  // of a start: nothing starts so early
+constexpr std::uint64_t unknown = 1;  // of a start: no process starts so early
 
-// When a process started, in ticks since the machine did; 0 if there is none that touches memory any more: it is gone, or
-// a zombie without other threads. `unknown` where that can't be found out, as without descriptors.
+// Start time of a process in ticks since boot. 0 if it does not access memory any more: it has ended, or is a zombie
+// without other threads. `unknown` if that cannot be determined, for example without free descriptors.
 std::uint64_t start_of(std::uint32_t pid) {
   char path[32];
   std::snprintf(path, sizeof path, "/proc/%u/stat", pid);
@@ -47,7 +47,8 @@ std::uint64_t start_of(std::uint32_t pid) {
   return (state == 'Z' || state == 'X') && threads <= 1 ? 0 : started;
 }
 
-// Whether the page can be read and not written to, as one of a file that is mapped so: its owner's threads must not try.
+// Whether the page is read-only, for example in a read-only mapping of a file: the owner's threads must not write to
+// it.
 bool is_read_only(const char* at) {
   constexpr int populate_read = 22, populate_write = 23;  // of madvise, Linux 5.14
   auto* start = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(at) / page * page);

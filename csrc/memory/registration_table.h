@@ -98,7 +98,7 @@ class Claimed {
   Refusal refusal() const { return refusal_; }
   // End the claim early: the owner need not wait for this process, because another part protects the memory.
   void release();
-  // Again: it may have been dropped since, and then its owner waits for us.
+  // Check again: if it was dropped since the claim, its owner waits for this process.
   bool is_registered() const { return entry_ != nullptr && entry_->epoch.load(std::memory_order_acquire) == epoch_; }
 
  private:
@@ -147,14 +147,15 @@ class Table {
   std::atomic<std::uint32_t> count_{0};
 };
 
-// A place of those that are free, or of the dead: it is this process's until `release_request`. nullptr: there is none now.
+// Take a request that is free, or whose process has died. It is this process's until `release_request`. nullptr: all
+// are in use.
 Request* take_request(TableMemory& table);
 void release_request(Request& request);
 
 // A peer's table; nullptr if it has registered nothing yet.
 TableMemory* table_of(const Peer& peer);
 
-// What an atomic operation on 8 bytes finds there, having done its work.
+// Run an atomic operation on 8 bytes, and return the earlier value.
 std::uint64_t do_atomic(char* at, Access access, std::uint64_t operand, std::uint64_t expected);
 
 }  // namespace monarch

@@ -49,7 +49,7 @@ constexpr auto pid_reuse_min = std::chrono::microseconds(50);
 bool may_have_ended(const Peer& peer) {
   struct Seen {
     const Peer* peer;
-    std::uint32_t number;  // another one's may lie where that one's did
+    std::uint32_t number;  // a new peer may have the address of an earlier one
     Clock::time_point alive;
   };
   thread_local std::array<Seen, 8> all{};
@@ -294,7 +294,7 @@ Result SameHost::by_import(Transfer& transfer, const char* base, int device) {
   return has_ended(*transfer.peer) ? ended(Outcome::lost) : Result{};
 }
 
-// Waits for memory most of the time, one core by itself for less than a half of what there is: 16 MiB took 2.9 ms with one
+// Memory limits the copy, and one core uses less than half of its bandwidth: 16 MiB took 2.9 ms with one
 // thread and 1.3 with two, 64 MiB 14.5 and 9.4.
 Result SameHost::by_kernel(Transfer& transfer, std::uint64_t base) {
   return by_threads(transfer.segments, threads_, piece, [&](const std::vector<Segment>& segments, const std::atomic<bool>& stop) {
@@ -328,7 +328,7 @@ Result SameHost::by_kernel(const Transfer& transfer, std::uint64_t base, const s
     const auto call = reads ? process_vm_readv : process_vm_writev;
     const ssize_t moved = call(transfer.peer->pid, here.data(), count, there.data(), count, 0);
     const int error = moved < 0 ? errno : EFAULT;
-    // Also where it failed: another process may have nothing at this address, or not be ours to touch.
+    // Also where it failed: another process may have nothing at this address, or not permit access.
     if (moved <= 0 ? has_ended(*transfer.peer) : reads && may_have_ended(*transfer.peer)) return ended(Outcome::lost);
     if (moved <= 0) return error == ESRCH ? ended(Outcome::lost) : ended(Outcome::failed, Refusal::none, error);
     for (auto left = static_cast<std::uint64_t>(moved); segment < segments.size();) {
@@ -358,7 +358,7 @@ class SameHost::ServiceRequest {
       return;
     }
     const auto served = [request = request_, peer = peer_] {
-      if (peer->ended.load(std::memory_order_acquire)) return true;  // not only lost to us: it writes to nothing
+      if (peer->ended.load(std::memory_order_acquire)) return true;  // the process itself has ended: it writes to no memory any more
       if (request->state.load(std::memory_order_acquire) == Request::serving) return false;
       release_request(*request);
       return true;

@@ -38,13 +38,13 @@ class CancelScope {
   mutable std::optional<Cancel> event_;  // made at the first call of event()
 };
 
-// unseen: whether the driver maps it is seen with the first transfer.
+// unseen: the first transfer shows whether the driver maps it.
 enum class CopyMethod : int { mapped, kernel, thread, gpu, external, unseen };
 
 class SameHost {
  public:
-  // `kernel`, `ipc`: whether process_vm_readv, and mappings of GPU memory, may be used where they work. `threads`: how many
-  // of this process make one large copy, the caller's among them.
+  // `kernel`, `ipc`: whether process_vm_readv, and mappings of GPU memory, may be used where they work. `threads`: the
+  // number of threads for one large copy, with the caller's.
   SameHost(std::shared_ptr<Host> host, bool kernel, bool ipc, unsigned threads)
       : host_(std::move(host)), kernel_(kernel), ipc_(ipc), threads_(threads), mappings_(std::make_shared<IpcMappingCache>()) {}
   std::shared_ptr<IpcMappingCache> mappings() const { return mappings_; }
@@ -80,7 +80,7 @@ class SameHost {
   std::shared_ptr<IpcMappingCache> mappings_;
 };
 
-// The thread of an owner that does for its peers what they can't do themselves.
+// The service thread of an owner: it runs copies and atomics that peers cannot run themselves.
 class Service {
  public:
   Service(std::shared_ptr<Table> table, std::shared_ptr<IpcMappingCache> mappings);

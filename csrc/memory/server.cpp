@@ -35,7 +35,7 @@ constexpr auto handshake_timeout = std::chrono::seconds(5);
 constexpr std::size_t most_listeners = 16;
 constexpr int accept_retry_ms = 50;  // after accept() ran out of descriptors
 
-// Sent in the place of what was dropped in the middle of a reply.
+// Sent instead of memory that was dropped during a reply.
 const char zeros[held_piece_bytes] = {};
 
 // A piece of registered memory, for as long as this lives.
@@ -300,7 +300,7 @@ std::uint64_t Service::receive_staged(const wire::Range& range, Refusal& refusal
 void Service::receive(wire::Range range, Refusal& refusal) {
   if (staging_ && refusal == Refusal::none) {
     const std::uint64_t received = receive_staged(range, refusal);
-    range.offset += received, range.bytes -= received;  // the rest is thrown away, if it was refused
+    range.offset += received, range.bytes -= received;  // the rest is discarded, if it was refused
   }
   for (std::uint64_t received = 0; received < range.bytes;) {
     const std::uint64_t bytes = std::min<std::uint64_t>(held_piece_bytes, range.bytes - received);
@@ -456,7 +456,7 @@ class Server::Acceptor {
   StagingBuffers staging_;
   const std::size_t most_, most_sockets_;
   const int pid_;
-  Descriptor wakeup_fd_;  // an eventfd: a listener has come, a connection is over, or all is
+  Descriptor wakeup_fd_;  // an eventfd: a new listener, an ended connection, or close
   InheritedDescriptors inherited_;
   std::mutex lifecycle_;  // serialises listen and close
   std::mutex mutex_;      // listeners_
@@ -545,7 +545,7 @@ void Server::Acceptor::accept_one(int listener) {
   Connection& connection = connections_.emplace_back(std::move(socket), inherited_);
   try {
     connection.thread = std::thread([this, &connection] { serve(connection); });
-  } catch (const std::system_error&) {  // no more threads: as if it had never come
+  } catch (const std::system_error&) {  // no more threads: the connection is closed
     connections_.pop_back();
   }
 }

@@ -39,7 +39,7 @@ class Descriptor {
   int fd_;
 };
 
-// The descriptors of connections, for a forked child to close: whatever else their owner keeps may be half-written there.
+// The descriptors of connections, for a forked child to close: other state of their owner may be inconsistent there.
 class InheritedDescriptors {
  public:
   explicit InheritedDescriptors(std::size_t most);
@@ -66,7 +66,7 @@ class Cancel {
 
 using TimePoint = std::chrono::steady_clock::time_point;
 
-// How long to wait, and for what not to.
+// Limits of a wait: its deadline, and what ends it early.
 struct Limits {
   TimePoint deadline = TimePoint::max();
   const Cancel* cancel = nullptr;
@@ -91,9 +91,9 @@ class SocketConnection {
   // next one must have the rest at least.
   std::size_t try_read(char* to, std::size_t bytes);
   std::size_t try_write(const char* first, std::size_t bytes, const char* second = nullptr, std::size_t more = 0);
-  // For what the last of them lacked.
+  // Wait until the last read or write can continue.
   void wait(const Limits& limits);
-  // The same, but only until then: false if it has not come, or a signal has.
+  // The same until a time: false if it is over, or after a signal.
   bool wait_until(TimePoint until, const Limits& limits);
 
  private:

@@ -100,8 +100,8 @@ int bio_read(Bio* bio, char* to, int bytes);
 long bio_ctrl(Bio*, int what, long, void*) { return what == bio_flush || what == bio_push || what == bio_pop ? 1 : 0; }
 
 void* library() {
-  // What is loaded already comes first: two copies of OpenSSL in one process get along, but one is enough. The symbols of
-  // libcrypto are found through libssl, which depends on the right one.
+  // What is loaded already comes first: two copies of OpenSSL can coexist in one process, but one is enough. The
+  // symbols of libcrypto are found through libssl, which depends on the right one.
   for (const int already : {RTLD_NOLOAD, 0}) {
     for (const char* name : {"libssl.so.3", "libssl.so.1.1"}) {
       if (void* handle = dlopen(name, RTLD_NOW | RTLD_LOCAL | already)) return handle;
@@ -225,7 +225,8 @@ void configure(Ctx* ctx, std::string_view certificate, std::string_view key, std
   const OpenSsl& ssl = openssl();
   ssl.SSL_CTX_ctrl(ctx, ctrl_min_version, tls_1_3, nullptr);
   if (ssl.SSL_CTX_ctrl(ctx, ctrl_max_version, tls_1_3, nullptr) != 1) throw std::runtime_error("this OpenSSL has no TLS 1.3");
-  // The shorter key first: a fifth faster, and nothing known against it. Where a policy forbids it, the policy stands.
+  // Prefer the shorter key: it is a fifth faster, and has no known weakness. A system policy that forbids it has
+  // priority.
   ssl.SSL_CTX_set_ciphersuites(ctx, "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256");
   ssl.SSL_CTX_set_options(ctx, no_ticket | no_compression | no_renegotiation);
   ssl.SSL_CTX_set_num_tickets(ctx, 0);
@@ -311,7 +312,7 @@ void TlsSession::fail(const char* what, int error) const {
   if (error == error_zero_return) throw std::runtime_error("the other side hung up");
   if (error == error_syscall) throw std::runtime_error(number != 0 ? std::strerror(number) : "the other side hung up");
   const std::string why = reason();
-  // What OpenSSL 3 calls an end without a goodbye.
+  // OpenSSL 3's name for an end without close_notify.
   if (error == error_ssl && why == "unexpected eof while reading") throw std::runtime_error("the other side hung up");
   throw std::runtime_error(std::string(what) + ": " + why);
 }

@@ -20,7 +20,7 @@ using Digest = std::array<unsigned char, 32>;
 void need_openssl();
 
 Digest hmac_sha256(std::string_view key, std::string_view message);
-// In a time that does not depend on where they differ.
+// Compare in constant time.
 bool same(const Digest& one, const Digest& other);
 
 // One process's certificate, its key, and the trusted CAs. All DER; `certificate` may be followed by intermediate ones,

@@ -62,7 +62,7 @@ PyObject* empty(PyTypeObject* type) {
 
 PyTypeObject *sink_type, *ref_type, *entry_type, *plan_type;
 
-// What all objects of one struct have: where its references stand.
+// Layout of the objects of one struct: the offsets of their references.
 template <class T>
 struct Members;
 template <>
@@ -230,14 +230,14 @@ struct Callbacks {
 } callbacks;
 
 PyObject *name_ref, *name_meta, *name_form, *name_sink, *name_nbytes;
-std::unordered_map<PyObject*, Plan*>& plans() {  // operators live for ever, and their own hash is slow
+std::unordered_map<PyObject*, Plan*>& plans() {  // operators are never freed, and their own hash is slow
   static auto* known = new std::unordered_map<PyObject*, Plan*>;
   return *known;
 }
 
 // Keys -------------------------------------------------------------------------------------------------------------
 
-// What each record has of its own: ids of tensors, and numbers.
+// The operands of a record: ids of tensors, and numbers.
 class Operands {
  public:
   Operands() = default;

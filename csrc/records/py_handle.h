@@ -1,4 +1,4 @@
-// What the files of this folder share: CPython's own interface, since a record has no time for any other.
+// Helpers of this folder. They use CPython's C API directly, because a record has no time for pybind11.
 #pragma once
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

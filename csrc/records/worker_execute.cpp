@@ -1,5 +1,5 @@
-// The worker's side of a record: operands by their ids, a call, results under theirs. Records of a form that is rare, or
-// that has to wait, and whatever fails, are Python's.
+// The worker's side of a record: look up the operands by their ids, call, store the results under theirs. Python
+// executes records of rare forms, records that have to wait, and failures.
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -12,10 +12,10 @@ namespace {
 constexpr long kDelete = 0;  // as dtensor/_protocol.py: DELETE
 enum Kind { kNone = 0, kOne = 1, kMany = 2 };  // as dtensor/_protocol.py: Kind
 
-// What stands at one place of a call.
+// One argument of a call.
 struct Argument {
   enum Is { kConstant, kTensor, kNumber, kList } is;
-  PyObject* constant = nullptr;  // for ever a part of the call, which frees it
+  PyObject* constant = nullptr;  // owned by the call
   Py_ssize_t at = 0;             // among the operands
   std::vector<Argument> inner;
 };

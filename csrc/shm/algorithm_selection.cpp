@@ -61,8 +61,8 @@ void Group::offer(Operation& op) {
   }
 }
 
-// Where the others find it without our doing. An all_reduce offers its result as well: the slice that the rank reduces
-// for all.
+// Where the other ranks can read it without work of this rank. An all_reduce offers its result as well: the slice that
+// the rank reduces for all.
 Offer Group::offer_in_place(Operation& op) {
   const Collective c = op.header.collective;
   if (!brings(op.header, rank_) || overlaps(op)) return Offer::stage;

@@ -13,8 +13,8 @@
 
 namespace monarch {
 
-// Bytes of a result from which on it is worth while. What is only copied is meant: a kernel's results, which often lie where
-// its sources do, are stored as usual.
+// Bytes of a result from which a copy bypasses the cache. Results of kernels often lie where their sources do, and are
+// stored as usual.
 inline constexpr std::uint64_t past_cache = 4 << 20;
 
 inline void stream(char* to, const char* from, std::uint64_t bytes) {

@@ -33,7 +33,7 @@ class Engine {
   explicit Engine(std::shared_ptr<Host> host);
   ~Engine();
 
-  // Submits the operation and sees to it that it ends. `then` is called once it is done, from a thread of its
+  // Submits the operation and drives it to its end. `then` is called once it is done, from a thread of its
   // own and without locks; an operation has at most one.
   void start(std::shared_ptr<Group> group, std::shared_ptr<Operation> operation, std::function<void()> then);
   // The same for an operation that has been submitted.

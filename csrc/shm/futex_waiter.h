@@ -40,7 +40,7 @@ class FutexWaiter {
     if (pause()) return true;
     const std::uint32_t seen = doorbell_.ring_count.load(std::memory_order_relaxed);
     doorbell_.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // with ring's: one of us sees what the other has stored
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the fence in ring(): one of the two sees the other's store
     bool in_time = true;
     if (!look()) in_time = sleep(seen, deadline);
     doorbell_.sleepers.fetch_sub(1, std::memory_order_relaxed);

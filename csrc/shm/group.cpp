@@ -130,7 +130,7 @@ void Group::ring(int rank) const { (rank == rank_ ? host_->doorbell() : peers_[r
 
 void Group::submit(const std::shared_ptr<Operation>& operation) {
   const std::lock_guard lock(mutex_);
-  departures_ = 0;  // those that were looked at concerned none of the operations of that time; this one they may
+  departures_ = 0;  // check all again: earlier checks did not cover this operation
   const Collective c = operation->header.collective;
   if (c == Collective::send || c == Collective::recv) {
     p2p_->submit(operation);
@@ -189,7 +189,7 @@ void Group::wait(Operation& operation, Clock::time_point limit) {
     }
   }
   operation.waiters.fetch_sub(1, std::memory_order_relaxed);
-  if (!operation.done.load(std::memory_order_acquire)) host_->local_doorbell().ring();  // the engine's again
+  if (!operation.done.load(std::memory_order_acquire)) host_->local_doorbell().ring();  // the engine drives it again
 }
 
 void Group::wait_briefly(Operation& operation, Clock::duration limit) {
@@ -434,8 +434,8 @@ void Group::expire(const Operation& op) {
   fail(failure);
 }
 
-// The rank that keeps an operation from going on which all have entered, or -1. What it waits for itself is there: I
-// have been where it is.
+// The rank that delays an operation which all ranks have entered, or -1. It does not wait for another rank, because
+// this rank has already passed the same point.
 int Group::straggler(const Operation& op) const {
   if (op.state != Operation::moving) return -1;
   const auto behind = [this](std::atomic<std::uint64_t> Board::*counter, std::uint64_t position) {
@@ -470,7 +470,7 @@ void Group::set_reason(const std::string& text) {
   std::atomic_ref(reason[0]).store(text[0], std::memory_order_release);
 }
 
-// What failed on a rank, to stand before how it ended.
+// Text of the failure on a rank; the text of how the rank ended follows it.
 std::string Group::reason(int rank) const {
   auto& text = board(rank).reason;
   if (std::atomic_ref(text[0]).load(std::memory_order_acquire) == '\0') return "";

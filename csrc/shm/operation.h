@@ -48,12 +48,12 @@ constexpr bool has_root(Collective c) { return traits_of(c).has_root; }
 constexpr bool by_pieces(Collective c) { return traits_of(c).by_pieces; }
 constexpr bool reduces(Collective c) { return traits_of(c).reduces; }
 
-// How the others can have what a rank brings to an operation.
+// How the other ranks access the data that a rank contributes to an operation.
 enum class Offer : std::uint8_t {
   stage,   // chunk by chunk, in the stage
   slot,    // all of it is in the slot already
   shared,  // it lies in the rank's arena
-  memory,  // it lies in memory of the rank's own, for process_vm_readv
+  memory,  // it lies in the rank's private memory, for process_vm_readv
 };
 
 // The algorithms for an operation.

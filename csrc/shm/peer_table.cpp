@@ -221,9 +221,9 @@ void Host::set_hooks(ConnectionHooks hooks) {
   hooks_ = std::move(hooks);
 }
 
-bool Host::tether(const std::string& token) {
+bool Host::die_with_peer(const std::string& token) {
   const std::lock_guard lock(mutex_);
-  tether_ = token;
+  die_with_ = token;
   return peers_.count(token) != 0;
 }
 
@@ -350,7 +350,7 @@ std::shared_ptr<Peer> Host::add_peer(int link, std::uint64_t ring_offset, const 
   peer->ring_received = hello.ring_offset;
   const std::lock_guard lock(mutex_);
   if (hooks_.connected) hooks_.connected(peer);
-  peers_.emplace(peer->token, peer);  // both may have called at the same time: the first one is how we call it
+  peers_.emplace(peer->token, peer);  // both sides may have connected at the same time: connect() returns the first
   peer->number = ++last_number_;
   for (const int fd : {peer->link, peer->pidfd}) {
     if (fd < 0) continue;
@@ -365,7 +365,7 @@ std::shared_ptr<Peer> Host::add_peer(int link, std::uint64_t ring_offset, const 
 }
 
 std::shared_ptr<Peer> Host::connect(const std::string& token, double seconds, bool* waiting) {
-  // One that stood still between being called and answering has hung up on us, or we on it: it is called again.
+  // If a process was stopped during a connect, one of the two sides may have closed the link: connect again.
   for (int attempt = 0; attempt < 3; ++attempt) {
     if (auto known = this->known(token)) return known;
     if (token.size() != Hello{}.token.size()) return nullptr;
@@ -425,7 +425,7 @@ void Host::watch_connect(const std::string& token, PendingConnect pending) {
       return;
     }
   }
-  close(pending.link);  // another thread has called it, too
+  close(pending.link);  // another thread has connected to it, too
   release_ring(pending.ring_offset);
 }
 
@@ -434,7 +434,7 @@ bool Host::is_connecting(const std::string& token) {
   return pending_connects_.count(token) != 0;
 }
 
-// On the watcher: one that was silent has answered, or hung up. False if the link is not a call's.
+// On the watcher thread: a process has answered a pending connect, or closed it. False if the link is another one.
 bool Host::finish_connect(int link) {
   std::string token;
   PendingConnect pending;
@@ -516,8 +516,8 @@ void Host::release_ring(std::uint64_t ring_offset) {
 void Host::on_peer_exit(Peer& peer) {
   {
     const std::lock_guard lock(mutex_);
-    // Not exit: nothing of this process may hold up its end, least of all an interpreter that is busy.
-    if (!tether_.empty() && peer.token == tether_) kill(getpid(), SIGKILL);
+    // Not exit(): no code of this process, such as a busy interpreter, may delay the end.
+    if (!die_with_.empty() && peer.token == die_with_) kill(getpid(), SIGKILL);
   }
   const bool left_cleanly = peer.mapping->header().left.load(std::memory_order_acquire) != 0;
   if (!left_cleanly) peer.exit_description = describe_exit(peer);

@@ -28,11 +28,11 @@ struct Peer {
   int pid = 0;
   std::uint32_t number = 0;  // of the peers that this process has ever had
   int link = -1;   // the socket
-  int pidfd = -1;  // -1 where the kernel has none, or the process is not ours to see
+  int pidfd = -1;  // -1 if the kernel has none, or does not permit it for this process
   std::unique_ptr<Mapping> mapping;
   std::atomic<int> state{alive};
   std::atomic<int> readable{0};    // by process_vm_readv: 1, or -1 if not; 0: not tried yet
-  std::atomic<bool> ended{false};  // not only lost to us: it runs no more, and writes to nothing
+  std::atomic<bool> ended{false};  // the process itself, not only its connection: it writes to no memory any more
   std::string exit_description;  // "killed by signal 9", written before `state`
   std::uint64_t ring_sent = 0;      // offset of our ring for this peer, see Host::ConnectionHooks
   std::uint64_t ring_received = 0;  // offset of its ring for us
@@ -84,9 +84,9 @@ class Host {
   // Changes whenever a peer has died or left.
   std::uint32_t departures() const { return departures_.load(std::memory_order_acquire); }
 
-  // From now on this process lives no longer than the peer with this token: it dies with it at once, whatever its
-  // interpreter does. False if that peer is not there any more.
-  bool tether(const std::string& token);
+  // Kill this process as soon as the peer with this token ends, whatever the interpreter does then. Return false if the
+  // peer has ended already.
+  bool die_with_peer(const std::string& token);
 
   // Tell the peers that this process ends without a failure.
   void leave();
@@ -99,7 +99,7 @@ class Host {
   void begin();
   void watch();
   void accept_one();
-  // To a process that has not answered yet. Without a link: the answer is being looked at.
+  // A connection to a process that has not answered yet. The link is -1 while the answer is checked.
   struct PendingConnect {
     int link;
     std::uint64_t ring_offset;
@@ -116,7 +116,7 @@ class Host {
   void on_peer_exit(Peer& peer);
   struct Hello hello();
 
-  std::string token_, tether_;
+  std::string token_, die_with_;
   ConnectionHooks hooks_;
   std::unique_ptr<Arena> arena_;
   int listener_ = -1, epoll_ = -1;

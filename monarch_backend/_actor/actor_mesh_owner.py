@@ -58,7 +58,7 @@ class ActorMeshOwner:
         _check_constructor(cls, args, kwargs)
         check_policy(restart)
         body, buffers = dumps((cls, args, kwargs, procs))
-        owner_cell = living_owner(f"the mesh {name!r}")
+        owner_runner = living_owner(f"the mesh {name!r}")
         core = ActorMeshState(
             secrets.randbits(63) | 1,
             name,
@@ -70,8 +70,8 @@ class ActorMeshOwner:
         )
         intensity = RestartLimiter(restart, self._runtime.clock) if restart is not None else None
         built: Future[None] = Future(self._runtime.wait)
-        siblings = self._runtime.children_of(owner_cell)
-        core.owned = OwnedActors(core, owner_cell, siblings, _joined(body), _copied(buffers), intensity, built)
+        siblings = self._runtime.children_of(owner_runner)
+        core.owned = OwnedActors(core, owner_runner, siblings, _joined(body), _copied(buffers), intensity, built)
         self._runtime.actors[core.actor] = core
         siblings.append(core)
         if procs._core.owned is not None:
@@ -87,15 +87,15 @@ class ActorMeshOwner:
         owned.constructing.add(rank)
         peer = owned.homes[rank] = core.peer(rank)
         if peer.gone is not None:
-            self._runtime.soon(
+            self._runtime.call_soon(
                 lambda: self.lost_rank(core, rank, self._runtime.death_of(core.procs, core.bases[rank], peer))
             )
             return
-        cell = owned.owner_cell
+        runner = owned.owner_runner
         plan = Construct(
-            core.actor, core.name, rank, tuple(core.extent.labels), tuple(core.extent.sizes), cell.actor if cell else 0,
-            cell.name if cell else "main", owned.generations[rank], owned.intensity is not None,
-            core.blueprint.is_async,
+            core.actor, core.name, rank, tuple(core.extent.labels), tuple(core.extent.sizes),
+            runner.actor if runner else 0, runner.name if runner else "main",
+            owned.generations[rank], owned.intensity is not None, core.blueprint.is_async,
         )  # fmt: skip
         self._runtime.router.tell(peer, plan, owned.body, owned.buffers)
 
@@ -151,22 +151,22 @@ class ActorMeshOwner:
         def give_up() -> None:
             for rank in list(core.owned.left):
                 peer = core.peer(rank)
-                if peer is not self._runtime.router.me and not self._runtime.owner.stuck.kill_if_deaf(peer):
+                if peer is not self._runtime.router.me and not self._runtime.owner.stuck.kill_if_unresponsive(peer):
                     log.warning(
                         "%s of %s counts as ended: its process has not started yet, and will end the actor when it has",
                         core.where(rank), core.name,
                     )  # fmt: skip
                     core.owned.is_gone(rank)
             if not ended.ready:
-                timers.append(self._runtime.pump.later(stuck_readers.CHECK_INTERVAL_S, give_up))
+                timers.append(self._runtime.progress.later(stuck_readers.CHECK_INTERVAL_S, give_up))
 
         timers = [
-            self._runtime.pump.later(
+            self._runtime.progress.later(
                 process_stop.SHUTDOWN_GRACE_S if timeout is None else timeout + KILL_AFTER_S, give_up
             )
         ]
         if timeout is not None:
-            timers.append(self._runtime.pump.later(timeout, interrupt))
+            timers.append(self._runtime.progress.later(timeout, interrupt))
 
         def cancel(_: Future[None]) -> None:
             for timer in timers:
@@ -225,7 +225,7 @@ class ActorMeshOwner:
                         core.peer(other), Stop(core.actor, "restart", "the whole mesh is restarted")
                     )
             homes = [(other, owned.generations[other], core.peer(other)) for other in again]
-            self._runtime.pump.later(delay, lambda: self._construct_again(core, homes))
+            self._runtime.progress.later(delay, lambda: self._construct_again(core, homes))
             return
         if owned.intensity is not None and not gone:
             cause = f"{cause}; {owned.intensity.used_up()}"
@@ -237,9 +237,9 @@ class ActorMeshOwner:
             self._runtime.router.tell(core.peer(rank), Stop(core.actor, "stop", "it has died too often"))
         owned.built._fail(mesh_failure)
         if not self._runtime.owner.readiness.failed_to_start(core.peer(rank)) or self._runtime.supervision.is_asked(
-            owned.owner_cell
+            owned.owner_runner
         ):
-            self._runtime.supervision.failed(owned.owner_cell, mesh_failure)
+            self._runtime.supervision.failed(owned.owner_runner, mesh_failure)
 
     def _construct_again(self, core: ActorMeshState, homes: Sequence[tuple[int, int, Peer]]) -> None:
         if core.stopped is not None:
@@ -256,10 +256,11 @@ class ActorMeshOwner:
 
 def living_owner(what: str) -> Any:
     """Return the runner of the actor that spawns; None in the main program. Raises SupervisionError if it has ended."""
-    cell = context.cell.get()
-    if cell is not None and cell.failure is not None:
-        raise SupervisionError(f"{cell.name} has ended and can't spawn {what}: {cell.failure}", "spawn", cell.failure)
-    return cell
+    runner = context.runner.get()
+    if runner is not None and runner.failure is not None:
+        text = f"{runner.name} has ended and can't spawn {what}: {runner.failure}"
+        raise SupervisionError(text, "spawn", runner.failure)
+    return runner
 
 
 def _check_constructor(cls: type, args: Any, kwargs: Any) -> None:

@@ -11,7 +11,7 @@ from monarch_backend._mesh.extent import Extent, Point
 if TYPE_CHECKING:
     from monarch_backend._actor.execution.runner import ActorRunner
 
-cell: ContextVar[Any] = ContextVar("monarch_actor", default=None)
+runner: ContextVar[Any] = ContextVar("monarch_actor", default=None)
 message: ContextVar[tuple[int, Extent] | None] = ContextVar("monarch_message", default=None)
 
 _ALONE = Extent((), ())
@@ -20,10 +20,10 @@ _ALONE = Extent((), ())
 class ActorInstance:
     """The running actor: its name and rank, and ways to end it. Pickling it raises TypeError."""
 
-    __slots__ = ("_cell",)
+    __slots__ = ("_runner",)
 
     def __init__(self, running: ActorRunner | None) -> None:
-        self._cell = running
+        self._runner = running
 
     def __reduce__(self) -> Any:
         raise TypeError("context().actor_instance cannot be sent: send its name and rank")
@@ -31,17 +31,17 @@ class ActorInstance:
     @property
     def name(self) -> str:
         """Name that was given to ``spawn``; "main" for the main program."""
-        return "main" if self._cell is None else self._cell.name
+        return "main" if self._runner is None else self._runner.name
 
     @property
     def rank(self) -> Point:
         """Point of the actor in the whole mesh that it was spawned on."""
-        return Point(0, _ALONE) if self._cell is None else self._cell.point
+        return Point(0, _ALONE) if self._runner is None else self._runner.point
 
     @property
     def proc_mesh(self) -> Any:
         """Mesh of processes that the actor was spawned on; None for the main program."""
-        return None if self._cell is None else self._cell.mesh
+        return None if self._runner is None else self._runner.mesh
 
     @property
     def proc(self) -> Any:
@@ -51,12 +51,12 @@ class ActorInstance:
     @property
     def creator(self) -> str:
         """Name of the actor that spawned this one, "main" if the main program did; "" in the main program."""
-        return "" if self._cell is None else self._cell.creator
+        return "" if self._runner is None else self._runner.creator
 
     @property
     def cancelled(self) -> bool:
         """True if the caller has cancelled the running message. A long computation may check it."""
-        return False if self._cell is None else self._cell.code.is_cancelled
+        return False if self._runner is None else self._runner.code.is_cancelled
 
     def stop(self, reason: str = "stopped by itself") -> None:
         """Stop this actor after the messages in its queue. Raises RuntimeError in the main program."""
@@ -71,11 +71,11 @@ class ActorInstance:
         self._end("kill", reason)
 
     def _end(self, how: str, reason: str) -> None:
-        if self._cell is None:
+        if self._runner is None:
             raise RuntimeError(
                 "the main program is not an actor and cannot be stopped so: return from it, or call sys.exit()"
             )
-        self._cell.end(how, reason)
+        self._runner.end(how, reason)
 
 
 class Context:
@@ -100,7 +100,7 @@ def context() -> Context:
     >>> context().actor_instance.name
     'main'
     """
-    return Context(ActorInstance(cell.get()), current_rank())
+    return Context(ActorInstance(runner.get()), current_rank())
 
 
 def current_rank() -> Point:
@@ -115,7 +115,7 @@ def current_rank() -> Point:
     sent = message.get()
     if sent is not None:
         return Point(*sent)
-    running = cell.get()
+    running = runner.get()
     return Point(0, _ALONE) if running is None else running.point
 
 
@@ -141,5 +141,5 @@ def current_actor_name() -> str:
     >>> current_actor_name()
     'main'
     """
-    running = cell.get()
+    running = runner.get()
     return "main" if running is None else str(running.name)

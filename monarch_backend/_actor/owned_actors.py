@@ -17,14 +17,14 @@ class OwnedActors:
     def __init__(
         self,
         core: ActorMeshState,
-        owner_cell: Any,
+        owner_runner: Any,
         siblings: list[Any],
         body: bytes,
         buffers: Any,
         intensity: RestartLimiter | None,
         built: Future[None],
     ) -> None:
-        self.core, self.owner_cell, self._siblings = core, owner_cell, siblings
+        self.core, self.owner_runner, self._siblings = core, owner_runner, siblings
         self.body, self.buffers = body, buffers  # the constructor's arguments
         self.intensity, self.built = intensity, built
         self.generations = [0] * len(core.bases)

@@ -125,7 +125,7 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
         except BaseException as error:
             done._fail(error)
 
-    program.aside(join)
+    program.run_in_thread(join)
     return done
 
 

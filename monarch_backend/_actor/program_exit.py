@@ -126,7 +126,7 @@ def _on_signal(_number: int, frame: FrameType | None) -> None:
     if program.interrupts.may_raise_in(frame, _since):
         program.interrupts.raise_here()
     program.interrupts.release_main()
-    program.pump.later(RETRY_S, lambda: _interrupt_main(program))
+    program.progress.later(RETRY_S, lambda: _interrupt_main(program))
 
 
 def _runs(frame: FrameType | None, code: CodeType) -> bool:

@@ -71,8 +71,8 @@ log = logging.getLogger("monarch_backend")
 class Runtime:
     """Runtime of this process."""
 
-    def __init__(self, links: Links, pump: Any, clock: Clock, _epoch: int = 0) -> None:
-        self.links, self.pump, self.clock = links, pump, clock
+    def __init__(self, links: Links, progress: Any, clock: Clock, _epoch: int = 0) -> None:
+        self.links, self.progress, self.clock = links, progress, clock
         self.pid = os.getpid()
         self.ids = itertools.count(1)
         self.pending: dict[int, Any] = {}  # calls without replies yet, by number
@@ -81,7 +81,7 @@ class Runtime:
         self.ports: weakref.WeakValueDictionary[int, PortReceiver[Any]] = weakref.WeakValueDictionary()
         self.local_actors, self.actor_owner = LocalActors(self), ActorMeshOwner(self)
         self.placement = Placement(self)
-        self.cells = self.local_actors.cells
+        self.runners = self.local_actors.runners
         self.references = references = MeshReferences(self)
         self.procs, self.actors, self.naming = references.procs, references.actors, references.naming
         self.proc_core, self.actor_core = references.proc_core, references.actor_core
@@ -105,12 +105,12 @@ class Runtime:
         self.waiting = Waiting(self)
         self.wait: Callable[..., bool] = self.waiting.wait
         self.shutdown = Shutdown(self)
-        self.run_cell: Callable[[ActorRunner], None] = self._run_in_thread
+        self.start_runner: Callable[[ActorRunner], None] = self._start_runner_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
         self.router = Router(links, self.waiting.wait_for_room)
-        self.router.wake = pump.wake  # type: ignore[method-assign]
-        self.router.later = pump.later  # type: ignore[method-assign]
+        self.router.wake = progress.wake  # type: ignore[method-assign]
+        self.router.later = progress.later  # type: ignore[method-assign]
         self.router.on_gone = self._gone
         self.router.before_host_gone = self.references.find_peers_on
         self.router.on_met = self._met
@@ -137,23 +137,23 @@ class Runtime:
 
     # ---- threads
 
-    def soon(self, call: Callable[[], None]) -> None:
-        """Call a function on the reading thread, soon."""
-        self.pump.later(0.0, call)
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Call a function later on the reading thread."""
+        self.progress.later(0.0, call)
 
-    def aside(self, call: Callable[[], object]) -> None:
+    def run_in_thread(self, call: Callable[[], object]) -> None:
         """Call a function that may wait, on a new thread."""
-        start_thread(threading.Thread(target=call, name="monarch-aside", daemon=True))
+        start_thread(threading.Thread(target=call, name="monarch-thread", daemon=True))
 
     def without_waiting(self, call: Callable[[], None]) -> None:
         """Call a function that may wait: now, or on a new thread if this is the reading thread."""
-        if self.pump.reading:
-            self.aside(call)
+        if self.progress.reading:
+            self.run_in_thread(call)
         else:
             call()
 
-    def _run_in_thread(self, cell: ActorRunner) -> None:
-        start_thread(threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True))
+    def _start_runner_thread(self, runner: ActorRunner) -> None:
+        start_thread(threading.Thread(target=runner.run, name=f"actor {runner.name}", daemon=True))
 
     # ---- references
 
@@ -165,9 +165,9 @@ class Runtime:
 
     # ---- spawning
 
-    def children_of(self, owner_cell: Any) -> list[Any]:
+    def children_of(self, owner_runner: Any) -> list[Any]:
         """Return the list of meshes that an actor has spawned; for None, the main program."""
-        return self.main_children if owner_cell is None else owner_cell.children
+        return self.main_children if owner_runner is None else owner_runner.children
 
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
         """Start a process for each rank of the extent. Return a ProcMesh at once."""
@@ -217,7 +217,7 @@ class Runtime:
         reason = ("its owner has ended" if failure is None else f"its owner has ended: {failure}")[:4096]
         stop = self.stop_procs if isinstance(child, ProcMeshState) else self.stop_actors
         future = stop(child, how, reason)
-        if not self.pump.reading:
+        if not self.progress.reading:
             self.wait(future, 10.0)
 
     # ---- messages
@@ -239,24 +239,24 @@ class Runtime:
         for peer in peers:
             if peer.gone is None:
                 self.router.tell(peer, Cancel(core.actor, ref, reason))
-        self.pump.wake()  # a thread that waits for the call may be the reader
+        self.progress.wake()  # a thread that waits for the call may be the reader
 
     # ---- actors of this process
 
     def _set(self, peer: Peer, message: Setting, _: Frame) -> None:
-        if message.name == "crowded":
-            self.links.post.crowd(bool(message.value))  # type: ignore[attr-defined]
+        if message.name == "oversubscribed":
+            self.links.mailbox.set_oversubscribed(bool(message.value))  # type: ignore[attr-defined]
         elif message.name == "gateway":
-            self.aside(lambda: extension("gateway")(self, str(message.value)))
+            self.run_in_thread(lambda: extension("gateway")(self, str(message.value)))
         elif message.name == REPORT_BUSY:
-            for cell in list(self.cells.values()):
-                cell.code.report_busy()
+            for runner in list(self.runners.values()):
+                runner.code.report_busy()
         elif message.name == "log_level":
             install_worker_logging(message.value)
         elif message.name == "abort_groups":
-            self.aside(lambda: process_groups.abort_groups(str(message.value)))
+            self.run_in_thread(lambda: process_groups.abort_groups(str(message.value)))
         elif has_extension(name := f"setting {message.name.partition('.')[0]}"):
-            self.aside(lambda: extension(name)(self, peer, message.name, message.value))
+            self.run_in_thread(lambda: extension(name)(self, peer, message.name, message.value))
 
     def exit_now(self, reason: str) -> None:
         """Kill this process at once, after a line on stderr."""
@@ -285,7 +285,7 @@ class Runtime:
             self.owner.exits.ended(peer)  # calls on_process_lost when the exit status is known
         else:
             self.on_process_lost(peer, None)
-            if not peer.peace and peer.owner is not None and peer.owner.link < 0:
+            if not peer.orderly and peer.owner is not None and peer.owner.link < 0:
                 self.router.ask_owner(peer)
 
     def on_process_lost(self, peer: Peer, failure: MeshFailure | None) -> None:
@@ -296,10 +296,10 @@ class Runtime:
             call.on_gone(peer, failure)
         for part in self.extensions:
             part.on_process_lost(peer)
-        for cell in list(self.cells.values()):
-            cell.streams.reader_gone(peer)
-            if cell.owner is peer and cell.failure is None:
-                cell.end("abort", f"its owner, {peer}, is gone")
+        for runner in list(self.runners.values()):
+            runner.streams.reader_gone(peer)
+            if runner.owner is peer and runner.failure is None:
+                runner.end("abort", f"its owner, {peer}, is gone")
         for core in alive(self.actors):
             if core.owned is not None and core.procs.owned is None:
                 for rank in [rank for rank, home in core.owned.homes.items() if home is peer]:
@@ -321,19 +321,19 @@ class Runtime:
             )
 
         router: Any = self.router
-        router.send = router.cast = router.tell = router.reply = refuse
-        self.wait = self.soon = self.owner.stops.stop = self.pump.wait = refuse  # type: ignore[method-assign]
+        router.send = router.multicast = router.tell = router.reply = refuse
+        self.wait = self.call_soon = self.owner.stops.stop = self.progress.wait = refuse  # type: ignore[method-assign]
 
 
-def start(token: str = "", crowded: bool = False) -> Runtime:
+def start(token: str = "", oversubscribed: bool = False) -> Runtime:
     """Start the runtime of this process, over shared memory."""
     _native.park_threads_at_exit()  # threads of actors wait in C++ code when the interpreter ends
-    links = LocalLinks(token, crowded=crowded)
+    links = LocalLinks(token, oversubscribed=oversubscribed)
     holder: list[Runtime] = []
-    pump = ProgressLoop(links.post, lambda events: holder[0].router.handle(links.translate(events)))
-    made = Runtime(links, pump, RealClock())
+    progress = ProgressLoop(links.mailbox, lambda events: holder[0].router.handle(links.translate(events)))
+    made = Runtime(links, progress, RealClock())
     holder.append(made)
-    pump.start()
+    progress.start()
     current_runtime.set_program(made)
     return made
 

@@ -63,7 +63,7 @@ class Shutdown:
             for part in self._runtime.extensions:
                 part.close()
             self._runtime.links.host.leave()  # type: ignore[attr-defined]
-            self._runtime.pump.close()
+            self._runtime.progress.close()
             # References to classes of the main module would keep its globals from being finalized.
             blueprint.cache_clear()
             self._runtime.main_children.clear()

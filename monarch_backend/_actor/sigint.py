@@ -63,7 +63,7 @@ class Interrupts:
         """Take over an interrupt that the other handler has not raised yet."""
         if other.noted:
             other.noted, self.noted, self._since = False, True, self._program.clock.now()
-            self._program.pump.later(RETRY_S, self._try_again)
+            self._program.progress.later(RETRY_S, self._try_again)
 
     def is_noted(self) -> bool:
         """Return True if an interrupt has arrived and its KeyboardInterrupt was not raised yet."""
@@ -82,7 +82,7 @@ class Interrupts:
         """Wake the main thread if it waits, so that it checks for a request."""
         if self.waiting_for is not None:
             release(self.waiting_for)
-        self._program.pump.wake()  # the main thread may be the reader, about to sleep
+        self._program.progress.wake()  # the main thread may be the reader, about to sleep
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         again, self._again = self._again, False
@@ -96,8 +96,8 @@ class Interrupts:
             signal.default_int_handler(number, frame)
         if self.waiting_for is not None:
             release(self.waiting_for)
-        self._program.pump.later(RETRY_S, self._try_again)
-        self._program.pump.wake()  # the main thread may be the reader, about to sleep
+        self._program.progress.later(RETRY_S, self._try_again)
+        self._program.progress.wake()  # the main thread may be the reader, about to sleep
 
     def _try_again(self) -> None:
         """Send the signal again, from the reading thread."""
@@ -106,7 +106,7 @@ class Interrupts:
         waiting = self.waiting_for
         if waiting is not None:
             release(waiting)
-            self._program.pump.wake()
+            self._program.progress.wake()
         handler = _signal.getsignal(signal.SIGINT)
         if not callable(handler):
             return  # the signal would end the process, or be ignored

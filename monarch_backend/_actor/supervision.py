@@ -171,7 +171,7 @@ class Supervision:
         if hook is end_program:
             end_program(failure)  # at once, before an `except` of the program can end it with another status
         else:
-            self._program.aside(lambda: self._call(hook, failure))
+            self._program.run_in_thread(lambda: self._call(hook, failure))
 
     def _call(self, hook: Callable[[MeshFailure], object], failure: MeshFailure) -> None:
         try:

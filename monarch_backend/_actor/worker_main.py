@@ -50,20 +50,20 @@ class _MainThread:
 
     def __init__(self, program: runtime.Runtime) -> None:
         self._program = program
-        self._cells: deque[ActorRunner] = deque()
+        self._runners: deque[ActorRunner] = deque()
         self._busy = False
         self.ready = False
-        self.gate: threading.Lock | None = None
+        self.wait_lock: threading.Lock | None = None
         self.leaving: str | None = None
         self.is_aborted = False
 
-    def run_cell(self, cell: ActorRunner) -> None:
+    def start_runner(self, runner: ActorRunner) -> None:
         """Run an actor, on a thread of its own if the main thread is taken. Called on the reading thread."""
         if self._busy:
-            start_thread(threading.Thread(target=cell.run, name=f"actor {cell.name}", daemon=True))
+            start_thread(threading.Thread(target=runner.run, name=f"actor {runner.name}", daemon=True))
             return
         self._busy = True
-        self._cells.append(cell)
+        self._runners.append(runner)
         self._wake()
 
     def leave(self, how: str, reason: str) -> None:
@@ -71,23 +71,23 @@ class _MainThread:
         self.leaving = reason
         self.is_aborted = self.is_aborted or how == "abort"
         self._program.leaving = True
-        for cell in reversed(list(self._program.cells.values())):
-            cell.end_in_time(how, reason)
+        for runner in reversed(list(self._program.runners.values())):
+            runner.end_in_time(how, reason)
         self._wake()
         # An endpoint that never returns needs no limit here: the owner kills the process.
 
     def _wake(self) -> None:
         self.ready = True
         release(self)
-        self._program.pump.wake()
+        self._program.progress.wake()
 
     def run(self) -> None:
         """Run actors until the process is to end. Called on the main thread."""
         while True:
-            self._program.pump.wait(self)
+            self._program.progress.wait(self)
             self.ready = False
-            while self._cells:
-                self._cells.popleft().run()
+            while self._runners:
+                self._runners.popleft().run()
                 self._busy = False
             if self.leaving is not None:
                 return
@@ -97,18 +97,18 @@ def main(plan: Plan) -> None:
     """Run a process of a mesh. The fork server calls it after the bootstrap."""
     worker_logging.install_worker_logging()
     pickling.settle_in(sys.modules["__main__"])
-    crowded = plan.neighbours + 1 > (os.cpu_count() or 1) if plan.neighbours else plan.crowded
+    oversubscribed = plan.local_processes + 1 > (os.cpu_count() or 1) if plan.local_processes else plan.oversubscribed
     blocking_calls.install()
-    program = runtime.start(plan.token, crowded)
+    program = runtime.start(plan.token, oversubscribed)
     owner = program.router.peer(plan.owner)
     program.server_address = plan.server
     program.root = program.router.peer(plan.root, owner)
     program.home_rank, program.home_extent = plan.rank, Extent(plan.labels, plan.sizes)
     thread = _MainThread(program)
-    program.run_cell = thread.run_cell
+    program.start_runner = thread.start_runner
     program.on_exit = thread.leave
     if _bootstrap_error is not None:
-        program.run_cell = lambda _: None  # no constructor runs here
+        program.start_runner = lambda _: None  # no constructor runs here
     _join(program, owner, plan)  # last, because messages may arrive at once
     if _bootstrap_error is not None:
         _fail_to_start(program, owner, plan, _bootstrap_error)
@@ -148,22 +148,22 @@ def _join(program: runtime.Runtime, owner: Peer, plan: Plan) -> None:
         extension("gateway")(program, plan.gateway)
     while program.router.link_to(owner) < 0 and owner.gone is None:
         # The owner is on another host, or is stopped, by a debugger for example.
-        program.pump.wait(CreditWaiter(), 0.05, lambda: owner.link >= 0)
-    if owner.gone is not None or not program.links.host.tether(plan.tether or plan.owner):  # type: ignore[attr-defined]
+        program.progress.wait(CreditWaiter(), 0.05, lambda: owner.link >= 0)
+    if owner.gone is not None or not program.links.host.die_with_peer(plan.die_with or plan.owner):  # type: ignore[attr-defined]
         sys.stderr.write(f"monarch_backend: the owner of {plan.name} is gone; process {os.getpid()} ends\n")
         raise SystemExit(1)
 
 
 def _send_what_is_left(program: runtime.Runtime) -> None:
     """Send replies that are queued because their receivers have not read for a moment."""
-    post: Any = program.links.post  # type: ignore[attr-defined]
+    mailbox: Any = program.links.mailbox  # type: ignore[attr-defined]
     end = program.clock.now() + FLUSH_TIMEOUT_S
-    while (program.router.stuck or post.kept_back()) and program.clock.now() < end:
-        program.pump.wait(CreditWaiter(), 0.005)
+    while (program.router.stuck or mailbox.kept_back()) and program.clock.now() < end:
+        program.progress.wait(CreditWaiter(), 0.005)
 
 
 def _wait_for_others(program: runtime.Runtime) -> None:
     """Wait for the other actors to finish their messages and clean up. The owner's time limit ends this process."""
-    for cell in list(program.cells.values()):
-        while not cell.over:
-            program.pump.wait(CreditWaiter(), 0.005)
+    for runner in list(program.runners.values()):
+        while not runner.over:
+            program.progress.wait(CreditWaiter(), 0.005)

@@ -34,7 +34,7 @@ from monarch_backend._hosts.protocol import (
     Finish,
     Hosts,
     Kill,
-    KillIfDeaf,
+    KillIfUnresponsive,
     Lost,
     Output,
     OutputTaken,
@@ -63,7 +63,7 @@ from monarch_backend._transport.network.connection_manager import Tcp, secrets_b
 from monarch_backend._transport.network.envelope import Envelope
 from monarch_backend._transport.network.gateway import Gateway
 from monarch_backend._transport.network.multicast import DEFAULT_FANOUT
-from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.network.remote_links import RemoteLinks
 from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 
 log = logging.getLogger("monarch_backend")
@@ -122,19 +122,19 @@ class AgentProcess:
         self._secrets: dict[bytes, bytes] = {}  # by name
         self._secret = b"" if plan.home else next_secret()  # this host's
         self._pid = os.getpid()
-        self._links = LocalLinks(plan.token, crowded=few_processors())
-        self._pump = ProgressLoop(self._links.post, self._handle)
+        self._links = LocalLinks(plan.token, oversubscribed=few_processors())
+        self._progress = ProgressLoop(self._links.mailbox, self._handle)
         self._gateway = Gateway(
-            self._links.post, plan.token, self._pid, self._to_host, self._to_me, self._pump.later,
+            self._links.mailbox, plan.token, self._pid, self._to_host, self._to_me, self._progress.later,
             branches=_branches(), way=self._way,
         )  # fmt: skip
-        far = FarLinks(
+        remote_links = RemoteLinks(
             self._links, self._pid, plan.token, LOOPBACK_LINK, self._gateway.send, lambda send: self._router.keep(send)
         )
-        self._far = far
-        self._router = Router(far, self._wait)
-        self._router.wake = self._pump.wake  # type: ignore[method-assign]
-        self._router.later = self._pump.later  # type: ignore[method-assign]
+        self._remote_links = remote_links
+        self._router = Router(remote_links, self._wait)
+        self._router.wake = self._progress.wake  # type: ignore[method-assign]
+        self._router.later = self._progress.later  # type: ignore[method-assign]
         self._router.on_gone = self._gone
         self._router.control[AgentFrame] = self._told
         self._router.control.update({Replaced: self._ignore, Setting: self._ignore})
@@ -159,7 +159,7 @@ class AgentProcess:
         self._asking: dict[PeerConnection, Attach] = {}  # requests to daemons for an agent
         self._until: dict[int, float] = {}  # deadlines of these requests, by id
         self._awaited: dict[PeerConnection, Attached] = {}  # first connections to agents, and the messages to send then
-        self._births = threading.Lock()  # held until a new process has its entry in _numbers
+        self._starting = threading.Lock()  # held until a new process has its entry in _numbers
         self._spawner: Spawner | None = None
         self._numbers: dict[int, int] = {}  # the spawner's numbers, by the controller's
         self._names: dict[int, int] = {}  # the controller's numbers, by the spawner's
@@ -170,7 +170,7 @@ class AgentProcess:
 
     def run(self) -> None:
         """Run until the controller ends or is lost."""
-        self._pump.start()
+        self._progress.start()
         self._tcp.start()
         if self._plan.home:
             self._stay_with_the_controller()
@@ -179,8 +179,8 @@ class AgentProcess:
             self._listener.bind(meeting_point(self._plan.token))
             self._listener.listen(64)
             threading.Thread(target=self._take_over, name="monarch-take-over", daemon=True).start()
-            self._pump.later(CONTROLLER_TIMEOUT_S, self._end_if_nobody_came)
-        self._pump.wait(self._end)
+            self._progress.later(CONTROLLER_TIMEOUT_S, self._end_if_nobody_came)
+        self._progress.wait(self._end)
         if self._spawner is not None:
             self._spawner.close()
         self._tcp.close()
@@ -192,8 +192,8 @@ class AgentProcess:
 
     def _stay_with_the_controller(self) -> None:
         while self._router.link_to(self._root) < 0 and self._root.gone is None:
-            self._pump.wait(CreditWaiter(), 0.02, lambda: self._root.link >= 0)
-        if self._root.gone is not None or not self._links.host.tether(self._plan.root):
+            self._progress.wait(CreditWaiter(), 0.02, lambda: self._root.link >= 0)
+        if self._root.gone is not None or not self._links.host.die_with_peer(self._plan.root):
             raise SystemExit(1)
 
     def _take_over(self) -> None:
@@ -212,21 +212,21 @@ class AgentProcess:
                     continue
                 connection.settimeout(5)
                 with contextlib.suppress(OSError):
-                    knock, fds, _, _ = socket.recv_fds(connection, 4096, 1)
+                    preamble, fds, _, _ = socket.recv_fds(connection, 4096, 1)
                     for fd in fds:
-                        self._tcp.take_over(socket.socket(fileno=fd), knock)
+                        self._tcp.take_over(socket.socket(fileno=fd), preamble)
 
     def _finish(self, why: str) -> None:
         if not self._end.ready:
             log.info("the agent ends: %s", why)
             self._end.ready = True
             release(self._end)
-            self._pump.wake()
+            self._progress.wake()
 
     # ---- frames
 
     def _wait(self, room: CreditWaiter, seconds: float | None, _whole: bool) -> bool:
-        return self._pump.wait(room, seconds)
+        return self._progress.wait(room, seconds)
 
     def _handle(self, events: list[Any]) -> None:
         for event in events:  # one by one: a message that tells a route comes before the frame that takes it
@@ -235,7 +235,7 @@ class AgentProcess:
                 self._router.handle(rest)
 
     def _to_me(self, frame: Envelope) -> None:
-        self._pump.later(0.0, lambda: self._router.handle(self._far.translate([(LOOPBACK_LINK, *frame)])))
+        self._progress.later(0.0, lambda: self._router.handle(self._remote_links.translate([(LOOPBACK_LINK, *frame)])))
 
     def _way(self, host: str) -> str:
         return self._ways.get(host, host)
@@ -326,7 +326,7 @@ class AgentProcess:
                 self._tcp.hang_up(remote)
         if host == host_of(self._plan.asker):
             self._finish(why)
-        for each in (host, *(far for far, way in list(self._ways.items()) if way == host)):
+        for each in (host, *(other for other, way in list(self._ways.items()) if way == host)):
             if for_good:
                 self._known.pop(each, None)
                 self._ways.pop(each, None)
@@ -387,7 +387,7 @@ class AgentProcess:
             raise FrameError(f"not a message for an agent: {error}") from None
         if isinstance(message, Attach):
             self._until[message.id] = time.monotonic() + message.patience
-            self._tcp.soon(lambda: self._ask(message))
+            self._tcp.call_soon(lambda: self._ask(message))
         elif isinstance(message, Finish):
             self._finish("its controller ends")
         elif isinstance(message, Hosts):
@@ -401,8 +401,8 @@ class AgentProcess:
             number = self._numbers.get(message.id)
             if number is not None and self._spawner is not None:
                 self._spawner.kill(number, message.signal)
-        elif isinstance(message, KillIfDeaf):
-            self._kill_if_deaf(message)
+        elif isinstance(message, KillIfUnresponsive):
+            self._kill_if_unresponsive(message)
         elif isinstance(message, OutputTaken) and self._output is not None:
             self._output.taken(message.count)
 
@@ -420,12 +420,12 @@ class AgentProcess:
             self._secrets.update(secrets_by_name(self._next_secret()))
         return self._secrets[message.secret_name]
 
-    def _kill_if_deaf(self, message: KillIfDeaf) -> None:
+    def _kill_if_unresponsive(self, message: KillIfUnresponsive) -> None:
         number, pid = self._numbers.get(message.id), self._pids.get(message.id)
         if number is None or pid is None or self._spawner is None:
             return
         unread = self._gateway.unread(pid)
-        if unread and (not message.knocked or linux.stands_still(pid)):
+        if unread and (not message.stop_read or linux.stands_still(pid)):
             self._spawner.kill(number)
 
     def _ignore(self, *_: Any) -> None:
@@ -440,7 +440,7 @@ class AgentProcess:
                 self._spawner = Spawner(self._event, self._plan.server)
             for _ in range(2):
                 pipes += os.pipe()
-            with self._births:  # events wait until their process has its entry
+            with self._starting:  # events wait until their process has its entry
                 [number] = self._spawner.spawn([self._spec(message, pipes[1], pipes[3])])
                 self._numbers[message.id], self._names[number] = number, message.id
                 self._output.add(message.id, 1, pipes[0])
@@ -473,7 +473,7 @@ class AgentProcess:
 
     def _event(self, event: Event) -> None:
         """Forward an event to the controller. Runs on the spawner's thread."""
-        with self._births:
+        with self._starting:
             number = self._names.get(event.id)
         if number is None:
             return

@@ -28,7 +28,7 @@ from monarch_backend._transport.local.frames import Frame, Setting
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.network.auth import name_of
 from monarch_backend._transport.network.connection import Timeouts
-from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.network.remote_links import RemoteLinks
 from monarch_backend._transport.tokens import HOST_ID_LENGTH, host_of
 
 CLOSE_TIMEOUT_S = 1.0
@@ -102,7 +102,7 @@ class HostRegistry(RuntimeExtension):
     def _gateway_event(self, peer: Peer, event: Any) -> None:
         if not isinstance(event, Started):
             self._ended.set()
-            self._program.soon(lambda: self._program.router.never_came(peer, str(event)))
+            self._program.call_soon(lambda: self._program.router.never_came(peer, str(event)))
 
     def join(self, gateway: Peer) -> None:
         """Connect this process, and those that it has started, to the gateway of this host."""
@@ -112,7 +112,7 @@ class HostRegistry(RuntimeExtension):
         owner = self._program
         end = owner.clock.now() + seconds
         while not ready() and owner.clock.now() < end:
-            owner.pump.wait(CreditWaiter(), min(0.05, max(0.0, end - owner.clock.now())), ready)
+            owner.progress.wait(CreditWaiter(), min(0.05, max(0.0, end - owner.clock.now())), ready)
         return ready()
 
     # ---- hosts
@@ -224,7 +224,7 @@ class HostRegistry(RuntimeExtension):
         message = protocol.decode(frame.body)
         if isinstance(message, (Attached, AttachFailed)):
             self._answers[message.id] = message
-            self._program.pump.wake()
+            self._program.progress.wake()
         elif isinstance(message, Lost):
             self.lost(message.host, message.reason)
         elif host is not None:
@@ -266,15 +266,15 @@ class HostRegistry(RuntimeExtension):
 def go_through(owner: Any, gateway: str) -> None:
     """Connect this process, and those that it has started, to other hosts through this gateway."""
     links, router = owner.links, owner.router
-    while (link := links.post.connect(gateway)) < 0:
+    while (link := links.mailbox.connect(gateway)) < 0:
         if link == -1:
             raise RuntimeError("the gateway of this host can't be reached")
-        owner.pump.wait(CreditWaiter(), 0.01)
+        owner.progress.wait(CreditWaiter(), 0.01)
 
     def to_gateway(frame: Any) -> bool:
-        return bool(links.post.send(link, *frame))
+        return bool(links.mailbox.send(link, *frame))
 
-    links.go_through(FarLinks(links, os.getpid(), gateway, link, to_gateway, lambda send: router.keep(send)))
+    links.go_through(RemoteLinks(links, os.getpid(), gateway, link, to_gateway, lambda send: router.keep(send)))
     owner.gateway = gateway
     owner.owner.starter.tell_all(Setting("gateway", gateway))
 

@@ -127,26 +127,26 @@ class Daemon:
             if (isinstance(event, SpawnFailed) or event.returncode) and not self._closing:
                 log.warning("agent %s: %s", token[:HOST_ID_LENGTH], event)
 
-    def _hand_over(self, whom: bytes, connection: socket.socket, knock: bytes) -> bool:
+    def _hand_over(self, whom: bytes, connection: socket.socket, preamble: bytes) -> bool:
         """Pass a connection of another gateway on to the agent that it is for. The agent checks its proof."""
         with self._lock:
             if whom.hex() not in self._agents.values():
                 return False
-        self._pass_on(whom.hex(), connection.dup(), knock, time.monotonic() + AGENT_READY_TIMEOUT_S)
+        self._pass_on(whom.hex(), connection.dup(), preamble, time.monotonic() + AGENT_READY_TIMEOUT_S)
         connection.close()
         return True
 
-    def _pass_on(self, token: str, connection: socket.socket, knock: bytes, until: float) -> None:
+    def _pass_on(self, token: str, connection: socket.socket, preamble: bytes, until: float) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as way:
             way.settimeout(1)
             try:
                 way.connect(agent.meeting_point(token))
-                socket.send_fds(way, [knock], [connection.fileno()])
+                socket.send_fds(way, [preamble], [connection.fileno()])
             except OSError:
                 with self._lock:
                     there = token in self._agents.values()
                 if there and time.monotonic() < until:  # the agent is still starting
-                    self._tcp.later(0.01, lambda: self._pass_on(token, connection, knock, until))
+                    self._tcp.later(0.01, lambda: self._pass_on(token, connection, preamble, until))
                     return
         connection.close()
 

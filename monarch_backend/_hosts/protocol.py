@@ -141,15 +141,15 @@ class Hosts(msgspec.Struct, tag="hosts", frozen=True):
     ways: dict[str, str]
 
 
-class KillIfDeaf(msgspec.Struct, tag="kill_if_deaf", frozen=True):
+class KillIfUnresponsive(msgspec.Struct, tag="kill_if_unresponsive", frozen=True):
     """Request to an agent: kill this process if it does not read its messages. It was told to stop a while ago.
 
-    ``knocked``: it has read that order, and may be busy. Then it is killed only if a signal or a debugger has stopped
+    ``stop_read``: it has read that order, and may be busy. Then it is killed only if a signal or a debugger has stopped
     it.
     """
 
     id: int
-    knocked: bool
+    stop_read: bool
 
 
 class Output(msgspec.Struct, tag="output", frozen=True):
@@ -194,7 +194,7 @@ Message = (
     | Finish
     | Spawn
     | Kill
-    | KillIfDeaf
+    | KillIfUnresponsive
     | Started
     | SpawnFailed
     | Exited

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend._core.limits import start_thread
-from monarch_backend._hosts.protocol import Exited, Kill, KillIfDeaf, Output, OutputTaken, SpawnFailed, Started
+from monarch_backend._hosts.protocol import Exited, Kill, KillIfUnresponsive, Output, OutputTaken, SpawnFailed, Started
 from monarch_backend._processes.spawner import HostLostError, LostWithHost, ProcessSpec, spawn_message
 
 
@@ -57,10 +57,10 @@ class RemoteSpawner:
         if self._lost is None:
             self._tell(Kill(number, signal))
 
-    def kill_if_deaf(self, number: int, knocked: bool) -> None:
+    def kill_if_unresponsive(self, number: int, stop_read: bool) -> None:
         """Kill a process that does not read its messages. Only its host can find that out."""
         if self._lost is None:
-            self._tell(KillIfDeaf(number, knocked))
+            self._tell(KillIfUnresponsive(number, stop_read))
 
     def heard(self, message: Any) -> None:
         """Handle a message of the agent."""

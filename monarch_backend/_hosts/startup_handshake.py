@@ -1,6 +1,6 @@
 """Startup handshake of `monarch-backend up` with the program that runs it.
 
-A job's host reads the secret from standard input and prints its address. It is tethered: it ends with its standard
+A job's host reads the secret from standard input and prints its address. It ends with its standard
 input, until the program has noted it and sends "stay". daemon.py defines what a host does.
 """
 
@@ -30,13 +30,19 @@ DETACH_TIMEOUT_S = 600.0
 
 
 def run(
-    address: str, *, secret_from_stdin: bool, tether: bool, detach: bool, log: str | None, workers: Sequence[str] = ()
+    address: str,
+    *,
+    secret_from_stdin: bool,
+    exit_with_stdin: bool,
+    detach: bool,
+    log: str | None,
+    workers: Sequence[str] = (),
 ) -> int:
     """Run a host until it has to end; with ``detach``, until it is independent. Return an exit code.
 
-    ``secret_from_stdin``: the first line of standard input is the job's secret. ``tether``: end with standard input,
-    unless there is a line "stay". ``detach``: continue in a new session, with the output in ``log``. ``workers``:
-    addresses of hosts that can be reached through this one. Raises OSError, ValueError.
+    ``secret_from_stdin``: the first line of standard input is the job's secret. ``exit_with_stdin``: end with standard
+    input, unless there is a line "stay". ``detach``: continue in a new session, with the output in ``log``.
+    ``workers``: addresses of hosts that can be reached through this one. Raises OSError, ValueError.
     """
     if detach:
         where = log_file(log)
@@ -47,8 +53,8 @@ def run(
             return _see_it_off(child, done, where)
         os.close(done)
         os.setsid()
-        return _Host(tell, where).run(address, secret_from_stdin, tether, workers)
-    return _Host(None, None).run(address, secret_from_stdin, tether, workers)
+        return _Host(tell, where).run(address, secret_from_stdin, exit_with_stdin, workers)
+    return _Host(None, None).run(address, secret_from_stdin, exit_with_stdin, workers)
 
 
 class _Host:
@@ -58,14 +64,14 @@ class _Host:
         self._done, self._log = done, log
         self._in, self._out = os.dup(0), os.dup(1)
 
-    def run(self, address: str, secret_from_stdin: bool, tether: bool, workers: Sequence[str]) -> int:
+    def run(self, address: str, secret_from_stdin: bool, exit_with_stdin: bool, workers: Sequence[str]) -> int:
         """Run the host; parameters and result are those of `run`."""
         self._leave_streams()
         secret = None
         if secret_from_stdin:
             secret = parse_secret(self._line().decode("ascii", "replace"), "the first line of standard input")
-        if tether:
-            threading.Thread(target=self._hold_on, name="monarch-tether", daemon=True).start()
+        if exit_with_stdin:
+            threading.Thread(target=self._hold_on, name="monarch-stdin", daemon=True).start()
 
         def ready(host: str, port: int) -> None:
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -74,7 +80,7 @@ class _Host:
                 me = Identity.of(os.getpid())
                 lines.append(f"{PROCESS}{me.pid} {me.start} {me.boot} {self._log}")
             os.write(self._out, "".join(f"{line}\n" for line in lines).encode())
-            if not tether:
+            if not exit_with_stdin:
                 self._stand_alone()
 
         try:

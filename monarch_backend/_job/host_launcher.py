@@ -1,7 +1,7 @@
 """Start of one host by a command, on this machine or through ssh. The command reads the secret and prints the address.
 
-The host is tethered to the command until `stay`. A program that fails or is killed before it has noted the host leaves
-nothing behind.
+The host ends with the command until it receives `stay`. A program that fails or is killed before it has noted the host
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from monarch_backend._hosts.startup_handshake import PROCESS, READY, STAY
 from monarch_backend._job.errors import JobError
 
 REACHED = "monarch_backend: reached at "
-ARGUMENTS = ("up", "--secret-from-stdin", "--tether")
+ARGUMENTS = ("up", "--secret-from-stdin", "--exit-with-stdin")
 KILL_TIMEOUT_S = 10.0
 """Seconds for a host to end after `give_up`."""
 
@@ -120,11 +120,11 @@ class Launch:
         return self._process.poll() is None
 
     def let_go(self) -> None:
-        """Close the tether. The host ends unless it was told to stay."""
+        """Close the host's standard input. The host ends unless it was told to stay."""
         self._in.close()
 
     def give_up(self) -> None:
-        """Close the tether, and return when the host has ended."""
+        """Close the host's standard input, and return when the host has ended."""
         self.let_go()
         try:
             self._process.wait(KILL_TIMEOUT_S)

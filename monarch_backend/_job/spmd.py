@@ -232,7 +232,7 @@ class _Controller(_Rank):
     def end(self) -> None:
         """Tell the other ranks to end, at exit or before."""
         atexit.unregister(self.end)
-        self._close(_goodbye(self._secret))
+        self._close(_stop_digest(self._secret))
 
     def _close(self, word: bytes) -> None:
         with contextlib.suppress(OSError):
@@ -285,10 +285,10 @@ class _Waiting(_Rank):
         with contextlib.suppress(OSError):
             while data := connection.recv(64):
                 said += data
-        return hmac.compare_digest(said, _goodbye(secret))
+        return hmac.compare_digest(said, _stop_digest(secret))
 
 
-def _goodbye(secret: bytes) -> bytes:
+def _stop_digest(secret: bytes) -> bytes:
     return hmac.digest(secret, b"monarch_backend: rank 0 has ended", "sha256")
 
 

@@ -30,11 +30,11 @@ _CACHED_SETS = 1024
 class _Entry:
     """A line, the ranks that wrote it, and the ranks for which it is not shown yet. Bits of integers are ranks."""
 
-    __slots__ = ("at_head", "born", "in_ready", "number", "ranks", "said", "text")
+    __slots__ = ("at_head", "created_at", "in_ready", "number", "ranks", "said", "text")
 
-    def __init__(self, text: bytes, born: float, number: int) -> None:
+    def __init__(self, text: bytes, created_at: float, number: int) -> None:
         self.text = text
-        self.born = born
+        self.created_at = created_at
         self.number = number  # order of first occurrence
         self.said = 0  # all ranks that wrote it
         self.ranks = 0  # of these, those not shown yet
@@ -156,7 +156,7 @@ class LineDeduplicator:
             while entry.ranks:
                 self._show_one()
         self._complete.clear()
-        while (oldest := self._oldest()) and oldest.born + self.window <= now:
+        while (oldest := self._oldest()) and oldest.created_at + self.window <= now:
             self._show_one()
         shown, self._shown = self._shown, []
         return shown
@@ -170,7 +170,7 @@ class LineDeduplicator:
     def deadline(self) -> float | None:
         """Return the time of the next `take`, or None when nothing waits."""
         oldest = self._oldest()
-        return None if oldest is None else oldest.born + self.window
+        return None if oldest is None else oldest.created_at + self.window
 
     def _new_entry(self, line: bytes, now: float) -> _Entry:
         self._said += 1

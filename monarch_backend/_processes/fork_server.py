@@ -217,19 +217,19 @@ class Server:
         try:
             if job.spec.method != "spawn":
                 self._import(job.spec.imports)
-            birth = self._processes.start(job.spec, stdout, stderr, job.stdin)
+            child_started = self._processes.start(job.spec, stdout, stderr, job.stdin)
         except StartError as error:
             client.say(SpawnFailed(job.spec.id, str(error)))
             return False
-        if birth.pid == 0:
+        if child_started.pid == 0:
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             if job.stdin is not None:
                 os.dup2(job.stdin, 0)
             return True
-        client.pids[job.spec.id] = birth.pid
-        self._owners[birth.pid] = client, job.spec.id
-        client.say(Started(job.spec.id, birth.pid, birth.method, birth.reason))
+        client.pids[job.spec.id] = child_started.pid
+        self._owners[child_started.pid] = client, job.spec.id
+        client.say(Started(job.spec.id, child_started.pid, child_started.method, child_started.reason))
         return False
 
     def _leave(self) -> None:

@@ -69,7 +69,7 @@ def ask(
 
     Raises RDMAError if the answer is an error, if none arrives in time, or once ``over()`` is true.
     """
-    if owner.pump.reading:
+    if owner.progress.reading:
         raise RDMAError(
             f"{peer} has to be asked for {topic} first, which the thread of a callback can't do, since it reads the "
             "answer: use another thread"

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 
 
-class Agenda:
+class EventQueue:
     """Queue of calls, and a clock that advances from one call to the next. The clock stops while a call runs.
 
-    >>> agenda = Agenda()
-    >>> agenda.add(2.5, lambda: print("at", agenda.now()))
-    >>> agenda.next(), agenda.now()
+    >>> event_queue = EventQueue()
+    >>> event_queue.add(2.5, lambda: print("at", event_queue.now()))
+    >>> event_queue.next(), event_queue.now()
     (2.5, 0.0)
-    >>> agenda.take()()
+    >>> event_queue.take()()
     at 2.5
     """
 

@@ -25,7 +25,7 @@ class Conditions:
     """Share of frames that take longer, up to ``latest``. Later frames of the same sender wait for them."""
     latest: float = 5e-3
     """Longest time of a late frame, and of a late turn."""
-    far: float = 200e-6
+    remote_latency: float = 200e-6
     """Typical time of a frame from one host to another; ``late`` applies as well."""
     gateway: float = 0.0
     """Time of a gateway's thread for each frame to or from another host."""
@@ -35,7 +35,7 @@ class Conditions:
     """Longest time until another process is told of a death."""
     starting: float = 20e-3
     """Longest time until a requested process starts."""
-    stillborn: float = 0.0
+    dies_at_start: float = 0.0
     """Share of processes that end before they connect."""
     unstartable: float = 0.0
     """Share of processes that fail to start."""
@@ -60,7 +60,7 @@ class Conditions:
             turn=rng.choice((1e-6, 20e-6, 500e-6)),
             noticed=rng.choice((1e-4, 5e-3, 30e-3)),
             starting=rng.choice((0.0, 20e-3)),
-            stillborn=rng.choice((0.0, 0.0, 0.5 / processes)),
+            dies_at_start=rng.choice((0.0, 0.0, 0.5 / processes)),
             unstartable=rng.choice((0.0, 0.0, 0.5 / processes)),
             kept_back=rng.choice((0.0, 0.3, 1.0)),
             crossing=rng.choice((0.0, 1.0)),
@@ -73,9 +73,9 @@ class Conditions:
         """Draw the time of one frame within a host, in simulated seconds."""
         return self._draw(rng, self.delay)
 
-    def travel_far(self, rng: random.Random) -> float:
+    def remote_delay(self, rng: random.Random) -> float:
         """Draw the time of one frame to another host, in simulated seconds."""
-        return self._draw(rng, self.far)
+        return self._draw(rng, self.remote_latency)
 
     def pause(self, rng: random.Random) -> float:
         """Draw the time until an actor or a new thread runs, in simulated seconds."""

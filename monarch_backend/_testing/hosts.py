@@ -85,9 +85,9 @@ class Service(SimulatedProcess):
     def handle(self, event: tuple[Any, ...]) -> None:
         self.on_event([event])
 
-    def die(self, returncode: int, reason: str = "", *, peace: bool = False) -> None:
+    def die(self, returncode: int, reason: str = "", *, orderly: bool = False) -> None:
         if self.alive:
-            super().die(returncode, reason, peace=peace)
+            super().die(returncode, reason, orderly=orderly)
             self.tcp.died()
 
 
@@ -105,19 +105,19 @@ class SimulatedAgent(agent_module.AgentProcess):
         if self._plan.home:
             self._router.link_to(self._root)
         else:
-            self._pump.later(agent_module.CONTROLLER_TIMEOUT_S, self._end_if_nobody_came)
+            self._progress.later(agent_module.CONTROLLER_TIMEOUT_S, self._end_if_nobody_came)
 
     def _finish(self, why: str) -> None:
         if not self._end.ready:
             self._end.ready = True
-            self._process.soon(lambda: self._leave(why))
+            self._process.call_soon(lambda: self._leave(why))
 
     def _leave(self, why: str) -> None:
         """Do the last part of `run`."""
         if self._spawner is not None:
             self._spawner.close()
         self._tcp.close()
-        self._process.die(0, why, peace=True)
+        self._process.die(0, why, orderly=True)
 
 
 class _NoOutput:
@@ -137,7 +137,7 @@ class _Clock:
     """The part of `time` that agents use."""
 
     def __init__(self, simulation: Simulation) -> None:
-        self.monotonic = simulation.agenda.now
+        self.monotonic = simulation.event_queue.now
 
 
 class _System:
@@ -211,7 +211,7 @@ class SimulatedHosts:
 
         changes: list[tuple[Any, str, Any]] = [
             (agent_module, "LocalLinks", lambda *_, **__: SimulatedLocalLinks(simulation.running.links)),
-            (agent_module, "ProgressLoop", lambda *_: simulation.running.pump),
+            (agent_module, "ProgressLoop", lambda *_: simulation.running.progress),
             (agent_module, "OutputReader", _NoOutput),
             (agent_module, "linux", _Linux),
             (agent_module, "time", clock),
@@ -273,4 +273,4 @@ class SimulatedHosts:
         """Cut the network between two hosts, for ``seconds`` or for good."""
         self.network.cut(one, other)
         if seconds is not None:
-            self._simulation.agenda.add(seconds, lambda: self.network.heal(one, other))
+            self._simulation.event_queue.add(seconds, lambda: self.network.heal(one, other))

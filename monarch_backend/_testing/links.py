@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Wire:
     """One direction of a link: an ordered queue of events to one process."""
 
-    __slots__ = ("_agenda", "_last", "closed", "number", "queue", "receiver", "reported", "sender")
+    __slots__ = ("_event_queue", "_last", "closed", "number", "queue", "receiver", "reported", "sender")
 
     def __init__(self, sender: SimulatedProcess, receiver: SimulatedProcess, number: int) -> None:
         self.sender, self.receiver = sender, receiver
@@ -33,15 +33,15 @@ class Wire:
         self.queue: deque[tuple[Any, ...]] = deque()
         self.closed = False  # for sending
         self.reported = False  # whether GONE has arrived at the receiver
-        self._agenda = sender.simulation.agenda
+        self._event_queue = sender.simulation.event_queue
         self._last = 0.0
 
     def put(self, event: tuple[Any, ...], seconds: float) -> None:
         """Deliver an event after ``seconds``, or later: not before earlier events."""
-        agenda = self._agenda
-        self._last = at = max(agenda.time + seconds, self._last)
+        event_queue = self._event_queue
+        self._last = at = max(event_queue.time + seconds, self._last)
         self.queue.append(event)
-        agenda.add_at(at, self.deliver)
+        event_queue.add_at(at, self.deliver)
 
     def deliver(self) -> None:
         """Deliver the next event."""
@@ -84,7 +84,7 @@ class SimulatedLinks:
             if other.program is None or rng.random() >= conditions.silent:  # a gateway always answers at once
                 return self._join(other)
             self._called.add(token)
-            self._simulation.agenda.add(conditions.latest * rng.random(), lambda: self._answered(other))
+            self._simulation.event_queue.add(conditions.latest * rng.random(), lambda: self._answered(other))
         return LINK_PENDING
 
     def _is_elsewhere(self, token: str) -> bool:
@@ -137,9 +137,9 @@ class SimulatedLinks:
         buffers: Sequence[Any] | None,
     ) -> bool:
         """As Links.send."""
-        return self.cast([(link, seq, rank, epoch)], kind, target, ref, prefix, body, buffers)
+        return self.multicast([(link, seq, rank, epoch)], kind, target, ref, prefix, body, buffers)
 
-    def cast(
+    def multicast(
         self,
         to: list[Receiver],
         kind: int,
@@ -149,7 +149,7 @@ class SimulatedLinks:
         body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:
-        """As Links.cast."""
+        """As Links.multicast."""
         if not self._process.alive:
             return True
         simulation = self._simulation
@@ -185,7 +185,7 @@ class SimulatedLinks:
         """As Links.unread; buffers are not counted."""
         return sum(len(event[8]) for event in self.out[link].queue if event[1] >= 0)
 
-    def sever(self, epitaph: str, peace: bool) -> None:
+    def sever(self, exit_text: str, orderly: bool) -> None:
         """End all links: written frames arrive, then GONE; frames to this process are dropped."""
         rng, conditions = self._simulation.random, self._simulation.conditions
         for wire in self.out:
@@ -195,19 +195,19 @@ class SimulatedLinks:
             if wire.receiver.alive:
                 if wire.queue and rng.random() < conditions.kept_back:
                     wire.cut(rng.randrange(len(wire.queue) + 1))
-                wire.put((wire.number, int(Kind.GONE), epitaph, peace), conditions.noticed * rng.random())
+                wire.put((wire.number, int(Kind.GONE), exit_text, orderly), conditions.noticed * rng.random())
 
 
 class SimulatedLocalLinks:
     """Simulated LocalLinks: the links of a process on its host, and to other hosts when there is a gateway."""
 
-    def __init__(self, post: SimulatedLinks) -> None:
-        self.post, self.token = post, post.token
-        self.connect, self.send, self.cast = post.connect, post.send, post.cast
-        self.drop, self.unread = post.drop, post.unread
+    def __init__(self, mailbox: SimulatedLinks) -> None:
+        self.mailbox, self.token = mailbox, mailbox.token
+        self.connect, self.send, self.multicast = mailbox.connect, mailbox.send, mailbox.multicast
+        self.drop, self.unread = mailbox.drop, mailbox.unread
         self.translate: Callable[[Sequence[Any]], Sequence[Any]] = lambda events: events
 
-    def go_through(self, far: Any) -> None:
+    def go_through(self, remote_links: Any) -> None:
         """As LocalLinks.go_through."""
-        self.connect, self.send, self.cast = far.connect, far.send, far.cast
-        self.drop, self.unread, self.translate = far.drop, far.unread, far.translate
+        self.connect, self.send, self.multicast = remote_links.connect, remote_links.send, remote_links.multicast
+        self.drop, self.unread, self.translate = remote_links.drop, remote_links.unread, remote_links.translate

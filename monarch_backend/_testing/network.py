@@ -44,14 +44,14 @@ class Line:
         if not self.open:
             return
         simulation, number, other = sender.process.simulation, self.number, self.other(sender)
-        at = sender.spend() + simulation.conditions.travel_far(simulation.random)
+        at = sender.spend() + simulation.conditions.remote_delay(simulation.random)
         at = self.last[sender] = max(at, self.last[sender])
 
         def arrives() -> None:
             if self.open and self.number == number:
                 other.process.run(other.arrived, self, parts, reading=True)
 
-        simulation.agenda.add_at(at, lambda: other.take(arrives))
+        simulation.event_queue.add_at(at, lambda: other.take(arrives))
 
 
 class SimulatedTcp:
@@ -80,7 +80,7 @@ class SimulatedTcp:
         self._remotes: dict[bytes, PeerConnection] = {}  # by session
         self._over: set[bytes] = set()  # sessions that have ended
         self._told: set[bytes] = set()  # sessions with a scheduled acknowledgement
-        self.later = process.pump.later
+        self.later = process.progress.later
         self.sent = self.received = 0  # frames, for tests
         self._free = 0.0  # when its thread will be free
         self._inbox: deque[Callable[[], None]] = deque()  # frames that wait for the thread
@@ -95,8 +95,8 @@ class SimulatedTcp:
         """Return the address, at which the host is found."""
         return host, port
 
-    def soon(self, call: Callable[[], None]) -> None:
-        """As Tcp.soon."""
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """As Tcp.call_soon."""
         self.later(0.0, call)
 
     def call(
@@ -125,7 +125,7 @@ class SimulatedTcp:
 
     def hang_up(self, remote: PeerConnection) -> None:
         """As Tcp.hang_up."""
-        self.soon(lambda: self._hang_up(remote))
+        self.call_soon(lambda: self._hang_up(remote))
 
     def close(self) -> None:
         """End all sessions."""
@@ -244,8 +244,8 @@ class SimulatedTcp:
 
     def spend(self) -> float:
         """Occupy the thread with one more frame. Return the time at which it is done."""
-        agenda = self.process.simulation.agenda
-        self._free = max(self._free, agenda.time) + self.process.simulation.conditions.gateway
+        event_queue = self.process.simulation.event_queue
+        self._free = max(self._free, event_queue.time) + self.process.simulation.conditions.gateway
         return self._free
 
     def take(self, arrives: Callable[[], None]) -> None:
@@ -258,7 +258,7 @@ class SimulatedTcp:
             self._look_later()
 
     def _look_later(self) -> None:
-        self.process.simulation.agenda.add_at(self.spend(), self._look)
+        self.process.simulation.event_queue.add_at(self.spend(), self._look)
 
     def _look(self) -> None:
         self._inbox[0]()
@@ -318,7 +318,7 @@ class Network:
 
     def travel(self) -> float:
         """Return a random time of a frame to another host, in seconds."""
-        return self._simulation.conditions.travel_far(self._simulation.random)
+        return self._simulation.conditions.remote_delay(self._simulation.random)
 
     def reaches(self, one: SimulatedHost, other: SimulatedHost) -> bool:
         """Whether the network between two hosts is not cut."""

@@ -33,7 +33,7 @@ class ProcessDied(BaseException):
     """Unwinds the stack of a simulated process that has ended while it waited."""
 
 
-class SimulatedPump:
+class SimulatedProgressLoop:
     """Simulated ProgressLoop of one process, without threads."""
 
     def __init__(self, process: SimulatedProcess) -> None:
@@ -56,7 +56,7 @@ class SimulatedPump:
     def later(self, seconds: float, call: Callable[[], None]) -> Timer:
         """Schedule a call in simulated ``seconds``, unless the process has ended by then."""
         timer, process = Timer(call), self._process
-        process.simulation.agenda.add(seconds, lambda: process.run(timer._fire, reading=True))
+        process.simulation.event_queue.add(seconds, lambda: process.run(timer._fire, reading=True))
         return timer
 
     def wait(self, what: Any, seconds: float | None = None, given_up: Callable[[], bool] | None = None) -> bool:
@@ -70,21 +70,21 @@ class SimulatedProgram(Runtime):
     def __init__(self, process: SimulatedProcess) -> None:
         self.process = process
         self.joining: Peer | None = None  # the owner on another host, until it is connected
-        super().__init__(SimulatedLocalLinks(process.links), process.pump, process.simulation.agenda)
+        super().__init__(SimulatedLocalLinks(process.links), process.progress, process.simulation.event_queue)
         self.pid = process.pid
-        self.run_cell = process.run_cell
+        self.start_runner = process.start_runner
         self.owner.starter.collect_output = False
         self.owner.starter.make_spawner = process.make_spawner
         self.owner.stops.stands_still = lambda pid: False  # noqa: ARG005 (mypy wants the name)
 
-    def aside(self, call: Callable[[], object]) -> None:
+    def run_in_thread(self, call: Callable[[], object]) -> None:
         """Schedule a call in a turn of its own, in which it may wait."""
-        self.process.soon(call)
+        self.process.call_soon(call)
 
     def _set(self, _peer: Any, message: Any, _frame: Any) -> None:
         """Apply the setting "gateway" only: other settings are for a whole operating-system process."""
         if message.name == "gateway":
-            self.aside(lambda: self._go_through(str(message.value)))
+            self.run_in_thread(lambda: self._go_through(str(message.value)))
 
     def _go_through(self, gateway: str) -> None:
         with contextlib.suppress(RuntimeError):  # the gateway has ended, which the owner reports
@@ -117,12 +117,12 @@ class SimulatedProgram(Runtime):
 class Doorbell:
     """Replaces the lock on which an actor runner waits: `release` schedules a turn of the actor."""
 
-    def __init__(self, process: SimulatedProcess, cell: ActorRunner) -> None:
-        self.cell = cell
+    def __init__(self, process: SimulatedProcess, runner: ActorRunner) -> None:
+        self.runner = runner
         self.busy = False
         self._process = process
-        self._rung = self._built = False
-        cell.code.thread_id = threading.get_ident()  # the actor waits, and is cancelled, on this thread
+        self._is_scheduled = self._built = False
+        runner.code.thread_id = threading.get_ident()  # the actor waits, and is cancelled, on this thread
 
     def locked(self) -> bool:
         """Return True: the actor waits."""
@@ -130,24 +130,24 @@ class Doorbell:
 
     def release(self) -> None:
         """Schedule a turn of the actor."""
-        if not self._rung and not self.busy:
-            self._rung = True
-            self._process.soon(self._turn, self.cell)
+        if not self._is_scheduled and not self.busy:
+            self._is_scheduled = True
+            self._process.call_soon(self._turn, self.runner)
 
     def _turn(self) -> None:
-        cell, self._rung = self.cell, False
+        runner, self._is_scheduled = self.runner, False
         self.busy = True
         try:
             if not self._built:
                 self._built = True
-                cell.construct()
-            elif cell.failure is None:
-                cell.step()
+                runner.construct()
+            elif runner.failure is None:
+                runner.step()
         except CancelledError:
             pass  # the cancellation came after the message
         finally:
             self.busy = False
-        if cell.failure is None and cell.inbox:
+        if runner.failure is None and runner.inbox:
             self.release()
         self._process.leave_if_done()
 
@@ -185,7 +185,7 @@ class SimulatedProcess:
         self.spawners: list[SimulatedSpawner] = []
         self.doorbells: list[Doorbell] = []
         self.links = SimulatedLinks(simulation, self)
-        self.pump = SimulatedPump(self)
+        self.progress = SimulatedProgressLoop(self)
         self.program: Any = None  # a SimulatedProgram; None before the start, and in a `Service`
 
     def __repr__(self) -> str:
@@ -206,7 +206,7 @@ class SimulatedProcess:
         owner = program.router.peer(plan.owner)
         if plan.gateway:
             program._go_through(plan.gateway)
-        if program.router.link_to(owner) < 0 and plan.tether != plan.owner:
+        if program.router.link_to(owner) < 0 and plan.die_with != plan.owner:
             program.joining = owner
         if owner.gone is not None:
             self.die(1, "the owner is gone")
@@ -224,33 +224,33 @@ class SimulatedProcess:
         self.spawners.append(spawner)
         return spawner
 
-    def run_cell(self, cell: ActorRunner) -> None:
+    def start_runner(self, runner: ActorRunner) -> None:
         """Run an actor of this process: it gets a turn for each message."""
-        bell = Doorbell(self, cell)
+        bell = Doorbell(self, runner)
         self.doorbells.append(bell)
-        cell.gate = bell  # type: ignore[assignment] # in place of the lock on which a thread waits
+        runner.wait_lock = bell  # type: ignore[assignment] # in place of the lock on which a thread waits
         bell.release()
 
     def leave(self, how: str, reason: str) -> None:
         """End in order: actors first, the newest first. ``how`` and ``reason`` are passed to them."""
         self.leaving = reason
-        for cell in reversed(list(self.program.cells.values())):
-            cell.end(how, reason)
+        for runner in reversed(list(self.program.runners.values())):
+            runner.end(how, reason)
         self.leave_if_done()
 
     def leave_if_done(self) -> None:
         """End the process if it is leaving and its last actor has ended."""
         if self.leaving is not None and self.alive:
-            cells = self.program.cells.values()
-            if all(cell.failure is not None for cell in cells) and not any(bell.busy for bell in self.doorbells):
+            runners = self.program.runners.values()
+            if all(runner.failure is not None for runner in runners) and not any(bell.busy for bell in self.doorbells):
                 self.program.closing = True
                 self.program.owner.starter.close()
-                self.die(0, self.leaving, peace=True)
+                self.die(0, self.leaving, orderly=True)
 
-    def die(self, returncode: int, reason: str = "", *, peace: bool = False) -> None:
+    def die(self, returncode: int, reason: str = "", *, orderly: bool = False) -> None:
         """End the process at once, and the processes that it has started.
 
-        ``returncode`` is as in subprocess. ``peace``: peers are told of an orderly end, not of a failure.
+        ``returncode`` is as in subprocess. ``orderly``: peers are told of an orderly end, not of a failure.
         """
         if not self.alive:
             return
@@ -259,7 +259,7 @@ class SimulatedProcess:
         simulation = self.simulation
         simulation.note(self, f"ends: {self.end} {reason}")
         what = "killed by signal" if returncode < 0 else "exited with status"
-        self.links.sever("" if peace else f"{what} {abs(returncode)}", peace)
+        self.links.sever("" if orderly else f"{what} {abs(returncode)}", orderly)
         for spawner in self.spawners:
             spawner.close()
         self.on_exit(returncode)
@@ -269,7 +269,7 @@ class SimulatedProcess:
     # ---- turns
 
     def run(
-        self, call: Callable[..., object], *args: Any, cell: ActorRunner | None = None, reading: bool = False
+        self, call: Callable[..., object], *args: Any, runner: ActorRunner | None = None, reading: bool = False
     ) -> None:
         """Call ``call(*args)`` now, as code of this process; do nothing if it has ended.
 
@@ -281,7 +281,7 @@ class SimulatedProcess:
         before, was_reading = simulation.running, self.reading
         simulation.running, self.reading = self, reading
         current_runtime._program = self.program
-        context.cell.set(cell)
+        context.runner.set(runner)
         context.message.set(None)
         try:
             call(*args)
@@ -291,11 +291,11 @@ class SimulatedProcess:
             self.reading, simulation.running = was_reading, before
             current_runtime._program = before.program
 
-    def soon(self, call: Callable[[], object], cell: ActorRunner | None = None) -> None:
+    def call_soon(self, call: Callable[[], object], runner: ActorRunner | None = None) -> None:
         """Call ``call()`` in a turn of its own, after a delay that the conditions give."""
         simulation = self.simulation
-        simulation.agenda.add(
-            simulation.conditions.pause(simulation.random), lambda: self.run(call, cell=cell, reading=False)
+        simulation.event_queue.add(
+            simulation.conditions.pause(simulation.random), lambda: self.run(call, runner=runner, reading=False)
         )
 
     def receive(self, event: tuple[Any, ...], sender: SimulatedProcess) -> None:

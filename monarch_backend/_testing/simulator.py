@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._actor import context, current_runtime
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._core.errors import MonarchError, public
-from monarch_backend._testing.event_queue import Agenda
+from monarch_backend._testing.event_queue import EventQueue
 from monarch_backend._testing.fault_model import Conditions
 from monarch_backend._testing.process import ProcessDied, SimulatedProcess
 from monarch_backend._testing.substitutions import logged_errors, simulated_seams
@@ -91,7 +91,7 @@ class Simulation:
         self.seed = seed
         self.random = random.Random(seed)
         self.conditions = conditions or Conditions()
-        self.agenda = Agenda()
+        self.event_queue = EventQueue()
         self.processes: list[SimulatedProcess] = []
         self.by_token: dict[str, SimulatedProcess] = {}
         self.faults: list[MeshFailure] = []
@@ -124,7 +124,7 @@ class Simulation:
             raise RuntimeError("a simulation runs once: make another one; the same seed gives the same run")
         self._undo.enter_context(simulated_seams(self.random, self._tuning, self.faults.append))
         self._undo.enter_context(logged_errors(self.errors))
-        self.controller = self.running = self.born(f"{self.random.getrandbits(128):032x}", "the main program")
+        self.controller = self.running = self.new_process(f"{self.random.getrandbits(128):032x}", "the main program")
         self.controller.begin()
         current_runtime._program = self.controller.program
         return self
@@ -132,7 +132,7 @@ class Simulation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._undo.close()
         self._broken = self._broken or SimulationError("the simulation is over: stay in its `with`")
-        self.agenda.clear()
+        self.event_queue.clear()
         for process in self.processes:
             process.alive = False
         if error is not None and isinstance(error, Exception):
@@ -145,7 +145,7 @@ class Simulation:
     @property
     def now(self) -> float:
         """Simulated seconds since the start."""
-        return self.agenda.time
+        return self.event_queue.time
 
     def step(self) -> bool:
         """Run one event: a frame arrives, a timer ends, or an actor takes a message. Return False if there is none."""
@@ -155,11 +155,11 @@ class Simulation:
     def _step(self) -> bool:
         if self._broken is not None:
             raise self._broken
-        if self.agenda.next() is None:
+        if self.event_queue.next() is None:
             return False
         self._looping += 1
         try:
-            self.agenda.take()()
+            self.event_queue.take()()
             for look in self.on_step:
                 look()
         except BaseException as error:
@@ -181,17 +181,17 @@ class Simulation:
         end = None if seconds is None else self.now + seconds
         with self._kept():
             while until is None or not until():
-                due = self.agenda.next()
+                due = self.event_queue.next()
                 if due is None or (end is not None and due > end):
                     break
                 self._step()
         if end is not None and (until is None or not until()):
-            self.agenda.time = max(self.agenda.time, end)
+            self.event_queue.time = max(self.event_queue.time, end)
         return until is None or until()
 
     def later(self, seconds: float, call: Callable[[], object]) -> None:
         """Call ``call()`` in the main program after ``seconds`` of simulated time, also while it waits."""
-        self.agenda.add(seconds, lambda: self.controller.run(call))
+        self.event_queue.add(seconds, lambda: self.controller.run(call))
 
     def processes_of(self, mesh: ProcMesh | ActorMesh) -> list[SimulatedProcess]:
         """Return the processes of a mesh or slice by rank, without those whose restart has not begun."""
@@ -260,7 +260,7 @@ class Simulation:
         """Return the pid of a new process."""
         return next(self._pids)
 
-    def born(self, token: str, label: str, mesh: str = "", rank: int = 0) -> SimulatedProcess:
+    def new_process(self, token: str, label: str, mesh: str = "", rank: int = 0) -> SimulatedProcess:
         """Return a new process, which starts later."""
         process = SimulatedProcess(self, token, label, mesh, rank)
         self.processes.append(process)
@@ -276,7 +276,7 @@ class Simulation:
 
     def note(self, process: SimulatedProcess, what: Any, event: tuple[Any, ...] | None = None) -> None:
         """Record a step for `trace`: a text, or an event and its sender."""
-        self._trace.add(self.agenda.time, process, what, event)
+        self._trace.add(self.event_queue.time, process, what, event)
 
     def wait(
         self, process: SimulatedProcess, what: Any, seconds: float | None, given_up: Callable[[], bool] | None = None
@@ -312,9 +312,9 @@ class Simulation:
                 raise ProcessDied
             if given_up is not None and given_up():
                 break
-            due = self.agenda.next()
+            due = self.event_queue.next()
             if end is not None and (due is None or due > end):
-                self.agenda.time = max(self.agenda.time, end)
+                self.event_queue.time = max(self.event_queue.time, end)
                 return bool(what.ready)
             if due is None:
                 raise self._fatal("no event is scheduled, so no wait can end")
@@ -333,12 +333,12 @@ class Simulation:
     def _kept(self) -> Iterator[None]:
         """Restore the running process at the end."""
         running, reading = self.running, self.running.reading
-        cell, message = context.cell.get(), context.message.get()
+        runner, message = context.runner.get(), context.message.get()
         try:
             yield
         finally:
             self.running = running
             running.reading = reading
             current_runtime._program = running.program
-            context.cell.set(cell)
+            context.runner.set(runner)
             context.message.set(message)

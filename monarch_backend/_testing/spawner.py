@@ -38,7 +38,7 @@ class SimulatedSpawner:
         plan = main.args[0]
         if main.func is not run_worker:  # an agent, which its host starts without faults
             return self._ask_for_agent(number, plan)
-        child = self._children[number] = simulation.born(
+        child = self._children[number] = simulation.new_process(
             plan.token, f"{spec.label} of {plan.name}", plan.name, plan.rank
         )
         child.on_exit = lambda returncode: self._tell(Exited(number, child.pid, returncode))
@@ -55,13 +55,13 @@ class SimulatedSpawner:
                 return
             child.begin()
             self._tell(Started(number, child.pid, "fork"))
-            if rng.random() < conditions.stillborn:
+            if rng.random() < conditions.dies_at_start:
                 child.die(1, "before it has connected")
             else:
                 child.run(child.work, plan)
 
         # A fork server works in order: earlier kills are done before this fork.
-        simulation.agenda.add_at(max(simulation.now + conditions.starting * rng.random(), self._dead_by), start)
+        simulation.event_queue.add_at(max(simulation.now + conditions.starting * rng.random(), self._dead_by), start)
         return number
 
     def _ask_for_agent(self, number: int, plan: Any) -> int:
@@ -84,7 +84,7 @@ class SimulatedSpawner:
         else:
             at = simulation.now + simulation.conditions.travel(simulation.random)
             self._dead_by = max(at, self._dead_by)
-            simulation.agenda.add_at(at, lambda: child.die(-signal))
+            simulation.event_queue.add_at(at, lambda: child.die(-signal))
 
     def start(self) -> None:
         """Do nothing: there is no fork server."""
@@ -97,4 +97,4 @@ class SimulatedSpawner:
     def _tell(self, event: Any) -> None:
         simulation = self._parent.simulation
         delay = simulation.conditions.noticed * simulation.random.random()
-        simulation.agenda.add(delay, lambda: self._parent.run(self._on_event, event))
+        simulation.event_queue.add(delay, lambda: self._parent.run(self._on_event, event))

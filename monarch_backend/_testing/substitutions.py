@@ -1,6 +1,6 @@
 """Attributes of modules that a simulation replaces while it runs: random numbers, limits of the router, the fault hook.
 
-All other parts are replaced through interfaces of the code: Links, Clock, the progress loop, the spawner, `run_cell`.
+All other parts are replaced through interfaces: Links, Clock, the progress loop, the spawner, `start_runner`.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def simulated_seams(
         (proc_mesh, "ranks_in_words", _ranks_in_words),
         *((router_tuning, name, value) for name, value in tuning.items() if value is not None),
     ]
-    cell, message = context.cell.set(None), context.message.set(None)
+    runner, message = context.runner.set(None), context.message.set(None)
     try:
         with kept_handler(), replaced(changes):
             yield
     finally:
         context.message.reset(message)
-        context.cell.reset(cell)
+        context.runner.reset(runner)
 
 
 class _Collector(logging.Handler):

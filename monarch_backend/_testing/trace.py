@@ -57,23 +57,23 @@ def _told_far(event: tuple[Any, ...]) -> str:
     """Format an event of or for a process on another host."""
     if envelope.is_word(event[1]):
         name = {envelope.CALL: "CALL", envelope.MET: "MET", envelope.REFUSED: "REFUSED"}.get(event[1], "GONE")
-        return f"far {name} {event[7].decode()}"
+        return f"remote {name} {event[7].decode()}"
     rest, kind = event[7], event[1] & ~(envelope.CARRIED | envelope.MANY)
     many = 0
     if envelope.is_for_many(event[1]):
         rows, rest = envelope.unpack_receivers(rest)
         many = len(rows)
     way = f"from {rest[TOKEN_LENGTH : 2 * TOKEN_LENGTH].decode()} to {many or rest[:TOKEN_LENGTH].decode()}"
-    return f"far {way}: {_told((*event[:1], kind, *event[2:7], rest[2 * TOKEN_LENGTH :], *event[8:]))}"
+    return f"remote {way}: {_told((*event[:1], kind, *event[2:7], rest[2 * TOKEN_LENGTH :], *event[8:]))}"
 
 
 def _content(kind: Kind, prefix: bytes) -> str:
     try:
         if kind is Kind.CONTROL:
             return str(frames.decode_control(prefix))
-        if kind is Kind.CAST:
+        if kind is Kind.MULTICAST:
             route = frames.decode_route(prefix)
-            return f"cast {route.cast} of {len(route)} {'combined' if route.combine else ''}"
+            return f"multicast {route.multicast} of {len(route)} {'combined' if route.combine else ''}"
         if kind is Kind.REPLIES:
             return str(msgspec.msgpack.decode(prefix))
     except (FrameError, msgspec.DecodeError) as error:

@@ -54,14 +54,14 @@ class Completions:
     """
 
     def __init__(
-        self, lock: Any, nudge: Callable[[], None], room: Callable[[], None], is_restless: Callable[[], bool]
+        self, lock: Any, wake: Callable[[], None], room: Callable[[], None], is_restless: Callable[[], bool]
     ) -> None:
-        """``nudge`` wakes the engine's thread.
+        """``wake`` wakes the engine's thread.
 
         ``room`` is called when a queue has room again. ``is_restless`` returns True if completions other than requests'
         need events.
         """
-        self._lock, self._nudge, self._room, self._is_restless = lock, nudge, room, is_restless
+        self._lock, self._wake, self._room, self._is_restless = lock, wake, room, is_restless
         self._quiet: set[Request] = set()
         self._announced = 0  # requests with events
         self._next_sweep: float | None = None
@@ -84,7 +84,7 @@ class Completions:
             self._recent = True
             if self._next_sweep is None:
                 self._next_sweep = time.monotonic() + SWEEP_INTERVAL_S
-                self._nudge()  # the engine's thread may be in a longer sleep
+                self._wake()  # the engine's thread may be in a longer sleep
         else:
             self.arm()
             self._announced += 1
@@ -97,7 +97,7 @@ class Completions:
             self._announced -= 1
         self._over.append((done, outcome))
         if not self._looking:  # else the polling thread calls it
-            self._nudge()
+            self._wake()
 
     def announce(self, request: Request) -> bool:
         """Request events for a quiet request; True if earlier completions must be polled now."""
@@ -110,11 +110,11 @@ class Completions:
 
     def arm(self) -> bool:
         """Request an event for the next completion; True if a device had none requested."""
-        deaf = [device for device in self.devices if not device.armed]
-        for device in deaf:
+        unarmed = [device for device in self.devices if not device.armed]
+        for device in unarmed:
             device.nic.arm()
             device.armed = True
-        return bool(deaf)
+        return bool(unarmed)
 
     # ---- the engine's thread
 
@@ -188,7 +188,7 @@ class Completions:
                 elif lane.posted and lane.posted[0].id <= id_:
                     lane.link.broke(lane, id_, status, vendor)
                     # The connection may have a deadline now, and the engine's thread may be in a longer sleep.
-                    self._nudge()
+                    self._wake()
             if found and device.starved:
                 device.starved = False
                 self._room()
@@ -254,7 +254,7 @@ class Completions:
         if getattr(self._telling, "now", False):  # no callback within another, without end
             with self._lock:
                 self._next_sweep = 0.0
-                self._nudge()
+                self._wake()
         else:
             self._look_at_all()
 

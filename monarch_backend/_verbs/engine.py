@@ -87,7 +87,7 @@ class Engine:
         self._opened: list[Device] = []
         self._thread = EngineThread(self._turn, self._patience, self._fail_all)
         self._connections = links = PeerConnections(self._lock, self.settings, dial, self.devices, self._thread)
-        self._completions = Completions(self._lock, self._thread.nudge, links.pump, links.is_restless)
+        self._completions = Completions(self._lock, self._thread.wake, links.progress, links.is_restless)
         self._connections.ends, self._links = self._completions.ends, links.by_peer
         self._accepted = AcceptedPeers(self.settings)
         self._exposed: dict[int, ExposedMemory] = {}
@@ -120,7 +120,7 @@ class Engine:
             binding = load(self.settings.binding)
         self._thread.open()
         try:
-            self._opened = open_devices(binding, self.settings, functools.partial(self._thread.soon, self._sweep))
+            self._opened = open_devices(binding, self.settings, functools.partial(self._thread.call_soon, self._sweep))
             if not self._opened:
                 raise VerbsError("no port of a verbs device is active here")
             self._completions.devices = self._opened
@@ -252,7 +252,7 @@ class Engine:
         self.devices()
         with self._lock:
             data = self._link(peer).offer()
-            self._thread.nudge()  # there is a deadline now
+            self._thread.wake()  # there is a deadline now
             return data
 
     def connect(self, peer: Peer, answer: bytes) -> None:
@@ -261,7 +261,7 @@ class Engine:
         with self._lock:
             self._completions.arm()  # for the queue pairs' proofs
             self._link(peer).connect(message)
-            self._thread.nudge()  # there is a deadline now
+            self._thread.wake()  # there is a deadline now
 
     def no_connection(self, peer: Peer, offer: bytes, why: str) -> bool:
         """Fail the requests that wait for a connection, because the :meth:`offer` (or none, if empty) had no result.
@@ -389,7 +389,7 @@ class Engine:
 
     def give_up_soon(self, peer: Peer, why: str) -> None:
         """Do the same on the engine's thread, because closing a connection is slow."""
-        self._thread.soon(lambda: self.give_up(peer, why))
+        self._thread.call_soon(lambda: self.give_up(peer, why))
 
     def _hand_to(self, link: PeerConnection, request: Request, quiet: bool) -> Request:
         """Submit a request; the lock is held. If a device can't be armed, this raises and nothing was submitted."""
@@ -406,7 +406,7 @@ class Engine:
             return request
         link.submit(request)
         if request.quiet and request.has_more and self._completions.announce(request):
-            self._thread.soon(self._look)  # for completions from before it was armed
+            self._thread.call_soon(self._look)  # for completions from before it was armed
         return request
 
     def _link(self, peer: Peer) -> PeerConnection:
@@ -425,9 +425,9 @@ class Engine:
         near = [device for device in devices if distance(node, device.node) == least]
         return near if what.nbytes >= STRIPING_MIN_BYTES else [near[(pieces[0].local >> 21) % len(near)]]
 
-    def soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
         """Call a function on the engine's thread, once it exists. Takes no lock, so that weak references may use it."""
-        self._thread.soon(call)
+        self._thread.call_soon(call)
 
     # ---- on the engine's thread
 

@@ -70,7 +70,7 @@ class EngineThread:
     def stop(self) -> threading.Thread | None:
         """Wake the thread, because it is to end. Return it, if it was started, for the caller to join."""
         thread, self._thread = self._thread, None
-        self.nudge()
+        self.wake()
         return thread
 
     def close(self) -> None:
@@ -91,12 +91,12 @@ class EngineThread:
         """True if the thread was started and neither stopped nor ended."""
         return self._thread is not None and self._thread.is_alive()
 
-    def soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
         """Call a function on the thread, once it exists. Takes no lock, because objects call it when they end."""
         self._soon.append(call)
-        self.nudge()
+        self.wake()
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake the thread."""
         wake = self._wake
         if wake is not None:
@@ -108,7 +108,7 @@ class EngineThread:
         if self._thread is None or self.is_here:
             return
         done = threading.Event()
-        self.soon(done.set)
+        self.call_soon(done.set)
         done.wait(seconds)
 
     def _run(self, devices: Sequence[Device], completions: Completions, wake: int) -> None:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--secret-from-stdin", action="store_true", help="the first line of standard input is the job's secret"
     )
     parser.add_argument(
-        "--tether",
+        "--exit-with-stdin",
         action="store_true",
         help="end with standard input, unless there is a line 'stay' on it: for programs that start hosts",
     )
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         return startup_handshake.run(
             args.address,
             secret_from_stdin=args.secret_from_stdin,
-            tether=args.tether,
+            exit_with_stdin=args.exit_with_stdin,
             detach=args.detach,
             log=args.log,
             workers=[word.strip() for word in args.workers.split(",") if word.strip()],

@@ -26,7 +26,7 @@ FORGET = -1
 """Signature of the command ``[FORGET, count, *numbers]``: no later command has one of these signatures."""
 COLLECTIVES = ("_c10d_functional.", "_dtensor.shard_dim_alltoall")
 """Prefixes of the names of operators in which ranks wait for each other."""
-MEETINGS = (*COLLECTIVES, "monarch_backend.dtensor._worker.collectives:")
+COLLECTIVE_NAMESPACES = (*COLLECTIVES, "monarch_backend.dtensor._worker.collectives:")
 """Functions in which ranks wait for each other."""
 FIRST = 1
 """The number of the first defined signature."""

@@ -59,7 +59,7 @@ class BootstrapResult:
     memory: SharedMemory | None
     route: str
     why: str
-    far: RdmaP2P | None = None  # where NICs carry large messages between hosts
+    rdma_p2p: RdmaP2P | None = None  # where NICs carry large messages between hosts
 
 
 @dataclass(frozen=True)
@@ -113,19 +113,23 @@ def connect_ranks(
     if why_not:
         return BootstrapResult(None, "gloo", why_not)
     hosts, peers, remark = _hosts(table, host, everyone)
-    far = _nics_between(rank, everyone, hosts, timeout, gloo, label)
+    rdma_p2p = _nics_between(rank, everyone, hosts, timeout, gloo, label)
     try:
         if len(hosts) == size > 1:
             result = BootstrapResult(None, "gloo", f"no two ranks share memory{remark}")
         else:
-            result = _share(table, host, everyone, hosts, peers, timeout, gloo, far, remark, label)
+            result = _share(table, host, everyone, hosts, peers, timeout, gloo, rdma_p2p, remark, label)
     except BaseException:
-        if far is not None:
-            far.close()
+        if rdma_p2p is not None:
+            rdma_p2p.close()
         raise
-    if far is None:
+    if rdma_p2p is None:
         return result
-    return replace(result, far=far, why=f"{result.why}; verbs for {far.least} bytes and more between hosts with NICs")
+    return replace(
+        result,
+        rdma_p2p=rdma_p2p,
+        why=f"{result.why}; verbs for {rdma_p2p.least} bytes and more between hosts with NICs",
+    )
 
 
 def _nics_between(
@@ -210,7 +214,7 @@ def _share(
     peers: dict[int, Any],
     timeout: Callable[[], timedelta],
     gloo: Any,
-    far: RdmaP2P | None,
+    rdma_p2p: RdmaP2P | None,
     remark: str,
     label: str,
 ) -> BootstrapResult:
@@ -230,7 +234,7 @@ def _share(
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
         return BootstrapResult(memory, "shm", "all ranks share memory")
-    hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, far, table.store)
+    hierarchy = Hierarchy(native, members, rank, timeout, hosts, gloo, rdma_p2p, table.store)
     return BootstrapResult(hierarchy, "shm+gloo", f"shared memory + gloo: {_in_words(hosts)}{remark}")
 
 

@@ -64,7 +64,7 @@ class Collectives(dist.ProcessGroup):
     _hooks: CompletionHooks
     _kernel: Any = None  # CPU backend that torch finds where hooks must see operations that are not Gloo's
     _shm: SharedMemory | None  # replaces _inner["cpu"] where all ranks are on one host
-    _far: RdmaP2P | None  # replaces it for large messages where hosts are connected by NICs
+    _rdma_p2p: RdmaP2P | None  # replaces it for large messages where hosts are connected by NICs
 
     @functools.cached_property
     def _own_rank(self) -> int:
@@ -720,12 +720,12 @@ class Collectives(dist.ProcessGroup):
                 tensors = _cpu_validation.settled(tensors)
             _cpu_validation.check_contiguous(self, collective, tensors)
             tensors = _cpu_validation.movable(self, collective, tensors)
-            if self._far is not None:
+            if self._rdma_p2p is not None:
                 if tag >= p2p_protocol.OWN_TAGS:
                     what = f"the group reserves tags from {p2p_protocol.OWN_TAGS} on, for large messages by NICs"
                     raise bad_argument(self, collective, f"tag {tag}: {what}", "Use a smaller one.")
-                if self._far.takes(tensors, tag):
-                    inner = self._far
+                if self._rdma_p2p.takes(tensors, tag):
+                    inner = self._rdma_p2p
         return tensors, inner, use_dispatcher
 
 

@@ -197,7 +197,7 @@ def refuse_batch(group: Collectives, operations: Sequence[tuple[bool, Tensor, in
     if not _overlap(sent, [tensor for receives, tensor, _, _ in operations if receives]):
         return
     for (earlier, a), (later, b) in itertools.combinations(enumerate(operations), 2):
-        in_order = group._far is None or not group._far.takes([a[1]], a[3])
+        in_order = group._rdma_p2p is None or not group._rdma_p2p.takes([a[1]], a[3])
         one_after_the_other = a[0] and b[0] and a[2:] == b[2:] and in_order
         if (a[0] or b[0]) and not one_after_the_other and _overlap([a[1]], [b[1]]):
             what = f"operations {earlier} and {later} of the batch share memory, so that the result depends on timing"

@@ -104,7 +104,7 @@ class MonarchProcessGroup(Collectives):
         self._inner: dict[str, Any] = {}
         self._backends: dict[str, str] = {}  # device -> name of its inner group, whatever its route is called
         self._shm = None
-        self._far = None
+        self._rdma_p2p = None
         self._fast_paths: dict[str, Any] = {}  # fast paths that replace methods while the group has no observers
         if creation.device_id is not None:
             self.bound_device_id = creation.device_id
@@ -137,8 +137,8 @@ class MonarchProcessGroup(Collectives):
             default = "cuda" if "cuda" in self._inner else next(iter(self._inner), "cpu")
             self._set_default_backend(_c10d_internals.backend_type(self._backends[default]))
         except BaseException as error:
-            if self._far is not None:
-                self._far.close()  # it uses the process's NICs; no other code closes it
+            if self._rdma_p2p is not None:
+                self._rdma_p2p.close()  # it uses the process's NICs; no other code closes it
             if isinstance(error, (RuntimeError, TimeoutError)):
                 _rendezvous.forget_group_name()
             if isinstance(error, TimeoutError):
@@ -204,7 +204,7 @@ class MonarchProcessGroup(Collectives):
             result = _bootstrap.connect_ranks(
                 store, self.rank(), self.size(), deadline, timeout, inner, who, _backend_selection.debug_line(self)
             )
-            self._shm, self._far = result.memory, result.far
+            self._shm, self._rdma_p2p = result.memory, result.rdma_p2p
             if result.memory is not None and result.memory.has_fast_paths and not self._hooks:
                 self._fast_paths = result.memory.fast_paths(self, _FAST_PATH_METHODS)
                 self.__dict__.update(self._fast_paths)
@@ -308,7 +308,7 @@ class MonarchProcessGroup(Collectives):
         if "cpu" not in self._observed:
             return
         self._end_fast_paths()
-        if (self._shm is not None or self._far is not None) and self._kernel is None:
+        if (self._shm is not None or self._rdma_p2p is not None) and self._kernel is None:
             taken = {_c10d_internals.backend_type(backend) for backend in self._backends.values()}
             self._kernel = _c10d_internals.DispatcherShimBackend(
                 self.rank(), self.size(), self._inner["cpu"], self.group_name
@@ -374,7 +374,7 @@ class MonarchProcessGroup(Collectives):
 
         Later operations raise GroupClosedError, with ``why`` in the message.
         """
-        for ours in (self._shm, self._far):
+        for ours in (self._shm, self._rdma_p2p):
             if ours is not None and why:
                 ours.closed_why = why
         self._close(f"aborted: {why}" if why else "aborted", lambda inner: inner.abort())
@@ -394,8 +394,8 @@ class MonarchProcessGroup(Collectives):
             if reason:
                 self._shm.set_reason(reason)
             self._shm.close()
-        if self._far is not None:
-            self._far.close()
+        if self._rdma_p2p is not None:
+            self._rdma_p2p.close()
         inners = list({id(i): i for i in self._inner.values()}.values())
         self._inner.clear()
         for inner in inners:

@@ -207,7 +207,7 @@ def _wait_for_server(here: StoreAddress, deadline: Deadline) -> None:
     while True:
         tries += 1
         try:
-            return _knock(here, deadline)
+            return _probe_server(here, deadline)
         except (OSError, UnicodeError) as error:
             # Just before the deadline an attempt has no time for a good reason; an earlier one says more.
             problem = error if problem is None or not isinstance(error, TimeoutError) else problem
@@ -223,7 +223,7 @@ def _wait_for_server(here: StoreAddress, deadline: Deadline) -> None:
         pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def _knock(here: StoreAddress, deadline: Deadline) -> None:
+def _probe_server(here: StoreAddress, deadline: Deadline) -> None:
     """Connect to one of the addresses and disconnect. The server sees a client that came and left."""
     try:
         found = socket.getaddrinfo(here.host, here.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

@@ -331,7 +331,7 @@ def test_blocked_sender_logs_nothing_without_debug(
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
         sender = Sender(lambda i: one.note.broadcast("main", i), 2 * CREDIT_WINDOW)
-        until(lambda: peer.credit == 0 and peer.room is not None, "the sender waits")
+        until(lambda: peer.credit == 0 and peer.credit_waiter is not None, "the sender waits")
         open_gate()
         sender.join()
     assert "messages to" not in capfd.readouterr().err

@@ -22,13 +22,13 @@ LIMIT = 10.0
 
 
 def wait_for(what: Any, seconds: float | None) -> bool:
-    """Wait as the pump does for a thread that does not read: on the gate, a lock that `release` opens."""
+    """Wait as the progress loop does for a thread that does not read: on the wait lock, a lock that `release` opens."""
     with _gates:
-        gate = what.gate
+        gate = what.wait_lock
         if gate is None or not gate.locked():
             gate = threading.Lock()
             gate.acquire()
-            what.gate = gate
+            what.wait_lock = gate
     if what.ready:
         return True
     if not gate.acquire(timeout=LIMIT if seconds is None else seconds):

@@ -61,18 +61,18 @@ def recorders(procs: ProcMesh, request: pytest.FixtureRequest) -> Iterator[Actor
 @pytest.fixture
 def tree(many: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorMesh]:
     monkeypatch.setattr(tuning, "MAX_DIRECT_RECEIVERS", DIRECT)
-    casts: list[Any] = []
-    cast_down = TreeMulticast.send
+    multicasts: list[Any] = []
+    send_down = TreeMulticast.send
     monkeypatch.setattr(
         TreeMulticast,
         "send",
-        lambda self, *args, **kwargs: (casts.append(args), cast_down(self, *args, **kwargs)),
+        lambda self, *args, **kwargs: (multicasts.append(args), send_down(self, *args, **kwargs)),
     )
     mesh = many.spawn("tree", Recorder)
     mesh.initialized.get(PATIENCE)
     yield mesh
     mesh.stop().get(PATIENCE)
-    assert casts  # else this was about something else
+    assert multicasts  # else this was about something else
 
 
 def all_came(mesh: ActorMesh, expected: dict[Any, int]) -> None:
@@ -245,7 +245,7 @@ def test_signal_handler_can_send_while_its_thread_sends(
 
     one.note.call_one("met", 0).get(PATIENCE)
     monkeypatch.setattr(links, "send", interrupted(links.send))
-    monkeypatch.setattr(links, "cast", interrupted(links.cast))
+    monkeypatch.setattr(links, "multicast", interrupted(links.multicast))
     for i in range(10):
         due = True
         try:
@@ -326,7 +326,7 @@ def test_multicast_combines_replies_of_every_size(tree: ActorMesh, size: int) ->
 
 def nothing_is_kept() -> None:
     router = program().router
-    until(lambda: not router.tree.casts and not router.tree.combiners, "nothing of the casts is remembered")
+    until(lambda: not router.tree.multicasts and not router.tree.combiners, "nothing of the multicasts is remembered")
 
 
 def test_multicast_with_replies_of_other_actors(tree: ActorMesh) -> None:

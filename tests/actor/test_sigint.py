@@ -18,7 +18,7 @@ from monarch_backend._actor.sigint import Interrupts
 from monarch_backend.dtensor._controller import command_stream
 
 
-class _Pump:
+class _ProgressLoop:
     """Timers that run out when the test says so."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Program:
     disowned = False
 
     def __init__(self) -> None:
-        self.pump = self.clock = _Pump()
+        self.progress = self.clock = _ProgressLoop()
         self.interrupts = Interrupts(cast(Runtime, self))
 
     def note(self, file: str = Interrupts.guard.__code__.co_filename) -> None:
@@ -86,8 +86,8 @@ def test_interrupt_of_the_replaced_handler_is_not_lost() -> None:
     mine.interrupts.guard()
     assert mine.interrupts.noted
     with pytest.raises(KeyboardInterrupt):
-        mine.pump.fire()
-    other.pump.fire()  # and it does not come again
+        mine.progress.fire()
+    other.progress.fire()  # and it does not come again
     assert not other.interrupts.noted
     assert not mine.interrupts.noted
 
@@ -97,7 +97,7 @@ def test_interrupt_does_not_split_a_controllers_message() -> None:
     program.interrupts.guard()
     program.note(command_stream.__file__)
     with pytest.raises(KeyboardInterrupt):
-        program.pump.fire()
+        program.progress.fire()
 
 
 def test_user_handler_is_kept() -> None:
@@ -120,12 +120,12 @@ def test_interrupt_is_passed_to_a_later_handler() -> None:
     program.note()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
-        program.pump.fire()
+        program.progress.fire()
     assert not program.interrupts.noted, "it would come a second time"
     program.interrupts.guard()
     program.note()
     with pytest.raises(KeyboardInterrupt):
-        program.pump.fire()
+        program.progress.fire()
 
 
 @pytest.mark.parametrize("deaf", [signal.SIG_IGN, signal.SIG_DFL], ids=str)
@@ -135,7 +135,7 @@ def test_interrupt_without_a_receiver_is_raised_by_the_next_wait(deaf: Any) -> N
     program.interrupts.guard()
     program.note()
     signal.signal(signal.SIGINT, deaf)
-    program.pump.fire()
+    program.progress.fire()
     assert program.interrupts.noted
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):

@@ -64,7 +64,7 @@ def test_stop_after_deadline_logs_one_line_per_process(
     def kill_late(records: ProcessRecords, member: OwnedProcess) -> None:
         """The fork server takes a while, as on a loaded host."""
         kills.append(member)
-        program().pump.later(0.3, lambda: kill(records, member))
+        program().progress.later(0.3, lambda: kill(records, member))
 
     monkeypatch.setattr(ProcessRecords, "kill", kill_late)
     procs = this_host().spawn_procs({"gpus": 2}, name="deaf")

@@ -244,7 +244,7 @@ def test_blocked_sender_is_released_by_the_death_of_the_receiver(verb: str, sing
     sender = threading.Thread(target=send_until_it_fails)
     sender.start()
     peer = victim._core.peer(0)
-    until(lambda: peer.credit == 0 and peer.room is not None, "the sender waits")
+    until(lambda: peer.credit == 0 and peer.credit_waiter is not None, "the sender waits")
     assert not ended.is_set()
     os.kill(pid, signal.SIGKILL)
     sender.join(PATIENCE)
@@ -295,7 +295,7 @@ def test_death_during_startup_fails_the_mesh(faults: Faults) -> None:
     def bootstrap() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with this_host().spawn_procs({"gpus": 1}, bootstrap=bootstrap, name="stillborn") as procs:
+    with this_host().spawn_procs({"gpus": 1}, bootstrap=bootstrap, name="fails_at_start") as procs:
         victim = procs.spawn("victim", Victim)
         future = victim.echo.call_one(1)
         error = failed(future)
@@ -392,24 +392,24 @@ def test_death_in_a_multicast_tree_fails_calls_below_it(
 def test_death_reaches_actors_of_the_main_program(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     """A third party, in the process that owns the dead one."""
     victim = single.spawn("victim", Victim)
-    witness = this_proc().spawn("witness", Victim)
+    is_cause = this_proc().spawn("is_cause", Victim)
     pid = victim.pid.call_one().get(PATIENCE)
     with gate(tmp_path) as (name, _):
-        future = begun(lambda port: witness.wait_for_other.call_one(victim, port, name))
+        future = begun(lambda port: is_cause.wait_for_other.call_one(victim, port, name))
         os.kill(pid, signal.SIGKILL)
         error = future.exception(PATIENCE)
     assert isinstance(error, ActorError) and isinstance(error.__cause__, SupervisionError)
     assert (error.__cause__.pid, error.__cause__.signal) == (pid, signal.SIGKILL)
     assert faults.next().mesh_name == "single"
-    witness.stop().get(PATIENCE)
+    is_cause.stop().get(PATIENCE)
 
 
 def test_death_reaches_third_parties_in_other_processes(pair: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     victims = pair.spawn("victims", Victim)
-    witness, victim = victims.slice(gpus=0), victims.slice(gpus=1)
+    is_cause, victim = victims.slice(gpus=0), victims.slice(gpus=1)
     pid = victim.pid.call_one().get(PATIENCE)
     with gate(tmp_path) as (name, _):
-        future = begun(lambda port: witness.wait_for_other.call_one(victim, port, name))
+        future = begun(lambda port: is_cause.wait_for_other.call_one(victim, port, name))
         os.kill(pid, signal.SIGKILL)
         error = future.exception(PATIENCE)
     assert isinstance(error, ActorError) and isinstance(error.__cause__, SupervisionError)
@@ -417,7 +417,7 @@ def test_death_reaches_third_parties_in_other_processes(pair: ProcMesh, faults: 
     assert (cause.rank, cause.pid, cause.host, cause.signal) == (1, pid, HOST, signal.SIGKILL)
     assert cause.delivery == "unknown"
     faults.next()
-    again = witness.wait_for_other.call_one(victim, Channel.open()[0], "unused").exception(PATIENCE)
+    again = is_cause.wait_for_other.call_one(victim, Channel.open()[0], "unused").exception(PATIENCE)
     assert isinstance(again, ActorError) and isinstance(again.__cause__, SupervisionError)
     assert again.__cause__.delivery == "not sent"
 
@@ -426,11 +426,11 @@ def test_death_reaches_third_parties_in_other_processes(pair: ProcMesh, faults: 
 def test_third_party_waits_for_a_stopped_process(dies: bool, pair: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     """Its first contact: whoever does not answer that is not gone for it."""
     victims = pair.spawn("victims", Victim)
-    witness, victim = victims.slice(gpus=0), victims.slice(gpus=1)
+    is_cause, victim = victims.slice(gpus=0), victims.slice(gpus=1)
     pid = victim.pid.call_one().get(PATIENCE)
     with gate(tmp_path) as (name, open_gate):
         with held_up(pid):
-            future = begun(lambda port: witness.wait_for_other.call_one(victim, port, name))
+            future = begun(lambda port: is_cause.wait_for_other.call_one(victim, port, name))
             if dies:
                 os.kill(pid, signal.SIGKILL)
                 error = future.exception(PATIENCE)
@@ -622,17 +622,17 @@ def test_message_during_the_death_of_an_actor_fails(faults: Faults) -> None:
     """Also if it comes to the queue after the dying one has looked there for the last time."""
     victim = this_proc().spawn("victim", Victim)
     assert victim.echo.call_one(1).get(PATIENCE) == 1
-    cell = program().cells[victim._core.actor]
+    runner = program().runners[victim._core.actor]
 
     class Queue(MessageQueue):
         def append(self, item: Any) -> None:
-            if cell.failure is None:
-                cell.die(ValueError("meanwhile"))
+            if runner.failure is None:
+                runner.die(ValueError("meanwhile"))
             super().append(item)
 
-    cell.inbox = Queue(program())
+    runner.inbox = Queue(program())
     assert failed(victim.echo.call_one(2)).delivery == "not sent"
-    cell._wake()
+    runner._wake()
     assert "meanwhile" in faults.next().report()
 
 
@@ -670,13 +670,13 @@ def test_death_of_the_process_of_an_async_actor_fails_its_calls(how: str, single
 
 
 def test_failing_constructor_fails_the_mesh(lasting: ProcMesh, faults: Faults) -> None:
-    mesh = lasting.spawn("stillborn", BadBirth, ValueError("not today"), (1,))
+    mesh = lasting.spawn("fails_at_start", BadBirth, ValueError("not today"), (1,))
     future = mesh.slice(gpus=1).echo.call_one(1)
     with pytest.raises(MeshFailure, match="ValueError: not today") as told:
         mesh.initialized.get(PATIENCE)
     assert told.value.ranks == (1,)
     failure = faults.next()
-    assert (failure.mesh_name, failure.ranks) == ("stillborn", (1,))
+    assert (failure.mesh_name, failure.ranks) == ("fails_at_start", (1,))
     assert isinstance(failure.__cause__, ValueError)
     assert "root cause: ValueError: not today" in failure.report()
     error = failed(future)
@@ -687,7 +687,7 @@ def test_failing_constructor_fails_the_mesh(lasting: ProcMesh, faults: Faults) -
 
 @pytest.mark.parametrize("error", [SystemExit(2), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 def test_sys_exit_in_a_constructor_fails_the_mesh(error: BaseException, lasting: ProcMesh, faults: Faults) -> None:
-    mesh = lasting.slice(gpus=0).spawn("stillborn", BadBirth, error, (0,))
+    mesh = lasting.slice(gpus=0).spawn("fails_at_start", BadBirth, error, (0,))
     assert type(error).__name__ in str(mesh.initialized.exception(PATIENCE))
     assert faults.next().ranks == (0,)
     assert lasting.spawn("next", Victim).slice(gpus=0).echo.call_one(1).get(PATIENCE) == 1
@@ -1156,7 +1156,7 @@ def test_busy_process_is_waited_for_and_named(faults: Faults, tmp_path: Path, ca
         stopping = procs.stop()
         links, link = program().links, procs._core.peer(0).link
         until(lambda: links.unread(link) == 0, "it has read that it is to stop")  # else it would be killed
-        program().soon(lambda: program().owner.stops._hurry(procs._core.owned, "stop", None))  # as after GRACE
+        program().call_soon(lambda: program().owner.stops._hurry(procs._core.owned, "stop", None))  # as after GRACE
         until(lambda: "patient is to stop and still has messages to finish" in caplog.text, "the report")
         assert "gpus 0 of patient" in caplog.text and not stopping.done()
         open_gate()
@@ -1168,7 +1168,7 @@ def test_busy_process_of_a_failed_mesh_is_killed(
     faults: Faults, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In a collective with it, perhaps: that would not end."""
-    procs = this_host().spawn_procs({"gpus": 2}, name="bereft")
+    procs = this_host().spawn_procs({"gpus": 2}, name="waits_for_dead")
     victims = procs.spawn("victims", Victim)
     pids = victims.pid.call().get(PATIENCE)
     with gate(tmp_path) as (name, _):
@@ -1178,7 +1178,7 @@ def test_busy_process_of_a_failed_mesh_is_killed(
         stopping = procs.stop()
         links, link = program().links, procs._core.peer(0).link
         until(lambda: links.unread(link) == 0, "it has read that it is to stop")
-        program().soon(lambda: program().owner.stops._hurry(procs._core.owned, "stop", None))  # as after GRACE
+        program().call_soon(lambda: program().owner.stops._hurry(procs._core.owned, "stop", None))  # as after GRACE
         stopping.get(PATIENCE)
         assert failed(running).delivery == "unknown"
     assert "it is still at work, and another process of its mesh has died" in caplog.text

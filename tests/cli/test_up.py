@@ -1,4 +1,4 @@
-"""`monarch-backend up`: detached and tethered daemons, and signals."""
+"""`monarch-backend up`: detached daemons, daemons that end with standard input, and signals."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_detached_and_can_not_listen(tmp_path: Path) -> None:
     assert (tmp_path / "some" / "log").read_text() == done.stderr
 
 
-def test_tethered() -> None:
-    process = subprocess.Popen([*UP, "--tether", "--secret-from-stdin"], stdin=-1, stdout=-1, text=True)
+def test_host_ends_with_standard_input() -> None:
+    process = subprocess.Popen([*UP, "--exit-with-stdin", "--secret-from-stdin"], stdin=-1, stdout=-1, text=True)
     assert process.stdin and process.stdout
     with process.stdin, process.stdout:
         process.stdin.write(new_secret().hex() + "\n")

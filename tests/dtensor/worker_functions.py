@@ -12,13 +12,13 @@ from torch.distributed.tensor import Replicate
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._rng import philox
 from monarch_backend.dtensor._worker import Executor, op_functions, random_ops
-from monarch_backend.dtensor._worker.control_actor import boards
+from monarch_backend.dtensor._worker.control_actor import inboxes
 
 
-def left_on_boards() -> int:
-    """What was to be taken from the boards of this process and has not been."""
+def left_in_inboxes() -> int:
+    """Return the number of transfers in the inboxes of this process."""
     return sum(
-        len(board._parcels) + len(board._kept) + len(board._refused) + len(board._readers) for board in boards.values()
+        len(inbox._parts) + len(inbox._kept) + len(inbox._refused) + len(inbox._readers) for inbox in inboxes.values()
     )
 
 
@@ -135,7 +135,7 @@ class ExecutorWithoutGpu(Executor):
 
     def __init__(self, device_type: str, timeout: float) -> None:
         super().__init__("cpu", timeout)
-        self.board = boards[device_type]  # where the actor beside it, which takes it for a GPU's, leaves what it hears
+        self.inbox = inboxes[device_type]  # of its control actor
         op_functions.constant = _with_gpus_on_the_cpu
         numbers = _Numbers()
         random_ops.state_of, random_ops.set_state = numbers.state_of, numbers.set_state

@@ -73,7 +73,7 @@ _VALUES: tuple[Any, ...] = (
         "t" * 64,
         "\u00e4" * 32,
         "stop",
-        "knock",
+        "ping",
         b"",
         b"E",
         b"t" * 32,
@@ -129,8 +129,8 @@ _TARGETS = (_control, _route, _replies, _pieces, _shaped)
 
 def _seeds() -> dict[str, bytes]:
     controls = [
-        frames.CastArrived(1, ["t" * 32]),
-        frames.CastLost(1, ["t" * 32]),
+        frames.MulticastArrived(1, ["t" * 32]),
+        frames.MulticastLost(1, ["t" * 32]),
         frames.LookupRequest("t" * 32),
         frames.LookupReply("t" * 32, None),
         frames.Cancel(1, 2, "why"),

@@ -126,7 +126,7 @@ def told_of(sender: str, number: int, rank: int, call: Any) -> Told:
 
 
 class Caller:
-    """The program's own messages: calls of one and of all, casts, and on a thread of its own streams."""
+    """The program's own messages: calls of one and of all, multicasts, and on a thread of its own streams."""
 
     def __init__(self, seed: int, ledgers: ActorMesh) -> None:
         self.ledgers, self.ranks = ledgers, range(len(ledgers))
@@ -134,7 +134,7 @@ class Caller:
         self.heard: defaultdict[str, list[int]] = defaultdict(list)  # what came through the port, by sender
         self.port, self._receiver = Channel.open()
         self._calls: list[tuple[int, Sequence[int], Any]] = []  # number, ranks, future
-        self._casts: list[int] = []
+        self._multicasts: list[int] = []
         self._number = self._streamed = 0
         self._rng, self._seed = random.Random(f"{seed} caller"), seed
         self._stop = threading.Event()

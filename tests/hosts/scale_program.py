@@ -20,11 +20,11 @@ from tests.hosts.support import NAMES, until_gone
 PATIENCE = 60.0
 """Seconds for what hundreds of processes do together."""
 
-CASTS = 100
+MULTICASTS = 100
 
 
 class Counter(Actor):
-    """Counts casts: each must be the next one."""
+    """Counts multicasts: each must be the next one."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -82,8 +82,8 @@ def scale(addresses: list[str], gpus: int, daemons: list[int]) -> None:
     until_gone(pids[gpus : 2 * gpus], PATIENCE)
     rest = counters.without(counters.failed_ranks)
     assert len(rest) == size - gpus - 1
-    _all_at_once(rest, CASTS + 1)
-    assert sorted(set(rest.total.call().get(PATIENCE).values())) == [2 * CASTS]
+    _all_at_once(rest, MULTICASTS + 1)
+    assert sorted(set(rest.total.call().get(PATIENCE).values())) == [2 * MULTICASTS]
     with _measured("stop of all that is left"):
         procs.stop().get(PATIENCE)
         until_gone(pids, PATIENCE)
@@ -91,7 +91,7 @@ def scale(addresses: list[str], gpus: int, daemons: list[int]) -> None:
 
 
 def _all_at_once(counters: ActorMesh, first: int) -> None:
-    """Calls and casts of all; what a cast takes is that of many, until all have counted them."""
+    """Calls and multicasts of all; what a multicast takes is that of many, until all have counted them."""
     size, times = len(counters), []
     for _ in range(10):
         began = time.monotonic()
@@ -99,11 +99,11 @@ def _all_at_once(counters: ActorMesh, first: int) -> None:
         times.append(time.monotonic() - began)
     print(f"measured call of {size}: {statistics.median(times) * 1000:.1f} ms", flush=True)
     began = time.monotonic()
-    for number in range(first, first + CASTS):
+    for number in range(first, first + MULTICASTS):
         counters.add.broadcast(number)
     counts = list(counters.total.call().get(PATIENCE).values())
-    print(f"measured cast to {size}: {(time.monotonic() - began) / CASTS * 1000:.2f} ms", flush=True)
-    assert counts == [first + CASTS - 1] * size, counts
+    print(f"measured multicast to {size}: {(time.monotonic() - began) / MULTICASTS * 1000:.2f} ms", flush=True)
+    assert counts == [first + MULTICASTS - 1] * size, counts
 
 
 def _some(counters: ActorMesh, gpus: int) -> None:

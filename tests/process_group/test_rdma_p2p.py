@@ -38,7 +38,7 @@ from monarch_backend import (
 )
 from monarch_backend._verbs import eligibility, engine, shared_engine
 from monarch_backend.process_group._process_group import MonarchProcessGroup
-from monarch_backend.process_group._rdma import p2p as far_module
+from monarch_backend.process_group._rdma import p2p as p2p_module
 from monarch_backend.process_group._rdma import p2p_protocol, peer_reads
 from monarch_backend.process_group._rdma.p2p_protocol import ControlMessage, ProtocolError, SendHeader
 from tests.process_group import fake_nics, reference
@@ -99,13 +99,13 @@ def _rank(
     return result
 
 
-def _far() -> Any:
-    return dist.group.WORLD._far  # type: ignore[union-attr]
+def _rdma_p2p() -> Any:
+    return dist.group.WORLD._rdma_p2p  # type: ignore[union-attr]
 
 
 def _carried() -> dict[str, int]:
     """Messages that this rank received, by what has carried them."""
-    return {way: _far().carried[way] for way in ("verbs", "gloo")}
+    return {way: _rdma_p2p().carried[way] for way in ("verbs", "gloo")}
 
 
 def _numbers(nbytes: int, seed: int) -> torch.Tensor:
@@ -263,7 +263,7 @@ def _parts(rank: int) -> None:
     if rank == 0:
         dist.send(part, 1)
         dist.send(whole[:300_000], 1)
-        assert len(_far()._nics._lent) == 1  # the storage, once
+        assert len(_rdma_p2p()._nics._lent) == 1  # the storage, once
         with pytest.raises(CollectiveArgumentError, match="not contiguous"):
             dist.send(whole.view(KIB, KIB).T, 1)
     else:
@@ -339,8 +339,8 @@ def _objects_and_groups(rank: int) -> None:
         else:
             dist.recv(got, 0, group=group)
             assert torch.equal(got, x)
-    nics = _far()._nics
-    assert nics is other._far._nics
+    nics = _rdma_p2p()._nics
+    assert nics is other._rdma_p2p._nics
     assert len(nics._lent) == (rank == 0)
     dist.barrier()
     dist.destroy_process_group(other)
@@ -413,7 +413,7 @@ def test_killed_rank_ends_a_collective_on_its_peers(run: Run) -> None:
 
 
 def _routes(rank: int) -> str:
-    return monarch_backend.routes()["cpu"].why if _far() is not None else "none"
+    return monarch_backend.routes()["cpu"].why if _rdma_p2p() is not None else "none"
 
 
 def test_route_is_taken_between_hosts_with_nics_only(run: Run) -> None:
@@ -482,14 +482,14 @@ def test_gloo_wait_that_ends_early_is_a_timeout(monkeypatch: pytest.MonkeyPatch)
             now += timeout // datetime.timedelta(milliseconds=1) / 1000
             raise RuntimeError("Timed out waiting for recv operation to complete")
 
-    monkeypatch.setattr(far_module, "time", types.SimpleNamespace(monotonic=lambda: now))
-    far = types.SimpleNamespace(closed=False, _gloo=None, _rank=0, least=MIB)
+    monkeypatch.setattr(p2p_module, "time", types.SimpleNamespace(monotonic=lambda: now))
+    rdma_p2p = types.SimpleNamespace(closed=False, _gloo=None, _rank=0, least=MIB)
     for seconds in (1.0, 0.0107, 0.0003):
-        clock = far_module._Clock(far, seconds)  # type: ignore[arg-type]
+        clock = p2p_module._Clock(rdma_p2p, seconds)  # type: ignore[arg-type]
         clock.begin()
         now += seconds / 7  # something took a while before
-        with pytest.raises(far_module._Failure) as caught:
-            far_module._PeerExchange(far, 1, 0, clock).wait(Late())  # type: ignore[arg-type]
+        with pytest.raises(p2p_module._Failure) as caught:
+            p2p_module._PeerExchange(rdma_p2p, 1, 0, clock).wait(Late())  # type: ignore[arg-type]
         assert caught.value.args[0][:2] == ("late", 1)
 
 
@@ -508,7 +508,7 @@ def _early(rank: int) -> None:
             dist.irecv(y, group=group, tag=1),
             dist.isend(z, 0, group=group, tag=2),
         ]
-    assert not until(lambda: group._far.closed, 1.3)  # time passes
+    assert not until(lambda: group._rdma_p2p.closed, 1.3)  # time passes
     if rank == 1:
         for work in posted:
             assert work is not None
@@ -557,7 +557,7 @@ def _waited_for_late(rank: int, source: int | None, sends: bool) -> None:
         with pytest.raises(CollectiveTimeoutError, match=r"within 1 s"):
             work.wait()
         assert 0.8 < time.monotonic() - began < 20
-        assert until(lambda: not group._far._under_way)
+        assert until(lambda: not group._rdma_p2p._under_way)
         store.set("over", "")
     else:
         store.wait(["over"], datetime.timedelta(seconds=60))
@@ -625,9 +625,9 @@ def _destroyed(rank: int) -> None:
     _exchange(rank)
     works = [dist.irecv(torch.zeros(MIB, dtype=torch.uint8), source) for source in (1 - rank, 1 - rank, None)]
     dist.barrier()
-    far = _far()
+    rdma_p2p = _rdma_p2p()
     dist.destroy_process_group()
-    assert until(lambda: not far._under_way)
+    assert until(lambda: not rdma_p2p._under_way)
     for work in works:
         assert work is not None
         with pytest.raises(GroupClosedError if rank == 0 else (GroupClosedError, RankFailedError)):
@@ -645,7 +645,7 @@ def test_destroy_with_messages_in_flight_ends_them(run: Run) -> None:
 def _freed(rank: int) -> None:
     """Without the garbage collector: nothing here is in a cycle."""
     gc.disable()
-    nics = _far()._nics
+    nics = _rdma_p2p()._nics
     for waits in (True, False):
         x = _numbers(MIB, 1)
         storage = weakref.ref(x.untyped_storage())
@@ -691,7 +691,7 @@ def test_destroyed_groups_leave_no_descriptor_open(run: Run) -> None:
 
 def _stillborn(rank: int) -> None:
     """A group that fails after its ranks have met."""
-    nics, others = _far()._nics, _far()._others
+    nics, others = _rdma_p2p()._nics, _rdma_p2p()._others
     whole = MonarchProcessGroup._let_see
 
     def fails(_: Any) -> None:
@@ -711,7 +711,7 @@ def test_failed_group_releases_its_nics(run: Run) -> None:
 def _breaks_under_way(rank: int) -> None:
     """Whose message fails with the connection makes a new one, however late the rest of that comes."""
     _exchange(rank)
-    nics = _far()._nics
+    nics = _rdma_p2p()._nics
     (other,) = nics._others.values()
     seen = []
     nics._engine.give_up = lambda *_: seen.append(other.connected)
@@ -741,8 +741,8 @@ def _no_threads(rank: int) -> None:
         with pytest.raises(RuntimeError, match="can't start new thread"):
             dist.isend(_numbers(MIB, 0), 1, tag=9)
         threading.Thread.start = whole  # type: ignore[method-assign]
-        assert not _far()._under_way
-        assert not any(lent.users for lent in _far()._nics._lent.values())
+        assert not _rdma_p2p()._under_way
+        assert not any(lent.users for lent in _rdma_p2p()._nics._lent.values())
     _exchange(rank)
 
 
@@ -759,7 +759,7 @@ def _full(rank: int) -> None:
             got = torch.zeros_like(x)
             dist.recv(got, 0)
             assert torch.equal(got, _numbers(64 * KIB, i))
-    assert len(_far()._nics._lent) <= 2
+    assert len(_rdma_p2p()._nics._lent) <= 2
 
 
 def test_registered_memory_stays_within_the_cache_limit(run: Run) -> None:

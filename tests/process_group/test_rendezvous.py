@@ -153,21 +153,21 @@ def _works(rank: int) -> None:
 
 
 def _late_server(rank: int, address: str, port: int) -> None:
-    # Its own signal says that the client has knocked in vain: no fixed sleep.
+    # Its own signal says that the client has found no server: no fixed sleep.
     marks = dist.FileStore(address.removeprefix("file://"), 2)
     if rank == 0:
-        marks.wait(["knocked"], datetime.timedelta(seconds=30))
+        marks.wait(["probed"], datetime.timedelta(seconds=30))
     else:
-        knock = _rendezvous._knock
+        check = _rendezvous._probe_server
 
         def told(*args: Any) -> None:
             try:
-                knock(*args)
+                check(*args)
             except ConnectionRefusedError:
-                marks.set("knocked", "1")
+                marks.set("probed", "1")
                 raise
 
-        _rendezvous._knock = told
+        _rendezvous._probe_server = told
     _init(rank, 2, f"tcp://127.0.0.1:{port}", 30)
     _works(rank)
     dist.barrier()
@@ -200,7 +200,7 @@ def _server(rank: int, address: str, libuv: bool, hits: int) -> None:
     here = _rendezvous.place(f"tcp://127.0.0.1:{store.port}", 1, 2)
     assert here is not None
     for _ in range(hits):
-        _rendezvous._knock(here, _handshake.Deadline(datetime.timedelta(seconds=30)))
+        _rendezvous._probe_server(here, _handshake.Deadline(datetime.timedelta(seconds=30)))
     store.set("key", "value")
     other = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
     assert other.get("key") == b"value"

@@ -183,7 +183,7 @@ def _ended_in_between(rank: int) -> None:
         store.set("pid", str(os.getpid()))
         store.wait(["posted"], datetime.timedelta(seconds=30))
         segment.this_process().host.leave()
-        os._exit(0)  # in peace, and without a word to its groups
+        os._exit(0)  # cleanly, and without a message to its groups
     if rank == 0:
         pending = dist.irecv(torch.ones(1), 1, tag=7)  # which rank 2 has no part in
         gone = os.pidfd_open(int(store.get("pid")))

@@ -120,15 +120,15 @@ processes._oom_kills = cgroup.OomKills(root / "cgroup", root / "self", root / "v
 environment = dict(os.environb)
 spec = Spawn(1, "x", cloudpickle.dumps(signal.pause), environment, [], [], b"/", None, None, 1, False, False, "fork")
 for kills, ours in ((3, False), (4, False), (4, False), (5, True)):
-    birth = processes.start(spec, 1, 2)
-    if birth.pid == 0:
+    child_started = processes.start(spec, 1, 2)
+    if child_started.pid == 0:
         child_bootstrap.run(spec)
     counter.write_text(f"oom 9\\noom_kill {kills}\\n")
     if ours:
-        processes.kill(birth.pid, signal.SIGKILL)
+        processes.kill(child_started.pid, signal.SIGKILL)
     else:
-        os.kill(birth.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, birth.pid, os.WEXITED | os.WNOWAIT)
+        os.kill(child_started.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child_started.pid, os.WEXITED | os.WNOWAIT)
     (death,) = processes.reap()
     print(death.returncode, death.oom_killed)
 """

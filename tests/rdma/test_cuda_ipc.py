@@ -56,8 +56,8 @@ def _torch_mappings(succeeds: bool) -> tuple[cuda_ipc.TorchMappings, list[Any]]:
     """With a program that has met nobody, and what it would do later."""
     later: list[Any] = []
     program: Any = SimpleNamespace(
-        aside=lambda call: call(),
-        pump=SimpleNamespace(later=lambda _, call: later.append(call)),
+        run_in_thread=lambda call: call(),
+        progress=SimpleNamespace(later=lambda _, call: later.append(call)),
         router=SimpleNamespace(peer=lambda token: token),
     )
     native = SimpleNamespace(add_external_mapping=lambda *_: succeeds, take_unused_mappings=list)

@@ -52,8 +52,8 @@ def fetched(client: _native.MemoryClient, ticket: Ticket, offset: int, size: int
     return memory[:size]
 
 
-def knock(client: _native.MemoryClient, ticket: Ticket = (3, 5, 7)) -> _native.TransferResult:
-    """What becomes of a byte."""
+def read_once(client: _native.MemoryClient, ticket: Ticket = (3, 5, 7)) -> _native.TransferResult:
+    """Read one byte of the registration."""
     memory = Memory(1)
     return client.read(ticket, memory.all(), 20.0)
 
@@ -316,7 +316,7 @@ def test_closed_connection_frees_its_slot(content: bytes) -> None:
         for client in (first, second):
             assert fetched(client, ticket, 0, 10) == content[:10]
         with client_of(it, 1) as third:
-            result = knock(third, ticket)
+            result = read_once(third, ticket)
             assert result.outcome == "unreachable"
             assert "as many connections as it can" in result.text
             first.close()
@@ -441,7 +441,7 @@ def test_client_of_another_program_gets_the_reason(tls: bool, other: dict[str, o
         if other.get("ders_of") == "same":
             other = other | {"ders_of": it.secret}
         with client_of(it, 1, **other) as client:
-            result = knock(client)
+            result = read_once(client)
             assert result.outcome == "unreachable"
             assert re.search(told, result.text), result.text
             assert it.secret.hex() not in result.text
@@ -487,7 +487,7 @@ def test_client_sends_no_proof_to_an_impostor() -> None:
         impostor = _fake_owner(listener, pretend)
         mine = _native.MemoryIdentity(os.urandom(16).hex(), secret)
         client = _native.MemoryClient("127.0.0.1", listener.getsockname()[1], mine, whom, 1)
-        result = knock(client)
+        result = read_once(client)
         client.close()
         impostor.wait()
     assert result.outcome == "unreachable"
@@ -515,7 +515,7 @@ def test_man_in_the_middle_with_a_program_certificate_is_refused() -> None:
         ders = Ders.of_secret(it.secret)
         mine = _native.MemoryIdentity(os.urandom(16).hex(), it.secret, ders.certificate, ders.key, ders.ca)
         client = _native.MemoryClient("127.0.0.1", listener.getsockname()[1], mine, it.token, 1)
-        result = knock(client)
+        result = read_once(client)
         client.close()
         between.wait()
         assert result.outcome == "unreachable"
@@ -615,7 +615,7 @@ def test_addresses_and_streams_are_checked() -> None:
         with pytest.raises(ValueError, match="1 to 64 streams"):
             _native.MemoryClient("127.0.0.1", 1, mine, "0" * 32, streams)
     client = _native.MemoryClient("no.such.host.invalid", 1, mine, "0" * 32)
-    assert knock(client).outcome == "unreachable"
+    assert read_once(client).outcome == "unreachable"
     client.close()
 
 

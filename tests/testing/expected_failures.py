@@ -35,11 +35,11 @@ class Mesh:
 
 
 class Question(NamedTuple):
-    """A supervisor must be asked about an actor, if the witness's process lives long enough to tell."""
+    """A supervisor must be asked about an actor, if the observer's process lives long enough to tell."""
 
     boss: Key
     about: Key
-    witness: Key
+    observer: Key
 
 
 class Faults:
@@ -150,8 +150,8 @@ class Faults:
 
     def compare(self, told: list[MeshFailure]) -> None:
         """The failures that reached the program, with what should have."""
-        for boss, about, witness in self.to_ask:
-            lost = self.watch.lost(boss) or self.watch.lost(witness) or boss in self.watch.troubled
+        for boss, about, observer in self.to_ask:
+            lost = self.watch.lost(boss) or self.watch.lost(observer) or boss in self.watch.troubled
             if about not in self.asked_about and not lost:
                 raise AssertionError(f"promise 7: {boss} was never asked about {about}")
         least = Counter(self.least)

@@ -346,7 +346,11 @@ class Watch:
         for process in self.simulation.processes:
             if process.alive and process.program is not None:
                 program, router = process.program, process.program.router
-                kept = {"calls": program.pending, "casts": router.tree.casts, "combiners": router.tree.combiners}
+                kept = {
+                    "calls": program.pending,
+                    "multicasts": router.tree.multicasts,
+                    "combiners": router.tree.combiners,
+                }
                 kept["pieces"] = router.fragments.assemblies
                 kept["held back"] = {peer.token: peer.held for peer in router.peers.values() if peer.held}
                 for what, left in kept.items():

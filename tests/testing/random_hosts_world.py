@@ -105,14 +105,14 @@ class HostsFaults(Faults):
         return key in self._with_host and death.returncode is None and ("is lost" in death.what or "gone" in death.what)
 
     def compare(self, told: list[Any]) -> None:
-        born = {(process.mesh, process.rank) for process in self.watch.simulation.processes}
+        begun = {(process.mesh, process.rank) for process in self.watch.simulation.processes}
         for name, procs in self.procs.items():
             core = procs._core
             tokens = [*core.former.items(), *zip(core.tokens, range(len(core.tokens)), strict=True)]
             self._with_host |= {(name, rank) for token, rank in tokens if host_of(token) in self.hosts.hit}
         for mesh in self.meshes.values():
             if mesh.procs is None and mesh.boss is None and mesh.policy == "none" and mesh.name != "self":
-                for key in {(mesh.name, rank) for rank in range(mesh.size)} - born:  # the order never reached its host
+                for key in {(mesh.name, rank) for rank in range(mesh.size)} - begun:  # the order never reached its host
                     self.most[key] += 1
                     self.least[key] += not mesh.stopped
         super().compare(told)
@@ -124,7 +124,7 @@ class HostsPlan:
 
     hosts: int
     each: int  # processes of the large mesh on each
-    far: float
+    remote_latency: float
     branches: int
     end: bool  # by the death of the controller
 
@@ -134,7 +134,7 @@ class HostsPlan:
         return cls(
             hosts=hosts,
             each=rng.choice((1, 1, 2)) if hosts > 16 else rng.randrange(1, 1 + 24 // hosts),
-            far=rng.choice((20e-6, 200e-6, 2e-3)),
+            remote_latency=rng.choice((20e-6, 200e-6, 2e-3)),
             branches=rng.choice((2, 2, 3, 8)),
             end=rng.random() < 0.3,
         )
@@ -169,7 +169,15 @@ class HostsWorld(World):
     # ---- what goes wrong
 
     def harm(self) -> list[Callable[[], None]]:
-        hosts = [self.lose_host, self.lose_agent, self.cut_off, self.lose_in_a_cast, self.part, self.pause, self.pause]
+        hosts = [
+            self.lose_host,
+            self.lose_agent,
+            self.cut_off,
+            self.lose_in_a_multicast,
+            self.part,
+            self.pause,
+            self.pause,
+        ]
         return [*super().harm(), *hosts]
 
     def _host(self) -> HostMesh:
@@ -205,7 +213,7 @@ class HostsWorld(World):
             others = self.rng.choice((None, None, this_host()))
             self.simulation.cut(host, others, self.rng.choice((None, LONG)))
 
-    def lose_in_a_cast(self) -> None:
+    def lose_in_a_multicast(self) -> None:
         """While the message goes out, or the replies come back."""
         mesh = self._some(self.actors["leaves"])
         self.watch.send(self.main, self.rng.choice(("call", "broadcast")), mesh, "take", self._payload())
@@ -249,7 +257,7 @@ def run(seed: int, hosts: int | None = None) -> HostsWorld:
     plan = Plan.draw(rng, more.hosts * more.each)
     simulation = Simulation(
         seed,
-        replace(plan.conditions, far=more.far),
+        replace(plan.conditions, remote_latency=more.remote_latency),
         window=plan.window,
         fanout=plan.fanout,
         direct=plan.direct,

@@ -171,7 +171,15 @@ class World:
 
     def harm(self) -> list[Callable[[], None]]:
         """What hurts, the more often the more often it is there."""
-        return [self.kill, self.kill, self.kill_in_a_cast, self.kill_in_a_cast, self.fell, self.fell, self.stop]
+        return [
+            self.kill,
+            self.kill,
+            self.kill_in_a_multicast,
+            self.kill_in_a_multicast,
+            self.fell,
+            self.fell,
+            self.stop,
+        ]
 
     def _mesh(self) -> Any:
         return self.actors[self.rng.choices(("leaves", "relays"), (5, 1))[0]]
@@ -286,7 +294,7 @@ class World:
         name = self.rng.choices(("m", "w", "boss-procs"), (6, 1, 1))[0]
         self.simulation.kill(self._one(self.procs.get(name, self.procs["m"])))
 
-    def kill_in_a_cast(self) -> None:
+    def kill_in_a_multicast(self) -> None:
         """One that has others below it, while the message goes down or the replies come up."""
         mesh = self._some(self.actors["leaves"])
         self.watch.send(self.main, self.rng.choice(("call", "broadcast")), mesh, "take", self._payload())

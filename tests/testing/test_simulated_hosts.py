@@ -13,7 +13,7 @@ from monarch_backend._hosts import agent
 from monarch_backend._testing.hosts import SECRET
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.gateway import Gateway
-from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.network.remote_links import RemoteLinks
 from monarch_backend._transport.network.session import Session, SessionError
 from monarch_backend._transport.tokens import host_of
 from monarch_backend.actor import Actor, Channel, Restart, SupervisionError, current_rank, endpoint, this_host
@@ -124,7 +124,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "the loss of a host is not told": (Gateway, "lost_host", _nothing, WAITS),
     "what finds no room is lost": (Gateway, "_put", _gives_up, WAITS),
     "a break loses what was under way": (Session, "resume", _nothing_again, "comes after frame"),
-    "a process hears of no end": (FarLinks, "_lose", _nothing, WAITS),
+    "a process hears of no end": (RemoteLinks, "_lose", _nothing, WAITS),
     "agents do not mind silence": (agent.AgentProcess, "_lost", _nothing, "promise"),
 }
 

@@ -178,7 +178,7 @@ def test_all_substitutions_are_undone() -> None:
             tuning.SHARED_COPY_MIN_BYTES,
         ]
         constants = [*sizes, tuning.TREE_FANOUT, tuning.MAX_DIRECT_RECEIVERS, actor_mesh_owner.secrets]
-        seams = [current_runtime._program, public.unhandled_fault_hook, actor_context.cell.get()]
+        seams = [current_runtime._program, public.unhandled_fault_hook, actor_context.runner.get()]
         return [*constants, *seams, signal.getsignal(signal.SIGINT)]
 
     before = state()
@@ -263,7 +263,7 @@ class _Sink:
 
 
 def _pair(simulation: Simulation) -> tuple[Any, Any, _Sink, _Sink]:
-    one, other = simulation.born("1" * 32, "one"), simulation.born("2" * 32, "other")
+    one, other = simulation.new_process("1" * 32, "one"), simulation.new_process("2" * 32, "other")
     one.begin()
     other.begin()
     return one, other, _Sink(one), _Sink(other)
@@ -309,7 +309,7 @@ def test_messages_to_dead_and_unknown_processes() -> None:
         assert one.links.connect("2" * 32) == link
         assert one.links.connect("3" * 32) == -1
         _send(one, link, b"too late")
-        other.die(0, peace=True)
+        other.die(0, orderly=True)
         assert one.links.connect("2" * 32) == link  # it has not heard of the end
         assert _send(one, link, b"to nobody")
         simulation.run()
@@ -441,7 +441,7 @@ def test_killed_process_ends_before_its_successor_starts() -> None:
             assert len(simulation.processes) == 1 + 5 * 4
 
 
-@pytest.mark.parametrize("what", ["unstartable", "stillborn"])
+@pytest.mark.parametrize("what", ["unstartable", "dies_at_start"])
 def test_processes_that_never_come(what: str) -> None:
     with Simulation(0, Conditions(**{what: 1.0})) as simulation:  # type: ignore[arg-type]
         procs, actors = _mesh(1)
@@ -627,8 +627,8 @@ def test_the_trace_is_for_people() -> None:
     for piece in (
         "MET",
         "Construct(actor=",
-        "CAST target=0",
-        "cast 1 of 7 combined",
+        "MULTICAST target=0",
+        "multicast 1 of 7 combined",
         "REPLIES",
         "GONE killed by signal",
     ):

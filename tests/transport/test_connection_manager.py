@@ -43,7 +43,7 @@ def test_broken_connections_neither_lose_nor_repeat_frames(sides: Callable[..., 
         there.tcp.send(back, b"%d" % number, [])
         if number % 50 == 49:
             side, remote = (here, out) if number % 100 == 49 else (there, back)
-            side.tcp.soon(lambda side=side, remote=remote: reset(side, remote))  # type: ignore[misc]
+            side.tcp.call_soon(lambda side=side, remote=remote: reset(side, remote))  # type: ignore[misc]
     assert [there.frames.get(timeout=10)[0] for _ in range(300)] == [b"%d" % n for n in range(300)]
     assert [here.frames.get(timeout=10)[0] for _ in range(300)] == [b"%d" % n for n in range(300)]
     assert here.lost.empty()
@@ -72,7 +72,7 @@ def test_a_session_that_is_over_does_not_begin_anew(sides: Callable[..., Side]) 
     here, there, out, back = together(sides, bounds=Timeouts(heartbeat=60.0, silence=180.0))
     here.tcp.send(out, b"once", [])
     assert there.frames.get(timeout=10) == (b"once", b"")
-    there.tcp.soon(lambda: there.tcp.lose(back, "of its own"))
+    there.tcp.call_soon(lambda: there.tcp.lose(back, "of its own"))
     assert here.lost.get(timeout=10) is out and "has given up" in str(out.lost)
     assert there.lost.get(timeout=10) is back and there.frames.empty()
 
@@ -90,7 +90,7 @@ def test_one_that_closes_and_does_not_come_back(sides: Callable[..., Side]) -> N
     assert out.connection is not None
     assert there.tcp is not here.tcp
     begun = time.monotonic()
-    here.tcp.soon(lambda: (setattr(out, "address", None), out.connection.socket.shutdown(socket.SHUT_RDWR)))  # type: ignore[func-returns-value, union-attr]
+    here.tcp.call_soon(lambda: (setattr(out, "address", None), out.connection.socket.shutdown(socket.SHUT_RDWR)))  # type: ignore[func-returns-value, union-attr]
     assert there.lost.get(timeout=10) is back
     assert time.monotonic() - begun < 5
     assert "closed the connection" in str(back.lost)
@@ -100,7 +100,7 @@ def test_silence_is_noticed_within_the_bound(sides: Callable[..., Side]) -> None
     here, there, out, back = together(sides)
     stuck = threading.Event()
     begun = time.monotonic()
-    there.tcp.soon(lambda: stuck.wait(20))  # its thread reads nothing and says nothing
+    there.tcp.call_soon(lambda: stuck.wait(20))  # its thread reads nothing and says nothing
     try:
         assert here.lost.get(timeout=10) is out
         assert time.monotonic() - begun < QUICK.silence + 5 * QUICK.heartbeat + 0.5
@@ -160,7 +160,7 @@ def test_unauthenticated_connections_do_not_block_others(sides: Callable[..., Si
         assert here.up.get(timeout=10) is remote
         here.tcp.send(remote, b"still here", [])
         assert there.frames.get(timeout=10) == (b"still here", b"")
-        assert len(there.tcp.strangers) <= 256
+        assert len(there.tcp.unauthenticated) <= 256
     finally:
         for stranger in strangers:
             stranger.close()

@@ -20,7 +20,7 @@ class MailboxWithAnotherReader:
 
 class Waited:
     def __init__(self) -> None:
-        self.gate: Any = None
+        self.wait_lock: Any = None
         self.ready = False
 
 
@@ -50,4 +50,4 @@ def test_a_gate_that_another_one_opens_first_is_open(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(event_loop.threading, "Lock", Overtaken)
     assert ProgressLoop(MailboxWithAnotherReader(), lambda _: None).wait(what)
-    assert not what.gate.locked()
+    assert not what.wait_lock.locked()

@@ -15,7 +15,7 @@ from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import Envelope
 from monarch_backend._transport.network.gateway import Gateway
 from monarch_backend._transport.network.multicast import DEFAULT_FANOUT
-from monarch_backend._transport.network.remote_links import FarLinks
+from monarch_backend._transport.network.remote_links import RemoteLinks
 from monarch_backend._transport.network.reply_aggregation import AGGREGATION_WINDOW_S
 from monarch_backend._transport.tokens import host_of
 
@@ -29,10 +29,10 @@ class Process:
 
     def __init__(self, host: Host, number: int) -> None:
         self.token, self.host, self.pid = token(host.number, number), host, 100 * host.number + number
-        self.post, self.alive = self, True
+        self.mailbox, self.alive = self, True
         self.inbox: deque[tuple[Any, ...]] = deque()
         self.events: list[tuple[Any, ...]] = []
-        self.links = FarLinks(self, self.pid, host.token, 0, self._to_gateway, self.host.world.soon.append)
+        self.links = RemoteLinks(self, self.pid, host.token, 0, self._to_gateway, self.host.world.soon.append)
 
     def _to_gateway(self, frame: Envelope) -> bool:
         body = frame.body if isinstance(frame.body, bytes) else b"".join(frame.body)
@@ -65,7 +65,7 @@ class Host:
 
     def __init__(self, world: World, number: int) -> None:
         self.world, self.number, self.id = world, number, f"{number:08x}"
-        self.post = self
+        self.mailbox = self
         self.token = token(number, 0)
         self.links: dict[str, int] = {}
         self.processes: dict[int, Process] = {}
@@ -103,9 +103,9 @@ class Host:
         return self.links.get(token, -1)
 
     def send(self, link: int, *frame: Any) -> bool:
-        return self.cast([(link, *frame[3:6])], *frame[:3], *frame[6:])
+        return self.multicast([(link, *frame[3:6])], *frame[:3], *frame[6:])
 
-    def cast(self, to: Any, kind: int, target: int, ref: int, prefix: bytes, body: Any, buffers: Any) -> bool:
+    def multicast(self, to: Any, kind: int, target: int, ref: int, prefix: bytes, body: Any, buffers: Any) -> bool:
         if self.full and kind < 0xF0:
             self.full -= 1
             return False
@@ -182,9 +182,9 @@ class World:
             self.much_later.popleft()()
             self.run_to_rest()
 
-    def kill(self, process: Process, how: str = "killed", peace: bool = False) -> None:
+    def kill(self, process: Process, how: str = "killed", orderly: bool = False) -> None:
         host = process.host
-        host.inbox.append((host.links.pop(process.token), int(Kind.GONE), how, peace))
+        host.inbox.append((host.links.pop(process.token), int(Kind.GONE), how, orderly))
 
     def lose(self, number: int, why: str) -> None:
         lost = f"{number:08x}"
@@ -285,7 +285,7 @@ def test_a_cast_goes_once_to_each_host() -> None:
     one = world.process(1, 1)
     others = [world.process(host, number) for host in (2, 3) for number in (1, 2, 3)]
     to = [(one.meet(other), seq, 10 + seq, 0) for seq, other in enumerate(others, 1)]
-    assert one.links.cast(to, Kind.CALL, 7, 8, b"prefix", [b"bo", b"dy"], None)
+    assert one.links.multicast(to, Kind.CALL, 7, 8, b"prefix", [b"bo", b"dy"], None)
     while one.host.inbox:
         one.host.read()
     assert [len(world.wires["00000001", there]) for there in ("00000002", "00000003")] == [1, 1]

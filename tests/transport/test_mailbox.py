@@ -261,14 +261,14 @@ def test_a_cast_is_copied_once_and_numbered_for_each() -> None:
     def caster(process: MailboxProcess) -> None:
         links = [process.connect(rank) for rank in (1, 2, 3)]
         to = [(link, 10 + link, 20 + link, 30 + link) for link in links]
-        assert process.mailbox.cast(to, 4, 5, 6, b"small", b"body", [b"buffer"])
+        assert process.mailbox.multicast(to, 4, 5, 6, b"small", b"body", [b"buffer"])
         used = process.used()
-        assert process.mailbox.cast(to, 4, 5, 6, b"large", b"body", [_text(size)])
+        assert process.mailbox.multicast(to, 4, 5, 6, b"large", b"body", [_text(size)])
         assert size <= process.host.used() - used < 2 * size
         for rank in (1, 2, 3):
             process.flags.raise_(rank)
-        until(lambda: process.used() == used, "the room of a cast")
-        assert process.mailbox.cast([], 4, 5, 6, b"no receiver", b"", None)
+        until(lambda: process.used() == used, "the room of a multicast")
+        assert process.mailbox.multicast([], 4, 5, 6, b"no receiver", b"", None)
 
     def receiver(process: MailboxProcess) -> None:
         small, large = process.read(2)
@@ -349,7 +349,7 @@ def test_full_arena_refuses_sends_until_release() -> None:
         assert sent == 3  # and a ring
         used = process.used()
         assert not process.send(link, buffers=[_text(size)])
-        assert not process.mailbox.cast([(link, 0, 0, 0)] * 2, 1, 0, 0, b"", b"", [_text(size)])
+        assert not process.mailbox.multicast([(link, 0, 0, 0)] * 2, 1, 0, 0, b"", b"", [_text(size)])
         assert process.used() == used
         assert process.send(link, seq=sent, body=b"small")  # needs none
         process.flags.raise_(0)
@@ -380,7 +380,7 @@ def test_unread_payloads_of_one_receiver_are_limited_to_its_share() -> None:
         while process.send(asleep, seq=sent, buffers=[_text(size, sent)]):
             sent += 1
         assert sent == 3
-        assert not process.mailbox.cast([(awake, 0, 0, 0), (asleep, 0, 0, 0)], 1, 0, 0, b"", b"", [_text(size)])
+        assert not process.mailbox.multicast([(awake, 0, 0, 0), (asleep, 0, 0, 0)], 1, 0, 0, b"", b"", [_text(size)])
         assert process.send(asleep, seq=sent, body=b"small")  # lies in the ring
         for i in range(20):
             until(lambda i=i: process.send(awake, seq=i, buffers=[_text(size, i)]), "room")  # type: ignore[misc]
@@ -807,7 +807,7 @@ def test_threads_hand_over_the_turn_without_losing_frames() -> None:
 
 
 class _Standby:
-    """A thread that reads while nobody else does, as `transport._pump` has one."""
+    """A thread that reads while nobody else does, as `ProgressLoop` has one."""
 
     def __init__(self, mailbox: Any) -> None:
         self._mailbox = mailbox
@@ -902,12 +902,12 @@ def test_a_wait_ends_at_its_time() -> None:
     _alone(role)
 
 
-@pytest.mark.parametrize("crowded", [False, True])
-def test_wake_ends_a_wait(crowded: bool) -> None:
+@pytest.mark.parametrize("oversubscribed", [False, True])
+def test_wake_ends_a_wait(oversubscribed: bool) -> None:
     """Also one that begins only later; but not the one after it."""
 
     def role(process: MailboxProcess) -> None:
-        process.mailbox.crowd(crowded)
+        process.mailbox.set_oversubscribed(oversubscribed)
         with process.turn():
             process.mailbox.wake()
             process.mailbox.wake()

@@ -27,10 +27,10 @@ class Tree:
         self.links = [self.root.meet(other) for other in self.others]
         self.sent = 0
 
-    def cast(self, ref: int = REF, body: bytes = b"body") -> None:
+    def multicast(self, ref: int = REF, body: bytes = b"body") -> None:
         self.sent += 1
         to = [(link, self.sent, rank, 0) for rank, link in enumerate(self.links)]
-        assert self.root.links.cast(to, Kind.CALL, 7, ref, b"prefix", [body], [bytearray(b"beside")])
+        assert self.root.links.multicast(to, Kind.CALL, 7, ref, b"prefix", [body], [bytearray(b"beside")])
 
     def reply(self, other: Process, status: bytes = b"", body: bytes = b"", ref: int = REF) -> None:
         link = other.links.connect(self.root.token)
@@ -73,7 +73,7 @@ def together(event: Any) -> list[tuple[int, bytes, bytes]]:
 def test_one_copy_for_each_host(count: int, branches: int) -> None:
     tree = Tree(count, branches, each=3)
     before = tree.frames()
-    tree.cast(ref=0)
+    tree.multicast(ref=0)
     tree.root.host.read()
     started = [len(tree.world.wires["00000001", there]) for there in tree.world.by_id]
     assert sum(started) == branches
@@ -82,13 +82,13 @@ def test_one_copy_for_each_host(count: int, branches: int) -> None:
     for rank, other in enumerate(tree.others):
         [event] = other.told(Kind.CALL)
         assert event[2:] == (7, 0, 1, rank, 0, b"prefix", b"body", [b"beside"])
-    assert all(not host.gateway._relay._casts for host in tree.world.by_id.values())
+    assert all(not host.gateway._relay._multicasts for host in tree.world.by_id.values())
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_replies_come_together(seed: int) -> None:
     tree = Tree(20, 2, seed, each=2)
-    tree.cast()
+    tree.multicast()
     tree.world.run_to_rest()
     for other in tree.world.random.sample(tree.others, len(tree.others)):
         tree.reply(other)
@@ -105,7 +105,7 @@ def test_replies_come_together(seed: int) -> None:
 
 def test_an_error_and_a_large_reply_go_straight() -> None:
     tree = Tree(10, 2)
-    tree.cast()
+    tree.multicast()
     tree.world.run_to_rest()
     large = bytes(reply_aggregation.MAX_REPLY_BYTES + 1)
     tree.reply(tree.others[3], b"E")
@@ -120,7 +120,7 @@ def test_an_error_and_a_large_reply_go_straight() -> None:
 
 def test_silent_host_delays_others_only_briefly() -> None:
     tree = Tree(10, 2)
-    tree.cast()
+    tree.multicast()
     tree.world.run_to_rest()
     for other in tree.others[:-1]:
         tree.reply(other)
@@ -133,7 +133,7 @@ def test_silent_host_delays_others_only_briefly() -> None:
 
 def test_items_of_a_generator_are_not_counted() -> None:
     tree = Tree(10, 2)
-    tree.cast()
+    tree.multicast()
     tree.world.run_to_rest()
     for _ in range(5):
         tree.reply(tree.others[0], b"I", b"item")
@@ -151,7 +151,7 @@ def test_hosts_lost_during_a_multicast(seed: int) -> None:
     world, chance = tree.world, tree.world.random
     lost: set[int] = set()
     for _ in range(6):
-        tree.cast(ref=chance.choice((0, REF)), body=b"%d" % tree.sent)
+        tree.multicast(ref=chance.choice((0, REF)), body=b"%d" % tree.sent)
         for _ in range(chance.randrange(60)):
             world.step()
         harm = chance.random()
@@ -166,7 +166,7 @@ def test_hosts_lost_during_a_multicast(seed: int) -> None:
         if other.host.number not in lost:
             assert set(other.bodies()) == {b"%d" % number for number in range(6)}, other.host.number
     left = [host for host in world.by_id.values() if host.number not in lost]
-    assert all(not host.gateway._relay._casts for host in left)
+    assert all(not host.gateway._relay._multicasts for host in left)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -174,7 +174,7 @@ def test_replies_find_another_way(seed: int) -> None:
     """Two hosts that lose each other, and nobody else, cost no reply."""
     tree = Tree(16, 2, seed)
     world, chance = tree.world, tree.world.random
-    tree.cast()
+    tree.multicast()
     world.run_to_rest()
     for other in chance.sample(tree.others, len(tree.others)):
         tree.reply(other)
@@ -194,7 +194,7 @@ def test_hosts_are_lost_with_the_replies_of_others(seed: int) -> None:
     lost: set[int] = set()
     calls: dict[int, list[Process]] = {}
     for ref in range(1, 7):
-        tree.cast(ref=ref)
+        tree.multicast(ref=ref)
         if chance.random() < 0.5:
             world.run_to_rest()
         calls[ref] = [other for other in tree.others if other.host.number not in lost]
@@ -223,7 +223,7 @@ def test_hosts_are_lost_with_the_replies_of_others(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_reply_before_death_counts(seed: int) -> None:
     tree = Tree(16, 2, seed, gate=seed % 2 * 3)
-    tree.cast()
+    tree.multicast()
     tree.world.run_to_rest()
     for other in tree.others[:-1]:
         tree.reply(other)
@@ -248,7 +248,7 @@ def test_two_hosts_without_a_link_report_once() -> None:
     world = tree.world
     for seed in range(300):
         world.random.seed(seed)
-        tree.cast(ref=0)
+        tree.multicast(ref=0)
         for _ in range(world.random.randrange(30)):
             world.step()
         world.cuts.clear()
@@ -259,13 +259,13 @@ def test_two_hosts_without_a_link_report_once() -> None:
                 break
         else:
             raise AssertionError("it does not come to rest")
-    assert not tree.world.by_id["00000001"].gateway._relay._casts
+    assert not tree.world.by_id["00000001"].gateway._relay._multicasts
 
 
 def test_replies_that_have_arrived_are_not_kept() -> None:
     tree = Tree(16, 2)
     for ref in range(1, 4):
-        tree.cast(ref=ref)
+        tree.multicast(ref=ref)
         tree.world.run_to_rest()
         for other in tree.others:
             tree.reply(other, ref=ref, body=bytes(1000))
@@ -273,7 +273,7 @@ def test_replies_that_have_arrived_are_not_kept() -> None:
         gatherers = [host.gateway._relay.replies for host in tree.world.by_id.values()]
         assert any(gatherer._kept for gatherer in gatherers)
         assert {number for gatherer in gatherers for _, number in gatherer._kept} == {ref}
-    tree.cast(ref=0)
+    tree.multicast(ref=0)
     tree.world.run_to_rest()
     assert not any(gatherer._kept or gatherer._size for gatherer in gatherers)
 
@@ -281,7 +281,7 @@ def test_replies_that_have_arrived_are_not_kept() -> None:
 def test_replies_beyond_the_limit_are_sent_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reply_aggregation, "MAX_KEPT_BYTES", 0)
     tree = Tree(16, 2)
-    tree.cast()
+    tree.multicast()
     tree.world.run_to_rest()
     for other in tree.others:
         tree.reply(other)
@@ -293,7 +293,7 @@ def test_replies_beyond_the_limit_are_sent_directly(monkeypatch: pytest.MonkeyPa
 def test_report_of_an_end_follows_frames_in_flight(seed: int) -> None:
     tree = Tree(12, 2, seed)
     for number in range(3):
-        tree.cast(ref=0, body=b"%d" % number)
+        tree.multicast(ref=0, body=b"%d" % number)
     while tree.root.host.inbox:
         tree.root.host.read()
     tree.world.kill(tree.root)
@@ -308,7 +308,7 @@ def test_hosts_behind_another_one(count: int, gate: int) -> None:
     """They get it from the one before them, which gets it once."""
     tree = Tree(count, 3, gate=gate)
     before = tree.frames()
-    tree.cast()
+    tree.multicast()
     while tree.root.host.inbox:
         tree.root.host.read()
     assert len(tree.world.wires["00000001", f"{gate:08x}"]) == (gate < count)
@@ -329,7 +329,7 @@ def test_hosts_behind_another_one_are_lost(seed: int) -> None:
     world, chance = tree.world, tree.world.random
     gate, lost = world.gate, set()
     for _ in range(6):
-        tree.cast(ref=0, body=b"%d" % tree.sent)
+        tree.multicast(ref=0, body=b"%d" % tree.sent)
         for _ in range(chance.randrange(60)):
             world.step()
         if chance.random() < 0.5:
@@ -356,7 +356,7 @@ def test_unanswered_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(reply_aggregation, "MAX_CALLS", 10)
     tree = Tree(5, 2)
     for ref in range(1, 50):
-        tree.cast(ref=ref)
+        tree.multicast(ref=ref)
         tree.world.run()
     assert all(len(host.gateway._relay.replies._gathers) <= 10 for host in tree.world.by_id.values())
     for other in tree.others:

@@ -131,7 +131,7 @@ def _storm(rank: int, end: End, count: int) -> int:
     for number, nbytes in enumerate(mine):
         end.send(b"%d" % number, nbytes)
         if number % 20 == 10 * rank:
-            end.side.tcp.soon(lambda: reset(end.side, end.remote))
+            end.side.tcp.call_soon(lambda: reset(end.side, end.remote))
     for number, nbytes in enumerate(other):
         end.receive(b"%d" % number, nbytes)
     assert until(lambda: not (end.remote.waiting or end.remote.nics.rdma_send or end.remote.session._kept), 30)

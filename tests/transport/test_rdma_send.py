@@ -234,7 +234,7 @@ def test_broken_connections_neither_lose_nor_repeat_frames(make: Make, fabric: F
             here.tcp.send(out, b"%d" % number, [numbers((number % 3) * MIB, number)], 1)
             if number % 12 == 11:
                 side, remote = (here, out) if number % 24 == 11 else (there, back)
-                side.tcp.soon(lambda side=side, remote=remote: reset(side, remote))  # type: ignore[misc]
+                side.tcp.call_soon(lambda side=side, remote=remote: reset(side, remote))  # type: ignore[misc]
         for number in range(120):
             assert receive(there) == (b"%d" % number, numbers((number % 3) * MIB, number))
     assert here.lost.empty() and there.lost.empty() and there.frames.empty()
@@ -249,7 +249,7 @@ def test_connection_break_during_an_rdma_read(make: Make, fabric: Fabric, side: 
     here.tcp.send(out, b"one", [numbers(2 * MIB, 1)], 1)
     assert until(lambda: back.nics.reading is not None)
     breaks, remote = (here, out) if side == "here" else (there, back)
-    breaks.tcp.soon(lambda: reset(breaks, remote))
+    breaks.tcp.call_soon(lambda: reset(breaks, remote))
     assert receive(there) == (b"one", numbers(2 * MIB, 1))
     here.tcp.send(out, b"two", [numbers(2 * MIB, 2)], 1)
     with running(fabric):
@@ -377,7 +377,7 @@ def test_peer_lost_during_an_rdma_read(make: Make, fabric: Fabric, who: str) -> 
     here.tcp.send(out, b"lost", [numbers(2 * MIB, 1)], 1)
     assert until(lambda: back.nics.reading is not None)
     side, remote, other = (here, out, there) if who == "here" else (there, back, here)
-    side.tcp.soon(lambda: side.tcp.lose(remote, "of its own"))
+    side.tcp.call_soon(lambda: side.tcp.lose(remote, "of its own"))
     assert other.lost.get(timeout=10) is not remote
     assert until(lambda: out.nics.rdma_send is None and len(fabric.nics[0].registered) <= 1)
     fabric.run()

@@ -84,10 +84,10 @@ def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch)
 
     def wait(room: CreditWaiter) -> None:
         if threading.current_thread() is second:
-            room.gate = threading.Lock()
-            room.gate.acquire()
+            room.wait_lock = threading.Lock()
+            room.wait_lock.acquire()
             second_waits.set()
-            ends.append(room.gate.acquire(timeout=PATIENCE))
+            ends.append(room.wait_lock.acquire(timeout=PATIENCE))
         else:
             _refill(router, peer)
 

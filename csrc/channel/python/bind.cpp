@@ -183,7 +183,7 @@ void bind_channels(py::module_& m) {
       .def(py::init<std::shared_ptr<Host>, bool, std::uint64_t>(), py::arg("host"), py::arg("oversubscribed"), py::arg("share") = UINT64_MAX)
       .def("connect", &Mailbox::connect, Release())
       .def("send", &send)
-      .def("cast", &multicast)
+      .def("multicast", &multicast)
       .def("drop", &Mailbox::drop)
       .def("acquire_turn", &Mailbox::acquire_turn, Release())
       .def("release_turn", &Mailbox::release_turn)
@@ -193,7 +193,7 @@ void bind_channels(py::module_& m) {
       .def("unread", &Mailbox::unread)
       .def("wake", &Mailbox::wake)
       .def("close", &Mailbox::close)
-      .def("crowd", &Mailbox::set_oversubscribed)
+      .def("set_oversubscribed", &Mailbox::set_oversubscribed)
       .def("kept_back", &Mailbox::backlog_bytes);
 }
 

@@ -3,7 +3,7 @@
 // atomic step, and after each of them any other rank (or watcher, or death) may go on.
 //
 // Parameters (-D): N ranks; K1..K6 the kinds of the operations, all ranks call the same; DEATHS, TIMEOUTS how many
-// there may be in a run; EXITS: ranks that are through with their operations, or failed, end their process in peace.
+// there may be in a run; EXITS: ranks that are through with their operations, or failed, end their process cleanly.
 // Without more it is the code as it stands. QUIET_TAKEN is an idea, M_... are mutants: wrong on purpose, or as the code
 // once was.
 

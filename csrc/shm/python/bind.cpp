@@ -127,7 +127,7 @@ void bind_shared_memory(py::module_& m) {
       .def("drop_board", [](Host& host, std::uint64_t offset) { host.arena().release(offset); })
       .def("used", [](Host& host) { return host.arena().used(); })
       .def("size", [](Host& host) { return host.arena().mapping().size(); })
-      .def("tether", &Host::tether, Release())
+      .def("die_with_peer", &Host::die_with_peer, Release())
       .def("leave", &Host::leave)
       .def("abandon", &Host::abandon);
 

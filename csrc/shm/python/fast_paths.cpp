@@ -15,7 +15,7 @@ namespace monarch {
 
 namespace {
 
-// Attributes by names that are made once, for all shortcuts, and never freed: the interpreter may end before.
+// Names of attributes, made once for all fast paths. Never freed, because the interpreter may end first.
 struct Names {
   py::str is_cpu{"is_cpu"}, layout{"layout"}, dtype{"dtype"}, is_contiguous{"is_contiguous"}, is_neg{"is_neg"},
       data_ptr{"data_ptr"}, nbytes{"nbytes"}, shape{"shape"}, async_op{"asyncOp"}, reduce_op{"reduceOp"}, op{"op"},
@@ -67,7 +67,7 @@ class Caller {
   }
   void end() { ended_ = true; }
 
-  // The method in whose place this is.
+  // The method that this replaces.
   py::object method() const {
     const py::object owner = owner_();
     if (owner.is_none()) throw py::type_error("the process group of this method is gone");
@@ -75,7 +75,7 @@ class Caller {
   }
 
  private:
-  // The result; nothing where the call is anything else than what this is for.
+  // The result; nothing if the method must handle the call.
   std::optional<py::object> in_short(PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
     constexpr std::array<Py_ssize_t, 5> counts{2, 3, 3, 5, 1};  // of arguments, by form
     if (keywords != nullptr) {
@@ -309,7 +309,7 @@ PyObject* end(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// Else what the method has: its name, its documentation, and by `__wrapped__` its signature.
+// All other attributes are the method's: its name, its documentation, and by `__wrapped__` its signature.
 PyObject* attribute(PyObject* self, PyObject* name) {
   return guarded([&]() -> PyObject* {
     const std::string text = py::str(name);

@@ -144,7 +144,7 @@ class Endpoint(Generic[R]):
         call: BroadcastCall[Any] = BroadcastCall(
             program, core, self._mesh.extent, tuple(self._ranks), peers, self.name, ref, _call_site()
         )
-        self._cast(call, ref, peers, body, buffers, combine=True)
+        self._multicast(call, ref, peers, body, buffers, combine=True)
         return call
 
     def stream(self, *args: Any, **kwargs: Any) -> Stream[Any]:
@@ -240,7 +240,7 @@ class Endpoint(Generic[R]):
             self._limit(call)
         return call
 
-    def _cast(self, call: Any, ref: int, peers: list[Any], body: Any, buffers: Any, combine: bool) -> None:
+    def _multicast(self, call: Any, ref: int, peers: list[Any], body: Any, buffers: Any, combine: bool) -> None:
         program, core = self._program, self._core
         for rank in self._ranks:
             failure = core.failure_of(rank) or (
@@ -252,7 +252,7 @@ class Endpoint(Generic[R]):
         program.pending[ref] = call
         try:
             pairs = [(peer, i) for i, peer in enumerate(peers)]
-            program.router.cast(pairs, _call, core.actor, ref, self._prefix, body, buffers, combine)
+            program.router.multicast(pairs, _call, core.actor, ref, self._prefix, body, buffers, combine)
         except BaseException:
             program.pending.pop(ref, None)
             raise
@@ -287,7 +287,7 @@ class Endpoint(Generic[R]):
             if failure is not None:
                 stream.refuse(i, supervision_error(failure, self._label(), "not sent"))
         going = [(peer, first + i) for i, peer in enumerate(peers) if i in stream._open]
-        program.router.cast(going, _call, core.actor, ref, self._prefix, body, buffers)
+        program.router.multicast(going, _call, core.actor, ref, self._prefix, body, buffers)
         for peer, i in going:
             if peer.gone is not None:
                 stream.on_gone(peer, program.failure_of(core, ranks[i - first]))
@@ -305,7 +305,7 @@ class Endpoint(Generic[R]):
         places = range(len(self._ranks)) if only is None else [only]
         self._refuse_dead(places)
         pairs = [(core.peer(self._ranks[place]), place) for place in places]
-        program.router.cast(pairs, _call, core.actor, 0, prefix, body, buffers)
+        program.router.multicast(pairs, _call, core.actor, 0, prefix, body, buffers)
 
     def _refuse_dead(self, places: Sequence[int]) -> None:
         program, core = self._program, self._core
@@ -326,7 +326,7 @@ class Endpoint(Generic[R]):
                 waiting.expire(late)
 
         program, ref = self._program, call.ref
-        timer = program.pump.later(seconds or 0.0, late)
+        timer = program.progress.later(seconds or 0.0, late)
         if isinstance(call, Future):
             call.add_done_callback(lambda _: timer.cancel())
 

@@ -39,8 +39,17 @@ class Future(Generic[T]):
 
     # _unread stays unset until the call fails: a call that succeeds spends no time on it.
     __slots__ = (
-        "__weakref__", "_callbacks", "_cancel", "_error", "_lock", "_raw", "_unread", "_value", "_wait", "gate",
+        "__weakref__",
+        "_callbacks",
+        "_cancel",
+        "_error",
+        "_lock",
+        "_raw",
+        "_unread",
+        "_value",
+        "_wait",
         "ready",
+        "wait_lock",
     )  # fmt: skip
 
     _unread: UnreadError | None
@@ -49,7 +58,7 @@ class Future(Generic[T]):
         self, wait: Callable[[Any, float | None], bool], cancel: Callable[[str], object] | None = None
     ) -> None:
         self.ready = False
-        self.gate: threading.Lock | None = None
+        self.wait_lock: threading.Lock | None = None
         self._wait = wait
         self._cancel = cancel
         self._value: Any = None
@@ -261,7 +270,7 @@ class Future(Generic[T]):
     def _finish(self) -> None:
         self._cancel = None
         self.ready = True
-        if self.gate is not None:
+        if self.wait_lock is not None:
             release(self)
         if self._callbacks is not None:
             self._call_back()
@@ -317,7 +326,7 @@ class DoneFuture(Future[None]):
     __slots__ = ()
 
     ready = True
-    gate = _value = _error = _raw = _cancel = _callbacks = _lock = None
+    wait_lock = _value = _error = _raw = _cancel = _callbacks = _lock = None
     _wait = staticmethod(no_wait)
 
     def __init__(self) -> None:

@@ -68,7 +68,7 @@ class UnaryCall(Future[T]):
         site: CallSite | None = None,
     ) -> None:
         self.ready = False
-        self.gate = None
+        self.wait_lock = None
         self._wait = program.wait
         self._error = self._raw = self._callbacks = self._lock = self._cancel = None
         self.program, self.core, self.base_rank, self.peer, self.endpoint, self.ref = (
@@ -225,7 +225,7 @@ class Stream(Generic[T]):
     ) -> None:
         self.site = site
         self.ready = False
-        self.gate: threading.Lock | None = None
+        self.wait_lock: threading.Lock | None = None
         self.program, self.core, self.bases, self.peers, self.endpoint, self.ref = (
             program,
             core,
@@ -315,7 +315,7 @@ class Stream(Generic[T]):
 
     def _tell(self) -> None:
         self.ready = True
-        if self.gate is not None:
+        if self.wait_lock is not None:
             release(self)
         while self._waiting and (self._queue or not self._open):
             self._waiting.popleft()._set(None)
@@ -344,7 +344,7 @@ class Stream(Generic[T]):
         while not self._queue:
             if not self._open:
                 raise StopIteration
-            self.gate = None
+            self.wait_lock = None
             self.ready = False
             if self._queue or not self._open:
                 continue
@@ -401,7 +401,7 @@ class Stream(Generic[T]):
     def __del__(self) -> None:
         if self._open and not self._closed:
             if self._generator:
-                self.program.soon(partial(self._close, "the stream was dropped by its reader"))
+                self.program.call_soon(partial(self._close, "the stream was dropped by its reader"))
             else:  # its calls run all the same, and errors in their replies are reported
                 left = {rank + self._first: self.bases[rank] for rank in list(self._open)}
                 self.program.pending[self.ref] = _Unread(
@@ -498,7 +498,7 @@ class StreamCollector(Stream[T]):
                 self._values[rank].append(item)
             else:
                 self.whole.set_lazy_exception(partial(_error_of, item), getattr(item, "_unread", None))
-                self.program.soon(self.close)
+                self.program.call_soon(self.close)
         if not self._open and not self.whole.ready:
             self.whole.set_lazy_result(self._gathered)
 

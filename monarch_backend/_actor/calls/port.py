@@ -244,7 +244,7 @@ class PortReceiver(Generic[T]):
         """Put back a value. Takes no lock, because the garbage collector may call it anywhere."""
         self._returned.append(arrival)
         if self._waiting:
-            self._program.soon(self._match)
+            self._program.call_soon(self._match)
 
     def _match(self) -> None:
         """Give values to waiting futures, both in their order."""
@@ -332,7 +332,7 @@ class PortReceiver(Generic[T]):
     def __del__(self) -> None:
         program, values = self._program, list(self._values)
         if values:  # return their credit; not here, where the garbage collector may have interrupted any code
-            program.soon(lambda: _give_back(program, values))
+            program.call_soon(lambda: _give_back(program, values))
 
     def __reduce__(self) -> Any:
         raise TypeError("a receiver cannot leave its process: send its port")

@@ -20,20 +20,20 @@ class Waiting:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._pump, self._interrupts = runtime.pump, runtime.interrupts
+        self._progress, self._interrupts = runtime.progress, runtime.interrupts
 
     def wait(self, what: Any, seconds: float | None = None) -> bool:
         """Wait for ``what``, and read messages meanwhile. An actor's thread can be interrupted in it."""
-        cell = context.cell.get()
-        if cell is None:
+        runner = context.runner.get()
+        if runner is None:
             if threading.get_ident() == self._interrupts.main:
                 return self._wait_on_main(what, seconds)
-            return bool(self._pump.wait(what, seconds))
-        self._refuse_to_wait(cell, what)
-        code = cell.code
+            return bool(self._progress.wait(what, seconds))
+        self._refuse_to_wait(runner, what)
+        code = runner.code
         code.waiting_for = what
         try:
-            done = bool(self._pump.wait(what, seconds, code.is_pending))
+            done = bool(self._progress.wait(what, seconds, code.is_pending))
         finally:
             code.waiting_for = None
         if not done:
@@ -42,26 +42,26 @@ class Waiting:
 
     def wait_for_room(self, what: Any, seconds: float | None, whole: bool) -> bool:
         """Wait as `wait` does. With ``whole``, in the middle of a message, it cannot be interrupted."""
-        return bool(self._pump.wait(what, seconds)) if whole else self._runtime.wait(what, seconds)
+        return bool(self._progress.wait(what, seconds)) if whole else self._runtime.wait(what, seconds)
 
     def on_wait(self, peer: Peer, kind: int, target: int, why: str) -> None:
         """Log why a message must wait. Raise RuntimeError if it would wait for the actor that sends it."""
-        cell = context.cell.get()
-        if peer is self._runtime.router.me and cell is not None and (kind == Kind.PORT or target == cell.actor):
+        runner = context.runner.get()
+        if peer is self._runtime.router.me and runner is not None and (kind == Kind.PORT or target == runner.actor):
             # They cannot be received while it waits here. Other actors of this process have threads of their own.
             what = "to a port of its own process" if kind == Kind.PORT else "to itself"
-            raise RuntimeError(f"{cell.name} has sent so many messages {what} that the queue is full: {why}")
+            raise RuntimeError(f"{runner.name} has sent so many messages {what} that the queue is full: {why}")
         log_wait(why)
 
-    def _refuse_to_wait(self, cell: ActorRunner, what: Any) -> None:
+    def _refuse_to_wait(self, runner: ActorRunner, what: Any) -> None:
         """Raise RuntimeError where an actor waits for its own reply: it handles one message at a time."""
         core = getattr(what, "core", None)
-        if core is None or core.actor != cell.actor or what.ready or cell.code.thread_id != threading.get_ident():
+        if core is None or core.actor != runner.actor or what.ready or runner.code.thread_id != threading.get_ident():
             return
         me = self._runtime.router.me
         if getattr(what, "peer", None) is me or me in getattr(what, "peers", ()):
             raise RuntimeError(
-                f"{cell.name} would never continue: it handles one message at a time, and waits for its own reply to "
+                f"{runner.name} would never continue: it handles one message at a time, and waits for its own reply to "
                 f"{what.endpoint}. Call the method, self.method(...), or make the endpoints concurrent (async)"
             )
 
@@ -70,7 +70,7 @@ class Waiting:
         interrupts.guard()
         interrupts.waiting_for = what
         try:
-            done = bool(self._pump.wait(what, seconds, interrupts.is_noted))
+            done = bool(self._progress.wait(what, seconds, interrupts.is_noted))
         finally:
             interrupts.waiting_for = None
         if interrupts.noted:

@@ -38,8 +38,8 @@ class RunningTasks(RunningCode):
 
     blocked_by = "C code does not return to Python, or a task that the message has started blocks the event loop"
 
-    def __init__(self, pump: Any, actor: str) -> None:
-        super().__init__(pump, actor)
+    def __init__(self, progress: Any, actor: str) -> None:
+        super().__init__(progress, actor)
         self.loop: asyncio.AbstractEventLoop | None = None
         self.tasks: dict[MessageKey, asyncio.Task[None]] = {}
         self._withdrawn: set[MessageKey] = set()  # calls that their callers have cancelled
@@ -125,7 +125,7 @@ class RunningTasks(RunningCode):
             self._standstill = blocking_calls.Standstill()
         self._to_cancel[key] = reason
         call_soon(self.loop, self._cancel_task, peer, ref, reason)
-        later = self._pump.later
+        later = self._progress.later
         later(BLOCKED_S, lambda: self._unblock(key))
         later(REPORT_AFTER_S, lambda: self._log_cancelled(reason) if key in self._to_cancel else None)
 
@@ -133,7 +133,7 @@ class RunningTasks(RunningCode):
         """Interrupt a coroutine that blocks the loop, which has not run for a while."""
         if key in self._to_cancel and blocking_calls.can_interrupt(self.thread_id):
             blocking_calls.interrupt(self)
-            self._pump.later(MAX_RETRY_S, lambda: self._unblock(key))
+            self._progress.later(MAX_RETRY_S, lambda: self._unblock(key))
 
     def abort(self, reason: str) -> bool:
         if self.loop is None:

@@ -55,8 +55,8 @@ def install() -> None:
 
     def repeat_or_report(unraisable: sys.UnraisableHookArgs) -> None:
         """Interrupt again if the exception was lost, as in ``__del__``, where Python ignores every exception."""
-        cell = context.cell.get()
-        if cell is None or not cell.code.repeat(unraisable.exc_value):
+        runner = context.runner.get()
+        if runner is None or not runner.code.repeat(unraisable.exc_value):
             former(unraisable)
 
     sys.unraisablehook = repeat_or_report

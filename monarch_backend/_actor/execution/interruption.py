@@ -54,8 +54,8 @@ class RunningCode:
 
     blocked_by = "C code does not return to Python"
 
-    def __init__(self, pump: Any, actor: str) -> None:
-        self._pump, self.actor = pump, actor  # the actor's name and place, for log lines
+    def __init__(self, progress: Any, actor: str) -> None:
+        self._progress, self.actor = progress, actor  # the actor's name and place, for log lines
         self.lock = threading.Lock()
         self.running: Any = None  # the message, as (peer, number), or CONSTRUCTOR
         self.what = "its constructor"  # for log lines
@@ -110,7 +110,7 @@ class RunningCode:
             if type(error) is not CancelledError or not self._is_interrupted or self.thread_id != threading.get_ident():
                 return False
             self._is_interrupted = False
-        self._pump.later(RETRY_S, lambda: self._interrupt(running))
+        self._progress.later(RETRY_S, lambda: self._interrupt(running))
         return True
 
     # ---- from any thread
@@ -151,7 +151,7 @@ class RunningCode:
                 return
             waiting = self.waiting_for
             if waiting is None and self._report is None:
-                self._report = self._pump.later(REPORT_AFTER_S, lambda: self._report_cancelled(running))
+                self._report = self._progress.later(REPORT_AFTER_S, lambda: self._report_cancelled(running))
             by_signal = blocking_calls.can_interrupt(self.thread_id)
             if waiting is None and not by_signal and self._is_users(sys._current_frames().get(self.thread_id)):
                 self._is_interrupted = True
@@ -159,10 +159,10 @@ class RunningCode:
                 return
         if waiting is not None:
             release(waiting)
-            self._pump.wake()
+            self._progress.wake()
         elif by_signal:
             blocking_calls.interrupt(self)
-        self._pump.later(pause, lambda: self._interrupt(running, min(2 * pause, MAX_RETRY_S)))
+        self._progress.later(pause, lambda: self._interrupt(running, min(2 * pause, MAX_RETRY_S)))
 
     def _is_users(self, frame: FrameType | None) -> bool:
         """Return whether this frame runs user code, called by this package where exceptions are handled."""
@@ -212,8 +212,8 @@ class AbortLimits:
     All methods are called on the reading thread.
     """
 
-    def __init__(self, pump: Any, code: RunningCode, kill: Callable[[str], None]) -> None:
-        self._pump, self._code, self._kill = pump, code, kill
+    def __init__(self, progress: Any, code: RunningCode, kill: Callable[[str], None]) -> None:
+        self._progress, self._code, self._kill = progress, code, kill
         self._timers: list[Timer] = []
 
     def start(self, seconds: float, reason: str) -> None:
@@ -226,7 +226,7 @@ class AbortLimits:
             timer.cancel()
 
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
-        self._timers.append(self._pump.later(seconds, call))
+        self._timers.append(self._progress.later(seconds, call))
 
     def _interrupt(self, reason: str) -> None:
         if self._code.is_over:

@@ -27,22 +27,22 @@ class LocalActors:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.cells: dict[int, ActorRunner] = {}  # also of ended actors
+        self.runners: dict[int, ActorRunner] = {}  # also of ended actors
         self._pending: dict[int, list[Message]] = {}
 
     def receive(self, peer: Peer, frame: Frame, via: ReplyAggregator | None) -> None:
         """Queue a message for its actor, or keep it for an actor that is not constructed yet."""
-        cell = self.cells.get(frame.target)
-        if cell is None and frame.target == named_actors.SERVICE_ACTOR_NUMBER and self._runtime.root is None:
-            cell = self._start_registrar()
-        if cell is not None:
-            cell.put((peer, frame, via))
+        runner = self.runners.get(frame.target)
+        if runner is None and frame.target == named_actors.SERVICE_ACTOR_NUMBER and self._runtime.root is None:
+            runner = self._start_registrar()
+        if runner is not None:
+            runner.put((peer, frame, via))
             return
         # A reference can overtake the owner's Construct message: this message waits for it, for a limited time.
         waiting = self._pending.get(frame.target)
         if waiting is None:
             waiting = self._pending[frame.target] = []
-            self._runtime.pump.later(PENDING_ACTOR_TIMEOUT_S, lambda: self._refuse_pending(frame.target))
+            self._runtime.progress.later(PENDING_ACTOR_TIMEOUT_S, lambda: self._refuse_pending(frame.target))
         waiting.append((peer, frame, via))
 
     def _refuse_pending(self, actor: int) -> None:
@@ -64,43 +64,43 @@ class LocalActors:
 
     def _start_registrar(self) -> ActorRunner:
         body, buffers = dumps((named_actors.NamedActorService, (), {}, None))
-        cell = self.cells[named_actors.SERVICE_ACTOR_NUMBER] = ActorRunner(
+        runner = self.runners[named_actors.SERVICE_ACTOR_NUMBER] = ActorRunner(
             self._runtime, named_actors.plan(), self._runtime.router.me, body, buffers
         )
-        self._runtime.run_cell(cell)
-        return cell
+        self._runtime.start_runner(runner)
+        return runner
 
     def cancel(self, peer: Peer, message: Cancel, _: Frame) -> None:
         """Cancel a call, queued or running."""
-        cell = self.cells.get(message.actor)
-        if cell is not None:
-            cell.cancel(peer, message)
+        runner = self.runners.get(message.actor)
+        if runner is not None:
+            runner.cancel(peer, message)
 
     def add_credit(self, peer: Peer, message: MoreCredit, _: Frame) -> None:
         """Let a generator send more values."""
-        cell = self.cells.get(message.actor)
-        if cell is not None:
-            cell.streams.more(peer, message)
+        runner = self.runners.get(message.actor)
+        if runner is not None:
+            runner.streams.more(peer, message)
 
     def construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
         """Construct an actor, or the successor of an actor that is restarted."""
-        former = self.cells.get(plan.actor)
-        cell = (AsyncActorRunner if plan.is_async else ActorRunner)(
+        former = self.runners.get(plan.actor)
+        runner = (AsyncActorRunner if plan.is_async else ActorRunner)(
             self._runtime, plan, peer, frame.body, frame.buffers
         )
-        self.cells[plan.actor] = cell
+        self.runners[plan.actor] = runner
         for message in self._pending.pop(plan.actor, ()):
-            cell.put(message)
+            runner.put(message)
         if former is not None:
-            cell.take_over(former)
+            runner.take_over(former)
         else:
-            self._runtime.run_cell(cell)
+            self._runtime.start_runner(runner)
 
     def stop(self, _peer: Peer, message: Stop, _: Frame) -> None:
         """End an actor; number 0 stands for this process."""
         if message.actor == 0:
             self._runtime.on_exit(message.how, message.reason)
             return
-        cell = self.cells.get(message.actor)
-        if cell is not None:
-            cell.end_in_time(message.how, message.reason)
+        runner = self.runners.get(message.actor)
+        if runner is not None:
+            runner.end_in_time(message.how, message.reason)

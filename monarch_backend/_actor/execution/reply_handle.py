@@ -67,7 +67,7 @@ class ReplyHandle:
         """
         if self.wanted and self._due:
             error = RuntimeError("the endpoint has dropped its port without a reply")
-            self._program.soon(lambda: self(Status.ERROR, pack_error(error)))
+            self._program.call_soon(lambda: self(Status.ERROR, pack_error(error)))
 
     def lost(self, failure: MeshFailure) -> None:
         """Report the end of the actor, unless the reply was passed on."""

@@ -80,13 +80,15 @@ class ActorRunner:
         self.instance: Any = None
         self.failure: MeshFailure | None = None  # why it has ended
         self.ready = False
-        self.gate: threading.Lock | None = None
+        self.wait_lock: threading.Lock | None = None
         self.blueprint: ActorClassInfo | None = None
         self._plan_body, self._plan_buffers = body, buffers
         self.inbox = MessageQueue(program)
         self.streams = OpenStreams()
-        self.code = self.code_class(program.pump, f"actor {self.name} ({self.point}, host {HOST}, pid {program.pid})")
-        self._limits = AbortLimits(program.pump, self.code, self._kill_process)
+        self.code = self.code_class(
+            program.progress, f"actor {self.name} ({self.point}, host {HOST}, pid {program.pid})"
+        )
+        self._limits = AbortLimits(program.progress, self.code, self._kill_process)
         self._current: ReplyHandle | None = None  # reply of the running message
         self.over = False  # it has ended and cleaned up
         self.successor: ActorRunner | None = None
@@ -104,7 +106,7 @@ class ActorRunner:
                 self.inbox.refuse_all(self.failure)
             return
         self.ready = True
-        if self.gate is not None:
+        if self.wait_lock is not None:
             release(self)
 
     def take_over(self, former: ActorRunner) -> None:
@@ -124,7 +126,7 @@ class ActorRunner:
         left += former.inbox.taken()
         self.inbox.inherit(left)
         self.ready = True
-        self.program.soon(lambda: self.program.run_cell(self))
+        self.program.call_soon(lambda: self.program.start_runner(self))
 
     def end(self, how: str, reason: str) -> None:
         """End the actor, its process, or both.
@@ -189,20 +191,20 @@ class ActorRunner:
 
     def _wake(self) -> None:
         self.ready = True
-        if self.gate is not None:
+        if self.wait_lock is not None:
             release(self)
-        self.program.pump.wake()
+        self.program.progress.wake()
 
     # ---- construction and messages
 
     def run(self) -> None:
         """Run the actor from its construction to its end, on its own thread."""
         self.code.thread_id = threading.get_ident()
-        context.cell.set(self)
+        context.runner.set(self)
         context.message.set(None)  # left by the former actor of this thread
         if self.construct():
             self._serve()
-        context.cell.set(None)
+        context.runner.set(None)
 
     def construct(self) -> bool:
         """Construct the instance. Return False if that failed, which is reported to the owner."""
@@ -230,7 +232,7 @@ class ActorRunner:
         return True
 
     def _serve(self) -> None:
-        inbox, wait = self.inbox, self.program.pump.wait
+        inbox, wait = self.inbox, self.program.progress.wait
         while self.failure is None:
             try:
                 if not inbox:
@@ -328,12 +330,12 @@ class ActorRunner:
                 if answer.port is not None:  # sending blocks when the port's queue is full
                     answer.value(value)
                     continue
-                while flow.room <= 0:
-                    flow.ready = flow.room > 0
+                while flow.credit <= 0:
+                    flow.ready = flow.credit > 0
                     self.program.wait(flow, None)
                 if peer.gone is not None:
                     break
-                flow.room -= 1
+                flow.credit -= 1
                 answer(Status.ITEM, *dumps(value))
             if answer.port is None:
                 answer(Status.END, b"")
@@ -426,11 +428,11 @@ class ActorRunner:
         if self.instance is None:
             self._ended()
             return
-        self.program.pump.later(CLEANUP_TIMEOUT_S, self._give_up_cleanup)
+        self.program.progress.later(CLEANUP_TIMEOUT_S, self._give_up_cleanup)
         if threading.get_ident() == self.code.thread_id or self.code.thread_id == 0:
             self._clean_up(error)
         else:
-            self.program.aside(lambda: self._clean_up(error))
+            self.program.run_in_thread(lambda: self._clean_up(error))
 
     def _clean_up(self, error: BaseException | None) -> None:
         cleanup = getattr(self.instance, "__cleanup__", None)

@@ -13,16 +13,16 @@ from monarch_backend._transport.local.peer import Peer
 class StreamCredit:
     """Number of values that a generator may still send to its reader."""
 
-    __slots__ = ("gate", "ready", "room")
+    __slots__ = ("credit", "ready", "wait_lock")
 
     def __init__(self) -> None:
-        self.room = STREAM_WINDOW
+        self.credit = STREAM_WINDOW
         self.ready = False
-        self.gate: threading.Lock | None = None
+        self.wait_lock: threading.Lock | None = None
 
     def more(self, count: int) -> None:
         """Add credit, after the reader has taken values."""
-        self.room += count
+        self.credit += count
         self.ready = True
         release(self)
 

@@ -58,7 +58,7 @@ class MeshReferences:
         """Return the peer of a rank. Looked up when needed: most processes of a large mesh exchange no messages."""
         peer = self._runtime.router.peer(core.tokens[rank], core.owner)
         peer.label = label_of(core, rank)
-        if peer.gone is not None and not peer.peace:  # a restart may have been missed
+        if peer.gone is not None and not peer.orderly:  # a restart may have been missed
             self._runtime.router.ask_owner(peer)
         return peer
 

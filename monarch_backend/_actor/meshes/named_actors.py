@@ -50,11 +50,11 @@ class NamedActorService(Actor):
     @endpoint
     def find(self, name: str, cls: type, args: Any, kwargs: Any) -> Any:
         """Return the actor as `Registry.get` does. Its owner is the main program, not this actor."""
-        running = context.cell.set(None)
+        running = context.runner.set(None)
         try:
             return program().registry.get(name, cls, args, kwargs).get()
         finally:
-            context.cell.reset(running)
+            context.runner.reset(running)
 
 
 def plan() -> Construct:

@@ -56,7 +56,7 @@ class ProcessExits:
 
     def on_event(self, event: Any) -> None:
         """Handle an event of a spawner. Called on the spawner's thread."""
-        self._program.soon(lambda: self.handle_event(event))
+        self._program.call_soon(lambda: self.handle_event(event))
 
     def handle_event(self, event: Any) -> None:
         """Handle an event of a spawner, or keep it until the process has a record. Called on the reading thread."""
@@ -82,7 +82,7 @@ class ProcessExits:
         elif member.peer.gone is not None:
             self._tell(member)
         elif self._program.hosts.of(member.peer.token) is not None:  # its gateway reports it, after its last frames
-            self._program.pump.later(
+            self._program.progress.later(
                 SIGKILL_STATUS_TIMEOUT_S, lambda: self._program.router.never_came(member.peer, how)
             )
 
@@ -102,7 +102,7 @@ class ProcessExits:
             self._tell(member)
         else:
             unsure = self._records.how_it_ended(peer)[1] in (None, -signal.SIGKILL)
-            self._program.pump.later(
+            self._program.progress.later(
                 SIGKILL_STATUS_TIMEOUT_S if unsure else EXIT_STATUS_TIMEOUT_S, lambda: self._tell(member)
             )
 
@@ -161,15 +161,15 @@ class ProcessExits:
         is_failure = not (code == -signal.SIGKILL and was_to_end(owned, rank))
         if at_start:
             failure = self._start_failure(failure, member)
-            is_failure = program.supervision.is_asked(owned.owner_cell)
+            is_failure = program.supervision.is_asked(owned.owner_runner)
             if not is_failure and not owned.says_start_failed:
                 owned.says_start_failed = True
                 log.error(
                     "%s did not start: %s. `initialized` and calls raise this. Output of its bootstrap is above",
                     member.peer, what,
                 )  # fmt: skip
-        if is_failure and program.supervision.is_final(owned.owner_cell):
-            program.supervision.failed(owned.owner_cell, failure)
+        if is_failure and program.supervision.is_final(owned.owner_runner):
+            program.supervision.failed(owned.owner_runner, failure)
         for actors in list(owned.actors):
             for other, base in enumerate(actors.bases):
                 if base == rank:
@@ -182,8 +182,8 @@ class ProcessExits:
         program.on_process_lost(member.peer, failure)
         self._abort_groups(owned, failure)
         self._stops.settle(owned)
-        if is_failure and not program.supervision.is_final(owned.owner_cell):
-            program.supervision.failed(owned.owner_cell, failure)
+        if is_failure and not program.supervision.is_final(owned.owner_runner):
+            program.supervision.failed(owned.owner_runner, failure)
 
     def _start_failure(self, failure: MeshFailure, member: OwnedProcess) -> MeshFailure:
         error, trace = self._readiness.bootstrap_error(member.peer)

@@ -39,7 +39,7 @@ class OwnedProcess:
     bootstrap_failure: MeshFailure | None = None
     restart: str = ""  # text: the restart, or why there is none
     constructing: str | None = None  # text: actors whose constructors ran when it ended
-    knocked: bool = False  # it has read the message to stop
+    stop_read: bool = False  # it has read the message to stop
     killed_at: float | None = None  # when SIGKILL was sent because it did not stop
 
     @property
@@ -53,7 +53,7 @@ class OwnedProcs:
     """The owner's record of a mesh of processes."""
 
     core: ProcMeshState
-    owner_cell: Any
+    owner_runner: Any
     siblings: list[Any]
     make: Callable[[int, Peer], ProcessSpec]
     logs: MeshLog
@@ -100,10 +100,10 @@ class ProcessRecords:
             end = member.exited
             words = in_words(end.returncode, end.oom_killed) + (f" ({end.reason})" if end.reason else "")
             return words, end.returncode
-        epitaph = peer.gone or "it is gone"
-        found = re.match(r"(killed by signal|exited with status) (\d+)", epitaph)
+        exit_text = peer.gone or "it is gone"
+        found = re.match(r"(killed by signal|exited with status) (\d+)", exit_text)
         if found is None:
-            return epitaph, None
+            return exit_text, None
         code = -int(found[2]) if found[1] == "killed by signal" else int(found[2])
         return in_words(code), code
 

@@ -79,7 +79,7 @@ class ProcessRestarts:
                     if rank in wanted():
                         self._not_started(owned, rank, str(error))
 
-        program.pump.later(delay, again)
+        program.progress.later(delay, again)
 
     def _tell_successors(self, core: ProcMeshState, ranks: Sequence[int], killed: Container[str]) -> None:
         """Send the tokens of all successors to all processes, in few messages.

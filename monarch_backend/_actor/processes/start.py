@@ -82,7 +82,7 @@ class ProcessStarter:
     def spawn(
         self,
         extent: Extent,
-        owner_cell: Any,
+        owner_runner: Any,
         *,
         bootstrap: Callable[[], object] | None,
         name: str,
@@ -120,9 +120,9 @@ class ProcessStarter:
         label = functools.partial(ranks_in_words, extent)
         logs = MeshLog(name, label)
         make = self._recipe(core, bootstrap, cpu_affinity.plan(proc_bind, count), env)
-        siblings = program.children_of(owner_cell)
+        siblings = program.children_of(owner_runner)
         owned = OwnedProcs(
-            core, owner_cell, siblings, make, logs, RestartLimiter(restart, program.clock) if restart else None,
+            core, owner_runner, siblings, make, logs, RestartLimiter(restart, program.clock) if restart else None,
             has_bootstrap=bootstrap is not None,
         )  # fmt: skip
         core.owned = owned
@@ -156,21 +156,21 @@ class ProcessStarter:
         environment = {**settings.without_secrets(os.environ), **(env or {})}
         path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
         imports, main_of_program = _with_dtensors(), main_module()
-        neighbours = count // max(1, len({host_of(token) for token in core.tokens}))  # number on each host
+        local_processes = count // max(1, len({host_of(token) for token in core.tokens}))  # number on each host
 
         def make(rank: int, peer: Peer) -> ProcessSpec:
             host = program.hosts.of(peer.token)
             plan = Plan(
                 token=peer.token, owner=program.router.token, rank=rank, mesh=core.id, name=core.name,
                 server=core.server if host is None else "", root=(program.root or program.router.me).token,
-                labels=tuple(core.extent.labels), sizes=tuple(core.extent.sizes), crowded=count + 1 > processors,
+                labels=tuple(core.extent.labels), sizes=tuple(core.extent.sizes), oversubscribed=count + 1 > processors,
                 gateway=program.gateway if host is None else host.token,
-                tether=program.router.token if host is None else host.token,
-                neighbours=0 if host is None else neighbours, has_bootstrap=packed is not None,
+                die_with=program.router.token if host is None else host.token,
+                local_processes=0 if host is None else local_processes, has_bootstrap=packed is not None,
             )  # fmt: skip
             return ProcessSpec(
                 label=core.where(rank), main=cloudpickle.dumps(functools.partial(extension("worker"), plan)),
-                environment=environment if host is None else {**(env or {}), RANKS_HERE: str(neighbours)},
+                environment=environment if host is None else {**(env or {}), RANKS_HERE: str(local_processes)},
                 path=path, argv=argv, cwd=cwd, bootstrap=packed, cpus=cpus[rank],
                 threads=len(cpus[rank]) if cpus[rank] else max(1, processors // count),
                 imports=imports, main_module=main_of_program,

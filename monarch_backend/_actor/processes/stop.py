@@ -92,14 +92,16 @@ class ProcessStop:
         now = self._program.clock.now()
         # After the deadline all are killed. The next check is only for those that the kernel cannot end.
         left = SHUTDOWN_GRACE_S if end is None or now >= end else min(SHUTDOWN_GRACE_S, end - now)
-        owned.looks.append(self._program.pump.later(left, functools.partial(self._hurry, owned, how, end)))
+        owned.looks.append(self._program.progress.later(left, functools.partial(self._hurry, owned, how, end)))
 
     def _hurry(self, owned: OwnedProcs, how: str, end: float | None) -> None:
         """Check processes that were told to end: wait for those that may be at work, and kill others."""
         program, busy, now = self._program, [], self._program.clock.now()
         late = how == "abort" or (end is not None and now >= end)
         # A process at work may wait for a dead one without end, in a collective.
-        bereft = any(each.gone and not each.replaced and not each.peer.peace for each in owned.members.values())
+        has_dead_peer = any(
+            each.gone and not each.replaced and not each.peer.orderly for each in owned.members.values()
+        )
         for member in owned.members.values():
             if member.gone:
                 continue
@@ -114,12 +116,14 @@ class ProcessStop:
                 continue
             unread = peer.link >= 0 and program.links.unread(peer.link) > 0
             # A process that has read the message to stop, and holds the GIL since then, is at work.
-            deaf = peer.link < 0 or (unread and (not member.knocked or self.stands_still(peer.pid)))
-            if late or deaf or bereft:
-                why = "it does not read its messages" if deaf else "it is still at work"
+            unresponsive = peer.link < 0 or (unread and (not member.stop_read or self.stands_still(peer.pid)))
+            if late or unresponsive or has_dead_peer:
+                why = "it does not read its messages" if unresponsive else "it is still at work"
                 if peer.link < 0:
                     why = "it has not started yet"
-                why += ", and another process of its mesh has died" if bereft and not (late or deaf) else ""
+                why += (
+                    ", and another process of its mesh has died" if has_dead_peer and not (late or unresponsive) else ""
+                )
                 log.warning(
                     "%s is killed (%s): %s", peer, "its time to stop is over" if late else "it was to stop", why
                 )
@@ -127,11 +131,11 @@ class ProcessStop:
                 self._records.kill(member)
             else:
                 if program.hosts.of(peer.token) is not None:
-                    member.spawner.kill_if_deaf(member.number, member.knocked)
+                    member.spawner.kill_if_unresponsive(member.number, member.stop_read)
                 busy.append(str(peer))
                 # A process that a signal has stopped after it read the message to stop would be "at work" without end.
                 # One that works has read the following message by the next check.
-                member.knocked = True
+                member.stop_read = True
                 if not unread:
                     program.router.tell(peer, Setting(REPORT_BUSY, None))
         if busy:
@@ -173,7 +177,7 @@ class ProcessStop:
             self._program.router.forget(token)
         if self._starter.logs is not None:
             logs, collector = owned.logs, self._starter.logs
-            self._program.aside(lambda: collector.remove(logs))
+            self._program.run_in_thread(lambda: collector.remove(logs))
 
 
 def _after(first: Sequence[Callable[[Callable[[], None]], None]], then: Callable[[], None]) -> None:

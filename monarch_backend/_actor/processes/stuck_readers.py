@@ -35,13 +35,13 @@ class StuckReaders:
         """Check from now on, as long as there are processes."""
         if not self._watching:
             self._watching = True
-            self._program.pump.later(CHECK_INTERVAL_S, self._look)
+            self._program.progress.later(CHECK_INTERVAL_S, self._look)
 
     def _look(self) -> None:
         """Report processes that do not read messages. They are not killed: only the user knows what they do."""
         self._watching = bool(self._records.meshes)
         if self._watching:
-            self._program.pump.later(CHECK_INTERVAL_S, self._look)
+            self._program.progress.later(CHECK_INTERVAL_S, self._look)
         program, now = self._program, self._program.clock.now()
         for member in list(self._records.by_token.values()):
             peer = member.peer
@@ -60,7 +60,7 @@ class StuckReaders:
                 )  # fmt: skip
             self.unread[peer.token] = (unread, since, said)
 
-    def kill_if_deaf(self, peer: Peer) -> bool:
+    def kill_if_unresponsive(self, peer: Peer) -> bool:
         """Kill an owned process that has not read for a while. Return False if it has not started yet."""
         if peer.link < 0:
             return False
@@ -68,7 +68,7 @@ class StuckReaders:
         if member is not None and not member.gone:
             _, since, _ = self.unread.get(peer.token, (0, self._program.clock.now(), False))
             if self._program.hosts.of(peer.token) is not None:
-                member.spawner.kill_if_deaf(member.number, True)
+                member.spawner.kill_if_unresponsive(member.number, True)
             elif self._program.clock.now() - since >= UNREAD_KILL_S:
                 log.warning("%s is killed: its actor was to end, and it does not read its messages", peer)
                 self._records.kill(member)

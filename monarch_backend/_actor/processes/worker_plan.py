@@ -17,8 +17,8 @@ class Plan(NamedTuple):
     root: str
     labels: tuple[str, ...]
     sizes: tuple[int, ...]
-    crowded: bool
+    oversubscribed: bool
     gateway: str = ""  # token of its host's gateway, if there are other hosts
-    tether: str = ""  # token of the process on this host with which it ends
-    neighbours: int = 0  # on a remote host: processes of the mesh there
+    die_with: str = ""  # token of the process on this host with which it ends
+    local_processes: int = 0  # on a remote host: processes of the mesh there
     has_bootstrap: bool = False  # the owner waits until it has succeeded

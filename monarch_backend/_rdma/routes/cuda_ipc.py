@@ -112,7 +112,7 @@ class TorchMappings:
             if name in self._requested or name in self._refused:
                 return
             self._requested.add(name)
-        self._program.aside(lambda: self._request(handle, name))
+        self._program.run_in_thread(lambda: self._request(handle, name))
 
     def why_not(self, handle: Handle) -> str:
         """Return the error of torch or of the owner; empty if there is none yet."""
@@ -161,8 +161,8 @@ class TorchMappings:
                 del self._refused[next(iter(self._refused))]
 
     def _sweep_later(self) -> None:
-        # Not on the pump's own thread, because drivers are slow to unmap.
-        self._program.pump.later(SWEEP_INTERVAL_S, lambda: self._program.aside(self._sweep))
+        # Not on the progress's own thread, because drivers are slow to unmap.
+        self._program.progress.later(SWEEP_INTERVAL_S, lambda: self._program.run_in_thread(self._sweep))
 
     def _sweep(self) -> None:
         self.unmap_unused()

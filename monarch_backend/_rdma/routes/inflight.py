@@ -61,7 +61,7 @@ class VerbsInFlight:
         self._engine.stop(self._token, self._request, "it was given up")
         self._engine.listen(self._request)
         if not self._request.finished:
-            self._late = self._program.pump.later(CANCEL_GRACE_S, self._end_all)
+            self._late = self._program.progress.later(CANCEL_GRACE_S, self._end_all)
             if self._request.finished:  # finished meanwhile, and `landed` may not have seen the timer
                 self._late.cancel()
 

@@ -152,9 +152,9 @@ class Routes:
         if host_of(handle.token) == host_of(self._program.router.token) and not self._forced:
             return self._same_host  # it logs its copy method with the first transfer
         refuse_the_parents(handle)
-        return self._far(handle)
+        return self._remote_route(handle)
 
-    def _far(self, handle: Handle) -> Route:
+    def _remote_route(self, handle: Handle) -> Route:
         why = "MONARCH_RDMA_TRANSPORT says so" if self._forced == "tcp" else self.verbs.unusable(up=False)
         if why is None and _for_nics(handle):
             if handle.verbs:
@@ -163,7 +163,7 @@ class Routes:
             return (
                 nics
                 if self._forced == "verbs"
-                else VerbsWithTcpFallback(nics, self._tcp, self._warn_of_tcp, self._program.aside)
+                else VerbsWithTcpFallback(nics, self._tcp, self._warn_of_tcp, self._program.run_in_thread)
             )
         why = why or "its owner has not registered it with a NIC"
         if self._forced == "verbs":
@@ -200,10 +200,10 @@ class VerbsWithTcpFallback(Route):
         verbs: NicRoute,
         tcp: Tcp,
         warn: Callable[[Handle, str], None],
-        aside: Callable[[Callable[[], None]], object],
+        run_in_thread: Callable[[Callable[[], None]], object],
     ) -> None:
-        """``warn`` logs that TCP reaches a process, and why. ``aside`` runs a job on a thread that may block."""
-        self._verbs, self._tcp, self._warn, self._aside = verbs, tcp, warn, aside
+        """``warn`` logs that TCP reaches a process, and why. ``run_in_thread`` runs jobs that may block."""
+        self._verbs, self._tcp, self._warn, self._run_in_thread = verbs, tcp, warn, run_in_thread
         self._lock = threading.Lock()
         self._why = ""  # the reason for TCP; empty: verbs
         self._next = 0.0  # time of the next attempt with NICs
@@ -227,7 +227,7 @@ class VerbsWithTcpFallback(Route):
             if begin:
                 self._next, self._tries = now + RETRY_INTERVAL_S, True
         if begin:
-            self._aside(lambda: self._verbs.prepare(handle))
+            self._run_in_thread(lambda: self._verbs.prepare(handle))
         return True
 
     def _falls_back(self, handle: Handle, result: Result) -> bool:

@@ -71,7 +71,7 @@ class SmallRequestClient:
     """The unfinished small requests of this process. ``submit`` runs a job on a thread that may block."""
 
     def __init__(self, owner: Runtime, submit: Callable[[Callable[[], None]], None]) -> None:
-        self.submit, self._pump = submit, owner.pump
+        self.submit, self._progress = submit, owner.progress
         self._lock = threading.Lock()
         self._out: set[SmallRequest] = set()
         self._old: set[SmallRequest] = set()  # requests of the last sweep
@@ -83,7 +83,7 @@ class SmallRequestClient:
             self._out.add(request)
             begin, self._sweeps = not self._sweeps, True
         if begin:
-            self._pump.later(SWEEP_INTERVAL_S, self._sweep)
+            self._progress.later(SWEEP_INTERVAL_S, self._sweep)
 
     def forget(self, request: SmallRequest) -> None:
         """Remove a finished request."""
@@ -98,7 +98,7 @@ class SmallRequestClient:
         for request in late:
             request.listen()
         if self._sweeps:
-            self._pump.later(SWEEP_INTERVAL_S, self._sweep)
+            self._progress.later(SWEEP_INTERVAL_S, self._sweep)
 
     def end(self, token: str | None = None) -> None:
         """Cancel the requests to one process, or all."""

@@ -35,7 +35,7 @@ from monarch_backend._rdma.routes.protocol import (
 )
 from monarch_backend._rdma.routes.server_address import ServerInfo, place
 from monarch_backend._rdma.routes.small_requests import SmallRequest, SmallRequestClient
-from monarch_backend._transport.local.frames import KNOCK, Setting
+from monarch_backend._transport.local.frames import PING, Setting
 
 Endpoints = tuple[tuple[str, int], ...]
 """Addresses and ports."""
@@ -196,7 +196,7 @@ class Tcp(Route):
             return made
         # A connected peer gets a report of this process's end, even if this transfer sends it no message.
         peer = self._program.router.peer(handle.token)
-        self._program.router.tell(peer, Setting(KNOCK, None))
+        self._program.router.tell(peer, Setting(PING, None))
         ways, encrypted = handle.ways, handle.encrypted
         if not ways:  # the handle was sent when there were no other hosts yet
             answer = ask(self._program, peer, "ways", over=scope.outcome)

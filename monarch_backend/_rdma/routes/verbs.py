@@ -189,7 +189,7 @@ class Verbs(Route):
     # ---- connecting
 
     def _dial(self, token: Any) -> None:
-        self._program.aside(lambda: self._meet(token))
+        self._program.run_in_thread(lambda: self._meet(token))
 
     def _meet(self, token: str) -> None:
         engine, offer = self._started(), b""

@@ -205,7 +205,7 @@ class Engine(RuntimeExtension):
     def on_process_lost(self, peer: Peer) -> None:
         """Forget a process that has ended. Transfers in progress detect the end themselves."""
         if self.routes.knows(peer.token):
-            self.program.aside(lambda: self.routes.forget(peer.token))
+            self.program.run_in_thread(lambda: self.routes.forget(peer.token))
 
     def close(self) -> None:
         """Close all routes. Called when the program ends."""

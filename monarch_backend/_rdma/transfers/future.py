@@ -84,7 +84,7 @@ class SingleFuture(TransferFuture[T]):
         self, mover: Engine, part: ReadWriteOp | AtomicOp, route: NicRoute, keep: Any, result: Callable[[], T]
     ) -> None:
         self.ready = False
-        self.gate = self._value = self._error = self._raw = self._cancel = self._callbacks = self._lock = None
+        self.wait_lock = self._value = self._error = self._raw = self._cancel = self._callbacks = self._lock = None
         self._transfer, self._wait = None, _wait
         self._mover: Any = mover  # this attribute and those below are None once the future is done
         self._part: Any = part
@@ -115,7 +115,7 @@ class SingleFuture(TransferFuture[T]):
         self._set(self._result())
         self._drop()
         if self._awaited:
-            mover.program.pump.wake()
+            mover.program.progress.wake()
 
     def _drop(self) -> None:
         """Release what a finished future does not need: part and result may refer to the user's memory."""
@@ -173,7 +173,7 @@ class SingleFuture(TransferFuture[T]):
             seen_to_by.cancel(reason)
         else:  # another thread is finishing it, and may still have to store the old value of an atomic
             self._awaited = True
-            mover.program.pump.wait(self)
+            mover.program.progress.wait(self)
         return isinstance(self._error, CancelledError)
 
 
@@ -207,7 +207,7 @@ def refuse_to_wait(program: Runtime) -> None:
     """
     if program.disowned:
         program.wait(None)  # raises, and names the program
-    reads = program.pump.reading
+    reads = program.progress.reading
     if reads or hears():
         raise RuntimeError(
             f"a callback runs on the thread that {'reads messages' if reads else 'hears of completions'}, and can't "

@@ -100,7 +100,7 @@ class Transfer:
         self._number = next(self._engine.program.ids)
         self._engine.program.pending[self._number] = self
         if self._timeout is not None:
-            self._late = self._engine.program.pump.later(self._timeout, self._time_is_over)
+            self._late = self._engine.program.progress.later(self._timeout, self._time_is_over)
 
     def unwatch(self) -> None:
         """Unsubscribe: the transfer has ended, or will never start."""
@@ -347,7 +347,7 @@ class Transfer:
         return token in self._gone
 
     def _finish(self) -> None:
-        self._keep, pump = None, self._engine.program.pump
+        self._keep, progress = None, self._engine.program.progress
         self.unwatch()
         if self._late is not None:
             self._late.cancel()
@@ -358,7 +358,7 @@ class Transfer:
         self.future.let_go()
         _release(self._unfinished)
         if self._awaited:
-            pump.wake()
+            progress.wake()
 
     def cancel(self, reason: str) -> None:
         """Cancel the transfer. The caller may use the buffers again when this returns.

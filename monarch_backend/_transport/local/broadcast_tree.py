@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._transport.local import frames
 from monarch_backend._transport.local.buffers import own as own_body
 from monarch_backend._transport.local.buffers import own_all
-from monarch_backend._transport.local.frames import CastArrived, Kind, Part, Replies, Route, Status
+from monarch_backend._transport.local.frames import Kind, MulticastArrived, Part, Replies, Route, Status
 from monarch_backend._transport.local.peer import Peer
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class ReplyAggregator:
 
     def own(self, rank: int, status: bytes, body: Any, buffers: Sequence[Any] | None) -> None:
         """Add this process's reply, from any thread. A large reply is sent directly to the root."""
-        if self._router.goes_straight(body, buffers):
+        if self._router.is_sent_directly(body, buffers):
             self._router.reply(self._root, self._route.ref, rank, status, body, buffers)
             self.straight()
             return
@@ -63,7 +63,7 @@ class ReplyAggregator:
 
     def straight(self) -> None:
         """Record that this process sends its reply directly to the root."""
-        self._router.tell(self._root, CastArrived(self._route.cast, [self._router.token]))
+        self._router.tell(self._root, MulticastArrived(self._route.multicast, [self._router.token]))
         with self._router.lock:
             self._mine, self._missing = 0, self._missing + 1
             self._maybe_send(False)
@@ -98,11 +98,11 @@ class ReplyAggregator:
             prefix = frames.encode(Replies(self._route.root, self._parts, self._missing))
             link = self._parent if self._router.table.open(self._parent) else self._router.link_to(self._root)
             self._router.send_or_keep(
-                link, Kind.REPLIES, self._route.cast, self._route.ref, prefix, self._chunks, self._buffers
+                link, Kind.REPLIES, self._route.multicast, self._route.ref, prefix, self._chunks, self._buffers
             )
             self._parts, self._chunks, self._buffers, self._missing = [], [], [], 0
         if complete:
-            self._router.tree.combiners.pop((self._route.root, self._route.cast), None)
+            self._router.tree.combiners.pop((self._route.root, self._route.multicast), None)
 
 
 def _urgent(status: bytes) -> bool:

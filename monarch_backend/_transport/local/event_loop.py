@@ -23,7 +23,7 @@ class Waitable(Protocol):
     """Condition that threads wait for."""
 
     ready: bool
-    gate: threading.Lock | None  # acquired while a thread waits and another one reads; released when ready
+    wait_lock: threading.Lock | None  # acquired while a thread waits and another one reads; released when ready
 
 
 class Timer:
@@ -181,18 +181,18 @@ class ProgressLoop:
 
     def _follow(self, what: Waitable, deadline: float | None) -> bool:
         with _gates:
-            gate = what.gate
-            if gate is None or not gate.locked():
-                gate = threading.Lock()
-                gate.acquire()
-                what.gate = gate
+            wait_lock = what.wait_lock
+            if wait_lock is None or not wait_lock.locked():
+                wait_lock = threading.Lock()
+                wait_lock.acquire()
+                what.wait_lock = wait_lock
         if what.ready:
             return True
         left = -1.0 if deadline is None else deadline - self._clock.now()
         if deadline is not None and left <= 0:
             return False
-        if gate.acquire(timeout=left):
-            _open(gate)  # other threads may wait for the same
+        if wait_lock.acquire(timeout=left):
+            _release_lock(wait_lock)  # other threads may wait for the same
             return True
         return False
 
@@ -220,13 +220,13 @@ _gates = threading.Lock()
 
 def release(what: Waitable) -> None:
     """Wake the threads that wait for it. Set ``ready`` first."""
-    gate = what.gate
-    if gate is not None and gate.locked():
-        _open(gate)
+    wait_lock = what.wait_lock
+    if wait_lock is not None and wait_lock.locked():
+        _release_lock(wait_lock)
 
 
-def _open(gate: threading.Lock) -> None:
+def _release_lock(wait_lock: threading.Lock) -> None:
     try:
-        gate.release()
+        wait_lock.release()
     except RuntimeError:  # another thread has released it meanwhile
         return

@@ -54,12 +54,12 @@ class FlowControl:
         report: Any = self.report(why, "the receiver is busy, or does not read its messages")
         try:
             while True:
-                room = self._waiter_of(peer)  # first: a change after the checks below wakes this waiter
+                credit_waiter = self._waiter_of(peer)  # first: a change after the checks below wakes this waiter
                 if peer.gone is not None:
                     raise PeerGoneError.of(peer)
                 if peer.credit > 0:
                     return
-                self._router.wait(room, None, False)
+                self._router.wait(credit_waiter, None, False)
         finally:
             report.cancel()
 
@@ -80,8 +80,9 @@ class FlowControl:
         """Return the one object on which all threads wait for this peer: of several, only the last would be woken."""
         new = CreditWaiter()
         with self._router.lock:
-            room = peer.room = peer.room or new  # no call in between: a signal handler may send to this peer, too
-        return room
+            # No call in between: a signal handler may send to this peer, too.
+            credit_waiter = peer.credit_waiter = peer.credit_waiter or new
+        return credit_waiter
 
     def report(self, why: str, guess: str) -> Any:
         """Schedule a log line for a wait that takes long; cancel the result when the wait is over."""
@@ -112,8 +113,8 @@ class FlowControl:
     def release(self, peer: Peer) -> None:
         """Wake the threads that wait for this peer."""
         with self._router.lock:
-            room, peer.room = peer.room, None
-        if room is not None:
-            room.ready = True
-            release(room)
+            credit_waiter, peer.credit_waiter = peer.credit_waiter, None
+        if credit_waiter is not None:
+            credit_waiter.ready = True
+            release(credit_waiter)
             self._router.wake()

@@ -17,7 +17,7 @@ class Kind(IntEnum):
     CALL = 1  # to an actor; the prefix names the endpoint, the body has the arguments
     REPLY = 2  # to a caller; the prefix is a Status
     PORT = 3  # to a port; the prefix is a Status
-    CAST = 4  # a multicast frame on its way down the tree; the prefix is a Route
+    MULTICAST = 4  # a multicast frame on its way down the tree; the prefix is a Route
     REPLIES = 5  # aggregated replies on their way up the tree; the prefix is Replies
     CONTROL = 6  # the prefix is one of the structs below; the body has the user's data, if any
     CREDIT = 7  # target: the returned credits
@@ -77,7 +77,7 @@ class Route(msgspec.Struct, array_like=True, gc=False):
     The tokens are one string: every receiver decodes the whole route and needs only a few entries.
     """
 
-    cast: int
+    multicast: int
     root: str
     kind: int
     target: int
@@ -114,17 +114,17 @@ class Replies(msgspec.Struct, array_like=True, gc=False):
     missing: int = 0  # further replies that do not come this way
 
 
-class CastArrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
+class MulticastArrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
     """To the root of a multicast: these processes have received it."""
 
-    cast: int
+    multicast: int
     tokens: list[str]
 
 
-class CastLost(msgspec.Struct, tag="lost", array_like=True, gc=False):
+class MulticastLost(msgspec.Struct, tag="lost", array_like=True, gc=False):
     """To the root of a multicast: the processes below these ones may not have received it."""
 
-    cast: int
+    multicast: int
     tokens: list[str]
 
 
@@ -216,7 +216,7 @@ class Replaced(msgspec.Struct, tag="replaced", array_like=True, gc=False):
     tokens: list[str]
 
 
-KNOCK = "knock"
+PING = "ping"
 """Name of a Setting without effect. A process that has not read it does not make progress."""
 
 REPORT_BUSY = "report_busy"
@@ -235,8 +235,8 @@ class Agent(msgspec.Struct, tag="agent", array_like=True, gc=False):
 
 
 Control = (
-    CastArrived
-    | CastLost
+    MulticastArrived
+    | MulticastLost
     | LookupRequest
     | LookupReply
     | Cancel

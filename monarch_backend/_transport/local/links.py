@@ -78,7 +78,7 @@ class Links(Protocol):
         """Send a frame without waiting. Return False, and send nothing, if there is no space for the payload."""
         ...
 
-    def cast(
+    def multicast(
         self,
         to: list[Receiver],
         kind: int,
@@ -108,24 +108,24 @@ def few_processors() -> bool:
 class LocalLinks:
     """Links between processes of one host, over shared memory."""
 
-    def __init__(self, token: str = "", *, crowded: bool = False) -> None:
+    def __init__(self, token: str = "", *, oversubscribed: bool = False) -> None:
         with explained(f"reserve {ARENA_BYTES} bytes of address space for messages"):
             self.host = _native.Host(ARENA_BYTES, token)
         spin = env.get("MONARCH_BUSY_POLL")
         with explained("start the thread that wakes this process for messages"):
-            self.post = _native.Mailbox(self.host, spin == "0" if spin else crowded, MAX_UNREAD_BYTES)
-        self._crowded = crowded
+            self.mailbox = _native.Mailbox(self.host, spin == "0" if spin else oversubscribed, MAX_UNREAD_BYTES)
+        self._oversubscribed = oversubscribed
         self.token: str = self.host.token
-        self.connect = self.post.connect
-        self.send = self.post.send
-        self.cast = self.post.cast
-        self.drop = self.post.drop
-        self.unread = self.post.unread
+        self.connect = self.mailbox.connect
+        self.send = self.mailbox.send
+        self.multicast = self.mailbox.multicast
+        self.drop = self.mailbox.drop
+        self.unread = self.mailbox.unread
         self.translate: Callable[[Sequence[Any]], Sequence[Any]] = lambda events: events
 
-    def go_through(self, far: Any) -> None:
-        """Send through ``far``, a FarLinks around these links, so that other hosts can be reached, too."""
+    def go_through(self, remote_links: Any) -> None:
+        """Send through ``remote_links``, a RemoteLinks around these links, so that other hosts can be reached, too."""
         if not env.get("MONARCH_BUSY_POLL"):
-            self.post.crowd(self._crowded or few_processors())
-        self.connect, self.send, self.cast = far.connect, far.send, far.cast
-        self.drop, self.unread, self.translate = far.drop, far.unread, far.translate
+            self.mailbox.set_oversubscribed(self._oversubscribed or few_processors())
+        self.connect, self.send, self.multicast = remote_links.connect, remote_links.send, remote_links.multicast
+        self.drop, self.unread, self.translate = remote_links.drop, remote_links.unread, remote_links.translate

@@ -40,11 +40,11 @@ class PeerGoneError(MonarchError, ConnectionError):
 class CreditWaiter:
     """Condition on which senders wait for credit."""
 
-    __slots__ = ("gate", "ready")
+    __slots__ = ("ready", "wait_lock")
 
     def __init__(self) -> None:
         self.ready = False
-        self.gate: threading.Lock | None = None
+        self.wait_lock: threading.Lock | None = None
 
 
 class Peer:
@@ -56,6 +56,7 @@ class Peer:
         "backlog",
         "believed",
         "credit",
+        "credit_waiter",
         "done",
         "epoch",
         "expected",
@@ -63,12 +64,11 @@ class Peer:
         "held",
         "label",
         "link",
+        "orderly",
         "owner",
-        "peace",
         "pid",
         "received",
         "refusals",
-        "room",
         "sent",
         "token",
     )
@@ -87,13 +87,13 @@ class Peer:
         self.backlog: deque[Callable[[], None]] = deque()
         self.asked_by: list[Peer] = []  # waiting for a LookupReply about it
         self.asking = False  # a LookupRequest to its owner is under way
-        self.room: CreditWaiter | None = None
+        self.credit_waiter: CreditWaiter | None = None
         self.expected = False  # it will connect to this process
         self.believed = False  # its owner says that it is up, and a connection to it is pending
         self.refusals = 0  # failed connections, although its owner says that it is up
         self.owner: Peer | None = None  # knows whether it is up
         self.gone: str | None = None  # how it ended
-        self.peace = False  # it ended in an orderly way
+        self.orderly = False  # it ended in an orderly way
 
     def __str__(self) -> str:
         who = (self.label() if callable(self.label) else self.label) or short(self.token)

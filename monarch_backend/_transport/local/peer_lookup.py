@@ -35,7 +35,7 @@ class PeerLookup:
             if peer.owner.gone is None:
                 return
         peer.gone = "it can't be reached, and its owner is gone too" if peer.owner else "it can't be reached"
-        self._router.table.bury(peer)
+        self._router.table.on_peer_gone(peer)
 
     def ask_owner(self, peer: Peer) -> None:
         """Ask the owner for the successor of a dead process. The owner reports later successors on its own."""

@@ -43,7 +43,7 @@ class PeerTable:
         """Mark an expected process as gone, whether or not it has connected."""
         if peer.gone is None:
             peer.gone = how
-            self.bury(peer)
+            self.on_peer_gone(peer)
 
     def forget(self, token: str) -> None:
         """Delete the state of a process that is gone. Call it when no further message can name the process."""
@@ -98,12 +98,12 @@ class PeerTable:
 
     def on_ended(self, event: Any) -> None:
         """Handle the end of a link, which is the end of its process."""
-        link, _, how, peace = event
+        link, _, how, orderly = event
         self._router.fragments.drop_link(link)
         peer = self.by_link.pop(link, None)
         if peer is not None and peer.gone is None:
-            peer.gone, peer.peace = how or "it ended", peace
-            self.bury(peer)
+            peer.gone, peer.orderly = how or "it ended", orderly
+            self.on_peer_gone(peer)
 
     def on_host_gone(self, event: Any) -> None:
         """Mark all processes of the host as gone before the first call to one of them fails."""
@@ -113,9 +113,9 @@ class PeerTable:
         for peer in lost:
             peer.gone = how
         for peer in lost:
-            self.bury(peer)
+            self.on_peer_gone(peer)
 
-    def bury(self, peer: Peer) -> None:
+    def on_peer_gone(self, peer: Peer) -> None:
         """Release what waits for a process that is gone, and report its end."""
         with self._router.lock:
             peer.backlog.clear()

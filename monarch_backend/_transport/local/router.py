@@ -31,13 +31,13 @@ from monarch_backend._transport.local.buffers import own, own_all, size_of
 from monarch_backend._transport.local.flow_control import FlowControl, places_of
 from monarch_backend._transport.local.fragmentation import Fragmenter
 from monarch_backend._transport.local.frames import (
-    CastArrived,
-    CastLost,
     Frame,
     FrameError,
     Kind,
     LookupReply,
     LookupRequest,
+    MulticastArrived,
+    MulticastLost,
 )
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, Links
 from monarch_backend._transport.local.memory_pressure import RetryQueue, SharedMemoryWait
@@ -49,7 +49,7 @@ from monarch_backend._transport.tokens import epoch_of
 
 log = logging.getLogger("monarch_backend")
 
-_NOTHING = frames.encode(frames.Setting(frames.KNOCK, None))
+_NOTHING = frames.encode(frames.Setting(frames.PING, None))
 
 
 Handler = Callable[[Peer, Frame, ReplyAggregator | None], None]
@@ -85,8 +85,8 @@ class Router:
         self.keep = self._retries.add
         self.handlers: dict[int, Handler] = {}
         self.control: dict[type, Callable[[Peer, Any, Frame], None]] = {
-            CastArrived: self.tree.on_arrived,
-            CastLost: self.tree.on_lost,
+            MulticastArrived: self.tree.on_arrived,
+            MulticastLost: self.tree.on_lost,
             LookupRequest: self.lookup.on_request,
             LookupReply: self.lookup.on_reply,
         }
@@ -282,7 +282,7 @@ class Router:
 
     # ---- multicast
 
-    def cast(
+    def multicast(
         self,
         to: Sequence[tuple[Peer, int]],
         kind: int,
@@ -303,22 +303,22 @@ class Router:
         if (
             len(alive) == 1
             or buffers is not None
-            or self.goes_straight(body, None)
+            or self.is_sent_directly(body, None)
             or len(alive) <= tuning.MAX_DIRECT_RECEIVERS
             or any(
                 not 0 <= peer.link < FIRST_REMOTE_LINK for peer, _ in alive
             )  # gateways send one copy to each host anyway
         ):
-            self._cast_straight(alive, kind, target, ref, prefix, body, buffers)
+            self._multicast_direct(alive, kind, target, ref, prefix, body, buffers)
         else:
             self.tree.send(alive, kind, target, ref, prefix, body, combine)
 
     @staticmethod
-    def goes_straight(body: Any, buffers: Any) -> bool:
+    def is_sent_directly(body: Any, buffers: Any) -> bool:
         """Whether a message is too large for the tree."""
         return size_of(body, buffers) > tuning.SHARED_COPY_MIN_BYTES
 
-    def _cast_straight(
+    def _multicast_direct(
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, buffers: Any
     ) -> None:
         size = size_of(body, buffers)
@@ -333,7 +333,7 @@ class Router:
                         for peer, rank in to
                         if peer is not self.me and size <= tuning.MOST_IN_ONE and self.reach(peer)
                     ]
-                    if not linked or self._cast_linked(linked, size, kind, target, ref, prefix, body, buffers):
+                    if not linked or self._multicast_linked(linked, size, kind, target, ref, prefix, body, buffers):
                         break
                 full.wait()
         done = {id(peer) for peer, _ in linked}
@@ -341,7 +341,7 @@ class Router:
             if id(peer) not in done and peer.gone is None:
                 self._send_slowly(peer, kind, target, ref, rank, prefix, body, buffers)
 
-    def _cast_linked(
+    def _multicast_linked(
         self, to: Sequence[tuple[Peer, int]], size: int, kind: int, target: int, ref: int, prefix: bytes, body: Any,
         buffers: Any,
     ) -> bool:  # fmt: skip
@@ -351,7 +351,7 @@ class Router:
             peer.sent = seq = peer.sent + 1
             receivers.append((peer.link, seq, rank, peer.epoch))
         try:
-            sent = self.links.cast(receivers, kind, target, ref, prefix, body, buffers)
+            sent = self.links.multicast(receivers, kind, target, ref, prefix, body, buffers)
         except BaseException:
             for (peer, _), receiver in zip(to, receivers, strict=True):
                 self._fill(peer, receiver[1])
@@ -425,7 +425,7 @@ class Router:
             self.handlers[kind](peer, frame, combiner)
         elif kind == Kind.CONTROL:
             self._controlled(peer, frame, combiner)
-        elif kind == Kind.CAST:
+        elif kind == Kind.MULTICAST:
             self.tree.receive(frame)
         elif kind == Kind.REPLIES:
             self.tree.receive_replies(peer, frame)

@@ -18,7 +18,15 @@ from monarch_backend._transport.local.broadcast_tree import (
 )
 from monarch_backend._transport.local.buffers import own, size_of
 from monarch_backend._transport.local.flow_control import places_of
-from monarch_backend._transport.local.frames import CastArrived, CastLost, Frame, FrameError, Kind, Route, Status
+from monarch_backend._transport.local.frames import (
+    Frame,
+    FrameError,
+    Kind,
+    MulticastArrived,
+    MulticastLost,
+    Route,
+    Status,
+)
 from monarch_backend._transport.local.links import Receiver
 from monarch_backend._transport.local.peer import Peer
 
@@ -31,7 +39,7 @@ class TreeMulticast:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self.casts: dict[int, Multicast] = {}  # sent by this process, and not known to have arrived everywhere
+        self.multicasts: dict[int, Multicast] = {}  # sent by this process, and not known to have arrived everywhere
         self.combiners: dict[tuple[str, int], ReplyAggregator] = {}  # by the root's token and its number
 
     def send(
@@ -55,18 +63,18 @@ class TreeMulticast:
             hops.append(frames.RelayHop(peer.token, seq, rank))
         number = next(self._router.ids)
         peers = [peer for peer, _ in to]
-        cast = Multicast(number, kind, target, ref, prefix, own(body), peers, hops, set(range(len(hops))))
-        self.casts[number] = cast
+        multicast = Multicast(number, kind, target, ref, prefix, own(body), peers, hops, set(range(len(hops))))
+        self.multicasts[number] = multicast
         tokens = "".join(hop.token for hop in hops)
         seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
         route = frames.encode(
             Route(number, self._router.token, kind, target, ref, combine, prefix, tokens, seqs, ranks)
         )
         first = [(peers[i].link, 0, i, peers[i].epoch) for i in range(min(tuning.TREE_FANOUT, len(hops)))]
-        self._send_each(first, route, cast.body, None)
+        self._send_each(first, route, multicast.body, None)
         for index, peer in enumerate(peers):
             if peer.gone is not None:
-                self._bypass(cast, index)
+                self._bypass(multicast, index)
         self._mark(number, ())  # peers that have exited before the multicast was recorded
 
     def receive(self, frame: Frame) -> None:
@@ -80,12 +88,12 @@ class TreeMulticast:
         with self._router.lock:
             if route.combine and root.gone is None:
                 counts = {route.hop(i).token: count_below(i, len(route), tuning.TREE_FANOUT) for i in below}
-                combiner = self.combiners[route.root, route.cast] = ReplyAggregator(
+                combiner = self.combiners[route.root, route.multicast] = ReplyAggregator(
                     self._router, frame.link, root, route, counts
                 )
             self._pass_on(route, root, frame, below)
             if not route.combine:
-                self._router.tell(root, CastArrived(route.cast, [self._router.token]))
+                self._router.tell(root, MulticastArrived(route.multicast, [self._router.token]))
         hop = route.hop(frame.rank)
         mine = Frame(
             frame.link,
@@ -110,60 +118,70 @@ class TreeMulticast:
             if child.gone is None and self._router.reach(child):
                 to.append((child.link, 0, index, child.epoch))
             else:
-                combiner = self.combiners.get((route.root, route.cast))
+                combiner = self.combiners.get((route.root, route.multicast))
                 if combiner is not None:
                     combiner.lost(token)
-                self._router.tell(root, CastLost(route.cast, [token]))
+                self._router.tell(root, MulticastLost(route.multicast, [token]))
         if to:
             self._send_each(to, frame.prefix, frame.body, frame.buffers)
 
     def _send_each(self, to: list[Receiver], route: bytes, body: Any, buffers: Any) -> None:
         """Send to these places of the tree: with one copy, or separately if there is no space."""
-        if not self._router.links.cast(to, Kind.CAST, 0, 0, route, body, buffers):
+        if not self._router.links.multicast(to, Kind.MULTICAST, 0, 0, route, body, buffers):
             for link, _, index, _ in to:
-                self._router.send_or_keep(link, Kind.CAST, 0, 0, route, body, buffers, rank=index)
+                self._router.send_or_keep(link, Kind.MULTICAST, 0, 0, route, body, buffers, rank=index)
 
-    def _bypass(self, cast: Multicast, index: int) -> None:
+    def _bypass(self, multicast: Multicast, index: int) -> None:
         """Send directly to the processes below this place of the tree."""
-        for below in descendants(index, len(cast.hops), tuning.TREE_FANOUT):
-            if below in cast.missing and cast.peers[below].gone is None:
-                self._emit_hop(cast, below)
+        for below in descendants(index, len(multicast.hops), tuning.TREE_FANOUT):
+            if below in multicast.missing and multicast.peers[below].gone is None:
+                self._emit_hop(multicast, below)
 
-    def _emit_hop(self, cast: Multicast, index: int) -> None:
-        hop, peer = cast.hops[index], cast.peers[index]
-        cast.missing.discard(index)  # a direct link loses nothing
-        if not cast.missing:
-            self.casts.pop(cast.number, None)
-        self._router.emit(peer, cast.kind, cast.target, cast.ref, hop.seq, hop.rank, cast.prefix, cast.body, None)
+    def _emit_hop(self, multicast: Multicast, index: int) -> None:
+        hop, peer = multicast.hops[index], multicast.peers[index]
+        multicast.missing.discard(index)  # a direct link loses nothing
+        if not multicast.missing:
+            self.multicasts.pop(multicast.number, None)
+        self._router.emit(
+            peer,
+            multicast.kind,
+            multicast.target,
+            multicast.ref,
+            hop.seq,
+            hop.rank,
+            multicast.prefix,
+            multicast.body,
+            None,
+        )
 
-    def on_arrived(self, _peer: Peer, message: CastArrived, _: Frame) -> None:
+    def on_arrived(self, _peer: Peer, message: MulticastArrived, _: Frame) -> None:
         """Note that processes have the message."""
-        self._mark(message.cast, message.tokens)
+        self._mark(message.multicast, message.tokens)
 
     def _mark(self, number: int, tokens: Sequence[str]) -> None:
         with self._router.lock:
-            cast = self.casts.get(number)
-            if cast is None:
+            multicast = self.multicasts.get(number)
+            if multicast is None:
                 return
             gone = set(tokens)
-            cast.missing -= {
-                i for i, hop in enumerate(cast.hops) if hop.token in gone or cast.peers[i].gone is not None
+            multicast.missing -= {
+                i for i, hop in enumerate(multicast.hops) if hop.token in gone or multicast.peers[i].gone is not None
             }
-            if not cast.missing:
-                del self.casts[number]
+            if not multicast.missing:
+                del self.multicasts[number]
 
-    def on_lost(self, _peer: Peer, message: CastLost, _: Frame) -> None:
+    def on_lost(self, _peer: Peer, message: MulticastLost, _: Frame) -> None:
         """Send directly to processes that the tree did not reach, and to those below them."""
         with self._router.lock:
-            cast = self.casts.get(message.cast)
-            if cast is None:
+            multicast = self.multicasts.get(message.multicast)
+            if multicast is None:
                 return
             for token in message.tokens:
-                index = next((i for i, hop in enumerate(cast.hops) if hop.token == token), None)
+                index = next((i for i, hop in enumerate(multicast.hops) if hop.token == token), None)
                 if index is not None:
-                    if index in cast.missing and cast.peers[index].gone is None:
-                        self._emit_hop(cast, index)
-                    self._bypass(cast, index)
+                    if index in multicast.missing and multicast.peers[index].gone is None:
+                        self._emit_hop(multicast, index)
+                    self._bypass(multicast, index)
 
     def receive_replies(self, peer: Peer, frame: Frame) -> None:
         """Relay aggregated replies up the tree; at the root, deliver them one by one."""
@@ -181,10 +199,10 @@ class TreeMulticast:
                     link, Kind.REPLIES, frame.target, frame.ref, frame.prefix, frame.body, buffers
                 )
             return
-        cast = self.casts.get(frame.target)
+        multicast = self.multicasts.get(frame.target)
         at, nth, body = 0, 0, memoryview(frame.body)
         handler = self._router.handlers[Kind.REPLY]
-        ranks = {hop.rank: hop.token for hop in cast.hops} if cast is not None else {}
+        ranks = {hop.rank: hop.token for hop in multicast.hops} if multicast is not None else {}
         for part in parts:
             own = body[at : at + part.body]
             one = Frame(
@@ -202,20 +220,20 @@ class TreeMulticast:
             at, nth = at + part.body, nth + part.buffers
             if part.status != Status.NOTHING:
                 handler(peer, one, None)
-        if cast is not None:
+        if multicast is not None:
             self._mark(frame.target, [ranks[part.rank] for part in parts if part.rank in ranks])
 
     def on_peer_exit(self, peer: Peer) -> None:
         """Send directly to the subtree of a process that is gone; expect no reply from it. Call under the lock."""
-        for cast in list(self.casts.values()):
-            for index, other in enumerate(cast.peers):
+        for multicast in list(self.multicasts.values()):
+            for index, other in enumerate(multicast.peers):
                 if other is peer:
-                    self._bypass(cast, index)
-        for number in list(self.casts):
+                    self._bypass(multicast, index)
+        for number in list(self.multicasts):
             self._mark(number, [peer.token])
         for (root, number), combiner in list(self.combiners.items()):
             combiner.lost(peer.token)
             if root == peer.token:
                 self.combiners.pop((root, number), None)
             else:
-                self._router.tell(self._router.peer(root), CastLost(number, [peer.token]))
+                self._router.tell(self._router.peer(root), MulticastLost(number, [peer.token]))

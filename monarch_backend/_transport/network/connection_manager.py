@@ -108,12 +108,12 @@ class Tcp:
         self.io, self.dialer = SocketIO(self), Dialer(self)
         self.handshakes, self.frames = Handshakes(self), FrameReader(self)
         self.monitor = PeerMonitor(self)
-        self.strangers: dict[Connection, None] = {}  # unauthenticated, the oldest first
+        self.unauthenticated: dict[Connection, None] = {}  # unauthenticated, the oldest first
         self.selector = selectors.DefaultSelector()
         self._soon: deque[Callable[[], None]] = deque()
         self.timers: list[tuple[float, Callable[[], None]]] = []
-        self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.selector.register(self._nudge, selectors.EVENT_READ, None)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.selector.register(self._wake_fd, selectors.EVENT_READ, None)
         self._listeners: list[socket.socket] = []
         self.is_closed = False
         self._thread = threading.Thread(target=self._run, name="monarch-hosts", daemon=True)
@@ -136,7 +136,7 @@ class Tcp:
             listener.close()
             raise
         self._listeners.append(listener)
-        self.soon(lambda: self._watch(listener))
+        self.call_soon(lambda: self._watch(listener))
         name: Address = listener.getsockname()[:2]
         return name
 
@@ -147,13 +147,13 @@ class Tcp:
         remote = PeerConnection(os.urandom(16), address, secret, time.monotonic())
         remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
         self.remotes[remote.id] = remote
-        self.soon(lambda: self.dialer.call(remote))
+        self.call_soon(lambda: self.dialer.call(remote))
         self.later(remote.silence, lambda: None if remote.up else self.monitor.lose_silent(remote, time.monotonic()))
         return remote
 
-    def take_over(self, accepted: socket.socket, knock: bytes) -> None:
-        """Take over a connection that another process has accepted; ``knock`` is the preamble that it has read."""
-        self.soon(lambda: self.adopt(accepted, None, knock))
+    def take_over(self, accepted: socket.socket, preamble: bytes) -> None:
+        """Take over a connection that another process has accepted; ``preamble`` is the preamble that it has read."""
+        self.call_soon(lambda: self.adopt(accepted, None, preamble))
 
     def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], rdma_eligible: int = 0) -> None:
         """Send a frame in order, now or when the session has room. The body must not change until it has arrived.
@@ -181,15 +181,15 @@ class Tcp:
 
     def hang_up(self, remote: PeerConnection) -> None:
         """End the session with this peer. No callback is called for it any more."""
-        self.soon(lambda: self._hang_up(remote))
+        self.call_soon(lambda: self._hang_up(remote))
 
-    def soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
         self._soon.append(call)
         self._wake()
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Schedule a call on the thread in ``seconds``."""
-        self.soon(lambda: self.timers.append((time.monotonic() + seconds, call)))
+        self.call_soon(lambda: self.timers.append((time.monotonic() + seconds, call)))
 
     def close(self) -> None:
         """End all sessions and the thread."""
@@ -200,14 +200,14 @@ class Tcp:
             self.is_closed = True
 
         if self._thread.is_alive():
-            self.soon(end)
+            self.call_soon(end)
             self._thread.join()
 
     # ---- the thread
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError, BlockingIOError):
-            os.eventfd_write(self._nudge, 1)
+            os.eventfd_write(self._wake_fd, 1)
 
     def _watch(self, listener: socket.socket) -> None:
         self.selector.register(listener, selectors.EVENT_READ, listener)
@@ -252,7 +252,7 @@ class Tcp:
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         try:
             if key.data is None:
-                os.eventfd_read(self._nudge)
+                os.eventfd_read(self._wake_fd)
             elif isinstance(key.data, Connection):
                 if not key.data.gone:
                     self._ready(key.data, events)
@@ -279,7 +279,7 @@ class Tcp:
         for listener in self._listeners:
             listener.close()
         self.selector.close()
-        os.close(self._nudge)
+        os.close(self._wake_fd)
 
     def lose(self, remote: PeerConnection, why: str) -> None:
         if self.remotes.pop(remote.id, None) is None:
@@ -326,12 +326,12 @@ class Tcp:
             accepted, _ = listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # free descriptors of unauthenticated connections
-                for stranger in list(self.strangers)[:8]:
-                    self.drop(stranger)
+                for each in list(self.unauthenticated)[:8]:
+                    self.drop(each)
             return
         self.adopt(accepted, None, b"")
 
-    def adopt(self, plain: socket.socket, remote: PeerConnection | None, knock: bytes) -> None:
+    def adopt(self, plain: socket.socket, remote: PeerConnection | None, preamble: bytes) -> None:
         """Start the handshake on a socket: to ``remote`` if this process connects, else of an accepted connection."""
         plain.setblocking(False)
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -340,10 +340,10 @@ class Tcp:
                 plain.setsockopt(socket.IPPROTO_TCP, option, value)
         connection = Connection(plain, iter(()), None)  # type: ignore[arg-type]
         if remote is None:
-            while len(self.strangers) >= MAX_UNAUTHENTICATED:
-                self.drop(next(iter(self.strangers)))
-            self.strangers[connection] = None
-            connection.reader = self.handshakes.accept(connection, knock)
+            while len(self.unauthenticated) >= MAX_UNAUTHENTICATED:
+                self.drop(next(iter(self.unauthenticated)))
+            self.unauthenticated[connection] = None
+            connection.reader = self.handshakes.accept(connection, preamble)
         else:
             connection.name, connection.remote, connection.connecting = str(remote), remote, True
             remote.attempt = connection
@@ -357,7 +357,7 @@ class Tcp:
         if connection.gone:
             return
         connection.gone = True
-        self.strangers.pop(connection, None)
+        self.unauthenticated.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(connection.socket)
         remote = connection.remote
@@ -385,7 +385,7 @@ class Tcp:
         try:
             act()
         except HandedOverError:
-            self.strangers.pop(connection, None)
+            self.unauthenticated.pop(connection, None)
         except HandshakeError as error:
             self.handshakes.refuse(connection, error)
         except (OSError, SessionError, EOFError) as error:

@@ -37,9 +37,9 @@ class Dialer:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             trouble = f"{host}: {error}"
-            self._tcp.soon(lambda: self._failed(remote, trouble))
+            self._tcp.call_soon(lambda: self._failed(remote, trouble))
         else:
-            self._tcp.soon(lambda: self.connect(remote, found))
+            self._tcp.call_soon(lambda: self.connect(remote, found))
 
     def _failed(self, remote: PeerConnection, trouble: str) -> None:
         remote.trouble = trouble

@@ -157,8 +157,8 @@ class Gateway:
                     del self._by_token[token]
                     self._has_ended(token, event[2] or "it ended", bool(event[3]))
 
-    def _has_ended(self, token: str, how: str, peace: bool) -> None:
-        self._ended[token] = how, peace
+    def _has_ended(self, token: str, how: str, orderly: bool) -> None:
+        self._ended[token] = how, orderly
         self._given_up.pop(token, None)
         if len(self._ended) > MAX_ENDED_PROCESSES:
             del self._ended[next(iter(self._ended))]
@@ -168,8 +168,8 @@ class Gateway:
 
     def _tell_end(self, token: str, other: str) -> None:
         """Tell a remote process that a local one has ended."""
-        how, peace = self._ended.get(token, ("it is gone", False))
-        self._to_host(host_of(other), envelope.word(GONE, other, token, text=how)._replace(rank=int(peace)))
+        how, orderly = self._ended.get(token, ("it is gone", False))
+        self._to_host(host_of(other), envelope.word(GONE, other, token, text=how)._replace(rank=int(orderly)))
 
     def _waiting_for(self, token: str) -> list[tuple[str, int]]:
         return [(entry[:TOKEN_LENGTH], int(entry[TOKEN_LENGTH:])) for entry in self._asked.pop(token, ())]
@@ -266,8 +266,8 @@ class Gateway:
                 there.append((link, one))
         receivers = [(link, one.seq, one.rank, one.epoch) for link, one in there]
         free = receivers and not any(link in self._kept for link, *_ in receivers)
-        cast = self._links.cast
-        if not free or not cast(receivers, kind, frame.target, frame.ref, rest, [frame.body], frame.buffers):
+        multicast = self._links.multicast
+        if not free or not multicast(receivers, kind, frame.target, frame.ref, rest, [frame.body], frame.buffers):
             for link, one in there:
                 self._put(link, one)
         return len(there) + mine

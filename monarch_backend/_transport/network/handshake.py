@@ -36,7 +36,7 @@ LOG_INTERVAL_S = 1.0
 """Seconds between two log lines about refused connections."""
 
 _PREAMBLE = struct.Struct("!4sB3x16s8s")  # magic, whether TLS follows, receiver's token, name of the secret
-KNOCK_BYTES = _PREAMBLE.size
+PREAMBLE_BYTES = _PREAMBLE.size
 _PREAMBLE_MAGIC = b"monh"
 
 
@@ -54,10 +54,10 @@ class Handshakes:
         if remote is not None and connection.name is not None:
             self._tcp.lose(remote, str(error))
         else:
-            self._log_stranger(connection, error)
+            self._log_refused(connection, error)
         self._tcp.drop(connection)
 
-    def _log_stranger(self, connection: Connection, error: HandshakeError) -> None:
+    def _log_refused(self, connection: Connection, error: HandshakeError) -> None:
         """Log a refusal, at a limited rate: otherwise unauthenticated peers could fill the log."""
         self._refusals += 1
         if time.monotonic() < self._quiet:
@@ -69,18 +69,18 @@ class Handshakes:
             whom = "an unknown address"
         log.warning("a connection from %s was refused, number %d so far: %s", whom, self._refusals, error)
 
-    def accept(self, connection: Connection, knock: bytes) -> Reader:
+    def accept(self, connection: Connection, preamble: bytes) -> Reader:
         """Authenticate a peer that has connected to this process, then read its frames."""
-        if not knock:
-            knock = bytes((yield KNOCK_BYTES))
-        magic, encrypted, whom, which = _PREAMBLE.unpack(knock)
+        if not preamble:
+            preamble = bytes((yield PREAMBLE_BYTES))
+        magic, encrypted, whom, which = _PREAMBLE.unpack(preamble)
         if magic != _PREAMBLE_MAGIC or bool(encrypted) != (self._tcp.tls is not None):
             raise HandshakeError("its first bytes are not those of a host with the same MONARCH_TLS")
         if self._tcp.tls is not None and which not in self._tcp.secrets:
             raise HandshakeError("it names a secret that is not known here")
         if whom not in (ANY_RECEIVER, self._tcp.who):
             self._tcp.selector.unregister(connection.socket)
-            if self._tcp.hand_over is not None and self._tcp.hand_over(whom, connection.socket, knock):
+            if self._tcp.hand_over is not None and self._tcp.hand_over(whom, connection.socket, preamble):
                 connection.gone = True
                 connection.socket.detach()
                 raise HandedOverError
@@ -98,7 +98,7 @@ class Handshakes:
         called.check(bytes((yield PROOF_BYTES)))
         if remote.id not in self._tcp.remotes and self._is_full():  # others have authenticated meanwhile
             raise HandshakeError(f"{self._tcp.max_sessions} sessions are open, which is the limit")
-        del self._tcp.strangers[connection]
+        del self._tcp.unauthenticated[connection]
         self._begin(connection, remote, called.other)
         yield from self._tcp.frames.read(connection, remote)
 
@@ -119,8 +119,8 @@ class Handshakes:
 
     def connect(self, connection: Connection, remote: PeerConnection) -> Reader:
         """Authenticate to a peer that this process has connected to, then read its frames."""
-        knock = _PREAMBLE.pack(_PREAMBLE_MAGIC, self._tcp.tls is not None, remote.wanted, name_of(remote.secret))
-        self._tcp.io.write(connection, [knock])
+        preamble = _PREAMBLE.pack(_PREAMBLE_MAGIC, self._tcp.tls is not None, remote.wanted, name_of(remote.secret))
+        self._tcp.io.write(connection, [preamble])
         binding = yield from self._tcp.io.secured(connection, remote.secret)
         caller = HandshakeClient(remote.secret, self._greeting(remote), binding)
         self._tcp.io.write(connection, [caller.hello()])

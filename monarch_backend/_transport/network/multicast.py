@@ -26,7 +26,7 @@ MAX_REMEMBERED_MESSAGES = 4096
 
 
 @dataclass(eq=False)
-class _Cast:
+class _Multicast:
     """Multicast that has not been reported by all branches below this host."""
 
     root: str
@@ -74,7 +74,7 @@ class Relay:
         self._to_host, self._deliver = to_host, deliver
         self.replies = Gatherer(token, to_host, answer, later)
         self._numbers = itertools.count(1)
-        self._casts: dict[tuple[str, int], _Cast] = {}
+        self._multicasts: dict[tuple[str, int], _Multicast] = {}
         # Completed multicasts of other roots, with the hosts that could not be reached; the oldest first.
         self._over: dict[tuple[str, int], list[str]] = {}
 
@@ -89,12 +89,12 @@ class Relay:
         frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
         sender = str(frame.prefix[TOKEN_LENGTH : 2 * TOKEN_LENGTH], "ascii")
         parents = [above[0]] if above else []
-        cast = _Cast(self._here, next(self._numbers), sender, frame.ref, frame, above, parents, dict(rows))
-        self._casts[cast.key] = cast
+        multicast = _Multicast(self._here, next(self._numbers), sender, frame.ref, frame, above, parents, dict(rows))
+        self._multicasts[multicast.key] = multicast
         below = sum(map(envelope.count_of, rows.values()))
-        self._expect(cast, frame.kind, above[0] if above else None, here + below)
-        self._hand_out(cast, frame, list(rows), self.branches)
-        self._finish_if_done(cast)
+        self._expect(multicast, frame.kind, above[0] if above else None, here + below)
+        self._hand_out(multicast, frame, list(rows), self.branches)
+        self._finish_if_done(multicast)
 
     def _pass_on(self, frame: Envelope) -> None:
         passed = RelayHeader.unpack(frame.prefix)
@@ -109,118 +109,124 @@ class Relay:
         self.replies.are_over(passed.root, passed.over)
         if below:
             frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
-        cast = self._joined(frame, many, passed)
-        more = {host: rows for host, rows in below if host not in cast.rows}
-        cast.rows.update(more)
-        lost = self._hand_out(cast, frame, list(more), passed.branches)
+        multicast = self._joined(frame, many, passed)
+        more = {host: rows for host, rows in below if host not in multicast.rows}
+        multicast.rows.update(more)
+        lost = self._hand_out(multicast, frame, list(more), passed.branches)
         if lost:
-            self._report(cast, lost)
-        self._finish_if_done(cast)
+            self._report(multicast, lost)
+        self._finish_if_done(multicast)
 
-    def _joined(self, frame: Envelope, many: Envelope, passed: RelayHeader) -> _Cast:
+    def _joined(self, frame: Envelope, many: Envelope, passed: RelayHeader) -> _Multicast:
         """Return the state of a multicast that has arrived: first, or again because a parent was lost."""
         key, parent = (passed.root, passed.number), passed.parent
         sender = str(passed.rest[TOKEN_LENGTH : 2 * TOKEN_LENGTH], "ascii")
-        cast, over = self._casts.get(key), self._over.pop(key, None)
-        if cast is None:
-            cast = self._casts[key] = _Cast(*key, sender, frame.ref, None, key, [], {}, lost=over or [])
-        cast.parents.append(parent)
-        if cast.parents == [parent] and over is None:
+        multicast, over = self._multicasts.get(key), self._over.pop(key, None)
+        if multicast is None:
+            multicast = self._multicasts[key] = _Multicast(*key, sender, frame.ref, None, key, [], {}, lost=over or [])
+        multicast.parents.append(parent)
+        if multicast.parents == [parent] and over is None:
             here = self._deliver(many) + sum(envelope.count_of(rows) for _, rows in passed.hosts[1:])
-            self._expect(cast, passed.kind, parent, here)
+            self._expect(multicast, passed.kind, parent, here)
         else:
             self.replies.has_parent((sender, frame.ref), parent)
-            if cast.lost:  # the parent that received the report may be the lost one
-                self._to_host(parent, envelope.arrived(*key, self._here, False, cast.lost))
-        return cast
+            if multicast.lost:  # the parent that received the report may be the lost one
+                self._to_host(parent, envelope.arrived(*key, self._here, False, multicast.lost))
+        return multicast
 
-    def _hand_out(self, cast: _Cast, frame: Envelope, hosts: Sequence[str], branches: int) -> list[str]:
+    def _hand_out(self, multicast: _Multicast, frame: Envelope, hosts: Sequence[str], branches: int) -> list[str]:
         """Send to the first host of each branch. Return the hosts that can't be reached."""
         near = [host for host in hosts if self._way(host) == host]
-        far = [host for host in hosts if self._way(host) != host]
-        lost = [] if cast.frame is not None else far  # only the root knows the gateway in front of them
-        for gateway in {self._way(host): None for host in far if cast.frame is not None}:
-            branch = [host for host in far if self._way(host) == gateway]
+        indirect = [host for host in hosts if self._way(host) != host]
+        lost = [] if multicast.frame is not None else indirect  # only the root knows the gateway in front of them
+        for gateway in {self._way(host): None for host in indirect if multicast.frame is not None}:
+            branch = [host for host in indirect if self._way(host) == gateway]
             near = [host for host in near if host != gateway]
-            parts = [(host, cast.rows.get(host, b"")) for host in (gateway, *branch)]
-            if self._pass(cast, frame, gateway, parts, branches):
-                cast.branches.setdefault(gateway, []).extend(branch)
+            parts = [(host, multicast.rows.get(host, b"")) for host in (gateway, *branch)]
+            if self._pass(multicast, frame, gateway, parts, branches):
+                multicast.branches.setdefault(gateway, []).extend(branch)
         for branch in split(near, branches):
             while branch:
-                parts = [(host, cast.rows[host]) for host in branch]
-                if self._pass(cast, frame, cast.root, parts, branches):
-                    cast.branches.setdefault(branch[0], []).extend(branch)
+                parts = [(host, multicast.rows[host]) for host in branch]
+                if self._pass(multicast, frame, multicast.root, parts, branches):
+                    multicast.branches.setdefault(branch[0], []).extend(branch)
                     break
                 lost.append(branch.pop(0))
         return lost
 
-    def _pass(self, cast: _Cast, frame: Envelope, root: str, parts: list[tuple[str, bytes]], branches: int) -> bool:
+    def _pass(
+        self, multicast: _Multicast, frame: Envelope, root: str, parts: list[tuple[str, bytes]], branches: int
+    ) -> bool:
         """Send to the first host of ``parts``. With ``root`` equal to it, that host acts as a root for these hosts."""
-        over = self.replies.over(cast.root, cast.number)
-        passed = RelayHeader(root, self._here, frame.kind, branches, cast.number, over, parts, frame.prefix)
+        over = self.replies.over(multicast.root, multicast.number)
+        passed = RelayHeader(root, self._here, frame.kind, branches, multicast.number, over, parts, frame.prefix)
         head = parts[0][0]
         if not self._to_host(head, frame._replace(kind=PASS, prefix=passed.pack())):
             return False
-        cast.turns[head] = cast.turns.get(head, 0) + 1
+        multicast.turns[head] = multicast.turns.get(head, 0) + 1
         return True
 
     def _has_arrived(self, frame: Envelope) -> None:
         root, who, lost = envelope.unpack_arrived(frame)
-        cast = self._casts.get((root, frame.seq))
-        if cast is None:
+        multicast = self._multicasts.get((root, frame.seq))
+        if multicast is None:
             return
         if lost:
-            self._take_over(cast, [host for host in lost if host in cast.rows])
+            self._take_over(multicast, [host for host in lost if host in multicast.rows])
         if frame.rank:  # one report for each send: a later send may have had more hosts
-            cast.turns[who] = cast.turns.get(who, 0) - 1
-            if cast.turns[who] <= 0:
-                cast.branches.pop(who, None)
-                del cast.turns[who]
-        self._finish_if_done(cast)
+            multicast.turns[who] = multicast.turns.get(who, 0) - 1
+            if multicast.turns[who] <= 0:
+                multicast.branches.pop(who, None)
+                del multicast.turns[who]
+        self._finish_if_done(multicast)
 
-    def _take_over(self, cast: _Cast, hosts: list[str]) -> None:
+    def _take_over(self, multicast: _Multicast, hosts: list[str]) -> None:
         """Send to hosts that their parent can't reach. Other gateways than the root report them to their parent."""
-        if cast.frame is None:
-            self._report(cast, hosts)
+        if multicast.frame is None:
+            self._report(multicast, hosts)
             return
-        hosts = [host for host in hosts if host not in cast.alone]  # else two hosts could report each other endlessly
-        cast.alone.update(hosts[:1])
-        self._hand_out(cast, cast.frame, hosts[:1], 1)  # separately: this host may be the reason
-        self._hand_out(cast, cast.frame, hosts[1:], self.branches)
+        hosts = [
+            host for host in hosts if host not in multicast.alone
+        ]  # else two hosts could report each other endlessly
+        multicast.alone.update(hosts[:1])
+        self._hand_out(multicast, multicast.frame, hosts[:1], 1)  # separately: this host may be the reason
+        self._hand_out(multicast, multicast.frame, hosts[1:], self.branches)
 
-    def _report(self, cast: _Cast, lost: Sequence[str]) -> None:
-        lost = [host for host in lost if host not in cast.lost]
+    def _report(self, multicast: _Multicast, lost: Sequence[str]) -> None:
+        lost = [host for host in lost if host not in multicast.lost]
         if not lost:
             return
-        cast.lost += lost
-        self.replies.fewer((cast.sender, cast.ref), sum(envelope.count_of(cast.rows[host]) for host in lost))
-        for parent in cast.parents:
-            self._to_host(parent, envelope.arrived(*cast.key, self._here, False, lost))
+        multicast.lost += lost
+        self.replies.fewer(
+            (multicast.sender, multicast.ref), sum(envelope.count_of(multicast.rows[host]) for host in lost)
+        )
+        for parent in multicast.parents:
+            self._to_host(parent, envelope.arrived(*multicast.key, self._here, False, lost))
 
-    def _finish_if_done(self, cast: _Cast) -> None:
-        if cast.branches or self._casts.pop(cast.key, None) is None:
+    def _finish_if_done(self, multicast: _Multicast) -> None:
+        if multicast.branches or self._multicasts.pop(multicast.key, None) is None:
             return
-        if cast.frame is None:
-            self._over[cast.key] = cast.lost
+        if multicast.frame is None:
+            self._over[multicast.key] = multicast.lost
             if len(self._over) > MAX_REMEMBERED_MESSAGES:
                 del self._over[next(iter(self._over))]
-        if cast.above is not None:
-            for parent in cast.parents:
-                self._to_host(parent, envelope.arrived(*cast.above, self._here, True, cast.lost))
+        if multicast.above is not None:
+            for parent in multicast.parents:
+                self._to_host(parent, envelope.arrived(*multicast.above, self._here, True, multicast.lost))
 
-    def _expect(self, cast: _Cast, kind: int, parent: str | None, count: int) -> None:
-        if kind == Kind.CALL | MANY and cast.ref:
-            self.replies.expect((cast.sender, cast.ref), cast.root, cast.number, parent, count)
+    def _expect(self, multicast: _Multicast, kind: int, parent: str | None, count: int) -> None:
+        if kind == Kind.CALL | MANY and multicast.ref:
+            self.replies.expect((multicast.sender, multicast.ref), multicast.root, multicast.number, parent, count)
 
     def ends(self, sender: str) -> None:
         """Send the unfinished multicasts of an ended process directly to all hosts, before its end is reported."""
         self.replies.ends(sender)
         self.replies.hurry()
-        for cast in self._casts.values():
-            if cast.sender == sender and cast.frame is not None and cast.above is None:
-                for host in {host: None for branch in cast.branches.values() for host in branch}:
-                    prefix = envelope.for_many(cast.rows[host], cast.frame.prefix)
-                    self._to_host(host, cast.frame._replace(prefix=prefix))
+        for multicast in self._multicasts.values():
+            if multicast.sender == sender and multicast.frame is not None and multicast.above is None:
+                for host in {host: None for branch in multicast.branches.values() for host in branch}:
+                    prefix = envelope.for_many(multicast.rows[host], multicast.frame.prefix)
+                    self._to_host(host, multicast.frame._replace(prefix=prefix))
 
     # ---- frames of other gateways, and lost hosts
 
@@ -230,16 +236,18 @@ class Relay:
 
     def lost_host(self, lost: str) -> None:
         """Send around a host that is lost."""
-        for cast in list(self._casts.values()):
-            branch = cast.branches.pop(lost, None)
-            cast.turns.pop(lost, None)
-            cast.parents = [parent for parent in cast.parents if parent != lost]  # the root will send it here again
-            if branch and cast.frame is None:  # the root may still reach the host
-                self._report(cast, branch)
+        for multicast in list(self._multicasts.values()):
+            branch = multicast.branches.pop(lost, None)
+            multicast.turns.pop(lost, None)
+            multicast.parents = [
+                parent for parent in multicast.parents if parent != lost
+            ]  # the root will send it here again
+            if branch and multicast.frame is None:  # the root may still reach the host
+                self._report(multicast, branch)
             elif branch:
-                assert cast.frame is not None
-                self._hand_out(cast, cast.frame, [host for host in branch if host != lost], self.branches)
-            self._finish_if_done(cast)
+                assert multicast.frame is not None
+                self._hand_out(multicast, multicast.frame, [host for host in branch if host != lost], self.branches)
+            self._finish_if_done(multicast)
         self.replies.lost_host(lost)
 
 

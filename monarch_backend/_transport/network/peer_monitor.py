@@ -27,8 +27,8 @@ class PeerMonitor:
 
     def beat(self, now: float) -> None:
         """Send heartbeats. Drop peers and unauthenticated connections that are silent for too long."""
-        for stranger in [s for s in self._tcp.strangers if now - s.since > AUTHENTICATION_TIMEOUT_S]:
-            self._tcp.drop(stranger)
+        for connection in [s for s in self._tcp.unauthenticated if now - s.since > AUTHENTICATION_TIMEOUT_S]:
+            self._tcp.drop(connection)
         for remote in list(self._tcp.remotes.values()):
             if now - remote.heard > remote.silence:
                 self.lose_silent(remote, now)

@@ -58,7 +58,7 @@ class _Exposed:
 class Nics:
     """NICs of one gateway. Methods other than `start`, `do` and `close` are called on its thread.
 
-    ``who`` is the gateway's own token. ``dial(gate)`` is called on another thread when a read needs a queue pair that
+    ``who`` is the gateway's own token. ``dial(link)`` is called on another thread when a read needs a queue pair that
     broke. It exchanges an offer and an answer with the peer, or gives up.
     """
 
@@ -68,7 +68,7 @@ class Nics:
         self._thread: threading.Thread | None = None
         self._engine: Engine | None = None
         self._exposed: dict[Key, _Exposed] = {}
-        self._gates: set[PeerLink] = set()
+        self._links: set[PeerLink] = set()
         self._closed = False
         self._starting = threading.Lock()
 
@@ -100,8 +100,8 @@ class Nics:
             thread.join()
         if self._engine is None:
             return
-        for gate in list(self._gates):
-            self.forget(gate, "this gateway has ended")
+        for link in list(self._links):
+            self.forget(link, "this gateway has ended")
         for exposed in self._exposed.values():
             self._engine.release(exposed.region)
         self._exposed.clear()
@@ -124,35 +124,35 @@ class Nics:
 
     # ---- connecting
 
-    def offer(self, gate: PeerLink) -> bytes:
+    def offer(self, link: PeerLink) -> bytes:
         """Return an offer for the peer's `accept`, in order to read from the peer. Raises VerbsError and others."""
-        self._gates.add(gate)
-        return self._started().offer(gate)
+        self._links.add(link)
+        return self._started().offer(link)
 
-    def renew(self, gate: PeerLink) -> None:
+    def renew(self, link: PeerLink) -> None:
         """Give up a half-open connection: messages about it may be lost."""
-        if self._engine is not None and not self._engine.connected(gate):
-            self._engine.give_up(gate, f"the connection to {gate} broke")
+        if self._engine is not None and not self._engine.connected(link):
+            self._engine.give_up(link, f"the connection to {link} broke")
 
-    def accept(self, gate: PeerLink, offer: bytes) -> bytes:
+    def accept(self, link: PeerLink, offer: bytes) -> bytes:
         """Return the answer to a peer that wants to read from here."""
-        self._gates.add(gate)
-        return self._started().accept(gate, offer)
+        self._links.add(link)
+        return self._started().accept(link, offer)
 
-    def connect(self, gate: PeerLink, answer: bytes) -> None:
+    def connect(self, link: PeerLink, answer: bytes) -> None:
         """Complete a connection for reads from the peer."""
-        self._started().connect(gate, answer)
+        self._started().connect(link, answer)
 
-    def forget(self, gate: PeerLink, why: str) -> None:
+    def forget(self, link: PeerLink, why: str) -> None:
         """Fail the reads from and by a peer whose session is over."""
-        self._gates.discard(gate)
+        self._links.discard(link)
         if self._engine is not None:
-            self._engine.peer_gone(gate, why)
+            self._engine.peer_gone(link, why)
 
-    def give_up(self, gate: PeerLink, why: str) -> None:
+    def give_up(self, link: PeerLink, why: str) -> None:
         """Fail the reads from a peer."""
         if self._engine is not None:
-            self._engine.give_up(gate, why)
+            self._engine.give_up(link, why)
 
     # ---- memory for others
 
@@ -198,7 +198,7 @@ class Nics:
 
     # ---- others' memory
 
-    def read(self, gate: PeerLink, parts: Sequence[Part], body: memoryview, whole: memoryview, done: Done) -> None:
+    def read(self, link: PeerLink, parts: Sequence[Part], body: memoryview, whole: memoryview, done: Done) -> None:
         """Read parts into ``body``, which lies in ``whole``. The registration of ``whole`` lives as long as it does.
 
         ``done`` is called once, from any thread, with None or the error, when no NIC writes there any more.
@@ -212,7 +212,7 @@ class Nics:
                 address = allocation_of(body).address + part.offset
                 segments = [(0, address, part.nbytes)]
                 region = Region.from_bytes(part.region)
-                self._started().transfer(gate, "read", region, segments, whole, together.one)
+                self._started().transfer(link, "read", region, segments, whole, together.one)
             except Exception as error:  # of any kind: the peer then sends the frame over TCP
                 for _ in parts[index:]:
                     together.one(error)
@@ -265,10 +265,10 @@ def _leave(who: bytes) -> None:
             shared_engine.give_back(PeerLink)
 
 
-def _dial(gate: PeerLink) -> None:
-    dial = _dials.get(gate.who)
+def _dial(link: PeerLink) -> None:
+    dial = _dials.get(link.who)
     if dial is not None:  # else the gateway has closed, and its connections have ended
-        dial(gate)
+        dial(link)
 
 
 def _in_forked_child() -> None:

@@ -93,7 +93,7 @@ class Carrier(Protocol):
 
     who: bytes
 
-    def soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], None]) -> None:
         """Schedule a call on the thread of the connections."""
 
     def put(self, remote: PeerConnection, parts: Sequence[Any]) -> None:
@@ -129,7 +129,7 @@ class RdmaSender:
         """End all reads, in both directions."""
         self._nics.close()
 
-    def _gate(self, remote: PeerConnection) -> PeerLink:
+    def _link_to(self, remote: PeerConnection) -> PeerLink:
         return PeerLink(self._carrier.who, remote.id, str(remote))
 
     # ---- the sender of a frame
@@ -163,9 +163,9 @@ class RdmaSender:
             why = (
                 f"{sum(map(_nbytes, rdma_send.rdma_parts.values()))} bytes can't be registered with NICs here: {error}"
             )
-            self._carrier.soon(lambda: self._send_plainly(remote, rdma_send, why))
+            self._carrier.call_soon(lambda: self._send_plainly(remote, rdma_send, why))
         else:
-            self._carrier.soon(lambda: self._send(remote, rdma_send, parts, keys))
+            self._carrier.call_soon(lambda: self._send(remote, rdma_send, parts, keys))
 
     def _send_plainly(self, remote: PeerConnection, rdma_send: RdmaSend, why: str) -> None:
         with remote.lock:
@@ -207,8 +207,8 @@ class RdmaSender:
         Call under the peer's lock.
         """
         remote.nics.able, remote.nics.reading = able, None
-        gate, rdma_send = self._gate(remote), remote.nics.rdma_send
-        self._nics.do(lambda: self._nics.renew(gate))
+        link, rdma_send = self._link_to(remote), remote.nics.rdma_send
+        self._nics.do(lambda: self._nics.renew(link))
         if not remote.nics.ready:  # messages on the last connection may be lost
             remote.nics.asked = float("-inf")
         if rdma_send is not None and rdma_send.number:
@@ -232,9 +232,9 @@ class RdmaSender:
         with remote.lock:
             remote.nics.able, remote.nics.reading = False, None
             self._end(remote)
-        gate = self._gate(remote)
+        link = self._link_to(remote)
         self._met.pop(remote.id, None)
-        self._nics.do(lambda: self._nics.forget(gate, f"the session with {gate} is over"))
+        self._nics.do(lambda: self._nics.forget(link, f"the session with {link} is over"))
 
     def _end(self, remote: PeerConnection) -> None:
         rdma_send, remote.nics.rdma_send = remote.nics.rdma_send, None
@@ -266,12 +266,12 @@ class RdmaSender:
     def read(self, remote: PeerConnection, reading: RdmaRead, parts: list[Part], whole: memoryview) -> None:
         """Read parts into the frame's body, which lies in ``whole``; then deliver the frame, or refuse it."""
         remote.nics.reading = reading
-        gate = self._gate(remote)
+        link = self._link_to(remote)
 
         def done(error: BaseException | None) -> None:
-            self._carrier.soon(lambda: self._have_read(remote, reading, error))
+            self._carrier.call_soon(lambda: self._have_read(remote, reading, error))
 
-        self._nics.do(lambda: self._nics.read(gate, parts, reading.body, whole, done))
+        self._nics.do(lambda: self._nics.read(link, parts, reading.body, whole, done))
         reading.until = time.monotonic() + READ_SECONDS + reading.head.body / READ_RATE
 
     def _have_read(self, remote: PeerConnection, reading: RdmaRead, error: BaseException | None) -> None:
@@ -290,14 +290,14 @@ class RdmaSender:
         reading = remote.nics.reading
         if reading is not None and now > reading.until:
             reading.until = float("inf")  # once
-            gate = self._gate(remote)
-            self._nics.do(lambda: self._nics.give_up(gate, "a read of the NIC did not complete in time"))
+            link = self._link_to(remote)
+            self._nics.do(lambda: self._nics.give_up(link, "a read of the NIC did not complete in time"))
 
     # ---- messages about NICs
 
     def hear(self, remote: PeerConnection, said: bytes) -> None:
         """Handle a message of the peer."""
-        what, data, gate = said[0], said[1:], self._gate(remote)
+        what, data, link = said[0], said[1:], self._link_to(remote)
         nics = self._nics
         if what == READY:
             remote.nics.ready = True
@@ -306,28 +306,28 @@ class RdmaSender:
             self._refused(remote, number, data[_NUMBER.size :].decode(errors="replace"))
         elif what in (WANT, OFFER, ANSWER, NO) and nics.start():
             self._met[remote.id] = remote
-            nics.do(lambda: self._step(remote, gate, what, data))
+            nics.do(lambda: self._step(remote, link, what, data))
 
-    def _dial(self, gate: PeerLink) -> None:
-        self._nics.do(lambda: self._dial_again(gate))
+    def _dial(self, link: PeerLink) -> None:
+        self._nics.do(lambda: self._dial_again(link))
 
-    def _dial_again(self, gate: PeerLink) -> None:
-        remote = self._met.get(gate.session)
-        if remote is None or not self._try(remote, OFFER, lambda: self._nics.offer(gate)):
-            self._nics.give_up(gate, f"no queue pair to {gate} could be connected")
+    def _dial_again(self, link: PeerLink) -> None:
+        remote = self._met.get(link.session)
+        if remote is None or not self._try(remote, OFFER, lambda: self._nics.offer(link)):
+            self._nics.give_up(link, f"no queue pair to {link} could be connected")
 
-    def _step(self, remote: PeerConnection, gate: PeerLink, heard: int, data: bytes) -> None:
+    def _step(self, remote: PeerConnection, link: PeerLink, heard: int, data: bytes) -> None:
         """Take the next step towards a queue pair. Runs on the thread of the NICs."""
         nics = self._nics
         if heard == WANT:
-            nics.give_up(gate, f"{gate} wants a new connection")
-            self._try(remote, OFFER, lambda: nics.offer(gate))
-        elif heard == OFFER and not self._try(remote, ANSWER, lambda: nics.accept(gate, data)):
-            self._carrier.soon(lambda: self._say(remote, NO))
+            nics.give_up(link, f"{link} wants a new connection")
+            self._try(remote, OFFER, lambda: nics.offer(link))
+        elif heard == OFFER and not self._try(remote, ANSWER, lambda: nics.accept(link, data)):
+            self._carrier.call_soon(lambda: self._say(remote, NO))
         elif heard == ANSWER:
-            self._try(remote, READY, lambda: nics.connect(gate, data))
+            self._try(remote, READY, lambda: nics.connect(link, data))
         elif heard == NO:
-            nics.give_up(gate, f"{gate} could not connect a queue pair: its log says why")
+            nics.give_up(link, f"{link} could not connect a queue pair: its log says why")
 
     def _try(self, remote: PeerConnection, then: int, call: Callable[[], bytes | None]) -> bool:
         """Call and send the result as the next message. Return False, and log why, if the call fails."""
@@ -340,9 +340,9 @@ class RdmaSender:
             return False
         except Exception as error:
             why = f"no queue pair could be connected: {error}"
-            self._carrier.soon(lambda: self._fell_back(remote, why))
+            self._carrier.call_soon(lambda: self._fell_back(remote, why))
             return False
-        self._carrier.soon(lambda: self._say(remote, then, data))
+        self._carrier.call_soon(lambda: self._say(remote, then, data))
         return True
 
     def _say(self, remote: PeerConnection, what: int, data: bytes = b"") -> None:

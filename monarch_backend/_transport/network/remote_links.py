@@ -1,6 +1,6 @@
 """Links to processes on other hosts, through this host's gateway.
 
-`FarLinks` wraps a process's LocalLinks: frames for this host are sent there, frames for other hosts to the gateway
+`RemoteLinks` wraps a process's LocalLinks: frames for this host are sent there, frames for other hosts to the gateway
 (gateway.py). Links to other hosts have numbers from FIRST_REMOTE_LINK on.
 """
 
@@ -23,7 +23,7 @@ log = logging.getLogger("monarch_backend")
 Event = tuple[Any, ...]
 
 
-class FarLinks:
+class RemoteLinks:
     """Links to this host and to others.
 
     - ``gateway``, ``gateway_link``: the gateway's token, and the link to it.
@@ -41,7 +41,7 @@ class FarLinks:
         keep: Callable[[Callable[[], bool]], None],
     ) -> None:
         self.token: str = native.token
-        self.native = native.post  # the methods of LocalLinks are replaced by those of this object
+        self.native = native.mailbox  # the methods of LocalLinks are replaced by those of this object
         self.pid = pid
         self._to_gateway, self._keep = to_gateway, keep
         self._here = host_of(native.token)
@@ -92,18 +92,18 @@ class FarLinks:
         prefix = envelope.tokens(self._tokens[link - FIRST_REMOTE_LINK], self.token) + prefix
         return self._to_gateway(Envelope(kind | CARRIED, target, ref, seq, rank, epoch, prefix, body, buffers))
 
-    def cast(
+    def multicast(
         self, to: list[Receiver], kind: int, target: int, ref: int, prefix: bytes, body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:  # fmt: skip
-        """As Links.cast. The gateway receives one frame for all receivers on other hosts."""
-        far = [receiver for receiver in to if receiver[0] >= FIRST_REMOTE_LINK]
-        if not far:
-            return bool(self.native.cast(to, kind, target, ref, prefix, body, buffers))
+        """As Links.multicast. The gateway receives one frame for all receivers on other hosts."""
+        remote = [receiver for receiver in to if receiver[0] >= FIRST_REMOTE_LINK]
+        if not remote:
+            return bool(self.native.multicast(to, kind, target, ref, prefix, body, buffers))
         near = [receiver for receiver in to if receiver[0] < FIRST_REMOTE_LINK]
-        if near and not self.native.cast(near, kind, target, ref, prefix, body, buffers):
+        if near and not self.native.multicast(near, kind, target, ref, prefix, body, buffers):
             return False
-        rows = [(self._tokens[link - FIRST_REMOTE_LINK], seq, rank, epoch) for link, seq, rank, epoch in far]
+        rows = [(self._tokens[link - FIRST_REMOTE_LINK], seq, rank, epoch) for link, seq, rank, epoch in remote]
         prefix = envelope.pack_receivers(rows) + envelope.tokens("0" * TOKEN_LENGTH, self.token) + prefix
         frame = Envelope(kind | MANY, target, ref, 0, 0, 0, prefix, body, buffers)
         if self._to_gateway(frame):
@@ -132,7 +132,7 @@ class FarLinks:
         for event in events:
             if event[1] >= CARRIED and event[0] in self._gateways:
                 try:
-                    self._far(Envelope(*event[1:]), result)
+                    self._on_remote_frame(Envelope(*event[1:]), result)
                 except (FrameError, ValueError) as error:
                     log.error("a frame of this host's gateway is dropped: %s", error)
                 continue
@@ -145,7 +145,7 @@ class FarLinks:
             result.append(event)
         return result
 
-    def _far(self, frame: Envelope, result: list[Event]) -> None:
+    def _on_remote_frame(self, frame: Envelope, result: list[Event]) -> None:
         sender, kind = frame.sender, frame.kind
         with self._lock:
             if kind == MET:
@@ -173,14 +173,14 @@ class FarLinks:
             else:
                 raise FrameError(f"a frame of {sender[:8]}, which was never connected to this process")
 
-    def _lose(self, token: str, how: str, peace: bool, result: list[Event]) -> None:
+    def _lose(self, token: str, how: str, orderly: bool, result: list[Event]) -> None:
         number = self._numbers.pop(token, None)
         if number is None:
             return
         self._early.pop(number, None)
         if number in self._met:
             self._met.discard(number)
-            result.append((number, int(Kind.GONE), how, peace))
+            result.append((number, int(Kind.GONE), how, orderly))
         else:
             result.append((0, int(Kind.REFUSED), token, how))
 

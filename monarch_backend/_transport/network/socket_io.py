@@ -53,7 +53,7 @@ class SocketIO:
             if connection.filled == len(connection.into):
                 self.advance(connection, connection.owned)
         if isinstance(connection.socket, ssl.SSLSocket) and not connection.gone:
-            self._tcp.soon(lambda: self._guarded_unless_gone(connection, self.read))
+            self._tcp.call_soon(lambda: self._guarded_unless_gone(connection, self.read))
 
     def _receive(self, connection: Connection) -> int:
         into = connection.into[connection.filled :]
@@ -99,7 +99,7 @@ class SocketIO:
         )
         connection.socket, connection.shaking = wrapped, True
         self._tcp.selector.register(wrapped, selectors.EVENT_READ, connection)
-        self._tcp.soon(lambda: self._guarded_unless_gone(connection, self._begin_to_shake))
+        self._tcp.call_soon(lambda: self._guarded_unless_gone(connection, self._begin_to_shake))
 
     def _begin_to_shake(self, connection: Connection) -> None:
         if connection.shaking:
@@ -153,7 +153,7 @@ class SocketIO:
             except OSError:
                 connection.out.clear()
                 connection.broken = True
-                self._tcp.soon(lambda: self._tcp.drop(connection))
+                self._tcp.call_soon(lambda: self._tcp.drop(connection))
 
     def flush(self, connection: Connection) -> None:
         """Send what is queued, as far as the socket has room. Call under the lock of the peer."""

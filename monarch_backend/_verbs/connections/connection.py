@@ -103,7 +103,7 @@ class PeerConnection:
             self._want()
         elif self.state is State.UP:
             self._prepare([request])
-            self.pump()
+            self.progress()
 
     def _straight(self, request: Request) -> bool:
         """Post a request that is a single work request on the next queue pair; False if that is not possible."""
@@ -122,7 +122,7 @@ class PeerConnection:
         """Handle a queue pair that accepts no work request."""
         self.broke(lane, lane.posted[0].id if lane.posted else 0, _GENERAL, error.errno or 0)
 
-    def pump(self) -> None:
+    def progress(self) -> None:
         """Post as many pieces as the queue pairs have room for."""
         posted = True
         while posted and self.state is State.UP and self._waiting:
@@ -295,7 +295,7 @@ class PeerConnection:
         if self.state is not State.UP:
             self._drained()
         if self._waiting:
-            self.pump()
+            self.progress()
 
     def _proved(self, lane: SendQueuePair) -> None:
         lane.proved = True

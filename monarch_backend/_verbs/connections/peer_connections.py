@@ -35,10 +35,10 @@ class PeerConnections:
         self.ends: Callable[[Request, Done, Any], None]
         """See Completions.ends. Set by the engine."""
 
-    def pump(self) -> None:
+    def progress(self) -> None:
         """Post what waits for room in a queue."""
         for link in self.by_peer.values():
-            link.pump()
+            link.progress()
 
     def tick(self) -> None:
         """Let connections whose time has come do what is due."""
@@ -66,7 +66,7 @@ class PeerConnections:
         """See Host."""
         if self._dial is None:
             return False
-        self._thread.soon(lambda: self._dial_now(peer))
+        self._thread.call_soon(lambda: self._dial_now(peer))
         return True
 
     def _dial_now(self, peer: Hashable) -> None:

@@ -128,7 +128,7 @@ class Entry:
 class MemoryCache:
     """Cache of one device.
 
-    ``on_gone`` is called when an allocation ends, at any point of other code: it may only nudge.
+    ``on_gone`` is called when an allocation ends, at any point of other code: it may only wake the thread.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class ActorCommandChannel:
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call a function later, on the thread that reads messages."""
-        self._program.pump.later(seconds, call)
+        self._program.progress.later(seconds, call)
 
     def put(self, number: int, tensor: torch.Tensor) -> None:
         """Send the same to all."""
@@ -72,27 +72,27 @@ class ActorCommandChannel:
     # Functions --------------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def sides(self) -> Any:
+    def control_actors(self) -> Any:
         """The control actors beside the executors; see _worker/control_actor.py."""
         from monarch_backend.dtensor._worker import ControlActor
 
         self._executors.initialized.get()  # two threads that import these modules at once would deadlock
-        return self.procs.spawn("dtensor_side", ControlActor, self._device_type)
+        return self.procs.spawn("dtensor_control", ControlActor, self._device_type)
 
-    def sides_of(self, ranks: Sequence[int]) -> Any:
+    def control_actors_of(self, ranks: Sequence[int]) -> Any:
         """Return the control actors of these ranks."""
-        return _those(self.sides, ranks)
+        return _those(self.control_actors, ranks)
 
     def execute(self, ranks: Sequence[int], run: int, *args: Any) -> Any:
-        """Call a function on these ranks, which then wait for `say`; return a future of their results."""
-        assert self.sides is not None  # set before any wait for them
+        """Call a function on these ranks, which then wait for the verdict; return a future of their results."""
+        assert self.control_actors is not None  # set before any wait for them
         executors = _those(self._executors, ranks)
         call = executors.execute.call(run, *args)
         with contextlib.suppress(SupervisionError):  # the call's future reports it
             executors.settle.broadcast(run)
         return call
 
-    def say(self, ranks: Sequence[int], run: int, verdict: str, why: str) -> None:
+    def send_verdict(self, ranks: Sequence[int], run: int, verdict: str, why: str) -> None:
         """Report the end of a run to the workers: "done", or "failed", after which all workers make new groups."""
         dead = set(self._executors.failed_ranks)
         if dead:  # the others can't make groups without them
@@ -101,15 +101,15 @@ class ActorCommandChannel:
         if not alive:
             return
         try:
-            _those(self.sides, alive).say.broadcast(run, verdict, why)
+            _those(self.control_actors, alive).set_verdict.broadcast(run, verdict, why)
         except SupervisionError:  # another one has died
             if not set(self._executors.failed_ranks) - dead:
                 raise
-            self.say(ranks, run, verdict, why)
+            self.send_verdict(ranks, run, verdict, why)
             return
         others = [rank for rank in range(len(self._ranks)) if rank not in set(ranks)]
         if verdict == "failed" and others:
-            _those(self._executors, others).meet_again.broadcast(run)
+            _those(self._executors, others).rejoin_groups.broadcast(run)
         if verdict == "failed":
             for each in list(self._made.values()):
                 if each.line is not self:
@@ -120,9 +120,9 @@ class ActorCommandChannel:
         """Make new groups, after earlier messages: executors of another device have closed the groups in this run."""
         self._executors.join_again.broadcast(run)
 
-    def aside(self, call: Callable[[], None]) -> None:
+    def run_in_thread(self, call: Callable[[], None]) -> None:
         """Call a function on a thread of its own."""
-        self._program.aside(call)
+        self._program.run_in_thread(call)
 
 
 def _those(actors: Any, ranks: Sequence[int]) -> Any:

@@ -78,32 +78,34 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     source, target = controller_mesh.workers_of(x.device_mesh), controller_mesh.workers_of(mesh)
     assert source is not None
     assert target is not None
-    parcel = next(_numbers)
+    transfer_id = next(_numbers)
     # Each slice of a sliced mesh has its own tensor. The first slice's is the one that reading shows.
     senders = (controller_mesh.rows_of(x.device_mesh)[0].flatten() - source.first).tolist()
     readers = (controller_mesh.rows_of(controller_mesh.root_of(mesh)).flatten() - target.first).tolist()
-    desk = there.TransferBuffers(parcel, senders, source.line.sides_of(senders), readers, target.line.sides_of(readers))
-    offered = remote_call.run(x.device_mesh, there.offer, x, desk)
+    transfer = there.MeshTransfer(
+        transfer_id, senders, source.line.control_actors_of(senders), readers, target.line.control_actors_of(readers)
+    )
+    offered = remote_call.run(x.device_mesh, there.offer, x, transfer)
     frame = empty(x.shape, dtype=x.dtype, device_mesh=mesh, placements=placements)
-    filled = remote_call.run(mesh, there.fill, frame, desk)
+    filled = remote_call.run(mesh, there.fill, frame, transfer)
     # A read of the tensor raises the failure; the results of these two are not used.
     offered.ignore()
     filled.ignore()
 
-    def tell(run: remote_call.Run) -> None:
+    def report_failure(run: remote_call.Run) -> None:
         error = run.exception()
         if error is not None:
-            desk.target.refuse.broadcast(parcel, str(error))
+            transfer.target.refuse.broadcast(transfer_id, str(error))
 
-    def over(_: Any) -> None:
-        source.unfinished.end(("move", parcel))
+    def on_end(_: Any) -> None:
+        source.unfinished.end(("move", transfer_id))
         error = offered.exception() or filled.exception()
         if error is not None:
-            for side in (desk.source, desk.target):
+            for actors in (transfer.source, transfer.target):
                 with contextlib.suppress(Exception):  # its processes may have ended, with their tensors
-                    side.forget.broadcast(parcel, str(error))
+                    actors.forget.broadcast(transfer_id, str(error))
 
-    offered.add_done_callback(tell)  # type: ignore[arg-type]
-    source.unfinished.begin(("move", parcel))
-    filled.add_done_callback(lambda _: offered.add_done_callback(over))
+    offered.add_done_callback(report_failure)  # type: ignore[arg-type]
+    source.unfinished.begin(("move", transfer_id))
+    filled.add_done_callback(lambda _: offered.add_done_callback(on_end))
     return remote_call_args.first_like(filled.held, frame)

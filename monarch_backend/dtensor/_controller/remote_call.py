@@ -97,7 +97,7 @@ def _start(workers: WorkerSet, mesh: DeviceMesh, function: Callable[..., Any], a
     extent = extent_of(mesh)
 
     def ended(_: Any) -> None:
-        workers.line.aside(lambda: _settle(workers, ranks, number, call, done, take))
+        workers.line.run_in_thread(lambda: _settle(workers, ranks, number, call, done, take))
 
     def take(replies: Any) -> Any:
         return packer.merged(extent, ranks, list(replies.values()), held)
@@ -113,10 +113,10 @@ def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, do
         error = error_of(error.__cause__.report)
     try:
         if error is None:
-            workers.line.say(ranks, number, "done", "")
+            workers.line.send_verdict(ranks, number, "done", "")
         else:
             why = f"{done.name} ended on another rank: {error}".split("\n")[0]
-            workers.line.say(ranks, number, "failed", why)
+            workers.line.send_verdict(ranks, number, "failed", why)
     except BaseException as ended:  # the processes have ended and cannot receive it
         error = error or ended
     finally:

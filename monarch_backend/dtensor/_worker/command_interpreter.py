@@ -188,7 +188,7 @@ class CommandInterpreter:
         made = [number for number in function.results(words, i) if number]
         if causes:
             failure = min(causes, key=lambda each: each.order)
-            if function.meets_others:
+            if function.has_collectives:
                 self._stand_in(function, words, i)
         else:
             is_check = not written and not made

@@ -33,7 +33,7 @@ class ControlInbox:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._verdicts: dict[int, tuple[str, str]] = {}
-        self._parcels: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self._parts: defaultdict[int, dict[int, Any]] = defaultdict(dict)
         self._refused: dict[int, str] = {}
         self._kept: dict[int, Callable[[], object]] = {}
         self._readers: defaultdict[int, int] = defaultdict(int)  # readers still to come; below 0: came too early
@@ -53,7 +53,7 @@ class ControlInbox:
         with self._changed:
             self._running = None
 
-    def say(self, run: int, verdict: str, why: str) -> None:
+    def set_verdict(self, run: int, verdict: str, why: str) -> None:
         """Record the end of a run; if it continues here, its collectives end now."""
         from monarch_backend.process_group import abort_all
 
@@ -70,70 +70,72 @@ class ControlInbox:
                 self._changed.wait(CANCEL_CHECK_INTERVAL_S)
             return self._verdicts.pop(run)[0]
 
-    def deliver(self, parcel: int, sender: int, content: Any) -> None:
+    def deliver(self, transfer_id: int, sender: int, content: Any) -> None:
         """Store a part of a transfer from another worker."""
         with self._changed:
-            if parcel not in self._forgotten:
-                self._parcels[parcel][sender] = content
+            if transfer_id not in self._forgotten:
+                self._parts[transfer_id][sender] = content
                 self._changed.notify_all()
 
-    def refuse(self, parcel: int, why: str) -> None:
+    def refuse(self, transfer_id: int, why: str) -> None:
         """Record that a transfer will not arrive."""
         with self._changed:
-            if parcel not in self._forgotten:
-                self._refused[parcel] = why
+            if transfer_id not in self._forgotten:
+                self._refused[transfer_id] = why
                 self._changed.notify_all()
 
-    def take(self, parcel: int, count: int) -> list[Any]:
+    def take(self, transfer_id: int, count: int) -> list[Any]:
         """Return the parts of ``count`` senders, by sender; waits for the last of them. Raises RuntimeError."""
         with self._changed:
-            while not (len(self._parcels[parcel]) >= count or parcel in self._refused or parcel in self._forgotten):
+            while not (
+                len(self._parts[transfer_id]) >= count or transfer_id in self._refused or transfer_id in self._forgotten
+            ):
                 self._changed.wait(CANCEL_CHECK_INTERVAL_S)
-            found, refused = self._parcels.pop(parcel), self._refused.pop(parcel, None)
-            refused = self._forgotten.get(parcel, refused)
+            found, refused = self._parts.pop(transfer_id), self._refused.pop(transfer_id, None)
+            refused = self._forgotten.get(transfer_id, refused)
         if refused is not None:
             raise RuntimeError(f"the data of a transfer to this rank have not come: {refused}")
         return [found[sender] for sender in sorted(found)]
 
-    def keep(self, parcel: int, count: int, release: Callable[[], object]) -> None:
-        """Keep a transfer's data until they were let go ``count`` times; then ``release`` them."""
+    def keep(self, transfer_id: int, count: int, release: Callable[[], object]) -> None:
+        """Keep a transfer's data until ``count`` readers have ended; then ``release`` them."""
         with self._changed:
-            is_wanted = parcel not in self._forgotten
+            is_wanted = transfer_id not in self._forgotten
             if is_wanted:
-                self._kept[parcel] = release
+                self._kept[transfer_id] = release
         if is_wanted:
-            self._count(parcel, count)
+            self._count(transfer_id, count)
         else:
             release()
 
-    def let_go(self, parcel: int) -> None:
+    def finish_read(self, transfer_id: int) -> None:
         """End one reader's use. After a failure that may be before the data are kept, or they never are."""
-        self._count(parcel, -1)
+        self._count(transfer_id, -1)
 
-    def _count(self, parcel: int, more: int) -> None:
+    def _count(self, transfer_id: int, more: int) -> None:
         with self._changed:
-            if parcel in self._forgotten:
+            if transfer_id in self._forgotten:
                 return
-            self._readers[parcel] += more
-            if self._readers[parcel] or parcel not in self._kept:
+            self._readers[transfer_id] += more
+            if self._readers[transfer_id] or transfer_id not in self._kept:
                 return
-            del self._readers[parcel]
-            release = self._kept.pop(parcel)
+            del self._readers[transfer_id]
+            release = self._kept.pop(transfer_id)
         release()
 
-    def forget(self, parcel: int, why: str) -> None:
+    def forget(self, transfer_id: int, why: str) -> None:
         """Drop a transfer after a failure: calls that would take or release it will never begin.
 
         Calls that wait for it stop waiting. Messages that were sent before may still arrive.
         """
         with self._changed:
-            self._forgotten[parcel] = why
+            self._forgotten[transfer_id] = why
             if len(self._forgotten) > MAX_FORGOTTEN:
                 del self._forgotten[next(iter(self._forgotten))]
-            self._parcels.pop(parcel, None)
-            self._refused.pop(parcel, None)
-            self._readers.pop(parcel, None)
-            release = self._kept.pop(parcel, None)
+            self._parts.pop(transfer_id, None)
+            self._refused.pop(transfer_id, None)
+            self._readers.pop(transfer_id, None)
+            release = self._kept.pop(transfer_id, None)
             self._changed.notify_all()
         if release is not None:
             # Not on this thread, which receives verdicts: a call whose run has failed elsewhere may still use the data.
@@ -147,11 +149,11 @@ def _release(kept: Callable[[], object]) -> None:
         log.warning("the copy of a tensor that could not be moved is kept: %s", error)
 
 
-boards: defaultdict[str, ControlInbox] = defaultdict(ControlInbox)
+inboxes: defaultdict[str, ControlInbox] = defaultdict(ControlInbox)
 """Inboxes of this process, by the type of the executor's device."""
 
 
-class Meetings:
+class GroupRejoins:
     """Runs after which this process has joined a new default group."""
 
     def __init__(self) -> None:
@@ -171,7 +173,7 @@ class Meetings:
                 self._changed.wait(CANCEL_CHECK_INTERVAL_S)
 
 
-meetings = Meetings()
+group_rejoins = GroupRejoins()
 """Runs of this process, for executors of all devices."""
 
 
@@ -179,29 +181,29 @@ class ControlActor(Actor):
     """The control actor of one executor."""
 
     def __init__(self, device_type: str) -> None:
-        self._board = boards[device_type]
+        self._inbox = inboxes[device_type]
 
     @endpoint
-    def say(self, run: int, verdict: str, why: str) -> None:
-        """See `ControlInbox.say`."""
-        self._board.say(run, verdict, why)
+    def set_verdict(self, run: int, verdict: str, why: str) -> None:
+        """See `ControlInbox.set_verdict`."""
+        self._inbox.set_verdict(run, verdict, why)
 
     @endpoint
-    def deliver(self, parcel: int, sender: int, content: Any) -> None:
+    def deliver(self, transfer_id: int, sender: int, content: Any) -> None:
         """See `ControlInbox.deliver`."""
-        self._board.deliver(parcel, sender, content)
+        self._inbox.deliver(transfer_id, sender, content)
 
     @endpoint
-    def refuse(self, parcel: int, why: str) -> None:
+    def refuse(self, transfer_id: int, why: str) -> None:
         """See `ControlInbox.refuse`."""
-        self._board.refuse(parcel, why)
+        self._inbox.refuse(transfer_id, why)
 
     @endpoint
-    def let_go(self, parcel: int) -> None:
-        """See `ControlInbox.let_go`."""
-        self._board.let_go(parcel)
+    def finish_read(self, transfer_id: int) -> None:
+        """See `ControlInbox.finish_read`."""
+        self._inbox.finish_read(transfer_id)
 
     @endpoint
-    def forget(self, parcel: int, why: str) -> None:
+    def forget(self, transfer_id: int, why: str) -> None:
         """See `ControlInbox.forget`."""
-        self._board.forget(parcel, why)
+        self._inbox.forget(transfer_id, why)

@@ -18,7 +18,7 @@ from monarch_backend.dtensor._protocol import RemoteRef
 from monarch_backend.dtensor._worker import attention, op_functions, random_ops, remote_call
 from monarch_backend.dtensor._worker import storage as storage_module
 from monarch_backend.dtensor._worker.command_interpreter import CommandInterpreter
-from monarch_backend.dtensor._worker.control_actor import boards, meetings
+from monarch_backend.dtensor._worker.control_actor import group_rejoins, inboxes
 from monarch_backend.dtensor._worker.failures import Failure
 from monarch_backend.dtensor._worker.worker_groups import WorkerGroups
 from monarch_backend.dtensor._worker.xla import xla_device
@@ -33,7 +33,7 @@ class Executor(Actor):
         self.groups = WorkerGroups(self._rank, self._timeout)
         self.meshes: dict[str, Any] = {}
         """This worker's own meshes, by their description; see remote_call_args.py."""
-        self.board = boards[device_type]
+        self.inbox = inboxes[device_type]
         self._commands = CommandInterpreter(self._rank, _own_device(device_type), self.groups)
         torch.set_grad_enabled(False)
 
@@ -178,18 +178,18 @@ class Executor(Actor):
     @endpoint
     def settle(self, run: int) -> None:
         """Continue once the run has ended on all ranks, with new groups if it failed on one."""
-        if self.board.verdict(run) == "failed":
-            self._meet_again(run)
+        if self.inbox.verdict(run) == "failed":
+            self._rejoin_groups(run)
 
     @endpoint
-    def meet_again(self, run: int) -> None:
+    def rejoin_groups(self, run: int) -> None:
         """Join new groups after a run in which other ranks have closed theirs."""
-        self._meet_again(run)
+        self._rejoin_groups(run)
 
     @endpoint
     def join_again(self, run: int) -> None:
         """Join new groups, because an executor of another device in these processes has closed the old ones."""
-        meetings.wait(run)
+        group_rejoins.wait(run)
         self._join_again()
 
     @property
@@ -223,12 +223,12 @@ class Executor(Actor):
 
     # Groups -----------------------------------------------------------------------------------------------------
 
-    def _meet_again(self, run: int) -> None:
+    def _rejoin_groups(self, run: int) -> None:
         self.groups.reinitialize(run)
         try:
             self._join_again()
         finally:  # not earlier: torch can't make two groups at once
-            meetings.note(run)
+            group_rejoins.note(run)
 
     def _join_again(self) -> None:
         """Join all groups again after the default group was replaced."""

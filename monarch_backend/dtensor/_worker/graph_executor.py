@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from monarch_backend.dtensor._per_rank import per_rank_op
 from monarch_backend.dtensor._per_rank.output_strides import is_wrong, ordered
-from monarch_backend.dtensor._protocol import MEETINGS, Graph, Kind, Signature, Step, Tag
+from monarch_backend.dtensor._protocol import COLLECTIVE_NAMESPACES, Graph, Kind, Signature, Step, Tag
 from monarch_backend.dtensor._worker import op_functions
 from monarch_backend.dtensor._worker.op_functions import Function, Source
 
@@ -30,11 +30,11 @@ class GraphFunction(Function):
 
     __slots__ = (
         "_all",
+        "_collectives",
         "_compiled",
         "_count",
         "_draws",
         "_groups",
-        "_meetings",
         "_numbers_on",
         "_orders",
         "_plain",
@@ -58,9 +58,9 @@ class GraphFunction(Function):
         self._plain: Any = None
         self._orders: _Orders | None = None
         self._draws = [_draw(each, self._source) for each in graph.draws]
-        self._meetings = _meetings(self._steps, self._source)
-        self._groups = {meeting.group for meeting in self._meetings}
-        self.meets_others = bool(self._meetings)
+        self._collectives = _collectives(self._steps, self._source)
+        self._groups = {each.group for each in self._collectives}
+        self.has_collectives = bool(self._collectives)
         # XLA compiles operations that run one by one, later.
         self._wants_inductor = graph.inductor and device.type != "xla"
         self._compiled: Callable[..., Any] | None = None
@@ -72,8 +72,8 @@ class GraphFunction(Function):
 
     def stand_in(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
         """See `Function.stand_in`."""
-        for meeting in self._meetings:
-            meeting.attend()
+        for each in self._collectives:
+            each.run_with_zeros()
 
     def _run(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
         first = i + 2 + self.signature.operands
@@ -98,7 +98,7 @@ class GraphFunction(Function):
         try:
             found = self._all(*given) if self._compiled is None else self._compiled(*given)
         except Exception as error:
-            self._attend_the_rest(before)
+            self._run_remaining_collectives(before)
             self._tell_where(error)
             raise
         if self._orders is not None:
@@ -111,7 +111,7 @@ class GraphFunction(Function):
         try:
             return [draw() for draw in self._draws]
         except Exception:
-            self._attend_the_rest(before)
+            self._run_remaining_collectives(before)
             raise
 
     # Compiling --------------------------------------------------------------------------------------------------
@@ -133,13 +133,13 @@ class GraphFunction(Function):
 
     # Failing ----------------------------------------------------------------------------------------------------
 
-    def _attend_the_rest(self, before: dict[str, int]) -> None:
+    def _run_remaining_collectives(self, before: dict[str, int]) -> None:
         """Take part in the remaining collectives. ``before``: each group's count of collectives at the step's start."""
-        attended = {group: _past(group) - number for group, number in before.items()}
-        for meeting in self._meetings:
-            attended[meeting.group] -= 1
-            if attended[meeting.group] < 0:
-                meeting.attend()
+        already_run = {group: _past(group) - number for group, number in before.items()}
+        for each in self._collectives:
+            already_run[each.group] -= 1
+            if already_run[each.group] < 0:
+                each.run_with_zeros()
 
     def _tell_where(self, error: Exception) -> None:
         """Add the operation and the program's line to the error, if steps ran one by one, each as a line of code."""
@@ -160,7 +160,9 @@ class _Orders:
     def __init__(self, steps: list[Step]) -> None:
         self._looks = True
         self._orders = {
-            k: step.orders for k, step in enumerate(steps) if any(step.orders) and not step.target.startswith(MEETINGS)
+            k: step.orders
+            for k, step in enumerate(steps)
+            if any(step.orders) and not step.target.startswith(COLLECTIVE_NAMESPACES)
         }
         self._wrong: dict[int, set[int]] = {}
 
@@ -186,14 +188,14 @@ class _Orders:
         return put[0] if isinstance(found, torch.Tensor) else put
 
 
-class _Meeting:
+class _GraphCollective:
     """A collective of a graph, in which a failed rank takes part with zeros."""
 
     def __init__(self, step: Step, group: str, call: Callable[[Values], Any], device: torch.device) -> None:
         self.group, self._step, self._call, self._device = group, step, call, device
 
-    def attend(self) -> None:
-        """Take part."""
+    def run_with_zeros(self) -> None:
+        """Run the collective with zeros as inputs."""
         ins = self._step.ins or []
         found = self._call([torch.zeros(shape, dtype=getattr(torch, name), device=self._device) for shape, name in ins])
         for each in [found] if isinstance(found, torch.Tensor) else found:
@@ -256,16 +258,16 @@ def _operands_of(places: Any) -> list[int]:
     return found
 
 
-def _meetings(steps: list[Step], source: Source) -> list[_Meeting]:
+def _collectives(steps: list[Step], source: Source) -> list[_GraphCollective]:
     found = []
     for step in steps:
         if step.ins is None:
             continue
         of = {at: k for k, at in enumerate(_operands_of([*step.args, *step.kwargs.values()]))}
         call = source.call(step.target, step.args, step.kwargs, lambda at, of=of: f"z[{of[at]}]")  # type: ignore[misc]
-        exec(f"def attend(z):\n    return {call}", source.constants)
+        exec(f"def run_with_zeros(z):\n    return {call}", source.constants)
         name = next(each[1] for each in [*step.args, *step.kwargs.values()] if _is_group(each))
-        found.append(_Meeting(step, source.group(name), source.constants["attend"], source.device))
+        found.append(_GraphCollective(step, source.group(name), source.constants["run_with_zeros"], source.device))
     return found
 
 

@@ -8,41 +8,41 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from monarch_backend._rdma.sharded_state import ShardedState
-from monarch_backend.dtensor._worker.control_actor import boards
+from monarch_backend.dtensor._worker.control_actor import inboxes
 from monarch_backend.process_group._xla import graph_hash_workaround
 
 
-class TransferBuffers(NamedTuple):
+class MeshTransfer(NamedTuple):
     """A transfer: the ranks on both sides, and the control actors of each side."""
 
-    parcel: int
+    transfer_id: int
     senders: list[int]
     source: Any
     readers: list[int]
     target: Any
 
 
-def offer(x: DTensor, desk: TransferBuffers) -> None:
+def offer(x: DTensor, transfer: MeshTransfer) -> None:
     """Offer this source rank's part to the readers, as a copy that is kept until all have read."""
     rank = dist.get_rank()  # in the default group; in this call ranks may be those of a slice
-    if rank not in desk.senders:
+    if rank not in transfer.senders:
         return
     copy = _in_memory(x) if _is_elsewhere(x) else x.clone()  # the controller continues, and may change x
     part = ShardedState.register({"x": copy})
-    boards[x.device_mesh.device_type].keep(desk.parcel, len(desk.readers), part.drop)
-    desk.target.deliver.broadcast(desk.parcel, rank, part)
+    inboxes[x.device_mesh.device_type].keep(transfer.transfer_id, len(transfer.readers), part.drop)
+    transfer.target.deliver.broadcast(transfer.transfer_id, rank, part)
 
 
-def fill(frame: DTensor, desk: TransferBuffers) -> DTensor:
+def fill(frame: DTensor, transfer: MeshTransfer) -> DTensor:
     """Read this target rank's part. The last reader lets the copies be dropped."""
     try:
-        parts = boards[frame.device_mesh.device_type].take(desk.parcel, len(desk.senders))
+        parts = inboxes[frame.device_mesh.device_type].take(transfer.transfer_id, len(transfer.senders))
         read = _in_memory(frame) if _is_elsewhere(frame) else frame
         ShardedState.merge(parts).read_into({"x": read}).get()
         if read is not frame:
             frame.to_local().copy_(read.to_local())
     finally:
-        desk.source.let_go.broadcast(desk.parcel)
+        transfer.source.finish_read.broadcast(transfer.transfer_id)
     return frame
 
 

@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as funcol
 
 from monarch_backend._native import Call
 from monarch_backend.dtensor._per_rank import output_strides
-from monarch_backend.dtensor._protocol import COLLECTIVES, MEETINGS, Signature, Tag, constant
+from monarch_backend.dtensor._protocol import COLLECTIVE_NAMESPACES, COLLECTIVES, Signature, Tag, constant
 from monarch_backend.dtensor._torch_internals import fast_op_lookup
 from monarch_backend.dtensor._worker import torch_compat
 
@@ -26,15 +26,15 @@ Run = Callable[[dict[int, Any], list[Any], int], None]
 class Function:
     """``run(tensors, words, i)`` executes the command at ``words[i]``, which has ``length`` words."""
 
-    __slots__ = ("_floats", "call", "is_collective", "length", "meets_others", "orders", "run", "signature")
+    __slots__ = ("_floats", "call", "has_collectives", "is_collective", "length", "orders", "run", "signature")
 
     def __init__(self, signature: Signature, run: Run, call: Call | None = None) -> None:
         self.signature, self.run, self.call = signature, run, call
         self._floats = _floats(signature)
         self.length = 2 + signature.operands + signature.results
         self.is_collective = signature.target.startswith(COLLECTIVES)
-        self.meets_others = signature.target.startswith(MEETINGS)
-        self.orders = signature.orders if call is not None and not self.meets_others else []
+        self.has_collectives = signature.target.startswith(COLLECTIVE_NAMESPACES)
+        self.orders = signature.orders if call is not None and not self.has_collectives else []
         """Strides of its results, until they were compared once."""
 
     def operands(self, words: list[Any], i: int) -> list[Any]:
@@ -92,7 +92,7 @@ def skip(other: Function) -> Function:
     """Return a function of the same length that does nothing, for a rank that takes no part."""
     made = Function(other.signature, lambda _tensors, _words, _i: None)
     made.length = other.length
-    made.is_collective = made.meets_others = False
+    made.is_collective = made.has_collectives = False
     return made
 
 

@@ -32,7 +32,7 @@ def execute(executor: Executor, run: int, number: int, site: int, meshes: list[A
     """Return the packed result and the size of the kept part. Raises RunFailed."""
     name = "run"
     try:
-        executor.board.begin(run)
+        executor.inbox.begin(run)
         (function, args, kwargs), own = remote_call_args.unpack(executor, meshes, body, buffers)
         name = f"run({getattr(function, '__qualname__', function)})"
         with torch.enable_grad():
@@ -45,6 +45,6 @@ def execute(executor: Executor, run: int, number: int, site: int, meshes: list[A
         executor.keep(number, failure)
         raise RunFailed(executor.told(failure)) from None
     finally:
-        executor.board.end()
+        executor.inbox.end()
     executor.keep(number, kept)
     return body, buffers, len(kept)

@@ -76,7 +76,7 @@ _GRACE_S = 2.0
 class Hierarchy(SharedMemory):
     """Group of ranks on several hosts; ``hosts`` lists the ranks of each, ``memory`` is the core's group on this host.
 
-    ``gloo`` carries messages between hosts, ``far`` the large ones where there are NICs. ``store`` holds the first
+    ``gloo`` carries messages between hosts, ``rdma_p2p`` the large ones where there are NICs. ``store`` holds the first
     cause of a failure.
     """
 
@@ -91,14 +91,14 @@ class Hierarchy(SharedMemory):
         timeout: Callable[[], timedelta],
         hosts: Sequence[Sequence[int]],
         gloo: Any,
-        far: RdmaP2P | None,
+        rdma_p2p: RdmaP2P | None,
         store: Store,
     ) -> None:
         self._turns = OperationQueue(f"monarch_hosts_{rank}")
         super().__init__(self._turns, None, members, rank, timeout)
         self._memory = memory
         self._hosts = [tuple(host) for host in hosts]
-        self._between = InterHostComm(gloo, far, store, rank, self._hosts, self._break)
+        self._between = InterHostComm(gloo, rdma_p2p, store, rank, self._hosts, self._break)
         self._host = next(h for h, host in enumerate(self._hosts) if rank in host)
         self._here = self._hosts[self._host]
         self._place = self._here.index(rank)
@@ -148,7 +148,7 @@ class Hierarchy(SharedMemory):
 
     def _carry_out(self, call: CollectiveCall) -> None:
         if self._cause is not None:
-            raise GroupFailure(*self._cause, witness=False)
+            raise GroupFailure(*self._cause, is_cause=False)
         try:
             # Scratch memory is used by later operations too, so the caller's inference mode must not mark it.
             with torch.inference_mode(False), self._between.watched(call):
@@ -159,7 +159,7 @@ class Hierarchy(SharedMemory):
         except GroupFailure as failure:
             raise self._break(failure) from None
         except BaseException as error:  # a bug, no memory, an interrupt: the other ranks must not wait for this one
-            self._break(GroupFailure("dead", self._rank, f"failed in {call.text}: {error!r}", witness=True))
+            self._break(GroupFailure("dead", self._rank, f"failed in {call.text}: {error!r}", is_cause=True))
             raise
 
     def error(self, failure: Any) -> Exception:
@@ -174,12 +174,12 @@ class Hierarchy(SharedMemory):
             if self._cause is None:
                 self._cause = self._between.first_cause(failure)
                 self._disconnect()
-        return GroupFailure(*self._cause, witness=False)
+        return GroupFailure(*self._cause, is_cause=False)
 
     def _leave(self, text: str) -> None:
         """Record that this rank left, as the cause of the group's end on all hosts."""
         self._cause = ("closed", self._rank, "closed the group")
-        self._between.first_cause(GroupFailure("left", self._rank, text, witness=True))
+        self._between.first_cause(GroupFailure("left", self._rank, text, is_cause=True))
 
     def _disconnect(self) -> None:
         """Fail the ranks that wait for this one: by a mismatched operation on this host, else by closing links."""
@@ -229,7 +229,7 @@ class Hierarchy(SharedMemory):
             calls = (bytes(other.tolist()).rstrip(b"\0").decode(errors="replace")[:-10] for other in theirs)
             told = "; ".join(f"rank {rank} called {text}" for rank, text in zip(self._here, calls, strict=True))
             text = f"the ranks disagree about operation {call.number} of the group, which ends it: {told}"
-            raise GroupFailure("mismatch", -1, text, witness=True)
+            raise GroupFailure("mismatch", -1, text, is_cause=True)
 
     def _local(
         self,
@@ -255,9 +255,9 @@ class Hierarchy(SharedMemory):
         """Return the core's failure in terms of ranks, not places; a rank that gave up is not blamed."""
         if kind == "mismatch" or "gave up" in text:  # all ranks had agreed: it is the operation of `_disconnect`
             kind = "left" if call.left() else "late"
-            return GroupFailure(kind, -1, f"another rank of this host gave up on {call.text}", witness=False)
+            return GroupFailure(kind, -1, f"another rank of this host gave up on {call.text}", is_cause=False)
         rank = self._here[place] if place >= 0 else -1
-        return GroupFailure(kind, rank, self._in_ranks(text, call), witness=kind != "late" or not call.left())
+        return GroupFailure(kind, rank, self._in_ranks(text, call), is_cause=kind != "late" or not call.left())
 
     def _core(self, seconds: float, *operation: Any) -> Any:
         """Run an operation of the core and return its failure, or None."""

@@ -34,17 +34,17 @@ Mail = Sequence[tuple[int, Tensor]]  # (rank, tensor) pairs to send or to receiv
 Posted = list[tuple[Any, int]]
 Cause = tuple[str, int, str]  # kind of failure, failed rank or -1, text; as in the compiled core
 
-_HEARSAY_TIMEOUT_S = 0.1  # ranks that see effects of a failure let the rank that detected it publish it first
+_CAUSE_TIMEOUT_S = 0.1  # ranks that see effects of a failure let the rank that detected it publish it first
 _STORE_TIMEOUT_S = 1.0  # seconds for the store to answer; it may be on a host that can't be reached any more
 
 
 class GroupFailure(Exception):
-    """Failure of an operation; ``witness`` is False if it may be an effect of a failure on other ranks."""
+    """Failure of an operation; ``is_cause`` is False if it may be an effect of a failure on other ranks."""
 
-    def __init__(self, kind: str, rank: int, text: str, *, witness: bool) -> None:
+    def __init__(self, kind: str, rank: int, text: str, *, is_cause: bool) -> None:
         super().__init__(kind, rank, text)
         self.cause: Cause = (kind, rank, text)
-        self.witness = witness
+        self.is_cause = is_cause
 
 
 @dataclass
@@ -83,20 +83,20 @@ class CollectiveCall:
 class InterHostComm:
     """Links of ``rank`` to ranks of other hosts, and the group's record of the first failure.
 
-    ``fail`` is called from another thread, if the group turns out to have failed during a long operation. ``far``
+    ``fail`` is called from another thread, if the group turns out to have failed during a long operation. ``rdma_p2p``
     carries large messages where there are NICs.
     """
 
     def __init__(
         self,
         gloo: Any,
-        far: RdmaP2P | None,
+        rdma_p2p: RdmaP2P | None,
         store: Store,
         rank: int,
         hosts: Sequence[Sequence[int]],
         fail: Callable[[GroupFailure], object],
     ) -> None:
-        self._gloo, self._far, self._rank, self._hosts = gloo, far, rank, hosts
+        self._gloo, self._rdma_p2p, self._rank, self._hosts = gloo, rdma_p2p, rank, hosts
         self._store = _c10d_internals.own_connection(store)
         self._fail = weakref.WeakMethod(fail)  # the group owns this object
         self._elsewhere = next(host[0] for host in hosts if rank not in host)
@@ -121,9 +121,9 @@ class InterHostComm:
                 tag = zlib.crc32(what.encode()) >> 2 | FIRST_STAGE_TAG  # apart from users' tags
                 vector = [tensor.view(torch.uint8)]
                 try:
-                    if self._far is not None and self._far.takes(vector, 0):
+                    if self._rdma_p2p is not None and self._rdma_p2p.takes(vector, 0):
                         begin = functools.partial(
-                            getattr(self._far, name), owner=call.owner_of(tensor), seconds=call.left()
+                            getattr(self._rdma_p2p, name), owner=call.owner_of(tensor), seconds=call.left()
                         )
                     else:
                         begin = getattr(self._gloo, name)
@@ -149,12 +149,12 @@ class InterHostComm:
             alone = (rank,) in self._hosts
             text = f"did not enter {call.text} within {call.seconds:g} s"
             return GroupFailure(
-                "late", rank, text + ("" if alone else ", or another rank of its host did not"), witness=False
+                "late", rank, text + ("" if alone else ", or another rank of its host did not"), is_cause=False
             )
         if (cause := getattr(error, "failure", None)) is not None:  # a NIC's message, whose error is complete
-            return GroupFailure(*cause, witness=False)
+            return GroupFailure(*cause, is_cause=False)
         said = str(error).strip().splitlines()[0]
-        return GroupFailure("dead", rank, f"closed its connection to rank {self._rank} (gloo: {said})", witness=False)
+        return GroupFailure("dead", rank, f"closed its connection to rank {self._rank} (gloo: {said})", is_cause=False)
 
     # Failures --------------------------------------------------------------------------------------------------
 
@@ -167,15 +167,15 @@ class InterHostComm:
 
         def ask() -> None:
             with contextlib.suppress(Exception):  # the store may be gone with its host
-                if not failure.witness:
+                if not failure.is_cause:
                     with contextlib.suppress(Exception):
-                        self._store.wait(["cause"], timedelta(seconds=_HEARSAY_TIMEOUT_S))
+                        self._store.wait(["cause"], timedelta(seconds=_CAUSE_TIMEOUT_S))
                 kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(failure.cause)))
                 found.append((str(kind), int(rank), str(text)))
 
         asking = threading.Thread(target=ask, name="monarch_cause", daemon=True)
         start_thread(asking)
-        asking.join(_HEARSAY_TIMEOUT_S + _STORE_TIMEOUT_S)
+        asking.join(_CAUSE_TIMEOUT_S + _STORE_TIMEOUT_S)
         return found[-1]
 
     def close_links(self) -> None:
@@ -217,7 +217,7 @@ class InterHostComm:
             self._store.set(f"at/{self._rank}", json.dumps([call.number, call.text]))
             self._announced = call.number
         if self._store.check(["cause"]):
-            return GroupFailure("dead", -1, "a rank failed", witness=False)  # the recorded cause says more
+            return GroupFailure("dead", -1, "a rank failed", is_cause=False)  # the recorded cause says more
         for host in self._hosts:
             key = f"at/{host[0]}"
             if not self._store.check([key]):
@@ -226,7 +226,7 @@ class InterHostComm:
             if number == call.number and text != call.text:
                 told = f"rank {host[0]} called {text}; rank {self._rank} called {call.text}"
                 text = f"the ranks disagree about operation {number} of the group, which ends it: {told}"
-                return GroupFailure("mismatch", -1, text, witness=True)
+                return GroupFailure("mismatch", -1, text, is_cause=True)
         return None
 
 

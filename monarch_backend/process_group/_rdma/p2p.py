@@ -60,7 +60,7 @@ class _Message(Operation):
     def __init__(self, body: Callable[[_Message], None], clock: _Clock, source: int = -1) -> None:
         super().__init__(lambda: body(self), None)
         self.clock, self.source = clock, source
-        self.deaf = False  # only a message or the timeout ends Gloo's receive from any rank
+        self.cannot_cancel = False  # only a message or the timeout ends Gloo's receive from any rank
 
     def abandon(self, failure: _Failure) -> None:
         """Fail the message now, whatever its body does later."""
@@ -74,8 +74,8 @@ class _Clock:
     It starts with the first wait, as Gloo's does, because a receive may be posted long before its message.
     """
 
-    def __init__(self, far: RdmaP2P, seconds: float) -> None:
-        self._far, self.seconds = far, seconds
+    def __init__(self, rdma_p2p: RdmaP2P, seconds: float) -> None:
+        self._rdma_p2p, self.seconds = rdma_p2p, seconds
         self.begun = threading.Event()
         self._end = 0.0
 
@@ -87,7 +87,7 @@ class _Clock:
 
     def left(self) -> float:
         """Return the seconds left."""
-        if self._far.closed:
+        if self._rdma_p2p.closed:
             return 0.0
         return max(0.0, self._end - time.monotonic()) if self.begun.is_set() else _NO_TIMEOUT_S
 
@@ -215,11 +215,11 @@ class RdmaP2P:
             _c10d_internals.close_gloo_links(self._gloo, self._another())
         for message, work in under_way.items():
             message.clock.begin()
-            if message.deaf:
+            if message.cannot_cancel:
                 message.abandon(_Failure(("closed", -1, "")))
                 work.ended()
         with self._change:
-            self._change.wait_for(lambda: all(message.deaf for message in self._under_way), _CLOSE_TIMEOUT_S)
+            self._change.wait_for(lambda: all(message.cannot_cancel for message in self._under_way), _CLOSE_TIMEOUT_S)
         if self._nics is not None:
             peer_reads.leave(self._nics, self._others)
 
@@ -329,11 +329,11 @@ class RdmaP2P:
         posted = exchange.listen(p2p_protocol.SEND_HEADER_BYTES)
 
         def body(message: _Message) -> None:
-            message.deaf = rank < 0
-            if message.deaf:
+            message.cannot_cancel = rank < 0
+            if message.cannot_cancel:
                 _glance(posted[1], clock)
             exchange.wait(posted[0])
-            message.deaf = False
+            message.cannot_cancel = False
             if self.closed:
                 raise _Failure(("closed", -1, ""))
             message.source = rank if rank >= 0 else int(posted[0]._source_rank())
@@ -429,8 +429,8 @@ def _glance(buffer: bytearray, clock: _Clock) -> None:
 class _PeerExchange:
     """Exchange with one rank, or with the first that begins one: Gloo messages with a tag of their own."""
 
-    def __init__(self, far: RdmaP2P, rank: int, tag: int, clock: _Clock) -> None:
-        self._far, self._gloo = far, far._gloo
+    def __init__(self, rdma_p2p: RdmaP2P, rank: int, tag: int, clock: _Clock) -> None:
+        self._rdma_p2p, self._gloo = rdma_p2p, rdma_p2p._gloo
         self.rank, self._tag, self.clock = rank, tag, clock
 
     def begin(self, call: Callable[..., Any], tensor: Tensor) -> Any:
@@ -445,7 +445,7 @@ class _PeerExchange:
         try:
             return self._gloo.send([_bytes(data)], self.rank, tag)
         except RuntimeError as error:
-            raise self._far.error(self._lost(error)) from None
+            raise self._rdma_p2p.error(self._lost(error)) from None
 
     def listen(self, nbytes: int = p2p_protocol.WORD) -> tuple[Any, bytearray]:
         """Start to receive bytes; return the work and the buffer."""
@@ -455,7 +455,7 @@ class _PeerExchange:
                 return self._gloo.recv_anysource([_bytes(buffer)], self._tag), buffer
             return self._gloo.recv([_bytes(buffer)], self.rank, self._tag), buffer
         except RuntimeError as error:
-            raise self._far.error(self._lost(error)) from None
+            raise self._rdma_p2p.error(self._lost(error)) from None
 
     def wait(self, work: Any) -> None:
         """Wait for one of Gloo's operations while there is time."""
@@ -498,7 +498,7 @@ class _PeerExchange:
 
     def late(self) -> _Failure:
         """Return the failure of a message whose time is over."""
-        least, seconds = self._far.least, self.clock.seconds
+        least, seconds = self._rdma_p2p.least, self.clock.seconds
         what = f"did not do its part of a message within {seconds:g} s (is its tensor smaller than {least} bytes?)"
         return _Failure(("late", self.rank, what if self.rank >= 0 else f"no rank sent a message within {seconds:g} s"))
 
@@ -506,7 +506,7 @@ class _PeerExchange:
         if not self.clock.left():
             return self.late()
         said = str(error).strip().splitlines()[0]
-        return _Failure(("dead", self.rank, f"closed its connection to rank {self._far._rank} (gloo: {said})"))
+        return _Failure(("dead", self.rank, f"closed its connection to rank {self._rdma_p2p._rank} (gloo: {said})"))
 
 
 def _bytes(data: bytearray) -> Tensor:

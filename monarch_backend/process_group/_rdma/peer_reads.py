@@ -144,7 +144,7 @@ class Nics:
 
         def ended(_: object) -> None:  # called at any point of other code, so it takes no lock
             gone.append(key)
-            engine.soon(later)
+            engine.call_soon(later)
 
         return ended
 

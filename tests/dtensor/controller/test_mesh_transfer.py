@@ -76,7 +76,7 @@ class Traffic:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nbytes = 0
-        for name, at in (("send", 7), ("cast", 6)):
+        for name, at in (("send", 7), ("multicast", 6)):
             self._count(monkeypatch, Router, name, lambda args, at=at: args[at : at + 2])
         self._count(monkeypatch, pending_calls, "loads", lambda args: args)
 
@@ -124,48 +124,48 @@ def test_earlier_failure_is_raised_where_the_moved_tensor_is_read(mesh_of: Calla
 
 
 def test_failed_transfer_leaves_no_buffers_on_other_workers() -> None:
-    board, released, gone = ControlInbox(), [], threading.Event()
-    board.deliver(1, 0, "a part")
-    board.refuse(1, "the other part has failed")
-    board.keep(1, 2, lambda: (released.append(1), gone.set()))
-    board.let_go(1)
-    board.keep(2, 1, lambda: released.append(2))
-    board.forget(1, "another one could not take it")
+    inbox, released, gone = ControlInbox(), [], threading.Event()
+    inbox.deliver(1, 0, "a part")
+    inbox.refuse(1, "the other part has failed")
+    inbox.keep(1, 2, lambda: (released.append(1), gone.set()))
+    inbox.finish_read(1)
+    inbox.keep(2, 1, lambda: released.append(2))
+    inbox.forget(1, "another one could not take it")
     assert gone.wait(10)
     assert released == [1]
-    board.deliver(1, 1, "what was on its way")
-    board.refuse(1, "so was this")
-    board.let_go(1)
-    assert not (board._parcels or board._refused or 1 in board._kept or 1 in board._readers)
+    inbox.deliver(1, 1, "what was on its way")
+    inbox.refuse(1, "so was this")
+    inbox.finish_read(1)
+    assert not (inbox._parts or inbox._refused or 1 in inbox._kept or 1 in inbox._readers)
     with pytest.raises(RuntimeError, match="have not come: another one could not take it"):
-        board.take(1, 2)
-    assert not board._parcels
-    board.let_go(2)
+        inbox.take(1, 2)
+    assert not inbox._parts
+    inbox.finish_read(2)
     assert released == [1, 2]
-    board.keep(1, 2, lambda: released.append(1))
+    inbox.keep(1, 2, lambda: released.append(1))
     assert released == [1, 2, 1]
     failed: list[str] = []
 
     def wait() -> None:
         try:
-            board.take(3, 1)
+            inbox.take(3, 1)
         except RuntimeError as error:
             failed.append(str(error))
 
     waits = threading.Thread(target=wait)
     waits.start()
-    board.forget(3, "no")
+    inbox.forget(3, "no")
     waits.join(10)
     assert failed == ["the data of a transfer to this rank have not come: no"]
-    for parcel in range(3, 3 + 2 * MAX_FORGOTTEN):
-        board.forget(parcel, "")
-    assert len(board._forgotten) == MAX_FORGOTTEN
+    for transfer_id in range(3, 3 + 2 * MAX_FORGOTTEN):
+        inbox.forget(transfer_id, "")
+    assert len(inbox._forgotten) == MAX_FORGOTTEN
 
 
 def nothing_is_left(*meshes: Any) -> None:
     """The last reader's word may still be on its way."""
     for mesh in meshes:
-        assert any(set(run(mesh, worker_functions.left_on_boards).get().values()) == {0} for _ in range(1000))
+        assert any(set(run(mesh, worker_functions.left_in_inboxes).get().values()) == {0} for _ in range(1000))
 
 
 def test_transfers_leave_no_buffers(mesh_of: Callable[[str], Any]) -> None:

@@ -174,7 +174,7 @@ class Peer:
         self.process.join(PATIENCE)
 
     def close(self) -> None:
-        """In peace, if it can."""
+        """End the process cleanly, if it can."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self.process.join(PATIENCE)

@@ -70,7 +70,7 @@ class StagedProcess(DeviceProcess):
     def may_take_tcp(self, buffer: RDMABuffer) -> None:
         """As between hosts, where MONARCH_RDMA_TRANSPORT does not say that it must be verbs."""
         routes = engine().routes
-        far = VerbsWithTcpFallback(routes._gpu_nics, routes._tcp, routes._warn_of_tcp, program().aside)
+        far = VerbsWithTcpFallback(routes._gpu_nics, routes._tcp, routes._warn_of_tcp, program().run_in_thread)
         routes._chosen[buffer._handle.token, True, True] = far
 
     @endpoint

@@ -261,7 +261,7 @@ def test_late_completions_do_not_change_the_polling_time(far: Make, monkeypatch:
     first.get(10)
     nobody_is_told(owner)
     heard = threading.Event()
-    owner.asking.soon(heard.set)
+    owner.asking.call_soon(heard.set)
     assert heard.wait(10), "and of what it was told before"
     nobody_is_told(owner)
     completions = owner.asking._completions
@@ -623,14 +623,14 @@ def test_wake_of_a_closed_engine_writes_to_no_reused_descriptor(far: Make, monke
         write(fd, value)
 
     monkeypatch.setattr(os, "eventfd_write", closed_meanwhile)
-    owner.asking._thread.nudge()
+    owner.asking._thread.wake()
     try:
         assert written
         assert written[0] not in opened
     finally:
         for each in opened:
             os.close(each)
-    owner.asking.soon(list)  # nobody does it, and nothing is raised
+    owner.asking.call_soon(list)  # nobody does it, and nothing is raised
 
 
 def test_uncacheable_memory_is_planned_each_time(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -713,7 +713,7 @@ def test_callback_may_start_but_not_await_a_transfer(far: Make, monkeypatch: pyt
             errors.append(error)
         raised.set()
 
-    program().soon(lambda: looking(None))
+    program().call_soon(lambda: looking(None))
     assert raised.wait(10)
     assert "reads messages" in str(errors[1])
     assert not looked, "whether it is refused would depend on what the look finds"
@@ -743,7 +743,7 @@ def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.Mo
         pair.step()
     assert "hears of completions, and can't wait for a transfer" in said.get(timeout=10)
     assert not second.ready
-    program().soon(lambda: cancelling(None))
+    program().call_soon(lambda: cancelling(None))
     assert "reads messages, and can't wait for a transfer" in said.get(timeout=10)
     assert not second.ready, "nothing was given up"
     with Worker(slow.fabric):  # whoever does it may not have begun yet
@@ -867,8 +867,8 @@ def test_stuck_connection_is_closed(far: Make, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """``clocks.pop()()``: the time of the last transfer is over, and not before, however busy the machine is."""
-    pump, due = program().pump, []
-    later = pump.later
+    progress, due = program().progress, []
+    later = progress.later
 
     def held(seconds: float, call: Callable[[], None]) -> Any:
         if getattr(call, "__func__", None) is not transfer.Transfer._time_is_over:
@@ -876,7 +876,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
         due.append(call)
         return later(600, call)  # which the transfer cancels when it has ended
 
-    monkeypatch.setattr(pump, "later", held)
+    monkeypatch.setattr(progress, "later", held)
     return due
 
 
@@ -895,7 +895,7 @@ def test_a_timeout(
 
 
 def test_deadline_before_the_start(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program().pump, "later", lambda _, call: (call(), threading.Timer(0, call))[1])
+    monkeypatch.setattr(program().progress, "later", lambda _, call: (call(), threading.Timer(0, call))[1])
     buffer = far().buffer
     with pytest.raises(TimeoutError, match=r"was not done at once \(timeout=0\)"):
         buffer[:8].read_into(bytearray(8), timeout=0.0).get(10)
@@ -1028,7 +1028,7 @@ def test_owner_of_an_address_is_the_largest_containing_memory() -> None:
 
 
 def test_timers_of_transfers_that_are_done_are_taken_back(far: Make) -> None:
-    owner, timers = far(), program().pump._timers
+    owner, timers = far(), program().progress._timers
     before = timers.cancelled
     for _ in range(5):
         owner.buffer[:8].read_into(bytearray(8), timeout=1000).get()
@@ -1162,7 +1162,7 @@ def test_one_queue_pair_breaks_and_the_other_never_ends(far: Make, monkeypatch: 
     first, second = [pair for pair in owner.fabric.pairs.values() if pair.posted]
     nobody_is_told(owner)
     awake = threading.Event()
-    owner.asking.soon(awake.set)
+    owner.asking.call_soon(awake.set)
     assert awake.wait(10)  # and then it sleeps
     owner.fabric.dead = True
     with owner.fabric.lock:

@@ -146,7 +146,7 @@ def test_memory_that_is_gone_is_not_registered_when_a_process_forks(fabric: Fabr
     device.cache.give(device.cache.take(allocation_of(array), writable=True))
     assert len(nic.registered) == 1
     busy, go_on = threading.Event(), threading.Event()
-    engine.soon(lambda: (busy.set(), go_on.wait(PATIENCE)))
+    engine.call_soon(lambda: (busy.set(), go_on.wait(PATIENCE)))
     assert busy.wait(PATIENCE)
     del array
     assert len(nic.registered) == 1
@@ -162,7 +162,7 @@ def test_a_fork_waits_for_an_engine_for_a_moment_only(fabric: Fabric, monkeypatc
     engine = shared_engine.borrow(str, print)
     engine.devices()
     go_on = threading.Event()
-    engine.soon(lambda: go_on.wait(PATIENCE))
+    engine.call_soon(lambda: go_on.wait(PATIENCE))
     began = time.monotonic()
     assert _in_fork(lambda: True)
     took = time.monotonic() - began
@@ -174,7 +174,7 @@ def test_a_callback_of_the_engine_s_thread_forks(fabric: Fabric) -> None:
     engine = shared_engine.borrow(str, print)
     engine.devices()
     outcomes: list[bool] = []
-    engine.soon(lambda: outcomes.append(_in_fork(lambda: True)))
+    engine.call_soon(lambda: outcomes.append(_in_fork(lambda: True)))
     assert until(lambda: outcomes == [True])
 
 
@@ -203,7 +203,7 @@ def test_fork_does_not_close_its_parents_engine(fabric: Fabric) -> None:
         engine = held["engine"]
         for name in ("release", "peer_gone", "give_up", "stop"):
             getattr(engine, name)(*{"release": (region,), "stop": ("a", None, "over")}.get(name, ("a", "over")))
-        engine.soon(print)
+        engine.call_soon(print)
         engine.close()
         del engine
         held.clear()
