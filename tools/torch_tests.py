@@ -20,7 +20,7 @@ from torch_env import ROOT, BuildError, Environment, say
 from torch_table import AREAS, Area, outcomes, summarize
 
 MARKS = "not slow and not gpu and not xla and not verbs"
-MOST_AGAIN = 40
+MOST_AGAIN = 60
 """More failures than this have a common cause, and do not run once more."""
 
 
