@@ -38,6 +38,7 @@ from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.process_group import _own_address
 from monarch_backend.process_group._collective_specs import COLLECTIVES
 from monarch_backend.process_group._handshake import Deadline, within
@@ -400,7 +401,8 @@ def _make_gloo(opts: Any, deadline: Deadline) -> Any:
     gloo.set_timeout(opts.timeout)
     gloo.options.global_ranks_in_group = opts.global_ranks_in_group
     gloo.options.group_name = opts.group_id
-    gloo._set_sequence_number_for_group()
+    if torch_version() < (2, 14):  # later ones begin with 0, and warn
+        gloo._set_sequence_number_for_group()
     return gloo
 
 

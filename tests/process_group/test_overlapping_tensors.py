@@ -11,6 +11,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -481,7 +482,7 @@ def _refused_on_one_rank(rank: int) -> None:
     if rank == 1:
         with pytest.raises(CollectiveArgumentError):
             dist.all_to_all_single(mine, mine)
-        store.wait(["failed"])
+        store.wait(["failed"], timedelta(seconds=60))  # longer than rank 0 waits in the group
     else:
         with pytest.raises(CollectiveTimeoutError, match=r"rank 1 .* did not enter all_to_all"):
             dist.all_to_all_single(other, mine)
