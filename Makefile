@@ -15,7 +15,9 @@ VERBS ?= verbs
 PYTHONS ?= 3.10 3.11 3.12 3.13 3.14 3.14t 3.15
 PLATFORMS ?= linux-x86_64 linux-aarch64 macos-arm64
 FUZZ := .envs/fuzz
-CORE := tests/process_group tests/cli tests/tpu tests/test_torch_patches.py
+# Of make test-torch: --all runs all parametrizations instead of one of each test function; no areas are all of them.
+SELECTION ?=
+AREAS ?=
 # Tests that also run on workers with XLA devices: tests/dtensor/xla_selection.py says which of these; and how many
 # parametrizations of each, since XLA compiles each graph.
 ON_XLA ?= tests/dtensor
@@ -81,8 +83,11 @@ test-rdma: $(STAMP)  ## verbs between two soft-RoCE devices, in a guest that it 
 	PYTHONPATH=$(CURDIR)/.envs/rdma RXE_GUEST_SECONDS=2000 tools/rxe_guest.sh $(CURDIR)/$(BIN)/python -m pytest --color=no -p no:cacheprovider -m "$(VERBS)" --durations=10 tests/rdma tests/process_group/test_rdma_p2p.py \
 	    tests/transport/test_rdma_between_processes.py tests/hosts/test_nic_transfers.py
 
-test-torch: $(STAMP)  ## the core tests on another torch: make test-torch VERSION=2.14.1
-	$(BIN)/python tools/torch_env.py $(VERSION) --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" $(CORE)
+# The areas of tools/torch_table.py: process groups, commands, actors, hosts and registered memory, and from torch 2.11 on
+# the controller. The counts are in docs/reference/torch-results, and a table of them in docs/reference/torch-releases.md.
+test-torch: $(STAMP)  ## a sample of the tests on another torch: make test-torch VERSION=2.14.1 SELECTION=--all AREAS="backend fsdp"
+	$(BIN)/python tools/torch_tests.py $(VERSION) $(SELECTION) $(if $(AREAS),--area $(AREAS)); \
+	    rc=$$?; $(BIN)/python tools/torch_table.py; exit $$rc
 
 test-lowest: $(STAMP)  ## the core tests and actors with the lowest version of every dependency, torch 2.9.0 among them
 	$(BIN)/python tools/torch_env.py 2.9.0 --lowest --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" $(CORE) tests/actor

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-# The tests were run on 2.9.0, 2.13.0, 2.14.1 and 2.15.0; README.md has the combinations.
+# docs/reference/torch-releases.md has the tests that ran on each release.
 OLDEST = (2, 9)
 NEWEST = (2, 15)
 

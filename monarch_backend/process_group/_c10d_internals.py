@@ -39,6 +39,7 @@ from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.process_group import _own_address
 from monarch_backend.process_group._collective_specs import COLLECTIVES
 from monarch_backend.process_group._handshake import Deadline, within
@@ -344,14 +345,13 @@ def make_inner(
     ensure = getattr(dist.Backend, "_ensure_backend_registered", None)
     if ensure is not None:
         ensure(name)
-    if name.upper() in dist.Backend._plugins:
-        plugin = dist.Backend._plugins[name.upper()]
-        if plugin.extended_api:
-            inner = plugin.creator_fn(opts, pg_options)
-        else:
-            inner = plugin.creator_fn(store, opts.group_rank, opts.group_size, opts.timeout)
-    elif name == "gloo":
+    plugin = dist.Backend._plugins.get(name.upper())
+    if name == "gloo" and _is_torchs_gloo(plugin, opts):
         inner = _make_gloo(opts, deadline)
+    elif plugin is not None and plugin.extended_api:
+        inner = plugin.creator_fn(opts, pg_options)
+    elif plugin is not None:
+        inner = plugin.creator_fn(store, opts.group_rank, opts.group_size, opts.timeout)
     elif name == "nccl" and dist.is_nccl_available() and torch.cuda.is_available():
         inner = _make_nccl(opts, pg_options, creation.split_from)
     elif name == "xccl":
@@ -375,8 +375,17 @@ def _wait_for_connections(inner: Any, deadline: Deadline) -> None:
         inner.barrier(options).wait()  # type: ignore[attr-defined]
 
 
+def _is_torchs_gloo(plugin: Any, opts: Any) -> bool:
+    """Return whether "gloo" is torch's own group, which torch >= 2.14 registers as a plugin.
+
+    Torch's creator makes the groups that can be reconfigured.
+    """
+    is_own = plugin is None or plugin.creator_fn is getattr(c10d, "_create_gloo_process_group", None)
+    return is_own and not getattr(opts, "enable_reconfigure", False)
+
+
 def _make_gloo(opts: Any, deadline: Deadline) -> Any:
-    """Make a Gloo group inline, as torch < 2.14 does; later releases have a plugin creator.
+    """Make a Gloo group, with an address that the other hosts reach.
 
     Runs in a thread, because the constructor waits for each of the other ranks for its whole timeout.
     """
@@ -394,7 +403,8 @@ def _make_gloo(opts: Any, deadline: Deadline) -> Any:
     gloo.set_timeout(opts.timeout)
     gloo.options.global_ranks_in_group = opts.global_ranks_in_group
     gloo.options.group_name = opts.group_id
-    gloo._set_sequence_number_for_group()
+    if torch_version() < (2, 14):  # later ones begin with 0, and warn
+        gloo._set_sequence_number_for_group()
     return gloo
 
 

@@ -546,6 +546,7 @@ class Collectives(dist.ProcessGroup):
             inputs = _cpu_validation.movable(self, "all_to_all", _cpu_validation.settled(inputs))
             if not hasattr(dist.ProcessGroup, "all_to_all_single"):
                 # Gloo of torch before 2.13 exchanges slices of one tensor but no lists.
+                _overlap.refuse_expanded(self, "all_to_all", outputs)
                 return _cpu_validation.exchange_lists(self.alltoall_base, outputs, inputs, opts)
             own = {self.rank(): outputs[self.rank()]}
             (outputs,), finish = _overlap.separate(self, "all_to_all", inputs, [outputs], own.get)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend.actor as ma
+from monarch_backend._core import patches
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.actor import MeshFailure, ProcMesh, this_host
 from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._patches import manifest
 from tests.actor.script_runner import Run, WarmInterpreter, with_meshes
 from tests.dtensor import xla_selection
 from tests.support import xla
@@ -37,6 +40,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     out = set(map(id, left_out))
     items[:] = [each for each in items if id(each) not in out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Skip a test whose feature the running release of torch is too old for, which the error says by name."""
+    try:
+        return (yield)
+    except Exception as error:
+        reason = next((each for each in _too_old() if each in str(error)), None)
+        if reason is None:
+            raise
+        raise pytest.skip.Exception(reason) from error
+
+
+def _too_old() -> list[str]:
+    """Return the errors of the features that came with a newer release of torch than the running one."""
+    found = []
+    for feature in (manifest.CHECKPOINTS, manifest.FSDP2, manifest.CAPTURED):
+        if torch_version() < feature.since:
+            with pytest.raises(patches.FeatureUnavailableError) as refused:
+                patches.require(feature)
+            found.append(str(refused.value))
+    return found
 
 
 SIZES: dict[str, dict[str, int]] = {"2": {"x": 2}, "3": {"x": 3}, "2x2": {"dp": 2, "tp": 2}}

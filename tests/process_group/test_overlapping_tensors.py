@@ -11,6 +11,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,6 +23,7 @@ from torch import Tensor
 import monarch_backend
 from monarch_backend import CollectiveArgumentError
 from monarch_backend.process_group._errors import CollectiveTimeoutError
+from tests.process_group import gloo as gloo_of_all_releases
 from tests.process_group.test_hierarchical import ON, TWO_BY_TWO, three  # noqa: F401  # a fixture
 from tests.support.hosts import Hosts, refusal, run_on_hosts
 from tests.support.ranks import run_ranks
@@ -164,7 +166,7 @@ CALLS: dict[str, tuple[Call, dict[str, Layout]]] = {
         lambda i, o, g, a: REDUCE_SCATTER_SINGLE(o[0], i[0], group=g, async_op=a),
         _swapped(_joined(ONE_AND_ALL)),
     ),
-    "all_to_all": (lambda i, o, g, a: dist.all_to_all(o, i, group=g, async_op=a), EXCHANGES),
+    "all_to_all": (lambda i, o, g, a: gloo_of_all_releases.all_to_all(o, i, group=g, async_op=a), EXCHANGES),
     "all_to_all_single": (
         lambda i, o, g, a: dist.all_to_all_single(o[0], i[0], group=g, async_op=a),
         SINGLE_EXCHANGES,
@@ -480,7 +482,7 @@ def _refused_on_one_rank(rank: int) -> None:
     if rank == 1:
         with pytest.raises(CollectiveArgumentError):
             dist.all_to_all_single(mine, mine)
-        store.wait(["failed"])
+        store.wait(["failed"], timedelta(seconds=60))  # longer than rank 0 waits in the group
     else:
         with pytest.raises(CollectiveTimeoutError, match=r"rank 1 .* did not enter all_to_all"):
             dist.all_to_all_single(other, mine)

@@ -14,6 +14,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -32,6 +33,11 @@ KEPT_FDS: set[int] = set()
 
 HANG = 120.0
 _GOODBYE = b"goodbye"
+
+
+def without_gloos_lines(output: str) -> str:
+    """The standard output of a program without the lines that Gloo prints there, as torch before 2.11 lets it."""
+    return re.sub(r"^\[Gloo\] Rank \d+ is connected to .*\n", "", output, flags=re.MULTILINE)
 
 
 class RankFailedError(AssertionError):

@@ -11,17 +11,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor import RemoteOpError, RemoteTensor, RemoteTensorError, shard_batch, simulated_mesh
 from monarch_backend.dtensor._dispatch import dispatch
+from monarch_backend.dtensor._patches import manifest
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
 from tests.support.tiers import slow_except
+
+NEEDED = ".".join(map(str, manifest.FSDP2.since))
+pytestmark = pytest.mark.skipif(
+    torch_version() < manifest.FSDP2.since, reason=f"FSDP2 in a controller needs torch {NEEDED}"
+)
 
 WIDTH, HIDDEN = 8, 15  # the hidden one is even for no mesh here
 ROWS = 24
@@ -378,7 +385,7 @@ def test_whole_parameters_when_the_user_wants_them(mesh_of: Any) -> None:
 def test_parameters_that_are_distributed_already(mesh_of: Any) -> None:
     mesh, reference = mesh_of("2"), Net()
     model = distribute_module(copy.deepcopy(reference), mesh)
-    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="x"))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=torch.distributed.fsdp.DataParallelMeshDims(shard="x"))
     x = torch.randn(ROWS, WIDTH)
     out = model(distribute_tensor(x, mesh, [Shard(0)]))
     same(out, reference(x))

@@ -120,6 +120,8 @@ def test_transformer_trains_as_in_a_single_process(mesh_of: Any, name: str, way:
 
 
 def test_experts_are_sharded_as_the_rest(mesh_of: Any) -> None:
+    if not hasattr(ModelArgs, "num_experts"):
+        pytest.skip("the Transformer of torch's tests has no experts before torch 2.12")
     alone = Transformer(ModelArgs(dropout_p=0.0, num_experts=4))
     ours: nn.Module = copy.deepcopy(alone)
     split = tensor_parallel(ours, mesh_of("2"))
