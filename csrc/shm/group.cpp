@@ -245,7 +245,7 @@ bool Group::enter(Operation& op) {
 }
 
 bool Group::compare(Operation& op) {
-#ifdef MONARCH_UNCHECKED  // benchmarks/header_check.py measures the cost of the comparison
+#ifdef MONARCH_UNCHECKED  // benchmarks/call_comparison.py measures the cost of the comparison
   (void)op;
   return true;
 #endif

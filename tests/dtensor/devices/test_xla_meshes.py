@@ -294,7 +294,7 @@ class TestXla:
             same(ours, reference)
 
     def test_rows_are_looked_up_by_computed_indices(self, there: Any) -> None:
-        """torch_xla ends the process, or reduces nothing: worker/_xla_corrected.py."""
+        """torch_xla ends the process, or reduces nothing: dtensor/_worker/xla/op_overrides.py."""
         for find in (
             lambda x: x.sort(0, descending=True)[1][:2, 0], lambda x: x.topk(2, 0)[1][:, 1], lambda x: x.argsort(0)[0],
             lambda x: x.max(0)[1], lambda x: x.min(0)[1], lambda x: x.cummax(0)[1][:, 0], lambda x: x.kthvalue(2, 0)[1],
