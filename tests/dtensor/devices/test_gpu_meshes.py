@@ -157,7 +157,7 @@ def test_attention_of_local_tensors(mesh: Any, kind: str) -> None:
 def test_a_gpus_worker_knows_the_operators() -> None:
     names = [f"aten::_scaled_dot_product_flash_attention_for_cpu{name}" for name in ("", "_backward")]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    assert not any(has(name, "CUDA") for name in names), "torch has them itself: dtensor/_worker/attention.py is not wanted"
+    assert not any(has(name, "CUDA") for name in names), "torch has them: dtensor/_worker/attention.py is not wanted"
     attention_module.install()
     try:
         assert all(has(name, "CUDA") for name in names)
