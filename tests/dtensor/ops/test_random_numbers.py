@@ -439,8 +439,7 @@ ATTENTIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     ("what", "is_captured"),
     [
         *((name, False) for name in ATTENTIONS),
-        ("scaled_dot_product", True),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("softmax", "heads")),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ATTENTIONS),
     ],
 )
 def test_dropout_in_heads_of_parallel_layers_is_that_of_a_single_process(
