@@ -69,7 +69,7 @@ def test_record_has_each_outcome_and_the_last_one_counts(tmp_path: Path, monkeyp
     assert counts["failed tests"] == ["test_some.py::test_bad"]
 
 
-def test_unfinished_test_counts_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_test_is_counted_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_table, "RESULTS", tmp_path)
     record = tmp_path / "out.jsonl"
     run = {"commit": "c", "date": "d", "torch": "2.99.0", "python": "3.11", "sample": False}
@@ -77,4 +77,5 @@ def test_unfinished_test_counts_as_failed(tmp_path: Path, monkeypatch: pytest.Mo
     record.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"test": "b", "outc')
     torch_table.summarize("2.99.0", "backend", record)
     counts = json.loads((tmp_path / "2.99.0.json").read_text())["backend"]
-    assert (counts["passed"], counts["failed"], counts["failed tests"]) == (1, 1, ["b"])
+    assert (counts["passed"], counts["failed"], counts["unfinished"]) == (1, 0, 1)
+    assert torch_table.cell("2.99.0", "backend", counts) == "1 / 0 / 0, 1 not reached, all"

@@ -78,9 +78,10 @@ def summarize(release: str, area: str, record: Path) -> None:
         "sample": runs[0]["sample"],
         "passed": last.count("passed"),
         "passed in a second run": sum(each[-1] == "passed" and "failed" in each for each in found.values()),
-        "failed": len(last) - last.count("passed") - last.count("skipped"),
+        "failed": last.count("failed"),
         "skipped": last.count("skipped"),
-        "failed tests": sorted(test for test, each in found.items() if each[-1] not in ("passed", "skipped")),
+        "unfinished": last.count("unfinished"),
+        "failed tests": sorted(test for test, each in found.items() if each[-1] == "failed"),
         "torch": runs[0]["torch"],
         "python": runs[0]["python"],
         "date": runs[-1]["date"],
@@ -103,6 +104,7 @@ def cell(release: str, area: str, counts: dict[str, Any] | None) -> str:
     """Return the text of a cell."""
     if counts is not None:
         text = f"{counts['passed']} / {counts['failed']} / {counts['skipped']}"
+        text += f", {counts['unfinished']} not reached" if counts.get("unfinished") else ""
         return text if counts["sample"] else f"{text}, all"
     oldest = AREAS[area].oldest
     return "not run" if _parts(release) >= _parts(oldest) else f"needs {oldest}"

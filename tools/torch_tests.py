@@ -3,7 +3,7 @@
 
     python tools/torch_tests.py 2.15.0                             # one parametrization of each test function
     python tools/torch_tests.py 2.15.0 --all --area patches        # all parametrizations of one area
-    python tools/torch_tests.py 2.15.0 --again                     # what has failed, once more
+    python tools/torch_tests.py 2.15.0 --again                     # what has failed or was not reached, once more
 
 Each area is one run of pytest. The tests that failed run once more, alone, since some have tight time limits; the
 counts say how many passed only then. `tools/torch_table.py` writes the table of docs/reference/torch-releases.md.
@@ -21,7 +21,7 @@ from torch_table import AREAS, Area, outcomes, summarize
 
 MARKS = "not slow and not gpu and not xla and not verbs"
 MOST_AGAIN = 60
-"""More failures than this have a common cause, and do not run once more."""
+"""More failures than this have a common cause, and do not run once more. Tests that a run did not reach always do."""
 
 
 def parts(release: str) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ class Runs:
         """Run what has failed in an area once more. Return whether all has passed."""
         record = self.folder / f"{name}.jsonl"
         bad = failed(record)
-        if bad and len(bad) <= MOST_AGAIN:
+        if bad and sum(outcomes(record)[test][-1] == "failed" for test in bad) <= MOST_AGAIN:
             say(f"{name}: {len(bad)} tests once more")
             self.pytest(record, *bad)
         summarize(self.environment.version, name, record)
@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("version", help="a release of torch, as 2.14.1")
     parser.add_argument("--all", action="store_true", help="all parametrizations instead of one of each test function")
     parser.add_argument("--area", nargs="+", choices=AREAS, help="only these areas")
-    parser.add_argument("--again", action="store_true", help="only what failed in the last runs")
+    parser.add_argument("--again", action="store_true", help="only what failed or was not reached in the last runs")
     args = parser.parse_args()
     environment = Environment(ROOT / ".envs" / f"torch-{args.version}", args.version, xla=False)
     try:
