@@ -6,8 +6,8 @@ them. Replacements of torch's functions are in _c10d_patches.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 import os
 import sys
 import threading
@@ -143,13 +143,15 @@ def hide_from_dynamo(cls: _Class) -> _Class:
     TorchDynamo would compile them as separate programs. torch.compiler.disable would prevent that, but imports
     TorchDynamo. Its mark on a code object, set by torch._C._dynamo.eval_frame, costs nothing.
     """
+    skip = eval_frame._FrameAction.SKIP
     for member in vars(cls).values():
         function: Any = member.fget if isinstance(member, property) else member
-        # contextlib has one code object around the functions of all context managers.
-        function = inspect.unwrap(getattr(function, "__func__", function))
-        if isinstance(function, FunctionType):
-            skip = eval_frame._FrameAction.SKIP
-            eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+        function = getattr(function, "__func__", function)
+        while isinstance(function, FunctionType):  # a decorated one and what it calls
+            # The context managers of all packages share one code object.
+            if function.__code__.co_filename != contextlib.__file__:
+                eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+            function = getattr(function, "__wrapped__", None)
     return cls
 
 

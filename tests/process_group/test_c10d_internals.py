@@ -143,3 +143,33 @@ def test_profiled_range_has_shapes() -> None:
         pass
     (event,) = [event for event in seen.function_events if event.name == "shm:x"]
     assert event.input_shapes == [[2, 3]]
+
+
+def _files_that_dynamo_sees(rank: int) -> set[str]:
+    """Run methods of the group as C++ does, with a callback that gets each Python frame in TorchDynamo's place."""
+    from torch._C._dynamo.eval_frame import set_eval_frame
+    from torch._dynamo.types import ConvertFrameReturn
+
+    def callback(frame: object, *_: object) -> object:
+        seen.add(frame.f_code.co_filename)  # type: ignore[attr-defined]
+        return ConvertFrameReturn()
+
+    def call(x: torch.Tensor) -> None:
+        group.allreduce([x]).wait()
+        group.broadcast([x]).wait()
+        group.barrier().wait()
+
+    seen: set[str] = set()
+    group, x = dist.group.WORLD, torch.ones(3)
+    previous = set_eval_frame(callback)
+    try:
+        call(x)
+    finally:
+        set_eval_frame(previous)
+    return seen
+
+
+def test_dynamo_sees_no_frame_of_the_group() -> None:
+    for seen in run_ranks(_files_that_dynamo_sees, 1):
+        assert __file__ in seen
+        assert not [file for file in seen if "monarch_backend/process_group" in file]
