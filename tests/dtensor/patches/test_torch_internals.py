@@ -598,12 +598,10 @@ placed = len(patches.originals)
 import monarch_backend.dtensor._device_mesh
 from torch.distributed.tensor import DTensor
 assert len(patches.originals) == placed, "registered too late"
-placed = len([row for row in manifest.MESH if row.target in patches.originals])
-wanted = len([row for row in manifest.MESH if row.is_for(torch_version())])
-print(placed, wanted, DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path.__code__.co_filename)
+placed = [row.target for row in manifest.MESH if row.target in patches.originals]
+assert placed == [row.target for row in manifest.MESH if row.is_for(torch_version())] != []
+print(DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path.__code__.co_filename)
 """
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stderr
-    placed, wanted, file = said.stdout.split()
-    assert int(placed) == int(wanted) > 0
-    assert "monarch_backend" in file
+    assert "monarch_backend" in said.stdout
