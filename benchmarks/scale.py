@@ -96,7 +96,7 @@ def measure(hosts: int) -> Point:
     gc.disable()  # it would look through all hosts again and again
     conditions = Conditions(gateway=GATEWAY, far=FAR, **QUIET)
     with OneMemory(), Simulation(1, conditions, steps=0) as simulation:
-        Times.now = simulation.agenda.now
+        Times.now = simulation.event_queue.now
         mesh = simulation.attach(hosts)
         runners = mesh.spawn_procs(name="procs").spawn("runners", Runner)
         runners.work.call().get()
