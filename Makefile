@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help setup demo test test-fast test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch test-lowest test-tpu fuzz lint format docs bench wheels clean
 
 help:  ## what there is
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
 
 setup: $(STAMP)  ## the virtual environment with torch, the compiled core and the tools
 
@@ -90,7 +90,7 @@ test-torch: $(STAMP)  ## a sample of the tests on another torch: make test-torch
 	    rc=$$?; $(BIN)/python tools/torch_table.py; exit $$rc
 
 test-lowest: $(STAMP)  ## the core tests and actors with the lowest version of every dependency, torch 2.9.0 among them
-	$(BIN)/python tools/torch_env.py 2.9.0 --lowest --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" $(CORE) tests/actor
+	$(BIN)/python tools/torch_env.py 2.9.0 --lowest --run -- python -m pytest -m "not slow and not gpu and not xla and not verbs" tests/process_group tests/cli tests/tpu tests/test_torch_patches.py tests/actor
 
 # torch-tpu warns at import, which pytest's own settings would make an error. Its requirements that only use needs stay away.
 test-tpu: $(STAMP)  ## what needs the torch-tpu package, and no TPU: 800 MB below .envs/tpu

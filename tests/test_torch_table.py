@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -79,3 +80,14 @@ def test_unfinished_test_is_counted_apart(tmp_path: Path, monkeypatch: pytest.Mo
     counts = json.loads((tmp_path / "2.99.0.json").read_text())["backend"]
     assert (counts["passed"], counts["failed"], counts["unfinished"]) == (1, 0, 1)
     assert torch_table.cell("2.99.0", "backend", counts) == "1 / 0 / 0, 1 not reached, all"
+
+
+def test_command_builds_an_environment_and_runs_an_area(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    torch_tests = importlib.import_module("torch_tests")
+    built, ran = list[str](), list[str]()
+    monkeypatch.setattr(torch_tests.Environment, "build", lambda self: built.append(self.folder.name))
+    monkeypatch.setattr(torch_tests.Runs, "run", lambda _, name, area, sample: ran.append(name) or True)
+    monkeypatch.setattr(sys, "argv", ["torch_tests.py", "2.15.0", "--area", "commands"])
+    assert torch_tests.main() == 0
+    assert (built, ran) == (["torch-2.15.0"], ["commands"])

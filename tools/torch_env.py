@@ -68,7 +68,9 @@ def say(text: str) -> None:
 class Environment:
     """One virtual environment below `folder`."""
 
-    def __init__(self, folder: Path, version: str, xla: bool, lowest: bool, with_project: bool = True) -> None:
+    def __init__(
+        self, folder: Path, version: str, *, xla: bool = False, lowest: bool = False, with_project: bool = True
+    ) -> None:
         self.folder, self.version, self.xla, self.with_project = folder, version, xla, with_project
         self.pins = lowest_versions() if lowest else []
         self.python = folder / "bin" / "python"
@@ -232,7 +234,9 @@ def main() -> int:
         parser.error(f"{', '.join(absent)} not found; install a C compiler and binutils")
     kind = "-xla" * args.xla + "-lowest" * args.lowest
     folder = Path(args.dir or ROOT / ".envs" / f"torch-{args.version}{kind}").absolute()
-    environment = Environment(folder, args.version, args.xla, args.lowest, not args.without_project)
+    environment = Environment(
+        folder, args.version, xla=args.xla, lowest=args.lowest, with_project=not args.without_project
+    )
     try:
         environment.build()
     except BuildError as error:

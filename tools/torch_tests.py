@@ -37,7 +37,8 @@ class Runs:
 
     def pytest(self, record: Path, *arguments: str) -> int:
         """Run pytest in the environment, with a record."""
-        command = [str(self.environment.python), "-m", "pytest", "-q", "-p", "tests.support.torch_record"]
+        command = [str(self.environment.python), "-m", "pytest", "-q", "--continue-on-collection-errors"]
+        command += ["-p", "tests.support.torch_record"]
         command += ["--record", str(record), "-m", MARKS, *arguments]
         return subprocess.run(command, cwd=ROOT, env=self.environment.variables(), check=False).returncode
 
@@ -76,7 +77,7 @@ def main() -> int:
     parser.add_argument("--area", nargs="+", choices=AREAS, help="only these areas")
     parser.add_argument("--again", action="store_true", help="only what failed or was not reached in the last runs")
     args = parser.parse_args()
-    environment = Environment(ROOT / ".envs" / f"torch-{args.version}", args.version, xla=False)
+    environment = Environment(ROOT / ".envs" / f"torch-{args.version}", args.version)
     try:
         environment.build()
     except BuildError as error:
