@@ -31,7 +31,7 @@ from monarch_backend._actor.errors import (
     UnknownEndpointError,
 )
 from monarch_backend._actor.meshes.actor_mesh import ActorMesh
-from monarch_backend._actor.supervision import Restart
+from monarch_backend._actor.restart_policy import Restart
 from monarch_backend._actor.supervision import end_program as unhandled_fault_hook
 from monarch_backend._actor.this_proc import get_or_spawn_controller, this_proc
 from monarch_backend._hosts.attach import attach, attach_to_workers

@@ -19,7 +19,7 @@ from monarch_backend._actor.meshes.mesh_state import ActorMeshState
 from monarch_backend._actor.owned_actors import OwnedActors
 from monarch_backend._actor.processes import stop as process_stop
 from monarch_backend._actor.processes import stuck_readers
-from monarch_backend._actor.supervision import Restart, RestartLimiter, check_policy
+from monarch_backend._actor.restart_policy import Restart, RestartLimiter, check_policy
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend._serialization.exceptions import unpack_exception
@@ -68,10 +68,10 @@ class ActorMeshOwner:
             tuple(procs._shape.ranks),
             self._runtime.router.me,
         )
-        intensity = RestartLimiter(restart, self._runtime.clock) if restart is not None else None
+        limiter = RestartLimiter(restart, self._runtime.clock) if restart is not None else None
         built: Future[None] = Future(self._runtime.wait)
         siblings = self._runtime.children_of(owner_runner)
-        core.owned = OwnedActors(core, owner_runner, siblings, _joined(body), _copied(buffers), intensity, built)
+        core.owned = OwnedActors(core, owner_runner, siblings, _joined(body), _copied(buffers), limiter, built)
         self._runtime.actors[core.actor] = core
         siblings.append(core)
         if procs._core.owned is not None:
@@ -95,7 +95,7 @@ class ActorMeshOwner:
         plan = Construct(
             core.actor, core.name, rank, tuple(core.extent.labels), tuple(core.extent.sizes),
             runner.actor if runner else 0, runner.name if runner else "main",
-            owned.generations[rank], owned.intensity is not None, core.blueprint.is_async,
+            owned.generations[rank], owned.limiter is not None, core.blueprint.is_async,
         )  # fmt: skip
         self._runtime.router.tell(peer, plan, owned.body, owned.buffers)
 
@@ -210,14 +210,14 @@ class ActorMeshOwner:
             return
         if core.dead.get(rank) is not None:
             return  # reported already, by its process's end or by itself
-        delay = owned.intensity.allow() if owned.intensity is not None else None
+        delay = owned.limiter.allow() if owned.limiter is not None else None
         gone = core.peer(rank).gone is not None
         if delay is not None and gone and core.procs.owned is not None:
             return  # the mesh of its process reports and restarts it
         cause = failure.deaths[0].what if failure.deaths else str(failure)
         if delay is not None and not gone:
-            log.info("%s of %s: %s; %s", core.where(rank), core.name, cause, owned.intensity.last_restart(delay))
-            again = range(len(core.bases)) if owned.intensity.policy.strategy == "all" else [rank]
+            log.info("%s of %s: %s; %s", core.where(rank), core.name, cause, owned.limiter.last_restart(delay))
+            again = range(len(core.bases)) if owned.limiter.policy.strategy == "all" else [rank]
             for other in again:
                 owned.generations[other] += 1
                 if other != rank:
@@ -227,13 +227,13 @@ class ActorMeshOwner:
             homes = [(other, owned.generations[other], core.peer(other)) for other in again]
             self._runtime.progress.later(delay, lambda: self._construct_again(core, homes))
             return
-        if owned.intensity is not None and not gone:
-            cause = f"{cause}; {owned.intensity.used_up()}"
+        if owned.limiter is not None and not gone:
+            cause = f"{cause}; {owned.limiter.used_up()}"
         deaths = [replace(death, rank=rank, where=core.where(rank), what=cause) for death in failure.deaths[:1]]
         mesh_failure = MeshFailure(core.name, deaths, ActorMesh(core))
         mesh_failure.__cause__ = failure.__cause__
         core.dead[rank] = mesh_failure
-        if owned.intensity is not None and core.peer(rank).gone is None:
+        if owned.limiter is not None and core.peer(rank).gone is None:
             self._runtime.router.tell(core.peer(rank), Stop(core.actor, "stop", "it has died too often"))
         owned.built._fail(mesh_failure)
         if not self._runtime.owner.readiness.failed_to_start(core.peer(rank)) or self._runtime.supervision.is_asked(

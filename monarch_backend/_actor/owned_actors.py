@@ -7,7 +7,7 @@ from typing import Any
 
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
-from monarch_backend._actor.supervision import RestartLimiter
+from monarch_backend._actor.restart_policy import RestartLimiter
 from monarch_backend._transport.local.peer import Peer
 
 
@@ -21,12 +21,12 @@ class OwnedActors:
         siblings: list[Any],
         body: bytes,
         buffers: Any,
-        intensity: RestartLimiter | None,
+        limiter: RestartLimiter | None,
         built: Future[None],
     ) -> None:
         self.core, self.owner_runner, self._siblings = core, owner_runner, siblings
         self.body, self.buffers = body, buffers  # the constructor's arguments
-        self.intensity, self.built = intensity, built
+        self.limiter, self.built = limiter, built
         self.generations = [0] * len(core.bases)
         self.left = set(range(len(core.bases)))  # ranks that have not ended
         self._unbuilt = set(range(len(core.bases)))
@@ -41,7 +41,7 @@ class OwnedActors:
         if not self._unbuilt:
             self.built._set(None)
             below = self.core.procs.owned
-            if self.intensity is None and (below is None or below.intensity is None):
+            if self.limiter is None and (below is None or below.limiter is None):
                 self.body, self.buffers = b"", None  # it is never constructed again
 
     def is_gone(self, rank: int) -> None:

@@ -34,10 +34,11 @@ from monarch_backend._actor.meshes.mesh_references import MeshReferences, alive
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
 from monarch_backend._actor.processes.ownership import ProcessOwner
 from monarch_backend._actor.processes.placement import Placement
+from monarch_backend._actor.restart_policy import Restart
 from monarch_backend._actor.runtime_extension import Extensions
 from monarch_backend._actor.shutdown import Shutdown
 from monarch_backend._actor.sigint import Interrupts
-from monarch_backend._actor.supervision import Restart, Supervision
+from monarch_backend._actor.supervision import Supervision
 from monarch_backend._core import env, fork
 from monarch_backend._core.extension_points import extension, has_extension
 from monarch_backend._core.limits import start_thread

@@ -90,12 +90,7 @@ class ProcessExits:
         """Handle a closed link, or a process that never connected. The fork server may report the cause later."""
         member = self._records.by_token[peer.token]
         owned = member.core.owned
-        if (
-            not member.gone
-            and member.core.stopped is None
-            and not self._program.closing
-            and owned.intensity is not None
-        ):
+        if not member.gone and member.core.stopped is None and not self._program.closing and owned.limiter is not None:
             # Before the end is reported, so that a repeated call finds the successor.
             self._restarts.replace(owned, member)
         if member.is_over:

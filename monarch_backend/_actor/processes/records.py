@@ -14,7 +14,7 @@ from typing import Any
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.errors import MeshFailure, in_words
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
-from monarch_backend._actor.supervision import RestartLimiter
+from monarch_backend._actor.restart_policy import RestartLimiter
 from monarch_backend._logs.mesh_log import MeshLog
 from monarch_backend._mesh.proc_mesh import ProcMeshState
 from monarch_backend._processes.spawner import Exited, ProcessSpec
@@ -57,7 +57,7 @@ class OwnedProcs:
     siblings: list[Any]
     make: Callable[[int, Peer], ProcessSpec]
     logs: MeshLog
-    intensity: RestartLimiter | None
+    limiter: RestartLimiter | None
     members: dict[int, OwnedProcess] = field(default_factory=dict)  # by rank
     actors: list[ActorMeshState] = field(default_factory=list)
     ready: list[Future[None]] = field(default_factory=list)

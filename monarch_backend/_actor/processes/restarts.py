@@ -32,16 +32,16 @@ class ProcessRestarts:
 
     def replace(self, owned: OwnedProcs, member: OwnedProcess) -> None:
         """Replace a dead process, or all processes of its mesh, unless the restart limit is reached."""
-        core, program, intensity = owned.core, self._program, owned.intensity
-        if intensity is None or member.replaced:
+        core, program, limiter = owned.core, self._program, owned.limiter
+        if limiter is None or member.replaced:
             return
         member.constructing = in_constructors(owned, member)
-        delay = intensity.allow()
+        delay = limiter.allow()
         if delay is None:
-            member.restart = intensity.used_up()
+            member.restart = limiter.used_up()
             return
-        member.restart = intensity.last_restart(delay)
-        ranks = list(owned.members) if intensity.policy.strategy == "all" else [member.rank]
+        member.restart = limiter.last_restart(delay)
+        ranks = list(owned.members) if limiter.policy.strategy == "all" else [member.rank]
         formers, killed = [core.peer(rank) for rank in ranks], set()
         for rank, former in zip(ranks, formers, strict=True):
             old = owned.members[rank]

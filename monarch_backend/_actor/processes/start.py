@@ -16,7 +16,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from monarch_backend._actor.processes.records import OwnedProcess, OwnedProcs, ProcessRecords
 from monarch_backend._actor.processes.stuck_readers import StuckReaders
 from monarch_backend._actor.processes.worker_plan import Plan
-from monarch_backend._actor.supervision import Restart, RestartLimiter, check_policy
+from monarch_backend._actor.restart_policy import Restart, RestartLimiter, check_policy
 from monarch_backend._core import env as settings
 from monarch_backend._core.extension_points import extension
 from monarch_backend._logs.log_collector import LogCollector
