@@ -370,11 +370,13 @@ AFTERWARDS = {
     "a handler that comes later": "faulthandler.disable(); faulthandler.enable()\n"
     f'simulated_mesh((2,), ("x",)){CAUGHT}',
     "no handler any more": f'faulthandler.disable(); simulated_mesh((2,), ("x",)){CAUGHT}',
-    "a second interpreter": "import _xxsubinterpreters as several, threading\nseveral.destroy(several.create())\n"
-    "memcmp = ctypes.CDLL(None).memcmp\nmemcmp.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t]\n"
-    "thread = threading.Thread(target=lambda: memcmp(address_of(x), address_of(x), 4))\n"
-    "try:\n    thread.start(); thread.join()\nexcept NotReadableError:\n    thread.join()\n"
-    f"    os.dup2(os.open(os.devnull, os.O_WRONLY), 2){CAUGHT}",
+    # The main thread blocks in C until the other thread has ended: an error it got before could come a second time.
+    "a second interpreter": "import _thread, _xxsubinterpreters as several\nseveral.destroy(several.create())\n"
+    "libc = ctypes.CDLL(None)\nlibc.memcmp.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t]\n"
+    "reader, writer = os.pipe()\nsys.setswitchinterval(60)\n"
+    "_thread.start_new_thread(lambda: (libc.memcmp(address_of(x), address_of(x), 4), os.close(writer)), ())\n"
+    "try:\n    libc.read(reader, ctypes.create_string_buffer(1), 1)\n    print('no error', end=' ')\n"
+    f"except NotReadableError:\n    os.dup2(os.open(os.devnull, os.O_WRONLY), 2){CAUGHT}",
     "a fork": f"child = os.fork()\nif child == 0:{CAUGHT.replace(chr(10), chr(10) + '    ')}"
     "\n    sys.stdout.flush(); os._exit(0)\nassert os.waitpid(child, 0)[1] == 0",
 }
