@@ -14,6 +14,7 @@ import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._core.package_folder import PACKAGE_FOLDER
 from monarch_backend._transport.local.event_loop import release
 
 if TYPE_CHECKING:
@@ -25,11 +26,10 @@ RETRY_S = 0.001
 MAX_DELAY_S = 5.0
 """Seconds after which KeyboardInterrupt is raised anywhere, because the running code does not end by itself."""
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _RUNTIME_PACKAGES = (
     "_actor", "_core", "_logs", "_mesh", "_processes", "_rdma", "_serialization", "_transport", "_verbs", "dtensor",
 )  # fmt: skip
-_OURS = tuple(_PACKAGE + folder + os.sep for folder in _RUNTIME_PACKAGES)
+_OURS = tuple(PACKAGE_FOLDER + folder + os.sep for folder in _RUNTIME_PACKAGES)
 
 
 class Interrupts:

@@ -13,18 +13,17 @@ import sys
 import sysconfig
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 from monarch_backend._actor import context
 from monarch_backend._actor.errors import CancelledError
 from monarch_backend._core import fork
+from monarch_backend._core.package_folder import PACKAGE_FOLDER
 
 CANCEL_SIGNAL = signal.SIGURG
 """Signal that interrupts processes of a mesh; program_exit.py interrupts the main program. Ignored without handler."""
 
-_PACKAGE = str(Path(__file__).parents[2]) + "/"
 _STDLIB = sysconfig.get_path("stdlib") + "/"
 _SITE = f"{_STDLIB}site-packages/"
 
@@ -163,7 +162,7 @@ def place_of_task(task: asyncio.Task[Any]) -> str:
 
 def _is_of_runtime(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    return file.startswith((_PACKAGE, "<frozen")) or (file.startswith(_STDLIB) and not file.startswith(_SITE))
+    return file.startswith((PACKAGE_FOLDER, "<frozen")) or (file.startswith(_STDLIB) and not file.startswith(_SITE))
 
 
 def _line(frame: FrameType) -> str:

@@ -7,18 +7,17 @@ inconsistent state. blocking_calls.py ends system calls; async_interruption.py i
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from monarch_backend._actor.actor import build
 from monarch_backend._actor.errors import CancelledError
 from monarch_backend._actor.execution import blocking_calls
+from monarch_backend._core.package_folder import PACKAGE_FOLDER
 from monarch_backend._serialization.pickling import loads
 from monarch_backend._transport.local.event_loop import Timer, release
 from monarch_backend._transport.local.peer import Peer
@@ -40,7 +39,6 @@ RETRY_S, MAX_RETRY_S = 0.001, 0.05
 CONSTRUCTOR = object()
 """Marks a running constructor, where a running message is (peer, number)."""
 
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 CALLERS: set[CodeType] = {build.__code__}
 """Functions that call user code and handle its exceptions. The modules of the actor runners add theirs."""
@@ -175,7 +173,7 @@ class RunningCode:
                 return is_run and not innermost and self._standstill.allows(first)
             if frame.f_code in CALLERS:
                 return not innermost and self._standstill.allows(first)
-            if frame.f_code.co_filename.startswith(_PACKAGE):
+            if frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
                 return False
             frame, innermost = frame.f_back, False
         return False
