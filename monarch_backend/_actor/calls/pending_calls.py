@@ -52,10 +52,35 @@ loading = threading.RLock()
 """Lock of the counts of pending `choose` calls."""
 
 
-class UnaryCall(Future[T]):
+class _Call(Future[T]):
+    """A call that waits for replies, of one rank or of all."""
+
+    __slots__ = ("core", "endpoint", "program", "ref", "site")
+
+    core: ActorMeshState
+    endpoint: str
+    program: Runtime
+    ref: int
+
+    def _label(self) -> str:
+        return f"{self.core.name}.{self.endpoint}"
+
+    def cancel(self, reason: str = "cancelled by the caller") -> bool:
+        if self.ready:
+            return False
+        self.program.pending.pop(self.ref, None)
+        self.expire(CancelledError(reason))
+        return True
+
+    def expire(self, error: BaseException) -> None:
+        """Fail with this error, and cancel the call at the actors that have not replied."""
+        raise NotImplementedError
+
+
+class UnaryCall(_Call[T]):
     """A call of one rank."""
 
-    __slots__ = ("base_rank", "core", "endpoint", "load", "peer", "program", "ref", "site")
+    __slots__ = ("base_rank", "load", "peer")
 
     def __init__(
         self,
@@ -95,17 +120,7 @@ class UnaryCall(Future[T]):
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
         if peer is self.peer and self.program.pending.pop(self.ref, None) is not None:
-            self._fail(supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer, failure)))
-
-    def _label(self) -> str:
-        return f"{self.core.name}.{self.endpoint}"
-
-    def cancel(self, reason: str = "cancelled by the caller") -> bool:
-        if self.ready:
-            return False
-        self.program.pending.pop(self.ref, None)
-        self.expire(CancelledError(reason))
-        return True
+            self._fail(supervision_error(failure, self._label(), _delivery(peer, failure)))
 
     def expire(self, error: BaseException) -> None:
         """Fail with this error, and cancel the call at the actor."""
@@ -121,10 +136,10 @@ class UnaryCall(Future[T]):
         super()._finish()
 
 
-class BroadcastCall(Future[ValueMesh[T]]):
+class BroadcastCall(_Call[ValueMesh[T]]):
     """A call of all ranks of a mesh or slice. It is done with the last reply, or with the first error."""
 
-    __slots__ = ("_bodies", "_left", "bases", "core", "endpoint", "extent", "peers", "program", "ref", "site")
+    __slots__ = ("_bodies", "_left", "bases", "extent", "peers")
 
     def __init__(
         self,
@@ -169,17 +184,7 @@ class BroadcastCall(Future[ValueMesh[T]]):
         for rank, asked in enumerate(self.peers):
             if asked is peer and not self.ready and self._bodies[rank] is None:
                 self.program.pending.pop(self.ref, None)
-                self._fail(supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer, failure)))
-
-    def _label(self) -> str:
-        return f"{self.core.name}.{self.endpoint}"
-
-    def cancel(self, reason: str = "cancelled by the caller") -> bool:
-        if self.ready:
-            return False
-        self.program.pending.pop(self.ref, None)
-        self.expire(CancelledError(reason))
-        return True
+                self._fail(supervision_error(failure, self._label(), _delivery(peer, failure)))
 
     def expire(self, error: BaseException) -> None:
         """Fail with this error, and cancel the call at the actors that have not replied."""
@@ -275,9 +280,8 @@ class Stream(Generic[T]):
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
         """Handle the end of a called process. The runtime calls it."""
         for rank in [r for r in list(self._open) if self.peers[r] is peer and self._ends(r)]:
-            self._put(
-                -1, None, supervision_error(failure, f"{self.core.name}.{self.endpoint}", _delivery(peer, failure))
-            )
+            label = f"{self.core.name}.{self.endpoint}"
+            self._put(-1, None, supervision_error(failure, label, _delivery(peer, failure)))
             self._open.discard(rank)
         self._settle()
 
