@@ -85,6 +85,15 @@ class Contender:
             process.wait(60)
 
 
+def line(case: str, found: dict[str, list[float]]) -> str:
+    """Return the figures of a case: for each contender the least time, and the ratio to the first."""
+    cells = [f"{case:18}"]
+    for name, times in found.items():
+        ratio = statistics.median(time / first for time, first in zip(times, found["before"], strict=True))
+        cells.append(f"{name} {min(times) * 1e6:9.2f} us  x {ratio:5.3f}")
+    return "   ".join(cells)
+
+
 def main() -> None:
     """Print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,7 +103,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     names = {"before": options.before.resolve(), "before again": options.before.resolve(), "now": ROOT}
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: {name: [] for name in names})
     for kind in options.only:
         with contextlib.ExitStack() as stack:
             contenders = {name: Contender(checkout, kind) for name, checkout in names.items()}
@@ -106,13 +115,7 @@ def main() -> None:
                 for _ in range(options.rounds):
                     for name in random.sample(list(names), len(names)):
                         found[case][name].append(contenders[name].measure(case))
-                firsts = found[case]["before"]
-                cells = [f"{case:18}"]
-                for name in names:
-                    times = found[case][name]
-                    ratio = statistics.median(time / first for time, first in zip(times, firsts, strict=True))
-                    cells.append(f"{name} {min(times) * 1e6:9.2f} us  x {ratio:5.3f}")
-                print("   ".join(cells), flush=True)
+                print(line(case, found[case]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

@@ -15,6 +15,7 @@ for the CPU, also on a machine with a GPU. Nothing about running tests belongs h
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import re
@@ -179,19 +180,15 @@ class Environment:
 
 
 def lowest_versions() -> list[str]:
-    """Return the project's dependencies on this Python besides torch, each pinned to its lower bound."""
+    """Return the requirements of the installed project besides torch, each pinned to its lower bound."""
     from packaging.requirements import Requirement
     from packaging.version import Version
 
-    block = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
-    assert block is not None
     lowest: dict[str, Version] = {}
-    for text in re.findall(r'^ *"(.+)",$', block[1], re.MULTILINE):
-        required = Requirement(text)
-        if required.name == "torch" or (required.marker and not required.marker.evaluate()):
-            continue
-        bounds = [Version(each.version) for each in required.specifier if each.operator == ">="]
-        lowest[required.name] = max([*bounds, lowest.get(required.name, Version("0"))])
+    for required in map(Requirement, importlib.metadata.requires("monarch_backend") or []):
+        if required.name != "torch" and (required.marker is None or required.marker.evaluate({"extra": ""})):
+            bounds = [Version(each.version) for each in required.specifier]
+            lowest[required.name] = max([*bounds, lowest.get(required.name, Version("0"))])
     return [f"{name}=={version}" for name, version in sorted(lowest.items())]
 
 

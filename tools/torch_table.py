@@ -107,10 +107,11 @@ def cell(release: str, area: str, counts: dict[str, Any] | None) -> str:
         text += f", {counts['unfinished']} not reached" if counts.get("unfinished") else ""
         return text if counts["sample"] else f"{text}, all"
     oldest = AREAS[area].oldest
-    return "not run" if _parts(release) >= _parts(oldest) else f"needs {oldest}"
+    return "not run" if parts(release) >= parts(oldest) else f"needs {oldest}"
 
 
-def _parts(release: str) -> list[int]:
+def parts(release: str) -> list[int]:
+    """Return major and minor of a release, which can be compared."""
     return [int(part) for part in release.split(".")[:2]]
 
 

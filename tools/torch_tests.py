@@ -17,16 +17,11 @@ import sys
 from pathlib import Path
 
 from torch_env import ROOT, BuildError, Environment, say
-from torch_table import AREAS, Area, outcomes, summarize
+from torch_table import AREAS, Area, outcomes, parts, summarize
 
 MARKS = "not slow and not gpu and not xla and not verbs"
 MOST_AGAIN = 60
 """More failures than this have a common cause, and do not run once more. Tests that a run did not reach always do."""
-
-
-def parts(release: str) -> tuple[int, ...]:
-    """Return a release in a form that can be compared."""
-    return tuple(int(part) for part in release.split(".")[:2])
 
 
 class Runs:
