@@ -147,8 +147,8 @@ class Table {
   std::atomic<std::uint32_t> count_{0};
 };
 
-// Take a request that is free, or whose process has died. It is this process's until `release_request`. nullptr: all
-// are in use.
+// Take a request that is free, or one of a dead process. It belongs to this process until `release_request`. Returns
+// nullptr if all are in use.
 Request* take_request(TableMemory& table);
 void release_request(Request& request);
 

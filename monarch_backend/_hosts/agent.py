@@ -363,11 +363,11 @@ class AgentProcess:
 
     def _call_agent(self, asked: Attach, answer: Welcome) -> None:
         """Connect to the new agent. Its host counts as attached when the agent answers."""
-        whom = bytes.fromhex(answer.token)
+        receiver = bytes.fromhex(answer.token)
         with self._lock:
             left = max(AGENT_START_MIN_S, self._until.pop(asked.id, 0.0) - time.monotonic())
             secret = self._secret_for(asked)
-            remote = self._tcp.call((asked.host, asked.port), secret, whom, patience=left)
+            remote = self._tcp.call((asked.host, asked.port), secret, receiver, patience=left)
             self._secrets_of[host_of(answer.token)] = secret
             self._hosts[host_of(answer.token)] = [remote]
             self._attached.add(host_of(answer.token))

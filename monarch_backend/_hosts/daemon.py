@@ -127,12 +127,12 @@ class Daemon:
             if (isinstance(event, SpawnFailed) or event.returncode) and not self._closing:
                 log.warning("agent %s: %s", token[:HOST_ID_LENGTH], event)
 
-    def _hand_over(self, whom: bytes, connection: socket.socket, preamble: bytes) -> bool:
+    def _hand_over(self, receiver: bytes, connection: socket.socket, preamble: bytes) -> bool:
         """Pass a connection of another gateway on to the agent that it is for. The agent checks its proof."""
         with self._lock:
-            if whom.hex() not in self._agents.values():
+            if receiver.hex() not in self._agents.values():
                 return False
-        self._pass_on(whom.hex(), connection.dup(), preamble, time.monotonic() + AGENT_READY_TIMEOUT_S)
+        self._pass_on(receiver.hex(), connection.dup(), preamble, time.monotonic() + AGENT_READY_TIMEOUT_S)
         connection.close()
         return True
 

@@ -100,12 +100,12 @@ class SimulatedTcp:
         self.later(0.0, call)
 
     def call(
-        self, address: Address, secret: bytes, whom: bytes = ANY_RECEIVER, *, patience: float | None = None
+        self, address: Address, secret: bytes, receiver: bytes = ANY_RECEIVER, *, patience: float | None = None
     ) -> PeerConnection:
         """As Tcp.call."""
         session = self.process.simulation.random.getrandbits(128).to_bytes(16, "little")
         remote = PeerConnection(session, address, secret, self.process.simulation.now)
-        remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
+        remote.wanted, remote.silence = receiver, self.bounds.patience if patience is None else patience
         self._remotes[session] = remote
         self.later(self._network.travel(), lambda: self.connect(remote))
         self.later(remote.silence, lambda: None if remote.up else self._lose_the_silent(remote))

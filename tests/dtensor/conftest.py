@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Skip a test whose feature the running release of torch is too old for, which the error says by name."""
+    """Skip a test that fails with the error for a feature that the running release of torch is too old for."""
     try:
         return (yield)
     except Exception as error:

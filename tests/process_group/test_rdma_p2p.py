@@ -689,27 +689,27 @@ def test_destroyed_groups_leave_no_descriptor_open(run: Run) -> None:
     run(_groups_in_a_row)
 
 
-def _stillborn(rank: int) -> None:
+def _fail_to_make_a_group(rank: int) -> None:
     """A group that fails after its ranks have met."""
     nics, others = _rdma_p2p()._nics, _rdma_p2p()._others
     whole = MonarchProcessGroup._let_see
 
     def fails(_: Any) -> None:
-        raise RuntimeError("stillborn")
+        raise RuntimeError("the group can't be made")
 
     MonarchProcessGroup._let_see = fails  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="stillborn"):
+    with pytest.raises(RuntimeError, match="the group can't be made"):
         dist.new_group([0, 1])
     MonarchProcessGroup._let_see = whole  # type: ignore[method-assign]
     assert {token: other.groups for token, other in nics._others.items()} == {other.token: 1 for other in others}
 
 
 def test_failed_group_releases_its_nics(run: Run) -> None:
-    run(_stillborn)
+    run(_fail_to_make_a_group)
 
 
 def _breaks_under_way(rank: int) -> None:
-    """Whose message fails with the connection makes a new one, however late the rest of that comes."""
+    """A rank whose message fails with the connection makes a new one, however late the rest of the message arrives."""
     _exchange(rank)
     nics = _rdma_p2p()._nics
     (other,) = nics._others.values()
@@ -991,7 +991,7 @@ for where in sys.argv[1:]:
 
 
 def test_rdma_is_not_imported_without_nics() -> None:
-    """Whoever has no NICs does not wait for it, or for what it opens, with the first group."""
+    """Without NICs the first group does not wait for the package, or for the devices that it opens."""
     wheres = ["/proc/self nobody_has_this", "/nowhere os"]  # devices without a package, a package without devices
     done = subprocess.run([sys.executable, "-c", _GROUP, *wheres], capture_output=True, text=True, check=True)
     assert without_gloos_lines(done.stdout).splitlines() == ["0 []"] * 2

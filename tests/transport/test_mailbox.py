@@ -807,7 +807,7 @@ def test_threads_hand_over_the_turn_without_losing_frames() -> None:
 
 
 class _Standby:
-    """A thread that reads while nobody else does, as `ProgressLoop` has one."""
+    """A thread that reads the mailbox while no other thread does. `ProgressLoop` has such a thread."""
 
     def __init__(self, mailbox: Any) -> None:
         self._mailbox = mailbox

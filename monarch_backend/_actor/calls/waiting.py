@@ -49,8 +49,8 @@ class Waiting:
         runner = context.runner.get()
         if peer is self._runtime.router.me and runner is not None and (kind == Kind.PORT or target == runner.actor):
             # They cannot be received while it waits here. Other actors of this process have threads of their own.
-            what = "to a port of its own process" if kind == Kind.PORT else "to itself"
-            raise RuntimeError(f"{runner.name} has sent so many messages {what} that the queue is full: {why}")
+            receiver = "a port of its own process" if kind == Kind.PORT else "itself"
+            raise RuntimeError(f"{runner.name} has sent so many messages to {receiver} that the queue is full: {why}")
         log_wait(why)
 
     def _refuse_to_wait(self, runner: ActorRunner, what: Any) -> None:

@@ -141,11 +141,11 @@ class Tcp:
         return name
 
     def call(
-        self, address: Address, secret: bytes, whom: bytes = ANY_RECEIVER, *, patience: float | None = None
+        self, address: Address, secret: bytes, receiver: bytes = ANY_RECEIVER, *, patience: float | None = None
     ) -> PeerConnection:
         """Connect to a host, and retry for ``patience`` seconds. Then ``on_up`` or ``on_lost`` is called."""
         remote = PeerConnection(os.urandom(16), address, secret, time.monotonic())
-        remote.wanted, remote.silence = whom, self.bounds.patience if patience is None else patience
+        remote.wanted, remote.silence = receiver, self.bounds.patience if patience is None else patience
         self.remotes[remote.id] = remote
         self.call_soon(lambda: self.dialer.call(remote))
         self.later(remote.silence, lambda: None if remote.up else self.monitor.lose_silent(remote, time.monotonic()))

@@ -64,23 +64,23 @@ class Handshakes:
             return
         self._quiet = time.monotonic() + LOG_INTERVAL_S
         try:
-            whom = str(connection.socket.getpeername()[0])
+            sender = str(connection.socket.getpeername()[0])
         except OSError:
-            whom = "an unknown address"
-        log.warning("a connection from %s was refused, number %d so far: %s", whom, self._refusals, error)
+            sender = "an unknown address"
+        log.warning("a connection from %s was refused, number %d so far: %s", sender, self._refusals, error)
 
     def accept(self, connection: Connection, preamble: bytes) -> Reader:
         """Authenticate a peer that has connected to this process, then read its frames."""
         if not preamble:
             preamble = bytes((yield PREAMBLE_BYTES))
-        magic, encrypted, whom, which = _PREAMBLE.unpack(preamble)
+        magic, encrypted, receiver, which = _PREAMBLE.unpack(preamble)
         if magic != _PREAMBLE_MAGIC or bool(encrypted) != (self._tcp.tls is not None):
             raise HandshakeError("its first bytes are not those of a host with the same MONARCH_TLS")
         if self._tcp.tls is not None and which not in self._tcp.secrets:
             raise HandshakeError("it names a secret that is not known here")
-        if whom not in (ANY_RECEIVER, self._tcp.who):
+        if receiver not in (ANY_RECEIVER, self._tcp.who):
             self._tcp.selector.unregister(connection.socket)
-            if self._tcp.hand_over is not None and self._tcp.hand_over(whom, connection.socket, preamble):
+            if self._tcp.hand_over is not None and self._tcp.hand_over(receiver, connection.socket, preamble):
                 connection.gone = True
                 connection.socket.detach()
                 raise HandedOverError
@@ -88,7 +88,7 @@ class Handshakes:
         binding = yield from self._tcp.io.secured(connection, self._tcp.secrets.get(which, b""))
         called = HandshakeServer(dict(self._tcp.secrets), binding)
         refusal = called.hear(bytes((yield HELLO_BYTES)))
-        remote = None if refusal or whom not in (ANY_RECEIVER, self._tcp.who) else self._session_of(called)
+        remote = None if refusal or receiver not in (ANY_RECEIVER, self._tcp.who) else self._session_of(called)
         if remote is not None and remote.id not in self._tcp.remotes and self._is_full():
             remote, refusal = None, Refusal.FULL
         if remote is None:

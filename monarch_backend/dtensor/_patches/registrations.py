@@ -107,7 +107,7 @@ _FAKES = (
     _of_meshes(
         ("operators", "shapes of fake tensors"), ("monarch_backend::draw",),
         "monarch_backend.dtensor._rng.traced_random_op",
-        "A new operator: random numbers in a trace, of which each worker draws its part.",
+        "Draws random numbers in a trace. Each worker draws those of its shard.",
         "compile/test_compile.py::test_random_numbers_are_those_of_a_single_process",
     ),
 )  # fmt: skip

@@ -62,12 +62,6 @@ def text(key: Any) -> str:
 # Calls ----------------------------------------------------------------------------------------------------------
 
 
-def is_by_us() -> bool:
-    """Whether the function that called a recorded one is ours."""
-    frame: Any = sys._getframe(2)
-    return bool(frame.f_globals.get("__name__", "").startswith(OURS))
-
-
 def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
     """Let ``note`` see the arguments of each call of a function."""
     own = getattr(owner, name)
@@ -205,8 +199,8 @@ def name_of(key: Any) -> str:
     return text(key.value if isinstance(key, Id) else key)
 
 
-def func(value: Any) -> int:
-    """Return a rule's function: rules for one dimension of a mesh are records of it."""
+def function_id(value: Any) -> int:
+    """Return the id of a rule's function. A rule for one dimension of a mesh is a record with the function."""
     return id(getattr(value, "func", value))
 
 
@@ -272,7 +266,7 @@ def made_up() -> None:
 
 
 kept: list[Any] = []
-"""Libraries, whose kernels end with them."""
+"""Libraries of kernels. A library that is collected removes its kernels."""
 
 
 def main(program: str) -> None:
@@ -288,7 +282,7 @@ def main(program: str) -> None:
         old, new = before[key], entries(container)
         changed = {each for each in {**old, **new} if (each in old) != (each in new) or old[each] is not new[each]}
         if changed:
-            own = {name_of(each): func(value) for each, value in old.items()}
+            own = {name_of(each): function_id(value) for each, value in old.items()}
             found.append(table(names, map(name_of, changed), map(name_of, {**old, **new}), own))
     for name, made in calls.items():
         found.append(table([name], made, made))

@@ -612,7 +612,7 @@ def test_fork_does_not_wait_for_transfers(far: Make) -> None:
 
 
 def test_wake_of_a_closed_engine_writes_to_no_reused_descriptor(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of what is written to is nobody else's until then."""
+    """No new descriptor gets the number of the closed one before the write is done."""
     owner, opened, write, written = far(), [], os.eventfd_write, []
 
     def closed_meanwhile(fd: int, value: int) -> None:
@@ -630,7 +630,7 @@ def test_wake_of_a_closed_engine_writes_to_no_reused_descriptor(far: Make, monke
     finally:
         for each in opened:
             os.close(each)
-    owner.asking.call_soon(list)  # nobody does it, and nothing is raised
+    owner.asking.call_soon(list)  # the engine is closed: the call is dropped without an error
 
 
 def test_uncacheable_memory_is_planned_each_time(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
