@@ -121,6 +121,8 @@ print(json.dumps(changed(before, names())))
 
 COMPARE_SHARDS = """
 import torch, torch.distributed as dist
+from monarch_backend import _native
+_native.park_threads_at_exit()  # Gloo's threads drop tensors, and abort if the interpreter is ending then
 from monarch_backend.dtensor._patches import installation
 installation.install()
 from torch.distributed.device_mesh import init_device_mesh
