@@ -56,7 +56,7 @@ def recorders(procs: ProcMesh) -> Iterator[ActorMesh]:
 
 
 class Sender:
-    """Does something often, in a thread; says how often so far."""
+    """Calls ``send`` repeatedly in a thread, and counts the calls that have returned."""
 
     def __init__(self, send: Callable[[int], object], times: int = FLOOD) -> None:
         self.sent = 0
@@ -79,7 +79,7 @@ class Sender:
 
 
 class Said:
-    """What has been written to stderr so far."""
+    """The text written to stderr so far."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -93,13 +93,13 @@ class Said:
 
 @pytest.fixture
 def said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
-    """The words of MONARCH_DEBUG=1, which tell that somebody waits."""
+    """Set MONARCH_DEBUG=1, so that a waiting sender logs it. Yield the text on stderr."""
     monkeypatch.setenv("MONARCH_DEBUG", "1")
     return Said(Terminal(capfd))
 
 
 def hold(one: ActorMesh, name: str) -> None:
-    """The actor does nothing else until the gate opens."""
+    """Block the actor until the gate opens."""
     port, receiver = Channel.open(once=True)
     one.hold.broadcast(port, name)
     receiver.recv().get(PATIENCE)
@@ -109,12 +109,12 @@ WAITING = f"monarch: {CREDIT_WINDOW} messages to"
 FULL = "monarch: no room in shared memory"
 
 
-# ---- the sender waits
+# ---- a sender waits for credit or memory
 
 
 def test_slow_actor_blocks_its_sender(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
     one = recorders.slice(gpus=1)
-    payload = b"x" * 20_000  # too large for the ring itself
+    payload = b"x" * 20_000  # larger than the ring
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
         before = resident_bytes()
@@ -136,7 +136,8 @@ def small_places() -> None:
     tuning.BYTES_PER_CREDIT = 4096
 
 
-@pytest.mark.usefixtures("procs")  # the first processes of all leave something behind
+# the first spawn leaves the fork server behind, so `procs` does it before the leak check
+@pytest.mark.usefixtures("procs")
 def test_large_messages_take_more_credit(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "BYTES_PER_CREDIT", 4096)
     payload, n = b"x" * (64 << 10), 200
@@ -146,7 +147,8 @@ def test_large_messages_take_more_credit(tmp_path: Path, said: Said, monkeypatch
         hold(one, name)
         sender = Sender(lambda i: (mesh.note if i % 2 else one.note).broadcast("main", i, payload), n)
         until(lambda: WAITING in said, "the sender says that it waits")
-        assert sender.sent == -(-CREDIT_WINDOW // 17)  # 17 places each; what the mesh is sent goes there, too
+        # A message takes 17 credits. Each message is for rank 1, whether sent to the mesh or to one rank.
+        assert sender.sent == -(-CREDIT_WINDOW // 17)
         open_gate()
         sender.join()
         assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(n))}
@@ -176,7 +178,7 @@ def test_stopped_process_leaves_memory_for_others(recorders: ActorMesh, said: Sa
 
 @pytest.fixture
 def stopped(recorders: ActorMesh) -> Iterator[ActorMesh]:
-    """The middle one, whose process stands still and has left its share of the main program's memory unread."""
+    """Rank 1, stopped by SIGSTOP. It has left its share of the main program's shared memory unread."""
     one = recorders.slice(gpus=1)
     pid = pid_of(one)
     os.kill(pid, signal.SIGSTOP)
@@ -201,12 +203,12 @@ def test_multicast_does_not_wait_for_a_stopped_process(
 
 
 def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, said: Said) -> None:
-    """Who waits for memory does not wait for its own queue, though it is sent to as well."""
+    """An actor that waits for memory does not wait for its own queue, although it also sends to itself."""
     first, one = recorders.slice(gpus=0), recorders.slice(gpus=1)
     first.large.call_one(recorders, "first", 1, 10).get(PATIENCE)
     came: dict[Any, list[int]] = {}
-    # They are connected, which takes longer than the call where the machine is busy; without a link what is sent is
-    # put off, and waits for no memory.
+    # Wait until both processes are connected, which on a busy machine takes longer than the call. Messages are queued
+    # while a link is missing, and do not wait for memory.
     until(lambda: came.update(one.by_sender.call_one().get(PATIENCE)) or came, "the first message arrives")
     assert came == first.by_sender.call_one().get(PATIENCE) == {"first": [0]}
     pid = pid_of(one)
@@ -225,7 +227,7 @@ def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, said
 
 def test_ctrl_c_ends_a_wait_for_memory(stopped: ActorMesh, said: Said) -> None:
     pid, struck, ended = pid_of(stopped), [], threading.Event()
-    ours = f"{FULL} for a message to gpus 1 of"  # and not what the worker of another test has said
+    ours = f"{FULL} for a message to gpus 1 of"  # not a line that the worker of another test has logged
 
     def interrupt() -> None:
         try:
@@ -235,7 +237,7 @@ def test_ctrl_c_ends_a_wait_for_memory(stopped: ActorMesh, said: Said) -> None:
                 os.kill(os.getpid(), signal.SIGINT)
                 ended.wait(PATIENCE)
         finally:
-            os.kill(pid, signal.SIGCONT)  # whatever fails: nobody waits for ever
+            os.kill(pid, signal.SIGCONT)  # resume the process in every case, so that no wait is endless
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -299,7 +301,8 @@ def test_full_window_blocks_a_sending_actor(recorders: ActorMesh, procs: ProcMes
         assert sent.get(PATIENCE) == FLOOD // 4
     came: list[int] = []
 
-    def all_there() -> bool:  # we are another sender than the actor: our call may overtake its last messages
+    # the main program and the actor are different senders: this call may overtake the actor's last messages
+    def all_there() -> bool:
         came.extend(one.by_sender.call_one().get(PATIENCE).get("actor", []))
         return len(came) >= FLOOD // 4
 
@@ -337,7 +340,7 @@ def test_blocked_sender_logs_nothing_without_debug(
     assert "messages to" not in capfd.readouterr().err
 
 
-# ---- who waits does not wait for ever
+# ---- a sender's wait ends
 
 
 def test_blocked_sender_gets_the_death_of_its_receiver(faults: Faults, tmp_path: Path, said: Said) -> None:
@@ -409,7 +412,7 @@ def test_unreferenced_receiver_delivers_an_awaited_value(recorders: ActorMesh) -
 
 
 class Neighbour(Actor):
-    """Sends to actors of its own process."""
+    """Sends to actors in its own process."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -451,27 +454,27 @@ def test_actor_that_floods_itself_gets_an_error(procs: ProcMesh) -> None:
     with pytest.raises(ActorError, match="me has sent so many messages to itself that the queue is full"):
         mesh.flood.call_one(mesh, CREDIT_WINDOW + 1).get(PATIENCE)
     assert mesh.take_seen.call_one().get(PATIENCE) == list(range(CREDIT_WINDOW))
-    mesh.flood.call_one(mesh, CREDIT_WINDOW // 2).get(PATIENCE)  # and it can go on
+    mesh.flood.call_one(mesh, CREDIT_WINDOW // 2).get(PATIENCE)  # the actor still works
     assert mesh.take_seen.call_one().get(PATIENCE) == list(range(CREDIT_WINDOW // 2))
     mesh.stop().get(PATIENCE)
 
 
-# ---- those who call each other
+# ---- actors that call each other
 
 
 class Peer(Actor):
-    """Calls back and forth."""
+    """Actor whose endpoints call other actors and wait for replies."""
 
     @concurrent_endpoint
     async def down(self, chain: list[ActorMesh], depth: int) -> int:
-        """Around the ring of actors, so many steps."""
+        """Call along the ring of actors for ``depth`` steps."""
         if depth == 0:
             return 0
         return 1 + int(await chain[depth % len(chain)].down.call_one(chain, depth - 1))
 
     @concurrent_endpoint
     async def ask_often(self, other: ActorMesh, n: int) -> int:
-        """n calls at once."""
+        """Make n calls concurrently."""
         return sum(await asyncio.gather(*[other.one.call_one() for _ in range(n)]))
 
     @concurrent_endpoint
@@ -517,7 +520,7 @@ class Asker(Actor):
 
 @pytest.mark.parametrize("way", ["ask", "ask_at_once"])
 def test_two_processes_that_call_each_other_do_not_deadlock(procs: ProcMesh, recorders: ActorMesh, way: str) -> None:
-    """In each process one actor asks, and another one answers, all at the same time."""
+    """In each process one actor calls and another one answers, all at the same time."""
     askers = procs.spawn("askers", Asker)
     n = 2 * CREDIT_WINDOW + 100
     calls = [
@@ -542,7 +545,7 @@ def test_chain_of_plain_actors_does_not_deadlock(procs: ProcMesh) -> None:
 
 
 class Pipeline(Actor):
-    """Each passes on to the next without waiting."""
+    """A stage that passes each value on to the next stage without waiting."""
 
     @endpoint
     def through(self, rest: list[ActorMesh], port: Port[Any], value: int) -> None:

@@ -1,4 +1,4 @@
-"""Future by itself, without processes or messages: threads, callbacks, event loops, concurrent readers."""
+"""`Future` without processes or messages: threads, callbacks, event loops, concurrent readers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = 10.0
 
 
 def wait_for(what: Any, seconds: float | None) -> bool:
-    """Wait as the progress loop does for a thread that does not read: on the wait lock, a lock that `release` opens."""
+    """Wait on the future's wait lock, as the progress loop does for a thread that does not read."""
     with _gates:
         gate = what.wait_lock
         if gate is None or not gate.locked():
@@ -46,7 +46,7 @@ def fresh(cancel: Callable[[str], object] | None = None) -> Future[Any]:
 
 
 def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What ``work(i)`` returned or raised in each of so many threads that start together."""
+    """Run ``work(i)`` in ``count`` threads that start together. Return each result or exception."""
     line = threading.Barrier(count)
     results: list[Any] = [None] * count
 
@@ -70,7 +70,7 @@ class Trouble(Exception):
     pass
 
 
-# ---- a value, an error, neither yet
+# ---- completed and pending futures
 
 
 def test_value_can_be_read_repeatedly() -> None:
@@ -152,14 +152,14 @@ def test_gather_keeps_the_order_and_raises_the_first_error() -> None:
         gather([Future.of(1), first, second])
 
 
-# ---- a value that is made when it is wanted
+# ---- values computed on demand
 
 
 def test_lazy_value_is_computed_once() -> None:
     made: list[object] = []
 
     def cook() -> object:
-        time.sleep(0.01)  # so that all of them are there while it is made
+        time.sleep(0.01)  # so that all threads wait while the value is computed
         made.append(object())
         return made[0]
 
@@ -283,7 +283,7 @@ def test_callback_that_raises_does_not_stop_others(caplog: pytest.LogCaptureFixt
 
     future.add_done_callback(broken)
     future.add_done_callback(lambda f: told.append(f.get()))
-    future._set(4)  # on the thread that reads: it must not be hit by what a user's callback raises
+    future._set(4)  # runs on the reading thread, which an exception of a user's callback must not reach
     assert told == [4]
     assert future.get() == 4
     future.add_done_callback(broken)
@@ -298,7 +298,7 @@ def test_callback_can_add_a_callback() -> None:
     assert told == ["inner"]
 
 
-# ---- cancelling
+# ---- cancellation
 
 
 def test_cancel_notifies_the_producer_once() -> None:
@@ -331,7 +331,7 @@ def test_cancelled_error_is_no_exception() -> None:
 
 
 def later(future: Future[Any], value: Any) -> threading.Thread:
-    """Answer from another thread, once the loop waits."""
+    """Complete the future from another thread."""
     answer = future._fail if isinstance(value, BaseException) else future._set
     thread = threading.Thread(target=answer, args=(value,))
     thread.start()
@@ -476,7 +476,7 @@ def test_get_of_a_finished_future_does_not_warn() -> None:
     assert asyncio.run(main()) == (1, 2, None)
 
 
-# ---- everything at once
+# ---- random use
 
 
 def test_random_use_by_many_threads_is_consistent() -> None:

@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 def records() -> dict[str, int]:
-    """How many there are, by kind."""
+    """Return the number of records that the program keeps, by kind."""
     gc.collect()
     here = program()
     owner = here.owner
@@ -50,7 +50,10 @@ def records() -> dict[str, int]:
 
 
 def no_more_than(before: dict[str, int]) -> bool:
-    """When that was counted, something of the first mesh may still have been there; of three more it would add up."""
+    """Return whether no count has grown.
+
+    ``before`` may still count records of the first mesh, but not of three meshes.
+    """
     return all(count <= before[name] for name, count in records().items())
 
 
@@ -164,7 +167,7 @@ class Acquainted(Actor):
 
     @endpoint
     def names(self) -> list[str]:
-        """Of those that it knows."""
+        """Return the names of the peers that this process knows."""
         return sorted(str(peer) for peer in program().router.peers.values())
 
     @endpoint
@@ -175,10 +178,10 @@ class Acquainted(Actor):
 def test_process_keeps_state_of_its_peers_only() -> None:
     with this_host().spawn_procs({"gpus": 8}) as procs:
         mesh = procs.spawn("acquainted", Acquainted)
-        assert set(mesh.peers.call(mesh).get(PATIENCE).values()) == {2}  # itself and its owner
+        assert set(mesh.peers.call(mesh).get(PATIENCE).values()) == {2}  # the process itself and its owner
         one, other = mesh.slice(gpus=3), mesh.slice(gpus=5)
         assert one.pid_of.call_one(other).get(PATIENCE) == other.pid.call_one().get(PATIENCE)
         other.keep.call_one(mesh).get(PATIENCE)
         name = f"gpus 3 of {procs.name} (pid {one.pid.call_one().get(PATIENCE)})"
-        assert name in other.names.call_one().get(PATIENCE)  # which was called by it
+        assert name in other.names.call_one().get(PATIENCE)  # rank 3 has called rank 5
         assert [future.get(PATIENCE) for future in (one.peers.call_one(mesh), other.peers.call_one(mesh))] == [3, 3]

@@ -20,7 +20,7 @@ from tests.support.terminal import Terminal
 
 
 class Speaker(Actor):
-    """Says things in all the ways there are, and tells of its process."""
+    """Actor that produces output in every way, and reports about its process."""
 
     @endpoint
     def print(self, text: str, error: bool = False) -> None:
@@ -43,7 +43,7 @@ class Speaker(Actor):
 
     @endpoint
     def write(self, number: int, text: str) -> None:
-        """As C does it, past Python's own streams."""
+        """Write to the descriptor without Python's streams, as C code does."""
         os.write(number, text.encode())
 
     @endpoint
@@ -72,7 +72,7 @@ class Speaker(Actor):
 
     @endpoint
     def fork(self) -> int:
-        """The exit status of a child that does what Python does at its end."""
+        """Fork a child that ends with ``sys.exit``. Return its exit status."""
         pid = os.fork()
         if pid == 0:
             sys.exit(7)
@@ -80,7 +80,7 @@ class Speaker(Actor):
 
     @endpoint
     def load_data(self) -> list[float]:
-        """By processes of torch's own, forked from this one."""
+        """Load data with a worker that torch forks from this process."""
         import torch
 
         data = torch.utils.data.TensorDataset(torch.arange(8.0))
@@ -102,8 +102,9 @@ def shown(capfd: pytest.CaptureFixture[str]) -> Terminal:
 
 @contextmanager
 def folding(**dimensions: int) -> Iterator[ProcMesh]:
-    """Processes whose equal lines are one however busy the machine is: what all say comes at once, other lines when
-    the mesh is stopped.
+    """Yield processes whose equal lines are merged, however busy the machine is.
+
+    A line that all ranks have written is shown at once. Other lines are shown when the mesh is stopped.
     """
     with this_host().spawn_procs(dimensions) as procs:
         procs.logging_option(aggregate_window_sec=PATIENCE)
@@ -116,7 +117,7 @@ def procs(shown: Terminal, faults: Faults) -> Iterator[ProcMesh]:
         yield procs
 
 
-# Output
+# Output of the processes
 
 
 def test_equal_output_of_all_ranks_is_one_line(procs: ProcMesh, shown: Terminal) -> None:
@@ -217,7 +218,7 @@ def test_output_at_the_end_of_processes_is_not_lost(shown: Terminal, faults: Fau
     assert shown.out.splitlines() == [f"[gpus 0-1] line {i}" for i in range(lines)]
 
 
-# What processes are given
+# Environment and bootstrap of the processes
 
 
 def test_environment_reaches_the_processes(shown: Terminal, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +232,7 @@ def test_environment_reaches_the_processes(shown: Terminal, faults: Faults, monk
 
 
 def test_bootstrap_runs_first(shown: Terminal, faults: Faults) -> None:
-    """It finds env=, and what it sets is there when the actor's class is imported."""
+    """The bootstrap sees the variables of ``env=``. It runs before the actor's class is imported."""
 
     def bootstrap() -> None:
         import os
@@ -266,7 +267,7 @@ def test_proc_bind_sets_cpu_affinity(shown: Terminal, faults: Faults) -> None:
 
 
 def test_forks_of_a_worker_do_not_disturb_it(procs: ProcMesh, shown: Terminal) -> None:
-    """Data loaders are such forks."""
+    """Data loaders fork their workers like this."""
     speakers = procs.slice(gpus=slice(0, 2)).spawn("speakers", Speaker)
     assert list(speakers.load_data.call().get(PATIENCE).values()) == [[6.0, 22.0]] * 2
     assert list(speakers.fork.call().get(PATIENCE).values()) == [7, 7]

@@ -16,7 +16,7 @@ from tests.actor.support import PATIENCE, Faults, begun
 
 
 class Deaf(Actor):
-    """Busy in code that swallows every interruption."""
+    """Actor in code that swallows every interruption."""
 
     @endpoint
     def work(self, begin: Port[int]) -> None:
@@ -39,7 +39,10 @@ class StuckInConstructor(Actor):
 
 @pytest.mark.slow
 def test_abort_of_stuck_constructors_takes_at_most_ten_seconds(faults: Faults) -> None:
-    """With the default limits: on a main thread it is interrupted, on another one its process is killed."""
+    """The limits are the defaults.
+
+    On a main thread the constructor is interrupted; on another its process is killed.
+    """
     with this_host().spawn_procs({"gpus": 1}) as procs, this_host().spawn_procs({"gpus": 1}, name="killed") as killed:
         procs.initialized.get(PATIENCE), killed.initialized.get(PATIENCE)
         first = procs.spawn("first", StuckInConstructor)
@@ -62,7 +65,7 @@ def test_stop_after_deadline_logs_one_line_per_process(
     kill = ProcessRecords.kill
 
     def kill_late(records: ProcessRecords, member: OwnedProcess) -> None:
-        """The fork server takes a while, as on a loaded host."""
+        """Kill with a delay, like the fork server of a loaded host."""
         kills.append(member)
         program().progress.later(0.3, lambda: kill(records, member))
 
