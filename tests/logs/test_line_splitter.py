@@ -44,7 +44,7 @@ def test_of_a_progress_bar_the_last_state_counts() -> None:
         assert splitter.feed(b"\r%d%%" % percent) == []
     assert splitter.has_partial
     assert splitter.take_partial(final=False) == b"90%"
-    assert splitter.feed(b"\r95%\r") == []  # some write the carriage return after the state
+    assert splitter.feed(b"\r95%\r") == []  # some programs write the carriage return after the progress
     assert splitter.take_partial(final=False) == b"95%"
     assert splitter.feed(b"\r100%\nafter") == [b"100%"]
 
@@ -88,7 +88,7 @@ def test_a_character_is_not_torn() -> None:
         cut = LineSplitter().feed(b"x" * (MAX_LINE_BYTES - 1) + data + b"\n")
         assert cut == [b"x" * (MAX_LINE_BYTES - 1) + NOTE]
     splitter = LineSplitter()
-    splitter.feed(b"ok\x80\x80\x80\x80")  # no character at all
+    splitter.feed(b"ok\x80\x80\x80\x80")  # not a character
     assert splitter.take_partial(final=False) == b"ok\x80\x80\x80\x80"
 
 
