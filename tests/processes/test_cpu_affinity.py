@@ -15,7 +15,10 @@ from monarch_backend._processes.cpu_affinity import ProcBind, plan
 
 
 def machine(root: Path, nodes: Sequence[str], siblings: int | None = None) -> Path:
-    """A /sys/devices/system with these cpus per node; cpu n and n + ``siblings`` are hardware threads of one core."""
+    """Create a /sys/devices/system with these CPUs per node.
+
+    CPU n and n + ``siblings`` are hardware threads of one core.
+    """
     for number, cpus in enumerate(nodes):
         node = root / f"node/node{number}"
         node.mkdir(parents=True)
@@ -69,7 +72,7 @@ def test_cores_are_all_used_and_evenly(tmp_path: Path, count: int) -> None:
 
 
 def test_numa_spreads_in_blocks(tmp_path: Path) -> None:
-    root = machine(tmp_path, ["0-3", "4-7", ""])  # the third has memory only
+    root = machine(tmp_path, ["0-3", "4-7", ""])  # the third node has memory only
     assert written(plan("numa", 4, system=root, allowed=range(8))) == ["0-3", "0-3", "4-7", "4-7"]
     assert written(plan("numa", 1, system=root, allowed=range(8))) == ["0-3"]
     assert written(plan("numa", 3, system=root, allowed={3, 4, 5})) == ["3", "3", "4-5"]

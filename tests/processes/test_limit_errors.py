@@ -1,4 +1,4 @@
-"""Low limits end in ResourceLimitError with the limit's name; state directories are private."""
+"""Low limits raise ResourceLimitError with the limit's name. State directories are private."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ def test_state_directory_that_others_can_read_is_closed(tmp_path: Path, monkeypa
     (tmp_path / "mine").mkdir(mode=0o755)
     user_secret()
     assert _mode(tmp_path / "monarch_backend") == 0o700
-    make_private(tmp_path / "mine")  # not of the state: as its owner wants it
+    make_private(tmp_path / "mine")  # not a state directory: keeps the mode that its owner chose
     assert (_mode(tmp_path / "mine"), _mode(tmp_path)) == (0o755, 0o755)

@@ -1,4 +1,4 @@
-"""Resource limits of the system, read from files made for the test; and detection of out-of-memory kills."""
+"""Resource limits of the system, read from files made for the test, and detection of out-of-memory kills."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_this_system_can_start_a_few_processes() -> None:
         resource_limits.check_spawn(100_000_000, plain=False, descriptors_each=0)
 
 
-# Killed for want of memory
+# Out-of-memory kills
 
 OOM = """
 import os, signal, sys
@@ -139,7 +139,7 @@ def test_out_of_memory_kill_is_distinguished(tmp_path: Path) -> None:
     files = {"self": "0::/box\n", "cgroup/box/memory.events": "oom_kill 3\n", "vmstat": "oom_kill 0\n"}
     system(tmp_path, files)
     command = [sys.executable, "-c", OOM, str(tmp_path)]
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a thread would forbid to fork
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a thread of OpenBLAS would prevent the fork
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert out.stdout == "-9 False\n-9 True\n-9 False\n-9 False\n", out.stderr
 
