@@ -1,4 +1,4 @@
-"""State file of a job: its permissions, its content, and the end of the processes that it names."""
+"""State file of a job: its permissions, its content, and how it is used to end the processes that it names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from monarch_backend.job import Job, JobError, LocalJob, ProcessJob, SPMDJob, SS
 
 
 def noted(path: Path, process: Identity, **changes: Any) -> ProcessJob:
-    """A job whose file says that this process is its only host."""
+    """Return a job whose file has this process as its only host."""
     job = ProcessJob({"trainers": 1}, path=path)
     file = job._new_file()
     file.hosts = [HostEntry("trainers", 0, "", "tcp://127.0.0.1:1", process, "/tmp/log")]
@@ -109,7 +109,7 @@ def test_kill_ends_hosts_and_deletes_the_state_file(tmp_path: Path, sleeper: Any
     assert not path.exists() and not (tmp_path / "job.secret").exists()
     with pytest.raises(JobError, match="there is no job: no file"):
         Job.load(path)
-    ProcessJob({"trainers": 1}, path=path).kill()  # nothing is there: nothing to do
+    ProcessJob({"trainers": 1}, path=path).kill()  # there is no job, so this has no effect
 
 
 def test_one_that_does_not_hear_sigterm_gets_sigkill(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_default_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         other.state().learners  # noqa: B018
     other.kill()
     assert not job.path.exists()
-    assert user_secret()  # the folder is usable by others of ours
+    assert user_secret()  # the folder is private, so it can also hold the secret of the user
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_default_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: ProcessJob({"two words": 1}),
         lambda: ProcessJob({"class": 1}),
         lambda: ProcessJob({"_private": 1}),
-        lambda: ProcessJob({"items": 1}),  # a method of the state
+        lambda: ProcessJob({"items": 1}),  # the name of a method of the state
         lambda: ProcessJob({"trainers": 1}, name="../elsewhere"),
         lambda: LocalJob(["a b"]),
         lambda: SPMDJob("a b"),
