@@ -14,7 +14,7 @@ from monarch_backend.dtensor._controller.command_stream import Stream
 
 
 class Played:
-    """Workers that do what has been sent when the test says so."""
+    """Fake workers: they record batches, and the test decides when they reply and whether they have room."""
 
     def __init__(self) -> None:
         self.batches: list[Any] = []
@@ -56,7 +56,7 @@ def test_definitions_come_first_and_deletions_last(played: Played) -> None:
 
 
 def test_timer_does_not_wait_for_workers(played: Played) -> None:
-    """It runs on the thread that reads messages, without which there will never be room."""
+    """The timer runs on the thread that reads messages. If it waited, no message that makes room would be read."""
     stream = Stream(played)
     stream.wake()
     stream.words += (7, 0, 1)
@@ -107,7 +107,7 @@ def test_controller_far_ahead_waits_for_workers(played: Played) -> None:
 
     ahead = threading.Thread(target=lambda: (stream.words.append(7), stream.flush()))  # type: ignore[func-returns-value]
     ahead.start()
-    while len(played.batches) == most:  # it is sent, and then waited
+    while len(played.batches) == most:  # the thread sends this batch and then waits for a reply
         pass
     assert ahead.is_alive()
     played.may_answer.release()
@@ -159,7 +159,7 @@ def test_unsent_batch_at_close_raises_at_the_next_read(played: Played) -> None:
 
 
 def test_close_waits_for_a_running_send_with_a_limit(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the midst of it, the end is on another thread, and gives up; then it is in time, and comes behind."""
+    """Close on another thread during a send: the first close times out, the second waits and sends the rest."""
     monkeypatch.setattr(command_stream, "SEND_TIMEOUT_S", 0.01)
     stream, ends = Stream(played), []
 
@@ -194,7 +194,7 @@ def test_waiting_for_replies_does_not_block_sends(played: Played) -> None:
     stream.words.append(8)
     ahead = threading.Thread(target=stream.flush)
     ahead.start()
-    while len(stream._missing) > command_stream.MAX_INFLIGHT_BATCHES:  # it waits, or is about to
+    while len(stream._missing) > command_stream.MAX_INFLIGHT_BATCHES:  # until the thread waits, or soon will
         pass
     stream.words.append(9)
     stream.send_the_rest()
@@ -218,7 +218,7 @@ def test_writes_during_a_flush_keep_their_order(played: Played, when: str) -> No
     stream = Stream(played)
 
     class Interrupted(list[Any]):
-        """Right after it was copied, the program goes on: it defines 9, whose record makes 5, and drops that."""
+        """A list that is changed right after its copy: 9 is defined, its record makes tensor 5, and 5 is dropped."""
 
         left = 1
 
@@ -242,7 +242,7 @@ def test_writes_during_a_flush_keep_their_order(played: Played, when: str) -> No
 
 
 def test_timer_does_not_overtake_a_blocked_batch(played: Played) -> None:
-    """Who waits to send reads clocks meanwhile, on the same thread."""
+    """A thread that waits to send runs timers meanwhile."""
     stream = Stream(played)
     order: list[Any] = []
 

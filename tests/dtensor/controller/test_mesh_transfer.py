@@ -72,7 +72,7 @@ def test_to_another_mesh_of_the_same_processes(all_procs: Any) -> None:
 
 
 class Traffic:
-    """All bytes of messages that this process sends and of replies that it gets."""
+    """Counts the bytes of messages that this process sends and of replies that it receives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nbytes = 0
@@ -91,13 +91,13 @@ class Traffic:
 
 
 def test_no_value_passes_the_controller(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The messages that it sends and gets are as long for a tensor of 4 MB as for one of 384 bytes."""
+    """The controller's messages and replies are about as long for a tensor of 4 MiB as for one of 384 bytes."""
     here, there = mesh_of("2"), mesh_of("3")
     seen = Traffic(monkeypatch)
     lengths = []
     for rows in (6, 1 << 16):
         x = zeros(rows, 16, device_mesh=here, placements=[Shard(0)])
-        move(x, there, [Shard(0)])  # whatever is connected, defined and imported the first time
+        move(x, there, [Shard(0)])  # the first move connects, defines and imports
         workers_of(there).synchronize()
         before = seen.nbytes
         x.add_(1)
@@ -107,7 +107,7 @@ def test_no_value_passes_the_controller(mesh_of: Callable[[str], Any], monkeypat
         assert moved.sum().item() == rows * 16
     before = seen.nbytes
     distribute_tensor(torch.ones(1 << 16, 16), here, [Shard(0)])
-    assert seen.nbytes - before > 4 << 20  # what does pass here is seen
+    assert seen.nbytes - before > 4 << 20  # the count includes values that the controller does send
     assert lengths[0] > 100
     assert lengths[1] < lengths[0] + 10_000
 
@@ -163,7 +163,7 @@ def test_failed_transfer_leaves_no_buffers_on_other_workers() -> None:
 
 
 def nothing_is_left(*meshes: Any) -> None:
-    """The last reader's word may still be on its way."""
+    """Assert that no transfer is left in the inboxes. The message that ends the last read may still be on its way."""
     for mesh in meshes:
         assert any(set(run(mesh, worker_functions.left_in_inboxes).get().values()) == {0} for _ in range(1000))
 

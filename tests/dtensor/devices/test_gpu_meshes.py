@@ -1,7 +1,7 @@
 """Meshes of "cuda" from a controller without a GPU.
 
-Workers that accept "cuda" for the CPU execute the records, and a single process gives the expected values. `make
-test-gpu` runs the same tests on GPUs. A simulated mesh is enough where no values are needed.
+Workers that execute "cuda" on the CPU run the records, and a single process gives the expected values. `make
+test-gpu` runs the same tests on GPUs. Tests that read no values use a simulated mesh.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ gpu = [
 
 @pytest.fixture(scope="module", params=[pytest.param("cpu", marks=without_gpu), pytest.param("gpu", marks=gpu)])
 def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Of two processes that take "cuda" for the CPU; or of one for each GPU."""
+    """A mesh of two processes that execute "cuda" on the CPU, or of one process for each GPU."""
     with pytest.MonkeyPatch.context() as patch, this_host().spawn_procs({"x": _GPUS or 2}) as procs:
         if request.param == "cpu":
             patch.setattr(worker, "Executor", ExecutorWithoutGpu)
@@ -65,7 +65,7 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(scope="module", params=[pytest.param("cpu", marks=without_gpu), pytest.param("gpu", marks=gpu)])
 def grid(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Two by two, as `mesh`; on fewer than four GPUs, two by one or one by one."""
+    """A mesh as `mesh`, but two by two. With fewer than four GPUs it is two by one or one by one."""
     sizes = {"a": min(2, _GPUS or 2), "b": 2 if not _GPUS or _GPUS >= 4 else 1}
     with pytest.MonkeyPatch.context() as patch, this_host().spawn_procs(sizes) as procs:
         if request.param == "cpu":
@@ -75,7 +75,7 @@ def grid(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def genuine(mesh: Any) -> Any:
-    """A mesh on which functions get DTensors of their own: those of "cuda" need a GPU."""
+    """A mesh of GPUs, for functions that get local DTensors: those on "cuda" need a GPU."""
     if not _GPUS:
         pytest.skip("no GPU that torch can use: run `make test-gpu` on a machine with one")
     return mesh
@@ -83,7 +83,7 @@ def genuine(mesh: Any) -> Any:
 
 @pytest.fixture
 def nowhere() -> Iterator[Any]:
-    """A simulated mesh of GPUs, of which nothing is left."""
+    """A simulated mesh of GPUs that is removed after the test."""
     made = simulated_mesh((2,), ("x",), "cuda")
     yield made
     controller_process_group._owners.remove(workers_of(made))
@@ -91,7 +91,7 @@ def nowhere() -> Iterator[Any]:
 
 @pytest.fixture
 def recorded(nowhere: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Target and named arguments of each signature that is new on `nowhere`."""
+    """Target and named arguments of each new signature on `nowhere`."""
     workers, found = workers_of(nowhere), []
     own = workers.define
     monkeypatch.setattr(
@@ -166,7 +166,10 @@ def test_a_gpus_worker_knows_the_operators() -> None:
 
 
 def test_a_worker_does_attention_again_where_the_graph_was_lost() -> None:
-    """As an operator, below autograd, which is where torch calls it."""
+    """The backward pass of attention recomputes if the graph of the forward pass is missing.
+
+    The test calls the forward operator below autograd, as torch does.
+    """
     library = torch.library.Library("monarch_test", "DEF")
     library.define("forward(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
     library.impl("forward", lambda q, k, v: attention_module.forward(q, k, v, 0.0, True), "CPU")
@@ -217,7 +220,7 @@ def test_fused_optimizer_sends_only_records(nowhere: Any, recorded: Any, monkeyp
     monkeypatch.setattr(workers_of(nowhere).line, "put", lambda *_: pytest.fail("a message"))
     optimizer = torch.optim.AdamW([parameter], fused=True)
     for _ in range(2):
-        with nowhere:  # there are several meshes of GPUs
+        with nowhere:  # several meshes of GPUs exist
             optimizer.step()
     assert is_on_gpu(optimizer.state[parameter]["step"])
     assert "aten._fused_adamw_.default" in [target for target, _ in recorded]
@@ -266,7 +269,7 @@ def test_an_embedding_that_fails_leaves_no_mask_to_the_next_one(mesh: Any) -> No
 
 def test_tensors_that_cpp_code_makes_for_the_cpu_are_on_the_gpu(mesh: Any) -> None:
     x = distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]).requires_grad_()
-    x.sum().backward()  # the gradient is an expanded one, of which C++ makes a dense one where it has the parameter
+    x.sum().backward()  # C++ makes the expanded gradient dense, on the device where it believes the parameter is
     local = x.to_local().detach()
     assert is_on_gpu(x.grad, local.new_zeros(3), torch.zeros_like(local), local.half().type_as(local))
     made = torch.autograd.grad(local.requires_grad_().expand(2, *local.shape).sum(), local)
@@ -335,7 +338,7 @@ def test_ambiguous_mesh_of_a_factory_is_an_error(mesh: Any, nowhere: Any) -> Non
         with second:
             assert torch.zeros(1, device="cuda")._meta.workers is workers_of(second)  # type: ignore[attr-defined]
         rows = distribute_tensor(torch.zeros(4), second, [_StridedShard(0, split_factor=2)])
-        assert rows.full_tensor()._meta.workers is workers_of(second)  # whose places torch makes with a device only
+        assert rows.full_tensor()._meta.workers is workers_of(second)  # torch makes its offsets by device type only
         controller_process_group._owners.clear()
         with pytest.raises(RemoteTensorError, match="no mesh has one"):
             torch.zeros(1, device="cuda")
@@ -368,7 +371,7 @@ def test_autocast(mesh: Any, dtype: torch.dtype) -> None:
     put_module(nn.Sequential(layer, norm), mesh)
     there = distribute_tensor(x, mesh, [Replicate()]).to_local()
     with torch.autocast("cuda", dtype):
-        assert F.linear(x, weight).dtype == torch.float32  # of this process's CPU
+        assert F.linear(x, weight).dtype == torch.float32  # a tensor of this process's CPU
         product = layer(there)
         assert product.dtype == dtype and is_on_gpu(product)
         assert {each.dtype for each in (product.softmax(-1), norm(product), product.pow(2))} == {torch.float32}
@@ -385,7 +388,7 @@ def test_autocast(mesh: Any, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @without_gpu
 def test_what_a_captured_step_leaves_to_eager_code(mesh: Any) -> None:
-    """Ways between devices, autocast and attention with dropout: values, devices and dtypes are eager code's."""
+    """Copies between devices, autocast and attention with dropout have values, devices and dtypes of eager code."""
     x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
 
     def in_half(x: Any) -> Any:
@@ -468,11 +471,11 @@ def test_the_loss_is_scaled_and_what_overflows_is_not_done(mesh: Any) -> None:
     same(ours, alone)
 
 
-# All of it ------------------------------------------------------------------------------------------------------
+# Whole models ---------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward net, of which each process may have some of the heads."""
+    """Attention and a feed-forward net. Each process may have some of the heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -535,7 +538,7 @@ def test_an_activation_checkpoint_keeps_the_state_of_the_workers_generator(nowhe
 
     def draws(x: Any) -> Any:
         states.append(torch.cuda.get_rng_state().tolist())
-        torch.cuda.manual_seed(len(states))  # as if it had drawn something
+        torch.cuda.manual_seed(len(states))  # as if it had drawn numbers
         return x.sin()
 
     torch.cuda.manual_seed(5)
@@ -600,7 +603,7 @@ def test_random_numbers(mesh: Any) -> None:
     assert not torch.equal(F.dropout(x, 0.5), F.dropout(x, 0.5))
 
 
-# Around it ------------------------------------------------------------------------------------------------------
+# Checkpoints, errors, transfers and functions -------------------------------------------------------------------
 
 
 def test_a_checkpoint(genuine: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ PLACES = [
     (Replicate(), Replicate()), (Shard(0), Replicate()), (Shard(0), Shard(0)), (Shard(3), Replicate()),
     (Replicate(), Shard(0)), (Replicate(), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1)),
 ]  # fmt: skip
-"""Of image and weight."""
+"""Placements of image and weight."""
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])

@@ -18,7 +18,7 @@ from tests.dtensor.values import same, value
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch1d": (lambda: nn.BatchNorm1d(4), (6, 4)),
     "batch2d": (lambda: nn.BatchNorm2d(4), (6, 4, 3, 3)),
-    "two channels": (lambda: nn.BatchNorm2d(2), (6, 2, 3, 3)),  # of 3 ranks one has none
+    "two channels": (lambda: nn.BatchNorm2d(2), (6, 2, 3, 3)),  # one of 3 ranks has no channel
     "cumulative": (lambda: nn.BatchNorm1d(4, momentum=None), (6, 4)),
     "instance": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (6, 4, 3, 3)),
     "group": (lambda: nn.GroupNorm(2, 4), (5, 4, 3, 3)),
@@ -29,7 +29,7 @@ ONE = [Shard(0), Shard(1), Replicate()]
 
 
 def sharded(_name: str, module: nn.Module, mesh: Any) -> None:
-    """Each parameter by its first dimension; buffers are whole on each rank."""
+    """Shard each parameter by its first dimension. Buffers stay whole on each rank."""
     for name, each in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, nn.Parameter(distribute_tensor(each, mesh, [Shard(0)] * mesh.ndim)))
 

@@ -63,7 +63,7 @@ def test_new_sizes_of_a_detached_tensor_are_its_own(mesh_of: Callable[[str], Any
 def test_a_module_of_the_controller_stays_itself_in_another_dtype(mesh_of: Callable[[str], Any]) -> None:
     mesh_of("2")
     module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), torch.randn(2, 3)
-    weights, y = list(module.parameters()), module(x)  # a graph has them
+    weights, y = list(module.parameters()), module(x)  # the graph of y refers to the weights
     for to in ((torch.float64,), ("cpu",), (torch.device("cpu"), torch.float64), (torch.zeros(1),)):
         assert module.to(*to) is module
         assert all(now is before for now, before in zip(module.parameters(), weights, strict=True))

@@ -28,7 +28,7 @@ DTensorTestBase, with_comms = common_dtensor.DTensorTestBase, common_dtensor.wit
 
 
 class ControllerTestBase(common_dtensor.LocalDTensorTestBase):  # type: ignore[misc]
-    """As torch's base for LocalTensorMode; the ranks are worker processes."""
+    """torch's base class for LocalTensorMode, with worker processes as ranks."""
 
     mesh_of: Callable[[str], Any]
 
@@ -61,10 +61,10 @@ class ControllerTestBase(common_dtensor.LocalDTensorTestBase):  # type: ignore[m
         return self.mesh_of("2")
 
     def init_pg(self, eager_init: Any, backend: str | None = None) -> None:
-        """There is one, the meshes'."""
+        """Do nothing, because the meshes have a process group."""
 
     def destroy_pg(self, device_id: int | None = None) -> None:
-        """It stays, for other tests."""
+        """Do nothing, because other tests use the process group."""
 
 
 class OpsTest(DTensorTestBase):  # type: ignore[misc]
@@ -118,7 +118,7 @@ class OpsTest(DTensorTestBase):  # type: ignore[misc]
 
 
 class RulesTest(DTensorTestBase):  # type: ignore[misc]
-    """torch's validators of single rules, forwards and backwards; and that they see a wrong one."""
+    """torch's validators of single sharding rules, forward and backward, which must also detect a wrong rule."""
 
     @with_comms
     def test_rules(self) -> None:
@@ -205,5 +205,5 @@ def test_barrier_waits_for_the_workers_and_raises_failures(mesh_of: Callable[[st
     failed = failing_lookup.look_up(workers.put(torch.tensor([5])), workers.put(torch.randn(3, 2)))
     with pytest.raises(RemoteOpError, match=failing_lookup.OPERATION):
         dist.barrier()
-    dist.barrier()  # it has been told
+    dist.barrier()  # the failure has been raised
     del failed

@@ -1,6 +1,6 @@
 """Random trainings: a model in any placement has the losses, gradients and parameters of a single process.
 
-MONARCH_TEST_SEED=7 replays one.
+MONARCH_TEST_SEED=7 replays one training.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ pytestmark = [
 
 
 class Way:
-    """How a model is placed, and its batches. What is chosen is noted."""
+    """Placement of a model and of its batches. All choices are noted for failure messages."""
 
     meshes: tuple[str, ...] = ("2", "3", "2x2", "2x2 tp", LAST_ROW)
     is_whole = True
-    """The batch, for what looks at all of it or draws numbers."""
+    """Whether layers may need the whole batch or draw random numbers."""
     captures: tuple[str, ...] = ("", "", "step", "module")
 
     def __init__(self, chosen: random.Random, mesh_of: Callable[[str], Any]) -> None:
@@ -58,25 +58,25 @@ class Way:
         raise NotImplementedError
 
     def mean(self, loss: Any) -> Any:
-        """Of the whole batch."""
+        """Return the loss of the whole batch from the loss of a step."""
         return loss
 
     def goes_with(self, training: Training) -> bool:
-        """Whether the two are to have the same values."""
+        """Return whether the training must have the values of a single process."""
         text = str(training)
-        # A captured checkpoint keeps what it has drawn, and writes running values once. What is drawn behind a batch
-        # norm is in the order of memory that dynamo believes in.
+        # A captured checkpoint keeps its random numbers, and changes running values only once.
+        # Numbers that are drawn after a batch norm follow the memory order that dynamo assumes.
         is_drawn = "BatchNorm" in text and ("Dropout" in text or "Again" in text)
         return not (self.capture and (is_drawn or training.passing == "deepcopy"))
 
 
 class Partition(Way):
-    """Every parameter anywhere, batches by rows, by places or whole; or from the host."""
+    """Each parameter in any placement. Batches are sharded by rows or places, replicated, or on the host."""
 
     def place(self, net: nn.Module) -> nn.Module:
         self.by = [self.pick("batch", [Shard(0), Shard(0), Replicate(), Shard(1)]) for _ in range(self.mesh.ndim)]
         self.is_here = self.pick("from the host", [False, False, True])
-        known: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
+        known: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
 
         def partition(name: str, module: nn.Module, mesh: Any) -> None:
             for key, each in module.named_parameters(recurse=False):
@@ -106,7 +106,7 @@ class Put(Way):
 
 
 class Plan(Way):
-    """torch's styles, for some of the layers that they know; the rest goes to the workers by itself."""
+    """torch's styles for some layers that they support. The other parameters go to the workers at the first call."""
 
     def place(self, net: nn.Module) -> nn.Module:
         self.line = self.mesh[self.mesh.mesh_dim_names[-1]] if self.mesh.ndim > 1 else self.mesh
@@ -132,18 +132,18 @@ class Plan(Way):
             return None
         if kind is None:
             return None
-        first = self.pick("before", before if self.is_there else [Replicate()])  # what is no DTensor is said to be that
+        first = self.pick("before", before if self.is_there else [Replicate()])  # plain inputs count as Replicate
         return kind(input_layouts=first, output_layouts=self.pick("after", after), use_local_output=False)
 
     def batch(self, *tensors: torch.Tensor) -> Any:
         return [distribute_tensor(each, self.line, [Replicate()]) for each in tensors] if self.is_there else tensors
 
     def goes_with(self, training: Training) -> bool:
-        return not training.is_tied and super().goes_with(training)  # torch places each place of it by itself
+        return not training.is_tied and super().goes_with(training)  # torch would untie its weights
 
 
 class Sharded(Way):
-    """`fully_shard`, of some of its layers and the rest."""
+    """`fully_shard` of some layers, then of the rest."""
 
     meshes = ("2", "3", "2x2", LAST_ROW)
     is_whole = False
@@ -164,7 +164,7 @@ class Sharded(Way):
         return DTensor.from_local(loss.detach(), self.mesh, [Partial("avg")] * self.mesh.ndim).full_tensor()
 
     def goes_with(self, training: Training) -> bool:
-        return training.passing != "deepcopy" and "max_norm" not in str(training)  # which is of a rank's own words
+        return training.passing != "deepcopy" and "max_norm" not in str(training)  # max_norm sees one rank's words
 
 
 class Alone(Way):
@@ -184,7 +184,7 @@ WAYS = (Partition, Partition, Plan, Plan, Sharded, Put)
 
 
 class Run:
-    """One training in one way. ``found``: whatever it has calculated, by name."""
+    """One training in one way. ``found`` has all calculated values by name."""
 
     def __init__(self, training: Training, way: Way) -> None:
         self.training, self.way = training, way
@@ -263,7 +263,7 @@ def check(seed: int, mesh_of: Callable[[str], Any]) -> None:
     for name, wanted in expected.items():
         what = f"{name} of MONARCH_TEST_SEED={seed} {way.notes}\n{training}"
         mine = found[name]
-        if wanted is None or mine is None:  # as captured, what has no part in the loss has gradients of zeros
+        if wanted is None or mine is None:  # a captured step gives tensors outside the loss gradients of zeros
             assert mine is wanted or (way.capture and mine is not None and not mine.any()), what
             continue
         torch.testing.assert_close(

@@ -27,7 +27,7 @@ def call(
 
 
 def last_of(argument: Any) -> int:
-    """The last operand in it."""
+    """Return the last operand of an argument."""
     is_, what = argument
     if is_ == "list":
         return max(map(last_of, what), default=-1)
@@ -128,7 +128,7 @@ def test_records_keep_no_references_to_operands() -> None:
 
 
 class Workers:
-    """Whose words stay here."""
+    """A worker set that keeps the words written to it."""
 
     def __init__(self, limit: int = 100) -> None:
         self.words: list[Any] = []
@@ -203,7 +203,7 @@ def test_the_quickest_way_to_an_operator_does_the_same(operator: Any, args: Any,
 @pytest.mark.parametrize(
     ("operator", "args"),
     [
-        (_aten.add.Scalar, (A, 2)),  # torch.add of these is add.Tensor
+        (_aten.add.Scalar, (A, 2)),  # torch.add of these arguments is add.Tensor
         (_aten._to_copy.default, (A,)),
         (torch.ops._c10d_functional.wait_tensor.default, (A,)),
     ],

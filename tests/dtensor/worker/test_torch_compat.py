@@ -20,7 +20,7 @@ SHARD, STRIDED = Shard(1), _StridedShard(1, split_factor=2)
 
 
 def _padded(size: int, rank: int) -> torch.Tensor:
-    """A shard of that rank, of three."""
+    """Return the shard of that rank of three."""
     return SHARD._select_split_tensor(_whole(size), 3, rank, with_padding=False)
 
 
