@@ -1,4 +1,4 @@
-"""Transfers that end early, on every route: deaths, silence, deadlines, cancellation; and limits."""
+"""Transfers that end early, on every route: owners that die or do not answer, deadlines, cancellation, and limits."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Pair = tuple[ActorMesh, ActorMesh]
 
 @pytest.fixture(params=routes())
 def fresh(request: pytest.FixtureRequest, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """An owner and a reader that may die."""
-    if request.param == "verbs":  # the main program's memory is to be reached by NICs, too
+    """Start an owner and a reader that a test may kill."""
+    if request.param == "verbs":  # NICs must also reach the main program's memory
         monkeypatch.setattr(engine().routes, "_forced", "verbs")
     yield from two_processes(request.param)
 
@@ -88,7 +88,7 @@ def test_owner_killed_during_a_read_fails_it(fresh: Pair, faults: Faults) -> Non
     with pytest.raises(OwnerLostError, match="signal 9") as here:
         buffer.read_into(torch.empty(32 * MIB, dtype=torch.uint8)).get(20)
     assert here.value.pid == pid and here.value.signal == 9
-    buffer.drop()  # of one who is gone: nothing to do
+    buffer.drop()  # no effect: the owner has died
 
 
 def test_stopped_owner_hits_the_deadline(fresh: Pair, request: pytest.FixtureRequest) -> None:
@@ -162,7 +162,7 @@ def test_memory_in_use_is_not_released(
     buffer = RDMABuffer(mine)
     ticket, native = buffer._handle.ticket, registrations.registry().native
     reading = reader.read_for_ever.call_one(buffer)
-    while True:  # until it is stopped in the middle of a transfer
+    while True:  # until the reader is stopped in the middle of a transfer
         with held_up(pid):
             if native.user_of(ticket):
                 with pytest.raises(RDMAError, match=f"process {pid} is in the middle of a transfer"):
@@ -182,7 +182,7 @@ def test_registered_memory_stays_alive_until_drop() -> None:
     gone = weakref.ref(memory)
     value = torch.from_numpy(memory)
     buffer = RDMABuffer(value)
-    value.data = torch.zeros(1, dtype=torch.int64)  # as model.to() does
+    value.data = torch.zeros(1, dtype=torch.int64)  # as in model.to()
     del value, memory
     gc.collect()
     assert gone() is not None
@@ -233,7 +233,7 @@ def test_action_can_be_submitted_repeatedly(fresh: Pair, request: pytest.Fixture
     other = torch.zeros(8, dtype=torch.uint8)
     action.read_remote(other, theirs[4:12]).submit().get()
     assert torch.equal(other, pattern(4096, 3)[4:12])
-    into.data = torch.zeros(4096, dtype=torch.uint8)  # it lies elsewhere now
+    into.data = torch.zeros(4096, dtype=torch.uint8)  # the tensor has other memory now
     action.submit().get()
     assert torch.equal(into, pattern(4096, 3))
     into.untyped_storage().resize_(4000)
@@ -251,7 +251,7 @@ def test_action_releases_its_arguments() -> None:
     buffer = RDMABuffer(value)
     action = RDMAAction().read_remote(into, buffer)
     action.submit().get()
-    into.extend(b"more")  # as before it was submitted
+    into.extend(b"more")  # allowed, as before the submission
     action.submit().get()
     assert into == bytearray([1] * 8) + b"more"
     buffer.drop()
@@ -278,7 +278,7 @@ def test_memory_of_a_file_that_can_only_be_read(tmp_path: Path) -> None:
     with pytest.raises(RDMAError, match="read-only"):
         buffer.write_from(bytes(8192)).get(20)
     buffer.drop()
-    del mapped  # the error keeps this frame for a while
+    del mapped  # the error's traceback references this frame for a while
 
 
 def test_many_waiting_transfers_do_not_block_others(fresh: Pair, request: pytest.FixtureRequest) -> None:
@@ -368,7 +368,7 @@ def test_expired_deadline_fails_the_transfer() -> None:
 
 
 def test_cancel_returns_whether_it_was_in_time() -> None:
-    """Within one process; over each route it is `test_stopped_owner_hits_the_deadline`'s."""
+    """Cancel transfers within one process. `test_stopped_owner_hits_the_deadline` does it over each route."""
     memory = torch.full((64 * MIB,), 7, dtype=torch.uint8)
     buffer = RDMABuffer(memory)
     for _ in range(5):
@@ -382,11 +382,11 @@ def test_cancel_returns_whether_it_was_in_time() -> None:
     assert registrations_module.registry().count() == 0
 
 
-# ---- a fork of the user's
+# ---- a fork made by the user
 
 
 def _in_a_fork(buffer: RDMABuffer) -> list[str]:
-    """What a fork of this process is told when it uses the parent's buffer."""
+    """Return the errors in a forked child that uses the parent's buffer."""
     told, tell = os.pipe()
     pid = os.fork()
     if not pid:
@@ -416,12 +416,12 @@ def test_buffer_in_a_forked_child_raises() -> None:
     assert all(f"process {os.getpid()}" in each and "was forked from" in each for each in refused)
     assert own == "its own"
     into = torch.zeros(2)
-    buffer.read_into(into).get(10)  # here it is as it was
+    buffer.read_into(into).get(10)  # in the parent the buffer still works
     assert torch.equal(into, memory)
     buffer.drop()
 
 
-# ---- an owner whose pid another process has before this one's own threads have heard of its end
+# ---- a pid that is reused before this process's threads notice that the owner has ended
 
 _OTHERS = b"S"
 _IMPOSTOR = """
@@ -460,10 +460,10 @@ sys.stdin.read()
 
 
 class _Replaced:
-    """An owner of memory, forked, and who comes to have its pid. All have the memory at the same address."""
+    """A forked owner of memory, and another process that gets its pid. Both have memory at the same address."""
 
     NBYTES = 1 << 16
-    mother: subprocess.Popen[bytes] | None = None  # of who has its pid
+    mother: subprocess.Popen[bytes] | None = None  # parent of the process that gets the pid
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, self.NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -494,12 +494,12 @@ class _Replaced:
         return [sys.executable, "-c", _IMPOSTOR, str(self.address), str(self.NBYTES), str(self.pid or os.getpid())]
 
     def by_a_program(self) -> None:
-        """The same process runs another one."""
+        """Make the owner's process execute another program."""
         os.write(self.asks, b"x")
         assert os.read(self.said, 5) == b"there"
 
     def by_a_process(self) -> None:
-        """It is killed, and another one gets its pid."""
+        """Kill the owner and start another process with its pid."""
         if not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK):
             pytest.skip("only root can choose the next pid")
         os.kill(self.pid, signal.SIGKILL), os.waitpid(self.pid, 0)
@@ -508,7 +508,7 @@ class _Replaced:
         assert self.mother.stdout.read(5) == b"there"
 
     def shows(self) -> bytes:
-        """What is there now, by whoever has the pid."""
+        """Return the bytes at the address in the process that has the pid now."""
         with open(f"/proc/{self.pid}/mem", "rb", buffering=0) as there:
             return os.pread(there.fileno(), 8, self.address)
 
@@ -521,14 +521,14 @@ class _Replaced:
 
 
 def _watchers() -> set[str]:
-    """The threads of this process that hear of others' ends."""
+    """Return this process's threads that watch for the end of other processes."""
     all_of_them = Path("/proc/self/task").iterdir()
     return {each.name for each in all_of_them if (each / "comm").read_text() == "monarch_watch\n"}
 
 
 @contextlib.contextmanager
 def _held_up(thread: str) -> Iterator[None]:
-    """This thread, of this process, stands still."""
+    """Stop a thread of this process during the block."""
     program = [sys.executable, "-c", _HOLD, thread]
     with subprocess.Popen(program, stdin=-1, stdout=-1, stderr=-1, text=True) as holder:
         assert holder.stdout is not None

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memory over TCP is Linux's"),
 ]
 
-# OpenSSL is not compiled for ThreadSanitizer, which does not see its atomics.
+# OpenSSL is not built with ThreadSanitizer, so its atomics are invisible to it.
 NOT_OURS = "called_from_lib:libssl.so\ncalled_from_lib:libcrypto.so\nrace:libssl.so\nrace:libcrypto.so\n"
 
 

@@ -1,7 +1,7 @@
-"""Fake NICs, one for each process: the kernel moves the bytes, by process_vm_readv and process_vm_writev.
+"""Fake NICs, one for each process. The kernel moves the bytes, by process_vm_readv and process_vm_writev.
 
-For the ordinary run of tests with two processes. They do not check keys, as fabric.py does, and do not reach memory
-of a (pretended) GPU.
+They serve the default run of tests with two processes. Unlike fabric.py, these NICs check no keys. They cannot access
+memory of fake GPUs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass
 class Manners:
-    """Of this process's NIC, from when they are set."""
+    """Behaviour of this process's NIC, from the moment that a test sets a field."""
 
-    fails: int = 0  # of so many requests nothing is heard from the other side
-    silent: bool = False  # queue pairs that are made do nothing
-    unreachable: bool = False  # there is no way to others
-    memory: int = 1 << 60  # bytes that can be registered at a time
-    takes_gpus: bool = False  # their memory can be registered, though nobody reaches it then
+    fails: int = 0  # this many requests fail as if the peer did not answer
+    silent: bool = False  # new queue pairs do not run work requests
+    unreachable: bool = False  # connections fail with ENETUNREACH
+    memory: int = 1 << 60  # largest registration in bytes
+    takes_gpus: bool = False  # GPU memory can be registered, although no NIC can access it
 
 
 manners = Manners()
@@ -49,7 +49,7 @@ class _Range(ctypes.Structure):
 
 
 def use() -> None:
-    """From now on this process has such a NIC, and no other."""
+    """Replace the NICs of this process by one fake NIC."""
     address = bytes(10) + b"\xff\xff" + os.getpid().to_bytes(4, "big")
     facts = [PortFacts("across0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, address),), -1)]
     open_device.discovery.usable = lambda *_: facts  # type: ignore[assignment]
@@ -58,7 +58,7 @@ def use() -> None:
 
 
 class Across:
-    """As Binding."""
+    """The binding of the fake NIC."""
 
     def open_nic(self, device: str, completions: int) -> _Nic:
         return _Nic(device, completions)
@@ -71,7 +71,7 @@ class _Registered:
         self.lkey = self.rkey = next(_numbers)
 
     def close(self) -> None:
-        """Nothing is kept of it."""
+        """Nothing to release."""
 
 
 class _Nic:
@@ -125,7 +125,7 @@ class _Pair:
         self._broken, self._silent = False, manners.silent
 
     def initialize(self, port: int, access: int) -> None:
-        """Nothing has to be."""
+        """Nothing to initialize."""
 
     def connect(self, path: Path) -> None:
         if manners.unreachable:
@@ -155,7 +155,7 @@ class _Pair:
         return RETRIES if ctypes.get_errno() == errno.ESRCH else REMOTE_ACCESS
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Nothing to release: no request is in progress."""
 
 
 def _lives(pid: int) -> bool:
