@@ -9,8 +9,8 @@
 Add --resume to continue from the newest checkpoint in --out, under any of these modes and any number of processes.
 Nothing here imports a backend: torch finds "monarch" through the entry points of the installed package.
 
-The global batch, the initial weights and the learning rate depend on the seed and the step alone, never on the
-number of processes, so every mode follows the same loss curve up to float rounding.
+The global batch, the initial weights and the learning rate depend only on the seed and the step, not on the number of
+processes. So every mode follows the same loss curve up to float rounding.
 """
 
 import argparse
