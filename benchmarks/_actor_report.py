@@ -1,4 +1,4 @@
-"""Report of actors.py: cases, limits, the table in markdown and the plot."""
+"""Report of actors.py: cases, targets, the table in Markdown and the plot."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from _actor_runners import Peer
 from _report import Series, microseconds
 
 OURS, FLOOR = "ours", "floor"
-PINNED = ("one_core", "two_cores")  # the floor's round trip only
-Row = dict[str, Series]  # peer's key -> what was measured, in the unit of the case
+PINNED = ("one_core", "two_cores")  # cases that only the floor has
+Row = dict[str, Series]  # peer's key -> measured values, in the unit of the case
 
 
 @dataclass(frozen=True)
 class Must:
-    """A target: of ``who``, against a number or against another contender."""
+    """A target for contender ``who``: a limit, or a factor by which it must beat contender ``beats``."""
 
     text: str
     limit: float | None = None
@@ -25,7 +25,7 @@ class Must:
     who: str = OURS
 
     def verdict(self, case: Case, row: Row) -> str:
-        """yes, no, or ? where it was not measured."""
+        """Return "yes", "NO", or "?" if a value is missing."""
         if self.who not in row or (self.beats and self.beats not in row):
             return "?"
         if self.limit is None:
@@ -37,17 +37,17 @@ class Must:
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table."""
+    """A row of the table."""
 
     key: str
     title: str
     unit: str
     musts: Sequence[Must] = ()
-    higher: bool = False  # is better
-    tail: bool = False  # enough values for a 99th percentile
+    higher: bool = False  # higher values are better
+    tail: bool = False  # there are enough values for a 99th percentile
 
     def better(self, its: Series, mine: Series) -> float:
-        """How many times better mine is: the median of the rounds' ratios."""
+        """Return the factor by which ``mine`` is better than ``its``: the median of the rounds' ratios."""
         return mine.over(its) if self.higher else its.over(mine)
 
 
@@ -93,23 +93,23 @@ CASES = (
 
 
 class Results:
-    """What was measured, and why the rest was not."""
+    """Measured values, and the reasons for missing ones."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
         self.reasons: dict[tuple[str, str], str] = {}  # (case, peer)
 
     def add(self, case: str, peer: str, values: list[float]) -> None:
-        """One more round."""
+        """Add the values of one round."""
         self.rows.setdefault(case, {}).setdefault(peer, Series()).rounds.append(values)
 
     def fail(self, case: str, peer: str, reason: str) -> None:
-        """This peer has no figure here: not even half of one."""
+        """Record why a peer has no result in a case, and drop the values of its earlier rounds."""
         self.reasons.setdefault((case, peer), reason)
         self.rows.get(case, {}).pop(peer, None)
 
     def median(self, case: str, peer: str) -> float | None:
-        """None where it was not measured."""
+        """Return the median, or None if there are no values."""
         series = self.rows.get(case, {}).get(peer)
         return series.median if series else None
 
@@ -138,7 +138,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _derived(results: Results, peers: Sequence[Peer]) -> list[str]:
-    """The growth of a call with the processes, and what a cold start of ours costs more, in imports of torch."""
+    """Return rows for the cost of 64 processes over 8, and for our cold minus warm start in units of torch imports."""
     growth = []
     for peer in peers:
         few, many = results.median("cast_8", peer.key), results.median("cast_64", peer.key)
@@ -159,7 +159,7 @@ def _difference(results: Results, one: str, other: str, peer: str) -> float | No
 
 
 def markdown(results: Results, peers: Sequence[Peer]) -> str:
-    """A row per case; below it, why there are dashes."""
+    """Return the table, a row per case, and below it the reasons for missing values."""
     lines = [_line(["", "unit", "must", *[peer.name for peer in peers]]), _line(["---"] * (len(peers) + 3))]
     reasons: dict[str, list[str]] = {}
     for case in CASES:
@@ -179,7 +179,7 @@ def markdown(results: Results, peers: Sequence[Peer]) -> str:
 
 
 def plot(results: Results, peers: Sequence[Peer], file: Path) -> str | None:
-    """A panel of bars per case; the reason where it can't be drawn."""
+    """Draw one bar chart per case. Return None, or the reason why there is no plot."""
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-// Two processes and many all_reduces of 8 bytes, for call_comparison.py: prints nanoseconds of each batch's mean.
+// Program of call_comparison.py: two processes run batches of all_reduces of 8 bytes. It prints each batch's mean in ns.
 #include <algorithm>
 #include <array>
 #include <atomic>

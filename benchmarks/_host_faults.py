@@ -1,8 +1,8 @@
-"""Time from a host's fault until other hosts report it: our actors and launcher, torchmonarch, torchrun.
+"""Time from a fault on one host until another host reports it: our actors and launcher, torchmonarch, torchrun.
 
-Every system has something on host 0 that waits for something on host 1, where the fault is. What is measured is from
-the fault until a word of it is there; who says nothing within the limit is ended. Defaults everywhere, but for
-`--max-restarts=0`. Rates are not measured here.
+In each system a process on host 0 waits for a process on host 1. The fault happens on host 1. The time ends when the
+process on host 0 reports an error, or at the limit. All settings are defaults, except `--max-restarts=0`. Bandwidth is
+measured in hosts.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PEER = Path(__file__).resolve().parents[1] / ".envs" / "peer-torchmonarch" / "bi
 RUN = [sys.executable, "-m", "monarch_backend", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 PORT = 26603
-SETTLED = 1.5  # seconds until a fault: between two heartbeats, as ever
+SETTLED = 1.5  # seconds from the start until the fault: between two heartbeats, the usual case
 WORDS = 300
 
 Make = Callable[..., Runner]
-Fault = Callable[[Hosts, int], float]  # given the worker's pid, on host 1; returns when it happened
+Fault = Callable[[Hosts, int], float]  # takes the hosts and the pid of the worker on host 1; returns the fault's time
 
 
 def _kill(_: Hosts, pid: int) -> float:
@@ -39,7 +39,7 @@ def _kill(_: Hosts, pid: int) -> float:
 
 
 def _kill_host(where: Hosts, _: int) -> float:
-    pids = sorted(where.processes(1))  # who was started first goes first, and can't speak for the others
+    pids = sorted(where.processes(1))  # kill the first process first, so that it cannot report the end of the others
     begun = time.time()
     kill(pids)
     return begun
@@ -56,11 +56,11 @@ FAULTS: dict[str, Fault] = {"worker killed": _kill, "host's processes killed": _
 
 @dataclass
 class Waiting:
-    """A system that runs: who waits on host 0 and says so when it hears, and the worker on host 1."""
+    """A running system: the process on host 0 that waits and reports the fault, and the pid of the worker on host 1."""
 
     waits: Runner
     worker: int
-    launcher: bool = False  # it is one, so its end counts as well
+    launcher: bool = False  # the waiting process is a launcher, so the time until it ends is measured too
 
 
 def _actors(make: Make, there: str) -> Waiting:
@@ -77,7 +77,7 @@ def _torchmonarch(make: Make, there: str) -> Waiting:
 
 
 def _pending(caller: Runner) -> int:
-    """The pid of the worker that a call waits for from now on."""
+    """Start a call that does not return. Return the pid of the worker that runs it."""
     pid = int(caller.hear())
     caller.tell("death", 0, 0)
     caller.hear()
@@ -104,14 +104,14 @@ SYSTEMS: dict[str, Callable[[Make, str], Waiting]] = {
 
 
 def absent() -> dict[str, str]:
-    """The systems that can't be measured here, and why."""
+    """Return the systems that cannot be measured here, with the reasons."""
     if PEER.exists():
         return {}
     return {"torchmonarch: the call raises": "not installed; run: python tools/peer_env.py torchmonarch"}
 
 
 def detect(rounds: int, limit: float, secret: str) -> Heard:
-    """All faults in all systems, round after round and each round from another system on."""
+    """Measure all faults in all systems. Rounds are interleaved, and each round starts with another system."""
     heard, names = Heard(limit), [name for name in SYSTEMS if name not in absent()]
     for fault in FAULTS:
         for turn in range(rounds):
@@ -135,7 +135,11 @@ def _once(name: str, fault: str, secret: str, heard: Heard) -> None:
 
 
 def _word(waits: Runner, begun: float, limit: float) -> tuple[float | None, str]:
-    """When it heard of the fault, by its own clock, and what."""
+    """Wait for the report of the fault. Return its time after the fault and its text.
+
+    The time is None if there is no report within the limit, and NaN if the process ended without one. The reporting
+    process takes the time.
+    """
     try:
         end, text = json.loads(waits.hear(begun + limit - time.time()))
     except Silent:
@@ -154,20 +158,20 @@ def _end(waits: Runner, begun: float, limit: float) -> float | None:
 
 @dataclass
 class Heard:
-    """What all rounds have found; None is a round without a word in time, NaN one that ended without a word."""
+    """Results of all rounds. None is a round without a report within the limit, NaN an end without a report."""
 
     limit: float
-    seconds: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # of (who hears, the fault)
+    seconds: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # (system, fault) -> times
     words: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, who: str, fault: str, seconds: float | None, words: str = "") -> None:
-        """One more round."""
+        """Add the result of one round."""
         self.seconds.setdefault((who, fault), []).append(seconds)
         if words:
             self.words[who, fault] = " ".join(words.replace("|", "/").split())[:WORDS]
 
     def tables(self) -> list[str]:
-        """As Markdown."""
+        """Return the tables in Markdown."""
         lines = ["| seconds until | " + " | ".join(FAULTS) + " |", "| --- |" + " --- |" * len(FAULTS)]
         for who in dict.fromkeys(who for who, _ in self.seconds):
             lines.append(f"| {who} | " + " | ".join(self._cell(who, fault) for fault in FAULTS) + " |")

@@ -1,30 +1,30 @@
-"""Benchmark of reads of another process's memory: RDMABuffer on every route, peers, and the floor.
+"""Benchmark of reads and writes of another process's memory: RDMABuffer on every route, peers, and floors.
 
     python tools/peer_env.py torchmonarch nixl        # once: the peers' own environments
     python benchmarks/rdma.py [--rounds N] [--sizes 8 64K 64M] [--only host hosts own verbs] [--out DIR]
-    tools/rxe_guest.sh python benchmarks/rdma.py --only verbs      # where this machine has no two RDMA devices
+    tools/rxe_guest.sh python benchmarks/rdma.py --only verbs      # if this machine has fewer than two RDMA devices
 
-host    two processes of this host: memory of rdma.empty (mapped), ordinary memory (process_vm_readv), and through the
-        owner's thread (MONARCH_CMA=0); "again" is an RDMAAction that is submitted again and again, as NIXL's handles
-        are; floors are memcpy in one process and a bare process_vm_readv; peers are NIXL
-        over UCX and torchmonarch, whose RDMABuffer takes TCP where no NIC is
-hosts   two network namespaces, over TCP, with and without TLS, beside sockets and iperf3 with one stream; needs root,
-        iproute2 and iperf3
-own     8 bytes by verbs over a NIC that there is not: what our Python takes, beside a bare work request of that NIC
-        ("again" as above: over verbs that is of one tensor, and without timeout=; in all other cases of verbs, too,
-        the tensor is that of the last time, but for those of "two tensors", in turns)
-verbs   two RDMA devices of this machine, beside perftest: its rates with as many in flight, and its latencies
+host    two processes of this host: memory of rdma.empty (mapped), ordinary memory (process_vm_readv), and a copy by the
+        owner's thread (MONARCH_CMA=0). "again" submits the same RDMAAction repeatedly, as NIXL does with its handles.
+        Floors are memcpy in one process and a bare process_vm_readv. Peers are NIXL over UCX and torchmonarch, whose
+        RDMABuffer uses TCP without a NIC
+hosts   two network namespaces, over TCP with and without TLS, compared with sockets and with one stream of iperf3.
+        It needs root, iproute2 and iperf3
+own     8 bytes by verbs over a simulated NIC: the time of our Python code, compared with a bare work request of that
+        NIC. "again" is as above, with one tensor and without timeout=. In "two tensors" successive transfers alternate
+        between two tensors. In all other cases with verbs they use the same tensor
+verbs   two RDMA devices of this machine, compared with perftest: rates with equal numbers in flight, and latencies
 
-Each size goes round all contenders, round after round and each round from another one on. Cells have the median of all
-calls, the rate, and in brackets how fast that is beside the contender's floor: the median of the rounds' ratios. All
-that is read is compared with what it must be, once for each size. Python's own part of a read is the time of the call
-less that of the compiled call that it ends in.
+Each round measures all contenders for each size, and each round starts with another contender. Cells have the median of
+all calls, the rate, and in brackets the speed relative to the contender's floor: the median of the rounds' ratios. The
+bytes that are read are checked once for each size. Python's own part of a read is the time of the whole call minus the
+time of the compiled call below it.
 
-With verbs there are two parts of Python's: that of the adapter to libibverbs, a bare loop of posting and polling less
-perftest's latency, and our own, what a transfer takes longer than that loop outside of posting and polling. The bar is
-that a transfer of 8 bytes takes no more than perftest's latency, both parts and 3 us: so it may spend 3 us more below
-Python, in posting and polling, than the bare loop does, and may not sleep, of which there is a count.
-A write's peer is ib_write_bw with one in flight.
+With verbs, Python has two parts. The adapter's part (the binding of libibverbs) is a bare loop of posting and polling
+minus perftest's latency. Our own part is the time of a transfer minus the time of that loop, both without posting and
+polling. The target: a transfer of 8 bytes takes at most perftest's latency, both parts, and 3 us. So it may spend 3 us
+more than the bare loop in posting and polling. It must not sleep; the report counts sleeps. A write is compared with
+ib_write_bw with one message in flight.
 """
 
 from __future__ import annotations
@@ -59,34 +59,34 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNNERS = Path(__file__).with_name("rdma_runners")
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 VERBS_SIZES = (8, 64 << 10, 1 << 20, 16 << 20)
-SMALL = 8  # bytes of whose transfer Python's parts are told
+SMALL = 8  # bytes of the transfers for which Python's parts are reported
 ONCE = {"read": "read", "write": "write"}
 PEERS = {"read": "ib_read_lat", "write": "ib_write_bw -t 1"}
-"""For ib_write_lat two processes write to each other in turns, which takes 11 ms where both share a processor."""
+"""Not ib_write_lat: its two processes write to each other in turns, which takes 11 ms if they share a processor."""
 AGAIN = {"read, again": "read_again", "write, again": "write_again"}
 TURNS = {"read, two tensors": "read_turns", "write, two tensors": "write_turns"}
 BARE = {"bare read": "bare", "bare write": "write_bare"}
-HOW = {"1 in flight": "", "again": "_again", "two tensors": "_turns"}  # and how the case of that is called
-LARGE = 1 << 20  # from here on iperf3 is a floor
-IN_FLIGHT = 16  # as rdma_runners/ours.py
-BATCH = 128 << 20  # bytes of a batch of calls, at most
-FEWEST, MOST = 2, 100  # calls in it
+HOW = {"1 in flight": "", "again": "_again", "two tensors": "_turns"}  # name of a variant -> suffix of its case
+LARGE = 1 << 20  # least size for which iperf3 is measured
+IN_FLIGHT = 16  # equal to IN_FLIGHT of rdma_runners/ours.py
+BATCH = 128 << 20  # most bytes of a batch of calls
+FEWEST, MOST = 2, 100  # number of calls in a batch
 COMMON = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 Make = Callable[..., Runner]
 
 
 class Refused(Exception):
-    """A runner's own word that it can't."""
+    """A runner answered with an error."""
 
 
 def ask(runner: Runner, case: str, size: int) -> list[float]:
-    """Times of a batch."""
+    """Run a batch of calls in a runner and return their times."""
     runner.tell(case, max(FEWEST, min(MOST, BATCH // size)), size)
     return heard(runner)
 
 
 def heard(runner: Runner) -> list[float]:
-    """The answer. Raises Refused."""
+    """Return the runner's answer: times. Raises Refused."""
     answer = json.loads(runner.hear())
     if isinstance(answer, dict):
         raise Refused(answer["error"])
@@ -96,17 +96,17 @@ def heard(runner: Runner) -> list[float]:
 
 @dataclass
 class Contender:
-    """One column: how a batch of a size is had."""
+    """One column of the table. ``times(size)`` runs a batch and returns its times."""
 
     name: str
     times: Callable[[int], list[float]]
-    least: int = 0  # bytes
+    least: int = 0  # least size in bytes
     most: int = 1 << 62
-    bare: Callable[[], list[float]] | None = None  # what is below Python, of 8 bytes
+    bare: Callable[[], list[float]] | None = None  # times of the compiled call alone, for 8 bytes
     failed: bool = field(default=False)
 
     def turn(self, route: Route, size: int) -> None:
-        """Its part of a round."""
+        """Measure this contender for one size in one round."""
         if self.failed or not self.least <= size <= self.most:
             return
         try:
@@ -121,7 +121,7 @@ class Contender:
 
 
 def rounds(route: Route, contenders: Sequence[Contender], sizes: Sequence[int], count: int) -> None:
-    """All of it."""
+    """Measure all contenders in all rounds."""
     for turn in range(count):
         print(f"{route.title}: round {turn + 1} of {count}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
         first = turn % len(contenders)
@@ -134,12 +134,12 @@ def rounds(route: Route, contenders: Sequence[Contender], sizes: Sequence[int], 
 
 
 def heard_of(runner: Runner) -> Any:
-    """What it says that it is."""
+    """Return a runner's description of itself, its first line."""
     return json.loads(runner.hear())
 
 
 def runner_of(name: str, runner: Runner, route: Route, *, case: str = "read", bare: bool = False) -> Contender:
-    """Of a runner, which says what it is."""
+    """Return the contender of a runner, and note the runner's description in the report."""
     about = heard_of(runner)
     if isinstance(about, str):
         route.notes.append(f"{name}: {about}")
@@ -151,18 +151,18 @@ def runner_of(name: str, runner: Runner, route: Route, *, case: str = "read", ba
 
 
 class Alone:
-    """This very host, in the place of Hosts."""
+    """This host, as a substitute for Hosts."""
 
     pids = ()
 
     @staticmethod
     def command(_: int, *words: str) -> list[str]:
-        """No namespaces."""
+        """Return the command unchanged, since there are no namespaces."""
         return list(words)
 
 
 def asleep(contender: Contender, runner: Runner) -> Contender:
-    """The same, stopped between its turns: its threads never sleep."""
+    """Stop a contender's processes between its batches, because its threads never sleep. Return the contender."""
     inner = contender.times
 
     def times(size: int) -> list[float]:
@@ -187,7 +187,7 @@ def _peers(make: Make, most: int, route: Route) -> Iterator[Contender]:
         if not python.exists():
             route.notes.append(f"{name}: not installed; run: python tools/peer_env.py {key}")
             continue
-        runner = make(0, python, RUNNERS / script, most, PYTHONPATH=str(RUNNERS))  # workers import it
+        runner = make(0, python, RUNNERS / script, most, PYTHONPATH=str(RUNNERS))  # workers import from it
         try:
             made = runner_of(name, runner, route)
         except (Silent, Ended) as error:
@@ -197,7 +197,7 @@ def _peers(make: Make, most: int, route: Route) -> Iterator[Contender]:
 
 
 def one_host(sizes: Sequence[int], count: int) -> Route:
-    """Two processes of this host."""
+    """Measure two processes of this host."""
     large = [size for size in sizes if size >= 64 << 10]
     floors = {"mapped": "memcpy", "mapped, again": "memcpy"}
     floors |= dict.fromkeys(("ordinary", "ordinary, again"), "process_vm_readv")
@@ -250,7 +250,7 @@ def _far(make: Make, where: Hosts, most: int, route: Route) -> Iterator[Contende
 
 
 def two_hosts(sizes: Sequence[int], count: int) -> Route:
-    """Two network namespaces."""
+    """Measure two network namespaces."""
     floors = {"ours": "socket", "ours, TLS": "TLS socket"}
     large = [size for size in sizes if size >= 64 << 20]
     musts = (Must("ours", "iperf3", 0.7, large), Must("ours, TLS", "TLS socket", 0.7, large))
@@ -258,7 +258,7 @@ def two_hosts(sizes: Sequence[int], count: int) -> Route:
     if why := refusal():
         route.notes.append(why)
         return route
-    with tempfile.NamedTemporaryFile("w") as secret:  # mode 600
+    with tempfile.NamedTemporaryFile("w") as secret:  # with permissions 600
         secret.write(os.urandom(32).hex())
         secret.flush()
         with hosts(2) as where, runners(where, MONARCH_SECRET_FILE=secret.name, **COMMON) as make:
@@ -270,7 +270,7 @@ def two_hosts(sizes: Sequence[int], count: int) -> Route:
 
 
 def verbs(sizes: Sequence[int], count: int) -> Route:
-    """From one device to the other."""
+    """Measure transfers between two RDMA devices."""
     floors = {f"{kind}, {n} in flight": f"ib_{kind}_bw -t {n}" for kind in ("read", "write") for n in (1, IN_FLIGHT)}
     large = [size for size in sizes if size >= 1 << 20]
     route = Route("Verbs", floors, tuple(Must(mine, floor, 0.9, large) for mine, floor in floors.items()))
@@ -313,7 +313,7 @@ def _small(name: str, runner: Runner, case: str) -> Contender:
 
 
 def own_part(count: int) -> Route:
-    """Over a NIC that there is not."""
+    """Measure our Python code with a simulated NIC."""
     names = {**ONCE, **AGAIN, **TURNS, **BARE}
     floors = {name: f"bare {name.split(',')[0]}" for name in {**ONCE, **AGAIN, **TURNS}}
     route = Route("Verbs' own Python", floors)
@@ -327,18 +327,18 @@ def own_part(count: int) -> Route:
 
 
 def _over(route: Route, name: str, floor: str) -> float:
-    """Microseconds that a transfer of 8 bytes takes longer: the median of the rounds."""
+    """Return how many microseconds longer a transfer of 8 bytes takes than its floor: the median of the rounds."""
     row = route.rows[SMALL]
     each = zip(row[name].rounds, row[floor].rounds, strict=False)
     return statistics.median(statistics.median(mine) - statistics.median(its) for mine, its in each)
 
 
 def _latency(route: Route, kind: str, name: str, case: str) -> list[str]:
-    """Of 8 bytes: both parts of Python's, and whether anything else is in it. See the head of this file."""
+    """Return lines with both parts of Python for 8 bytes, and the verdict on the target. See the module's docstring."""
     floor, bare, row = PEERS[kind], f"bare {kind}", route.rows.get(SMALL, {})
     if not {name, floor, bare, _below(case), _below(BARE[bare])} <= row.keys():
         return []
-    rest = _over(route, _below(case), _below(BARE[bare]))  # both with the same looks at the clock
+    rest = _over(route, _below(case), _below(BARE[bare]))  # both include the same reads of the clock
     ours, adapters = _over(route, name, bare) - rest, _over(route, bare, floor)
     return [
         f"{name}, 8 B: {ours:.1f} us are our own Python's, {adapters:.1f} us the adapter's",
@@ -385,7 +385,7 @@ def _stop(*_: object) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[Route]:
-    """The routes that are asked for."""
+    """Measure the selected routes."""
     found: dict[str, Callable[[], Route]] = {
         "host": lambda: one_host(args.sizes, args.rounds),
         "hosts": lambda: two_hosts(args.sizes, args.rounds),
@@ -396,7 +396,7 @@ def measure(args: argparse.Namespace) -> list[Route]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the benchmark; print and write the report."""
     args, others = _arguments(), Others()
     signal.signal(signal.SIGTERM, _stop)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -405,7 +405,7 @@ def main() -> None:
     try:
         routes = measure(args)
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second Ctrl-C, which would leave processes behind
         end_all()
     load = f"load {before:.1f} before, {os.getloadavg()[0]:.1f} at the end; {others.note()}"
     reasons = [
