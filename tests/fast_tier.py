@@ -1,6 +1,6 @@
-"""Modules that `make test-fast` leaves out (`pytest --fast`): each takes more than 8 s of its own.
+"""Modules that `make test-fast` leaves out (`pytest --fast`): each takes more than 8 s.
 
-A new module is in the fast tier until its time says otherwise: `pytest --durations=0` prints the times.
+A new module is in the fast tier until it takes longer. `pytest --durations=0` prints the times.
 """
 
 from __future__ import annotations
@@ -92,4 +92,4 @@ LONG_MODULES = {
     "testing/test_simulated_hosts.py",
     "torch_suite/test_distributed.py",
 }
-"""Paths below tests/."""
+"""Paths relative to tests/."""

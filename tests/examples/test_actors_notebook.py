@@ -47,7 +47,10 @@ def test_death_is_reported_and_other_workers_continue(executed: nbformat.Noteboo
 
 
 def test_a_restarted_rank_answers_again(executed: nbformat.NotebookNode) -> None:
-    """20 calls each, one before and one after them; rank 2 has lost the count of those before its death."""
+    """Each rank counts 20 calls, one call before and one after.
+
+    Rank 2 loses the count of the calls before its death.
+    """
     ticks = re.search(r"ticks that each has counted: \[22, 22, (\d+), 22\]", text(executed))
     assert ticks and 1 <= int(ticks[1]) < 22
     lost = re.findall(r"clocks.tick was called on a rank that is dead", text(executed))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from tests.support.ranks import KEPT_FDS, KEPT_PIDS
 
-_DRIVER = "cuda.shm."  # names of the CUDA driver's own files, which it keeps as it likes
+_DRIVER = "cuda.shm."  # prefix of the CUDA driver's own files, which it may keep
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Processes, this process's descriptors (Unix sockets among them) and /dev/shm names."""
+    """Snapshot of processes, of this process's descriptors (Unix sockets among them) and of names in /dev/shm."""
 
-    processes: frozenset[int]  # all of the machine: whose they are is asked of new ones only, since it takes long
+    processes: frozenset[int]  # of the whole machine: finding the parents takes long and is done for new processes only
     descriptors: frozenset[str]
     shared_memory: frozenset[str]
 
@@ -27,7 +27,8 @@ def _children() -> dict[int, list[int]]:
         if not name.isdigit():
             continue
         try:
-            with open(f"/proc/{name}/stat", "rb", buffering=0) as stat:  # thousands of times: pathlib is too slow
+            # read thousands of times, for which pathlib is too slow
+            with open(f"/proc/{name}/stat", "rb", buffering=0) as stat:
                 fields = stat.read(512).rsplit(b")", 1)[1].split()
         except (OSError, IndexError):
             continue
@@ -46,7 +47,7 @@ def _descendants(roots: set[int], children: dict[int, list[int]]) -> set[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that it has started, and that are there."""
+    """Return the running processes that this one has started."""
     return _children().get(pid, [])
 
 
@@ -58,15 +59,15 @@ def _command(pid: int) -> str:
 
 
 def take() -> Picture:
-    """A picture of now."""
+    """Take a snapshot."""
     descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in KEPT_FDS:
             try:
                 target = os.readlink(f"/proc/self/fd/{name}")
             except OSError:
-                continue  # the directory's own descriptor
-            if not target.startswith("/dev/nvidia"):  # the driver keeps its own from the first use of a GPU
+                continue  # the descriptor of /proc/self/fd itself
+            if not target.startswith("/dev/nvidia"):  # the driver keeps its descriptors after the first use of a GPU
                 descriptors.add(f"{name} {target}")
     shm = {n for n in os.listdir("/dev/shm") if not n.startswith(_DRIVER)} if os.path.isdir("/dev/shm") else set()
     processes = frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
@@ -74,7 +75,7 @@ def take() -> Picture:
 
 
 def _ours(pids: frozenset[int]) -> set[int]:
-    """Those of them that descend from this process, and are not kept."""
+    """Return the pids that descend from this process and are not in KEPT_PIDS."""
     if not pids:
         return set()
     children = _children()
@@ -83,7 +84,7 @@ def _ours(pids: frozenset[int]) -> set[int]:
 
 
 def left_behind(before: Picture, patience: float = 10.0) -> list[str]:
-    """What is there now and was not there before; a process that is just exiting gets ``patience`` seconds."""
+    """Return what exists now and did not exist before. A process that is exiting gets ``patience`` seconds."""
     deadline = time.monotonic() + patience
     while True:
         after = take()

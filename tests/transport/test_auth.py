@@ -42,12 +42,12 @@ def _mine() -> Hello:
     return Hello(OTHER, SESSION, 9)
 
 
-# Where it comes from --------------------------------------------------------------------------------------------------
+# Sources of the secret ------------------------------------------------------------------------------------------------
 
 
 def test_the_user_secret_is_made_once_and_is_the_users_alone(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "monarch_backend"
-    old = os.umask(0)  # whatever the user's is
+    old = os.umask(0)  # the file modes must not depend on the user's umask
     try:
         secret = user_secret(folder)
     finally:
@@ -158,7 +158,7 @@ def test_names_of_secrets_tell_them_apart() -> None:
     assert name_of(SECRET) == name_of(SECRET) and len(name_of(SECRET)) == 8
 
 
-# Who gets through -----------------------------------------------------------------------------------------------------
+# Accepted peers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("binding", [b"", b"x" * 64])
@@ -186,7 +186,7 @@ def test_one_of_two_jobs_is_meant() -> None:
         assert called.secret == secret
 
 
-# Who does not ---------------------------------------------------------------------------------------------------------
+# Refused peers --------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_secret_is_refused_with_a_reason() -> None:
@@ -240,7 +240,8 @@ def test_name_of_the_secret_alone_is_no_proof() -> None:
         liar.hear(answer)
     with pytest.raises(HandshakeError, match="could not prove"):
         called.check(bytes(PROOF_BYTES))
-    imposter = HandshakeServer({name_of(SECRET): new_secret()})  # and the other way round
+    # a server without the secret is refused by the client, too
+    imposter = HandshakeServer({name_of(SECRET): new_secret()})
     imposter.hear(caller.hello())
     with pytest.raises(HandshakeError, match="is another machine in between"):
         caller.hear(imposter.answer(_mine()))
@@ -253,7 +254,7 @@ def test_replayed_proof_is_refused() -> None:
     answer = called.answer(_mine())
     proof = caller.hear(answer)
     called.check(proof)
-    _, again = _pair()  # a connection of somebody who has heard all that
+    _, again = _pair()  # a new connection on which the recorded messages are replayed
     assert again.hear(hello) == Refusal.NONE
     assert again.answer(_mine()) != answer
     with pytest.raises(HandshakeError):
@@ -273,7 +274,7 @@ def test_reflected_proof_is_refused() -> None:
         called.check(answer[-PROOF_BYTES:])
     with pytest.raises(HandshakeError):
         called.hear(answer[:HELLO_BYTES]) and called.check(answer[-PROOF_BYTES:])
-    # Two calls of the same host, one used to answer the other.
+    # Two handshakes of one server: the proof from one is sent to the other.
     oracle = HandshakeServer({name_of(SECRET): SECRET})
     oracle.hear(caller.hello())
     proof = oracle.answer(Hello(ONE, SESSION))[-PROOF_BYTES:]
@@ -291,7 +292,7 @@ def test_a_proof_before_the_answer_is_none() -> None:
 
 
 def test_every_byte_counts() -> None:
-    """Whatever somebody in between changes, one of the two hangs up."""
+    """A change of any byte in transit makes one of the two sides refuse the handshake."""
     for place in range(HELLO_BYTES):
         caller, called = _pair()
         hello = bytearray(caller.hello())

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the channels' core is Linux's"),
 ]
 
-# Runs of fewer than fifteen rounds need not cover all cases: ThreadSanitizer makes readers too slow for some.
+# Runs of fewer than fifteen rounds may miss cases: ThreadSanitizer makes readers too slow for some.
 RUNS = [("address", "processes", 15, 200), ("address", "threads", 15, 150), ("thread", "threads", 14, 120)]
 
 
