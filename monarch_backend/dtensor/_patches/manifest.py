@@ -267,7 +267,7 @@ _NUMBERS = "The generator of GPUs is the controller's, for all workers."
 _DEVICE = "The device is the workers' own, which each has set."
 _CUDA = (
     _semantics(
-        "torch.cuda:_lazy_init", f"{_SEEDS}:_device_for_whom",
+        "torch.cuda:_lazy_init", f"{_SEEDS}:_skip_init_on_controller",
         "A device among a function's arguments may be the workers'.",
         f"{_GPU}::test_a_program_makes_tensors_by_their_device",
     ),
@@ -361,7 +361,7 @@ _FSDP2 = (
 CORE = (
     *_MESHES, *_RANKS, *_DTENSORS, *_NUMBER_OPERANDS, *_FIXES_OF_SHARDINGS,
     _semantics(
-        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_HERE}.first_trace:install_first",
+        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_HERE}.first_trace:install_at_first_trace",
         "The rows for traces are applied with the first trace; dynamo takes a second to import.",
         "compile/test_compile.py::test_a_trace_for_another_backend_installs_what_it_needs",
     ),
