@@ -315,7 +315,7 @@ def _leave(inherited: dict[str, int]) -> dict[str, int]:
         gc.collect()
         # Memory of destroyed groups is released when the next allocation needs it.
         host = segment.this_process().host
-        host.drop_board(host.make_board(1))
+        host.free_control_block(host.allocate_control_block(1))
     return left
 
 

@@ -134,7 +134,7 @@ class MailboxProcess:
 
     def used(self) -> int:
         """Return the bytes of the arena in use, after unused ones are released."""
-        self.host.drop_board(self.host.make_board(1))
+        self.host.free_control_block(self.host.allocate_control_block(1))
         return self.host.used()
 
 
