@@ -15,23 +15,23 @@ Row = dict[str, Series]  # peer's key -> measured values, in the unit of the cas
 
 
 @dataclass(frozen=True)
-class Must:
-    """A target for contender ``who``: a limit, or a factor by which it must beat contender ``beats``."""
+class Target:
+    """A target for ``contender``: a limit, or a factor by which it is better than contender ``base``."""
 
     text: str
     limit: float | None = None
-    beats: str = ""
+    base: str = ""
     times: float = 1.0
-    who: str = OURS
+    contender: str = OURS
 
     def verdict(self, case: Case, row: Row) -> str:
         """Return "yes", "NO", or "?" if a value is missing."""
-        if self.who not in row or (self.beats and self.beats not in row):
+        if self.contender not in row or (self.base and self.base not in row):
             return "?"
         if self.limit is None:
-            met = case.better(row[self.beats], row[self.who]) >= self.times
+            met = case.better(row[self.base], row[self.contender]) >= self.times
         else:
-            met = row[self.who].median >= self.limit if case.higher else row[self.who].median <= self.limit
+            met = row[self.contender].median >= self.limit if case.higher else row[self.contender].median <= self.limit
         return "yes" if met else "NO"
 
 
@@ -42,7 +42,7 @@ class Case:
     key: str
     title: str
     unit: str
-    musts: Sequence[Must] = ()
+    targets: Sequence[Target] = ()
     higher: bool = False  # higher values are better
     tail: bool = False  # there are enough values for a 99th percentile
 
@@ -51,8 +51,8 @@ class Case:
         return mine.over(its) if self.higher else its.over(mine)
 
 
-def _fifth(peer: str = "torchmonarch") -> Must:
-    return Must(f"<= 1/5 {peer}", beats=peer, times=5)
+def _fifth(peer: str = "torchmonarch") -> Target:
+    return Target(f"<= 1/5 {peer}", base=peer, times=5)
 
 
 CASES = (
@@ -62,8 +62,8 @@ CASES = (
         "us",
         (
             _fifth(),
-            Must("<= 2 floors", beats=FLOOR, times=0.5),
-            Must("<= 20 us spinning", limit=20),
+            Target("<= 2 floors", base=FLOOR, times=0.5),
+            Target("<= 20 us spinning", limit=20),
         ),
         tail=True,
     ),
@@ -74,21 +74,21 @@ CASES = (
         "call_one, pipelined",
         "calls/s",
         (
-            Must(">= 50,000", limit=50_000),
-            Must(">= 5 torchmonarch", beats="torchmonarch", times=5),
-            Must(">= 5 Ray", beats="ray", times=5),
+            Target(">= 50,000", limit=50_000),
+            Target(">= 5 torchmonarch", base="torchmonarch", times=5),
+            Target(">= 5 Ray", base="ray", times=5),
         ),
         higher=True,
     ),
     Case("cast_8", "call, 8 processes", "us", (_fifth(),), tail=True),
     Case("cast_64", "call, 64 processes", "us", (_fifth(),)),
-    Case("tensor", "64 MiB tensor as argument", "GB/s", (Must(">= 3", limit=3),), higher=True),
-    Case("warm_8", "start of 8 processes, warm", "s", (Must("<= 0.5", limit=0.5),)),
+    Case("tensor", "64 MiB tensor as argument", "GB/s", (Target(">= 3", limit=3),), higher=True),
+    Case("warm_8", "start of 8 processes, warm", "s", (Target("<= 0.5", limit=0.5),)),
     Case("cold_8", "start of 8 processes, cold", "s"),
-    Case("warm_64", "start of 64 processes, warm", "s", (Must("<= 3", limit=3),)),
+    Case("warm_64", "start of 64 processes, warm", "s", (Target("<= 3", limit=3),)),
     Case("cold_64", "start of 64 processes, cold", "s"),
-    Case("death", "SIGKILL to the caller's error", "ms", (Must("<= 50", limit=50),)),
-    Case("memory", "memory of an idle worker, not shared", "MB", (Must("<= 40", limit=40),)),
+    Case("death", "SIGKILL to the caller's error", "ms", (Target("<= 50", limit=50),)),
+    Case("memory", "memory of an idle worker, not shared", "MB", (Target("<= 40", limit=40),)),
 )
 
 
@@ -167,9 +167,9 @@ def markdown(results: Results, peers: Sequence[Peer]) -> str:
         failed = {peer.key for peer in peers if (case.key, peer.key) in results.reasons}
         if not row and not failed:
             continue
-        musts = "; ".join(f"{must.text}: {must.verdict(case, row)}" for must in case.musts)
+        targets = "; ".join(f"{target.text}: {target.verdict(case, row)}" for target in case.targets)
         cells = [_cell(case, row, peer.key, peer.key in failed) for peer in peers]
-        lines.append(_line([case.title, case.unit, musts, *cells]))
+        lines.append(_line([case.title, case.unit, targets, *cells]))
         for peer in peers:
             if peer.key in failed:
                 reasons.setdefault(f"{peer.name}: {results.reasons[case.key, peer.key]}", []).append(case.title)
@@ -205,9 +205,9 @@ def plot(results: Results, peers: Sequence[Peer], file: Path) -> str | None:
         panel.set_xlim(min(medians) / 3, max(medians) * 6)
         panel.tick_params(labelsize=7)
         panel.set_title(f"{case.title}, {case.unit} ({'more' if case.higher else 'less'} is better)", fontsize=8)
-        for must in case.musts:
-            if must.limit is not None and must.who == OURS:
-                panel.axvline(must.limit, color="gray", linestyle=":", linewidth=1)
+        for target in case.targets:
+            if target.limit is not None and target.contender == OURS:
+                panel.axvline(target.limit, color="gray", linestyle=":", linewidth=1)
     figure.tight_layout()
     figure.savefig(file, dpi=130)
     pyplot.close(figure)

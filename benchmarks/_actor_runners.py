@@ -77,12 +77,12 @@ def _ray_environment() -> dict[str, str]:
 
 FLOOR = Peer("floor", "floor", "floor_socket.py", "Unix sockets of 64 bytes, memcpy, fork after torch, poll on a pidfd")
 PEERS = (
-    Peer("ours", "ours", "ours.py", "defaults: who waits spins first while there are processors for all"),
+    Peer("ours", "ours", "ours.py", "defaults: waiting processes spin first while there are processors for all"),
     Peer(
         "sleep",
         "ours, sleeping",
         "ours.py",
-        "MONARCH_BUSY_POLL=0: who waits sleeps at once",
+        "MONARCH_BUSY_POLL=0: waiting processes sleep at once",
         environment=lambda: {"MONARCH_BUSY_POLL": "0"},
         only=("round_trip", "pipelined", "warm_8", "cast_8"),
     ),

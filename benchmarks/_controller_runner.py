@@ -73,7 +73,7 @@ def plain() -> dict[str, Case]:
     return {"add": loop(lambda: a + b, nothing), "subclass": loop(lambda: wrapper + wrapper, nothing)}
 
 
-def kinds(x: Any, y: Any) -> dict[str, Callable[[], object]]:
+def dtensor_operations(x: Any, y: Any) -> dict[str, Callable[[], object]]:
     """Return typical operations on DTensors of shape (8, 16) that are sharded by rows."""
     return {
         "x + y": lambda: x + y,
@@ -118,7 +118,7 @@ def ours() -> dict[str, Case]:
         "redistribute": loop(lambda: x.redistribute(mesh, [Replicate()]), workers.synchronize, pids),
         "redistribute, ours": loop(planned, workers.synchronize, pids),
         "item": loop(lambda: a.sum().item(), workers.synchronize, pids),
-        **{name: loop(each, workers.synchronize, pids) for name, each in kinds(x, y).items()},
+        **{name: loop(each, workers.synchronize, pids) for name, each in dtensor_operations(x, y).items()},
     }
 
 
@@ -141,7 +141,7 @@ def simulated(size: int) -> dict[str, Case]:
     }
 
 
-def dtensor_alone() -> dict[str, Case]:
+def torch_dtensor() -> dict[str, Case]:
     """Return operations of torch's DTensor alone, on torch's fake process group and without workers."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -156,13 +156,13 @@ def dtensor_alone() -> dict[str, Case]:
     return {
         "dtensor": loop(lambda: x + x, nothing),
         "redistribute": loop(lambda: x.redistribute(mesh, [Replicate()]), nothing),
-        **{name: loop(each, nothing) for name, each in kinds(one, other).items()},
+        **{name: loop(each, nothing) for name, each in dtensor_operations(one, other).items()},
     }
 
 
-def names_of_kinds() -> list[str]:
-    """Return the names of the operations of `kinds`."""
-    return list(kinds(None, None))
+def operation_names() -> list[str]:
+    """Return the names of the operations of `dtensor_operations`."""
+    return list(dtensor_operations(None, None))
 
 
 def monarch() -> dict[str, Case]:
@@ -209,7 +209,7 @@ def cases_of(name: str) -> dict[str, Case]:
     if kind == "lm":
         how, _, size = rest.partition(":")
         return language_model(how, int(size or 0))
-    made: dict[str, Case] = {"plain": plain, "ours": ours, "monarch": monarch, "dtensor": dtensor_alone}[kind]()
+    made: dict[str, Case] = {"plain": plain, "ours": ours, "monarch": monarch, "dtensor": torch_dtensor}[kind]()
     return made
 
 

@@ -26,8 +26,8 @@ PATIENCE = 120.0  # seconds; enough for a start on two busy cores
 LAST = 40  # lines of the runners' log that are printed when one fails
 
 
-class Silent(Exception):
-    """A runner did not answer in time."""
+class RunnerTimeout(Exception):
+    """A runner did not answer or end in time."""
 
 
 class Ended(Exception):
@@ -42,23 +42,23 @@ class Runner:
             where.command(host, *map(str, command)), env={**os.environ, **env}, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
         )  # fmt: skip
-        self._heard = b""
+        self._received = b""
 
-    def hear(self, seconds: float = PATIENCE) -> str:
+    def read_line(self, seconds: float = PATIENCE) -> str:
         """Return the next line of its output."""
         assert self.process.stdout is not None
         deadline, file = time.monotonic() + seconds, self.process.stdout.fileno()
-        while b"\n" not in self._heard:
+        while b"\n" not in self._received:
             if not select.select([file], [], [], max(deadline - time.monotonic(), 0))[0]:
-                raise Silent(f"{self.process.args!r} said nothing in {seconds:g} s")
+                raise RunnerTimeout(f"{self.process.args!r} sent nothing in {seconds:g} s")
             data = os.read(file, 1 << 16)
             if not data:
                 raise Ended(f"{self.process.args!r} has ended")
-            self._heard += data
-        line, _, self._heard = self._heard.partition(b"\n")
+            self._received += data
+        line, _, self._received = self._received.partition(b"\n")
         return line.decode(errors="replace")
 
-    def tell(self, *case: Any) -> None:
+    def send(self, *case: Any) -> None:
         """Send a request as a line of JSON."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(case).encode() + b"\n")
@@ -66,8 +66,8 @@ class Runner:
 
     def ask(self, *case: Any) -> list[float]:
         """Send a request and return the answer: a list of times."""
-        self.tell(*case)
-        times: list[float] = json.loads(self.hear())
+        self.send(*case)
+        times: list[float] = json.loads(self.read_line())
         return times
 
     def end(self, seconds: float) -> float:
@@ -75,7 +75,7 @@ class Runner:
         watch = os.pidfd_open(self.process.pid)  # wait() with a timeout would poll every 50 ms only
         try:
             if not select.select([watch], [], [], max(seconds, 0))[0]:
-                raise Silent(f"{self.process.args!r} had not ended in {seconds:g} s")
+                raise RunnerTimeout(f"{self.process.args!r} had not ended in {seconds:g} s")
             return time.time()
         finally:
             os.close(watch)
@@ -107,7 +107,7 @@ def runners(where: Hosts, **env: str) -> Iterator[Callable[..., Runner]]:
 
         try:
             yield make
-        except (Silent, Ended):
+        except (RunnerTimeout, Ended):
             log.seek(0)
             sys.stderr.writelines(log.readlines()[-LAST:])
             raise
@@ -125,4 +125,4 @@ def runners(where: Hosts, **env: str) -> Iterator[Callable[..., Runner]]:
 
 def daemon(make: Callable[..., Runner], address: str, tls: str) -> None:
     """Start `monarch-backend up` on host 1 and wait until it listens."""
-    make(1, sys.executable, "-m", "monarch_backend", "up", "--address", address, MONARCH_TLS=tls).hear()
+    make(1, sys.executable, "-m", "monarch_backend", "up", "--address", address, MONARCH_TLS=tls).read_line()

@@ -27,7 +27,7 @@ def pattern(rank: int, count: int) -> Array:
     return np.resize(((np.arange(1021) * 7 + rank * 13) % 1021).astype(np.float32), count)
 
 
-def case(what: str, size: int, rank: int, ranks: int) -> tuple[Array, Array, Array]:
+def make_buffers(what: str, size: int, rank: int, ranks: int) -> tuple[Array, Array, Array]:
     """Return (input, output, expected output). The larger buffer has ``size`` bytes, or one element per rank if larger.
 
     Input and output are the same array if the collective works in place.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _peer_collectives import C10d, Call, DeepSpeed, Library, Mpi, case
+from _peer_collectives import C10d, Call, DeepSpeed, Library, Mpi, make_buffers
 
 MPI_PEERS = ("OpenMPI", "Intel MPI")
 
@@ -33,7 +33,7 @@ class Serve:
     def check(self, what: str, size: int) -> bool:
         """Make the buffers and run the collective once. Return whether the result is as expected."""
         library = self._library
-        source, target, expected = case(what, size, library.rank, self._ranks)
+        source, target, expected = make_buffers(what, size, library.rank, self._ranks)
         self._call = library.call(what, source, target)
         library.barrier()
         self._call()

@@ -53,7 +53,7 @@ class RankSet:
         """Folder of this peer's files."""
         return self._folder
 
-    def meet(self) -> None:
+    def wait_connected(self) -> None:
         """Wait until all ranks have connected."""
         deadline, came = time.monotonic() + START_SECONDS, {}
         self._listener.settimeout(0.2)

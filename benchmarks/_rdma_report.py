@@ -11,23 +11,23 @@ from _report import Series, microseconds, size_name
 
 
 @dataclass(frozen=True)
-class Must:
-    """A target: ``who`` reaches ``share`` of the speed of ``than`` at these sizes, or at least ``rate`` GB/s."""
+class Target:
+    """A target: ``contender`` reaches ``share`` of the speed of ``base`` at these sizes, or at least ``rate`` GB/s."""
 
-    who: str
-    than: str
+    contender: str
+    base: str
     share: float
     sizes: Sequence[int]
     rate: float = float("inf")
 
     def lines(self, route: Route) -> list[str]:
         """Return a line with the verdict for each size."""
-        text = f"{self.who} >= {self.share:g} of {self.than}"
+        text = f"{self.contender} >= {self.share:g} of {self.base}"
         text += f" or >= {self.rate:g} GB/s" if self.rate < float("inf") else ""
         return [f"- {text} at {size_name(size)}: {self._verdict(route, size)}" for size in self.sizes]
 
     def _verdict(self, route: Route, size: int) -> str:
-        mine, its = route.rows.get(size, {}).get(self.who), route.rows.get(size, {}).get(self.than)
+        mine, its = route.rows.get(size, {}).get(self.contender), route.rows.get(size, {}).get(self.base)
         if mine is None or its is None:
             return "? (not measured)"
         ratio, rate = its.over(mine), size / mine.median / 1e3
@@ -40,7 +40,7 @@ class Route:
 
     title: str
     floors: dict[str, str]  # contender -> the floor that it is compared with
-    musts: Sequence[Must] = ()
+    targets: Sequence[Target] = ()
     rows: dict[int, dict[str, Series]] = field(default_factory=dict)
     own: dict[str, Series] = field(default_factory=dict)  # contender -> Python's part of a transfer of 8 bytes
     notes: list[str] = field(default_factory=list)
@@ -67,8 +67,8 @@ class Route:
             lines.append(_row([size_name(size), *(self._cell(size, row, name) for name in self.names)]))
         lines += ["", *(f"- {note}" for note in self.notes)]
         lines += [f"- {name}, 8 B: {self._own(series)}" for name, series in self.own.items()]
-        for must in self.musts:
-            lines += must.lines(self)
+        for target in self.targets:
+            lines += target.lines(self)
         return "\n".join(lines) + "\n"
 
     def _cell(self, size: int, row: dict[str, Series], name: str) -> str:

@@ -225,7 +225,7 @@ def _started(
             if rank_set.peer is FLOORS:
                 reason = build_spin(rank_set.folder)
                 notes.extend([reason] if reason else [])
-            rank_set.meet()
+            rank_set.wait_connected()
             for path in deepspeed_segments(run) if rank_set.peer.name == "DeepSpeed" else []:
                 path.unlink(missing_ok=True)  # all ranks have mapped it, so unlink it now
         except PeerFailed as failure:

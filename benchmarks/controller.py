@@ -35,11 +35,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _controller_runner import names_of_kinds
+from _controller_runner import operation_names
 from _machine_report import Others, machine
 
 ROOT = Path(__file__).parents[1]
-STATION = Path(__file__).with_name("_controller_runner.py")
+RUNNER = Path(__file__).with_name("_controller_runner.py")
 WORKERS = (2, 8, 32, 1024)
 OPERATIONS, REDISTRIBUTIONS, STEPS = 4000, 300, 8
 
@@ -53,7 +53,7 @@ class Runner:
         if not Path(python).exists():
             self.why = "not installed; run: python tools/peer_env.py torchmonarch"
             return
-        command = [python, *launcher, str(STATION), name]
+        command = [python, *launcher, str(RUNNER), name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
@@ -159,7 +159,7 @@ def operations(count: int) -> list[str]:
 def kinds(count: int) -> list[str]:
     """Return the table of the case "kinds"."""
     alone, ours = Runner("dtensor"), Runner("ours")
-    names = names_of_kinds()
+    names = operation_names()
     numbers = {name: OPERATIONS // (10 if "gathered" in name else 1) for name in names}
     found = rounds([alone, ours], [(each, name, numbers[name]) for name in names for each in (alone, ours)], count)
     lines = ["| DTensor, 2 workers | issued, us | issued a second | done a second | CPU here, us | torch's own, us | |"]

@@ -70,10 +70,10 @@ def measure(where: Hosts, make: Callable[..., Runner], rounds: int) -> dict[str,
         0, python, RUNNERS / "rpc.py", 0, where.address(0), 29400, TP_SOCKET_IFNAME="eth0", GLOO_SOCKET_IFNAME="eth0"
     )
     for name, port, *tls in ("bare socket", 29401), ("bare TLS socket", 29402, "tls"):
-        make(1, python, RUNNERS / "floor.py", "listen", there, port, *tls).hear()
+        make(1, python, RUNNERS / "floor.py", "listen", there, port, *tls).read_line()
         callers[name] = make(0, python, RUNNERS / "floor.py", "call", there, port, *tls)
     for caller in callers.values():
-        caller.hear()
+        caller.read_line()
     found: dict[str, dict[str, list[float]]] = {"round trip, us": {}, f"{MIB} MiB, GB/s": {}}
     for number in range(-1, rounds):  # round -1 is warm-up
         for name, caller in callers.items():
@@ -105,7 +105,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="of calls; 0: none")
     parser.add_argument("--faults", type=int, default=3, help="rounds of each fault in each system; 0: none")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds in which a fault must be heard of")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds within which a fault must be reported")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 

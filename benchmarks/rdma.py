@@ -46,10 +46,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import _rdma_perftest as perftest
 from _actor_runners import adopt_orphans, end_all
-from _host_runners import RUNNERS as HOST_STATIONS
-from _host_runners import Ended, Runner, Silent, daemon, runners
+from _host_runners import RUNNERS as HOST_RUNNERS
+from _host_runners import Ended, Runner, RunnerTimeout, daemon, runners
 from _machine_report import Others, machine
-from _rdma_report import Must, Route, plot
+from _rdma_report import Route, Target, plot
 from _report import Series
 from hosts import iperf
 
@@ -81,13 +81,13 @@ class Refused(Exception):
 
 def ask(runner: Runner, case: str, size: int) -> list[float]:
     """Run a batch of calls in a runner and return their times."""
-    runner.tell(case, max(FEWEST, min(MOST, BATCH // size)), size)
-    return heard(runner)
+    runner.send(case, max(FEWEST, min(MOST, BATCH // size)), size)
+    return read_times(runner)
 
 
-def heard(runner: Runner) -> list[float]:
+def read_times(runner: Runner) -> list[float]:
     """Return the runner's answer: times. Raises Refused."""
-    answer = json.loads(runner.hear())
+    answer = json.loads(runner.read_line())
     if isinstance(answer, dict):
         raise Refused(answer["error"])
     found: list[float] = answer
@@ -115,7 +115,7 @@ class Contender:
             if self.bare is not None and size == min(route.rows):
                 own = statistics.median(times) - statistics.median(self.bare())
                 route.own.setdefault(self.name, Series()).rounds.append([own * 1e6])
-        except (Refused, Silent, Ended, OSError, RuntimeError) as error:
+        except (Refused, RunnerTimeout, Ended, OSError, RuntimeError) as error:
             self.failed = True
             route.fail(self.name, str(error).strip().splitlines()[-1][:300])
 
@@ -133,14 +133,14 @@ def rounds(route: Route, contenders: Sequence[Contender], sizes: Sequence[int], 
         route.rows[size] = {name: row[name] for name in order if name in row}
 
 
-def heard_of(runner: Runner) -> Any:
+def read_description(runner: Runner) -> Any:
     """Return a runner's description of itself, its first line."""
-    return json.loads(runner.hear())
+    return json.loads(runner.read_line())
 
 
 def runner_of(name: str, runner: Runner, route: Route, *, case: str = "read", bare: bool = False) -> Contender:
     """Return the contender of a runner, and note the runner's description in the report."""
-    about = heard_of(runner)
+    about = read_description(runner)
     if isinstance(about, str):
         route.notes.append(f"{name}: {about}")
     below = (lambda: ask(runner, "bare", 8)) if bare else None
@@ -161,7 +161,7 @@ class Alone:
         return list(words)
 
 
-def asleep(contender: Contender, runner: Runner) -> Contender:
+def stopped_between_batches(contender: Contender, runner: Runner) -> Contender:
     """Stop a contender's processes between its batches, because its threads never sleep. Return the contender."""
     inner = contender.times
 
@@ -190,10 +190,10 @@ def _peers(make: Make, most: int, route: Route) -> Iterator[Contender]:
         runner = make(0, python, RUNNERS / script, most, PYTHONPATH=str(RUNNERS))  # workers import from it
         try:
             made = runner_of(name, runner, route)
-        except (Silent, Ended) as error:
+        except (RunnerTimeout, Ended) as error:
             route.notes.append(f"{name}: {error}")
             continue
-        yield asleep(made, runner) if key == "nixl" else made
+        yield stopped_between_batches(made, runner) if key == "nixl" else made
 
 
 def one_host(sizes: Sequence[int], count: int) -> Route:
@@ -202,15 +202,15 @@ def one_host(sizes: Sequence[int], count: int) -> Route:
     floors = {"mapped": "memcpy", "mapped, again": "memcpy"}
     floors |= dict.fromkeys(("ordinary", "ordinary, again"), "process_vm_readv")
     floors |= dict.fromkeys(("owner's thread", "NIXL", "torchmonarch"), "process_vm_readv")
-    musts = (
-        Must("mapped", "memcpy", 0.8, [64 << 20]),
-        Must("ordinary", "process_vm_readv", 0.95, [64 << 20], rate=5.0),
-        Must("ordinary, again", "NIXL", 1.0, large),
-        Must("mapped, again", "NIXL", 1.0, large),
-        Must("ordinary", "torchmonarch", 10.0, sizes),
-        Must("mapped", "torchmonarch", 10.0, sizes),
+    targets = (
+        Target("mapped", "memcpy", 0.8, [64 << 20]),
+        Target("ordinary", "process_vm_readv", 0.95, [64 << 20], rate=5.0),
+        Target("ordinary, again", "NIXL", 1.0, large),
+        Target("mapped, again", "NIXL", 1.0, large),
+        Target("ordinary", "torchmonarch", 10.0, sizes),
+        Target("mapped", "torchmonarch", 10.0, sizes),
     )
-    route = Route("One host", floors, musts)
+    route = Route("One host", floors, targets)
     most, alone, ours = max(sizes), Alone(), RUNNERS / "ours.py"
     with runners(alone, **COMMON) as make:  # type: ignore[arg-type]
         mapped = make(0, sys.executable, ours, "mapped", most)
@@ -242,8 +242,8 @@ def _far(make: Make, where: Hosts, most: int, route: Route) -> Iterator[Contende
         runner = make(0, python, RUNNERS / "ours.py", "ordinary", most, f"{there}:{port}", MONARCH_TLS=tls)
         yield runner_of(name, runner, route, bare=True)
     for name, port, *tls in ("socket", 29411), ("TLS socket", 29412, "tls"):
-        make(1, python, HOST_STATIONS / "floor.py", "listen", there, port, *tls).hear()
-        runner = make(0, python, HOST_STATIONS / "floor.py", "call", there, port, *tls)
+        make(1, python, HOST_RUNNERS / "floor.py", "listen", there, port, *tls).read_line()
+        runner = make(0, python, HOST_RUNNERS / "floor.py", "call", there, port, *tls)
         yield runner_of(name, runner, route)
     make(1, "iperf3", "-s")
     yield Contender("iperf3", lambda size: [size / iperf(where)], least=LARGE)
@@ -253,8 +253,8 @@ def two_hosts(sizes: Sequence[int], count: int) -> Route:
     """Measure two network namespaces."""
     floors = {"ours": "socket", "ours, TLS": "TLS socket"}
     large = [size for size in sizes if size >= 64 << 20]
-    musts = (Must("ours", "iperf3", 0.7, large), Must("ours, TLS", "TLS socket", 0.7, large))
-    route = Route("Two hosts, TCP", floors, musts)
+    targets = (Target("ours", "iperf3", 0.7, large), Target("ours, TLS", "TLS socket", 0.7, large))
+    route = Route("Two hosts, TCP", floors, targets)
     if why := refusal():
         route.notes.append(why)
         return route
@@ -273,7 +273,7 @@ def verbs(sizes: Sequence[int], count: int) -> Route:
     """Measure transfers between two RDMA devices."""
     floors = {f"{kind}, {n} in flight": f"ib_{kind}_bw -t {n}" for kind in ("read", "write") for n in (1, IN_FLIGHT)}
     large = [size for size in sizes if size >= 1 << 20]
-    route = Route("Verbs", floors, tuple(Must(mine, floor, 0.9, large) for mine, floor in floors.items()))
+    route = Route("Verbs", floors, tuple(Target(mine, floor, 0.9, large) for mine, floor in floors.items()))
     found = perftest.devices()
     if len(found) < 2:
         route.notes.append("this machine has no two RDMA devices; tools/rxe_guest.sh makes a guest that has")
@@ -312,14 +312,14 @@ def _small(name: str, runner: Runner, case: str) -> Contender:
     return Contender(name, lambda size: ask(runner, case, size), most=SMALL)
 
 
-def own_part(count: int) -> Route:
+def simulated_nic(count: int) -> Route:
     """Measure our Python code with a simulated NIC."""
     names = {**ONCE, **AGAIN, **TURNS, **BARE}
     floors = {name: f"bare {name.split(',')[0]}" for name in {**ONCE, **AGAIN, **TURNS}}
     route = Route("Verbs' own Python", floors)
     with runners(Alone(), **COMMON) as make:  # type: ignore[arg-type]
         runner = make(0, sys.executable, RUNNERS / "simulated_nic.py", SMALL)
-        heard_of(runner)
+        read_description(runner)
         rounds(route, [_small(name, runner, case) for name, case in names.items()], [SMALL], count)
     for name, bare in ((name, bare) for name, bare in floors.items() if {name, bare} <= route.rows[SMALL].keys()):
         route.notes.append(f"{name}: our own part is {_over(route, name, bare):.1f} us")
@@ -350,8 +350,8 @@ def _many(runner: Runner, kind: str, depth: int) -> Contender:
     case = kind if depth == 1 else f"{kind}_many"
 
     def times(size: int) -> list[float]:
-        runner.tell(case, max(FEWEST, min(MOST, BATCH // (size * depth))), size)
-        return [seconds / depth for seconds in heard(runner)]
+        runner.send(case, max(FEWEST, min(MOST, BATCH // (size * depth))), size)
+        return [seconds / depth for seconds in read_times(runner)]
 
     return Contender(f"{kind}, {depth} in flight", times)
 
@@ -389,7 +389,7 @@ def measure(args: argparse.Namespace) -> list[Route]:
     found: dict[str, Callable[[], Route]] = {
         "host": lambda: one_host(args.sizes, args.rounds),
         "hosts": lambda: two_hosts(args.sizes, args.rounds),
-        "own": lambda: own_part(args.rounds),
+        "own": lambda: simulated_nic(args.rounds),
         "verbs": lambda: verbs([size for size in args.sizes if size in VERBS_SIZES], args.rounds),
     }
     return [found[name]() for name in args.only]

@@ -230,26 +230,26 @@ class LocalHosts:
         return f"host {number} is killed"
 
     def hang(self, number: int) -> str:
-        for pid in below(self.daemons[number].pid):
+        for pid in process_tree(self.daemons[number].pid):
             os.kill(pid, signal.SIGSTOP)
         return f"host {number} hangs"
 
     def close(self) -> None:
         for daemon in self.daemons:
-            for pid in below(daemon.pid):
+            for pid in process_tree(daemon.pid):
                 os.kill(pid, signal.SIGCONT)
             daemon.terminate()
         for daemon in self.daemons:
             daemon.wait(20)
 
 
-def below(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """Return the pids of a process and its descendants."""
     children: list[int] = []
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             children += map(int, thread.read_text().split())
-    return [pid, *(other for child in children for other in below(child))]
+    return [pid, *(other for child in children for other in process_tree(child))]
 
 
 def main(argv: list[str] | None = None) -> None:

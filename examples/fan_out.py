@@ -95,7 +95,7 @@ class Crawler(Actor):
 # ---- main program
 
 
-def again(crawlers: ActorMesh, pages: list[int], attempts: int, bar: tqdm) -> Iterator[list[int]]:
+def retry(crawlers: ActorMesh, pages: list[int], attempts: int, bar: tqdm) -> Iterator[list[int]]:
     """Fetch failed pages again, all at the same time, each by the crawler with the fewest outstanding calls.
 
     `attempts` counts all attempts for a page, the first one included.
@@ -127,7 +127,7 @@ def crawl(crawlers: ActorMesh, root: int, attempts: int) -> tuple[set[int], int,
                 else:
                     links.update(targets)
                     bar.update()
-            for targets in again(crawlers, failed, attempts, bar):
+            for targets in retry(crawlers, failed, attempts, bar):
                 links.update(targets)
                 bar.update()
             failures += len(failed)

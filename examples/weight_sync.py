@@ -241,7 +241,7 @@ def main() -> None:
         generators = generating.spawn("generators", Generator, args.generators, args.width, args.layers)
         connect(trainers, generators)
         syncs = train(trainers, generators, args.steps, not args.unchecked)
-        print("they say:", generators.recite.call("Beautiful is").get().item(tensor=0).replace("\n", " / "))
+        print("they report:", generators.recite.call("Beautiful is").get().item(tensor=0).replace("\n", " / "))
     nbytes, seconds = sum(one.nbytes for one in syncs), sum(one.seconds for one in syncs)
     print(f"{len(syncs)} syncs: {nbytes / 1e6:.1f} MB in {seconds:.3f} s, {nbytes / seconds / 1e9:.2f} GB/s")
 

@@ -85,7 +85,7 @@ def dtypes_in_autocast(step: Any, x: Any) -> list[str]:
         return [str(each.dtype) for each in step(x.full_tensor())]
 
 
-def done_so_far() -> int:
+def execution_count() -> int:
     """Return how often XLA has executed recorded operations."""
     from torch_xla.debug import metrics
 
@@ -93,7 +93,7 @@ def done_so_far() -> int:
     return 0 if found is None else int(found[0])
 
 
-def do_after(words: int) -> int:
+def set_max_recorded_words(words: int) -> int:
     """Set the number of recorded words after which XLA executes them, and return the previous number."""
     from monarch_backend.dtensor._worker.xla import xla_device
 

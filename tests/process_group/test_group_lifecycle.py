@@ -326,7 +326,7 @@ def test_no_debug_output_unless_asked(value: str) -> None:
 # Timeouts -------------------------------------------------------------------------------------------------------
 
 
-def _waits_for_nobody(rank: int, start: Callable[[], Any]) -> None:
+def _assert_timeout_on_rank_0(rank: int, start: Callable[[], Any]) -> None:
     """Rank 0 calls ``start`` and must get an error after about a second. The other ranks wait for that."""
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
@@ -342,7 +342,7 @@ def _waits_for_nobody(rank: int, start: Callable[[], Any]) -> None:
 def _group_timeout(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=SECOND)
     _total(group)
-    _waits_for_nobody(rank, lambda: _total(group))
+    _assert_timeout_on_rank_0(rank, lambda: _total(group))
     assert _total() == 2.0  # the default group has its own timeout and is not affected
 
 
@@ -354,7 +354,7 @@ def _changed_timeout(rank: int) -> None:
     group = dist.new_group([0, 1])
     set_timeout(SECOND, group)
     _total(group)
-    _waits_for_nobody(rank, lambda: _total(group))
+    _assert_timeout_on_rank_0(rank, lambda: _total(group))
 
 
 def test_timeout_set_later_applies() -> None:
@@ -363,7 +363,7 @@ def test_timeout_set_later_applies() -> None:
 
 def _timeout_of_a_receive(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=SECOND)
-    _waits_for_nobody(rank, lambda: dist.recv(torch.zeros(1), 1, group=group))
+    _assert_timeout_on_rank_0(rank, lambda: dist.recv(torch.zeros(1), 1, group=group))
 
 
 def test_receive_times_out() -> None:

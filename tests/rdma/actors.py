@@ -62,7 +62,7 @@ DEVICE_ROUTES = {
     "gpu verbs": RouteCase("verbs", {"MONARCH_RDMA_TRANSPORT": "verbs"}, way=5, device=True),
     "gpu tls": RouteCase("tcp", {"MONARCH_RDMA_TRANSPORT": "tcp"}, way=5, device=True),
 }
-ALONE = ("kernel", "mapped", "verbs", "gpu ipc")
+ONE_SIDED_ROUTES = ("kernel", "mapped", "verbs", "gpu ipc")
 """Routes on which a transfer needs no action of the owner's process."""
 
 
@@ -205,7 +205,7 @@ class Process(Actor):
         return torch.equal(found[:size], pattern(size)), torch.equal(found[size:], pattern(size + 4099, 5)[size:])
 
     @endpoint
-    def says(self, buffer: RDMABuffer, atomic: bool = False) -> list[str]:
+    def debug_lines(self, buffer: RDMABuffer, atomic: bool = False) -> list[str]:
         """Return the lines that MONARCH_DEBUG=1 prints during three transfers."""
         said = io.StringIO()
         with mock.patch.dict(os.environ, MONARCH_DEBUG="1"), contextlib.redirect_stderr(said):

@@ -401,13 +401,13 @@ def test_copy_method_on_one_host_is_logged_once(route: str, atomic: bool) -> Non
     with _two(route) as (owner, reader):
         buffer = owner.own.call_one("tensor", 4096).get()
         assert reader.backend.call_one(buffer).get() == "same host", "asked for before they have met"
-        said = reader.says.call_one(buffer, atomic).get()
+        said = reader.debug_lines.call_one(buffer, atomic).get()
         assert said == [f"monarch: memory of {buffer.owner}: same host, {SAID[route]}"]
-        assert reader.says.call_one(buffer, atomic).get() == []
+        assert reader.debug_lines.call_one(buffer, atomic).get() == []
         again = owner.own.call_one("tensor", 3 << 20).get()
-        assert reader.says.call_one(again).get() == [], "once for two processes"
+        assert reader.debug_lines.call_one(again).get() == [], "once for two processes"
         theirs = reader.own.call_one("tensor", 4096).get()
-        assert len(owner.says.call_one(theirs).get()) == 1, "the other way round, they have met already"
+        assert len(owner.debug_lines.call_one(theirs).get()) == 1, "the other way round, they have met already"
 
 
 def test_tcp_is_warned_of_once(

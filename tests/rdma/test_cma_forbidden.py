@@ -69,7 +69,7 @@ def pair() -> Iterator[Pair]:
 def test_owner_thread_copies_instead(pair: Pair) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 64).get()
-    [said] = reader.says.call_one(buffer).get()
+    [said] = reader.debug_lines.call_one(buffer).get()
     assert said.endswith("same host, copied by its own thread: the kernel forbids process_vm_readv")
     assert reader.way.call_one(buffer).get() == ROUTES["thread"].way
     owner.drop.call_one(buffer).get()

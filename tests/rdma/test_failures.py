@@ -31,7 +31,7 @@ from monarch_backend.actor import ActorError, ActorMesh, CancelledError, Supervi
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError
 from tests.actor.actors import held_up, pid_of, resident_bytes, until
 from tests.actor.support import Faults
-from tests.rdma.actors import ALONE, ROUTES, pattern, two_processes
+from tests.rdma.actors import ONE_SIDED_ROUTES, ROUTES, pattern, two_processes
 from tests.rdma.conftest import routes
 
 MIB = 1 << 20
@@ -98,7 +98,7 @@ def test_stopped_owner_hits_the_deadline(fresh: Pair, request: pytest.FixtureReq
     assert reader.read.call_one(buffer).get()
     with held_up(pid):
         reading = reader.read.call_one(buffer, "tensor", 1, 0.3)
-        if route_of(request) in ALONE:
+        if route_of(request) in ONE_SIDED_ROUTES:
             assert reading.get(20), "nobody needs it"
         else:
             with pytest.raises(ActorError, match=r"was not done within 0\.3 s") as raised:

@@ -75,7 +75,7 @@ def segments(memory: Memory) -> list[tuple[int, int, int]]:
     return pieces
 
 
-def nobody_copies() -> bool:
+def has_no_copy_threads() -> bool:
     """Return whether no copying thread is left. The kernel may list a thread for a moment after it was joined."""
     names = []
     for each in Path("/proc/self/task").iterdir():
@@ -97,7 +97,7 @@ def test_each_byte_once(threads: int) -> None:
         here[:] = bytes(SIZE)
         assert native.move(*owner.there, False, here.all(), forever)[0] == DONE
         assert here[:] == CONTENT[::-1]
-    assert until(nobody_copies)
+    assert until(has_no_copy_threads)
 
 
 @pytest.mark.parametrize("missing", [mmap.PAGESIZE, 13 * MIB, SIZE])
@@ -112,7 +112,7 @@ def test_memory_that_is_gone_in_one_of_the_shares(threads: int, missing: int, wr
         assert native.move(*owner.there, write, [(0, here.address, 8)], forever)[0] == (
             FAILED if missing == SIZE else DONE
         )
-    assert until(nobody_copies)
+    assert until(has_no_copy_threads)
 
 
 def test_where_one_fails_the_others_stop() -> None:
@@ -154,7 +154,7 @@ def test_an_owner_that_is_killed_in_the_middle(write: bool) -> None:
             assert native.move(*owner.there, write, here.all() * 3, _native.CancelScope())[0] in (DONE, LOST)
             killing.join()
             assert native.move(*owner.there, write, here.all(), _native.CancelScope())[0] == LOST
-    assert until(nobody_copies)
+    assert until(has_no_copy_threads)
 
 
 def test_cancelled_and_out_of_range_copies_stop() -> None:

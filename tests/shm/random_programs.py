@@ -44,7 +44,7 @@ HUGE = (2 << 20, 3 << 20, 4 << 20)
 
 
 @dataclass(frozen=True)
-class Letter:
+class Message:
     """One message. Ranks are ranks of the group."""
 
     number: int
@@ -69,13 +69,13 @@ class Step:
     asynchronous: bool
     strided: bool
     placed: str = ""  # which ranks have their tensors in shared memory: "all", "some" or, if empty, none
-    letters: tuple[Letter, ...] = ()
+    messages: tuple[Message, ...] = ()
 
     def __str__(self) -> str:
         how = ("async" if self.asynchronous else "sync") + (f", {self.placed} shared" if self.placed else "")
-        letters = f", {len(self.letters)} letters" if self.letters else ""
+        messages = f", {len(self.messages)} messages" if self.messages else ""
         what = f"{self.kind}({self.op or '-'}) {self.dtype}[{self.count}], root {self.root}"
-        return f"step {self.number}: {what}{letters}, {how}, group {self.group}"
+        return f"step {self.number}: {what}{messages}, {how}, group {self.group}"
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,12 @@ def _draw_step(
         op = pick.choice(reference.OPS)
         dtype = pick.choice([name for name in DTYPES if reference.reduces(name, op)])
     count = _draw_count(pick, dtype, weights, members if pick.random() < 0.4 else 1)
-    letters: tuple[Letter, ...] = ()
+    messages: tuple[Message, ...] = ()
     root, asynchronous = pick.randrange(members), pick.random() < 0.6
     if kind in MESSAGES:
-        letters = tuple(_draw_letters(pick, number, kind, members, root, dtype, count, weights))
+        messages = tuple(_draw_messages(pick, number, kind, members, root, dtype, count, weights))
     strided, placed = pick.random() < 0.15, pick.choices(("", "all", "some"), (60, 30, 10))[0]
-    return Step(number, index, kind, dtype, op, count, root, asynchronous, strided, placed, letters)
+    return Step(number, index, kind, dtype, op, count, root, asynchronous, strided, placed, messages)
 
 
 def _draw_count(pick: random.Random, dtype: str, weights: Sequence[float], share: int) -> int:
@@ -135,7 +135,7 @@ def _draw_count(pick: random.Random, dtype: str, weights: Sequence[float], share
     return max(0, limit // width + pick.choice((-1, 0, 0, 0, 1, 1)))
 
 
-def _draw_letters(
+def _draw_messages(
     pick: random.Random,
     number: int,
     kind: str,
@@ -144,18 +144,18 @@ def _draw_letters(
     dtype: str,
     count: int,
     weights: Sequence[float],
-) -> Iterator[Letter]:
+) -> Iterator[Message]:
     if kind == "any source":  # `root` receives messages of one size, because any sender's may arrive first
         senders = [r for r in range(members) if r != root for _ in range(pick.randint(1, 2))]
         for i, source in enumerate(senders):
-            yield Letter(i, source, root, ANY_SOURCE_TAGS + number, dtype, min(count, 1 << 18))
+            yield Message(i, source, root, ANY_SOURCE_TAGS + number, dtype, min(count, 1 << 18))
         return
     other = pick.choice([r for r in range(members) if r != root])
     for i in range(pick.randint(1, 6)):
         # Blocking sends go in one direction only. Two ranks that send to each other and wait could deadlock.
         source, to = (root, other) if kind == "one way" else pick.sample(range(members), 2)
         dtype = pick.choice(DTYPES)
-        yield Letter(i, source, to, pick.choice(TAGS), dtype, _draw_count(pick, dtype, weights, 1))
+        yield Message(i, source, to, pick.choice(TAGS), dtype, _draw_count(pick, dtype, weights, 1))
 
 
 # The data -------------------------------------------------------------------------------------------------------------
@@ -229,11 +229,11 @@ class Call:
         many = self.step.count if count is None else count
         return self.place(numbers(self.step.dtype, many, salt, reduced=bool(self.step.op)))
 
-    def everybody(self, count: int | None = None, part: int = 0) -> list[Tensor]:
+    def inputs_of_all_ranks(self, count: int | None = None, part: int = 0) -> list[Tensor]:
         return [self.of(rank, count, part) for rank in range(self.size)]
 
     def reduced(self, count: int | None = None, part: int = 0) -> Tensor:
-        return reduce(self.step.op, self.everybody(count, part))
+        return reduce(self.step.op, self.inputs_of_all_ranks(count, part))
 
     def blank(self, count: int | None = None, dtype: str = "") -> Tensor:
         wanted = self.step.count if count is None else count
@@ -306,7 +306,7 @@ def _reduce(call: Call) -> Started:
 def _all_gather(call: Call) -> Started:
     x, outputs = call.of(call.me), [call.blank() for _ in call.ranks]
     works = call.begin(dist.all_gather, outputs, x)
-    return works, lambda: [(x, call.of(call.me)), *zip(outputs, call.everybody(), strict=True)]
+    return works, lambda: [(x, call.of(call.me)), *zip(outputs, call.inputs_of_all_ranks(), strict=True)]
 
 
 def _all_gather_single(call: Call) -> Started:
@@ -314,7 +314,7 @@ def _all_gather_single(call: Call) -> Started:
     if call.step.strided:  # the stacked form of the output
         output = output.view(call.size, call.step.count)
     works = call.begin(ALL_GATHER_SINGLE, output, x)
-    return works, lambda: [(x, call.of(call.me)), (output.view(-1), torch.cat(call.everybody()))]
+    return works, lambda: [(x, call.of(call.me)), (output.view(-1), torch.cat(call.inputs_of_all_ranks()))]
 
 
 def _all_gather_coalesced(call: Call) -> Started:
@@ -323,22 +323,22 @@ def _all_gather_coalesced(call: Call) -> Started:
     works = call.begin(dist.all_gather_coalesced, outputs, [x, y])
     return works, lambda: [
         (x, call.of(call.me)),
-        *zip([row[0] for row in outputs], call.everybody(), strict=True),
-        *zip([row[1] for row in outputs], call.everybody(33, 1), strict=True),
+        *zip([row[0] for row in outputs], call.inputs_of_all_ranks(), strict=True),
+        *zip([row[1] for row in outputs], call.inputs_of_all_ranks(33, 1), strict=True),
     ]
 
 
 def _gather(call: Call) -> Started:
     x, outputs = call.of(call.me), [call.blank() for _ in call.ranks] if call.at_root else []
     works = call.begin(dist.gather, x, outputs or None, dst=call.root)
-    return works, lambda: [(x, call.of(call.me)), *zip(outputs, call.everybody(), strict=False)]
+    return works, lambda: [(x, call.of(call.me)), *zip(outputs, call.inputs_of_all_ranks(), strict=False)]
 
 
 def _scatter(call: Call) -> Started:
-    rows = call.everybody() if call.at_root else []
+    rows = call.inputs_of_all_ranks() if call.at_root else []
     output = call.blank()
     works = call.begin(dist.scatter, output, rows or None, src=call.root)
-    return works, lambda: [(output, call.of(call.me)), *zip(rows, call.everybody(), strict=False)]
+    return works, lambda: [(output, call.of(call.me)), *zip(rows, call.inputs_of_all_ranks(), strict=False)]
 
 
 def _reduce_scatter(call: Call) -> Started:
@@ -409,29 +409,29 @@ COLLECTIVES: dict[str, Callable[[Call], Started]] = {
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
-def _content(call: Call, letter: Letter) -> Tensor:
-    return numbers(letter.dtype, letter.count, call.step.number * 97 + letter.number * 13 + letter.source + 5)
+def _content(call: Call, message: Message) -> Tensor:
+    return numbers(message.dtype, message.count, call.step.number * 97 + message.number * 13 + message.source + 5)
 
 
-def _in_any_order(call: Call, letters: list[Letter]) -> list[Letter]:
-    """Return the letters in a random order of receives. Letters with the same sender and tag keep their order."""
-    queues: dict[tuple[int, int], list[Letter]] = {}
-    for letter in letters:
-        queues.setdefault((letter.source, letter.tag), []).append(letter)
-    keys = [(letter.source, letter.tag) for letter in letters]
+def _in_any_order(call: Call, messages: list[Message]) -> list[Message]:
+    """Return the messages in a random order of receives. Messages with the same sender and tag keep their order."""
+    queues: dict[tuple[int, int], list[Message]] = {}
+    for message in messages:
+        queues.setdefault((message.source, message.tag), []).append(message)
+    keys = [(message.source, message.tag) for message in messages]
     call.order.shuffle(keys)
     return [queues[key].pop(0) for key in keys]
 
 
-def _mine(call: Call) -> tuple[list[tuple[Letter, Tensor]], list[tuple[Letter, Tensor]]]:
-    """Return (letters that this rank sends, letters that it receives), with their tensors."""
-    sent = [(letter, _content(call, letter)) for letter in call.step.letters if letter.source == call.me]
-    letters = _in_any_order(call, [letter for letter in call.step.letters if letter.to == call.me])
-    return sent, [(letter, call.blank(letter.count, letter.dtype)) for letter in letters]
+def _mine(call: Call) -> tuple[list[tuple[Message, Tensor]], list[tuple[Message, Tensor]]]:
+    """Return (messages that this rank sends, messages that it receives), with their tensors."""
+    sent = [(message, _content(call, message)) for message in call.step.messages if message.source == call.me]
+    messages = _in_any_order(call, [message for message in call.step.messages if message.to == call.me])
+    return sent, [(message, call.blank(message.count, message.dtype)) for message in messages]
 
 
-def _came(call: Call, *sides: list[tuple[Letter, Tensor]]) -> Pairs:
-    return [(tensor, _content(call, letter)) for letter, tensor in itertools.chain(*sides)]
+def _came(call: Call, *sides: list[tuple[Message, Tensor]]) -> Pairs:
+    return [(tensor, _content(call, message)) for message, tensor in itertools.chain(*sides)]
 
 
 def _burst(call: Call) -> Started:
@@ -440,11 +440,11 @@ def _burst(call: Call) -> Started:
     sends, receives = list(sent), list(received)
     while sends or receives:
         if sends and (not receives or call.order.random() < 0.5):
-            letter, x = sends.pop(0)
-            jobs.append(functools.partial(dist.isend, x, call.ranks[letter.to], call.group, letter.tag))
+            message, x = sends.pop(0)
+            jobs.append(functools.partial(dist.isend, x, call.ranks[message.to], call.group, message.tag))
         else:
-            letter, x = receives.pop(0)
-            jobs.append(functools.partial(dist.irecv, x, call.ranks[letter.source], call.group, letter.tag))
+            message, x = receives.pop(0)
+            jobs.append(functools.partial(dist.irecv, x, call.ranks[message.source], call.group, message.tag))
     return [job() for job in jobs], lambda: _came(call, sent, received)
 
 
@@ -458,26 +458,28 @@ def _batch(call: Call) -> Started:
 def _one_way(call: Call) -> Started:
     sent, received = _mine(call)
     works = []
-    for letter, x in sent:
+    for message, x in sent:
         if call.order.random() < 0.5:
-            dist.send(x, call.ranks[letter.to], call.group, letter.tag)
+            dist.send(x, call.ranks[message.to], call.group, message.tag)
         else:
-            works.append(dist.isend(x, call.ranks[letter.to], call.group, letter.tag))
-    for letter, x in received:
+            works.append(dist.isend(x, call.ranks[message.to], call.group, message.tag))
+    for message, x in received:
         if call.order.random() < 0.5:
-            assert dist.recv(x, call.ranks[letter.source], call.group, letter.tag) == call.ranks[letter.source]
+            assert dist.recv(x, call.ranks[message.source], call.group, message.tag) == call.ranks[message.source]
         else:
-            works.append(dist.irecv(x, call.ranks[letter.source], call.group, letter.tag))
+            works.append(dist.irecv(x, call.ranks[message.source], call.group, message.tag))
     return works, lambda: _came(call, sent, received)
 
 
 def _any_source(call: Call) -> Started:
-    letters, tag = call.step.letters, ANY_SOURCE_TAGS + call.step.number
+    messages, tag = call.step.messages, ANY_SOURCE_TAGS + call.step.number
     if not call.at_root:
-        sent = [(letter, _content(call, letter)) for letter in letters if letter.source == call.me]
+        sent = [(message, _content(call, message)) for message in messages if message.source == call.me]
         works = [dist.isend(x, call.root, call.group, tag) for _, x in sent]
         return works, lambda: _came(call, sent)
-    got = [call.blank() for _ in letters] if not letters else [call.blank(each.count, each.dtype) for each in letters]
+    got = (
+        [call.blank() for _ in messages] if not messages else [call.blank(each.count, each.dtype) for each in messages]
+    )
     if not call.step.asynchronous:
         sources = [call.ranks.index(dist.recv(x, group=call.group, tag=tag)) for x in got]
         return [], lambda: _by_source(call, sources, got)
@@ -486,9 +488,9 @@ def _any_source(call: Call) -> Started:
 
 
 def _by_source(call: Call, sources: list[int], got: list[Tensor]) -> Pairs:
-    waiting: dict[int, list[Letter]] = {}
-    for letter in call.step.letters:
-        waiting.setdefault(letter.source, []).append(letter)
+    waiting: dict[int, list[Message]] = {}
+    for message in call.step.messages:
+        waiting.setdefault(message.source, []).append(message)
     return [(x, _content(call, waiting[source].pop(0))) for source, x in zip(sources, got, strict=True)]
 
 

@@ -70,7 +70,7 @@ class Victim:
 
 
 @dataclass(frozen=True)
-class Scene:
+class Scenario:
     """The parameters of one run, drawn from its seed."""
 
     seed: int
@@ -88,7 +88,7 @@ class Scene:
         return {victim.rank for victim in self.victims}
 
 
-def _scene(seed: int) -> Scene:
+def _draw_scenario(seed: int) -> Scenario:
     pick = random.Random(f"scene {seed}")
     how = pick.choices(("kill", "exit", "stop"), (50, 25, 25))[0]
     size = pick.randint(2, 4)
@@ -105,7 +105,7 @@ def _scene(seed: int) -> Scene:
         when = pick.choice(("before", "in", "after"))
         delay = {"before": 0.0, "in": pick.uniform(0, 500e-6), "after": pick.uniform(0, 50e-3)}[when]
         victims.append(Victim(rank, pick.randrange(STEPS) if when != "after" else pick.randrange(5), when, delay))
-    return Scene(seed, how, program, tuple(victims), pick.random() < 0.5)
+    return Scenario(seed, how, program, tuple(victims), pick.random() < 0.5)
 
 
 # Survivors ------------------------------------------------------------------------------------------------------------
@@ -142,19 +142,19 @@ class Report:
 class Survivor:
     """A rank that runs the program as far as possible. A victim does the same until it dies."""
 
-    def __init__(self, scene: Scene, rank: int, clocks: Clocks) -> None:
-        self.scene, self.rank, self.clocks = scene, rank, clocks
-        self.player = random_programs.Player(scene.program, rank)
+    def __init__(self, scenario: Scenario, rank: int, clocks: Clocks) -> None:
+        self.scenario, self.rank, self.clocks = scenario, rank, clocks
+        self.player = random_programs.Player(scenario.program, rank)
         self.order = self.player.order()
         self.report = Report()
         self.broken: set[int] = set()
-        self.expected = CollectiveTimeoutError if scene.how == "stop" else RankFailedError
-        self.fate = next((victim for victim in scene.victims if victim.rank == rank), None)
+        self.expected = CollectiveTimeoutError if scenario.how == "stop" else RankFailedError
+        self.fate = next((victim for victim in scenario.victims if victim.rank == rank), None)
 
     def play(self) -> Report:
         """Run all steps. Then call every group again, so that each survivor sees each failure."""
         under_way: list[random_programs.Pending] = []
-        for step in self.scene.program.steps:
+        for step in self.scenario.program.steps:
             if self.fate is not None and step.number == self.fate.step:
                 self.meet(self.fate)
             if not self.player.plays(step):
@@ -168,9 +168,9 @@ class Survivor:
             self.finish(under_way.pop(0))
         while self.fate is not None and not self.clocks.of(self.rank):
             time.sleep(1e-3)  # the thread that kills this process is still waiting
-        while self.fate is not None and self.scene.how != "stop":
+        while self.fate is not None and self.scenario.how != "stop":
             time.sleep(1e-3)
-        self.last_words()
+        self.check_all_groups()
         return self.report
 
     def finish(self, pending: random_programs.Pending) -> None:
@@ -221,21 +221,21 @@ class Survivor:
     def active(self, step: random_programs.Step) -> bool:
         """Return whether this rank takes part in the step. A step's messages may all be between other ranks."""
         me = self.player.groups[step.group].rank()
-        return not step.letters or any(me in (letter.source, letter.to) for letter in step.letters)
+        return not step.messages or any(me in (message.source, message.to) for message in step.messages)
 
     def note(self, group: int, error: Exception) -> None:
-        now, ranks = time.monotonic(), self.scene.program.groups[group]
+        now, ranks = time.monotonic(), self.scenario.program.groups[group]
         place = getattr(error, "rank", None)
         culprit = None if place is None else ranks[place] if place >= 0 else -1
         self.report.errors.append((now, group, culprit, _in_short(error)))
         self.broken.add(group)
 
-    def last_words(self) -> None:
+    def check_all_groups(self) -> None:
         """Call each group several times: every call on a group with a victim must fail, the others must succeed."""
-        for index, ranks in enumerate(self.scene.program.groups):
+        for index, ranks in enumerate(self.scenario.program.groups):
             if self.rank not in ranks:
                 continue
-            group, doomed = self.player.groups[index], bool(self.scene.ranks & set(ranks))
+            group, doomed = self.player.groups[index], bool(self.scenario.ranks & set(ranks))
             other = next(r for r in ranks if r != self.rank)
             calls = [
                 lambda group=group: dist.barrier(group) or True,
@@ -249,7 +249,7 @@ class Survivor:
                 ]
             for call in calls:
                 if self.attempt(index, f"the end of group {index}", call) and doomed and index not in self.broken:
-                    self.report.wrong.append(f"group {index} works without {sorted(self.scene.ranks & set(ranks))}")
+                    self.report.wrong.append(f"group {index} works without {sorted(self.scenario.ranks & set(ranks))}")
 
     # Victims ------------------------------------------------------------------------------------------------------
 
@@ -269,9 +269,9 @@ class Survivor:
 
     def die(self) -> None:
         self.clocks.note(self.rank)
-        if self.scene.how == "exit":
+        if self.scenario.how == "exit":
             os._exit(7)
-        os.kill(os.getpid(), signal.SIGKILL if self.scene.how == "kill" else signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL if self.scenario.how == "kill" else signal.SIGSTOP)
 
 
 def _in_short(error: Exception) -> str:
@@ -279,17 +279,17 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _live(scene: Scene, rank: int, address: str, clocks: Clocks, connection: Connection) -> None:
+def _live(scenario: Scenario, rank: int, address: str, clocks: Clocks, connection: Connection) -> None:
     os.environ.update(
-        MONARCH_SHM="1", MONARCH_CMA_MIN_BYTES="40000", RANK=str(rank), WORLD_SIZE=str(scene.program.size)
+        MONARCH_SHM="1", MONARCH_CMA_MIN_BYTES="40000", RANK=str(rank), WORLD_SIZE=str(scenario.program.size)
     )
     torch.set_num_threads(1)
     inherited = _left()  # inherited from the test process, which may have such resources
 
     def play() -> Report:
-        init(rank, scene.program.size, address)
-        survivor = Survivor(scene, rank, clocks)
-        if scene.how == "stop":
+        init(rank, scenario.program.size, address)
+        survivor = Survivor(scenario, rank, clocks)
+        if scenario.how == "stop":
             dist.group.WORLD.set_timeout(datetime.timedelta(seconds=TIMEOUT))  # type: ignore[union-attr]
         dist.barrier()
         report = survivor.play()
@@ -340,22 +340,22 @@ def _left() -> dict[str, int]:
 
 
 class Run:
-    """The processes of a scene and their results."""
+    """The processes of a scenario and their results."""
 
-    def __init__(self, scene: Scene) -> None:
-        self.scene, self.wrong, self.delays = scene, [], []  # type: ignore[var-annotated]
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.wrong, self.delays = scenario, [], []  # type: ignore[var-annotated]
         self.reports: dict[int, Report] = {}
         self._stack = contextlib.ExitStack()
         address = self._stack.enter_context(store_file())
-        clocks = self.clocks = Clocks(scene.program.size)
+        clocks = self.clocks = Clocks(scenario.program.size)
         self.pids: list[int] = []
         self.pipes: list[Connection] = []
-        for rank in range(scene.program.size):
-            pid, pipe = _spawn(lambda pipe, rank=rank: _live(scene, rank, address, clocks, pipe))
+        for rank in range(scenario.program.size):
+            pid, pipe = _spawn(lambda pipe, rank=rank: _live(scenario, rank, address, clocks, pipe))
             self.pids.append(pid)
             self.pipes.append(pipe)
         self.deadline = time.monotonic() + DEADLINE
-        self.survivors = [rank for rank in range(scene.program.size) if rank not in scene.ranks]
+        self.survivors = [rank for rank in range(scenario.program.size) if rank not in scenario.ranks]
         self.waiting = set(self.survivors)
         self.left: dict[int, dict[str, int]] = {}
         self.phase = "play"
@@ -378,9 +378,9 @@ class Run:
 
     def go_on(self) -> None:
         """Start the next phase after all ranks have answered."""
-        if self.phase == "play" and self.scene.how == "stop" and self.scene.wakes:
-            self.phase, self.waiting = "wake", set(self.scene.ranks)
-            for rank in self.scene.ranks:
+        if self.phase == "play" and self.scenario.how == "stop" and self.scenario.wakes:
+            self.phase, self.waiting = "wake", set(self.scenario.ranks)
+            for rank in self.scenario.ranks:
                 os.kill(self.pids[rank], signal.SIGCONT)
         elif self.phase in ("play", "wake") and not self.wrong:
             self.phase, self.waiting = "leave", set(self.reports)
@@ -392,14 +392,14 @@ class Run:
     def hang(self) -> None:
         """Handle the deadline: ranks without an answer print their stacks to stderr."""
         self.wrong.append(f"{self.phase}: no answer of ranks {sorted(self.waiting)} within {DEADLINE:.0f} s")
-        for rank in self.waiting - self.scene.ranks:
+        for rank in self.waiting - self.scenario.ranks:
             os.kill(self.pids[rank], signal.SIGUSR1)
         time.sleep(1.0)
         self.phase = "done"
 
     def end(self) -> None:
         """Kill all processes, free their resources, then check the reports."""
-        times = {rank: self.clocks.of(rank) for rank in self.scene.ranks}
+        times = {rank: self.clocks.of(rank) for rank in self.scenario.ranks}
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -412,12 +412,12 @@ class Run:
             for text in dict.fromkeys(self.judge(rank, report, times)):
                 self.wrong.append(f"rank {rank}: {text}")
         timed_out = [text for report in self.reports.values() for _, _, _, text in report.errors]
-        if self.scene.how == "stop" and not any(
+        if self.scenario.how == "stop" and not any(
             re.search(r"did not enter \w+|does not go on with \w+", text) for text in timed_out
         ):
             self.wrong.append(f"nobody names the collective: {timed_out[:1]}")
         for rank, left in self.left.items():
-            living = (self.scene.program.size if self.scene.how == "stop" else len(self.reports)) - 1
+            living = (self.scenario.program.size if self.scenario.how == "stop" else len(self.reports)) - 1
             if left["memfds"] > 1 or left["pidfds"] > living or left["mappings"] > 1 + living:
                 self.wrong.append(f"rank {rank}: {left} are left, of {living} living peers")
 
@@ -426,7 +426,7 @@ class Run:
         yield from report.wrong
         if not report.errors:
             yield "no error"
-        woken = rank in self.scene.ranks
+        woken = rank in self.scenario.ranks
         for at, group, culprit, text in report.errors:
             blamed = re.search(r"rank (\d+) \(host [^)]*, pid (\d+)\)", text)
             if woken:
@@ -434,25 +434,27 @@ class Run:
             if blamed is None:
                 yield f"names nobody: {text}"
                 continue
-            ranks = self.scene.program.groups[group]
+            ranks = self.scenario.program.groups[group]
             named = ranks[int(blamed[1])]
             if named not in times or int(blamed[2]) != self.pids[named]:
                 yield f"blames rank {named}, pid {blamed[2]}: {text}"
-            elif self.scene.how != "stop" and (culprit not in (None, named) or DEATHS[self.scene.how] not in text):
+            elif self.scenario.how != "stop" and (
+                culprit not in (None, named) or DEATHS[self.scenario.how] not in text
+            ):
                 yield f"culprit {culprit}: {text}"
-            elif not 0 <= at - times[named] <= SOME_TIME + (STEPS * TIMEOUT if self.scene.how == "stop" else 0):
+            elif not 0 <= at - times[named] <= SOME_TIME + (STEPS * TIMEOUT if self.scenario.how == "stop" else 0):
                 yield f"{at - times[named]:.3f} s after the death: {text}"
         if report.errors and not woken and not self.wrong:
             at, group, _, text = report.errors[0]
             blamed = re.search(r"rank (\d+) \(host", text)
             if blamed is not None:
-                self.delays.append(at - times.get(self.scene.program.groups[group][int(blamed[1])], at))
+                self.delays.append(at - times.get(self.scenario.program.groups[group][int(blamed[1])], at))
 
 
-def _play(scenes: list[Scene]) -> list[Run]:
-    """Run all scenes, several at once, in one controlling process."""
+def _play(scenarios: list[Scenario]) -> list[Run]:
+    """Run all scenarios, several at once, in one controlling process."""
     random_programs.prepare()
-    to_do, active, done = list(reversed(scenes)), [], []  # type: ignore[var-annotated]
+    to_do, active, done = list(reversed(scenarios)), [], []  # type: ignore[var-annotated]
     try:
         while to_do or active:
             while to_do and len(active) < AT_ONCE:
@@ -476,13 +478,13 @@ def _play(scenes: list[Scene]) -> list[Run]:
 
 def test_survivors_name_the_dead_rank() -> None:
     first = int(SEED or random.SystemRandom().randrange(1_000_000))
-    scenes = [_scene(first + i) for i in range(RUNS)] if not SEED else [_scene(first)] * 10
+    scenarios = [_draw_scenario(first + i) for i in range(RUNS)] if not SEED else [_draw_scenario(first)] * 10
     start = time.monotonic()
-    runs = _play(scenes)
-    kinds = {how: sum(run.scene.how == how for run in runs) for how in ("kill", "exit", "stop")}
+    runs = _play(scenarios)
+    kinds = {how: sum(run.scenario.how == how for run in runs) for how in ("kill", "exit", "stop")}
     print(f"{len(runs)} runs from seed {first} in {time.monotonic() - start:.0f} s: {kinds}")
     for title, hows in (("from a death", ("kill", "exit")), ("from a stop", ("stop",))):
-        delays = sorted(delay for run in runs if run.scene.how in hows for delay in run.delays)
+        delays = sorted(delay for run in runs if run.scenario.how in hows for delay in run.delays)
         if delays:
             median, worst = statistics.median(delays), delays[-1]
             late = delays[int(len(delays) * 0.99)]
@@ -490,5 +492,5 @@ def test_survivors_name_the_dead_rank() -> None:
                 f"{title} to an error: median {median * 1e3:.1f} ms, 99 % {late * 1e3:.1f} ms, max {worst * 1e3:.1f} ms"
             )
             assert "kill" not in hows or median <= SOON
-    failed = [f"{run.scene}\n  " + "\n  ".join(run.wrong) for run in runs if run.wrong]
+    failed = [f"{run.scenario}\n  " + "\n  ".join(run.wrong) for run in runs if run.wrong]
     assert not failed, f"{len(failed)} of {len(runs)} runs failed:\n" + "\n".join(failed[:12])

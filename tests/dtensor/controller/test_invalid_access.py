@@ -134,8 +134,8 @@ def test_threads_without_python(capfd: pytest.CaptureFixture[str]) -> None:
     assert [NOTE in line for line in said] == [True, True], said
 
 
-GIVEN_UP: dict[str, Callable[[Any, Any], Any]] = {
-    "who asks whether there is an attribute": lambda x, use: ctypes.pythonapi.PyObject_HasAttrString(
+DROPPED_ERRORS: dict[str, Callable[[Any, Any], Any]] = {
+    "hasattr": lambda x, use: ctypes.pythonapi.PyObject_HasAttrString(
         ctypes.py_object(type("Asked", (), {"__getattr__": lambda self, name: use(x)})()), b"name"
     ),
     "another error that is set for the thread": lambda x, use: (
@@ -145,11 +145,11 @@ GIVEN_UP: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", GIVEN_UP)
+@pytest.mark.parametrize("way", DROPPED_ERRORS)
 def test_dropped_error_does_not_hide_the_next(way: str) -> None:
     x = ones()
     with contextlib.suppress(NotReadableError, KeyError):
-        GIVEN_UP[way](x, lambda x, *_: WITH_GIL(address_of(x), address_of(x), 4))
+        DROPPED_ERRORS[way](x, lambda x, *_: WITH_GIL(address_of(x), address_of(x), 4))
     for each in (x, x * 2, x):
         with pytest.raises(NotReadableError):
             read(each, WITH_GIL)

@@ -120,7 +120,7 @@ def test_earlier_failure_is_raised_where_the_moved_tensor_is_read(mesh_of: Calla
     with pytest.raises(RemoteOpError, match=f"have not come: .*{failing_lookup.OPERATION}"):
         moved.tolist()
     assert (move(x, mesh_of("3")) + 1).sum().item() == 12
-    nothing_is_left(mesh_of("2"), mesh_of("3"))
+    assert_inboxes_are_empty(mesh_of("2"), mesh_of("3"))
 
 
 def test_failed_transfer_leaves_no_buffers_on_other_workers() -> None:
@@ -162,7 +162,7 @@ def test_failed_transfer_leaves_no_buffers_on_other_workers() -> None:
     assert len(inbox._forgotten) == MAX_FORGOTTEN
 
 
-def nothing_is_left(*meshes: Any) -> None:
+def assert_inboxes_are_empty(*meshes: Any) -> None:
     """Assert that no transfer is left in the inboxes. The message that ends the last read may still be on its way."""
     for mesh in meshes:
         assert any(set(run(mesh, worker_functions.left_in_inboxes).get().values()) == {0} for _ in range(1000))
@@ -173,7 +173,7 @@ def test_transfers_leave_no_buffers(mesh_of: Callable[[str], Any]) -> None:
     x = zeros(8, 8, device_mesh=here, placements=[Shard(0)])
     for _ in range(3):
         assert move(x, there, [Shard(0)]).sum().item() == 0
-    nothing_is_left(here, there)
+    assert_inboxes_are_empty(here, there)
 
 
 def test_transfers_that_are_refused(mesh_of: Callable[[str], Any]) -> None:

@@ -23,7 +23,7 @@ from tests.dtensor import worker_functions
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same
 
-SAID = "aten._assert_async.default raised on rank {} "
+FAILURE_TEXT = "aten._assert_async.default raised on rank {} "
 
 
 @pytest.fixture
@@ -42,20 +42,20 @@ def ones(procs: ProcMesh) -> DTensor:
     return x
 
 
-def is_said(capfd: pytest.CaptureFixture[str], *ranks: int) -> str:
+def wait_for_failures(capfd: pytest.CaptureFixture[str], *ranks: int) -> str:
     """Return the output of the processes, once it has the failures of these ranks.
 
     The output may arrive after the processes have ended.
     """
-    said = ""
+    output = ""
 
     def found() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return all(SAID.format(rank) in said for rank in ranks)
+        nonlocal output
+        output += capfd.readouterr().err
+        return all(FAILURE_TEXT.format(rank) in output for rank in ranks)
 
-    until(found, "it is said")
-    return said
+    until(found, "the failures are printed")
+    return output
 
 
 def check(x: DTensor, wanted: float) -> None:
@@ -110,7 +110,7 @@ def test_last_operations_run_and_their_failures_are_reported(
     check(x, 2.0)
     check(x, 3.0)
     STOPS[how](procs)
-    is_said(capfd, 0, 1)
+    wait_for_failures(capfd, 0, 1)
     with pytest.raises(MeshClosedError, match="have ended"):
         x.tolist()
 
@@ -122,7 +122,7 @@ def test_collectives_of_the_last_moment_are_done(procs: ProcMesh, capfd: pytest.
         total = (x + 1).sum().redistribute(placements=[Replicate()])
     torch._assert_async(total.to_local() != 8)
     procs.stop().get(30)
-    is_said(capfd, 0, 1)
+    wait_for_failures(capfd, 0, 1)
 
 
 def test_the_end_right_after_a_function_that_has_failed(procs: ProcMesh) -> None:
@@ -159,7 +159,7 @@ def test_operations_after_a_running_call_are_executed(
         each.get(9)  # otherwise the stop would wait for 10 seconds without effect
     assert written(folder) == {"0": "[1.0, 1.0]", "1": "[1.0, 1.0]"}
     assert (tmp_path / "1").read_text() == "[2.0, 2.0]"
-    is_said(capfd, 0)
+    wait_for_failures(capfd, 0)
 
 
 def test_tensors_in_mesh_transfer_arrive(procs: ProcMesh, mesh_of: Callable[[str], Any]) -> None:
@@ -226,4 +226,4 @@ def test_full_command_stream_does_not_delay_shutdown(
     stopped = procs.stop()
     gate.touch()
     stopped.get(30)
-    is_said(capfd, 0)
+    wait_for_failures(capfd, 0)

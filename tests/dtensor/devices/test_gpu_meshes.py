@@ -74,7 +74,7 @@ def grid(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
-def genuine(mesh: Any) -> Any:
+def gpu_mesh(mesh: Any) -> Any:
     """A mesh of GPUs, for functions that get local DTensors: those on "cuda" need a GPU."""
     if not _GPUS:
         pytest.skip("no GPU that torch can use: run `make test-gpu` on a machine with one")
@@ -82,7 +82,7 @@ def genuine(mesh: Any) -> Any:
 
 
 @pytest.fixture
-def nowhere() -> Iterator[Any]:
+def simulated() -> Iterator[Any]:
     """A simulated mesh of GPUs that is removed after the test."""
     made = simulated_mesh((2,), ("x",), "cuda")
     yield made
@@ -90,9 +90,9 @@ def nowhere() -> Iterator[Any]:
 
 
 @pytest.fixture
-def recorded(nowhere: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Target and named arguments of each new signature on `nowhere`."""
-    workers, found = workers_of(nowhere), []
+def recorded(simulated: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Target and named arguments of each new signature on `simulated`."""
+    workers, found = workers_of(simulated), []
     own = workers.define
     monkeypatch.setattr(
         workers, "define", lambda target, *rest: (found.append((target, rest[1])), own(target, *rest))[1]
@@ -214,13 +214,13 @@ def test_optimizers(mesh: Any, kind: Any, options: dict[str, Any], how: str) -> 
     assert all(each.device.type == "cuda" for each in optimizer.state[ours].values() if isinstance(each, DTensor))
 
 
-def test_fused_optimizer_sends_only_records(nowhere: Any, recorded: Any, monkeypatch: Any) -> None:
-    parameter = nn.Parameter(distribute_tensor(torch.randn(4, 3), nowhere, [Shard(0)]))
+def test_fused_optimizer_sends_only_records(simulated: Any, recorded: Any, monkeypatch: Any) -> None:
+    parameter = nn.Parameter(distribute_tensor(torch.randn(4, 3), simulated, [Shard(0)]))
     parameter.grad = torch.ones_like(parameter)
-    monkeypatch.setattr(workers_of(nowhere).line, "put", lambda *_: pytest.fail("a message"))
+    monkeypatch.setattr(workers_of(simulated).line, "put", lambda *_: pytest.fail("a message"))
     optimizer = torch.optim.AdamW([parameter], fused=True)
     for _ in range(2):
-        with nowhere:  # several meshes of GPUs exist
+        with simulated:  # several meshes of GPUs exist
             optimizer.step()
     assert is_on_gpu(optimizer.state[parameter]["step"])
     assert "aten._fused_adamw_.default" in [target for target, _ in recorded]
@@ -325,10 +325,10 @@ def test_tensors_of_this_process_go_to_where_the_others_are(mesh: Any) -> None:
 
 
 @without_gpu
-def test_ambiguous_mesh_of_a_factory_is_an_error(mesh: Any, nowhere: Any) -> None:
+def test_ambiguous_mesh_of_a_factory_is_an_error(mesh: Any, simulated: Any) -> None:
     assert torch.zeros(1, device="cuda")._meta.workers is workers_of(mesh)  # type: ignore[attr-defined]
-    with nowhere:
-        assert torch.zeros(1, device="cuda")._meta.workers is workers_of(nowhere)  # type: ignore[attr-defined]
+    with simulated:
+        assert torch.zeros(1, device="cuda")._meta.workers is workers_of(simulated)  # type: ignore[attr-defined]
     first, second = (simulated_mesh((2,), ("x",), "cuda") for _ in range(2))
     real = controller_process_group._owners[:]
     controller_process_group._owners[:] = [workers_of(first), workers_of(second)]
@@ -418,8 +418,8 @@ def test_what_a_captured_step_leaves_to_eager_code(mesh: Any) -> None:
 
 
 @without_gpu
-def test_autocast_of_a_captured_step_as_a_whole(nowhere: Any) -> None:
-    x = distribute_tensor(torch.ones(4, 4), nowhere, [Replicate()]).to_local()
+def test_autocast_of_a_captured_step_as_a_whole(simulated: Any) -> None:
+    x = distribute_tensor(torch.ones(4, 4), simulated, [Replicate()]).to_local()
     with torch.autocast("cuda", torch.bfloat16):
         assert torch.compile(lambda x: x @ x, backend="monarch")(x).dtype == torch.bfloat16
         with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="leave the step to eager code"):
@@ -438,13 +438,13 @@ def test_what_a_captured_step_makes_is_made_on_the_workers_gpu(mesh: Any) -> Non
     same(found, value(x) + torch.arange(8) + 1)
 
 
-def test_autocast_casts_for_each_operator(nowhere: Any) -> None:
+def test_autocast_casts_for_each_operator(simulated: Any) -> None:
     names = {each._schema.name.removeprefix("aten::") for each in autocast.operators("cuda")}
     rules = autocast_rules.CUDA
     assert names >= rules.lower | rules.widest | rules.refused
     others = names - rules.lower - rules.widest - rules.refused
     assert others >= {"softmax", "log_softmax", "layer_norm", "exp", "pow", "sum", "prod", "cumsum", "nll_loss", "norm"}
-    there = [distribute_tensor(torch.rand(2, 2), nowhere, [Replicate()]).to_local().detach() for _ in range(2)]
+    there = [distribute_tensor(torch.rand(2, 2), simulated, [Replicate()]).to_local().detach() for _ in range(2)]
     with torch.autocast("cuda", torch.float16):
         lower = there[0] @ there[1]
         assert torch.atan2(lower, lower).dtype == torch.float16
@@ -532,8 +532,8 @@ def test_training(mesh: Any, way: Callable[[nn.Module, Any], nn.Module]) -> None
 
 
 @without_gpu
-def test_an_activation_checkpoint_keeps_the_state_of_the_workers_generator(nowhere: Any) -> None:
-    x = distribute_tensor(torch.ones(4), nowhere, [Replicate()]).to_local().requires_grad_()
+def test_an_activation_checkpoint_keeps_the_state_of_the_workers_generator(simulated: Any) -> None:
+    x = distribute_tensor(torch.ones(4), simulated, [Replicate()]).to_local().requires_grad_()
     states: list[list[int]] = []
 
     def draws(x: Any) -> Any:
@@ -606,8 +606,8 @@ def test_random_numbers(mesh: Any) -> None:
 # Checkpoints, errors, transfers and functions -------------------------------------------------------------------
 
 
-def test_a_checkpoint(genuine: Any, tmp_path: Path) -> None:
-    models = [fully_shard(Block(), mesh=genuine) for _ in range(2)]
+def test_a_checkpoint(gpu_mesh: Any, tmp_path: Path) -> None:
+    models = [fully_shard(Block(), mesh=gpu_mesh) for _ in range(2)]
     states = []
     for model in models:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -655,9 +655,9 @@ def test_a_model_on_a_grid_of_replicas_and_shards(grid: Any) -> None:
         same(ours, reference, 1e-4)
 
 
-def test_tensors_go_from_mesh_to_mesh(genuine: Any, grid: Any) -> None:
+def test_tensors_go_from_mesh_to_mesh(gpu_mesh: Any, grid: Any) -> None:
     whole = torch.randn(6, 4)
-    x = distribute_tensor(whole, genuine, [Shard(0)]).requires_grad_()
+    x = distribute_tensor(whole, gpu_mesh, [Shard(0)]).requires_grad_()
     moved = move(x * 2, grid, [Shard(1), Shard(0)])
     assert is_on_gpu(moved)
     same(moved, whole * 2)
@@ -674,13 +674,13 @@ def test_functions_of_the_workers_with_plain_tensors(mesh: Any) -> None:
     same(x, whole * 2)
 
 
-def test_functions_of_the_workers(genuine: Any) -> None:
+def test_functions_of_the_workers(gpu_mesh: Any) -> None:
     whole = torch.randn(6, 4)
-    x = distribute_tensor(whole, genuine, [Shard(0)])
-    devices = {device for device, *_ in run(genuine, worker_functions.where_it_is, x).get().values()}
-    assert devices == {f"cuda:{rank}" for rank in range(genuine.size())} or devices == {"cuda:0"}
-    run(genuine, worker_functions.doubled_in_place, x).get()
+    x = distribute_tensor(whole, gpu_mesh, [Shard(0)])
+    devices = {device for device, *_ in run(gpu_mesh, worker_functions.where_it_is, x).get().values()}
+    assert devices == {f"cuda:{rank}" for rank in range(gpu_mesh.size())} or devices == {"cuda:0"}
+    run(gpu_mesh, worker_functions.doubled_in_place, x).get()
     same(x, whole * 2)
     with pytest.raises(RemoteOpError, match="on purpose"):
-        run(genuine, worker_functions.fails).get()
+        run(gpu_mesh, worker_functions.fails).get()
     same(x + 1, whole * 2 + 1)

@@ -149,19 +149,19 @@ def test_each_exception_names_a_test() -> None:
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch) -> Any:
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A simulated mesh of XLA devices, for the metadata of its tensors."""
     monkeypatch.setattr(groups, "_owners", [])  # otherwise only meshes of real processes would count
     return simulated_mesh((2,), ("x",), "xla")
 
 
-def test_autocast_matches_torch_xla(nowhere: Any) -> None:
+def test_autocast_matches_torch_xla(simulated: Any) -> None:
     rules = autocast_rules.XLA
     names = {each._schema.name.removeprefix("aten::") for each in autocast.operators("xla")}
     assert names >= rules.lower | rules.widest
     layer, x = nn.Linear(3, 3), torch.ones(3, 3)
-    put_module(layer, nowhere)
-    there = distribute_tensor(x, nowhere, [Replicate()]).to_local().detach()
+    put_module(layer, simulated)
+    there = distribute_tensor(x, simulated, [Replicate()]).to_local().detach()
     with torch.autocast("xla"):
         lower = layer(there)
         assert lower.dtype == torch.bfloat16 and F.linear(x, x).dtype == torch.float32  # a tensor of this process's CPU
@@ -178,8 +178,8 @@ def test_autocast_matches_torch_xla(nowhere: Any) -> None:
     assert layer(there).dtype == torch.float32
 
 
-def test_a_captured_step_leaves_ways_between_devices_to_eager_code(nowhere: Any) -> None:
-    x = distribute_tensor(torch.ones(4), nowhere, [Replicate()]).to_local()
+def test_a_captured_step_leaves_ways_between_devices_to_eager_code(simulated: Any) -> None:
+    x = distribute_tensor(torch.ones(4), simulated, [Replicate()]).to_local()
     for program, kind in ((lambda x: (x * 2).cpu(), "cpu"), (lambda x: (x * 2).to("xla"), "xla")):
         torch._dynamo.reset()
         assert torch.compile(program, backend="monarch")(x).device.type == kind
@@ -353,15 +353,15 @@ class TestXla:
                 same(distribute_tensor(X, each, [Shard(1), Shard(0)]).full_tensor(), X)
 
     def test_unread_results_run_after_a_number_of_records(self, mesh: Any) -> None:
-        before, *_ = run(mesh, worker_functions.do_after, 200).get().values()
+        before, *_ = run(mesh, worker_functions.set_max_recorded_words, 200).get().values()
         try:
             x = distribute_tensor(X, mesh, [Replicate()]).to_local()
-            first = list(run(mesh, worker_functions.done_so_far).get().values())
+            first = list(run(mesh, worker_functions.execution_count).get().values())
             for _ in range(300):
                 x = x * 1.0
-            assert list(run(mesh, worker_functions.done_so_far).get().values()) > first
+            assert list(run(mesh, worker_functions.execution_count).get().values()) > first
         finally:
-            run(mesh, worker_functions.do_after, before).get()
+            run(mesh, worker_functions.set_max_recorded_words, before).get()
         assert value(x).equal(X)
 
     def test_code_of_the_page_runs(self, tmp_path: Path) -> None:

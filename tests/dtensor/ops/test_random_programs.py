@@ -32,7 +32,12 @@ pytestmark = [
 ]
 
 MESHES = ("2", "3", "2x2", "2x2 tp", LAST_ROW)
-SAYS_WHAT_TO_DO = ("redistribut", "does not have a sharding strategy", "not support", "cannot be evenly sharded")
+UNSUPPORTED_ERROR_TEXTS = (
+    "redistribut",
+    "does not have a sharding strategy",
+    "not support",
+    "cannot be evenly sharded",
+)
 """Texts in torch's errors for features that DTensor lacks. Such errors of this package are RemoteTensorErrors."""
 
 
@@ -72,9 +77,9 @@ class OnMesh:
             value(self._there[line.split(" = ")[0]])
         except Exception as error:
             self._there = before
-            if isinstance(error, RemoteTensorError) or any(each in str(error) for each in SAYS_WHAT_TO_DO):
+            if isinstance(error, RemoteTensorError) or any(each in str(error) for each in UNSUPPORTED_ERROR_TEXTS):
                 return False
-            raise AssertionError(f"{line}\nafter\n{self}\nsays in no way what to do") from error
+            raise AssertionError(f"{line}\nafter\n{self}\nraises an error that names no unsupported feature") from error
         return True
 
     def __str__(self) -> str:
@@ -157,7 +162,7 @@ def check(seed: int, mesh_of: Callable[[str], Any], names: Sequence[str], captur
         try:
             ours = values(way, on.inputs(there=True), at, on.left_out())
         except Exception as error:
-            if way is program and any(each in str(error) for each in SAYS_WHAT_TO_DO):
+            if way is program and any(each in str(error) for each in UNSUPPORTED_ERROR_TEXTS):
                 return  # a gradient raised, which is not tried statement by statement
             raise AssertionError(what) from error
         for name, expected in reference.items():

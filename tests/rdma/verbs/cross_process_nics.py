@@ -29,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass
-class Manners:
+class NicBehaviour:
     """Behaviour of this process's NIC, from the moment that a test sets a field."""
 
     fails: int = 0  # this many requests fail as if the peer did not answer
@@ -39,7 +39,7 @@ class Manners:
     takes_gpus: bool = False  # GPU memory can be registered, although no NIC can access it
 
 
-manners = Manners()
+behaviour = NicBehaviour()
 
 
 class _Range(ctypes.Structure):
@@ -54,10 +54,10 @@ def use() -> None:
     facts = [PortFacts("across0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, address),), -1)]
     open_device.discovery.usable = lambda *_: facts  # type: ignore[assignment]
     engine.available = verbs.available = lambda *_, **__: None  # type: ignore[assignment]
-    engine.load = lambda _="": Across()  # type: ignore[assignment]
+    engine.load = lambda _="": FakeBinding()  # type: ignore[assignment]
 
 
-class Across:
+class FakeBinding:
     """The binding of the fake NIC."""
 
     def open_nic(self, device: str, completions: int) -> _Nic:
@@ -66,7 +66,7 @@ class Across:
 
 class _Registered:
     def __init__(self, nbytes: int) -> None:
-        if nbytes > manners.memory:
+        if nbytes > behaviour.memory:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         self.lkey = self.rkey = next(_numbers)
 
@@ -104,7 +104,7 @@ class _Nic:
             os.eventfd_write(self.fd, 1)
 
     def register(self, address: int, nbytes: int, access: int) -> _Registered:
-        if _native.gpu_device_of(address) >= 0 and not manners.takes_gpus:
+        if _native.gpu_device_of(address) >= 0 and not behaviour.takes_gpus:
             raise OSError(errno.EFAULT, "Bad address")
         return _Registered(nbytes)
 
@@ -122,13 +122,13 @@ class _Pair:
     def __init__(self, nic: _Nic) -> None:
         self._nic, self.number = nic, next(_numbers)
         self._pid = 0
-        self._broken, self._silent = False, manners.silent
+        self._broken, self._silent = False, behaviour.silent
 
     def initialize(self, port: int, access: int) -> None:
         """Nothing to initialize."""
 
     def connect(self, path: Path) -> None:
-        if manners.unreachable:
+        if behaviour.unreachable:
             raise OSError(errno.ENETUNREACH, "Network is unreachable")
         self._pid = int.from_bytes(path.gid[12:], "big")
 
@@ -144,8 +144,8 @@ class _Pair:
     def _do(self, work: Work) -> int:
         if not work.nbytes:
             return 0 if _lives(self._pid) else RETRIES
-        if manners.fails:
-            manners.fails -= 1
+        if behaviour.fails:
+            behaviour.fails -= 1
             return RETRIES
         assert work.opcode in (READ, WRITE), "atomics are not carried"
         move = _libc.process_vm_readv if work.opcode == READ else _libc.process_vm_writev

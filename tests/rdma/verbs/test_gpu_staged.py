@@ -55,8 +55,8 @@ class StagedProcess(DeviceProcess):
     """A process that can change its fake NIC and count its leases of pinned memory."""
 
     @endpoint
-    def nic(self, **manners: Any) -> None:
-        cross_process_nics.manners.__dict__.update(manners)
+    def nic(self, **behaviour: Any) -> None:
+        cross_process_nics.behaviour.__dict__.update(behaviour)
 
     @endpoint
     def lent(self) -> int:
@@ -147,7 +147,7 @@ def test_the_owner_runs_no_python_meanwhile(pair: Pair) -> None:
 def test_reason_for_staging_is_logged(fresh: Pair) -> None:
     owner, reader = fresh
     buffer = owner.own.call_one("tensor", 100).get()
-    (said,) = reader.says.call_one(buffer).get()
+    (said,) = reader.debug_lines.call_one(buffer).get()
     assert "verbs, staged through pinned memory of both hosts: cannot register 100 bytes of a GPU with across0" in said
     assert "by peer memory: Bad address" in said and "by dma-buf: " in said
     owner.drop.call_one(buffer).get()
@@ -159,7 +159,7 @@ def test_staging_when_one_nic_reaches_its_gpu(fresh: Pair, size: int) -> None:
     owner, reader = fresh
     owner.nic.call_one(takes_gpus=True).get()
     buffer = owner.own.call_one("tensor", size).get()
-    said = reader.says.call_one(buffer).get()
+    said = reader.debug_lines.call_one(buffer).get()
     assert len(said) == 2 and said[0].endswith(": verbs")
     assert f"verbs, staged through pinned memory of both hosts: cannot register {size} bytes of a GPU" in said[1]
     assert reader.read.call_one(buffer).get()

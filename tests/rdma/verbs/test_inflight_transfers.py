@@ -97,7 +97,7 @@ def announced(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def nobody_is_told(owner: FarOwner) -> None:
+def disarm_completion_events(owner: FarOwner) -> None:
     """Disarm the devices, so that the next completion wakes no thread. This is the state after an event and polled
     requests.
     """
@@ -184,7 +184,7 @@ def test_polling_thread_yields_to_others(far: Make, monkeypatch: pytest.MonkeyPa
     )
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     future.get(10)
     looks = said[said.index("let") : len(said) - said[::-1].index("let")].count("look")
     assert looks == 3 * (1 if yields else completion_poller._LOOKS_WITH_GIL)
@@ -263,11 +263,11 @@ def test_late_completions_do_not_change_the_polling_time(far: Make, monkeypatch:
     first = owner.buffer[:MI].read_into(into)  # this transfer also registers the memory
     owner.fabric.run()
     first.get(10)
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     heard = threading.Event()
     owner.asking.call_soon(heard.set)
     assert heard.wait(10), "and of what it was told before"
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     completions = owner.asking._completions
 
     def hear(device: Any) -> None:
@@ -281,12 +281,12 @@ def test_late_completions_do_not_change_the_polling_time(far: Make, monkeypatch:
     device.pace = pace = 1e-15
     for find in (lambda future: future.done(), lambda _: owner.asking._look()):
         future = owner.buffer[:MI].read_into(into)
-        nobody_is_told(owner)
+        disarm_completion_events(owner)
         owner.fabric.run()
         assert until(lambda find=find, future=future: (find(future), future.ready)[1])
         assert device.pace == pace
     future = owner.buffer[:MI].read_into(into)
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     # The first polls find nothing.
     monkeypatch.setattr(completion_poller.os, "sched_yield", lambda: owner.fabric.run())
     future.get(10)
@@ -1089,7 +1089,7 @@ def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) 
         time.sleep(LONG)
 
     monkeypatch.setattr(SendQueuePair, "retire", interrupted)
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     owner.fabric.run()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
@@ -1168,7 +1168,7 @@ def test_one_queue_pair_breaks_and_the_other_never_ends(far: Make, monkeypatch: 
     owner = far(Fabric(at_once=False))
     futures = [owner.buffer[:8].read_into(bytearray(8)) for _ in range(2)]
     first, second = [pair for pair in owner.fabric.pairs.values() if pair.posted]
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     awake = threading.Event()
     owner.asking.call_soon(awake.set)
     assert awake.wait(10)  # the engine's thread sleeps after this

@@ -81,7 +81,7 @@ class Tried(Process):
         return RDMABuffer(self.last)
 
     @endpoint
-    def beside(self, good: RDMABuffer, bad: RDMABuffer) -> list[str]:
+    def read_good_and_bad(self, good: RDMABuffer, bad: RDMABuffer) -> list[str]:
         """Start eight reads at the same time, the fourth with the bad handle. Return their results."""
         buffers = [bad if number == 3 else good for number in range(8)]
         into = [self.mine("tensor", each.size()) for each in buffers]
@@ -153,7 +153,7 @@ def test_a_wrong_key_is_refused_and_harms_no_other(pair: Pair) -> None:
     buffer = owner.own.call_one("tensor", MIB).get()
     forged = with_other_keys(buffer)
     assert reader.read.call_one(buffer).get(60), "they have met"
-    found = reader.beside.call_one(buffer, forged).get(60)
+    found = reader.read_good_and_bad.call_one(buffer, forged).get(60)
     assert found.pop(3).startswith("RDMAError: ")
     assert found == ["right"] * 7
     for call in (reader.write.call_one(forged), reader.add.call_one(forged, 1)):
@@ -184,13 +184,13 @@ def limited(device: str, nbytes: int) -> None:
 
 
 @pytest.fixture
-def poor() -> Iterator[Callable[[str], ActorMesh]]:
-    """Yield ``poor(device)``, which starts a process on the device that may lock 4 MiB."""
+def start_limited_process() -> Iterator[Callable[[str], ActorMesh]]:
+    """Yield ``start_limited_process(device)``, which starts a process on the device that may lock 4 MiB."""
     made = []
 
     def make(device: str) -> ActorMesh:
         made.append(this_host().spawn_procs({"gpus": 1}, bootstrap=functools.partial(limited, device, 4 * MIB)))
-        return made[-1].spawn("poor", Tried, "verbs")
+        return made[-1].spawn("limited", Tried, "verbs")
 
     yield make
     for procs in made:
@@ -212,11 +212,11 @@ def is_right(owner: ActorMesh, reader: ActorMesh, buffer: RDMABuffer, seed: int)
     assert reader.add.call_one(buffer, 0).get(60) == [first]
 
 
-def test_a_reader_that_may_lock_little(pair: Pair, poor: Callable[[str], ActorMesh]) -> None:
+def test_a_reader_that_may_lock_little(pair: Pair, start_limited_process: Callable[[str], ActorMesh]) -> None:
     """A transfer beyond the limit raises an error that names the limit, each time. Transfers within the limit are
     correct.
     """
-    owner, reader = pair[0], poor(nics("verbs")[1])
+    owner, reader = pair[0], start_limited_process(nics("verbs")[1])
     large, small = (owner.own.call_one("tensor", size).get(60) for size in (16 * MIB, MIB))
     for seed in (2, 3):
         for call in (reader.read.call_one(large), reader.write.call_one(large, "tensor", 5)):
@@ -225,9 +225,9 @@ def test_a_reader_that_may_lock_little(pair: Pair, poor: Callable[[str], ActorMe
     assert pair[1].read.call_one(large).get(60), "nothing was written to it"
 
 
-def test_an_owner_that_may_lock_little(pair: Pair, poor: Callable[[str], ActorMesh]) -> None:
+def test_an_owner_that_may_lock_little(pair: Pair, start_limited_process: Callable[[str], ActorMesh]) -> None:
     """Memory beyond the limit cannot be accessed over verbs. Memory within the limit can."""
-    owner, reader = poor(nics("verbs")[0]), pair[1]
+    owner, reader = start_limited_process(nics("verbs")[0]), pair[1]
     large, small = (owner.own.call_one("tensor", size).get(60) for size in (16 * MIB, MIB))
     for seed in (2, 3):
         for call in (reader.read.call_one(large), reader.write.call_one(large)):
