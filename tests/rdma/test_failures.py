@@ -527,7 +527,7 @@ def _watchers() -> set[str]:
 
 
 @contextlib.contextmanager
-def _held_up(thread: str) -> Iterator[None]:
+def _stopped_thread(thread: str) -> Iterator[None]:
     """Stop a thread of this process during the block."""
     program = [sys.executable, "-c", _HOLD, thread]
     with subprocess.Popen(program, stdin=-1, stdout=-1, stderr=-1, text=True) as holder:
@@ -555,7 +555,7 @@ def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> No
         assert registered.move(*there, False, all_of_it, forever)[0] == DONE
         assert here.raw == b"A" * len(here)
         assert registered.copy_method(*there) == ROUTES["kernel"].way
-        with _held_up(watching):
+        with _stopped_thread(watching):
             getattr(owner, replaced)()
             assert owner.shows() == _OTHERS * 8, "else nothing is shown by this"
             for write in (False, True):

@@ -222,7 +222,7 @@ def test_stuck_nic_times_out_and_later_transfers_are_right(fresh: Pair) -> None:
     assert reader.read.call_one(buffer, "tensor", 3).get(30)
 
 
-def test_given_up_while_its_owner_stands_still(fresh: Pair) -> None:
+def test_cancelled_read_of_a_stopped_owner_leaves_the_next_right(fresh: Pair) -> None:
     """The owner answers a cancelled request late. The reader must not take this answer for that of the next request."""
     owner, reader = fresh
     first, second = owner.own.call_one("tensor", 9 * MIB, 1).get(), owner.own.call_one("tensor", 9 * MIB, 2).get()
