@@ -10,7 +10,7 @@ from tests import halves
 from tests.fast_tier import LONG_MODULES
 
 
-def test_each_test_is_in_one_of_them() -> None:
+def test_each_module_is_in_one_half() -> None:
     first, second = (
         [file for path in map(Path, half) for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
         for half in halves.halves()

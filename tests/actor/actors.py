@@ -71,7 +71,7 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 
 @contextmanager
-def held_up(*pids: int) -> Iterator[None]:
+def stopped_processes(*pids: int) -> Iterator[None]:
     """Stop these processes with SIGSTOP for the duration of the block, so that messages to them stay unread."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)

@@ -182,7 +182,7 @@ class AsyncVictim(Actor):
                 file.write(f"async: cleanup {type(exc).__name__}\n")
 
 
-class BadBirth(Actor):
+class FailsInConstructor(Actor):
     """Actor whose constructor raises on the given ranks."""
 
     def __init__(self, error: BaseException, ranks: tuple[int, ...]) -> None:
@@ -306,7 +306,7 @@ class Supervisor(Owner):
         self.told: list[MeshFailure] = []
 
     @endpoint
-    def what_it_was_told(self) -> list[tuple[str, tuple[int, ...], bool]]:
+    def received_failures(self) -> list[tuple[str, tuple[int, ...], bool]]:
         """Return name and ranks of each failure, and whether the failure has its mesh."""
         return [(failure.mesh_name, failure.ranks, failure.mesh is not None) for failure in self.told]
 

@@ -40,7 +40,7 @@ def procs() -> Iterator[ProcMesh]:
         yield mesh
 
 
-class Diary(Actor):
+class BodyRecorder(Actor):
     """Records the beginning and the end of each endpoint body."""
 
     def __init__(self) -> None:
@@ -84,8 +84,8 @@ class Diary(Actor):
 
 
 @pytest.fixture
-def diary(procs: ProcMesh) -> Iterator[ActorMesh]:
-    mesh = procs.slice(gpus=0).spawn("diary", Diary)
+def body_recorder(procs: ProcMesh) -> Iterator[ActorMesh]:
+    mesh = procs.slice(gpus=0).spawn("body_recorder", BodyRecorder)
     yield mesh
     mesh.stop().get(PATIENCE)
 
@@ -93,44 +93,44 @@ def diary(procs: ProcMesh) -> Iterator[ActorMesh]:
 # ---- the order of bodies
 
 
-def test_async_endpoint_bodies_run_one_after_the_other(diary: ActorMesh) -> None:
-    calls = [diary.in_turn.call_one(i, turns=5 - i % 5) for i in range(50)]
+def test_async_endpoint_bodies_run_one_after_the_other(body_recorder: ActorMesh) -> None:
+    calls = [body_recorder.in_turn.call_one(i, turns=5 - i % 5) for i in range(50)]
     for call in calls:
         call.get(PATIENCE)
-    lines, most = diary.read.call_one().get(PATIENCE)
+    lines, most = body_recorder.read.call_one().get(PATIENCE)
     assert lines == [line for i in range(50) for line in (f"{i} begins", f"{i} ends")]
     assert most == 1
 
 
-def test_concurrent_bodies_interleave_and_start_in_order(diary: ActorMesh) -> None:
-    calls = [diary.until_done.call_one(i) for i in range(50)]
-    diary.finish.call_one().get(PATIENCE)
+def test_concurrent_bodies_interleave_and_start_in_order(body_recorder: ActorMesh) -> None:
+    calls = [body_recorder.until_done.call_one(i) for i in range(50)]
+    body_recorder.finish.call_one().get(PATIENCE)
     assert [call.get(PATIENCE) for call in calls] == list(range(50))
-    lines, _ = diary.read.call_one().get(PATIENCE)
+    lines, _ = body_recorder.read.call_one().get(PATIENCE)
     assert lines[:50] == [f"{i} begins" for i in range(50)]
     assert sorted(lines[50:]) == sorted(f"{i} ends" for i in range(50))
 
 
-def test_one_actor_has_sequential_and_concurrent_endpoints(diary: ActorMesh) -> None:
-    waiting = diary.until_done.call_one("long")
-    diary.in_turn.call_one("a").get(PATIENCE)  # a sequential endpoint runs while a concurrent one waits
+def test_one_actor_has_sequential_and_concurrent_endpoints(body_recorder: ActorMesh) -> None:
+    waiting = body_recorder.until_done.call_one("long")
+    body_recorder.in_turn.call_one("a").get(PATIENCE)  # a sequential endpoint runs while a concurrent one waits
     assert not waiting.done()
-    diary.finish.broadcast()
-    diary.in_turn.broadcast("b")
+    body_recorder.finish.broadcast()
+    body_recorder.in_turn.broadcast("b")
     assert waiting.get(PATIENCE) == "long"
-    lines, most = diary.read.call_one().get(PATIENCE)
+    lines, most = body_recorder.read.call_one().get(PATIENCE)
     assert lines[:3] == ["long begins", "a begins", "a ends"]
     assert lines.index("b begins") + 1 == lines.index("b ends") or "long ends" in lines
     assert most == 1  # counts only the sequential bodies
 
 
-def test_many_concurrent_broadcasts_all_run(diary: ActorMesh) -> None:
+def test_many_concurrent_broadcasts_all_run(body_recorder: ActorMesh) -> None:
     for i in range(200):
-        diary.at_once_with_others.broadcast(i)
+        body_recorder.at_once_with_others.broadcast(i)
     ends: list[str] = []
 
     def all_ended() -> bool:
-        lines, _ = diary.read.call_one().get(PATIENCE)
+        lines, _ = body_recorder.read.call_one().get(PATIENCE)
         ends.extend(line for line in lines if line.endswith("ends"))
         return len(ends) == 200
 

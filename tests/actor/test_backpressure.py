@@ -78,7 +78,7 @@ class Sender:
         assert not self._thread.is_alive()
 
 
-class Said:
+class StderrText:
     """The text written to stderr so far."""
 
     def __init__(self, terminal: Terminal) -> None:
@@ -92,10 +92,10 @@ class Said:
 
 
 @pytest.fixture
-def said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+def stderr_text(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> StderrText:
     """Set MONARCH_DEBUG=1, so that a waiting sender logs it. Yield the text on stderr."""
     monkeypatch.setenv("MONARCH_DEBUG", "1")
-    return Said(Terminal(capfd))
+    return StderrText(Terminal(capfd))
 
 
 def hold(one: ActorMesh, name: str) -> None:
@@ -112,14 +112,14 @@ FULL = "monarch: no room in shared memory"
 # ---- a sender waits for credit or memory
 
 
-def test_slow_actor_blocks_its_sender(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_slow_actor_blocks_its_sender(recorders: ActorMesh, tmp_path: Path, stderr_text: StderrText) -> None:
     one = recorders.slice(gpus=1)
     payload = b"x" * 20_000  # larger than the ring
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
         before = resident_bytes()
         sender = Sender(lambda i: one.note.broadcast("main", i, payload))
-        until(lambda: WAITING in said, "the sender says that it waits")
+        until(lambda: WAITING in stderr_text, "the sender says that it waits")
         assert sender.sent < CREDIT_WINDOW
         assert resident_bytes() - before < 2 * CREDIT_WINDOW * len(payload)
         assert recorders.slice(gpus=0).echo.call_one("others are not held up").get(PATIENCE) == "others are not held up"
@@ -129,7 +129,7 @@ def test_slow_actor_blocks_its_sender(recorders: ActorMesh, tmp_path: Path, said
     assert sender.error is None
     assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(FLOOD))}
     assert resident_bytes() - before < 2 * CREDIT_WINDOW * len(payload)
-    assert f"{CREDIT_WINDOW} messages to gpus 1 of {recorders.proc_mesh.name} (pid " in said
+    assert f"{CREDIT_WINDOW} messages to gpus 1 of {recorders.proc_mesh.name} (pid " in stderr_text
 
 
 def small_places() -> None:
@@ -138,7 +138,9 @@ def small_places() -> None:
 
 # the first spawn leaves the fork server behind, so `procs` does it before the leak check
 @pytest.mark.usefixtures("procs")
-def test_large_messages_take_more_credit(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_messages_take_more_credit(
+    tmp_path: Path, stderr_text: StderrText, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tuning, "BYTES_PER_CREDIT", 4096)
     payload, n = b"x" * (64 << 10), 200
     with running({"gpus": 2}, bootstrap=small_places) as procs, gate(tmp_path) as (name, open_gate):
@@ -146,7 +148,7 @@ def test_large_messages_take_more_credit(tmp_path: Path, said: Said, monkeypatch
         one = mesh.slice(gpus=1)
         hold(one, name)
         sender = Sender(lambda i: (mesh.note if i % 2 else one.note).broadcast("main", i, payload), n)
-        until(lambda: WAITING in said, "the sender says that it waits")
+        until(lambda: WAITING in stderr_text, "the sender says that it waits")
         # A message takes 17 credits. Each message is for rank 1, whether sent to the mesh or to one rank.
         assert sender.sent == -(-CREDIT_WINDOW // 17)
         open_gate()
@@ -154,7 +156,7 @@ def test_large_messages_take_more_credit(tmp_path: Path, said: Said, monkeypatch
         assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(n))}
 
 
-def test_stopped_process_leaves_memory_for_others(recorders: ActorMesh, said: Said) -> None:
+def test_stopped_process_leaves_memory_for_others(recorders: ActorMesh, stderr_text: StderrText) -> None:
     one, other = recorders.slice(gpus=1), recorders.slice(gpus=0)
     payload = bytes(MAX_UNREAD_BYTES // 4 - 4096)
     pid = pid_of(one)
@@ -162,7 +164,7 @@ def test_stopped_process_leaves_memory_for_others(recorders: ActorMesh, said: Sa
     try:
         until(lambda: stands_still(pid), "it stands still")
         sender = Sender(lambda i: one.note.broadcast("main", i, payload), 6)
-        until(lambda: FULL in said, "the sender says that it waits")
+        until(lambda: FULL in stderr_text, "the sender says that it waits")
         assert sender.sent == 4
         for _ in range(5):
             assert other.echo.call_one(payload).get(PATIENCE) == payload
@@ -173,7 +175,7 @@ def test_stopped_process_leaves_memory_for_others(recorders: ActorMesh, said: Sa
     assert sender.error is None
     assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(6))}
     name = f"gpus 1 of {recorders.proc_mesh.name} (pid {pid})"
-    assert said.count(f"{FULL} for a message to {name}: messages that {name} did not read fill it: waiting") == 1
+    assert stderr_text.count(f"{FULL} for a message to {name}: messages that {name} did not read fill it: waiting") == 1
 
 
 @pytest.fixture
@@ -202,7 +204,7 @@ def test_multicast_does_not_wait_for_a_stopped_process(
     assert stopped.by_sender.call_one().get(PATIENCE) == {"main": [0, 100, 20_000]}
 
 
-def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, said: Said) -> None:
+def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, stderr_text: StderrText) -> None:
     """An actor that waits for memory does not wait for its own queue, although it also sends to itself."""
     first, one = recorders.slice(gpus=0), recorders.slice(gpus=1)
     first.large.call_one(recorders, "first", 1, 10).get(PATIENCE)
@@ -216,7 +218,7 @@ def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, said
     try:
         until(lambda: stands_still(pid), "it stands still")
         sent = first.large.call_one(recorders, "first", 6, MAX_UNREAD_BYTES // 4 - 4096)
-        until(lambda: "no room in shared memory for a message to 3 processes" in said, "it says that it waits")
+        until(lambda: "no room in shared memory for a message to 3 processes" in stderr_text, "it says that it waits")
         assert not sent.done()
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -225,13 +227,13 @@ def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, said
         assert mesh.by_sender.call_one().get(PATIENCE) == {"first": [*range(6)]}
 
 
-def test_ctrl_c_ends_a_wait_for_memory(stopped: ActorMesh, said: Said) -> None:
+def test_ctrl_c_ends_a_wait_for_memory(stopped: ActorMesh, stderr_text: StderrText) -> None:
     pid, struck, ended = pid_of(stopped), [], threading.Event()
     ours = f"{FULL} for a message to gpus 1 of"  # not a line that the worker of another test has logged
 
     def interrupt() -> None:
         try:
-            until(lambda: ours in said or ended.is_set(), "the sender says that it waits")
+            until(lambda: ours in stderr_text or ended.is_set(), "the sender says that it waits")
             if not ended.is_set():
                 struck.append(time.monotonic())
                 os.kill(os.getpid(), signal.SIGINT)
@@ -252,34 +254,34 @@ def test_ctrl_c_ends_a_wait_for_memory(stopped: ActorMesh, said: Said) -> None:
     assert stopped.by_sender.call_one().get(PATIENCE) == {"main": [0, 2]}
 
 
-def test_slowest_receiver_blocks_the_sender(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_slowest_receiver_blocks_the_sender(recorders: ActorMesh, tmp_path: Path, stderr_text: StderrText) -> None:
     with gate(tmp_path) as (name, open_gate):
         hold(recorders.slice(gpus=2), name)
         sender = Sender(lambda i: recorders.note.broadcast("main", i), 3 * CREDIT_WINDOW)
-        until(lambda: WAITING in said, "the sender says that it waits")
+        until(lambda: WAITING in stderr_text, "the sender says that it waits")
         open_gate()
         sender.join()
     assert list(recorders.by_sender.call().get(PATIENCE).values()) == [{"main": list(range(3 * CREDIT_WINDOW))}] * 3
 
 
-def test_full_window_blocks_calls(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_full_window_blocks_calls(recorders: ActorMesh, tmp_path: Path, stderr_text: StderrText) -> None:
     one = recorders.slice(gpus=0)
     futures: list[Any] = []
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
         sender = Sender(lambda i: futures.append(one.note.call_one("main", i)), 2 * CREDIT_WINDOW)
-        until(lambda: WAITING in said, "the sender says that it waits")
+        until(lambda: WAITING in stderr_text, "the sender says that it waits")
         open_gate()
         sender.join()
     assert [future.get(PATIENCE) for future in futures] == [(0, i) for i in range(2 * CREDIT_WINDOW)]
 
 
-def test_many_senders_share_the_window(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_many_senders_share_the_window(recorders: ActorMesh, tmp_path: Path, stderr_text: StderrText) -> None:
     one = recorders.slice(gpus=0)
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
         senders = [Sender(lambda i, t=t: one.note.broadcast(t, i), CREDIT_WINDOW) for t in range(3)]
-        until(lambda: said.count(WAITING) == 3, "all three wait")
+        until(lambda: stderr_text.count(WAITING) == 3, "all three wait")
         assert sum(sender.sent for sender in senders) < CREDIT_WINDOW
         open_gate()
         for sender in senders:
@@ -343,7 +345,7 @@ def test_blocked_sender_logs_nothing_without_debug(
 # ---- a sender's wait ends
 
 
-def test_blocked_sender_gets_the_death_of_its_receiver(faults: Faults, tmp_path: Path, said: Said) -> None:
+def test_blocked_sender_gets_the_death_of_its_receiver(faults: Faults, tmp_path: Path, stderr_text: StderrText) -> None:
     with this_host().spawn_procs({"gpus": 1}, name="doomed") as procs:
         one = procs.spawn("recorders", Recorder)
         port, receiver = Channel.open(once=True)
@@ -351,7 +353,7 @@ def test_blocked_sender_gets_the_death_of_its_receiver(faults: Faults, tmp_path:
             one.hold.broadcast(port, name)
             pid = receiver.recv().get(PATIENCE)
             sender = Sender(lambda i: one.note.broadcast("main", i))
-            until(lambda: WAITING in said, "the sender says that it waits")
+            until(lambda: WAITING in stderr_text, "the sender says that it waits")
             os.kill(pid, signal.SIGKILL)
             sender.join()
         assert isinstance(sender.error, SupervisionError)
@@ -411,7 +413,7 @@ def test_unreferenced_receiver_delivers_an_awaited_value(recorders: ActorMesh) -
 # ---- within one process
 
 
-class Neighbour(Actor):
+class LocalSender(Actor):
     """Sends to actors in its own process."""
 
     def __init__(self) -> None:
@@ -434,7 +436,7 @@ class Neighbour(Actor):
 
 def test_flood_between_actors_of_one_process_arrives_in_order(procs: ProcMesh) -> None:
     proc = procs.slice(gpus=0)
-    source, sink = proc.spawn("source", Neighbour), proc.spawn("sink", Neighbour)
+    source, sink = proc.spawn("source", LocalSender), proc.spawn("sink", LocalSender)
     source.flood.call_one(sink, FLOOD).get(PATIENCE)
     assert sink.take_seen.call_one().get(PATIENCE) == list(range(FLOOD))
     for mesh in (source, sink):
@@ -450,7 +452,7 @@ def test_flood_between_program_and_actor_of_its_process_arrives() -> None:
 
 
 def test_actor_that_floods_itself_gets_an_error(procs: ProcMesh) -> None:
-    mesh = procs.slice(gpus=0).spawn("me", Neighbour)
+    mesh = procs.slice(gpus=0).spawn("me", LocalSender)
     with pytest.raises(ActorError, match="me has sent so many messages to itself that the queue is full"):
         mesh.flood.call_one(mesh, CREDIT_WINDOW + 1).get(PATIENCE)
     assert mesh.take_seen.call_one().get(PATIENCE) == list(range(CREDIT_WINDOW))

@@ -40,7 +40,7 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from tests.actor.failing_actors import AsyncVictim, BadBirth, Victim
+from tests.actor.failing_actors import AsyncVictim, FailsInConstructor, Victim
 from tests.actor.support import PATIENCE, Faults, begun, gate
 
 
@@ -434,8 +434,10 @@ def test_wrong_constructor_arguments_raise_at_spawn(procs: ProcMesh, alive: None
         ((ValueError(), (), 3), {}, "too many positional arguments"),
         ((ValueError(), ()), {"rank": 1}, "got an unexpected keyword argument 'rank'"),
     ):
-        with pytest.raises(TypeError, match=re.escape("BadBirth is constructed by __init__(self, error")) as told:
-            procs.spawn("wrong", BadBirth, *args, **kwargs)  # type: ignore[arg-type]
+        with pytest.raises(
+            TypeError, match=re.escape("FailsInConstructor is constructed by __init__(self, error")
+        ) as told:
+            procs.spawn("wrong", FailsInConstructor, *args, **kwargs)  # type: ignore[arg-type]
         assert text in str(told.value)
 
 

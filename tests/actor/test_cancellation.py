@@ -26,7 +26,7 @@ from monarch_backend.actor import (
     current_rank,
     endpoint,
 )
-from tests.actor.actors import Gate, Sync, held_up, pid_of, running, until
+from tests.actor.actors import Gate, Sync, pid_of, running, stopped_processes, until
 from tests.actor.support import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("faults")
@@ -463,7 +463,7 @@ def test_messages_during_cancellation_are_all_handled(one: ActorMesh, gate: Acto
         future = one.run.call_one(port) if how == "run" else one.wait_for.call_one(port, gate)
         receiver.recv().get(PATIENCE)
         receiver.close()
-        with held_up(pid_of(one)):
+        with stopped_processes(pid_of(one)):
             before = [one.echo.call_one(i) for i in range(10)]
             future.cancel()
             one.note.broadcast(turn)
@@ -559,7 +559,7 @@ def interrupt_often(verb: Callable[..., Any], *args: Any, times: int = 30) -> No
         assert future.cancel()
 
 
-def in_order_but_for(found: list[int], last: int, interrupted: list[int]) -> None:
+def assert_only_interrupted_missing(found: list[int], last: int, interrupted: list[int]) -> None:
     """Assert that the numbers are in order and unique. Only numbers whose sending was interrupted may be missing."""
     assert found == sorted(set(found))
     assert set(range(1, last + 1)) - set(found) <= set(interrupted)
@@ -569,7 +569,7 @@ def test_interrupt_anywhere_in_a_broadcast_keeps_state_consistent(flooding: tupl
     source, to = flooding
     interrupt_often(source.note.call_one)
     assert source.still_well.call_one("well").get(PATIENCE) == "well"
-    in_order_but_for(seen(to), *source.told.call_one().get(PATIENCE))
+    assert_only_interrupted_missing(seen(to), *source.told.call_one().get(PATIENCE))
 
 
 def test_interrupt_anywhere_in_a_port_send_keeps_state_consistent(flooding: tuple[ActorMesh, ActorMesh]) -> None:
@@ -587,7 +587,7 @@ def test_interrupt_anywhere_in_a_port_send_keeps_state_consistent(flooding: tupl
     last, interrupted = source.told.call_one().get(PATIENCE)
     source.tell_last.call_one(port).get(PATIENCE)
     reader.join(PATIENCE)
-    in_order_but_for(found, last, interrupted)
+    assert_only_interrupted_missing(found, last, interrupted)
     receiver.close()
 
 

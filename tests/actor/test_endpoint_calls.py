@@ -236,7 +236,7 @@ def test_rank_and_size_are_those_of_the_slice(actors: dict[type[Actor], ActorMes
     assert [reply[0] for reply in rest.values()] == [0, 1]
 
 
-class Knowing(Actor):
+class ContextReporter(Actor):
     def __init__(self, label: str) -> None:
         instance = context().actor_instance
         self.at_birth = (instance.name, instance.rank.rank, dict(instance.rank), current_rank().rank)
@@ -266,28 +266,28 @@ class Knowing(Actor):
 
     @endpoint
     def spawn_beside(self) -> dict[str, Any]:
-        found: dict[str, Any] = this_proc().spawn("child", Knowing, "child").tell.call_one().get(PATIENCE)
+        found: dict[str, Any] = this_proc().spawn("child", ContextReporter, "child").tell.call_one().get(PATIENCE)
         return found
 
 
 def test_context_of_an_actor(procs: ProcMesh) -> None:
-    mesh = procs.spawn("knowing", Knowing, "a")
+    mesh = procs.spawn("reporter", ContextReporter, "a")
     told = mesh.slice(x=1).slice(y=1).tell.call_one().get(PATIENCE)
-    assert (told["name"], told["current name"], told["creator"]) == ("knowing", "knowing", "main")
+    assert (told["name"], told["current name"], told["creator"]) == ("reporter", "reporter", "main")
     assert told["rank"] == 3
     assert told["whole"] == mesh.extent
     assert told["message rank"] == told["current"] == Point(0, mesh.slice(x=1, y=1).extent)
     assert told["proc"] == 1
     assert not told["cancelled"]
-    assert told["logger"].endswith(".knowing")
+    assert told["logger"].endswith(".reporter")
     assert isinstance(told["procs"], ProcMesh)
     assert told["procs"].extent == procs.extent
     assert told["procs"].name == procs.name
-    assert mesh.slice(x=0, y=1).of_birth.call_one().get(PATIENCE) == ("knowing", 1, {"x": 0, "y": 1}, 1)
+    assert mesh.slice(x=0, y=1).of_birth.call_one().get(PATIENCE) == ("reporter", 1, {"x": 0, "y": 1}, 1)
 
 
 def test_context_of_an_actor_that_an_actor_has_spawned(procs: ProcMesh) -> None:
-    told = procs.spawn("parent", Knowing, "a").slice(x=0, y=0).spawn_beside.call_one().get(PATIENCE)
+    told = procs.spawn("parent", ContextReporter, "a").slice(x=0, y=0).spawn_beside.call_one().get(PATIENCE)
     assert (told["name"], told["creator"], told["rank"]) == ("child", "parent", 0)
 
 

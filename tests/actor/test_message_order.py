@@ -42,11 +42,11 @@ def procs() -> Iterator[ProcMesh]:
 @pytest.fixture(scope="module")
 def many() -> Iterator[ProcMesh]:
     """Yield a mesh with enough processes for a tree."""
-    with running({"x": 4, "y": MANY // 4}, bootstrap=plant_trees) as mesh:
+    with running({"x": 4, "y": MANY // 4}, bootstrap=lower_multicast_limits) as mesh:
         yield mesh
 
 
-def plant_trees() -> None:
+def lower_multicast_limits() -> None:
     tuning.MAX_DIRECT_RECEIVERS = DIRECT
     tuning.MOST_IN_ONE = 128 << 10  # the aggregated replies of a few ranks exceed this, so they are sent in pieces
 
@@ -296,7 +296,7 @@ def test_multicasts_of_many_threads_arrive_in_order(tree: ActorMesh) -> None:
 def test_multicasts_of_many_roots_arrive_in_order(tree: ActorMesh, many: ProcMesh) -> None:
     # these roots are also receivers, so they send to all processes directly
     inside = many.slice(x=1).spawn("inside", Recorder)
-    with running({"gpus": 2}, bootstrap=plant_trees) as elsewhere:
+    with running({"gpus": 2}, bootstrap=lower_multicast_limits) as elsewhere:
         outside = elsewhere.spawn("outside", Recorder)
         roots = [inside.slice(y=0), inside.slice(y=5), outside.slice(gpus=0), outside.slice(gpus=1)]
         floods = [root.flood.call_one(tree, name, 16) for name, root in enumerate(roots)]

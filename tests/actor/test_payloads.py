@@ -29,7 +29,7 @@ from monarch_backend.actor import (
     endpoint,
     this_host,
 )
-from tests.actor.actors import held_up, pid_of, resident_bytes, running
+from tests.actor.actors import pid_of, resident_bytes, running, stopped_processes
 from tests.actor.support import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("faults")
@@ -517,7 +517,7 @@ def test_argument_can_be_changed_after_the_call_returns(fresh: ActorMesh, size: 
     target = fresh if to == "many" else fresh.slice(gpus=0)
     value, array, raw = torch.ones(size), np.ones(size), bytearray(b"1" * size)
     pids = [pid_of(fresh.slice(gpus=i)) for i in range(3)]
-    with held_up(*pids):  # the processes are stopped, so none has read the message
+    with stopped_processes(*pids):  # the processes are stopped, so none has read the message
         future = target.echo.call((value, array, raw))
         value.zero_()
         array[:] = 0
@@ -552,7 +552,7 @@ def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {name: (after[name] - before[name]) // MIB for name in before}
 
 
-def everybody(mesh: ActorMesh) -> dict[str, int]:
+def resident_bytes_by_process(mesh: ActorMesh) -> dict[str, int]:
     ranks = {f"rank {i}": size for i, size in enumerate(mesh.resident.call().get(PATIENCE).values())}
     return {"caller": resident_bytes(), **ranks}
 
@@ -581,11 +581,11 @@ def test_memory_of_messages_is_released(fresh: ActorMesh, way: str) -> None:
             fresh.keep.call(None).get(PATIENCE)  # one message at a time: the arena would keep the memory of several
 
     exchange(10)
-    before = everybody(fresh)
+    before = resident_bytes_by_process(fresh)
     exchange(200 if way in ("argument", "reply") else 60)
     # The limit is a tenth of the bytes that a process has sent or received. Which pages of its arena a process touches
     # depends on the order of releases.
-    assert max(grown(before, everybody(fresh)).values()) < 96
+    assert max(grown(before, resident_bytes_by_process(fresh)).values()) < 96
     receiver.close()
 
 
@@ -608,7 +608,7 @@ def test_full_arena_blocks_the_sender_until_memory_is_free() -> None:
         mesh.initialized.get(PATIENCE)
         source, sink = mesh.slice(gpus=0), mesh.slice(gpus=1)
         relay = procs.slice(gpus=0).spawn("relay", Relay)
-        with held_up(pid_of(sink)):
+        with stopped_processes(pid_of(sink)):
             sent = relay.send.call_one(sink, 8 * MIB, 20)
             assert source.echo.call_one("others go on").get(PATIENCE) == "others go on"
             assert not sent.done()

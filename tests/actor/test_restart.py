@@ -286,11 +286,11 @@ def test_actor_restarts_its_own_actors(faults: Faults) -> None:
         comes_back(nested.slice(nested=1))
         second = pids_of(nested)
         assert second[0] == first[0] and second[1] != first[1]
-        assert owner.what_it_was_told.call_one().get(PATIENCE) == []
+        assert owner.received_failures.call_one().get(PATIENCE) == []
         assert owner.call_nested.call_one("on").get(PATIENCE) == ["on", "on"]
         os.kill(second[1], signal.SIGKILL)
-        until(lambda: owner.what_it_was_told.call_one().get(PATIENCE), "the owner is asked")
-        assert owner.what_it_was_told.call_one().get(PATIENCE) == [("nested-procs", (1,), True)]
+        until(lambda: owner.received_failures.call_one().get(PATIENCE), "the owner is asked")
+        assert owner.received_failures.call_one().get(PATIENCE) == [("nested-procs", (1,), True)]
 
 
 # Processes

@@ -128,13 +128,13 @@ def test_interrupt_is_passed_to_a_later_handler() -> None:
         program.progress.fire()
 
 
-@pytest.mark.parametrize("deaf", [signal.SIG_IGN, signal.SIG_DFL], ids=str)
-def test_interrupt_without_a_receiver_is_raised_by_the_next_wait(deaf: Any) -> None:
+@pytest.mark.parametrize("disposition", [signal.SIG_IGN, signal.SIG_DFL], ids=str)
+def test_interrupt_without_a_receiver_is_raised_by_the_next_wait(disposition: Any) -> None:
     """The interrupt does not end the process. The next wait of the main thread raises it."""
     program = _Program()
     program.interrupts.guard()
     program.note()
-    signal.signal(signal.SIGINT, deaf)
+    signal.signal(signal.SIGINT, disposition)
     program.progress.fire()
     assert program.interrupts.noted
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,7 +15,7 @@ from monarch_backend.actor import Actor, Port, endpoint, this_host
 from tests.actor.support import PATIENCE, Faults, begun
 
 
-class Deaf(Actor):
+class IgnoresInterruptions(Actor):
     """Actor in code that swallows every interruption."""
 
     @endpoint
@@ -46,7 +46,7 @@ def test_abort_of_stuck_constructors_takes_at_most_ten_seconds(faults: Faults) -
     with this_host().spawn_procs({"gpus": 1}) as procs, this_host().spawn_procs({"gpus": 1}, name="killed") as killed:
         procs.initialized.get(PATIENCE), killed.initialized.get(PATIENCE)
         first = procs.spawn("first", StuckInConstructor)
-        resident = killed.spawn("resident", Deaf)
+        resident = killed.spawn("resident", IgnoresInterruptions)
         resident.initialized.get(PATIENCE)
         later = killed.spawn("later", StuckInConstructor)
         began = time.monotonic()
@@ -70,8 +70,8 @@ def test_stop_after_deadline_logs_one_line_per_process(
         program().progress.later(0.3, lambda: kill(records, member))
 
     monkeypatch.setattr(ProcessRecords, "kill", kill_late)
-    procs = this_host().spawn_procs({"gpus": 2}, name="deaf")
-    actors = procs.spawn("deaf", Deaf)
+    procs = this_host().spawn_procs({"gpus": 2}, name="stuck")
+    actors = procs.spawn("stuck", IgnoresInterruptions)
     calls = [begun(actors.slice(gpus=rank).work.call_one).ignore() for rank in range(2)]
     with caplog.at_level(logging.WARNING, "monarch_backend"):
         procs.stop(timeout=0.2).get(PATIENCE)
@@ -94,7 +94,7 @@ def test_stop_of_process_that_survives_kill_repeats_rarely(
 
     monkeypatch.setattr(ProcessRecords, "kill", kill_the_third_time)
     procs = this_host().spawn_procs({"gpus": 1}, name="undying")
-    begun(procs.spawn("deaf", Deaf).work.call_one).ignore()
+    begun(procs.spawn("stuck", IgnoresInterruptions).work.call_one).ignore()
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, "monarch_backend"):
         procs.stop(timeout=0.1).get(PATIENCE)

@@ -43,11 +43,11 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from tests.actor.actors import held_up, until
+from tests.actor.actors import stopped_processes, until
 from tests.actor.failing_actors import (
     AsyncSupervisor,
     AsyncVictim,
-    BadBirth,
+    FailsInConstructor,
     Owner,
     SlowSupervisor,
     SlowToBuild,
@@ -98,13 +98,13 @@ def failed(future: Future[Any]) -> SupervisionError:
     return error
 
 
-def told(owner: ActorMesh, count: int) -> list[tuple[str, tuple[int, ...], bool]]:
+def wait_for_failures(owner: ActorMesh, count: int) -> list[tuple[str, tuple[int, ...], bool]]:
     """Wait until a `Supervisor` has received this number of failures.
 
     It may learn of a death later than this process.
     """
-    until(lambda: len(owner.what_it_was_told.call_one().get(PATIENCE)) >= count, f"{count} failures told")
-    return list(owner.what_it_was_told.call_one().get(PATIENCE))
+    until(lambda: len(owner.received_failures.call_one().get(PATIENCE)) >= count, f"{count} failures told")
+    return list(owner.received_failures.call_one().get(PATIENCE))
 
 
 # A process dies
@@ -316,7 +316,7 @@ def test_process_that_reads_nothing_is_logged_and_not_killed(
     monkeypatch.setattr(stuck_readers, "STUCK_READER_TIMEOUT_S", 0.1)
     victim = single.spawn("victim", Victim)
     pid = victim.pid.call_one().get(PATIENCE)
-    with held_up(pid):
+    with stopped_processes(pid):
         future = victim.echo.call_one("after all")
         until(lambda: "has not read its messages" in caplog.text, "the report")
         assert f"gpus 0 of single (pid {pid})" in caplog.text and "not killed" in caplog.text
@@ -433,7 +433,7 @@ def test_third_party_waits_for_a_stopped_process(dies: bool, pair: ProcMesh, fau
     is_cause, victim = victims.slice(gpus=0), victims.slice(gpus=1)
     pid = victim.pid.call_one().get(PATIENCE)
     with gate(tmp_path) as (name, open_gate):
-        with held_up(pid):
+        with stopped_processes(pid):
             future = begun(lambda port: is_cause.wait_for_other.call_one(victim, port, name))
             if dies:
                 os.kill(pid, signal.SIGKILL)
@@ -674,7 +674,7 @@ def test_death_of_the_process_of_an_async_actor_fails_its_calls(how: str, single
 
 
 def test_failing_constructor_fails_the_mesh(lasting: ProcMesh, faults: Faults) -> None:
-    mesh = lasting.spawn("fails_at_start", BadBirth, ValueError("not today"), (1,))
+    mesh = lasting.spawn("fails_at_start", FailsInConstructor, ValueError("not today"), (1,))
     future = mesh.slice(gpus=1).echo.call_one(1)
     with pytest.raises(MeshFailure, match="ValueError: not today") as told:
         mesh.initialized.get(PATIENCE)
@@ -691,7 +691,7 @@ def test_failing_constructor_fails_the_mesh(lasting: ProcMesh, faults: Faults) -
 
 @pytest.mark.parametrize("error", [SystemExit(2), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 def test_sys_exit_in_a_constructor_fails_the_mesh(error: BaseException, lasting: ProcMesh, faults: Faults) -> None:
-    mesh = lasting.slice(gpus=0).spawn("fails_at_start", BadBirth, error, (0,))
+    mesh = lasting.slice(gpus=0).spawn("fails_at_start", FailsInConstructor, error, (0,))
     assert type(error).__name__ in str(mesh.initialized.exception(PATIENCE))
     assert faults.next().ranks == (0,)
     assert lasting.spawn("next", Victim).slice(gpus=0).echo.call_one(1).get(PATIENCE) == 1
@@ -705,16 +705,16 @@ def test_handled_failure_leaves_other_actors_running(kind: type, single: ProcMes
     owner = single.spawn("owner", kind, True)
     nested = owner.spawn.call_one().get(PATIENCE)
     failed(nested.slice(nested=1).end_process.call_one("SIGKILL"))
-    assert told(owner, 1) == [("nested-procs", (1,), True)]
+    assert wait_for_failures(owner, 1) == [("nested-procs", (1,), True)]
     assert owner.go_on.call_one("on").get(PATIENCE) == ["on"]
     nested.slice(nested=0).raises.broadcast(ValueError("now an actor"))
     failed(nested.slice(nested=0).echo.call_one(1))
-    assert told(owner, 2)[1:] == [("nested", (0,), True)]
+    assert wait_for_failures(owner, 2)[1:] == [("nested", (0,), True)]
     again = owner.spawn.call_one().get(PATIENCE)
     assert len(again.echo.call(1).get(PATIENCE)) == 2, "the owner can begin again"
     here = owner.spawn_here.call_one().get(PATIENCE)
     here.raises.broadcast(ValueError("in the owner's own process"))
-    assert told(owner, 3)[2:] == [("nested", (0,), True)]
+    assert wait_for_failures(owner, 3)[2:] == [("nested", (0,), True)]
     faults.none()
 
 
@@ -779,7 +779,7 @@ def test_owner_that_waits_gets_the_error_before_supervise(single: ProcMesh, faul
         error = waiting.exception(PATIENCE)
     assert isinstance(error, ActorError) and isinstance(error.__cause__, SupervisionError)
     assert error.__cause__.pid == pid
-    assert told(owner, 1) == [("nested-procs", (0,), True)]
+    assert wait_for_failures(owner, 1) == [("nested-procs", (0,), True)]
 
 
 def test_owner_without_supervise_fails_while_it_waits(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
@@ -821,12 +821,12 @@ def test_failure_reaches_the_owner_of_actors_on_foreign_processes(pair: ProcMesh
     actors = owner.spawn_on.call_one(pair.slice(gpus=1)).get(PATIENCE)
     actors.raises.broadcast(ValueError("only the actor"))
     failed(actors.echo.call_one(1))
-    assert told(owner, 1) == [("nested", (0,), True)]
+    assert wait_for_failures(owner, 1) == [("nested", (0,), True)]
     faults.none()
     again = owner.spawn_on.call_one(pair.slice(gpus=1)).get(PATIENCE)
     failed(again.end_process.call_one("SIGKILL"))
     assert faults.next().mesh_name == "pair"
-    assert told(owner, 2)[1:] == [("nested", (0,), True)], "it hears of it, too, by its own link"
+    assert wait_for_failures(owner, 2)[1:] == [("nested", (0,), True)], "it hears of it, too, by its own link"
 
 
 def test_nested_mesh_ends_with_the_process_of_its_owner(single: ProcMesh, faults: Faults) -> None:
@@ -867,14 +867,14 @@ def test_reference_can_be_used_before_its_actors_exist(single: ProcMesh, faults:
 
 
 def test_child_death_during_the_constructor_of_its_owner(single: ProcMesh, faults: Faults) -> None:
-    class Hasty(Owner):
+    class LosesChildInConstructor(Owner):
         def __init__(self) -> None:
             super().__init__()
             mesh = this_host().spawn_procs({"nested": 1}, name="nested-procs").spawn("nested", Victim)
             failed = mesh.end_process.call_one("SIGKILL").exception(30)
             assert isinstance(failed, SupervisionError)
 
-    owner = single.spawn("owner", Hasty)
+    owner = single.spawn("owner", LosesChildInConstructor)
     failure = faults.next()
     assert failure.mesh_name == "owner"
     report = failure.report()
@@ -886,7 +886,7 @@ def test_child_death_during_the_constructor_of_its_owner(single: ProcMesh, fault
 def test_second_failure_during_handling_is_handled_next(single: ProcMesh, faults: Faults) -> None:
     """The handler kills the other rank, and is called for that failure next."""
 
-    class Clumsy(Supervisor):
+    class KillsChildInSupervise(Supervisor):
         def __supervise__(self, failure: MeshFailure) -> bool:
             self.told.append(failure)
             if len(self.told) == 1:
@@ -894,10 +894,10 @@ def test_second_failure_during_handling_is_handled_next(single: ProcMesh, faults
                 self.actors.slice(nested=0).end_process.call_one("SIGKILL").exception(30)
             return True
 
-    owner = single.spawn("owner", Clumsy, True)
+    owner = single.spawn("owner", KillsChildInSupervise, True)
     nested = owner.spawn.call_one(2).get(PATIENCE)
     failed(nested.slice(nested=1).end_process.call_one("SIGKILL"))
-    assert told(owner, 2) == [("nested-procs", (1,), True), ("nested-procs", (0,), True)]
+    assert wait_for_failures(owner, 2) == [("nested-procs", (1,), True), ("nested-procs", (0,), True)]
     faults.none()
 
 
@@ -956,17 +956,17 @@ def test_cleanup_gets_the_failure(lasting: ProcMesh, faults: Faults, tmp_path: P
 
 
 def test_cleanup_that_raises_does_not_delay_the_end(capfd: pytest.CaptureFixture[str], faults: Faults) -> None:
-    class Sore(Victim):
+    class RaisesInCleanup(Victim):
         def __cleanup__(self, exc: BaseException | None) -> None:
             raise ValueError("can't clean up")
 
     with this_host().spawn_procs({"gpus": 1}) as procs:
-        sore = procs.spawn("sore", Sore)
-        sore.echo.call_one(1).get(PATIENCE)
-        sore.stop().get(PATIENCE)
+        failing = procs.spawn("failing", RaisesInCleanup)
+        failing.echo.call_one(1).get(PATIENCE)
+        failing.stop().get(PATIENCE)
         program().flush_logs()
     err = capfd.readouterr().err
-    assert "__cleanup__ of sore failed" in err and "ValueError: can't clean up" in err
+    assert "__cleanup__ of failing failed" in err and "ValueError: can't clean up" in err
 
 
 def test_endless_cleanup_is_not_waited_for(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1321,7 +1321,7 @@ def test_only_owners_stop_a_mesh(single: ProcMesh, faults: Faults) -> None:
 
 def test_public_errors_pickle() -> None:
     """Users send them through queues and pools, and store them in files."""
-    failure = MeshFailure("mesh", [harm_death(3)])
+    failure = MeshFailure("mesh", [make_death(3)])
     failure.__cause__ = ValueError("the root")
     for error in (
         failure,
@@ -1340,14 +1340,14 @@ def test_public_errors_pickle() -> None:
 
 def test_report_has_a_bounded_length() -> None:
     """The report of a thousand dead ranks does not have a thousand lines."""
-    one = harm_death(0)
+    one = make_death(0)
     failure = MeshFailure("large", [replace(one, rank=rank, where=f"gpus {rank}") for rank in range(1000)])
     assert len(failure.report().splitlines()) < 20 and "992 more" in failure.report()
     assert len(str(failure)) < 1000
     assert re.search(r"lost 1000 of its ranks", failure.report())
 
 
-def harm_death(rank: int) -> Any:
+def make_death(rank: int) -> Any:
     from monarch_backend.actor import Death
 
     return Death(rank, f"gpus {rank}", HOST, 1, "killed by signal 9 (SIGKILL)", -9)

@@ -49,11 +49,11 @@ CANNOT: dict[str, str] = {
     "test_fsdp.py::test_workers_have_the_memory_of_one_layer": _NO_MEMORY,
     "test_fsdp.py::test_freed_parameters_cannot_be_read": _NO_MEMORY,
     "test_fsdp.py::test_the_memory_is_freed_with_the_model": _NO_MEMORY,
-    "test_module_placement.py::test_what_no_style_takes_is_trained_on_the_workers[{'fused': True}]": _NO_FUSED,
+    "test_module_placement.py::test_parameters_outside_the_plan_train_on_workers[{'fused': True}]": _NO_FUSED,
     "test_module_placement.py::test_remote_calls_accept_a_placed_module": _NEEDS_MODULE,
     "test_module_placement.py::test_remote_calls_accept_a_module_before_its_first_call": _NEEDS_MODULE,
     **{
-        f"test_random_numbers.py::test_of_other_dtypes[{mesh}-{dtype}]": (
+        f"test_random_numbers.py::test_random_numbers_of_other_dtypes_match_a_single_process[{mesh}-{dtype}]": (
             "torch 2.9 draws other numbers of 16 bits than 2.13"
         )
         for mesh in ("2", "3")

@@ -31,7 +31,7 @@ def test_output_of_workers_is_shown_with_their_ranks(executed: nbformat.Notebook
     assert "[replicas 0-1 gpus 0-3] hello from a notebook\n" in text(executed)
 
 
-def test_a_slow_reader_holds_the_actor_up(executed: nbformat.NotebookNode) -> None:
+def test_slow_reader_blocks_the_generator(executed: nbformat.NotebookNode) -> None:
     ahead = re.search(r"the actor was at most (\d+) values ahead", text(executed))
     assert ahead and 32 <= int(ahead[1]) <= 66
 

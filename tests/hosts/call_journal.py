@@ -39,7 +39,7 @@ VALUE, NOT_SENT, UNKNOWN, SENT = "value", "not sent", "unknown", "sent"
 """What a sender knows of a message: it ran; it did not run; it may have run; it was sent without an error."""
 
 
-class Told(NamedTuple):
+class CallOutcome(NamedTuple):
     """The outcome of one message to one rank, as its sender learned it."""
 
     sender: str
@@ -108,7 +108,7 @@ class Talker(Actor):
         return number
 
     def _told(self, rank: int, number: int, call: Any) -> None:
-        told = told_of(self.name, number, rank, call)
+        told = outcome_of(self.name, number, rank, call)
         os.write(self.file, (json.dumps(told) + "\n").encode())
 
 
@@ -117,15 +117,15 @@ def one(mesh: ActorMesh, rank: int) -> ActorMesh:
     return mesh.slice(hosts=rank // GPUS, gpus=rank % GPUS)
 
 
-def told_of(sender: str, number: int, rank: int, call: Any) -> Told:
+def outcome_of(sender: str, number: int, rank: int, call: Any) -> CallOutcome:
     """Return the outcome of a completed call of one rank."""
     error = call.exception(0)
     if error is None:
         assert call.result(0) == [rank, sender, number], f"message {number} of {sender} to {rank}: {call.result(0)}"
-        return Told(sender, number, rank, VALUE)
+        return CallOutcome(sender, number, rank, VALUE)
     if not isinstance(error, SupervisionError):
-        return Told(sender, number, rank, UNKNOWN, f"{type(error).__name__}: {error}")
-    return Told(sender, number, rank, error.delivery, f"SupervisionError: {error}")
+        return CallOutcome(sender, number, rank, UNKNOWN, f"{type(error).__name__}: {error}")
+    return CallOutcome(sender, number, rank, error.delivery, f"SupervisionError: {error}")
 
 
 class Caller:
@@ -136,7 +136,7 @@ class Caller:
 
     def __init__(self, seed: int, ledgers: ActorMesh) -> None:
         self.ledgers, self.ranks = ledgers, range(len(ledgers))
-        self.told: list[Told] = []
+        self.told: list[CallOutcome] = []
         self.heard: defaultdict[str, list[int]] = defaultdict(list)  # numbers received through the port, by sender
         self.port, self._receiver = Channel.open()
         self._calls: list[tuple[int, Sequence[int], Any]] = []  # number, ranks, future
@@ -200,7 +200,7 @@ class Caller:
         except SupervisionError as error:  # the other ranks may have received it
             self._failed(number, ranks, error)
         else:
-            self.told += [Told("program", number, rank, SENT) for rank in ranks]
+            self.told += [CallOutcome("program", number, rank, SENT) for rank in ranks]
 
     def _read(self) -> None:
         self._guarded(self._stream)
@@ -213,9 +213,9 @@ class Caller:
         items: list[int] = []
         try:
             items += one(self.ledgers, rank).count.call_one("stream", number, to)
-            self.told.append(Told("stream", number, rank, VALUE))
+            self.told.append(CallOutcome("stream", number, rank, VALUE))
         except SupervisionError as error:
-            self.told.append(Told("stream", number, rank, error.delivery, f"SupervisionError: {error}"))
+            self.told.append(CallOutcome("stream", number, rank, error.delivery, f"SupervisionError: {error}"))
         else:
             assert len(items) == to, f"{len(items)} of {to} items, and no error"
         assert items == list(range(len(items))), f"items of rank {rank} in another order: {items}"
@@ -224,7 +224,7 @@ class Caller:
 
     def _answered(self, number: int, ranks: Sequence[int], call: Any) -> None:
         if len(ranks) == 1 and not hasattr(call, "extent"):
-            self.told.append(told_of("program", number, ranks[0], call))
+            self.told.append(outcome_of("program", number, ranks[0], call))
             return
         error = call.exception(0)
         if error is not None:
@@ -232,16 +232,16 @@ class Caller:
             return
         expected = [[rank, "program", number] for rank in ranks]
         assert list(call.result(0).values()) == expected, (list(call.result(0).values()), expected)
-        self.told += [Told("program", number, rank, VALUE) for rank in ranks]
+        self.told += [CallOutcome("program", number, rank, VALUE) for rank in ranks]
 
     def _failed(self, number: int, ranks: Sequence[int], error: BaseException) -> None:
         """Record a failed call. The error names one rank; the outcome of the other ranks is unknown."""
         text = f"{type(error).__name__}: {error}"
         for rank in ranks:
             if rank == getattr(error, "rank", None):
-                self.told.append(Told("program", number, rank, getattr(error, "delivery", UNKNOWN), text))
+                self.told.append(CallOutcome("program", number, rank, getattr(error, "delivery", UNKNOWN), text))
             else:
-                self.told.append(Told("program", number, rank, UNKNOWN))
+                self.told.append(CallOutcome("program", number, rank, UNKNOWN))
 
     def _listen(self) -> None:
         def heard(future: Any) -> None:
@@ -264,12 +264,12 @@ def read_ledgers(folder: Path) -> dict[int, list[tuple[str, int]]]:
     return found
 
 
-def read_told(folder: Path) -> list[Told]:
+def read_outcomes(folder: Path) -> list[CallOutcome]:
     """Return the outcomes that the talkers recorded."""
-    return [Told(*json.loads(line)) for path in folder.glob("told-*") for line in path.read_text().splitlines()]
+    return [CallOutcome(*json.loads(line)) for path in folder.glob("told-*") for line in path.read_text().splitlines()]
 
 
-def check_messages(told: Sequence[Told], ran: dict[int, list[tuple[str, int]]]) -> None:
+def check_messages(told: Sequence[CallOutcome], ran: dict[int, list[tuple[str, int]]]) -> None:
     """Check that messages ran in order and at most once, and that each outcome agrees with the journals."""
     counts: defaultdict[tuple[str, int, int], int] = defaultdict(int)
     for rank, messages in ran.items():
@@ -287,7 +287,7 @@ def check_messages(told: Sequence[Told], ran: dict[int, list[tuple[str, int]]]) 
             assert count == 0, f"{message} ran all the same"
 
 
-def check_heard(heard: dict[str, list[int]], sent: dict[str, int]) -> None:
+def check_port_order(heard: dict[str, list[int]], sent: dict[str, int]) -> None:
     """Check that the port received each sender's messages in order, without a gap.
 
     ``sent`` has the number of messages of each sender that returned it. All of them must have arrived.

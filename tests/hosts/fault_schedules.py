@@ -29,14 +29,14 @@ from tests.hosts.call_journal import (
     UNKNOWN,
     VALUE,
     Caller,
+    CallOutcome,
     Ledger,
     Talker,
-    Told,
-    check_heard,
     check_messages,
+    check_port_order,
     one,
     read_ledgers,
-    read_told,
+    read_outcomes,
 )
 from tests.hosts.controller_programs import BOUNDS, Worker, agents, host_registry
 from tests.hosts.support import NAMES, PATIENCE, Daemon, World, descendants, until_gone
@@ -225,9 +225,9 @@ def schedule(seed: int, addresses: list[str], cables: list[int], folder: str) ->
         print(f"measured {took:.3f} s from the last fault until all is known")
         lost = {rank for failure in told_failures for rank in failure.ranks}
         _check_failures(faults, harm, told_failures, set(ledgers.failed_ranks))
-        _check_told(harm, caller, folder, lost)
+        _check_outcomes(harm, caller, folder, lost)
         until(lambda: all(len(caller.heard[sender]) >= count for sender, count in sent.items()), "all has come")
-        check_heard(caller.heard, sent)
+        check_port_order(caller.heard, sent)
         _lost_hosts_are_empty(harm, lost)
         _works_again(addresses)
         lost = {rank for failure in told_failures for rank in failure.ranks}
@@ -302,8 +302,8 @@ def _bound_to_be_lost(faults: Sequence[Fault]) -> set[int]:
     return found
 
 
-def _check_told(harm: Harm, caller: Caller, folder: str, lost: set[int]) -> None:
-    talked = read_told(Path(folder))
+def _check_outcomes(harm: Harm, caller: Caller, folder: str, lost: set[int]) -> None:
+    talked = read_outcomes(Path(folder))
     ran = read_ledgers(Path(folder))
     check_messages([*caller.told, *talked], ran)
     for told in caller.told:
@@ -319,7 +319,7 @@ def _check_told(harm: Harm, caller: Caller, folder: str, lost: set[int]) -> None
             assert told.outcome == VALUE, f"neither is lost, and they heard each other: {told}"
 
 
-def _names_it(told: Told) -> None:
+def _names_it(told: CallOutcome) -> None:
     """Check that a typed error names host and rank."""
     if told.error:
         for part in (

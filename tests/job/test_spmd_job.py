@@ -146,7 +146,7 @@ def die_with_the_mesh(rank: int, size: int, port: int, mark: str, log: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_others_end_with_rank_0(tmp_path: Path) -> None:
+def test_death_of_rank_0_ends_other_ranks(tmp_path: Path) -> None:
     port = free_port()
     with new_mark() as mark:
         pids = [die_with_the_mesh(rank, 2, port, mark, tmp_path / str(rank)) for rank in range(2)]
@@ -209,7 +209,7 @@ def test_variables_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rank_0_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (values | {"MASTER_PORT": str(free_port())}).items():
         monkeypatch.setenv(name, value)

@@ -38,7 +38,7 @@ def sleeper() -> Any:
     process.wait()
 
 
-def test_is_private_and_has_no_secret(tmp_path: Path, sleeper: Any) -> None:
+def test_state_file_is_private_and_has_no_secret(tmp_path: Path, sleeper: Any) -> None:
     path = tmp_path / "job.json"
     noted(path, Identity.of(sleeper.pid))
     secret = tmp_path / "job.secret"
@@ -69,7 +69,7 @@ def test_invalid_state_file_is_refused(tmp_path: Path, text: str, message: str) 
     assert path.read_text() == text
 
 
-def test_of_a_kind_that_is_not_known(tmp_path: Path, sleeper: Any) -> None:
+def test_unknown_job_kind_is_refused(tmp_path: Path, sleeper: Any) -> None:
     path = tmp_path / "job.json"
     job = noted(path, Identity.of(sleeper.pid), kind="balloon")
     with pytest.raises(JobError, match="kind 'balloon', which this release of monarch_backend does not have"):
@@ -82,7 +82,7 @@ def test_of_a_kind_that_is_not_known(tmp_path: Path, sleeper: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
-def test_that_others_could_have_written_or_read(tmp_path: Path, sleeper: Any, mode: int) -> None:
+def test_state_file_accessible_to_other_users_is_refused(tmp_path: Path, sleeper: Any, mode: int) -> None:
     path = tmp_path / "job.json"
     job = noted(path, Identity.of(sleeper.pid))
     path.chmod(mode)
@@ -112,7 +112,7 @@ def test_kill_ends_hosts_and_deletes_the_state_file(tmp_path: Path, sleeper: Any
     ProcessJob({"trainers": 1}, path=path).kill()  # there is no job, so this has no effect
 
 
-def test_one_that_does_not_hear_sigterm_gets_sigkill(tmp_path: Path) -> None:
+def test_process_that_ignores_sigterm_gets_sigkill(tmp_path: Path) -> None:
     process = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 100"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     with process.stdout as said:
@@ -121,7 +121,7 @@ def test_one_that_does_not_hear_sigterm_gets_sigkill(tmp_path: Path) -> None:
     assert process.wait(5) == -signal.SIGKILL
 
 
-def test_a_zombie_is_gone() -> None:
+def test_identity_of_a_zombie_raises_lookup_error() -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(ProcessLookupError):
@@ -129,7 +129,7 @@ def test_a_zombie_is_gone() -> None:
     process.wait()
 
 
-def test_of_another_machine(tmp_path: Path, sleeper: Any) -> None:
+def test_state_file_of_another_machine_is_refused(tmp_path: Path, sleeper: Any) -> None:
     path = tmp_path / "job.json"
     noted(path, Identity.of(sleeper.pid), machine="elsewhere")
     for use in (Job.load(path).kill, Job.load(path).apply, Job.load(path).state):

@@ -73,7 +73,7 @@ def test_a_directory_and_standard_input(tmp_path: Path) -> None:
     ("way", "code", "said"),
     [("interrupt", 2, "KeyboardInterrupt"), pytest.param("words", 1, "some words\n", marks=pytest.mark.slow)],
 )
-def test_a_rank_ends_otherwise(way: str, code: int, said: str, tmp_path: Path) -> None:
+def test_failed_rank_is_reported_with_its_exit_code(way: str, code: int, said: str, tmp_path: Path) -> None:
     script = _write(tmp_path, "failing.py", scripts.FAILING)
     done = launch("monarch", "--nproc-per-node=2", script, way, directory=tmp_path)
     assert done.returncode == 1
@@ -82,7 +82,7 @@ def test_a_rank_ends_otherwise(way: str, code: int, said: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("program", ["script", "no python"])
-def test_an_end_is_noticed_without_a_look(program: str, tmp_path: Path) -> None:
+def test_rank_exit_is_detected_without_polling(program: str, tmp_path: Path) -> None:
     """torchrun polls once per --monitor-interval, which is a minute here. This launcher notices an end at once."""
     script = _write(tmp_path, "failing.py", scripts.FAILING)
     words = ["--no-python", sys.executable, script] if program == "no python" else [script]
@@ -112,7 +112,7 @@ def test_stopped_rank_ends_without_grace_period(tmp_path: Path) -> None:
         assert "exitcode  : 15 " in done.table() and "exitcode  : 3 " in done.table()  # `table` removes the minus signs
 
 
-def test_a_rank_that_does_not_heed_is_killed_after_the_grace(tmp_path: Path) -> None:
+def test_rank_that_ignores_sigterm_is_killed_after_the_timeout(tmp_path: Path) -> None:
     script = _write(tmp_path, "waiting.py", scripts.WAITING)
     words = ["--shutdown-timeout=1", "--nproc-per-node=2", script, "stubborn"]
     with launching("monarch", *words, directory=tmp_path) as process:
@@ -199,7 +199,7 @@ def test_two_launchers_one_of_them_torchrun(tmp_path: Path) -> None:
     assert sorted(report[3] for report in reports) in (["0", "0", "1"], ["0", "1", "1"])
 
 
-def test_a_dead_server_is_no_mystery(tmp_path: Path) -> None:
+def test_dead_fork_server_is_named(tmp_path: Path) -> None:
     script = _write(tmp_path, "waiting.py", scripts.WAITING)
     with launching("monarch", script, directory=tmp_path) as process:
         until(lambda: len([*tmp_path.glob("pids-?")]) == 1)

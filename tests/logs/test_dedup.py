@@ -182,7 +182,7 @@ def test_random_schedules_keep_every_line_once_and_in_order(seed: int, kind: str
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_common_story_folds_completely(seed: int) -> None:
+def test_common_lines_are_shown_once_for_any_interleaving(seed: int) -> None:
     """Without time passing, each common line is shown once, for any interleaving and any other lines of the ranks."""
     rng = random.Random(seed)
     ranks = rng.choice((2, 3, 8))

@@ -38,7 +38,7 @@ def test_a_partial_line_that_was_shown_ends_without_an_empty_one() -> None:
     assert splitter.feed(b"1\n\n") == [b"1", b""]
 
 
-def test_of_a_progress_bar_the_last_state_counts() -> None:
+def test_progress_bar_yields_its_last_state() -> None:
     splitter = LineSplitter()
     for percent in range(0, 100, 10):
         assert splitter.feed(b"\r%d%%" % percent) == []
@@ -74,7 +74,7 @@ def test_a_long_line_is_cut_with_a_note_and_the_next_one_is_whole() -> None:
     assert splitter.feed(b"z" * (MAX_LINE_BYTES + 1) + b"\nw\n") == [b"z" * MAX_LINE_BYTES + NOTE, b"w"]
 
 
-def test_a_character_is_not_torn() -> None:
+def test_partial_line_has_whole_characters() -> None:
     for character in ("é", "€", "😀"):
         data = character.encode()
         for size in range(1, len(data)):

@@ -163,7 +163,7 @@ def test_flush_writes_all_lines_of_one_mesh_only(screen: Screen, collector: LogC
 
 
 @may_fork
-def test_the_last_words_of_a_killed_process_come_before_the_report(screen: Screen, collector: LogCollector) -> None:
+def test_last_lines_of_a_killed_process_precede_the_report(screen: Screen, collector: LogCollector) -> None:
     mesh = _mesh(lines_per_sec=None)
     said = "".join(f"line {i}\n" for i in range(3000))  # less than a pipe holds
     (out, w_out), (err, w_err) = os.pipe(), os.pipe()
@@ -209,7 +209,7 @@ def test_a_process_that_goes_on_writing_does_not_hold_flush_up(
     assert screen.getvalue().startswith("[gpus 0] first\n")
 
 
-def test_output_of_any_program_comes_without_its_help(screen: Screen, collector: LogCollector) -> None:
+def test_output_of_a_shell_program_is_collected(screen: Screen, collector: LogCollector) -> None:
     mesh = _mesh()
     (out, w_out), (err, w_err) = os.pipe(), os.pipe()
     os.set_inheritable(out, True)

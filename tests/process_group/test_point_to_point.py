@@ -277,7 +277,7 @@ def test_message_of_another_size_or_dtype_raises() -> None:
     run_ranks(_mismatched, 2)
 
 
-def _nobody_sends(rank: int) -> None:
+def _receive_without_sender(rank: int) -> None:
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
     store.set_timeout(datetime.timedelta(seconds=60))
     if rank == 0:
@@ -293,10 +293,10 @@ def _nobody_sends(rank: int) -> None:
 
 @linux
 def test_missing_message_times_out() -> None:
-    run_ranks(_nobody_sends, 2, group_timeout=1.0)
+    run_ranks(_receive_without_sender, 2, group_timeout=1.0)
 
 
-def _nobody_takes(rank: int) -> None:
+def _send_without_receiver(rank: int) -> None:
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
     store.set_timeout(datetime.timedelta(seconds=60))
     if rank == 0:
@@ -312,7 +312,7 @@ def _nobody_takes(rank: int) -> None:
 
 @linux
 def test_large_message_without_a_receiver_times_out() -> None:
-    run_ranks(_nobody_takes, 2, group_timeout=1.0)
+    run_ranks(_send_without_receiver, 2, group_timeout=1.0)
 
 
 def _killed(rank: int) -> None:

@@ -67,7 +67,7 @@ def nothing() -> None:
 # State of a child
 
 
-def test_one(host: Host) -> None:
+def test_forked_process_reports_its_output_and_exit(host: Host) -> None:
     outcome = host.run(lambda: print("hello"))
     assert (outcome.out, outcome.err, outcome.exited.returncode) == ("hello\n", "", 0)
     assert (outcome.started.method, outcome.started.reason) == ("fork", "")
@@ -92,7 +92,9 @@ def test_eight_have_one_parent_and_their_own_sessions(host: Host) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_surroundings(host: Host, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_gets_environment_arguments_and_directory(
+    host: Host, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MONARCH_START_METHOD", method)
     monkeypatch.setenv("LEFT_OUT", "1")
     (tmp_path / "a_module_of_the_user.py").write_text("value = 7\n")
@@ -146,7 +148,7 @@ def test_a_failing_bootstrap_is_the_end(host: Host) -> None:
     assert outcome.err.endswith("RuntimeError: no accelerator\n")
 
 
-def test_a_child_is_like_a_new_interpreter(host: Host) -> None:
+def test_forked_process_has_the_state_of_a_new_interpreter(host: Host) -> None:
     def main() -> None:
         import faulthandler
         import gc
@@ -325,7 +327,7 @@ def test_returncodes(host: Host, main: Callable[[], object], returncode: int, er
     assert not outcome.exited.oom_killed
 
 
-def test_a_child_ends_as_an_interpreter_does(host: Host) -> None:
+def test_forked_process_joins_threads_and_runs_atexit_hooks(host: Host) -> None:
     def main() -> None:
         import atexit
         import threading
@@ -563,7 +565,7 @@ def test_process_in_any_state_dies_with_the_server(
 # Clients
 
 
-def test_two_clients_own_their_own(host: Host) -> None:
+def test_close_of_one_client_ends_only_its_processes(host: Host) -> None:
     second = Host(host.spawner.address)
     try:
         with host.staying() as ours:
@@ -672,7 +674,7 @@ def test_an_impossible_request_is_only_its_child_s_failure(host: Host) -> None:
     assert host.run(nothing).exited.returncode == 0
 
 
-def test_requests_that_no_spawner_sends(host: Host) -> None:
+def test_malformed_requests_do_not_end_the_server(host: Host) -> None:
     sound = msgspec.structs.replace(
         SPAWN, stdout=False, environment={b"PATH": b"/bin"}, main=cloudpickle.dumps(nothing)
     )
@@ -873,7 +875,7 @@ def test_programs_without_a_guard(way: str, programs: Programs) -> None:
     assert lines == ["the program runs", "hello from 0", "hello from 1", "hello from 2"], out
 
 
-def test_output_is_the_caller_s_where_none_is_given(programs: Programs) -> None:
+def test_process_without_pipes_writes_to_the_callers_output(programs: Programs) -> None:
     out = programs["-c"].result()
     hellos = "".join(f"hello from {rank}\n" for rank in range(3))
     assert (out.stdout, out.stderr) == ("the program runs\n" + hellos, "and to stderr\n" * 3)
@@ -1041,7 +1043,7 @@ def test_failed_fork_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         processes.start(SPAWN, 1, 2)
 
 
-def test_too_many_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_beyond_the_process_limit_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [resource_limits.Limit("pids.max of the control group /x", 100, 2, "processes and threads")]
     monkeypatch.setattr(resource_limits.System, "limits", lambda *_: limits)
     with pytest.raises(

@@ -198,7 +198,7 @@ def test_quantized_tensors(use: Callable[[Any], object]) -> None:
     ("start", "stop"),
     [(0, NBYTES + 1), (NBYTES, NBYTES + 1), (NBYTES, None), (-8, None), (None, -1), (8, 8), (9, 8), (1 << 64, None)],
 )
-def test_parts_that_there_are_not(buffer: RDMABuffer, start: int | None, stop: int | None) -> None:
+def test_slice_beyond_the_buffer_is_refused(buffer: RDMABuffer, start: int | None, stop: int | None) -> None:
     with pytest.raises(IndexError, match=f"of an RDMABuffer of {NBYTES} bytes: there is no such part"):
         buffer[start:stop]
 

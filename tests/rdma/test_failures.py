@@ -29,7 +29,7 @@ from monarch_backend._rdma.routes.protocol import DONE, LOST
 from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend.actor import ActorError, ActorMesh, CancelledError, SupervisionError
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError
-from tests.actor.actors import held_up, pid_of, resident_bytes, until
+from tests.actor.actors import pid_of, resident_bytes, stopped_processes, until
 from tests.actor.support import Faults
 from tests.rdma.actors import ONE_SIDED_ROUTES, ROUTES, pattern, two_processes
 from tests.rdma.conftest import routes
@@ -96,7 +96,7 @@ def test_stopped_owner_hits_the_deadline(fresh: Pair, request: pytest.FixtureReq
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 4 * MIB).get()
     assert reader.read.call_one(buffer).get()
-    with held_up(pid):
+    with stopped_processes(pid):
         reading = reader.read.call_one(buffer, "tensor", 1, 0.3)
         if route_of(request) in ONE_SIDED_ROUTES:
             assert reading.get(20), "nobody needs it"
@@ -115,7 +115,7 @@ def test_atomics_of_a_stopped_owner_hit_the_deadline(fresh: Pair, request: pytes
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 64).get()
     reader.add.call_one(buffer, 1).get()
-    with held_up(pid):
+    with stopped_processes(pid):
         adding = reader.add_within.call_one(buffer, 0.2)
         assert adding.get(20) == ("done" if route_of(request) in ("mapped", "verbs") else "TimeoutError")
     assert len(reader.add.call_one(buffer, 1).get(20)) == 1
@@ -141,9 +141,9 @@ def test_stopped_reader_does_not_block_others(fresh: Pair, request: pytest.Fixtu
     buffer = RDMABuffer(torch.ones(64 * MIB, dtype=torch.uint8))
     reading = reader.read_for_ever.call_one(buffer)
     for _ in range(5):
-        with held_up(pid):
+        with stopped_processes(pid):
             assert not reading.done()
-    with held_up(pid):
+    with stopped_processes(pid):
         buffer.drop()
     assert reading.get(20).startswith("DroppedError")
 
@@ -163,7 +163,7 @@ def test_memory_in_use_is_not_released(
     ticket, native = buffer._handle.ticket, registrations.registry().native
     reading = reader.read_for_ever.call_one(buffer)
     while True:  # until the reader is stopped in the middle of a transfer
-        with held_up(pid):
+        with stopped_processes(pid):
             if native.user_of(ticket):
                 with pytest.raises(RDMAError, match=f"process {pid} is in the middle of a transfer"):
                     buffer.drop()
@@ -288,7 +288,7 @@ def test_many_waiting_transfers_do_not_block_others(fresh: Pair, request: pytest
     buffer = owner.own.call_one("tensor", 4 * MIB).get()
     mine = RDMABuffer(torch.ones(4 * MIB, dtype=torch.uint8))
     assert reader.read.call_one(buffer).get()
-    with held_up(pid_of(owner)):
+    with stopped_processes(pid_of(owner)):
         assert reader.gives_up_many.call_one(buffer, mine, 12).get(20) == ["CancelledError"] * 12
     buffer.drop(), mine.drop()
 
@@ -527,7 +527,7 @@ def _watchers() -> set[str]:
 
 
 @contextlib.contextmanager
-def _held_up(thread: str) -> Iterator[None]:
+def _stopped_thread(thread: str) -> Iterator[None]:
     """Stop a thread of this process during the block."""
     program = [sys.executable, "-c", _HOLD, thread]
     with subprocess.Popen(program, stdin=-1, stdout=-1, stderr=-1, text=True) as holder:
@@ -555,7 +555,7 @@ def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> No
         assert registered.move(*there, False, all_of_it, forever)[0] == DONE
         assert here.raw == b"A" * len(here)
         assert registered.copy_method(*there) == ROUTES["kernel"].way
-        with _held_up(watching):
+        with _stopped_thread(watching):
             getattr(owner, replaced)()
             assert owner.shows() == _OTHERS * 8, "else nothing is shown by this"
             for write in (False, True):

@@ -19,7 +19,7 @@ from monarch_backend._rdma import local_memory, registrations
 from monarch_backend._rdma.transfers import engine as transfer_engine
 from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
-from tests.actor.actors import held_up, pid_of
+from tests.actor.actors import pid_of, stopped_processes
 from tests.actor.support import Faults
 from tests.rdma import pretended_gpu
 from tests.rdma.actors import DEVICE_ROUTES, Process, as_tensor, case, fill, pattern, two_processes
@@ -298,12 +298,12 @@ def test_a_reader_that_stands_still(fresh: Pair, request: pytest.FixtureRequest)
     buffer = owner.own.call_one("tensor", 64 * MIB).get()
     reading = reader.read_for_ever.call_one(buffer)
     for _ in range(5):
-        with held_up(pid):
+        with stopped_processes(pid):
             assert not reading.done()
     if request.node.callspec.params["fresh"] == "gpu ipc":
         owner.drop.call_one(buffer).get(20)
     else:
-        with held_up(pid):
+        with stopped_processes(pid):
             owner.drop.call_one(buffer).get(20)
     assert reading.get(20).startswith("DroppedError")
 
@@ -338,7 +338,7 @@ def test_starting_a_transfer_does_not_wait_for_a_stopped_owner(on: Any, route: s
     owner, reader = on(route)
     first, second = owner.own_two.call_one(4096).get()
     assert reader.read.call_one(first).get(), "they have met"
-    with held_up(pid_of(owner)):
+    with stopped_processes(pid_of(owner)):
         reader.begin.call_one(second).get(20)
     assert reader.end.call_one().get(30)
     for each in (first, second):
@@ -403,7 +403,7 @@ def test_memory_mapped_by_torch_is_returned(on: Any, faults: Faults) -> None:
         assert reader.way.call_one(buffer).get() == 4
         assert reader.way_in_words.call_one(buffer).get() == "CUDA IPC, by torch"
     assert reader.adopted.call_one().get() == 2
-    with held_up(pid_of(owner)):
+    with stopped_processes(pid_of(owner)):
         assert reader.read.call_one(first).get(20), "nobody needs the owner"
     owner.drop.call_one(first).get()
     _eventually(lambda: reader.adopted.call_one().get(), 1)

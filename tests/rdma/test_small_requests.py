@@ -87,7 +87,7 @@ def test_reads_writes_and_atomics(it: Owner) -> None:
         assert begin(client, ticket, Memory(8)).fetch(20.0)[:2] == (REFUSED, DROPPED)
 
 
-def test_requests_that_are_not_started(it: Owner) -> None:
+def test_request_without_a_free_connection_is_not_started(it: Owner) -> None:
     client, ticket = it.client(1), it.ask("add", CONTENT)
     assert begin(client, ticket, Memory(8)) is None, "there is no connection yet"
     client.close()
@@ -140,7 +140,7 @@ def test_only_one_fetching_thread_gets_the_result(it: Owner) -> None:
         assert sum(each.wait() is not None for each in [scope, *others]) == 1
 
 
-def test_a_forgotten_one_leaves_its_connection(it: Owner) -> None:
+def test_dropped_request_does_not_block_later_reads(it: Owner) -> None:
     with connected(it) as (client, ticket):
         stop(it)
         request = begin(client, ticket, Memory(8))
@@ -172,7 +172,7 @@ def test_partial_reply_does_not_block_fetch(tls: bool) -> None:
 
 @pytest.mark.parametrize(("seconds", "outcome"), [(None, CANCELLED), (0.3, LATE)], ids=["cancelled", "late"])
 @BOTH
-def test_ends_between_two_parts_of_an_answer(tls: bool, seconds: float | None, outcome: int) -> None:
+def test_request_can_end_during_a_partial_reply(tls: bool, seconds: float | None, outcome: int) -> None:
     with owner(tls) as it, Narrow(it.port) as narrow, connected(it, port=narrow.port) as (client, ticket):
         scope = _native.CancelScope(seconds)
         narrow.let_through(40)
@@ -241,7 +241,7 @@ def test_unpolled_requests_finish_soon(far: tuple[RDMABuffer, Tcp]) -> None:
     assert until(lambda: not far[1]._small_requests._sweeps, 10), "the thread still searches for requests"
 
 
-def test_the_way_is_chosen_by_one_thread(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_route_is_chosen_by_one_thread(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
     handle, route = far[0]._handle, far[1]
     chosen, first, others = [], threading.Event(), threading.Event()
 
@@ -278,7 +278,7 @@ def test_callbacks_and_await(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.Mo
     assert all(each == CONTENT[: len(each)] for each in into)
 
 
-def test_ends_before_the_time(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
+def test_read_of_a_stopped_owner_can_be_cancelled_or_time_out(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
     buffer, _ = far
     stop(it)
     waiting = buffer[:8].read_into(bytearray(8))

@@ -254,7 +254,7 @@ def test_owner_death_during_a_transfer_is_reported_at_once(tls: bool, kind: str,
 
 
 @BOTH
-def test_an_owner_that_stands_still_has_a_deadline_and_can_be_given_up(tls: bool, content: bytes) -> None:
+def test_transfer_with_a_stopped_owner_times_out_or_is_cancelled(tls: bool, content: bytes) -> None:
     with owner(tls) as it, client_of(it, 2) as client:
         ticket, memory = it.ask("add", content), Memory(len(content))
         done(client.read(ticket, memory.all(), 20.0))
@@ -562,7 +562,7 @@ def test_invalid_request_ends_the_connection(content: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_hundreds_of_idle_strangers_and_one_client(content: bytes) -> None:
+def test_idle_unauthenticated_connections_do_not_block_a_client(content: bytes) -> None:
     with owner() as it, contextlib.ExitStack() as stack:
         ticket = it.ask("add", content[: 4 * MIB])
         client = stack.enter_context(client_of(it))

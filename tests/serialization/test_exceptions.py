@@ -207,7 +207,7 @@ def test_from_none_stays_from_none() -> None:
     assert isinstance(got.__context__, KeyError)
 
 
-def test_a_chain_that_bites_its_tail() -> None:
+def test_cyclic_exception_chain_arrives() -> None:
     first, second = Plain("1"), Plain("2")
     first.__cause__, second.__cause__ = second, first
     got = sent(first)
@@ -329,7 +329,7 @@ def test_a_reduce_of_its_own_is_respected() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Unloadable("x"), lambda: Unsendable("x", "y")])
-def test_a_reduce_that_fails_is_gone_around(make: Callable[[], BaseException]) -> None:
+def test_exception_with_a_failing_reduce_arrives(make: Callable[[], BaseException]) -> None:
     exc = make()
     got = sent(exc)
     assert type(got) is type(exc)

@@ -196,7 +196,7 @@ def test_plain_objects(value: object) -> None:
         assert type(route((value,))[0]) is type(value)
 
 
-def test_the_short_way_is_for_exact_built_in_values_only() -> None:
+def test_fast_path_takes_exact_builtin_values_only() -> None:
     class Loud(int):
         pass
 
@@ -1196,7 +1196,7 @@ def test_an_error_of_the_sender_is_the_cause() -> None:
     assert "args[0] (a tests.serialization.test_pickling.Broken: KeyError: 'secret')" in str(error)
 
 
-def test_too_deep() -> None:
+def test_deeply_nested_object_is_an_error() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]

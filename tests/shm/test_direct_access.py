@@ -194,7 +194,7 @@ def _bits(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_same_bits_whichever_way(world_size: int) -> None:
+def test_results_have_the_same_bits_in_private_and_shared_memory(world_size: int) -> None:
     run_ranks(_bits, world_size)
 
 
@@ -268,7 +268,7 @@ def test_a_forked_child_has_shared_memory_of_its_own() -> None:
     run_ranks(_fork, 2)
 
 
-def test_before_there_is_a_group() -> None:
+def test_shared_tensor_made_before_init_is_reduced() -> None:
     def early(rank: int, address: str) -> float:
         x = empty_shared(1_000_000).fill_(rank + 1)
         dist.init_process_group("monarch", init_method=address, rank=rank, world_size=2)

@@ -43,7 +43,7 @@ LONG = {
         if c.name not in LONG
     ],
 )
-def test_comes_out_as_expected(case: Any) -> None:
+def test_model_checker_finds_the_expected_outcome(case: Any) -> None:
     outcome = check.run(case)
     assert outcome.found == case.expected, outcome.text
     assert outcome.states > 0

@@ -71,14 +71,14 @@ def _mesh(simulation: Simulation, hosts: int, each: int = 1, **options: Any) -> 
 # ---- the promises of docs/architecture.md
 
 
-def test_promises() -> None:
+def test_invariants_hold_in_random_host_worlds() -> None:
     run_in_interpreters(range(SEEDS), "hosts:any", "hosts:4")
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, BIG_CHUNK))
-def test_promises_of_many_seeds(first: int) -> None:
+def test_invariants_hold_in_host_worlds_of_many_seeds(first: int) -> None:
     run_in_interpreters(range(first, first + BIG_CHUNK), *SIZES)
 
 

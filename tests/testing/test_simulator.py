@@ -154,7 +154,7 @@ def test_the_same_seed_is_the_same_run_in_another_process() -> None:
     assert digest("4711") == digest("0")
 
 
-def test_one_thread_no_process_no_time() -> None:
+def test_simulation_uses_one_thread_and_no_real_time() -> None:
     before, started = threading.active_count(), time.process_time()
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
     processes = children.read_text() if children.exists() else ""
@@ -213,7 +213,7 @@ def test_simulation_ends_with_its_with_block() -> None:
 # ---- frames
 
 
-def test_each_pair_in_order_others_in_any() -> None:
+def test_messages_are_ordered_within_each_pair_only() -> None:
     with Simulation(5, Conditions(late=0.5)) as simulation:
         _, actors = _mesh(8)
         port, receiver = Channel.open()
@@ -275,7 +275,7 @@ def _send(process: Any, link: int, body: bytes) -> bool:
     return sent
 
 
-def test_last_words_come_before_the_end() -> None:
+def test_last_frames_of_a_process_precede_its_exit() -> None:
     with Simulation(0, QUIET) as simulation:
         one, _, _, heard = _pair(simulation)
         link = one.links.connect("2" * 32)
@@ -372,7 +372,7 @@ def test_a_killed_process() -> None:
             simulation.kill(simulation.controller)
 
 
-def test_one_that_ends_itself() -> None:
+def test_actor_that_kills_its_process_is_reported() -> None:
     with Simulation() as simulation:
         _, actors = _mesh(2)
         error = actors.slice(gpus=1).end.call_one().exception()
@@ -446,7 +446,7 @@ def test_killed_process_ends_before_its_successor_starts() -> None:
 
 
 @pytest.mark.parametrize("what", ["unstartable", "dies_at_start"])
-def test_processes_that_never_come(what: str) -> None:
+def test_process_that_fails_to_start_is_reported(what: str) -> None:
     with Simulation(0, Conditions(**{what: 1.0})) as simulation:  # type: ignore[arg-type]
         procs, actors = _mesh(1)
         assert isinstance(actors.take.call_one(1).exception(), SupervisionError)
@@ -620,7 +620,7 @@ def test_deaths_are_reported() -> None:
         assert dead == ["gpus 1 of workers"]
 
 
-def test_the_trace_is_for_people() -> None:
+def test_trace_names_messages_and_events() -> None:
     with Simulation(steps=400, direct=2, fanout=2) as simulation:
         procs, actors = _mesh(7)
         actors.take.call(1).get()

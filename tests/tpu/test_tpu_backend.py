@@ -163,7 +163,7 @@ def _arrives(rank: int, address: str) -> None:
 
 
 @needs_device
-def test_every_collective_arrives_there() -> None:
+def test_every_collective_reaches_the_tpu_group() -> None:
     run_ranks(_arrives, 2, backend=None)
 
 

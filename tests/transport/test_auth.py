@@ -58,7 +58,7 @@ def test_the_user_secret_is_made_once_and_is_the_users_alone(tmp_path: Path) -> 
     assert stat.S_IMODE((folder / "secret").stat().st_mode) == 0o600
 
 
-def test_the_user_secret_stands_where_state_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_secret_is_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     assert user_secret() == read_secret(tmp_path / "xdg" / "monarch_backend" / "secret")
     monkeypatch.delenv("XDG_STATE_HOME")
@@ -100,7 +100,7 @@ def test_a_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> No
     assert len(read_secret(path)) == 32
 
 
-def test_a_file_of_several(tmp_path: Path) -> None:
+def test_secret_file_holds_several_secrets(tmp_path: Path) -> None:
     known = [new_secret() for _ in range(3)]
     path = tmp_path / "secret"
     path.write_text("".join(f"{secret.hex()}\n" for secret in known))
@@ -177,7 +177,7 @@ def test_handshake_authenticates_both_sides(binding: bytes) -> None:
     assert SECRET not in hello + answer + proof
 
 
-def test_one_of_two_jobs_is_meant() -> None:
+def test_server_selects_the_secret_of_the_client() -> None:
     both = [new_secret(), new_secret()]
     for secret in both:
         caller, called = HandshakeClient(secret, _mine()), HandshakeServer({name_of(known): known for known in both})
@@ -282,7 +282,7 @@ def test_reflected_proof_is_refused() -> None:
         called.check(proof)
 
 
-def test_a_proof_before_the_answer_is_none() -> None:
+def test_proof_before_the_answer_is_refused() -> None:
     caller, called = _pair()
     with pytest.raises(HandshakeError):
         called.check(bytes(PROOF_BYTES))
@@ -291,7 +291,7 @@ def test_a_proof_before_the_answer_is_none() -> None:
         called.check(auth._proof(SECRET, b"caller", caller.hello(), b"", b""))
 
 
-def test_every_byte_counts() -> None:
+def test_handshake_with_any_changed_byte_fails() -> None:
     """A change of any byte in transit makes one of the two sides refuse the handshake."""
     for place in range(HELLO_BYTES):
         caller, called = _pair()

@@ -16,7 +16,7 @@ from monarch_backend._transport.network.connection import PeerConnection, Timeou
 from tests.transport.connected_hosts import QUICK, Side, reset, together
 
 
-def test_both_ways(sides: Callable[..., Side]) -> None:
+def test_frames_arrive_in_both_directions(sides: Callable[..., Side]) -> None:
     here, there, out, back = together(sides)
     assert (out.who, back.who) == (there.tcp.who, here.tcp.who)
     large = os.urandom(3 << 20)
@@ -28,7 +28,7 @@ def test_both_ways(sides: Callable[..., Side]) -> None:
     assert here.frames.get(timeout=10) == (b"back", b"")
 
 
-def test_more_than_may_be_under_way(sides: Callable[..., Side]) -> None:
+def test_frames_beyond_the_window_arrive_in_order(sides: Callable[..., Side]) -> None:
     here, there, out, _ = together(sides, bounds=Timeouts())
     block = bytes(8 << 20)
     for number in range(20):
@@ -50,7 +50,7 @@ def test_broken_connections_neither_lose_nor_repeat_frames(sides: Callable[..., 
     assert there.lost.empty()
 
 
-def test_a_proof_that_is_lost(sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_survives_a_lost_proof(sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
     """The client has the session and the server lost its proof. The session begins on the next connection."""
     check, failed = HandshakeServer.check, threading.Event()
 
@@ -67,7 +67,7 @@ def test_a_proof_that_is_lost(sides: Callable[..., Side], monkeypatch: pytest.Mo
     assert failed.is_set() and here.lost.empty() and there.up.empty()
 
 
-def test_a_session_that_is_over_does_not_begin_anew(sides: Callable[..., Side]) -> None:
+def test_ended_session_is_not_resumed(sides: Callable[..., Side]) -> None:
     """Also if the client has received nothing in the session: its frames may already have been handled."""
     here, there, out, back = together(sides, bounds=Timeouts(heartbeat=60.0, silence=180.0))
     here.tcp.send(out, b"once", [])
@@ -77,14 +77,14 @@ def test_a_session_that_is_over_does_not_begin_anew(sides: Callable[..., Side]) 
     assert there.lost.get(timeout=10) is back and there.frames.empty()
 
 
-def test_goodbye(sides: Callable[..., Side]) -> None:
+def test_hang_up_ends_the_session_at_the_peer(sides: Callable[..., Side]) -> None:
     here, there, out, back = together(sides)
     here.tcp.hang_up(out)
     assert there.lost.get(timeout=10) is back
     assert back.lost == "it has ended the session"
 
 
-def test_one_that_closes_and_does_not_come_back(sides: Callable[..., Side]) -> None:
+def test_closed_connection_is_lost_before_the_silence_limit(sides: Callable[..., Side]) -> None:
     """The kernel closes the connection in the same way when a process is killed."""
     here, there, out, back = together(sides, bounds=Timeouts(silence=60.0))
     assert out.connection is not None

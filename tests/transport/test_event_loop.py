@@ -24,7 +24,7 @@ class Waited:
         self.ready = False
 
 
-def test_a_gate_that_another_one_opens_first_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_opened_by_another_thread_first_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     what, real = Waited(), threading.Lock
 
     class Overtaken:

@@ -242,7 +242,7 @@ def test_early_frames_wait_for_the_connected_event() -> None:
     assert one.bodies() == [b"early"]
 
 
-def test_one_that_is_not_there_refuses() -> None:
+def test_connect_to_a_missing_process_is_refused() -> None:
     world = World(2)
     one = world.process(1, 1)
     assert one.links.connect(token(2, 99)) == LINK_PENDING
@@ -253,7 +253,7 @@ def test_one_that_is_not_there_refuses() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_order_and_ends(seed: int) -> None:
+def test_exit_is_reported_once_after_frames_in_order(seed: int) -> None:
     """Frames between two processes keep their order. The report of an end arrives after all of them, exactly once."""
     world = World(3, seed)
     processes = [world.process(host, number) for host in (1, 2, 3) for number in (1, 2)]
@@ -283,7 +283,7 @@ def test_order_and_ends(seed: int) -> None:
             assert gone == []
 
 
-def test_a_cast_goes_once_to_each_host() -> None:
+def test_multicast_is_sent_once_to_each_host() -> None:
     world = World(3)
     one = world.process(1, 1)
     others = [world.process(host, number) for host in (2, 3) for number in (1, 2, 3)]
@@ -372,7 +372,7 @@ def test_tokens_know_their_host() -> None:
     assert host_of(token(0xABC, 1)) == "00000abc"
 
 
-def test_one_that_dies_before_its_call_is_answered() -> None:
+def test_process_that_dies_while_it_connects_is_reported() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     assert one.links.connect(two.token) == LINK_PENDING
@@ -393,7 +393,7 @@ def test_remote_processes_are_unreachable_without_the_gateway() -> None:
     assert one.links.connect(token(2, 1)) == -1
 
 
-def test_two_meet_through_a_third_host() -> None:
+def test_processes_connect_through_a_third_host() -> None:
     world = World(3, gate=2)
     one, two = world.process(1, 1), world.process(3, 1)
     link = one.meet(two)
@@ -410,7 +410,7 @@ def test_two_meet_through_a_third_host() -> None:
     assert [event[2] for event in one.told(Kind.GONE)] == ["killed"]
 
 
-def test_a_bad_frame_costs_no_other_one() -> None:
+def test_misaddressed_frame_is_dropped_alone() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     link = one.meet(two)

@@ -255,7 +255,7 @@ def test_invalid_frames_are_refused_without_side_effects() -> None:
     play(sender, receiver)
 
 
-def test_a_cast_is_copied_once_and_numbered_for_each() -> None:
+def test_multicast_is_copied_once_and_numbered_per_receiver() -> None:
     size = 1 << 20
 
     def caster(process: MailboxProcess) -> None:

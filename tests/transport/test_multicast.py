@@ -174,7 +174,7 @@ def test_hosts_lost_during_a_multicast(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_replies_find_another_way(seed: int) -> None:
+def test_replies_arrive_despite_cuts_between_hosts(seed: int) -> None:
     """Two hosts that lose each other, while all others reach both, cost no reply."""
     tree = Tree(16, 2, seed)
     world, chance = tree.world, tree.world.random
@@ -191,7 +191,7 @@ def test_replies_find_another_way(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_hosts_are_lost_with_the_replies_of_others(seed: int) -> None:
+def test_lost_hosts_lose_no_replies_of_other_hosts(seed: int) -> None:
     """Every reply of a remaining process arrives, though hosts that carry replies of others are lost."""
     tree = Tree(16, 2, seed, gate=seed % 2 * 3)
     world, chance = tree.world, tree.world.random
@@ -352,8 +352,8 @@ def test_many_seeds() -> None:
     for seed in range(1000, 1500):
         test_hosts_behind_another_one_are_lost(seed)
         test_hosts_lost_during_a_multicast(seed)
-        test_replies_find_another_way(seed)
-        test_hosts_are_lost_with_the_replies_of_others(seed)
+        test_replies_arrive_despite_cuts_between_hosts(seed)
+        test_lost_hosts_lose_no_replies_of_other_hosts(seed)
 
 
 def test_unanswered_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

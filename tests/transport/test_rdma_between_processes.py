@@ -138,7 +138,7 @@ def _storm(rank: int, end: End, count: int) -> int:
     return end.remote.nics.frames_sent
 
 
-def test_a_storm_in_which_connections_break(run: Run) -> None:
+def test_broken_connections_lose_no_frame_under_load(run: Run) -> None:
     """Each frame arrives once, in order and unchanged, though connections break. RDMA carries most of them."""
     assert all(rdma_parts > 10 for rdma_parts in run(_storm, 60))
 

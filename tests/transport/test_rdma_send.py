@@ -132,7 +132,7 @@ def receive(side: Side) -> tuple[bytes, bytes]:
 # Delivery -------------------------------------------------------------------------------------------------------------
 
 
-def test_sizes_around_the_least(make: Make) -> None:
+def test_frames_around_the_minimum_size_arrive(make: Make) -> None:
     here, there, out, _ = make()
     for nbytes in (1, 64 * KIB, MIB - 1, MIB, MIB + 1, 3 * MIB + 5, 40 * MIB, 100 * MIB):
         sent = numbers(nbytes, nbytes % 7)
@@ -422,7 +422,7 @@ def test_one_thread_serves_both_directions() -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_one_without_nics_or_of_an_older_release(fabric: Fabric, sides: Callable[..., Side], who: int) -> None:
+def test_frames_to_a_peer_without_rdma_use_the_connection(fabric: Fabric, sides: Callable[..., Side], who: int) -> None:
     """A side without RDMA does not offer it in its handshake, and gets no RDMA messages."""
     secret = new_secret()
     here, there = (sides(secret, bounds=PATIENT, offers_rdma=index != who) for index in range(2))
@@ -469,7 +469,7 @@ print([name for name in sys.modules if name.startswith("monarch_backend.rdma")])
 """
 
 
-def test_rdma_is_not_imported_in_vain() -> None:
+def test_rdma_is_not_imported_by_an_idle_gateway() -> None:
     done = subprocess.run([sys.executable, "-c", _GATEWAY], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -495,7 +495,7 @@ def test_rdma_is_not_imported_in_vain() -> None:
         rdma_frame_header.pack([Part(i, 1, b"") for i in range(90)])[:-1],
     ],
 )
-def test_parts_that_cannot_be(prefix: bytes) -> None:
+def test_invalid_parts_are_a_session_error(prefix: bytes) -> None:
     with pytest.raises(SessionError):
         rdma_frame_header.unpack(prefix, 100)
 

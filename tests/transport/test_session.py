@@ -262,7 +262,7 @@ def test_a_missing_frame_is_an_error() -> None:
     assert other.received == 0
 
 
-def test_acknowledgements_of_frames_that_never_were_are_an_error() -> None:
+def test_acknowledgement_of_an_unsent_frame_is_an_error() -> None:
     one = Session()
     one.send(b"", [])
     with pytest.raises(SessionError, match="has received frame 2 of 1"):
@@ -322,7 +322,7 @@ def test_bad_heads_are_errors_of_the_session(data: bytes) -> None:
         read_head(data)
 
 
-def test_the_largest_head_is_one() -> None:
+def test_head_with_the_largest_sizes_is_valid() -> None:
     assert read_head(_raw(prefix=MAX_PREFIX_BYTES, body=MAX_BODY_BYTES)) == Head(
         DATA, MAX_PREFIX_BYTES, MAX_BODY_BYTES, 1, 0
     )

@@ -75,7 +75,7 @@ def test_collectives_that_ignore_the_subgroup_are_refused_there(name: str) -> No
 
 
 @pytest.mark.usefixtures("world_of_4")
-def test_reduce_and_all_to_all_single_too() -> None:
+def test_reduce_and_all_to_all_single_on_a_subgroup_are_refused() -> None:
     part, recorder = _make([1, 3], 2)
     total = SimpleNamespace(reduceOp=dist.ReduceOp.SUM)
     for call in (lambda: part.reduce([], total), lambda: part.alltoall_base(None, None, [], [], None)):

@@ -58,7 +58,7 @@ def test_one_of_the_results_is_enough(mesh_of: Callable[[str], Any], name: str, 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_after_a_graph_break(mesh_of: Callable[[str], Any]) -> None:
+def test_backward_after_a_graph_break_matches_torch(mesh_of: Callable[[str], Any]) -> None:
     """The first graph has results for which the second graph computes no gradient."""
 
     def program(x: Any, y: Any) -> Any:

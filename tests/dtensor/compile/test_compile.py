@@ -743,7 +743,7 @@ def test_a_library_that_a_killed_worker_has_left_half_written_is_made_again(
     assert not broken.exists()
 
 
-def test_options_that_there_are_not(two: Any) -> None:
+def test_unknown_options_are_refused(two: Any) -> None:
     there = distribute_tensor(torch.ones(8, 16), two, [Shard(0)])
     with pytest.raises(Exception, match="the options are inductor"):
         torch.compile(lambda x: x + 1, backend=compile_backend.monarch, options={"fast": True})(there)

@@ -57,7 +57,7 @@ SELDOM: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", slow_except([*OFTEN, *SELDOM], "view", "redistribute"))
-def test_other_sizes(mesh_of: Callable[[str], Any], name: str) -> None:
+def test_captured_functions_accept_other_sizes(mesh_of: Callable[[str], Any], name: str) -> None:
     function = {**OFTEN, **SELDOM}[name]
 
     def program(x: Any) -> Any:
@@ -84,7 +84,7 @@ def test_other_sizes(mesh_of: Callable[[str], Any], name: str) -> None:
     torch._dynamo.reset()
 
 
-def test_sharded_otherwise_and_then_of_another_size(mesh_of: Callable[[str], Any]) -> None:
+def test_captured_function_accepts_other_placements_and_sizes(mesh_of: Callable[[str], Any]) -> None:
     """The second call has the size of the first one, but smaller shards."""
     torch._dynamo.reset()
     captured = torch.compile(lambda x: x + x.sin(), backend="monarch", options={"inductor": False})
@@ -95,7 +95,7 @@ def test_sharded_otherwise_and_then_of_another_size(mesh_of: Callable[[str], Any
         same(found, x + x.sin())
 
 
-def test_behind_a_graph_break(mesh_of: Callable[[str], Any]) -> None:
+def test_gradient_across_a_graph_break_matches_torch(mesh_of: Callable[[str], Any]) -> None:
     """After the break the input has an autograd history and a symbolic size."""
     torch._dynamo.reset()
 

@@ -80,9 +80,7 @@ def test_a_checkpoint_is_torchs_own(mesh_of: Callable[[str], Any], tmp_path: Pat
     assert value(state["x"]).equal(whole + 1)
 
 
-def test_a_checkpoint_becomes_a_file_of_torch_save_and_comes_of_one(
-    mesh_of: Callable[[str], Any], tmp_path: Path
-) -> None:
+def test_checkpoint_converts_to_and_from_a_torch_save_file(mesh_of: Callable[[str], Any], tmp_path: Path) -> None:
     """The planners of format_utils start with an empty state dict and fill it from the checkpoint."""
     whole, one, two = torch.randn(4, 3), tmp_path / "one.pt", tmp_path / "two"
     saved = {"model": {"w": distribute_tensor(whole, mesh_of("2"), [Shard(0)])}, "step": 3}

@@ -176,7 +176,7 @@ def ended() -> tuple[Any, Any]:
     return mesh, group
 
 
-def test_ranks_that_have_ended_are_nobodys(ended: tuple[Any, Any], mesh_of: Callable[[str], Any]) -> None:
+def test_ended_ranks_are_refused(ended: tuple[Any, Any], mesh_of: Callable[[str], Any]) -> None:
     mesh, group = ended
     with pytest.raises(MeshClosedError, match=r"ranks \[\d+\] have ended.*procs\.device_mesh\(\)"):
         DeviceMesh("cpu", mesh.mesh.tolist())

@@ -293,11 +293,11 @@ def test_unread_failure_is_logged_at_the_end_of_the_mesh(capfd: pytest.CaptureFi
     procs.stop().get(30)
     said = [""]
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         said[0] += capfd.readouterr().err
         return "no read has reported it: IndexError" in said[0]
 
-    until(is_told, "what has failed: a process's last words come behind its end")
+    until(is_reported, "what has failed: a process's last words come behind its end")
     assert f"{failing_lookup.OPERATION} raised on rank 1 " in said[0]
     del failed
 

@@ -23,7 +23,7 @@ def remote(mesh_of: Any) -> Any:
     return distribute_tensor(torch.arange(6.0), mesh_of("2"), [Replicate()]).to_local()
 
 
-def test_in_place(remote: Any) -> None:
+def test_host_tensor_is_changed_in_place_by_a_remote_tensor(remote: Any) -> None:
     host = torch.ones(6)
     before = host._version
     assert host.add_(remote, alpha=2) is host
@@ -40,7 +40,7 @@ def test_view_of_a_host_tensor(remote: Any) -> None:
     assert host.tolist() == [[0] * 6, [0, 1, 2, 3, 4, 5], [0] * 6]
 
 
-def test_lists(remote: Any) -> None:
+def test_foreach_operation_changes_host_tensors(remote: Any) -> None:
     hosts = [torch.ones(6), torch.zeros(6)]
     torch._foreach_add_(hosts, [remote, remote])
     assert [each.tolist() for each in hosts] == [[1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5]]
@@ -68,13 +68,13 @@ def test_rows_of_a_table_here_by_indices_there(mesh_of: Any) -> None:
     same(table[:, 0].gather(0, there.to_local()[:1]), table[:, 0].gather(0, index[:1]))
 
 
-def test_results_that_are_given(remote: Any) -> None:
+def test_out_argument_can_be_a_host_tensor(remote: Any) -> None:
     out = torch.empty(6)
     assert torch.mul(remote, 2, out=out) is out
     assert out.tolist() == [0, 2, 4, 6, 8, 10]
 
 
-def test_a_remote_one_that_changes_by_a_host_s(remote: Any) -> None:
+def test_remote_tensor_is_changed_in_place_by_a_host_tensor(remote: Any) -> None:
     host = torch.ones(6)
     assert remote.add_(host) is remote
     same(remote, torch.arange(6.0) + 1, 0)

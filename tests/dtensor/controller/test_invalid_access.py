@@ -74,7 +74,7 @@ def test_another_thread_has_its_own_errors() -> None:
             assert isinstance(each.exception(), NotReadableError)
 
 
-def test_a_thread_without_the_gil_has_words_and_the_main_thread_the_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_access_without_the_gil_is_printed_and_raised_in_main_thread(capfd: pytest.CaptureFixture[str]) -> None:
     x = ones()
     thread = threading.Thread(target=lambda: NO_GIL(address_of(x), address_of(x) + PART, 4))
     with pytest.raises(NotReadableError):
@@ -397,9 +397,7 @@ LATER = "faulthandler.disable(); faulthandler.enable(); simulated_mesh((2,), ('x
 
 
 @pytest.mark.parametrize("read", [NEAR, OTHERS["far"], OTHERS["sent"]], ids=["near", "far", "sent"])
-def test_two_handlers_that_have_each_other_for_the_one_before_come_to_an_end(
-    run_script: Callable[..., Run], read: str
-) -> None:
+def test_fault_handlers_that_chain_to_each_other_terminate(run_script: Callable[..., Run], read: str) -> None:
     run = run_script(SCRIPT.replace("READ", f"{LATER}\n{read}").replace("WHEN", ""))
     assert run.returncode == -signal.SIGSEGV and run.err.count("Segmentation fault") in (1, 2), run.err
     assert (NOTE in run.err) == (read == NEAR)
@@ -438,7 +436,7 @@ def test_read_at_address_0_is_explained(run_script: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("read", OTHERS.values(), ids=OTHERS.keys())
-def test_another_segmentation_fault_is_another_matter(run_script: Callable[..., Run], read: str) -> None:
+def test_other_segmentation_faults_have_no_note(run_script: Callable[..., Run], read: str) -> None:
     run = ended(run_script, read)
     assert NOTE not in run.err
     assert line_of(run.err, read)
@@ -493,7 +491,7 @@ for first in (library.first, library.first_of_storage):
 
 
 @pytest.mark.slow
-def test_an_extension(run_script: Callable[..., Run], tmp_path: Path) -> None:
+def test_access_by_a_cpp_extension_raises(run_script: Callable[..., Run], tmp_path: Path) -> None:
     source, library = tmp_path / "first.cpp", tmp_path / "first.so"
     source.write_text(EXTENSION)
     paths = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]

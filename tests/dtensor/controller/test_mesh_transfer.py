@@ -35,7 +35,7 @@ def test_from_any_placements_to_any(mesh_of: Callable[[str], Any], source: str, 
             assert value(moved).equal(whole)
 
 
-def test_a_sum_that_is_not_done_is_done_first(mesh_of: Callable[[str], Any]) -> None:
+def test_partial_tensor_is_reduced_before_its_transfer(mesh_of: Callable[[str], Any]) -> None:
     a, b = torch.randn(4, 6), torch.randn(6, 3)
     partial = distribute_tensor(a, mesh_of("2"), [Shard(1)]) @ distribute_tensor(b, mesh_of("2"), [Shard(0)])
     assert partial.placements == (Partial(),)

@@ -97,7 +97,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_what_no_style_takes_is_trained_on_the_workers(mesh_of: Callable[[str], Any], options: Any) -> None:
+def test_parameters_outside_the_plan_train_on_workers(mesh_of: Callable[[str], Any], options: Any) -> None:
     ours, alone = pair(mesh_of("2"))
     known = dict(ours.named_parameters())
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.01, eps=1e-3, **options) for net in (ours, alone)]
@@ -203,7 +203,7 @@ def called(mesh_of: Callable[[str], Any]) -> tuple[nn.Module, nn.Module]:
     return ours, alone
 
 
-def test_its_state_is_saved_and_loaded(called: tuple[nn.Module, nn.Module], tmp_path: Any) -> None:
+def test_state_of_a_placed_module_is_saved_and_loaded(called: tuple[nn.Module, nn.Module], tmp_path: Any) -> None:
     ours, alone = called
     file = io.BytesIO()
     torch.save({name: each for name, each in ours.state_dict().items() if name in PLAIN}, file)

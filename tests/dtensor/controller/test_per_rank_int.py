@@ -214,7 +214,7 @@ def test_gradients_with_numbers_of_each_rank(mesh_of: Any) -> None:
         torch.ones(3, requires_grad=True) * mesh.get_local_rank()
 
 
-def test_negations_that_torch_has_not_calculated_yet_are_its_own(mesh_of: Any) -> None:
+def test_lazy_negation_is_not_taken_for_a_per_rank_integer(mesh_of: Any) -> None:
     """The negative bit marks per-rank integers. torch itself sets it for imaginary parts of conjugates."""
     mesh_of("2")
     z = torch.tensor([1 + 2j, 3 - 4j])

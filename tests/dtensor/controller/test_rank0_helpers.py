@@ -118,14 +118,14 @@ def test_a_picture_of_a_dtensor_is_drawn_once(
 # Data parallel modules, and losses that are not DTensors --------------------------------------------------------
 
 
-def test_distributed_data_parallel_says_what_to_do(mesh_of: Callable[[str], Any]) -> None:
+def test_distributed_data_parallel_error_has_a_remedy(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     for options in ({}, {"device_mesh": mesh}, {"process_group": mesh.get_group()}):
         with pytest.raises(RemoteTensorError, match=r"distribute_module\(module, mesh\).*fully_shard"):
             nn.parallel.DistributedDataParallel(nn.Linear(2, 2), **options)
 
 
-def test_what_it_says_is_right(mesh_of: Callable[[str], Any]) -> None:
+def test_remedy_for_distributed_data_parallel_works(mesh_of: Callable[[str], Any]) -> None:
     alone, x = nn.Linear(3, 2), torch.randn(5, 3)
     alone(x).square().mean().backward()
     module = nn.Linear(3, 2)
@@ -136,7 +136,7 @@ def test_what_it_says_is_right(mesh_of: Callable[[str], Any]) -> None:
         same(ours.grad, reference.grad)
 
 
-def test_a_plain_loss_beside_a_dtensor_says_what_to_do(mesh_of: Callable[[str], Any]) -> None:
+def test_error_for_a_plain_loss_with_a_dtensor_has_a_remedy(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)]).requires_grad_()
     for add in (lambda plain, whole: plain + whole, lambda plain, whole: whole + plain):

@@ -110,7 +110,7 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def test_of_a_function_of_ones_own(mesh_of: Callable[[str], Any]) -> None:
+def test_repr_names_a_custom_autograd_function(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(filled(3), mesh_of("2"), [Replicate()]).requires_grad_()
     assert shown(Doubled.apply(x)) == repr(Doubled.apply(filled(3).requires_grad_()))  # type: ignore[no-untyped-call]
 
@@ -125,7 +125,7 @@ def test_with_another_default_dtype(mesh_of: Callable[[str], Any]) -> None:
         torch.set_default_dtype(before)
 
 
-def test_of_sums_that_are_not_added_up_yet(mesh_of: Callable[[str], Any]) -> None:
+def test_repr_of_partial_sums_shows_the_total(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2x2")
     whole = torch.arange(3000.0).view(60, 50)  # sums of these are exact in any order
     total = distribute_tensor(whole, mesh, [Shard(0), Shard(1)]).sum(0)

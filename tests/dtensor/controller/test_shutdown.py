@@ -115,7 +115,7 @@ def test_last_operations_run_and_their_failures_are_reported(
         x.tolist()
 
 
-def test_collectives_of_the_last_moment_are_done(procs: ProcMesh, capfd: pytest.CaptureFixture[str]) -> None:
+def test_collectives_before_stop_are_executed(procs: ProcMesh, capfd: pytest.CaptureFixture[str]) -> None:
     """The groups end after the last collectives have used them."""
     x = ones(procs)
     for _ in range(30):
@@ -180,7 +180,7 @@ def pids(procs: ProcMesh) -> list[int]:
     return list(run(procs.device_mesh("cpu"), os.getpid).get(30).values())
 
 
-def test_a_dead_worker_holds_up_no_end(procs: ProcMesh, deaths: list[MeshFailure]) -> None:
+def test_dead_worker_does_not_delay_stop(procs: ProcMesh, deaths: list[MeshFailure]) -> None:
     x = ones(procs)
     os.kill(pids(procs)[1], signal.SIGKILL)
     x.sum().full_tensor()

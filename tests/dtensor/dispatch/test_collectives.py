@@ -47,7 +47,7 @@ def by_rank(case: Callable[..., list[Any]], x: Any, mesh: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("case", collective_programs.CASES)
-def test_values_are_those_of_ranks(mesh_of: Callable[[str], Any], case: str, name: str) -> None:
+def test_collectives_give_the_values_of_ranks(mesh_of: Callable[[str], Any], case: str, name: str) -> None:
     mesh = made(mesh_of, name)
     for dtype in DTYPES.values():
         x = shards(mesh, dtype)
@@ -63,7 +63,7 @@ CAPTURED = set(collective_programs.CASES) - {
 
 
 @pytest.mark.parametrize("case", slow_except(collective_programs.CASES, "in_place", "functional_coalesced"))
-def test_in_a_captured_step(mesh_of: Callable[[str], Any], case: str) -> None:
+def test_collectives_in_a_captured_step_give_the_values_of_ranks(mesh_of: Callable[[str], Any], case: str) -> None:
     mesh = mesh_of("2")
     expected = list(run(mesh, collective_programs.by_rank, case, shards(mesh), mesh).get().values())
     torch._dynamo.reset()
@@ -112,7 +112,9 @@ def test_splits_that_do_not_match_name_the_line(mesh_of: Callable[[str], Any]) -
     same(x, shards(mesh), 0)  # the sent tensor is unchanged
 
 
-def test_of_many_sizes_some_are_forgotten(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signature_cache_of_collectives_is_bounded(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh = mesh_of("2")
     workers = workers_of(mesh)
     monkeypatch.setattr(collectives_module, "SIGNATURE_CACHE_SIZE", 8)

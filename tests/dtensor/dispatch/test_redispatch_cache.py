@@ -76,7 +76,7 @@ def exactly(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except(WITH_A_NUMBER, "mul", "eq"))
-def test_numbers_of_all_kinds_behind_each_other(mesh_of: Any, name: str) -> None:
+def test_equal_numbers_of_different_types_are_distinct(mesh_of: Any, name: str) -> None:
     """1, 1.0, True and 1+0j are equal and hash alike, but are four different operands. So are 0.0 and -0.0."""
     of, mesh = WITH_A_NUMBER[name], mesh_of("2")
     numbers = [each for each in NUMBERS if not (isinstance(each, complex) and name in NOT_COMPLEX)]

@@ -43,7 +43,9 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "size"), [("3", UNEVEN), ("2x2", EVEN)], ids=["uneven", "even"])
-def test_repeated_it_gives_what_torch_gives(mesh_of: Any, name: str, size: Any, repeated: list[int]) -> None:
+def test_repeated_redistribution_gives_the_values_of_torch(
+    mesh_of: Any, name: str, size: Any, repeated: list[int]
+) -> None:
     mesh = mesh_of(name)
     known(mesh).clear()
     for before, after in itertools.product(itertools.product(ONE, repeat=mesh.ndim), repeat=2):
@@ -147,7 +149,7 @@ def test_a_slice_that_is_asked_for_again_is_the_same_mesh(repeated: list[int]) -
     assert len(repeated) == times + 2
 
 
-def test_only_so_many_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redistribute_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redistribute_cache, "CACHE_SIZE", 2)
     mesh = simulated_mesh((2,), ("x",))
     for rows in (2, 4, 6, 8, 10):

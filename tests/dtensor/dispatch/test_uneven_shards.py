@@ -51,7 +51,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("on", ["3", pytest.param("2x2", marks=pytest.mark.slow)])
-def test_of_few_rows(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
+def test_operations_with_few_rows_match_torch(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
     (size, of), mesh = CASES[name], mesh_of(on)
     for there in itertools.product([*map(Shard, range(min(len(size), 3))), Replicate()], repeat=mesh.ndim):
         theirs = torch.randn(size, requires_grad=True)

@@ -51,7 +51,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "kept"), CASES)
 @pytest.mark.parametrize("on", ["3", pytest.param("2x2", marks=pytest.mark.slow)])
-def test_of_all_of_a_batch(mesh_of: Callable[[str], Any], on: str, name: str, kept: str) -> None:
+def test_norm_layers_of_a_sharded_batch_match_a_single_process(
+    mesh_of: Callable[[str], Any], on: str, name: str, kept: str
+) -> None:
     (make, size), mesh = NORMS[name], mesh_of(on)
     for placements in itertools.product(ONE, repeat=mesh.ndim):
         alone, x = make(), torch.randn(size)
@@ -82,7 +84,9 @@ def test_of_all_of_a_batch(mesh_of: Callable[[str], Any], on: str, name: str, ke
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True)], ids=str)
 @pytest.mark.parametrize("on", MESHES)
-def test_of_a_batch_that_is_here(mesh_of: Callable[[str], Any], on: str, layer: nn.Module) -> None:
+def test_norm_layers_of_a_host_batch_match_a_single_process(
+    mesh_of: Callable[[str], Any], on: str, layer: nn.Module
+) -> None:
     alone = copy.deepcopy(layer)
     ours, x = distribute_module(copy.deepcopy(alone), mesh_of(on)), torch.randn(5, 4, 3)
     for net in (ours, alone):
@@ -108,7 +112,7 @@ LENGTHS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", list(LENGTHS))
 @pytest.mark.parametrize("on", MESHES)
-def test_norms_of_what_several_ranks_have_are_not_added(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
+def test_norms_over_sharded_dimensions_match_torch(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
     mesh = mesh_of(on)
     for placements in itertools.product(ONE, repeat=mesh.ndim):
         x = torch.randn(5, 4)

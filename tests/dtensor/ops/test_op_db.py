@@ -91,7 +91,7 @@ def compare(names: Sequence[str], mesh: Any, folder: Path) -> None:
     assert sum(kind_of(each) == "ok" for each in ours.values()) > len(names) * 3 // 4
 
 
-def test_some_of_each_kind(mesh_of: Any, tmp_path: Path) -> None:
+def test_sampled_operators_match_torch(mesh_of: Any, tmp_path: Path) -> None:
     known = op_db.operators()
     compare([name for name in SOME if name in known], mesh_of("2"), tmp_path)
 
@@ -99,7 +99,7 @@ def test_some_of_each_kind(mesh_of: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
-def test_all(mesh_of: Any, tmp_path: Path, part: int) -> None:
+def test_all_operators_match_torch(mesh_of: Any, tmp_path: Path, part: int) -> None:
     compare(list(op_db.operators())[part::PARTS], mesh_of("2"), tmp_path)
 
 

@@ -27,7 +27,7 @@ def placements(mesh: Any) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=["even", "uneven"])
-def test_what_is_distributed_comes_back_and_is_where_it_belongs(mesh: Any, size: Any) -> None:
+def test_distributed_tensor_has_its_values_and_placements(mesh: Any, size: Any) -> None:
     whole = torch.randn(size)
     for here in placements(mesh):
         there = distribute_tensor(whole, mesh, here)
@@ -267,7 +267,7 @@ def test_attention(line: Any) -> None:
         same(mine.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-def test_what_a_number_is(mesh: Any) -> None:
+def test_values_read_by_the_controller_match_torch(mesh: Any) -> None:
     whole = torch.randn(UNEVEN)
     for here in placements(mesh):
         x = distribute_tensor(whole, mesh, here)

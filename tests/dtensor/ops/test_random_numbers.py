@@ -67,7 +67,7 @@ def same_program(program: Callable[[torch.Tensor], list[Any]], ours: torch.Tenso
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_filled_in_place(mesh: Any, size: Any) -> None:
+def test_inplace_random_fills_match_a_single_process(mesh: Any, size: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         kept = []
         for fill in FILLS.values():
@@ -79,7 +79,7 @@ def test_filled_in_place(mesh: Any, size: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_of_other_dtypes(line: Any, dtype: torch.dtype) -> None:
+def test_random_numbers_of_other_dtypes_match_a_single_process(line: Any, dtype: torch.dtype) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         return [x.uniform_().clone(), x.normal_().clone(), x.bernoulli_(0.5).clone(), torch.randint_like(x, 9)]
 
@@ -89,7 +89,7 @@ def test_of_other_dtypes(line: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [UNEVEN, SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=str)
-def test_made_like_another(mesh: Any, size: Any) -> None:
+def test_random_like_functions_match_a_single_process(mesh: Any, size: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         return [
             torch.rand_like(x), torch.rand(2), torch.randn_like(x), torch.randn_like(x, dtype=torch.float64),
@@ -148,7 +148,7 @@ def test_factories(mesh: Any) -> None:
             equal(mine, theirs)
 
 
-def test_in_memory_order_of_the_whole(line: Any) -> None:
+def test_random_fills_of_views_follow_the_memory_order(line: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         return [x.t().normal_().clone(), x[:, 1:4].normal_().clone(), x.t().uniform_().clone(), x.clone()]
 
@@ -172,7 +172,7 @@ def test_dropout_and_its_gradient(mesh: Any, training: bool) -> None:
         same_program(program, distribute_tensor(whole, mesh, here), whole)
 
 
-def test_of_a_tensor_that_is_to_be_summed(line: Any) -> None:
+def test_random_functions_of_a_partial_tensor_match_a_single_process(line: Any) -> None:
     a, b = torch.ones(12, 6), torch.ones(6, 4)
     partial = distribute_tensor(a, line, [Shard(1)]) @ distribute_tensor(b, line, [Shard(0)])
     assert partial.placements == (Partial(),)  # type: ignore[attr-defined]
@@ -279,7 +279,7 @@ def test_activation_checkpoints_drop_the_same_again(line: Any, reentrant: bool) 
     same_program(program, distribute_tensor(whole, line, [Shard(0)]), whole)
 
 
-def test_a_generator_of_ones_own(line: Any) -> None:
+def test_user_generator_matches_a_single_process(line: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         own = torch.Generator().manual_seed(77)
         kept = [x.normal_(generator=own).clone(), x.uniform_().clone(), x.normal_(generator=own).clone()]
@@ -289,7 +289,7 @@ def test_a_generator_of_ones_own(line: Any) -> None:
         same_program(program, distribute_tensor(torch.zeros(size), line, [Shard(0)]), torch.zeros(size))
 
 
-def test_some_of_the_processes_and_then_all(all_procs: Any) -> None:
+def test_random_numbers_on_mesh_and_slice_match_a_single_process(all_procs: Any) -> None:
     procs = all_procs["2x2"]
     whole, half = procs.device_mesh(DEVICE), procs.slice(dp=1).device_mesh(DEVICE)
 
@@ -547,7 +547,7 @@ def test_lists_of_tensors_have_each_its_own_origin(fresh: Any) -> None:
     assert [each._meta.origin for each in (one, other, third)] == [shard._meta.origin, None, shard._meta.origin]
 
 
-def test_a_shard_with_one_number_everywhere_is_a_shard_still(fresh: Any) -> None:
+def test_filled_copy_of_a_shard_keeps_its_origin(fresh: Any) -> None:
     shard = distribute_tensor(torch.ones(5, 2), fresh, [Shard(0)]).to_local()
     filled = torch.empty_like(shard).copy_(torch.tensor(2.0))
     assert filled._meta.origin == shard._meta.origin

@@ -161,7 +161,7 @@ def test_one_thread_in_a_function_for_one_rank_leaves_others_alone(mesh_of: Call
     assert seen == [False]
 
 
-def test_a_forked_child_does_not_speak_to_the_workers(mesh_of: Callable[[str], Any]) -> None:
+def test_forked_child_sends_no_commands(mesh_of: Callable[[str], Any]) -> None:
     x = workers_of(mesh_of("2")).put(torch.ones(2))
     kept: list[RemoteTensor] = [x + i for i in range(3)]
     child = os.fork()

@@ -229,12 +229,12 @@ def places_of(rows: Sequence[Patch]) -> dict[str, Any]:
 PLACES = places_of(manifest.MESH)
 
 
-def test_this_list_is_complete() -> None:
+def test_list_of_parameters_has_each_replaced_function() -> None:
     assert set(PLACES) == set(FORMS) | OF_C
 
 
 @pytest.mark.parametrize("place", sorted(FORMS))
-def test_torchs_own_function_has_the_form_that_we_rely_on(place: str) -> None:
+def test_replaced_function_has_the_expected_parameters(place: str) -> None:
     own = PLACES[place]
     own = own.__func__ if isinstance(own, (staticmethod, classmethod)) else own
     if isinstance(own, types.WrapperDescriptorType):  # a method of C, without a module
@@ -247,7 +247,7 @@ def test_torchs_own_function_has_the_form_that_we_rely_on(place: str) -> None:
     assert " ".join(inspect.signature(own).parameters) == FORMS[place]
 
 
-def test_torch_says_that_it_has_no_sharding_in_the_way_that_is_looked_for() -> None:
+def test_errors_for_missing_shardings_are_the_expected_ones() -> None:
     """The fallback looks for the class of the error, and for its text if a tensor would have to be redistributed."""
     assert "raise NotImplementedError(" in inspect.getsource(sharding_prop.ShardingPropagator)
     said = "".join(map(inspect.getsource, (utils.expand_to_full_mesh_op_strategy, tensor_ops, view_ops)))
@@ -258,7 +258,7 @@ def test_torch_says_that_it_has_no_sharding_in_the_way_that_is_looked_for() -> N
     assert slow.rstrip().endswith(") from e")
 
 
-def test_an_index_of_masks_is_sharded_by_what_we_correct() -> None:
+def test_strategy_of_index_put_is_our_fix() -> None:
     known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[torch.ops.aten.index_put_.default]
     assert dataclasses.is_dataclass(known) and known.func.__module__ == sharding_fixes.__name__
     own = inspect.signature(tensor_ops.index_put_single_dim_strategy)
@@ -266,14 +266,14 @@ def test_an_index_of_masks_is_sharded_by_what_we_correct() -> None:
     assert callable(op_dispatch.as_strided_handler)
 
 
-def test_a_whole_is_found_of_one_shard_and_the_mesh() -> None:
+def test_global_shape_is_computed_from_a_shard_and_the_mesh() -> None:
     own = patches.originals["torch.distributed.tensor._api:compute_global_tensor_info"]
     assert own is torch._C._DTensor_compute_global_tensor_info
     mesh = simulated_mesh((2, 3), ("x", "y"))
     assert own(torch.empty(2, 5), mesh, (Shard(0), Shard(1))) == ([4, 15], [15, 1])
 
 
-def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
+def test_functions_with_swapped_code_have_the_expected_parameters() -> None:
     swapped = [patches.originals[row.target] for row in manifest.MESH if row.swaps_code and row.is_for(RELEASE)]
     forms = {function.__name__: " ".join(inspect.signature(function).parameters) for function in swapped}
     assert forms == {
@@ -468,14 +468,14 @@ FORMS_OF_COMPILE[f"TensorVariable.{_OF_ATTRIBUTES}"] = "self tx name"
 
 
 @pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
-def test_what_traces_of_classes_of_ranks_replace_has_the_form_that_we_rely_on(name: str) -> None:
+def test_functions_replaced_in_traces_have_the_expected_parameters(name: str) -> None:
     trace_installation.install()  # one is a classmethod, and its form depends on the installation
     own = {**PLACES, **places_of(manifest.COMPILE)}[name]
     own = own.__func__ if isinstance(own, (staticmethod, classmethod)) else own
     assert " ".join(inspect.signature(own).parameters) == FORMS_OF_COMPILE[name]
 
 
-def test_the_dimension_of_an_input_that_a_sharded_dimension_of_its_view_is_made_of() -> None:
+def test_sharded_dimension_of_a_view_maps_to_its_input() -> None:
     mesh = simulated_mesh((2, 2), ("x", "y"))
     base = distribute_tensor(torch.ones(4, 6, 8), mesh, [Shard(0), Replicate()])
 

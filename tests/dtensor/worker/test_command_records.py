@@ -102,7 +102,7 @@ def test_failure_names_the_record_and_leaves_the_others() -> None:
 
 
 @pytest.mark.parametrize("words", [[7], [7, 0, 1], [0], [0, 4, 1], [0, -1], ["no number"]])
-def test_words_that_are_cut_off_are_nobodys(words: list[Any]) -> None:
+def test_truncated_records_are_not_executed(words: list[Any]) -> None:
     tensors: dict[int, Any] = {1: "a"}
     assert run(words, {7: call(lambda each: each, ("tensor", 0))}, tensors) == 0 if words != ["no number"] else True
     assert tensors == {1: "a"}
@@ -192,7 +192,7 @@ A, B = torch.ones(2, 3), torch.ones(2, 3)
         (_aten.cat.default, ([A, B], 1), {}),
     ],
 )
-def test_the_quickest_way_to_an_operator_does_the_same(operator: Any, args: Any, kwargs: Any) -> None:
+def test_fast_op_lookup_gives_the_results_of_the_operator(operator: Any, args: Any, kwargs: Any) -> None:
     found = fast_op_lookup.quickest(operator, args, kwargs)
     assert found is not operator._op, "torch has a function for it"
     copies = [each.clone() if isinstance(each, torch.Tensor) else each for each in args]

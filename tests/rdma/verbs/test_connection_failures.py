@@ -226,9 +226,7 @@ def test_a_connection_that_broke_is_made_again_and_the_transfers_end_well(
     assert asking(peers.digest, "here") == owner(peers.digest, "there")
 
 
-def test_a_link_that_stays_dead_is_reported_in_seconds_in_the_devices_words(
-    owner: Peer, asking: Peer, cable: Any
-) -> None:
+def test_dead_link_is_reported_within_seconds(owner: Peer, asking: Peer, cable: Any) -> None:
     region = _start_streams(owner, asking)
     cable("down")
     began = time.monotonic()
@@ -257,7 +255,7 @@ def _introduced(asking: Peer, owner: Peer) -> bool:
     return True
 
 
-def _become_nobody(host: Host, limit: int) -> None:
+def _drop_privileges(host: Host, limit: int) -> None:
     """Change the user. This precedes the opening of the device, because the kernel forbids it afterwards."""
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
     os.setresuid(65534, 65534, 65534)  # this also drops the privilege that lifts the limit
@@ -266,7 +264,7 @@ def _become_nobody(host: Host, limit: int) -> None:
 def test_locked_memory_limit_error_names_the_remedy(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", 32 * MI, 1)
     asking(peers.allocate, "here", 32 * MI)
-    asking(_become_nobody, 2 * MI)
+    asking(_drop_privileges, 2 * MI)
     with pytest.raises(VerbsError, match=r"cannot register 33554432 bytes .* 2097152 bytes: raise it .*ulimit -l"):
         asking(peers.move, "owner", "read", region, [(0, 0, 32 * MI)], "here")
     with pytest.raises(VerbsError, match=r"LimitMEMLOCK=infinity"):
@@ -288,7 +286,7 @@ def _small_ones(host: Host, region: bytes, count: int) -> tuple[int, int]:
 
 def test_cached_registrations_are_evicted_at_the_memory_limit(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", MI, 1)
-    asking(_become_nobody, 4 * MI)
+    asking(_drop_privileges, 4 * MI)
     peers.introduce(asking, owner)
     most, alive = asking(_small_ones, region, 20)
     assert alive > 20
@@ -376,7 +374,7 @@ def _end_all_in_child(host: Host) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_an_owner_that_has_answered_and_died_is_reported_in_the_completion_s_words(owner: Peer, asking: Peer) -> None:
+def test_owner_death_after_its_connect_reply_is_reported(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", MI, 1)
     asking(_start_many, region, MI, 2)
     assert asking.wants() == "owner"

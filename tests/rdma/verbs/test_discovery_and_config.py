@@ -220,7 +220,7 @@ def test_defaults_when_the_environment_is_silent() -> None:
     assert from_environment({"MONARCH_RDMA_GID_INDEX": "3"}).gid_index == 3
 
 
-def test_an_error_has_the_completion_s_words_and_travels() -> None:
+def test_completion_error_has_its_status_and_pickles() -> None:
     error = errors.completion_error("read", 12, 0x81, "rxe0", "host 2")
     assert "read failed: transport retry counter exceeded (peer host 2, device rxe0, vendor code 0x81)" in str(error)
     again = pickle.loads(pickle.dumps(error))

@@ -162,7 +162,7 @@ def test_reused_key_does_not_reach_dropped_memory(two: Callable[..., Two]) -> No
     assert len(pair.fabric.nics[0].registered) <= 4, "what did not fit is taken back"
 
 
-def test_keys_are_remembered_so_long() -> None:
+def test_rkey_quarantine_forgets_the_oldest_keys() -> None:
     retired = RkeyQuarantine()
     for rkey in range(MAX_KEYS + 5):
         retired.add(rkey, 4096 * rkey, 4096)

@@ -37,7 +37,7 @@ from monarch_backend._verbs import Region, VerbsError
 from monarch_backend._verbs.wire_format import RegionRecord
 from monarch_backend.actor import ActorError, ActorMesh, endpoint
 from monarch_backend.rdma import RDMABuffer
-from tests.actor.actors import held_up, pid_of
+from tests.actor.actors import pid_of, stopped_processes
 from tests.actor.support import Faults
 from tests.rdma import pretended_gpu
 from tests.rdma.actors import as_tensor, fill, no_python_in, pattern, two_processes
@@ -222,13 +222,13 @@ def test_stuck_nic_times_out_and_later_transfers_are_right(fresh: Pair) -> None:
     assert reader.read.call_one(buffer, "tensor", 3).get(30)
 
 
-def test_given_up_while_its_owner_stands_still(fresh: Pair) -> None:
+def test_cancelled_read_of_a_stopped_owner_leaves_the_next_right(fresh: Pair) -> None:
     """The owner answers a cancelled request late. The reader must not take this answer for that of the next request."""
     owner, reader = fresh
     first, second = owner.own.call_one("tensor", 9 * MIB, 1).get(), owner.own.call_one("tensor", 9 * MIB, 2).get()
     assert reader.read.call_one(first).get(), "they have met"
     for _ in range(4):
-        with held_up(pid_of(owner)):
+        with stopped_processes(pid_of(owner)):
             assert reader.cancel_after.call_one(first, 0.1).get(30) == "CancelledError"
         assert reader.read.call_one(second, "tensor", 2).get(30)
     assert reader.read.call_one(first).get()

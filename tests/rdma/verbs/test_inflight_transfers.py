@@ -191,7 +191,7 @@ def test_polling_thread_yields_to_others(far: Make, monkeypatch: pytest.MonkeyPa
     assert owner.holds(into, 8)
 
 
-def test_one_at_a_time_looks_for_long(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_waiting_thread_polls(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread polls. The others sleep until it wakes them."""
     owner = far(Fabric(at_once=False), yields=False)
     completions = owner.asking._completions
@@ -315,7 +315,7 @@ class Counted:
         self.release()
 
 
-def test_a_small_one_takes_a_lock_twice_and_looks_at_no_clock(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_transfer_locks_twice_and_reads_no_clock(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """In guests without a vdso both are system calls, and each takes as long as the transfer."""
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner, into = far(), torch.zeros(8, dtype=torch.uint8)
@@ -367,7 +367,7 @@ def test_an_action_s_plan_is_made_once(far: Make, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
-def test_one_tensor_again_and_again(far: Make, monkeypatch: pytest.MonkeyPatch, write: bool) -> None:
+def test_repeated_transfer_of_a_tensor_reuses_its_plan(far: Make, monkeypatch: pytest.MonkeyPatch, write: bool) -> None:
     """The first two transfers of a tensor make plans, and so does the first after each change of the tensor."""
     owner, mine = far(), torch.zeros(4, 16, dtype=torch.uint8)
     there = torch.frombuffer(owner.memory.view, dtype=torch.uint8)[:64].view(4, 16)
@@ -510,7 +510,7 @@ def test_cancel_waits_for_a_completion_in_progress(far: Make, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("timeout", [None, 1000.0])
-def test_get_s_time_is_that_of_looking_and_of_sleeping(
+def test_timeout_of_get_includes_polling_and_sleeping(
     far: Make, monkeypatch: pytest.MonkeyPatch, timeout: float | None
 ) -> None:
     owner = far(Fabric(at_once=False))
@@ -560,7 +560,7 @@ def _is_held(data: bytearray) -> bool:
     return False
 
 
-def test_a_done_atomic_of_an_action_does_not_keep_where_its_value_went(far: Make) -> None:
+def test_completed_atomic_does_not_keep_its_result_array_alive(far: Make) -> None:
     import numpy as np
 
     owner, into = far(), np.zeros(1, dtype=np.int64)
@@ -1071,7 +1071,7 @@ def test_ctrl_c_arrives_between_steps(far: Make, monkeypatch: pytest.MonkeyPatch
     assert not program().interrupts.noted
 
 
-def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_raised_after_the_poll(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False))
     before, retire, struck = signal.getsignal(signal.SIGINT), SendQueuePair.retire, []
@@ -1267,9 +1267,7 @@ def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("outcome", [DONE, LOST, FAILED, LATE])
-def test_that_another_one_takes_tcp_does_not_repeat_an_atomic(
-    far: Make, monkeypatch: pytest.MonkeyPatch, outcome: int
-) -> None:
+def test_switch_to_tcp_does_not_repeat_an_atomic(far: Make, monkeypatch: pytest.MonkeyPatch, outcome: int) -> None:
     owner = far()
     other = OtherWay(owner)
     ended = Result(outcome, 0, 0, 7, "it is said why")

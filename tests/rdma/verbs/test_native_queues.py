@@ -349,7 +349,7 @@ def test_other_objects_are_not_found() -> None:
     assert native_queues.queue_pair(holder(driver.qp), NUMBER, None) is None
 
 
-def test_words_that_are_no_addresses_do_no_harm() -> None:
+def test_invalid_addresses_find_no_queue() -> None:
     driver, page = Driver(), mmap.mmap(-1, mmap.PAGESIZE)
     gone = ctypes.addressof(ctypes.c_char.from_buffer(page))
     page.close()

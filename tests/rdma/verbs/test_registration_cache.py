@@ -112,7 +112,7 @@ def test_cache_entry_belongs_to_one_object(nic: FakeNic) -> None:
 
 
 @pytest.mark.parametrize("seen", [False, True])
-def test_one_that_is_given_up_in_that_moment_is_not_taken(nic: FakeNic, seen: bool) -> None:
+def test_registration_evicted_during_take_is_not_used(nic: FakeNic, seen: bool) -> None:
     """Without a lock, the cache may close just before or just after it adds a user. It closes the registration once."""
     cache = MemoryCache(nic, 2, 1 << 40)
     memory = Memory(KI)

@@ -132,7 +132,7 @@ def _in_fork(holds: Callable[[], bool]) -> bool:
     return code == 0
 
 
-def test_a_fork_has_none(fabric: Fabric) -> None:
+def test_forked_child_has_no_engine(fabric: Fabric) -> None:
     shared_engine.borrow(str, print)
     assert _in_fork(lambda: shared_engine._engine is None and not shared_engine._dials)
 

@@ -57,7 +57,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "RETRY_INTERVAL_S", 0.5)
 
 
-class Said(logging.Handler):
+class TcpWarnings(logging.Handler):
     """Collects the program's warnings about TCP."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Asking:
 @contextmanager
 def asking(path: Path, owners: int = 1) -> Iterator[tuple[list[str], list[Asking]]]:
     """Yield the list of warnings, and one reader for each owner."""
-    said, procs = Said(), Job.load(path).state().there.spawn_procs({"gpus": owners})
+    said, procs = TcpWarnings(), Job.load(path).state().there.spawn_procs({"gpus": owners})
     all_of_them = procs.spawn("owner", Process, "kernel")
     made = [Asking(all_of_them.slice(gpus=i)) for i in range(owners)]
     yield said.lines, made

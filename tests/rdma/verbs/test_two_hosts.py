@@ -183,7 +183,7 @@ def test_two_hosts_ask_each_other_at_the_same_time(owner: Peer, asking: Peer) ->
 
 
 @pytest.mark.parametrize("prefix", ["0000:0000:0000:0000:0000:ffff", "fd77", "fe80"])
-def test_every_kind_of_address_is_a_way(start: Start, devices: list[str], prefix: str) -> None:
+def test_every_gid_type_connects(start: Start, devices: list[str], prefix: str) -> None:
     """RoCEv2 over IPv4, IPv6 and link-local addresses."""
     from monarch_backend._verbs.discovery import survey
 
