@@ -271,6 +271,8 @@ kept: list[Any] = []
 
 def main(program: str) -> None:
     warnings.simplefilter("ignore")
+    if hasattr(dist.Backend, "_ensure_backend_registered"):  # torch 2.14 and later register Gloo at its first use
+        dist.Backend._ensure_backend_registered("gloo")
     watch_library()
     watch_settings()
     containers = tables()
