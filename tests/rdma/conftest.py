@@ -11,6 +11,7 @@ from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend.actor import ActorMesh
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
 from tests.rdma.actors import ROUTES, two_processes
+from tests.support.portable import needs_reads
 
 MARKS = {"verbs": (pytest.mark.verbs, pytest.mark.slow), **dict.fromkeys(("mapped", "thread", "tls"), pytest.mark.slow)}
 """Of routes in tests that start processes for each case: of these the ordinary run has the matrix only."""
@@ -18,6 +19,7 @@ MARKS = {"verbs": (pytest.mark.verbs, pytest.mark.slow), **dict.fromkeys(("mappe
 
 def routes(marks: dict[str, Any] = MARKS) -> list[Any]:
     """As parameters; that over verbs has a mark, since it needs NICs."""
+    marks = {"kernel": needs_reads} | marks
     return [pytest.param(name, marks=marks.get(name, ())) for name in sorted(ROUTES)]
 
 

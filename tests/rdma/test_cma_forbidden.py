@@ -15,6 +15,7 @@ import torch
 from monarch_backend.actor import ActorError, ActorMesh, endpoint
 from monarch_backend.rdma import RDMAError
 from tests.rdma.actors import ROUTES, Process, two_processes
+from tests.support.portable import needs_reads
 
 Pair = tuple[ActorMesh, ActorMesh]
 MIB = 1 << 20
@@ -22,6 +23,7 @@ NUMBERS = {"x86_64": (317, 310, 311), "aarch64": (277, 270, 271)}
 """Of seccomp, process_vm_readv and process_vm_writev."""
 
 pytestmark = [
+    needs_reads,
     pytest.mark.usefixtures("faults"),
     pytest.mark.skipif(
         sys.platform != "linux" or os.uname().machine not in NUMBERS, reason="the kernel's numbers are not known here"

@@ -33,6 +33,7 @@ from tests.actor.actors import held_up, pid_of, resident_bytes, until
 from tests.actor.support import Faults
 from tests.rdma.actors import ALONE, ROUTES, pattern, two_processes
 from tests.rdma.conftest import routes
+from tests.support.portable import needs_reads
 
 MIB = 1 << 20
 Pair = tuple[ActorMesh, ActorMesh]
@@ -541,6 +542,7 @@ def _held_up(thread: str) -> Iterator[None]:
             holder.communicate()
 
 
+@needs_reads
 @pytest.mark.parametrize("replaced", ["by_a_program", "by_a_process"])
 def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> None:
     before, owner = _watchers(), _Replaced()

@@ -23,6 +23,7 @@ from monarch_backend._rdma.routes.protocol import CANCELLED, DONE, FAILED, LOST,
 from tests.rdma.actors import ROUTES, pattern, two_processes
 from tests.rdma.tcp_owners import Memory
 from tests.rdma.verbs.peers import until
+from tests.support.portable import needs_reads
 
 MIB = 1 << 20
 PROT_NONE = 0
@@ -84,6 +85,7 @@ def nobody_copies() -> bool:
     return "monarch_copy\n" not in names
 
 
+@needs_reads
 @pytest.mark.parametrize("threads", [1, 2, 3, 6, 16])
 def test_each_byte_once(threads: int) -> None:
     there, here = Memory(SIZE, CONTENT), Memory(SIZE)
@@ -100,6 +102,7 @@ def test_each_byte_once(threads: int) -> None:
     assert until(nobody_copies)
 
 
+@needs_reads
 @pytest.mark.parametrize("missing", [mmap.PAGESIZE, 13 * MIB, SIZE])
 @pytest.mark.parametrize("threads", [1, 2, 6])
 @pytest.mark.parametrize("write", [False, True])
@@ -115,6 +118,7 @@ def test_memory_that_is_gone_in_one_of_the_shares(threads: int, missing: int, wr
     assert until(nobody_copies)
 
 
+@needs_reads
 def test_where_one_fails_the_others_stop() -> None:
     """A thread may have come to the end of its share before the first one begins: not every time."""
     with owned(Memory(4 * SIZE, CONTENT * 4), mmap.PAGESIZE, first=True) as owner:
