@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch_backend._core import platform
 from monarch_backend._core.errors import public
 from monarch_backend._core.limits import ResourceLimitError
-from monarch_backend._processes import cgroup, linux
+from monarch_backend._processes import cgroup
 
 PROC = Path("/proc")
 
@@ -24,6 +25,9 @@ TASKS_PER_PROCESS = 2
 MEMORY_BYTES_PER_PROCESS = 6 << 20
 MEMORY_EACH_SPAWNED = 150 << 20  # one that has imported torch by itself
 
+
+MACOS_OPEN_FILES = 10240
+"""OPEN_MAX of macOS: it accepts no higher limit where the hard limit is infinite."""
 
 MAX_PROCESSES_PER_HOST = 1 << 16
 """Limit for a host with unknown limits: Linux has 2**22 process ids at most, and each process needs MEMORY_EACH."""
@@ -171,7 +175,7 @@ host, and MAX_PROCESSES_PER_HOST leaves 65536. Start at most 65536, or raise the
 
 def check_spawn(count: int, *, plain: bool, descriptors_each: int) -> None:
     """Raise SpawnLimitError if this system has no room for ``count`` more processes."""
-    if linux.LINUX:
+    if platform.HAS_PROC:
         if not (PROC / "self/fd").is_dir():
             raise SpawnLimitError(
                 f"can't start {count} processes: {PROC} is not mounted, and the fork server reads {PROC}/self to find "
@@ -184,5 +188,6 @@ def check_spawn(count: int, *, plain: bool, descriptors_each: int) -> None:
 def allow_descriptors() -> None:
     """Raise the limit of open files to the hard limit. Each process needs four, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = min(hard, MACOS_OPEN_FILES) if platform.IS_PORTABLE else hard
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
