@@ -2,6 +2,7 @@
 # PYTHON picks the interpreter for the virtual environment (3.10 or newer).
 PYTHON ?= python3
 VENV := .venv
+PORTABLE := .venv-portable
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VERSION ?= 2.14.1
@@ -24,7 +25,7 @@ ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-fast test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch test-lowest test-tpu fuzz lint format docs bench wheels clean
+.PHONY: help setup build-portable demo test test-fast test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch test-lowest test-tpu fuzz lint format docs bench wheels clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -36,6 +37,13 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy "setuptools>=77" "pybind11>=2.13"
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --config-settings editable_mode=compat -e '.[dev]'
+	touch $@
+
+# The core without what only Linux has, as macOS gets it, in a second environment: .venv-portable/bin/python.
+build-portable: $(PORTABLE)/.installed  ## the core as macOS has it, in a second environment, .venv-portable
+
+$(PORTABLE)/.installed: $(STAMP) tools/portable_env.py
+	$(BIN)/python tools/portable_env.py --dir $(PORTABLE)
 	touch $@
 
 demo: $(STAMP)  ## train the language model with backend="monarch" on two ranks
@@ -159,4 +167,4 @@ $(VENV)/.wheels: $(STAMP)
 	touch $@
 
 clean:  ## what the targets above made
-	rm -rf $(VENV) .envs build dist *.egg-info monarch_backend/*.so
+	rm -rf $(VENV) $(PORTABLE) .envs build dist *.egg-info monarch_backend/*.so

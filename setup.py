@@ -1,5 +1,6 @@
 """Builds monarch_backend._native from csrc/; pyproject.toml has everything else about the package."""
 
+import os
 import sysconfig
 from glob import glob
 
@@ -7,19 +8,22 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
 is_for_linux = sysconfig.get_platform().startswith("linux")  # a cross build sets the platform
-# Shared memory, channels, registered memory and verbs need Linux.
-linux = [f"csrc/{folder}{part}" for folder in ("shm", "channel", "memory", "verbs") for part in ("", "/python")]
-folders = ["csrc", "csrc/records", *(linux if is_for_linux else [])]
+# Without what only Linux has, for tests of the code for macOS: csrc/platform/system.h.
+is_portable_test = is_for_linux and os.environ.get("MONARCH_BUILD_PORTABLE") == "1"
+parts = ["shm", "channel", "memory", *(["verbs"] if is_for_linux and not is_portable_test else [])]
+folders = ["csrc", "csrc/records", "csrc/platform"]
+folders += [f"csrc/{part}{folder}" for part in parts for folder in ("", "/python")]
+portable_args = ["-DMONARCH_PORTABLE=1", "-include", "platform/linux_names.h"] if is_portable_test else []
 
 native = Pybind11Extension(
     "monarch_backend._native",
     sorted(source for folder in folders for source in glob(f"{folder}/*.cpp")),
     include_dirs=["csrc"],
     depends=sorted(header for kind in ("h", "inc") for header in glob(f"csrc/**/*.{kind}", recursive=True)),
-    libraries=["dl"] if is_for_linux else [],  # a part of libc since glibc 2.34
+    libraries=["dl", "rt"] if is_for_linux else [],  # parts of libc since glibc 2.34
     cxx_std=20,
     # Without contraction every instruction set rounds alike: a sum has the same bits on every processor.
-    extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden"],
+    extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-fvisibility=hidden", *portable_args],
 )
 
 ParallelCompile("MONARCH_BUILD_JOBS").install()  # as many as there are processors

@@ -22,7 +22,7 @@ FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'csrc
 
 def _build(folder: str, name: str, *flags: str) -> str:
     program = os.path.join(folder, name)
-    sources = sorted((ROOT / "csrc" / "shm").glob("*.cpp"))
+    sources = sorted(path for part in ("shm", "platform") for path in (ROOT / "csrc" / part).glob("*.cpp"))
     compiler = os.environ.get("CXX", "g++")
     subprocess.run(
         [

@@ -2,6 +2,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
+is_portable: bool
+"""Whether the core was built without what only Linux has: on macOS, and with MONARCH_BUILD_PORTABLE=1."""
+
 def boot_id() -> str:
     """Identity of the running kernel; empty where it has none."""
 

@@ -1,5 +1,5 @@
 // Operations that read data directly from the callers' tensors: tensors in shared memory through the mapping, others
-// with process_vm_readv (cross-memory attach) if the kernel permits that.
+// with process_vm_readv (cross-memory attach) if the kernel has it and permits it.
 //
 // A caller may write its tensor again once its operation has ended: so an operation ends only when all ranks have
 // taken. A rank that fails does not wait for the others, and publishes the failure on its board before its caller may
@@ -12,6 +12,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "platform/process.h"
 #include "shm/group.h"
 #include "shm/range.h"
 
@@ -22,7 +23,7 @@ namespace {
 bool read_memory(int pid, std::uint64_t from, char* to, std::uint64_t bytes) {
   while (bytes != 0) {
     const iovec here{to, bytes}, there{reinterpret_cast<void*>(from), bytes};
-    const ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
+    const ssize_t got = read_process(pid, &here, 1, &there, 1);
     if (got <= 0) return false;
     to += got, from += static_cast<std::uint64_t>(got), bytes -= static_cast<std::uint64_t>(got);
   }

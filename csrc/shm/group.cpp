@@ -5,7 +5,7 @@
 #include <new>
 #include <utility>
 
-#include <sched.h>
+#include "platform/process.h"
 
 namespace monarch {
 
@@ -23,11 +23,6 @@ struct Layout {
         stage(slots + 2 * slot_bytes) {}
   std::size_t closed_flags, tables, offers, send_rings, read_counts, slots, stage;
 };
-
-int processors() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
 
 }  // namespace
 

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 SHM = CSRC / "shm"
-CORE = sorted(SHM.glob("*.cpp"))
+CORE = sorted([*SHM.glob("*.cpp"), *(CSRC / "platform").glob("*.cpp")])
 STRESS = sorted([*(SHM / "stress").glob("*.cpp"), *(CSRC / "stress").glob("*.cpp")])
 SUMS = SHM / "kernels" / "sums.cpp"
 

@@ -40,9 +40,10 @@ pytestmark = [
 RUNS = [("address", "processes", 15, 200), ("address", "threads", 8, 200), ("thread", "threads", 8, 150)]
 
 
+@pytest.mark.parametrize("portable", [False, True], ids=["linux", "portable"])
 @pytest.mark.parametrize(("kind", "ranks", "rounds", "steps"), RUNS)
-def test_random_operations(kind: str, ranks: str, rounds: int, steps: int) -> None:
-    print(sanitizers.stress("shm", kind, ranks, rounds, steps))
+def test_random_operations(kind: str, ranks: str, rounds: int, steps: int, portable: bool) -> None:
+    print(sanitizers.stress("shm", kind, ranks, rounds, steps, portable=portable))
 
 
 # From Python ----------------------------------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ KINDS = {
         "-Wno-tsan",
     ],  # tsan: "atomic_thread_fence is not supported", see test_sanitizers.py
 }
+# Added for the core that macOS gets, as setup.py has them.
+PORTABLE = ["-DMONARCH_PORTABLE=1", "-include", "platform/linux_names.h"]
 NEVER_SEEN = 4  # a driver's status when all was right, and something has not come up
 RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
 OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
@@ -102,19 +104,24 @@ def _newest_header() -> float:
     return max(headers, Path(__file__).stat().st_mtime)
 
 
-def _compile(kind: str, sources: Sequence[Path]) -> list[Path]:
+def _folder(kind: str, portable: bool) -> Path:
+    return BUILD / (f"{kind}-portable" if portable else kind)
+
+
+def _compile(kind: str, sources: Sequence[Path], portable: bool = False) -> list[Path]:
     """The objects of these sources; only what is older than its source or than any header is made again."""
     import pybind11
 
     headers = _newest_header()
     include = ["-I", CSRC, "-I", pybind11.get_include(), "-I", sysconfig.get_path("include")]
-    objects = [BUILD / kind / "objects" / source.relative_to(CSRC).with_suffix(".o") for source in sources]
+    flags = [*FLAGS, *KINDS[kind], *(PORTABLE if portable else [])]
+    objects = [_folder(kind, portable) / "objects" / source.relative_to(CSRC).with_suffix(".o") for source in sources]
 
     def make(source: Path, target: Path) -> None:
         if target.exists() and target.stat().st_mtime > max(headers, source.stat().st_mtime):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        checked([COMPILER, *FLAGS, *KINDS[kind], *include, "-c", source, "-o", target], 300)
+        checked([COMPILER, *flags, *include, "-c", source, "-o", target], 300)
 
     with ThreadPoolExecutor(2) as workers:
         list(workers.map(make, sources, objects))
@@ -126,24 +133,25 @@ def _sources(*folders: str) -> list[Path]:
 
 
 @functools.cache
-def driver(kind: str, name: str) -> Path:
+def driver(kind: str, name: str, portable: bool = False) -> Path:
     """The stress driver of csrc/``name``/stress, "shm" or "channel"."""
-    folders = ["stress", "shm", *{"shm": ["shm/stress"], "channel": ["channel", "channel/stress"]}[name]]
-    target = BUILD / kind / f"{name}_stress"
-    checked([COMPILER, *KINDS[kind], *_compile(kind, _sources(*folders)), WRAPS[name], "-pthread", "-o", target], 120)
+    folders = ["stress", "platform", "shm", *{"shm": ["shm/stress"], "channel": ["channel", "channel/stress"]}[name]]
+    target = _folder(kind, portable) / f"{name}_stress"
+    objects = _compile(kind, _sources(*folders), portable)
+    checked([COMPILER, *KINDS[kind], *objects, WRAPS[name], "-pthread", "-o", target], 120)
     return target
 
 
 @functools.cache
-def memory_driver(kind: str) -> Path:
+def memory_driver(kind: str, portable: bool = False) -> Path:
     """The stress driver of csrc/memory/stress."""
-    target = BUILD / kind / "memory_stress"
-    objects = _compile(kind, _sources("shm", "memory", "memory/stress"))
+    target = _folder(kind, portable) / "memory_stress"
+    objects = _compile(kind, _sources("platform", "shm", "memory", "memory/stress"), portable)
     checked([COMPILER, *KINDS[kind], *objects, "-pthread", "-ldl", "-o", target], 120)
     return target
 
 
-def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int = 1) -> str:
+def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int = 1, portable: bool = False) -> str:
     """Run the driver and return its output. MONARCH_STRESS_SEED sets another first seed than 1.
 
     Some cases depend on the scheduler: a case that one run has missed must occur in another one of the ``runs``.
@@ -151,7 +159,7 @@ def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int =
     first = int(os.environ.get("MONARCH_STRESS_SEED", "1"))
     missing: set[str] | None = None
     for seed in range(first, first + runs * rounds, rounds):
-        done = call([*prefix(kind), driver(kind, name), ranks, seed, rounds, size], 400, **OPTIONS)
+        done = call([*prefix(kind), driver(kind, name, portable), ranks, seed, rounds, size], 400, **OPTIONS)
         text = (done.stdout + done.stderr)[-20_000:]
         assert done.returncode in (0, NEVER_SEEN), f"from seed {seed}, ended with {done.returncode}:\n{text}"
         if done.returncode == 0:
@@ -177,6 +185,7 @@ def extension(kind: str) -> Path:
         "shm",
         "memory",
         "channel",
+        "platform",
     ]  # the slowest first
     sources = _sources(*folders)
     target = BUILD / kind / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"

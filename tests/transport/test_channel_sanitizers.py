@@ -23,6 +23,7 @@ pytestmark = [
 RUNS = [("address", "processes", 15, 200), ("address", "threads", 15, 150), ("thread", "threads", 14, 120)]
 
 
+@pytest.mark.parametrize("portable", [False, True], ids=["linux", "portable"])
 @pytest.mark.parametrize(("kind", "ranks", "rounds", "messages"), RUNS)
-def test_random_frames(kind: str, ranks: str, rounds: int, messages: int) -> None:
-    print(sanitizers.stress("channel", kind, ranks, rounds, messages, runs=3))
+def test_random_frames(kind: str, ranks: str, rounds: int, messages: int, portable: bool) -> None:
+    print(sanitizers.stress("channel", kind, ranks, rounds, messages, runs=3, portable=portable))

@@ -23,7 +23,8 @@ struct Fixture : RankSync {
   Coverage* coverage;
 };
 
-// Whether this system lets a process read the memory of another one that is not its child.
-bool can_read_others();
+// Whether ranks can read each other's private memory. Threads copy it. A process reads the memory of another one that
+// is not its child, where the system permits that.
+bool can_read(bool threads);
 
 }  // namespace monarch::stress
