@@ -60,8 +60,8 @@ HAS_PEER_CREDENTIALS = _IS_LINUX
 HAS_AFFINITY = _IS_LINUX
 """A process can choose its CPUs."""
 
-NO_FORK = "" if HAS_SAFE_FORK else f"fork is not safe on {'' if sys.platform != 'linux' else 'portable '}{sys.platform}"
-"""Reason why processes are not forked, for messages."""
+NO_FORK = f"fork is not safe on {'this system' if sys.platform == 'linux' else sys.platform}"
+"""Reason why processes are not forked if there is no safe fork, for messages."""
 
 
 def usable_cpus() -> int:

@@ -4,6 +4,9 @@ It is a clean interpreter without threads or accelerator context. It never impor
 nothing: its children do. Each connection owns the processes that it has requested. At its end they are killed, with all
 their descendants. At the end of the first connection, the controller's, everything ends.
 
+Where fork is not safe, as on macOS, the server starts fresh interpreters instead, and imports nothing for them. It
+still owns, reaps and kills the processes of all connections.
+
 child_table.py starts and reaps children, child_bootstrap.py is their first code, spawner.py is the client.
 """
 

@@ -98,6 +98,19 @@ class System:
                 used = len(os.listdir(self.proc / "self/fd")) if (self.proc / "self/fd").is_dir() else 0
                 yield Limit("RLIMIT_NOFILE (ulimit -n)", soft - used, descriptors_each, "open files")
 
+    def limits_without_proc(self, descriptors_each: int) -> Iterator[Limit]:
+        """Yield the limits that are known without /proc, where each process is spawned. What is in use is not known."""
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        yield Limit("the memory of the host", total, MEMORY_EACH_SPAWNED, "MiB of memory", 1 << 20)
+        each = {resource.RLIMIT_NOFILE: descriptors_each, resource.RLIMIT_NPROC: 1}
+        for number, name, unit in (
+            (resource.RLIMIT_NOFILE, "RLIMIT_NOFILE (ulimit -n)", "open files"),
+            (resource.RLIMIT_NPROC, "RLIMIT_NPROC (ulimit -u)", "processes"),
+        ):
+            soft, _ = self.rlimit(number)
+            if soft != resource.RLIM_INFINITY and each[number]:
+                yield Limit(name, soft, each[number], unit)
+
     def _memory(self, each: int) -> Iterator[Limit]:
         available = _meminfo(self.proc / "meminfo", "MemAvailable")
         if available is not None:
@@ -183,6 +196,8 @@ def check_spawn(count: int, *, plain: bool, descriptors_each: int) -> None:
             )
         memory = MEMORY_EACH_SPAWNED if plain else MEMORY_BYTES_PER_PROCESS
         check(count, System().limits(count, memory, descriptors_each))
+    else:
+        check(count, System().limits_without_proc(descriptors_each))
 
 
 def allow_descriptors() -> None:
