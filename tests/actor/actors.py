@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from monarch_backend._processes.linux import stands_still
 from monarch_backend.actor import (
     Actor,
     ActorMesh,
@@ -83,6 +84,8 @@ def held_up(*pids: int) -> Iterator[None]:
 
 def _states(pid: int) -> set[str]:
     """Of its threads: the signal reaches one, and the others a moment later."""
+    if not os.path.isdir("/proc/self"):
+        return {"T"} if stands_still(pid) else {"R"}
     found = set()
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
         with suppress(OSError):  # of a thread that has just ended

@@ -480,6 +480,7 @@ def test_wrong_extent_is_refused(wrong: Any) -> None:
 def test_ten_thousand_processes_raise_a_limit_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused at once and as a whole, on a machine of any size: here each would take a terabyte."""
     monkeypatch.setattr(resource_limits, "MEMORY_BYTES_PER_PROCESS", 1 << 40)
+    monkeypatch.setattr(resource_limits, "MEMORY_EACH_SPAWNED", 1 << 40)
     text = r"can't start 10000 processes: they need \d+ MiB of memory, and .* leaves \d+\. Start at most \d+, or raise"
     start = time.monotonic()
     with pytest.raises(resource_limits.SpawnLimitError, match=text):

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._core import platform
 from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend.actor import ActorMesh
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
 from tests.rdma.actors import ROUTES, two_processes
 
-MARKS = {"verbs": (pytest.mark.verbs, pytest.mark.slow), **dict.fromkeys(("mapped", "thread", "tls"), pytest.mark.slow)}
+NEEDS = {"kernel": pytest.mark.needs("process_vm_readv")}
+VARIANTS = ("tls",) if platform.IS_PORTABLE else ("mapped", "thread", "tls")
+MARKS = {**NEEDS, "verbs": (pytest.mark.verbs, pytest.mark.slow), **dict.fromkeys(VARIANTS, pytest.mark.slow)}
 """Of routes in tests that start processes for each case: of these the ordinary run has the matrix only."""
 
 
@@ -29,7 +32,7 @@ def _server() -> None:
         engine().routes.verbs._started().devices()
 
 
-@pytest.fixture(scope="module", params=routes({"verbs": pytest.mark.verbs}))
+@pytest.fixture(scope="module", params=routes({**NEEDS, "verbs": pytest.mark.verbs}))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ActorMesh, ActorMesh]]:
     """An owner of memory and a reader in processes of their own, on each route."""
     yield from two_processes(request.param)

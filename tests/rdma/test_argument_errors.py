@@ -395,7 +395,9 @@ def _two(route: str) -> Iterator[tuple[ActorMesh, ActorMesh]]:
 
 
 @pytest.mark.parametrize("atomic", [False, True], ids=["read", "atomic"])
-@pytest.mark.parametrize("route", SAID)
+@pytest.mark.parametrize(
+    "route", [pytest.param("kernel", marks=pytest.mark.needs("process_vm_readv")), "mapped", "thread"]
+)
 @pytest.mark.usefixtures("faults")
 def test_copy_method_on_one_host_is_logged_once(route: str, atomic: bool) -> None:
     with _two(route) as (owner, reader):

@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import os
 import struct
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -23,9 +22,8 @@ NUMBERS = {"x86_64": (317, 310, 311), "aarch64": (277, 270, 271)}
 
 pytestmark = [
     pytest.mark.usefixtures("faults"),
-    pytest.mark.skipif(
-        sys.platform != "linux" or os.uname().machine not in NUMBERS, reason="the kernel's numbers are not known here"
-    ),
+    pytest.mark.needs("process_vm_readv"),
+    pytest.mark.skipif(os.uname().machine not in NUMBERS, reason="the kernel's numbers are not known here"),
 ]
 
 

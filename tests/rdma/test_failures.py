@@ -542,6 +542,7 @@ def _held_up(thread: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("replaced", ["by_a_program", "by_a_process"])
+@pytest.mark.needs("process_vm_readv")
 def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> None:
     before, owner = _watchers(), _Replaced()
     try:
