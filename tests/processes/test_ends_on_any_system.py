@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import cloudpickle
 import pytest
@@ -26,8 +26,18 @@ cloudpickle.register_pickle_by_value(spawning)
 PATIENCE = 60.0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
+    """One server for the tests that leave it alive."""
+    host = Host()
+    host.run(lambda: None)
+    yield host
+    host.spawner.close()
+
+
+@pytest.fixture
+def own_host() -> Iterator[Host]:
+    """A server for one test, which may end it."""
     host = Host()
     yield host
     host.spawner.close()
@@ -91,22 +101,34 @@ def test_start_method_is_that_of_the_system(host: Host) -> None:
     assert (outcome.started.method, outcome.started.reason) == ("fork" if platform.HAS_SAFE_FORK else "spawn", "")
 
 
-@pytest.mark.parametrize("main", [_stay, _stay_busy, _stay_with_a_program])
-@pytest.mark.parametrize("cause", ["kill", "close", "server killed"])
-def test_process_ends_with_its_descendants(main: object, cause: str, host: Host) -> None:
+MAINS = pytest.mark.parametrize("main", [_stay, _stay_busy, _stay_with_a_program])
+
+
+@MAINS
+def test_killed_process_ends_with_its_descendants(main: Callable[[], None], host: Host) -> None:
     with Output() as output:
-        number = host.spawn(main, stdout=output.write)  # type: ignore[arg-type]
+        number = host.spawn(main, stdout=output.write)
         assert output.next() == b"up"
         output.leave()
-        if cause == "kill":
-            host.spawner.kill(number)
-        elif cause == "close":
-            host.spawner.close()
-        else:
-            assert host.spawner._process is not None
-            os.kill(host.spawner._process.pid, signal.SIGKILL)
+        host.spawner.kill(number)
         assert output.next() == b""
         assert host.wait(number, Exited).returncode == -signal.SIGKILL
+
+
+@MAINS
+@pytest.mark.parametrize("cause", ["close", "server killed"])
+def test_end_of_the_server_ends_its_processes(main: Callable[[], None], cause: str, own_host: Host) -> None:
+    with Output() as output:
+        number = own_host.spawn(main, stdout=output.write)
+        assert output.next() == b"up"
+        output.leave()
+        if cause == "close":
+            own_host.spawner.close()
+        else:
+            assert own_host.spawner._process is not None
+            os.kill(own_host.spawner._process.pid, signal.SIGKILL)
+        assert output.next() == b""
+        assert own_host.wait(number, Exited).returncode == -signal.SIGKILL
 
 
 def test_exit_of_a_process_ends_its_programs(host: Host) -> None:
