@@ -23,6 +23,9 @@ FEATURES: dict[str, bool] = {
     "/proc": os.path.isdir("/proc/self"),
 }
 
+DEAD_RANK = "killed by signal 9" if platform.HAS_PIDFD else "closed its link to this process"
+"""What other ranks are told of a rank that was killed. How it ended is known with a pidfd only."""
+
 
 def missing(*names: str) -> list[str]:
     """Those of the features that this system has not. Raises KeyError for a name that is not in the table."""
