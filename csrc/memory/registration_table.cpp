@@ -11,7 +11,6 @@
 
 #if defined(__APPLE__)
 #include <mach/mach.h>
-#include <mach/mach_vm.h>
 #endif
 #include <sys/mman.h>
 #include <unistd.h>
@@ -30,12 +29,12 @@ constexpr auto claim_poll_interval = std::chrono::milliseconds(1);  // how often
 // it.
 bool is_read_only(const char* at) {
 #if defined(__APPLE__)
-  mach_vm_address_t start = reinterpret_cast<std::uintptr_t>(at);
-  mach_vm_size_t bytes = 0;
+  vm_address_t start = reinterpret_cast<std::uintptr_t>(at);
+  vm_size_t bytes = 0;
   vm_region_basic_info_data_64_t region{};
   mach_msg_type_number_t count = VM_REGION_BASIC_INFO_COUNT_64;
   mach_port_t object = MACH_PORT_NULL;
-  const kern_return_t result = mach_vm_region(mach_task_self(), &start, &bytes, VM_REGION_BASIC_INFO_64,
+  const kern_return_t result = vm_region_64(mach_task_self(), &start, &bytes, VM_REGION_BASIC_INFO_64,
                                               reinterpret_cast<vm_region_info_t>(&region), &count, &object);
   const bool is_mapped = result == KERN_SUCCESS && start <= reinterpret_cast<std::uintptr_t>(at);
   return is_mapped && (region.protection & VM_PROT_READ) != 0 && (region.protection & VM_PROT_WRITE) == 0;

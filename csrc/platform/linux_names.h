@@ -1,7 +1,7 @@
 // Included first in every source of a portable build on Linux: from here on the names of what only Linux has are errors.
 //
-// The system's headers declare them, so these come before. Not SO_PEERCRED and futex: csrc/platform/ takes them in place
-// of macOS's calls for the same.
+// The system's headers declare them, so these come before. Not SO_PEERCRED and futex: csrc/platform/ uses them in place
+// of calls that only macOS has.
 #pragma once
 
 #include <fcntl.h>

@@ -33,6 +33,7 @@ from tests.actor.actors import held_up, pid_of, resident_bytes, until
 from tests.actor.support import Faults
 from tests.rdma.actors import ALONE, ROUTES, pattern, two_processes
 from tests.rdma.conftest import routes
+from tests.support import features
 
 MIB = 1 << 20
 Pair = tuple[ActorMesh, ActorMesh]
@@ -152,7 +153,7 @@ def test_memory_in_use_is_not_released(
     fresh: Pair, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     _, reader = fresh
-    if route_of(request) not in ("kernel", "mapped"):
+    if route_of(request) not in ("kernel", "mapped") or features.missing("process_vm_readv"):
         pytest.skip(
             "on this route it is read by a thread of its owner, which holds it while it copies a piece, no longer"
         )

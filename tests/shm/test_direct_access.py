@@ -125,6 +125,7 @@ def test_tensors_in_shared_memory(world_size: int, dtype: str, capfd: pytest.Cap
         assert ways[name] == {SHARED}, name
 
 
+@pytest.mark.needs("process_vm_readv")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_kernel_copies(world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(_all, world_size, "own", "bfloat16", 700_001, env=SEE | {"MONARCH_CMA_MIN_BYTES": "100000"})
@@ -340,6 +341,7 @@ def _unreadable(rank: int) -> None:
         assert libc.mprotect(x.data_ptr() + (1 << 19), 4096, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
+@pytest.mark.needs("process_vm_readv")
 def test_unreadable_memory_is_named() -> None:
     if not _may_read():
         pytest.skip("this kernel does not let a process read its peers (Yama, seccomp)")

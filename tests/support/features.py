@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from monarch_backend import _native
 from monarch_backend._core import platform
 
 FEATURES: dict[str, bool] = {
@@ -18,13 +19,10 @@ FEATURES: dict[str, bool] = {
     "memfd": platform.HAS_MEMFD,
     "abstract sockets": platform.HAS_ABSTRACT_SOCKETS,
     "affinity": platform.HAS_AFFINITY,
-    "process_vm_readv": not platform.IS_PORTABLE,
+    "process_vm_readv": not _native.is_portable,
     "GPU drivers": not platform.IS_PORTABLE,
     "/proc": os.path.isdir("/proc/self"),
 }
-
-DEAD_RANK = "killed by signal 9" if platform.HAS_PIDFD else "closed its link to this process"
-"""What other ranks are told of a rank that was killed. How it ended is known with a pidfd only."""
 
 
 def missing(*names: str) -> list[str]:
