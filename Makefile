@@ -23,9 +23,13 @@ AREAS ?=
 # among them), and parametrizations of each test. They are few, because XLA compiles each graph.
 ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
+# Of make test-portable.
+PORTABLE_TESTS ?= tests/core tests/mesh tests/processes tests/actor tests/rdma tests/test_readme.py \
+    tests/dtensor/controller/test_device_mesh.py tests/dtensor/controller/test_memory_access.py \
+    $(patsubst %,tests/process_group/test_%.py,smoke collectives fast_paths object_collectives point_to_point shm_backend tensor_lists work)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup build-portable demo test test-fast test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch test-lowest test-tpu fuzz lint format docs bench wheels clean
+.PHONY: help setup build-portable demo test test-fast test-portable test-slow test-nightly test-seeds test-model test-schedules test-sanitizers test-gpu test-xla test-rdma test-torch test-lowest test-tpu fuzz lint format docs bench wheels clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 17
@@ -60,6 +64,10 @@ test-slow: $(STAMP)  ## long variants: torch's own suite, four-rank training, co
 
 test-nightly: $(STAMP) $(VENV)/.wheels  ## random programs, all of torch's operators, chaos, sanitizers, model checker: half an hour
 	$(BIN)/python -m tests.halves -m "nightly and not gpu and not xla and not verbs" --durations=25
+
+# Without fork each process imports torch, so these take longer than with `make test`.
+test-portable: $(PORTABLE)/.installed  ## the code for macOS: the portable core, and no fork, /proc, memfd and so on
+	MONARCH_PORTABLE=1 $(PORTABLE)/bin/python -m pytest -m "not slow and not gpu and not xla and not verbs" --durations=10 $(PORTABLE_TESTS)
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/worker/test_record_sanitizers.py

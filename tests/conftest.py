@@ -12,9 +12,14 @@ import pytest
 import torch
 import torch.distributed.tensor  # makes fork servers of tests import it, as the workers of a mesh need it
 
+from monarch_backend._core import platform
+from monarch_backend._processes import parent_watch
 from tests.fast_tier import LONG_MODULES
-from tests.support import leaks
+from tests.support import features, leaks
 from tests.support.ranks import RankPool
+
+if not platform.HAS_PRCTL:
+    parent_watch.descriptor()  # the pipe that it makes once stays open
 
 # Tests fork ranks from this process, so it must not start OpenMP threads. They would be missing in the children, where
 # torch's large operations would wait for them.
@@ -46,6 +51,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not config.getoption("--fast", default=False) or not collection_path.is_relative_to(_TESTS):
         return None
     return True if collection_path.relative_to(_TESTS).as_posix() in LONG_MODULES else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        if lacking := features.missing(*mark.args):
+            pytest.skip(f"this system has no {' and no '.join(lacking)}")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -73,6 +73,7 @@ LONG_MODULES = {
     "process_group/test_rdma_p2p.py",
     "process_group/test_rendezvous.py",
     "process_group/test_shm_backend.py",
+    "processes/test_ends_on_any_system.py",
     "processes/test_fork_server.py",
     "rdma/test_argument_errors.py",
     "rdma/test_failures.py",

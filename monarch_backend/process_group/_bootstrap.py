@@ -46,7 +46,7 @@ def refusal() -> str:
     if not wanted():
         return "MONARCH_SHM=0"
     if not hasattr(_native, "Host"):
-        return "this system has no memfd"
+        return "the compiled core has no shared memory on this system"
     if _c10d_internals.debug_detail():
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every call over gloo"
     return ""

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from monarch_backend._processes.linux import stands_still
 from monarch_backend.actor import (
     Actor,
     ActorMesh,
@@ -86,6 +87,8 @@ def stopped_processes(*pids: int) -> Iterator[None]:
 
 def _states(pid: int) -> set[str]:
     """Return the states of a process's threads. SIGSTOP reaches one thread first and the others a moment later."""
+    if not os.path.isdir("/proc/self"):
+        return {"T"} if stands_still(pid) else {"R"}
     found = set()
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
         with suppress(OSError):  # the thread has just ended

@@ -485,6 +485,7 @@ def test_ten_thousand_processes_raise_a_limit_error(monkeypatch: pytest.MonkeyPa
     Each process is assumed to need 1 TiB, so that no machine has enough memory.
     """
     monkeypatch.setattr(resource_limits, "MEMORY_BYTES_PER_PROCESS", 1 << 40)
+    monkeypatch.setattr(resource_limits, "MEMORY_EACH_SPAWNED", 1 << 40)
     text = r"can't start 10000 processes: they need \d+ MiB of memory, and .* leaves \d+\. Start at most \d+, or raise"
     start = time.monotonic()
     with pytest.raises(resource_limits.SpawnLimitError, match=text):

@@ -558,6 +558,7 @@ def resident_bytes_by_process(mesh: ActorMesh) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("way", ["argument", "reply", "argument to all", "reply of all", "port", "broadcast"])
+@pytest.mark.needs("/proc")
 def test_memory_of_messages_is_released(fresh: ActorMesh, way: str) -> None:
     large = torch.ones(16 * MIB, dtype=torch.uint8)
     one = fresh.slice(gpus=0)
@@ -672,6 +673,7 @@ def test_message_above_the_memory_limit_is_an_error_and_both_sides_continue(size
             assert other.length.call_one(bytes(size)).get(PATIENCE) == size
 
 
+@pytest.mark.needs("/proc")
 def test_memory_of_a_dead_process_is_released() -> None:
     before = resident_bytes()
     for _ in range(3):

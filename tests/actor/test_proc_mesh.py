@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._core import platform
 from monarch_backend.actor import Actor, ActorError, ProcMesh, current_rank, endpoint, this_host
 from tests.actor.actors import until
 from tests.actor.support import PATIENCE, Faults
@@ -67,7 +68,7 @@ class Speaker(Actor):
 
     @endpoint
     def process(self) -> dict[str, Any]:
-        title = Path("/proc/self/cmdline").read_text().rstrip("\0 ")
+        title = Path("/proc/self/cmdline").read_text().rstrip("\0 ") if platform.HAS_PRCTL else ""
         return {"argv": sys.argv, "path": sys.path, "cwd": os.getcwd(), "title": title, "pid": os.getpid()}
 
     @endpoint
@@ -239,7 +240,10 @@ def test_bootstrap_runs_first(shown: Terminal, faults: Faults) -> None:
         import sys
 
         imported = [name for name in sys.modules if name.startswith("tests.")]
-        os.environ["DEVICE"] = os.environ["FROM_ENV"] + f" {imported} {len(os.listdir('/proc/self/task'))}"
+        from monarch_backend._core import platform
+
+        threads = len(os.listdir("/proc/self/task")) if platform.HAS_PROC else 1
+        os.environ["DEVICE"] = os.environ["FROM_ENV"] + f" {imported} {threads}"
 
     with this_host().spawn_procs({"gpus": 2}, bootstrap=bootstrap, env={"FROM_ENV": "accelerator"}) as procs:
         speakers = procs.spawn("speakers", Speaker)
@@ -250,9 +254,10 @@ def test_process_resembles_its_controller(procs: ProcMesh) -> None:
     speakers = procs.spawn("speakers", Speaker)
     for rank, process in enumerate(speakers.process.call().get(PATIENCE).values()):
         assert (process["argv"], process["path"], process["cwd"]) == (sys.argv, sys.path, os.getcwd())
-        assert process["title"] == f"monarch gpus {rank}"
+        assert process["title"] == (f"monarch gpus {rank}" if platform.HAS_PRCTL else "")
 
 
+@pytest.mark.needs("affinity")
 def test_proc_bind_sets_cpu_affinity(shown: Terminal, faults: Faults) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     for proc_bind, expected in (

@@ -28,8 +28,6 @@ from tests.support.collective_references import REFERENCES, arguments, given_by,
 from tests.support.ranks import RankFailedError as DeadRank
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
-
 GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

@@ -9,7 +9,6 @@ import datetime
 import itertools
 import os
 import signal
-import sys
 
 import pytest
 import torch
@@ -23,8 +22,6 @@ from monarch_backend import (
 )
 from tests.process_group import reference
 from tests.support.ranks import run_ranks
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
 
 SHAPES: tuple[tuple[int, ...], ...] = ((7,), (), (0,), (3, 5), (4099,), (2, 0, 3))
 
@@ -272,7 +269,6 @@ def _exchange(rank: int) -> None:
     dist.barrier()
 
 
-@linux
 def test_message_of_another_size_or_dtype_raises() -> None:
     run_ranks(_mismatched, 2)
 
@@ -291,7 +287,6 @@ def _receive_without_sender(rank: int) -> None:
         store.wait(["gave up"])
 
 
-@linux
 def test_missing_message_times_out() -> None:
     run_ranks(_receive_without_sender, 2, group_timeout=1.0)
 
@@ -310,7 +305,6 @@ def _send_without_receiver(rank: int) -> None:
         store.wait(["gave up"])
 
 
-@linux
 def test_large_message_without_a_receiver_times_out() -> None:
     run_ranks(_send_without_receiver, 2, group_timeout=1.0)
 
@@ -327,7 +321,6 @@ def _killed(rank: int) -> None:
             call()
 
 
-@linux
 def test_killed_peer_fails_the_message() -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(_killed, 2)
@@ -348,6 +341,5 @@ def _closed(rank: int) -> None:
         dist.recv(got, 1)
 
 
-@linux
 def test_peer_that_destroys_its_group_fails_the_message() -> None:
     run_ranks(_closed, 2)

@@ -12,11 +12,9 @@ import random
 import re
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,12 +22,11 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend
+from monarch_backend._processes.linux import stands_still
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from monarch_backend.process_group._shm import segment
 from tests.process_group import reference
 from tests.support.ranks import init, run_ranks
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd, futex and pidfd are Linux's")
 
 # Sizes around a slot (16 KiB), a chunk (256 KiB) and several chunks, and a size that is not a multiple.
 SIZES = (0, 1, 4095, 4096, 4097, 65535, 65536, 65537, 131072, 1_000_003)
@@ -204,6 +201,7 @@ def _ended_in_between(rank: int) -> None:
     store.wait(["done/0", "done/1"], datetime.timedelta(seconds=30))
 
 
+@pytest.mark.needs("/proc")
 def test_rank_that_ended_between_operations_fails_the_next() -> None:
     with pytest.raises(Exception, match="--- rank 2:\nthe rank died without an answer") as info:
         run_ranks(_ended_in_between, 3)
@@ -262,6 +260,7 @@ def _forked(rank: int) -> None:
     dist.all_reduce(torch.ones(2))
 
 
+@pytest.mark.needs("memfd")
 def test_forked_child_keeps_no_shared_memory() -> None:
     run_ranks(_forked, 2)
 
@@ -382,7 +381,7 @@ def test_stopped_rank_is_named_at_the_timeout() -> None:
 
     def wake_up() -> None:
         known = dict(pids.get() for _ in range(3))
-        while Path(f"/proc/{known[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        while not stands_still(known[1]):
             time.sleep(0.01)
         for _ in range(2):
             pids.get()  # the other ranks got their errors
@@ -426,7 +425,7 @@ def test_rank_that_was_stopped_does_not_name_others() -> None:
 
     def wake_up() -> None:
         pid = pids.get()
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        while not stands_still(pid):
             time.sleep(0.01)
         end = time.monotonic() + 1.0  # half a second longer than the group's timeout
         while time.monotonic() < end:

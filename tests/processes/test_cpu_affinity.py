@@ -121,6 +121,7 @@ print(os.sched_getaffinity(0) == {{cpu}}, "prefer" in Path("/proc/self/numa_maps
 
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the kernel has no NUMA")
 @pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.needs("affinity")
 def test_bind_takes_cpus_and_with_several_nodes_their_memory(tmp_path: Path, nodes: int) -> None:
     cpus = cpu_affinity.text(os.sched_getaffinity(0))
     root = machine(tmp_path, [cpus] if nodes == 1 else [cpus, ""])
@@ -129,6 +130,7 @@ def test_bind_takes_cpus_and_with_several_nodes_their_memory(tmp_path: Path, nod
     assert out.stdout.split() == ["True", str(nodes == 2)], out.stderr
 
 
+@pytest.mark.needs("affinity")
 def test_bind_refuses_invalid_values() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         cpu_affinity.bind(frozenset({100_000}))

@@ -28,13 +28,13 @@ import cloudpickle
 import msgspec
 import pytest
 
-from monarch_backend._processes import child_table, linux, resource_limits, spawn_protocol
+from monarch_backend._processes import child_table, resource_limits, spawn_protocol
 from monarch_backend._processes.spawn_protocol import Kill, Spawn, frame
 from monarch_backend._processes.spawner import Exited, Spawner, SpawnFailed, SpawnLimitError, Started
 from tests.processes import spawning
 from tests.processes.spawning import PATIENCE, Host, Pipe, Watch, parent_of, spec
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fork is for Linux")
+pytestmark = pytest.mark.needs("fork")
 
 # Children unpickle functions of these two modules by value, so that they do not import pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -774,7 +774,7 @@ def test_an_initialised_accelerator_is_not_forked(monkeypatch: pytest.MonkeyPatc
     assert child_table.why_not_fork({}, {}) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert "torch.cuda is initialized in the fork server" in str(child_table.why_not_fork({}, {}))
-    monkeypatch.setattr(linux, "LINUX", False)
+    monkeypatch.setattr(child_table.platform, "HAS_SAFE_FORK", False)
     assert str(child_table.why_not_fork({}, {})).startswith("fork is not safe on")
 
 

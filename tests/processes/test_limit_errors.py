@@ -63,6 +63,7 @@ def test_other_errors_pass() -> None:
         raise RuntimeError("something else")
 
 
+@pytest.mark.needs("proc")
 def test_no_proc_raises_spawn_limit_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(resource_limits, "PROC", tmp_path)
     with pytest.raises(SpawnLimitError, match=r"is not mounted, .* Mount it"):

@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._core import platform
 from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend.actor import ActorMesh
 from tests.actor.conftest import _fork_server, faults  # noqa: F401
 from tests.rdma.actors import ROUTES, two_processes
-from tests.support.portable import needs_reads
 
-MARKS = {"verbs": (pytest.mark.verbs, pytest.mark.slow), **dict.fromkeys(("mapped", "thread", "tls"), pytest.mark.slow)}
+NEEDS = {"kernel": pytest.mark.needs("process_vm_readv")}
+VARIANTS = ("tls",) if platform.IS_PORTABLE else ("mapped", "thread", "tls")
+MARKS = {**NEEDS, "verbs": (pytest.mark.verbs, pytest.mark.slow), **dict.fromkeys(VARIANTS, pytest.mark.slow)}
 """Marks of routes in tests that start processes for each case. The default run leaves out the marked routes there."""
 
 
 def routes(marks: dict[str, Any] = MARKS) -> list[Any]:
     """Return the routes as parameters. The verbs route has a mark, because it needs NICs."""
-    marks = {"kernel": needs_reads} | marks
     return [pytest.param(name, marks=marks.get(name, ())) for name in sorted(ROUTES)]
 
 
@@ -31,7 +32,7 @@ def _server() -> None:
         engine().routes.verbs._started().devices()
 
 
-@pytest.fixture(scope="module", params=routes({"verbs": pytest.mark.verbs}))
+@pytest.fixture(scope="module", params=routes({**NEEDS, "verbs": pytest.mark.verbs}))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[ActorMesh, ActorMesh]]:
     """Start an owner of memory and a reader in separate processes, for each route."""
     yield from two_processes(request.param)

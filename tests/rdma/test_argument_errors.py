@@ -29,7 +29,6 @@ from monarch_backend.job import ProcessJob
 from monarch_backend.rdma import RDMAAction, RDMABuffer, RDMAError, ShardedState
 from tests.job.support import MARK, in_program, new_mark
 from tests.rdma.actors import Process, take
-from tests.support.portable import needs_reads
 
 NBYTES = 64
 
@@ -396,7 +395,9 @@ def _two(route: str) -> Iterator[tuple[ActorMesh, ActorMesh]]:
 
 
 @pytest.mark.parametrize("atomic", [False, True], ids=["read", "atomic"])
-@pytest.mark.parametrize("route", [pytest.param("kernel", marks=needs_reads), "mapped", "thread"])
+@pytest.mark.parametrize(
+    "route", [pytest.param("kernel", marks=pytest.mark.needs("process_vm_readv")), "mapped", "thread"]
+)
 @pytest.mark.usefixtures("faults")
 def test_copy_method_on_one_host_is_logged_once(route: str, atomic: bool) -> None:
     with _two(route) as (owner, reader):

@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import os
 import struct
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from monarch_backend.actor import ActorError, ActorMesh, endpoint
 from monarch_backend.rdma import RDMAError
 from tests.rdma.actors import ROUTES, Process, two_processes
-from tests.support.portable import needs_reads
 
 Pair = tuple[ActorMesh, ActorMesh]
 MIB = 1 << 20
@@ -23,11 +21,9 @@ NUMBERS = {"x86_64": (317, 310, 311), "aarch64": (277, 270, 271)}
 """Numbers of the system calls seccomp, process_vm_readv and process_vm_writev."""
 
 pytestmark = [
-    needs_reads,
     pytest.mark.usefixtures("faults"),
-    pytest.mark.skipif(
-        sys.platform != "linux" or os.uname().machine not in NUMBERS, reason="the kernel's numbers are not known here"
-    ),
+    pytest.mark.needs("process_vm_readv"),
+    pytest.mark.skipif(os.uname().machine not in NUMBERS, reason="the kernel's numbers are not known here"),
 ]
 
 

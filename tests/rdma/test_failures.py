@@ -33,7 +33,7 @@ from tests.actor.actors import pid_of, resident_bytes, stopped_processes, until
 from tests.actor.support import Faults
 from tests.rdma.actors import ONE_SIDED_ROUTES, ROUTES, pattern, two_processes
 from tests.rdma.conftest import routes
-from tests.support.portable import needs_reads
+from tests.support import features
 
 MIB = 1 << 20
 Pair = tuple[ActorMesh, ActorMesh]
@@ -153,7 +153,7 @@ def test_memory_in_use_is_not_released(
     fresh: Pair, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     _, reader = fresh
-    if route_of(request) not in ("kernel", "mapped"):
+    if route_of(request) not in ("kernel", "mapped") or features.missing("process_vm_readv"):
         pytest.skip(
             "on this route it is read by a thread of its owner, which holds it while it copies a piece, no longer"
         )
@@ -542,8 +542,8 @@ def _stopped_thread(thread: str) -> Iterator[None]:
             holder.communicate()
 
 
-@needs_reads
 @pytest.mark.parametrize("replaced", ["by_a_program", "by_a_process"])
+@pytest.mark.needs("process_vm_readv")
 def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> None:
     before, owner = _watchers(), _Replaced()
     try:

@@ -23,7 +23,6 @@ from monarch_backend._rdma.routes.protocol import CANCELLED, DONE, FAILED, LOST,
 from tests.rdma.actors import ROUTES, pattern, two_processes
 from tests.rdma.tcp_owners import Memory
 from tests.rdma.verbs.peers import until
-from tests.support.portable import needs_reads
 
 MIB = 1 << 20
 PROT_NONE = 0
@@ -85,8 +84,8 @@ def has_no_copy_threads() -> bool:
     return "monarch_copy\n" not in names
 
 
-@needs_reads
 @pytest.mark.parametrize("threads", [1, 2, 3, 6, 16])
+@pytest.mark.needs("process_vm_readv")
 def test_each_byte_once(threads: int) -> None:
     there, here = Memory(SIZE, CONTENT), Memory(SIZE)
     with owned(there) as owner:
@@ -102,10 +101,10 @@ def test_each_byte_once(threads: int) -> None:
     assert until(has_no_copy_threads)
 
 
-@needs_reads
 @pytest.mark.parametrize("missing", [mmap.PAGESIZE, 13 * MIB, SIZE])
 @pytest.mark.parametrize("threads", [1, 2, 6])
 @pytest.mark.parametrize("write", [False, True])
+@pytest.mark.needs("process_vm_readv")
 def test_memory_that_is_gone_in_one_of_the_shares(threads: int, missing: int, write: bool) -> None:
     here = Memory(SIZE)
     with owned(Memory(SIZE, CONTENT), missing) as owner:
@@ -118,7 +117,7 @@ def test_memory_that_is_gone_in_one_of_the_shares(threads: int, missing: int, wr
     assert until(has_no_copy_threads)
 
 
-@needs_reads
+@pytest.mark.needs("process_vm_readv")
 def test_where_one_fails_the_others_stop() -> None:
     """A thread may finish its share before the failing thread starts, so the test has 20 tries."""
     with owned(Memory(4 * SIZE, CONTENT * 4), mmap.PAGESIZE, first=True) as owner:
@@ -132,6 +131,7 @@ def test_where_one_fails_the_others_stop() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("process_vm_readv")
 def test_cancelled_in_the_middle() -> None:
     found = set()
     with owned(Memory(4 * SIZE, CONTENT * 4)) as owner:
@@ -148,6 +148,7 @@ def test_cancelled_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("write", [False, True])
+@pytest.mark.needs("process_vm_readv")
 def test_an_owner_that_is_killed_in_the_middle(write: bool) -> None:
     native, here = _native.Memory(_native.Host(64 * MIB), True, True, 4), Memory(4 * SIZE)
     for turn in range(8):
@@ -161,6 +162,7 @@ def test_an_owner_that_is_killed_in_the_middle(write: bool) -> None:
     assert until(has_no_copy_threads)
 
 
+@pytest.mark.needs("process_vm_readv")
 def test_cancelled_and_out_of_range_copies_stop() -> None:
     here = Memory(SIZE)
     with owned(Memory(SIZE, CONTENT)) as owner:
@@ -194,6 +196,6 @@ def test_a_setting_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> 
 def test_no_more_threads_than_processors(
     monkeypatch: pytest.MonkeyPatch, value: str, processors: int, threads: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setattr(registrations.platform, "usable_cpus", lambda: processors)
     monkeypatch.setenv("MONARCH_CMA_THREADS", value)
     assert registrations._copying_threads() == threads

@@ -26,7 +26,6 @@ from monarch_backend import MonarchError, RankFailedError, SharedMemoryError, em
 from monarch_backend.process_group._shm import segment
 from tests.process_group import reference
 from tests.shm.random_programs import ALL_GATHER_SINGLE, REDUCE_SCATTER_SINGLE
-from tests.support.portable import needs_reads
 from tests.support.ranks import run_ranks
 
 pytestmark = [
@@ -126,7 +125,7 @@ def test_tensors_in_shared_memory(world_size: int, dtype: str, capfd: pytest.Cap
         assert ways[name] == {SHARED}, name
 
 
-@needs_reads
+@pytest.mark.needs("process_vm_readv")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_kernel_copies(world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(_all, world_size, "own", "bfloat16", 700_001, env=SEE | {"MONARCH_CMA_MIN_BYTES": "100000"})
@@ -343,7 +342,7 @@ def _unreadable(rank: int) -> None:
         assert libc.mprotect(x.data_ptr() + (1 << 19), 4096, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
-@needs_reads
+@pytest.mark.needs("process_vm_readv")
 def test_unreadable_memory_is_named() -> None:
     if not _may_read():
         pytest.skip("this kernel does not let a process read its peers (Yama, seccomp)")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,16 @@ class Picture:
     shared_memory: frozenset[str]
 
 
+_HAS_PROC = os.path.isdir("/proc/self")
+
+
 def _children() -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
+    if not _HAS_PROC:
+        for line in _ps("ppid="):
+            pid, parent = map(int, line.split())
+            found.setdefault(parent, []).append(pid)
+        return found
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -34,6 +44,14 @@ def _children() -> dict[int, list[int]]:
             continue
         found.setdefault(int(fields[1]), []).append(int(name))
     return found
+
+
+def _ps(*columns: str) -> list[str]:
+    """Lines of ps about all processes but itself. The first column is the pid."""
+    command = ["ps", "-ax", "-o", "pid=", *(word for column in columns for word in ("-o", column))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ps:
+        lines, _ = ps.communicate()
+    return [line.strip() for line in lines.splitlines() if line.split()[0] != str(ps.pid)]
 
 
 def _descendants(roots: set[int], children: dict[int, list[int]]) -> set[int]:
@@ -52,6 +70,8 @@ def children_of(pid: int) -> list[int]:
 
 
 def _command(pid: int) -> str:
+    if not _HAS_PROC:
+        return next((line.partition(" ")[2][:80] for line in _ps("command=") if line.split()[0] == str(pid)), "?")
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80]
     except OSError:
@@ -61,17 +81,26 @@ def _command(pid: int) -> str:
 def take() -> Picture:
     """Take a snapshot."""
     descriptors = set()
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/dev/fd"):
         if int(name) not in KEPT_FDS:
             try:
-                target = os.readlink(f"/proc/self/fd/{name}")
+                target = os.readlink(f"/proc/self/fd/{name}") if _HAS_PROC else _kind(int(name))
             except OSError:
                 continue  # the descriptor of /proc/self/fd itself
             if not target.startswith("/dev/nvidia"):  # the driver keeps its descriptors after the first use of a GPU
                 descriptors.add(f"{name} {target}")
     shm = {n for n in os.listdir("/dev/shm") if not n.startswith(_DRIVER)} if os.path.isdir("/dev/shm") else set()
-    processes = frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
+    if _HAS_PROC:
+        processes = frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
+    else:
+        processes = frozenset(int(line.split()[0]) for line in _ps())
     return Picture(processes, frozenset(descriptors), frozenset(shm))
+
+
+def _kind(descriptor: int) -> str:
+    """What it is, where that cannot be read from /proc."""
+    status = os.fstat(descriptor)
+    return f"{stat.S_IFMT(status.st_mode):o} {status.st_dev} {status.st_ino}"
 
 
 def _ours(pids: frozenset[int]) -> set[int]:
