@@ -251,7 +251,8 @@ def test_errors_for_missing_shardings_are_the_expected_ones() -> None:
     """The fallback looks for the class of the error, and for its text if a tensor would have to be redistributed."""
     assert "raise NotImplementedError(" in inspect.getsource(sharding_prop.ShardingPropagator)
     said = "".join(map(inspect.getsource, (utils.expand_to_full_mesh_op_strategy, tensor_ops, view_ops)))
-    assert not [words for words in replicate_fallback._GATHERED if words not in said]
+    since = replicate_fallback._GATHERED_SINCE if RELEASE >= (2, 14) else ()
+    assert not [words for words in (*replicate_fallback._GATHERED, *since) if words not in said]
     assert "costs.index(min(costs))" in inspect.getsource(sharding_prop), "what raises that, where no way is left"
     slow = inspect.getsource(op_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path)
     assert "out = op_call.decompose(*args, **kwargs)" in slow, "what it returns may be the result itself"
