@@ -466,6 +466,9 @@ _OF_OPAQUE = "CustomClassObjectVariable" if RELEASE >= (2, 14) else "TorchScript
 _OF_ATTRIBUTES = "tp_getattro_impl" if RELEASE >= (2, 14) else "var_getattr"
 FORMS_OF_COMPILE[f"{_OF_OPAQUE}.call_method"] = "self tx name args kwargs"
 FORMS_OF_COMPILE[f"TensorVariable.{_OF_ATTRIBUTES}"] = "self tx name"
+if RELEASE >= (2, 14):
+    _OF_AOT = "torch._functorch._aot_autograd.subclass_utils"
+    FORMS_OF_COMPILE[f"{_OF_AOT}._find_attr_matching_outer_metadata"] = "a inner_keys metadata_fn"
 
 
 @pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
