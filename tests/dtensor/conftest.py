@@ -47,14 +47,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Skip a test if it fails because the running release of torch lacks a feature."""
+    """Skip a test if it fails because the running release of torch lacks a feature.
+
+    After a failed test, also read the failures of its operations. Otherwise a later test would raise them.
+    """
     try:
         return (yield)
+    except pytest.fail.Exception:
+        read_failures(item)
+        raise
     except Exception as error:
+        read_failures(item)
         reason = next((each for each in _too_old() if each in str(error)), None)
         if reason is None:
             raise
         raise pytest.skip.Exception(reason) from error
+
+
+def read_failures(item: pytest.Item) -> None:
+    """Wait for the workers of the shared meshes, and drop the failures of their operations."""
+    procs: dict[str, ProcMesh] = getattr(item, "funcargs", {}).get("all_procs", {})
+    for each in procs.values():
+        with contextlib.suppress(Exception):  # the test's own error is reported
+            workers_of(each.device_mesh(DEVICE)).synchronize()
 
 
 def _too_old() -> list[str]:

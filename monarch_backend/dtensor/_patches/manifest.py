@@ -336,7 +336,7 @@ _FSDP2 = (
     _semantics(
         f"{_FSDP}._fsdp_param_group:FSDPParam", f"{_FSDP_MAKERS}:_param",
         "A subclass of FSDPParam, whose shard is each worker's own.",
-        "training/test_fsdp.py::test_three_ranks_of_which_some_have_less_or_nothing", since=releases.FSDP2,
+        "training/test_fsdp.py::test_three_ranks_of_which_some_have_less_or_nothing",
     ),
     _semantics(
         f"{_FSDP}._fsdp_param:_chunk_with_empty", f"{_FSDP_MAKERS}:_chunk",
@@ -345,7 +345,7 @@ _FSDP2 = (
     ),
     _semantics(
         f"{_FSDP}._fsdp_param_group:FSDPParamGroup", f"{_FSDP_MAKERS}:_group",
-        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process", since=releases.FSDP2,
+        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
     ),
     _semantics(
         f"{_FSDP}._fsdp_collectives:_get_dim0_padded_size", f"{_FSDP_MAKERS}:_padded_size",
@@ -431,6 +431,12 @@ _COMPILE = (
     _semantics(
         "torch._subclasses.meta_utils:MetaTensorDescriber.describe_tensor", f"{_SEMANTICS}.graph_inputs:_describe",
         "A trace has the sizes of the ranks that it stands for.", _UNEVEN,
+    ),
+    _semantics(
+        "torch._functorch._aot_autograd.subclass_utils:_find_attr_matching_outer_metadata",
+        f"{_SEMANTICS}.trace_sizes:whole_sizes",
+        "The size of a sharded result is not its shard's, though both are equal on the traced rank.",
+        "compile/test_compile.py::test_result_with_one_row_has_the_sizes_of_the_whole", since=(2, 14),
     ),
     _fix(
         f"{_DTENSOR}.__tensor_unflatten__", f"{_SEMANTICS}.traced_views:_strided_again",

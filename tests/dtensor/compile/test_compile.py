@@ -487,6 +487,21 @@ def test_shards_of_unequal_sizes(mesh_of: Callable[[str], Any], name: str, dims:
     assert [records(mesh, lambda: step(there)) for _ in range(2)] == [1, 1]
 
 
+def test_result_with_one_row_has_the_sizes_of_the_whole(two: Any) -> None:
+    """The traced rank has all of it, the other rank has nothing."""
+    x = torch.randn(1, 4).requires_grad_()
+    there = distribute_tensor(x.detach(), two, [Shard(0)]).requires_grad_()
+    step = whole(lambda x: x.sin() * 2)
+    for _ in range(2):
+        found, expected = step(there), x.sin() * 2
+        assert found.shape == expected.shape
+        assert found.stride() == expected.stride()
+        same(found, expected)
+        (mine,) = torch.autograd.grad(found.square().sum(), there)
+        same(mine, torch.autograd.grad(expected.square().sum(), x)[0])
+        assert mine.shape == x.shape
+
+
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_gradients_with_other_strides_of_shards_of_unequal_sizes(two: Any, inductor: bool) -> None:
     x, gradient = torch.randn(5, 7).requires_grad_(), torch.randn(7, 5)

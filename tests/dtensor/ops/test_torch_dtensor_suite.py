@@ -27,14 +27,23 @@ from tests.dtensor.torch_test_modules import common_dtensor
 DTensorTestBase, with_comms = common_dtensor.DTensorTestBase, common_dtensor.with_comms
 
 
+def keep_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable `destroy_process_group`, which torch's `with_comms` calls after an exception.
+
+    Later tests use the same groups.
+    """
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group=None: None)
+
+
 class ControllerTestBase(common_dtensor.LocalDTensorTestBase):  # type: ignore[misc]
     """torch's base class for LocalTensorMode, with worker processes as ranks."""
 
     mesh_of: Callable[[str], Any]
 
     @pytest.fixture(autouse=True)
-    def _meshes(self, mesh_of: Callable[[str], Any]) -> None:
+    def _meshes(self, mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
         self.mesh_of = mesh_of
+        keep_process_groups(monkeypatch)
 
     @property
     def world_size(self) -> int:
@@ -192,10 +201,27 @@ def _with_controller(suite: Any) -> Any:
     return made
 
 
+class FailingTest(DTensorTestBase):  # type: ignore[misc]
+    """A test that raises."""
+
+    @with_comms
+    def test_raises(self) -> None:
+        raise ZeroDivisionError
+
+
 OpsFromController = _with_controller(OpsTest)
 RulesFromController = _with_controller(RulesTest)
 ModulesFromController = _with_controller(ModulesTest)
-OpsTest.__test__ = RulesTest.__test__ = ModulesTest.__test__ = False
+OpsTest.__test__ = RulesTest.__test__ = ModulesTest.__test__ = FailingTest.__test__ = False
+
+
+def test_failed_test_keeps_the_process_groups(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    group = mesh_of("2").get_group()
+    keep_process_groups(monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        _with_controller(FailingTest)("test_raises").test_raises()
+    assert dist.is_initialized()
+    assert mesh_of("2").get_group() is group
 
 
 def test_barrier_waits_for_the_workers_and_raises_failures(mesh_of: Callable[[str], Any]) -> None:

@@ -251,7 +251,8 @@ def test_errors_for_missing_shardings_are_the_expected_ones() -> None:
     """The fallback looks for the class of the error, and for its text if a tensor would have to be redistributed."""
     assert "raise NotImplementedError(" in inspect.getsource(sharding_prop.ShardingPropagator)
     said = "".join(map(inspect.getsource, (utils.expand_to_full_mesh_op_strategy, tensor_ops, view_ops)))
-    assert not [words for words in replicate_fallback._GATHERED if words not in said]
+    since = replicate_fallback._GATHERED_SINCE if RELEASE >= (2, 14) else ()
+    assert not [words for words in (*replicate_fallback._GATHERED, *since) if words not in said]
     assert "costs.index(min(costs))" in inspect.getsource(sharding_prop), "what raises that, where no way is left"
     slow = inspect.getsource(op_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path)
     assert "out = op_call.decompose(*args, **kwargs)" in slow, "what it returns may be the result itself"
@@ -465,6 +466,9 @@ _OF_OPAQUE = "CustomClassObjectVariable" if RELEASE >= (2, 14) else "TorchScript
 _OF_ATTRIBUTES = "tp_getattro_impl" if RELEASE >= (2, 14) else "var_getattr"
 FORMS_OF_COMPILE[f"{_OF_OPAQUE}.call_method"] = "self tx name args kwargs"
 FORMS_OF_COMPILE[f"TensorVariable.{_OF_ATTRIBUTES}"] = "self tx name"
+if RELEASE >= (2, 14):
+    _OF_AOT = "torch._functorch._aot_autograd.subclass_utils"
+    FORMS_OF_COMPILE[f"{_OF_AOT}._find_attr_matching_outer_metadata"] = "a inner_keys metadata_fn"
 
 
 @pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
