@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from monarch_backend import rdma
+from monarch_backend import _native, rdma
 from monarch_backend._rdma import registrations
 from monarch_backend._rdma.routes import cuda_ipc
 from monarch_backend.actor import Actor, ActorMesh, endpoint, this_host
@@ -33,7 +33,7 @@ class RouteCase:
     name: str  # as RDMABuffer.backend
     environment: dict[str, str] = field(default_factory=dict)
     shared: bool = False  # the memory is that of rdma.empty
-    way: int = 1  # as enum CopyMethod (csrc/memory/same_host.h)
+    way: int = 2 if _native.is_portable else 1  # as enum CopyMethod (csrc/memory/same_host.h): thread or kernel
     device: bool = False  # the memory is a pretended GPU's, on both sides
     refuses: str = ""  # what its driver refuses
     nic: bool = False  # that is pretended, too, and does not reach the GPU
