@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from monarch_backend._core import platform
 from monarch_backend.actor import (
     ActorError,
     ActorMesh,
@@ -201,9 +202,10 @@ def test_death_of_a_rank_ends_collectives_of_others(where: str, faults: Faults) 
 
 
 def assert_names(text: str, rank: int, pid: int) -> None:
-    """The rank, the host, the pid, and how it ended."""
+    """The rank, the host, the pid, and how it ended: without a pidfd the fork server may have reaped it before."""
     assert str(rank) in text and HOST in text and str(pid) in text, text
-    assert "signal 9" in text or "SIGKILL" in text, text
+    unknown = not platform.HAS_PIDFD and "gone (how it ended is not known here)" in text
+    assert "signal 9" in text or "SIGKILL" in text or unknown, text
 
 
 def test_survivors_form_a_smaller_group(faults: Faults) -> None:
