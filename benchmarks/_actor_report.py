@@ -1,4 +1,4 @@
-"""Report of actors.py: cases, limits, the table in markdown and the plot."""
+"""Report of actors.py: cases, targets, the table in Markdown and the plot."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from _actor_runners import Peer
 from _report import Series, microseconds
 
 OURS, FLOOR = "ours", "floor"
-PINNED = ("one_core", "two_cores")  # the floor's round trip only
-Row = dict[str, Series]  # peer's key -> what was measured, in the unit of the case
+PINNED = ("one_core", "two_cores")  # cases that only the floor has
+Row = dict[str, Series]  # peer's key -> measured values, in the unit of the case
 
 
 @dataclass(frozen=True)
-class Must:
-    """A target: of ``who``, against a number or against another contender."""
+class Target:
+    """A target for ``contender``: a limit, or a factor by which it is better than contender ``base``."""
 
     text: str
     limit: float | None = None
-    beats: str = ""
+    base: str = ""
     times: float = 1.0
-    who: str = OURS
+    contender: str = OURS
 
     def verdict(self, case: Case, row: Row) -> str:
-        """yes, no, or ? where it was not measured."""
-        if self.who not in row or (self.beats and self.beats not in row):
+        """Return "yes", "NO", or "?" if a value is missing."""
+        if self.contender not in row or (self.base and self.base not in row):
             return "?"
         if self.limit is None:
-            met = case.better(row[self.beats], row[self.who]) >= self.times
+            met = case.better(row[self.base], row[self.contender]) >= self.times
         else:
-            met = row[self.who].median >= self.limit if case.higher else row[self.who].median <= self.limit
+            met = row[self.contender].median >= self.limit if case.higher else row[self.contender].median <= self.limit
         return "yes" if met else "NO"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table."""
+    """A row of the table."""
 
     key: str
     title: str
     unit: str
-    musts: Sequence[Must] = ()
-    higher: bool = False  # is better
-    tail: bool = False  # enough values for a 99th percentile
+    targets: Sequence[Target] = ()
+    higher: bool = False  # higher values are better
+    tail: bool = False  # there are enough values for a 99th percentile
 
     def better(self, its: Series, mine: Series) -> float:
-        """How many times better mine is: the median of the rounds' ratios."""
+        """Return the factor by which ``mine`` is better than ``its``: the median of the rounds' ratios."""
         return mine.over(its) if self.higher else its.over(mine)
 
 
-def _fifth(peer: str = "torchmonarch") -> Must:
-    return Must(f"<= 1/5 {peer}", beats=peer, times=5)
+def _fifth(peer: str = "torchmonarch") -> Target:
+    return Target(f"<= 1/5 {peer}", base=peer, times=5)
 
 
 CASES = (
@@ -62,8 +62,8 @@ CASES = (
         "us",
         (
             _fifth(),
-            Must("<= 2 floors", beats=FLOOR, times=0.5),
-            Must("<= 20 us spinning", limit=20),
+            Target("<= 2 floors", base=FLOOR, times=0.5),
+            Target("<= 20 us spinning", limit=20),
         ),
         tail=True,
     ),
@@ -74,42 +74,42 @@ CASES = (
         "call_one, pipelined",
         "calls/s",
         (
-            Must(">= 50,000", limit=50_000),
-            Must(">= 5 torchmonarch", beats="torchmonarch", times=5),
-            Must(">= 5 Ray", beats="ray", times=5),
+            Target(">= 50,000", limit=50_000),
+            Target(">= 5 torchmonarch", base="torchmonarch", times=5),
+            Target(">= 5 Ray", base="ray", times=5),
         ),
         higher=True,
     ),
     Case("cast_8", "call, 8 processes", "us", (_fifth(),), tail=True),
     Case("cast_64", "call, 64 processes", "us", (_fifth(),)),
-    Case("tensor", "64 MiB tensor as argument", "GB/s", (Must(">= 3", limit=3),), higher=True),
-    Case("warm_8", "start of 8 processes, warm", "s", (Must("<= 0.5", limit=0.5),)),
+    Case("tensor", "64 MiB tensor as argument", "GB/s", (Target(">= 3", limit=3),), higher=True),
+    Case("warm_8", "start of 8 processes, warm", "s", (Target("<= 0.5", limit=0.5),)),
     Case("cold_8", "start of 8 processes, cold", "s"),
-    Case("warm_64", "start of 64 processes, warm", "s", (Must("<= 3", limit=3),)),
+    Case("warm_64", "start of 64 processes, warm", "s", (Target("<= 3", limit=3),)),
     Case("cold_64", "start of 64 processes, cold", "s"),
-    Case("death", "SIGKILL to the caller's error", "ms", (Must("<= 50", limit=50),)),
-    Case("memory", "memory of an idle worker, not shared", "MB", (Must("<= 40", limit=40),)),
+    Case("death", "SIGKILL to the caller's error", "ms", (Target("<= 50", limit=50),)),
+    Case("memory", "memory of an idle worker, not shared", "MB", (Target("<= 40", limit=40),)),
 )
 
 
 class Results:
-    """What was measured, and why the rest was not."""
+    """Measured values, and the reasons for missing ones."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
         self.reasons: dict[tuple[str, str], str] = {}  # (case, peer)
 
     def add(self, case: str, peer: str, values: list[float]) -> None:
-        """One more round."""
+        """Add the values of one round."""
         self.rows.setdefault(case, {}).setdefault(peer, Series()).rounds.append(values)
 
     def fail(self, case: str, peer: str, reason: str) -> None:
-        """This peer has no figure here: not even half of one."""
+        """Record why a peer has no result in a case, and drop the values of its earlier rounds."""
         self.reasons.setdefault((case, peer), reason)
         self.rows.get(case, {}).pop(peer, None)
 
     def median(self, case: str, peer: str) -> float | None:
-        """None where it was not measured."""
+        """Return the median, or None if there are no values."""
         series = self.rows.get(case, {}).get(peer)
         return series.median if series else None
 
@@ -138,7 +138,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _derived(results: Results, peers: Sequence[Peer]) -> list[str]:
-    """The growth of a call with the processes, and what a cold start of ours costs more, in imports of torch."""
+    """Return rows for the cost of 64 processes over 8, and for our cold minus warm start in units of torch imports."""
     growth = []
     for peer in peers:
         few, many = results.median("cast_8", peer.key), results.median("cast_64", peer.key)
@@ -159,7 +159,7 @@ def _difference(results: Results, one: str, other: str, peer: str) -> float | No
 
 
 def markdown(results: Results, peers: Sequence[Peer]) -> str:
-    """A row per case; below it, why there are dashes."""
+    """Return the table, a row per case, and below it the reasons for missing values."""
     lines = [_line(["", "unit", "must", *[peer.name for peer in peers]]), _line(["---"] * (len(peers) + 3))]
     reasons: dict[str, list[str]] = {}
     for case in CASES:
@@ -167,9 +167,9 @@ def markdown(results: Results, peers: Sequence[Peer]) -> str:
         failed = {peer.key for peer in peers if (case.key, peer.key) in results.reasons}
         if not row and not failed:
             continue
-        musts = "; ".join(f"{must.text}: {must.verdict(case, row)}" for must in case.musts)
+        targets = "; ".join(f"{target.text}: {target.verdict(case, row)}" for target in case.targets)
         cells = [_cell(case, row, peer.key, peer.key in failed) for peer in peers]
-        lines.append(_line([case.title, case.unit, musts, *cells]))
+        lines.append(_line([case.title, case.unit, targets, *cells]))
         for peer in peers:
             if peer.key in failed:
                 reasons.setdefault(f"{peer.name}: {results.reasons[case.key, peer.key]}", []).append(case.title)
@@ -179,7 +179,7 @@ def markdown(results: Results, peers: Sequence[Peer]) -> str:
 
 
 def plot(results: Results, peers: Sequence[Peer], file: Path) -> str | None:
-    """A panel of bars per case; the reason where it can't be drawn."""
+    """Draw one bar chart per case. Return None, or the reason why there is no plot."""
     try:
         import matplotlib
     except ImportError:
@@ -205,9 +205,9 @@ def plot(results: Results, peers: Sequence[Peer], file: Path) -> str | None:
         panel.set_xlim(min(medians) / 3, max(medians) * 6)
         panel.tick_params(labelsize=7)
         panel.set_title(f"{case.title}, {case.unit} ({'more' if case.higher else 'less'} is better)", fontsize=8)
-        for must in case.musts:
-            if must.limit is not None and must.who == OURS:
-                panel.axvline(must.limit, color="gray", linestyle=":", linewidth=1)
+        for target in case.targets:
+            if target.limit is not None and target.contender == OURS:
+                panel.axvline(target.limit, color="gray", linestyle=":", linewidth=1)
     figure.tight_layout()
     figure.savefig(file, dpi=130)
     pyplot.close(figure)

@@ -1,8 +1,8 @@
-"""Runner processes of actors.py: how each peer's is started, given orders and stopped.
+"""Runner processes of actors.py: start them, send requests, stop them.
 
-What a runner does is in actor_peers/_runner.py. A runner runs in a session of its own, so that Ctrl-C meets the
-driver only, which then ends everybody: it is the reaper of whatever loses its parent, and what is below it at the end
-is killed.
+A runner's own code is in actor_peers/_runner.py. Each runner has its own session, so that Ctrl-C reaches only the
+driver, which then ends all runners. The driver is the subreaper of all processes below it. At the end it kills the
+remaining ones.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path(__file__).with_name("actor_peers")
 ANSWER_SECONDS = 180.0
-START_SECONDS = 900.0  # of 64 processes that import torch on two cores
+START_SECONDS = 900.0  # enough for 64 processes that import torch on two cores
 END_SECONDS = 30.0
-GRACE_SECONDS = 2.0  # in which a runner's processes may follow it
+GRACE_SECONDS = 2.0  # time for the processes of an ended runner to end
 PR_SET_CHILD_SUBREAPER = 36
 
-# For every process of every peer alike: a worker computes nothing here.
+# Environment of all processes of all peers. Workers compute nothing here.
 COMMON = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 class RunnerFailed(Exception):
-    """A runner that ended or does not answer."""
+    """A runner ended or did not answer in time."""
 
 
 class Refused(Exception):
-    """The runner's own word that this peer can't do it, or the error that it met."""
+    """A runner answered that its peer cannot do the request, or failed with an error."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A library or a floor: ``settings`` is for the reader, the rest starts its runner."""
+    """A library or a floor, and how to start its runner. The report prints ``settings``."""
 
     key: str
     name: str
     script: str
     settings: str
     environment: Callable[[], dict[str, str]] = dict
-    own: str = ""  # the environment that tools/peer_env.py makes; none: this one
-    lacks: str = ""  # why it can't be measured on any machine
-    only: tuple[str, ...] = ()  # the cases that it is for; none: all
+    own: str = ""  # name of its environment from tools/peer_env.py; empty: this environment
+    lacks: str = ""  # the reason if it cannot be measured on any machine
+    only: tuple[str, ...] = ()  # its cases; empty: all
 
     @property
     def python(self) -> Path:
-        """The interpreter of its runner."""
+        """Path of the runner's interpreter."""
         return ROOT / ".envs" / f"peer-{self.own}" / "bin" / "python" if self.own else Path(sys.executable)
 
     def missing(self) -> str | None:
-        """What there is not, or None."""
+        """Return what is missing to run it, or None."""
         if self.lacks or self.python.exists():
             return self.lacks or None
         return f"not installed; run: python tools/peer_env.py {self.own}"
@@ -71,18 +71,18 @@ def _ray_environment() -> dict[str, str]:
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # or it writes one into the home directory
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # without it Ray writes a token into the home directory
     }
 
 
 FLOOR = Peer("floor", "floor", "floor_socket.py", "Unix sockets of 64 bytes, memcpy, fork after torch, poll on a pidfd")
 PEERS = (
-    Peer("ours", "ours", "ours.py", "defaults: who waits spins first while there are processors for all"),
+    Peer("ours", "ours", "ours.py", "defaults: waiting processes spin first while there are processors for all"),
     Peer(
         "sleep",
         "ours, sleeping",
         "ours.py",
-        "MONARCH_BUSY_POLL=0: who waits sleeps at once",
+        "MONARCH_BUSY_POLL=0: waiting processes sleep at once",
         environment=lambda: {"MONARCH_BUSY_POLL": "0"},
         only=("round_trip", "pipelined", "warm_8", "cast_8"),
     ),
@@ -115,7 +115,7 @@ PEERS = (
 
 
 class Runner:
-    """The process of one peer, ready for orders."""
+    """The runner process of one peer, ready for requests."""
 
     def __init__(self, peer: Peer, folder: Path) -> None:
         self.peer, self.left = peer, 0
@@ -138,7 +138,7 @@ class Runner:
             raise
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """Give an order and wait for its answer. Refused, or RunnerFailed and then the runner is gone."""
+        """Send a request and return the answer. Raises Refused, or RunnerFailed after ending the runner."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -166,7 +166,7 @@ class Runner:
         return answer["value"]
 
     def cpu_seconds(self) -> float:
-        """What its processes have used so far, those that live."""
+        """Return the CPU time of the runner and its live descendants."""
         return _cpu_seconds(self._process.pid) + tree_cpu_seconds(self._process.pid)
 
     def _tail(self) -> str:
@@ -174,7 +174,7 @@ class Runner:
         return "".join(f"    {line[:300]}\n" for line in self._log.read().splitlines()[-12:])
 
     def end(self, patient: bool = True) -> None:
-        """End it and what it started; ``left`` says afterwards how many processes had outlived it."""
+        """End the runner and its descendants. Add the number of descendants that outlived the runner to ``left``."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         below = set(descendants(self._process.pid))
@@ -186,7 +186,7 @@ class Runner:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
-        # Pids are not used again so soon, and only what is still below this process is touched.
+        # Kill only pids that are still below this process. A pid is not reused within this time.
         deadline = time.monotonic() + (GRACE_SECONDS if patient else 0)
         while (outlived := below & set(descendants(os.getpid()))) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -198,7 +198,7 @@ class Runner:
 
 
 def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on; empty when it is gone."""
+    """Return the fields of /proc/PID/stat from the state on, or [] if the process is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     return []
@@ -206,17 +206,17 @@ def _stat(pid: int) -> list[str]:
 
 def _cpu_seconds(pid: int) -> float:
     fields = _stat(pid)
-    # Its own and that of the children it has waited for.
+    # The process itself and its reaped children.
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def tree_cpu_seconds(root: int) -> float:
-    """What the processes below this one have used so far, those that live and those that they have waited for."""
+    """Return the CPU time of the live descendants of a process, including their reaped children."""
     return sum(map(_cpu_seconds, descendants(root)))
 
 
 def descendants(root: int) -> list[int]:
-    """Children of this process, theirs, and so on; without those that have ended and wait to be reaped."""
+    """Return the pids of all descendants of a process, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (fields := _stat(int(entry.name))) and fields[0] != "Z":
@@ -235,20 +235,20 @@ def _kill(pid: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below that loses its own."""
+    """Make this process the subreaper: it becomes the parent of descendants whose parent ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def end_all() -> int:
-    """Kill and reap what is still below this process; how many there were."""
+    """Kill and reap all descendants of this process. Return their number."""
     killed: set[int] = set()
     while left := descendants(os.getpid()):
         for pid in left:
             _kill(pid)
         killed.update(left)
         _reap()
-        time.sleep(0.01)  # the dead are not gone at once, and their children become ours
+        time.sleep(0.01)  # killed processes take a moment to end, and their children become children of this process
     _reap()
     return len(killed)
 
@@ -260,12 +260,12 @@ def _reap() -> None:
 
 
 def machine_cpu_seconds() -> float:
-    """What all processes of the machine have used since it started."""
+    """Return the CPU time of all processes of the machine since boot."""
     fields = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
     return sum(map(int, (*fields[1:4], *fields[6:9]))) / os.sysconf("SC_CLK_TCK")
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping."""
+    """Return the memory that is available without swapping."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,4 +1,4 @@
-// Two processes and many all_reduces of 8 bytes, for call_comparison.py: prints nanoseconds of each batch's mean.
+// Program of call_comparison.py: two processes run batches of all_reduces of 8 bytes. It prints each batch's mean in ns.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -20,7 +20,7 @@ namespace {
 
 struct Meeting {
   std::array<std::array<char, 33>, 2> tokens;
-  std::array<std::uint64_t, 2> boards;
+  std::array<std::uint64_t, 2> control_blocks;
   std::array<std::atomic<int>, 4> steps;
 
   void meet(int step) {
@@ -32,7 +32,7 @@ struct Meeting {
 int play(Meeting& meeting, int rank, int batches, int calls) {
   auto host = std::make_shared<Host>(16 << 20);
   std::memcpy(meeting.tokens[rank].data(), host->token().c_str(), host->token().size());
-  meeting.boards[rank] = Group::make_board(*host, 2);
+  meeting.control_blocks[rank] = Group::allocate_control_block(*host, 2);
   meeting.meet(0);
   const std::string other(meeting.tokens[1 - rank].data(), 32);
   auto peer = rank == 0 ? host->connect(other) : host->accepted(other, 10);
@@ -40,7 +40,7 @@ int play(Meeting& meeting, int rank, int batches, int calls) {
   std::vector<std::shared_ptr<Peer>> peers(2);
   peers[1 - rank] = peer;
   meeting.meet(1);
-  auto group = std::make_shared<Group>(host, rank, peers, std::vector<std::uint64_t>(meeting.boards.begin(), meeting.boards.end()), 0, "");
+  auto group = std::make_shared<Group>(host, rank, peers, std::vector<std::uint64_t>(meeting.control_blocks.begin(), meeting.control_blocks.end()), 0, "");
   float x[2] = {0, 0};
   for (int batch = 0; batch < batches; ++batch) {
     const auto start = Clock::now();

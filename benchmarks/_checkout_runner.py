@@ -1,9 +1,9 @@
-"""Runner process of checkouts.py: holds one checkout's group, actors or DTensors, and times a case on each order.
+"""Runner process of checkouts.py: has one checkout's group, actors or DTensors, and times a case on each request.
 
     PYTHONPATH=CHECKOUT python benchmarks/_checkout_runner.py group|actors|dtensor
 
-An order is a line on its input, ``{"case": NAME, "count": N}``; the answer is the mean time of a call in seconds.
-It uses public names only, because it runs with both checkouts.
+A request is a line on standard input, ``{"case": NAME, "count": N}``. The answer is the mean time of a call in seconds.
+This module uses only public names of the package, because it runs with both checkouts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Step = Callable[[], object]
 
 
 def nothing() -> None:
-    """Wait for nothing."""
+    """Do nothing: for cases whose calls wait for their results."""
 
 
 def group() -> tuple[dict[str, Step], Step]:
-    """Collectives of two ranks, each a runner of its own that torchrun's variables describe."""
+    """Return collectives of two ranks. Each rank is one runner, with the environment variables of torchrun."""
     import torch.distributed as dist
 
     dist.init_process_group("monarch")
@@ -37,7 +37,7 @@ def group() -> tuple[dict[str, Step], Step]:
 
 
 def actors() -> tuple[dict[str, Step], Step]:
-    """Calls of two actors in processes of their own."""
+    """Return calls of two actors in two processes."""
     from monarch_backend.actor import Actor, endpoint, this_host
 
     class Worker(Actor):
@@ -61,7 +61,7 @@ def actors() -> tuple[dict[str, Step], Step]:
 
 
 def dtensor() -> tuple[dict[str, Step], Step]:
-    """Operations of a controller with two workers."""
+    """Return operations of a controller with two workers."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     from monarch_backend.actor import this_host
@@ -81,7 +81,7 @@ def dtensor() -> tuple[dict[str, Step], Step]:
 
 
 def main(kind: str) -> None:
-    """Answer orders until the input ends."""
+    """Answer requests until standard input ends."""
     torch.set_num_threads(1)
     cases, drain = {"group": group, "actors": actors, "dtensor": dtensor}[kind]()
     print(json.dumps(list(cases)), flush=True)

@@ -1,8 +1,7 @@
-"""Peers of collectives.py: requirements, how their ranks are started, and their settings.
+"""Peers of collectives.py: requirements, start commands and settings.
 
-The floors are one more peer here, with one rank; _floors.py has what they are.
-
-How a peer's library is called is in _peer_collectives.py; what all ranks do is in _rank_main.py.
+The floors count as one more peer, with one rank. _floors.py defines them. _peer_collectives.py has the calls of each
+peer's library, and _rank_main.py the code of the ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from pathlib import Path
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 PREFIX = Path(sys.prefix)
 
-# For every rank of every peer alike. Libraries that allocate scratch in a call (MPI's in-place reductions, Gloo) would
-# pay the page faults of fresh memory every time: up to 4x at 64 MiB. Keeping freed memory shows them at their best.
-# Buffers are NumPy's, and shall lie in pages like torch's own tensors: without madvise for huge pages.
-# Nobody is pinned: torchrun pins nobody, MPI gains nothing by it here, and beside a busy neighbour it loses most.
+# Environment of all ranks of all peers. Libraries that allocate scratch memory in a call (MPI's in-place reductions,
+# Gloo) would otherwise have page faults in each call, which take up to 4x the time at 64 MiB. With these settings the
+# allocator keeps freed memory. Buffers are NumPy's. They get the same pages as torch's tensors: no madvise for huge
+# pages. Ranks are not pinned: torchrun does not pin, and pinning does not make MPI faster here. With another busy
+# process on the machine, pinned MPI loses most.
 COMMON = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
@@ -33,10 +33,10 @@ COMMON = {
 
 @dataclass(frozen=True)
 class Peer:
-    """One library. ``settings`` is for the reader, ``environment`` and ``launcher`` for its ranks."""
+    """One library. The report prints ``settings``; ``environment`` and ``launcher`` start its ranks."""
 
     name: str
-    modules: Sequence[str]  # that must be importable
+    modules: Sequence[str]  # must be importable
     install: str
     settings: Callable[[int], str]
     environment: Callable[[int, Path], dict[str, str]]
@@ -45,13 +45,13 @@ class Peer:
     collectives: Sequence[str] = field(default=COLLECTIVES)
 
     def missing(self) -> str | None:
-        """What there is not, or None."""
+        """Return what is missing and how to install it, or None."""
         lacks = [name for name in self.modules if find_spec(name) is None]
         lacks += [path.name for path in self.files if not path.exists()]
         return f"{', '.join(lacks)} not found; {self.install}" if lacks else None
 
     def command(self, ranks: int, folder: Path) -> list[str]:
-        """The command line that starts all ranks."""
+        """Return the command line that starts all ranks."""
         worker = [sys.executable, str(Path(__file__).with_name("_rank_main.py")), self.name, str(ranks), str(folder)]
         return (self.launcher(ranks) if self.launcher else []) + worker
 
@@ -63,7 +63,7 @@ def _oversubscribed(ranks: int) -> bool:
 def _openmpi_environment(_: int, folder: Path) -> dict[str, str]:
     return {
         "MPI4PY_MPIABI": "openmpi",
-        "OPAL_PREFIX": str(PREFIX),  # the wheel's libraries remember another place
+        "OPAL_PREFIX": str(PREFIX),  # the wheel's libraries have another prefix compiled in
         "PRTE_PREFIX": str(PREFIX),
         "PMIX_PREFIX": str(PREFIX),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -76,8 +76,8 @@ def _openmpi_environment(_: int, folder: Path) -> dict[str, str]:
 
 
 def _openmpi_launcher(ranks: int) -> list[str]:
-    # Not mpiexec: both MPIs' wheels write that file. prterun puts its own lib before LD_LIBRARY_PATH, where Intel's
-    # libfabric may lie under the same name; hence env.
+    # Do not use mpiexec: the wheels of both MPIs install a file of that name. prterun puts its own lib folder before
+    # LD_LIBRARY_PATH, and Intel's libfabric may be there under the same name. So env sets LD_LIBRARY_PATH again.
     lib = PREFIX / "lib"
     return [
         *(str(PREFIX / "bin/prterun"), "--personality", "ompi", "-n", str(ranks)),
@@ -87,7 +87,7 @@ def _openmpi_launcher(ranks: int) -> list[str]:
 
 
 def _openmpi_settings(_: int) -> str:
-    # mpi_yield_when_idle=1 for 4 ranks on 2 cores was slower here by a fifth than leaving it to Open MPI.
+    # With 4 ranks on 2 cores, mpi_yield_when_idle=1 was a fifth slower here than Open MPI's default.
     return "pml ob1, btl self,sm (faster here than its default at 64 MiB), :OVERSUBSCRIBE, not bound"
 
 
@@ -116,15 +116,15 @@ def _deepspeed_environment(ranks: int, folder: Path) -> dict[str, str]:
     return {
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": str(ranks),
-        "MASTER_ADDR": "benchmark",  # these two only name its shared memory
+        "MASTER_ADDR": "benchmark",  # these two only determine the name of its shared memory
         "MASTER_PORT": folder.parent.name,
         "TORCH_EXTENSIONS_DIR": str(cache),
-        "PATH": f"{PREFIX / 'bin'}:{os.environ.get('PATH', '')}",  # ninja
+        "PATH": f"{PREFIX / 'bin'}:{os.environ.get('PATH', '')}",  # DeepSpeed calls ninja
     }
 
 
 def deepspeed_segments(run: Path) -> list[Path]:
-    """DeepSpeed's shared memory of this run, which it never unlinks."""
+    """Return DeepSpeed's shared-memory files of this run. DeepSpeed does not unlink them."""
     return list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{run.name}_*"))
 
 
@@ -171,7 +171,7 @@ OTHER_FLOORS = ("dispatch (C++)", "dispatch (Python)", "spin")
 
 
 def build_spin(folder: Path) -> str | None:
-    """Compile _spin.c into the folder; a reason where that can't be."""
+    """Compile _spin.c into the folder. Return None, or the reason why it failed."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return "spin: no C compiler"

@@ -1,4 +1,4 @@
-"""Model of controller.py: the transformer of examples/train_lm.py with tensor parallelism, built in three ways."""
+"""Model of controller.py: the transformer of examples/train_lm.py with tensor parallelism, built in four ways."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ BATCH, CONTEXT, DIM, LAYERS, HEADS = 16, 128, 128, 4, 4
 
 @dataclass(frozen=True)
 class Built:
-    """``step().item()`` is the loss. ``records``: how many the controller has written so far; None: there is none."""
+    """A training step; ``step().item()`` is the loss. ``records()`` is the number of records written by the controller.
+
+    ``records`` is None without a controller.
+    """
 
     step: Callable[[], Any]
     records: Callable[[], int] | None = None
 
 
 def build(how: str, size: int) -> Built:
-    """``how``: "torchrun", "torchrun-compiled", "one" or "compiled"; the last two by one controller."""
+    """Build the model. ``how`` is "torchrun", "torchrun-compiled", or with one controller "one" or "compiled"."""
     if how.startswith("torchrun"):
         return _under_torchrun(compiled=how == "torchrun-compiled")
     return _one_controller(size, captured=how == "compiled")
@@ -42,7 +45,7 @@ def _model(mesh: Any) -> Any:
 
 
 def _step(model: Any, tokens: Any, targets: Any, compiled: Callable[[Any], Any] = lambda part: part) -> Any:
-    """``compiled``: what becomes of its parts, without backward, which autograd calls."""
+    """Return a training step. ``compiled`` wraps its forward and its optimizer step, but not the backward."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     @compiled
@@ -70,7 +73,7 @@ def _under_torchrun(*, compiled: bool) -> Built:
     dist.init_process_group("monarch")
     model = _model(dist.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("tp",)))
     batch = _batch()
-    # By parts: in a step that is compiled as one, torch's dynamo (2.13) fails at what backward does with DTensors.
+    # Compile in parts: for a whole step, torch's dynamo (2.13) fails on the backward of DTensors.
     parts = {"compiled": torch.compile} if compiled else {}
     return Built(_step(model, batch[:, :-1], batch[:, 1:], **parts))
 

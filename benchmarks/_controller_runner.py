@@ -1,8 +1,9 @@
-"""Runner process of controller.py: holds one contender, and runs a case on each order.
+"""Runner process of controller.py: has one contender, and runs a case on each request.
 
     python benchmarks/_controller_runner.py ours|plain|monarch|simulated:N|lm:HOW:N (see _controller_model.py)
 
-Reads a line of JSON ``{"case": ..., "count": n}`` from standard input, answers one: seconds for each operation or step.
+A request is a line of JSON on standard input, ``{"case": ..., "count": n}``. The answer is a line of JSON: seconds for
+each operation or step.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ Case = Callable[[int], Any]
 
 
 def loop(operation: Callable[[], object], end: Callable[[], object], others: Sequence[int] = ()) -> Case:
-    """For each operation: until all is issued, until all is done; processor time here, and in each of these processes.
+    """Return a case that runs ``operation`` in a loop and returns four times in seconds for each operation.
 
-    Time on the processor depends less on who else is on the machine.
+    They are: until all operations are issued, until all are done, CPU time of this process, mean CPU time of the
+    processes ``others``. CPU time depends less on the load of the machine.
     """
 
     def run(count: int) -> tuple[float, ...]:
@@ -45,16 +47,16 @@ def loop(operation: Callable[[], object], end: Callable[[], object], others: Seq
 
 
 def on_processor(pid: int) -> float:
-    """Seconds, of all its threads that there are."""
+    """Return the CPU time of a process in seconds, over its live threads."""
     return sum(int(each.read_text().split()[0]) for each in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def nothing() -> None:
-    """At the end of what has no workers."""
+    """Do nothing: for cases without workers to wait for."""
 
 
 def plain() -> dict[str, Case]:
-    """What limits everybody: torch itself, and a tensor subclass in Python that does nothing."""
+    """Return the floors: a plain tensor, and a tensor subclass in Python that does nothing."""
 
     class Wrapper(torch.Tensor):
         @staticmethod
@@ -71,8 +73,8 @@ def plain() -> dict[str, Case]:
     return {"add": loop(lambda: a + b, nothing), "subclass": loop(lambda: wrapper + wrapper, nothing)}
 
 
-def kinds(x: Any, y: Any) -> dict[str, Callable[[], object]]:
-    """What programs do with DTensors of shape (8, 16) that are sharded by rows, besides adding two."""
+def dtensor_operations(x: Any, y: Any) -> dict[str, Callable[[], object]]:
+    """Return typical operations on DTensors of shape (8, 16) that are sharded by rows."""
     return {
         "x + y": lambda: x + y,
         "x * 2": lambda: x * 2,
@@ -90,7 +92,10 @@ def kinds(x: Any, y: Any) -> dict[str, Callable[[], object]]:
 
 
 def ours() -> dict[str, Case]:
-    """Remote tensors and DTensors on two workers. "redistribute, ours": by what is in the place of torch's planner."""
+    """Return operations on remote tensors and DTensors with two workers.
+
+    "redistribute, ours" is only the function that replaces torch's `redistribute_local_tensor`.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard, _redistribute
 
     from monarch_backend.actor import this_host
@@ -113,12 +118,12 @@ def ours() -> dict[str, Case]:
         "redistribute": loop(lambda: x.redistribute(mesh, [Replicate()]), workers.synchronize, pids),
         "redistribute, ours": loop(planned, workers.synchronize, pids),
         "item": loop(lambda: a.sum().item(), workers.synchronize, pids),
-        **{name: loop(each, workers.synchronize, pids) for name, each in kinds(x, y).items()},
+        **{name: loop(each, workers.synchronize, pids) for name, each in dtensor_operations(x, y).items()},
     }
 
 
 def simulated(size: int) -> dict[str, Case]:
-    """The controller alone, for any number of workers, which are not there."""
+    """Return operations of a controller with simulated workers: only the controller's cost."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     from monarch_backend.dtensor import simulated_mesh
@@ -136,8 +141,8 @@ def simulated(size: int) -> dict[str, Case]:
     }
 
 
-def dtensor_alone() -> dict[str, Case]:
-    """torch's own part of a DTensor's operation: its shards are wrappers that do nothing, its group is torch's fake."""
+def torch_dtensor() -> dict[str, Case]:
+    """Return operations of torch's DTensor alone, on torch's fake process group and without workers."""
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -146,22 +151,22 @@ def dtensor_alone() -> dict[str, Case]:
     mesh = dist.init_device_mesh("cpu", (2,))
     meta = torch.empty(8, 16, device="meta")
     x = DTensor.from_local(meta, mesh, [Shard(0)])
-    # On the CPU: what a meta tensor does is mostly Python, and would be most of these.
+    # These shards are on the CPU. Operations of meta tensors are mostly Python and would dominate the times.
     one, other = (DTensor.from_local(torch.randn(4, 16), mesh, [Shard(0)]) for _ in range(2))
     return {
         "dtensor": loop(lambda: x + x, nothing),
         "redistribute": loop(lambda: x.redistribute(mesh, [Replicate()]), nothing),
-        **{name: loop(each, nothing) for name, each in kinds(one, other).items()},
+        **{name: loop(each, nothing) for name, each in dtensor_operations(one, other).items()},
     }
 
 
-def names_of_kinds() -> list[str]:
-    """For who asks for them."""
-    return list(kinds(None, None))
+def operation_names() -> list[str]:
+    """Return the names of the operations of `dtensor_operations`."""
+    return list(dtensor_operations(None, None))
 
 
 def monarch() -> dict[str, Case]:
-    """torchmonarch's tensor engine on two workers."""
+    """Return an addition with torchmonarch's tensor engine on two workers."""
     engine = importlib.import_module("monarch")
     host = importlib.import_module("monarch.actor").this_host()
     mesh = host.spawn_procs(per_host={"gpus": 2})
@@ -171,7 +176,7 @@ def monarch() -> dict[str, Case]:
 
 
 def language_model(how: str, size: int) -> dict[str, Case]:
-    """Steps of examples/train_lm.py with tensor parallelism: under torchrun or as one controller, captured or not."""
+    """Return training steps of examples/train_lm.py with tensor parallelism, built as in `_controller_model.build`."""
     import _controller_model
 
     built = _controller_model.build(how, size)
@@ -185,7 +190,7 @@ def language_model(how: str, size: int) -> dict[str, Case]:
         return statistics.median(times)
 
     def records(count: int) -> list[int]:
-        """Of each step."""
+        """Return the number of records of each step."""
         assert built.records is not None
         marks = [built.records()]
         for _ in range(count):
@@ -197,19 +202,19 @@ def language_model(how: str, size: int) -> dict[str, Case]:
 
 
 def cases_of(name: str) -> dict[str, Case]:
-    """The cases of a contender."""
+    """Return the cases of a contender."""
     kind, _, rest = name.partition(":")
     if kind == "simulated":
         return simulated(int(rest))
     if kind == "lm":
         how, _, size = rest.partition(":")
         return language_model(how, int(size or 0))
-    made: dict[str, Case] = {"plain": plain, "ours": ours, "monarch": monarch, "dtensor": dtensor_alone}[kind]()
+    made: dict[str, Case] = {"plain": plain, "ours": ours, "monarch": monarch, "dtensor": torch_dtensor}[kind]()
     return made
 
 
 def requests() -> Iterator[dict[str, Any]]:
-    """From standard input; under torchrun rank 0 tells the others."""
+    """Yield the requests from standard input. Under torchrun rank 0 reads and broadcasts them."""
     rank = int(os.environ.get("RANK", 0))
     while True:
         line = sys.stdin.readline() if rank == 0 else ""
@@ -225,9 +230,9 @@ def requests() -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries goes to stderr, not among the answers
     cases = cases_of(sys.argv[1])
     first = int(os.environ.get("RANK", 0)) == 0
     if first:

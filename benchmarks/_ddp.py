@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def training_step(kind: str) -> Callable[[], object]:
-    """A step on the process group there is: "ddp"; or the same on this rank alone: "local"."""
+    """Return a training step: "ddp" uses the default process group, "local" runs without communication."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(1024, 3584), nn.ReLU(), nn.Linear(3584, 1024)) for _ in range(4)]
     model: nn.Module = nn.Sequential(*blocks)

@@ -1,9 +1,9 @@
-"""Floors of collectives, measured beside the peers: c10d's dispatch, copies, additions, a word between two cores.
+"""Floors of collectives.py: c10d's dispatch, copies, additions, and a word that two cores exchange.
 
 dispatch (C++): `dist.all_reduce` through torch's dispatcher to torch's fake backend, which does nothing.
-dispatch (Python): the same to a ProcessGroup written in Python that does nothing; torch skips its dispatcher for it.
-copy, add: `Tensor.copy_` and `torch.add(a, b, out=a)` of that many bytes, one thread, memory used again and again.
-spin: two processes pinned to two cores bounce a word in shared memory, spinning; one round trip (_spin.c).
+dispatch (Python): the same with a ProcessGroup written in Python that does nothing. torch skips its dispatcher for it.
+copy, add: `Tensor.copy_` and `torch.add(a, b, out=a)` of the same number of bytes, in one thread, in reused memory.
+spin: one round trip of a word in shared memory between two spinning processes, pinned to two cores (_spin.c).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def _groups(ranks: int) -> dict[str, Any]:
 
 
 class Floors:
-    """What the one rank of the "floors" peer can be told."""
+    """Requests that the rank of the peer "floors" handles."""
 
     def __init__(self, ranks: int) -> None:
         self._groups = _groups(ranks)
         self._call: Callable[[], object] = lambda: None
 
     def check(self, what: str, size: int) -> bool:
-        """Make ready."""
+        """Prepare the call of a floor. Return True, like a check of values."""
         a, b = torch.ones(max(size // 4, 1)), torch.zeros(max(size // 4, 1))
         if what == "copy":
             self._call = lambda: a.copy_(b)
@@ -63,7 +63,7 @@ class Floors:
         return True
 
     def batch(self, what: str, calls: int, warm: int) -> list[int]:
-        """Nanoseconds of each call; of the spinning, the means of stretches of 1000 round trips."""
+        """Return the nanoseconds of each call. For "spin", return the means of batches of 1000 round trips."""
         if what == "spin":
             out = subprocess.run([sys.argv[3] + "/spin", "20"], check=True, capture_output=True, text=True, timeout=60)
             return [int(line) for line in out.stdout.split()]

@@ -1,8 +1,8 @@
-"""Time from a host's fault until other hosts report it: our actors and launcher, torchmonarch, torchrun.
+"""Time from a fault on one host until another host reports it: our actors and launcher, torchmonarch, torchrun.
 
-Every system has something on host 0 that waits for something on host 1, where the fault is. What is measured is from
-the fault until a word of it is there; who says nothing within the limit is ended. Defaults everywhere, but for
-`--max-restarts=0`. Rates are not measured here.
+In each system a process on host 0 waits for a process on host 1. The fault happens on host 1. The time ends when the
+process on host 0 reports an error, or at the limit. All settings are defaults, except `--max-restarts=0`. Bandwidth is
+measured in hosts.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from _host_runners import RUNNERS, Ended, Runner, Silent, daemon, kill, runners
+from _host_runners import RUNNERS, Ended, Runner, RunnerTimeout, daemon, kill, runners
 
 from tests.support.hosts import Hosts, address, hosts
 
@@ -25,11 +25,11 @@ PEER = Path(__file__).resolve().parents[1] / ".envs" / "peer-torchmonarch" / "bi
 RUN = [sys.executable, "-m", "monarch_backend", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 PORT = 26603
-SETTLED = 1.5  # seconds until a fault: between two heartbeats, as ever
+SETTLED = 1.5  # seconds from the start until the fault: between two heartbeats, the usual case
 WORDS = 300
 
 Make = Callable[..., Runner]
-Fault = Callable[[Hosts, int], float]  # given the worker's pid, on host 1; returns when it happened
+Fault = Callable[[Hosts, int], float]  # takes the hosts and the pid of the worker on host 1; returns the fault's time
 
 
 def _kill(_: Hosts, pid: int) -> float:
@@ -39,7 +39,7 @@ def _kill(_: Hosts, pid: int) -> float:
 
 
 def _kill_host(where: Hosts, _: int) -> float:
-    pids = sorted(where.processes(1))  # who was started first goes first, and can't speak for the others
+    pids = sorted(where.processes(1))  # kill the first process first, so that it cannot report the end of the others
     begun = time.time()
     kill(pids)
     return begun
@@ -55,47 +55,47 @@ FAULTS: dict[str, Fault] = {"worker killed": _kill, "host's processes killed": _
 
 
 @dataclass
-class Waiting:
-    """A system that runs: who waits on host 0 and says so when it hears, and the worker on host 1."""
+class RunningSystem:
+    """A running system: the process on host 0 that waits and reports the fault, and the pid of the worker on host 1."""
 
     waits: Runner
     worker: int
-    launcher: bool = False  # it is one, so its end counts as well
+    launcher: bool = False  # the waiting process is a launcher, so the time until it ends is measured too
 
 
-def _actors(make: Make, there: str) -> Waiting:
+def _actors(make: Make, there: str) -> RunningSystem:
     daemon(make, there, "1")
     caller = make(0, sys.executable, RUNNERS / "ours.py", there, MONARCH_TLS="1")
-    return Waiting(caller, _pending(caller))
+    return RunningSystem(caller, _pending(caller))
 
 
-def _torchmonarch(make: Make, there: str) -> Waiting:
+def _torchmonarch(make: Make, there: str) -> RunningSystem:
     script, here = RUNNERS / "torchmonarch_peer.py", f"tcp://{address(0)}:{PORT}"
-    make(1, PEER, script, "serve", f"tcp://{there}", PYTHONPATH="").hear()
+    make(1, PEER, script, "serve", f"tcp://{there}", PYTHONPATH="").read_line()
     caller = make(0, PEER, script, "call", f"tcp://{there}", here, PYTHONPATH="")
-    return Waiting(caller, _pending(caller))
+    return RunningSystem(caller, _pending(caller))
 
 
 def _pending(caller: Runner) -> int:
-    """The pid of the worker that a call waits for from now on."""
-    pid = int(caller.hear())
-    caller.tell("death", 0, 0)
-    caller.hear()
+    """Start a call that does not return. Return the pid of the worker that runs it."""
+    pid = int(caller.read_line())
+    caller.send("death", 0, 0)
+    caller.read_line()
     return pid
 
 
-def _launched(command: Sequence[str], backend: str, make: Make, _: str) -> Waiting:
+def _launched(command: Sequence[str], backend: str, make: Make, _: str) -> RunningSystem:
     def launcher(host: int) -> Runner:
         words = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", f"--local-addr={address(host)}"]
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address(0)}:{PORT}", "--rdzv-id=faults"]
         return make(host, *command, *words, RUNNERS / "rank.py", backend, GLOO_SOCKET_IFNAME="eth0")
 
     launchers = [launcher(0), launcher(1)]
-    _, worker = (int(each.hear()) for each in launchers)
-    return Waiting(launchers[0], worker, launcher=True)
+    _, worker = (int(each.read_line()) for each in launchers)
+    return RunningSystem(launchers[0], worker, launcher=True)
 
 
-SYSTEMS: dict[str, Callable[[Make, str], Waiting]] = {
+SYSTEMS: dict[str, Callable[[Make, str], RunningSystem]] = {
     "ours: the call raises": _actors,
     "torchmonarch: the call raises": _torchmonarch,
     "monarch-backend run, monarch": functools.partial(_launched, RUN, "monarch"),
@@ -104,41 +104,45 @@ SYSTEMS: dict[str, Callable[[Make, str], Waiting]] = {
 
 
 def absent() -> dict[str, str]:
-    """The systems that can't be measured here, and why."""
+    """Return the systems that cannot be measured here, with the reasons."""
     if PEER.exists():
         return {}
     return {"torchmonarch: the call raises": "not installed; run: python tools/peer_env.py torchmonarch"}
 
 
-def detect(rounds: int, limit: float, secret: str) -> Heard:
-    """All faults in all systems, round after round and each round from another system on."""
-    heard, names = Heard(limit), [name for name in SYSTEMS if name not in absent()]
+def detect(rounds: int, limit: float, secret: str) -> Results:
+    """Measure all faults in all systems. Rounds are interleaved, and each round starts with another system."""
+    results, names = Results(limit), [name for name in SYSTEMS if name not in absent()]
     for fault in FAULTS:
         for turn in range(rounds):
             first = turn % len(names)
             for name in names[first:] + names[:first]:
                 print(f"{fault}, round {turn + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-                _once(name, fault, secret, heard)
-    return heard
+                _once(name, fault, secret, results)
+    return results
 
 
-def _once(name: str, fault: str, secret: str, heard: Heard) -> None:
+def _once(name: str, fault: str, secret: str, results: Results) -> None:
     with tempfile.TemporaryDirectory(prefix="mbh-", ignore_cleanup_errors=True) as folder, hosts(2) as where:
         with runners(where, MONARCH_SECRET_FILE=secret, OMP_NUM_THREADS="1", TMPDIR=folder) as make:
             system = SYSTEMS[name](make, f"{address(1)}:{PORT}")
             time.sleep(SETTLED)
             begun = FAULTS[fault](where, system.worker)
-            seconds, words = _word(system.waits, begun, heard.limit)
-            heard.add(f"{name}: the rank raises" if system.launcher else name, fault, seconds, words)
+            seconds, words = _wait_for_report(system.waits, begun, results.limit)
+            results.add(f"{name}: the rank raises" if system.launcher else name, fault, seconds, words)
             if system.launcher:
-                heard.add(f"{name}: the launcher has ended", fault, _end(system.waits, begun, heard.limit))
+                results.add(f"{name}: the launcher has ended", fault, _end(system.waits, begun, results.limit))
 
 
-def _word(waits: Runner, begun: float, limit: float) -> tuple[float | None, str]:
-    """When it heard of the fault, by its own clock, and what."""
+def _wait_for_report(waits: Runner, begun: float, limit: float) -> tuple[float | None, str]:
+    """Wait for the report of the fault. Return its time after the fault and its text.
+
+    The time is None if there is no report within the limit, and NaN if the process ended without one. The reporting
+    process takes the time.
+    """
     try:
-        end, text = json.loads(waits.hear(begun + limit - time.time()))
-    except Silent:
+        end, text = json.loads(waits.read_line(begun + limit - time.time()))
+    except RunnerTimeout:
         return None, ""
     except Ended:
         return math.nan, ""
@@ -148,38 +152,38 @@ def _word(waits: Runner, begun: float, limit: float) -> tuple[float | None, str]
 def _end(waits: Runner, begun: float, limit: float) -> float | None:
     try:
         return waits.end(begun + limit - time.time()) - begun
-    except Silent:
+    except RunnerTimeout:
         return None
 
 
 @dataclass
-class Heard:
-    """What all rounds have found; None is a round without a word in time, NaN one that ended without a word."""
+class Results:
+    """Results of all rounds. None is a round without a report within the limit, NaN an end without a report."""
 
     limit: float
-    seconds: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # of (who hears, the fault)
+    seconds: dict[tuple[str, str], list[float | None]] = field(default_factory=dict)  # (system, fault) -> times
     words: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def add(self, who: str, fault: str, seconds: float | None, words: str = "") -> None:
-        """One more round."""
-        self.seconds.setdefault((who, fault), []).append(seconds)
+    def add(self, system: str, fault: str, seconds: float | None, words: str = "") -> None:
+        """Add the result of one round."""
+        self.seconds.setdefault((system, fault), []).append(seconds)
         if words:
-            self.words[who, fault] = " ".join(words.replace("|", "/").split())[:WORDS]
+            self.words[system, fault] = " ".join(words.replace("|", "/").split())[:WORDS]
 
     def tables(self) -> list[str]:
-        """As Markdown."""
+        """Return the tables in Markdown."""
         lines = ["| seconds until | " + " | ".join(FAULTS) + " |", "| --- |" + " --- |" * len(FAULTS)]
-        for who in dict.fromkeys(who for who, _ in self.seconds):
-            lines.append(f"| {who} | " + " | ".join(self._cell(who, fault) for fault in FAULTS) + " |")
-        lines += ["", "| seconds until | fault | what it says |", "| --- | --- | --- |"]
-        for who, fault in sorted(self.words, key=list(self.seconds).index):
-            lines.append(f"| {who} | {fault} | {self.words[who, fault]} |")
+        for system in dict.fromkeys(system for system, _ in self.seconds):
+            lines.append(f"| {system} | " + " | ".join(self._cell(system, fault) for fault in FAULTS) + " |")
+        lines += ["", "| seconds until | fault | report |", "| --- | --- | --- |"]
+        for system, fault in sorted(self.words, key=list(self.seconds).index):
+            lines.append(f"| {system} | {fault} | {self.words[system, fault]} |")
         return lines
 
-    def _cell(self, who: str, fault: str) -> str:
-        return ", ".join(map(self._text, self.seconds.get((who, fault), [])))
+    def _cell(self, system: str, fault: str) -> str:
+        return ", ".join(map(self._text, self.seconds.get((system, fault), [])))
 
     def _text(self, value: float | None) -> str:
         if value is None:
             return f"> {self.limit:g}"
-        return "ended without a word" if math.isnan(value) else f"{value:.3f}"
+        return "ended without a report" if math.isnan(value) else f"{value:.3f}"

@@ -12,7 +12,7 @@ from _actor_runners import machine_cpu_seconds, tree_cpu_seconds
 
 
 class Others:
-    """How busy processes that are not ours keep the machine: noise that the reader should know of."""
+    """CPU time of processes that do not belong to the benchmark. The report gives it as a measure of noise."""
 
     def __init__(self) -> None:
         self._start, self._before = time.monotonic(), self._used()
@@ -24,13 +24,13 @@ class Others:
         return machine_cpu_seconds() - mine
 
     def note(self) -> str:
-        """Cores, on average since the start."""
+        """Return a line with the mean number of cores that other processes have used since the start."""
         cores = (self._used() - self._before) / (time.monotonic() - self._start)
         return f"other processes of the machine used {max(cores, 0):.2f} cores meanwhile"
 
 
 def machine() -> str:
-    """Processor, memory, kernel, interpreter."""
+    """Return a description of processor, memory, kernel and interpreter."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
     cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30

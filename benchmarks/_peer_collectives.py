@@ -1,6 +1,6 @@
-"""Collectives of each library that _rank_main.py times, with the values that they must give.
+"""Collectives of each library that _rank_main.py times, and the values that they must return.
 
-Buffers are NumPy arrays for everybody, aligned as torch aligns; torch's calls see them as tensors.
+Buffers of all libraries are NumPy arrays with torch's alignment. Calls of torch get tensors that share their memory.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Call = Callable[[], object]
 
 
 def empty(count: int) -> Array:
-    """Memory aligned to 64 bytes."""
+    """Return an uninitialized array, aligned to 64 bytes."""
     raw = np.empty(count * 4 + 64, np.uint8)
     skip = -raw.ctypes.data % 64
     return raw[skip : skip + count * 4].view(np.float32)
 
 
 def pattern(rank: int, count: int) -> Array:
-    """A rank's values: small integers, whose sums are exact."""
+    """Return a rank's values: small integers, so that sums are exact."""
     return np.resize(((np.arange(1021) * 7 + rank * 13) % 1021).astype(np.float32), count)
 
 
-def case(what: str, size: int, rank: int, ranks: int) -> tuple[Array, Array, Array]:
-    """(input, output, expected output) of ``size`` bytes in the larger buffer, at least one element per rank.
+def make_buffers(what: str, size: int, rank: int, ranks: int) -> tuple[Array, Array, Array]:
+    """Return (input, output, expected output). The larger buffer has ``size`` bytes, or one element per rank if larger.
 
-    Input and output are one array where the collective works in place.
+    Input and output are the same array if the collective works in place.
     """
     part = max(size // 4 // ranks, 1)
     count = part * ranks
@@ -44,7 +44,7 @@ def case(what: str, size: int, rank: int, ranks: int) -> tuple[Array, Array, Arr
         for other in range(1, ranks):
             expected = expected + pattern(other, count)
         expected = expected[mine] if what == "reduce_scatter" else expected
-    else:  # broadcast and send_recv: everybody who takes part ends with rank 0's
+    else:  # broadcast and send_recv: each participating rank ends with rank 0's values
         given, expected = pattern(rank, count), pattern(0, count)
         expected = pattern(rank, count) if what == "send_recv" and rank > 1 else expected
     source = empty(given.size)
@@ -62,17 +62,17 @@ class Library(Protocol):
     rank: int
 
     def barrier(self) -> object:
-        """Meet the other ranks."""
+        """Wait for the other ranks."""
 
     def call(self, what: str, source: Array, target: Array) -> Call:
-        """The collective on these buffers."""
+        """Return a function that runs the collective on these buffers."""
 
     def close(self) -> None:
-        """Part from the other ranks."""
+        """Disconnect from the other ranks."""
 
 
 def _ping_pong(rank: int, send: Callable[[int], object], receive: Callable[[int], object]) -> Call:
-    """A round trip between ranks 0 and 1; nothing for others."""
+    """Return a round trip between ranks 0 and 1. Other ranks do nothing."""
 
     def first() -> None:
         send(1)
@@ -100,7 +100,7 @@ class C10d:
 
     def call(self, what: str, source: Array, target: Array) -> Call:
         dist, given, taken = self._dist, self._tensor(source), self._tensor(target)
-        # Names from torch 2.13 on; the older ones warn there.
+        # These names exist from torch 2.13 on, where the older ones warn.
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         calls: dict[str, Call] = {
@@ -118,7 +118,7 @@ class C10d:
 
 
 class DeepSpeed(C10d):
-    """DeepSpeed's all-reduce in shared memory; a gloo group beside it meets between batches."""
+    """DeepSpeed's all-reduce in shared memory. Barriers between batches use a gloo group."""
 
     def __init__(self, operator: Any, rank: int, ranks: int, store: str) -> None:
         super().__init__("gloo", rank, ranks, store)
@@ -133,7 +133,7 @@ class DeepSpeed(C10d):
 
 
 class Mpi:
-    """Either MPI, through mpi4py's calls for buffers."""
+    """OpenMPI or Intel MPI, through mpi4py's buffer functions."""
 
     def __init__(self) -> None:
         from mpi4py import MPI

@@ -1,7 +1,8 @@
-"""Rank of a peer: runs the driver's orders from a socket, and blocks in recv between them.
+"""Rank of a peer in collectives.py: handles the driver's requests from a socket, and blocks in recv between them.
 
-Started by _rank_set.py as `_rank_main.py PEER RANKS FOLDER`: by the MPI launcher once per rank, else once for all.
-Then it imports torch once and forks the ranks. Orders and answers are lines of JSON. A rank ends when its socket does.
+_rank_set.py starts it as `_rank_main.py PEER RANKS FOLDER`. For MPI, the launcher starts one process per rank.
+Otherwise one process imports torch and forks all ranks. Requests and answers are lines of JSON. A rank ends when its
+socket is closed.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _peer_collectives import C10d, Call, DeepSpeed, Library, Mpi, case
+from _peer_collectives import C10d, Call, DeepSpeed, Library, Mpi, make_buffers
 
 MPI_PEERS = ("OpenMPI", "Intel MPI")
 
 
 class Serve:
-    """What a rank can be told; the buffers of one case are kept until another comes."""
+    """Requests that a rank handles. It keeps the buffers of a case until the next case."""
 
     def __init__(self, library: Library, ranks: int) -> None:
         self._library, self._ranks = library, ranks
@@ -30,19 +31,19 @@ class Serve:
         self._steps: dict[str, Call] = {}
 
     def check(self, what: str, size: int) -> bool:
-        """Make the buffers, run the collective once and compare."""
+        """Make the buffers and run the collective once. Return whether the result is as expected."""
         library = self._library
-        source, target, expected = case(what, size, library.rank, self._ranks)
+        source, target, expected = make_buffers(what, size, library.rank, self._ranks)
         self._call = library.call(what, source, target)
         library.barrier()
         self._call()
         right = np.array_equal(target, expected)
         if what == "all_reduce":
-            target.fill(0)  # in place again and again it would grow to infinity
+            target.fill(0)  # zeros stay zeros: other values would grow to infinity with each in-place sum
         return right
 
     def batch(self, what: str, calls: int, warm: int) -> list[int]:
-        """Nanoseconds of each of ``calls`` calls in a row, after ``warm`` that don't count."""
+        """Return the nanoseconds of each of ``calls`` consecutive calls, after ``warm`` calls that are not timed."""
         call, clock, times = self._call, time.perf_counter_ns, [0] * calls
         self._library.barrier()
         for _ in range(warm):
@@ -53,13 +54,14 @@ class Serve:
             now = clock()
             times[index] = now - start
             start = now
-        # MPI may need a sender's help for what it has not delivered yet; who is not in a ping-pong must not spin here.
+        # The barrier lets MPI deliver pending messages, which may need the sender. Not after a ping-pong: the ranks
+        # that take no part in it would spin in the barrier.
         if what != "send_recv":
             self._library.barrier()
         return times
 
     def step(self, kind: str, calls: int, warm: int) -> list[int]:
-        """Nanoseconds of each training step: kind "ddp" or "local"."""
+        """Return the nanoseconds of each training step of this kind, "ddp" or "local"."""
         if kind not in self._steps:
             from _ddp import training_step
 
@@ -69,7 +71,7 @@ class Serve:
 
 
 def _serve(orders: Any, link: socket.socket) -> None:
-    """Do orders until there are no more; methods that start with _ are not orders."""
+    """Handle requests until the socket ends. A request names a method of ``orders``."""
     for line in link.makefile("r", encoding="utf-8"):
         order, *arguments = json.loads(line)
         if order == "end":
@@ -104,7 +106,7 @@ def _connect(folder: Path) -> socket.socket:
 
 
 def _forked(peer: str, ranks: int, folder: Path) -> int:
-    """Fork the ranks of a peer that lives in torch, and wait for them; the worst exit status."""
+    """Fork the ranks of a peer that runs under torch, and wait for them. Return 1 if one has failed, otherwise 0."""
     import torch
 
     torch.set_num_threads(1)
@@ -142,7 +144,7 @@ def _one(peer: str, operator: Any, rank: int, ranks: int, folder: Path) -> None:
 
 
 def main() -> int:
-    """Be the rank or the ranks that the command line says."""
+    """Run the rank, or all ranks, that the command line names."""
     peer, ranks, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     if peer not in MPI_PEERS:
         return _forked(peer, ranks, folder)

@@ -1,4 +1,4 @@
-"""The ranks of one peer, as the driver controls them: start, send orders, collect answers, stop."""
+"""Ranks of one peer in collectives.py: start them, send requests, collect answers, stop them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Any
 
 from _collective_peers import COMMON, Peer
 
-START_SECONDS = 300.0  # DeepSpeed compiles its operator the first time
+START_SECONDS = 300.0  # DeepSpeed compiles its operator at the first start
 ANSWER_SECONDS = 120.0
 
 
 class PeerFailed(Exception):
-    """A peer that does not do what it should; the run goes on without it."""
+    """A peer failed. The run continues without it."""
 
 
 class RankSet:
-    """All ranks of a peer. ``with`` ends them; nothing of them is left then."""
+    """All ranks of a peer. As a context manager, it ends all of their processes."""
 
     def __init__(self, peer: Peer, ranks: int, run: Path) -> None:
         self.peer, self.pids = peer, list[int]()
@@ -42,7 +42,7 @@ class RankSet:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            start_new_session=True,  # Ctrl-C is for the orchestrator, which then ends everybody
+            start_new_session=True,  # Ctrl-C must reach only the driver, which then ends all ranks
         )
 
     def __enter__(self) -> RankSet:
@@ -50,11 +50,11 @@ class RankSet:
 
     @property
     def folder(self) -> Path:
-        """Where this peer keeps its files."""
+        """Folder of this peer's files."""
         return self._folder
 
-    def meet(self) -> None:
-        """Wait until all ranks have come."""
+    def wait_connected(self) -> None:
+        """Wait until all ranks have connected."""
         deadline, came = time.monotonic() + START_SECONDS, {}
         self._listener.settimeout(0.2)
         while len(came) < self._expected:
@@ -75,7 +75,7 @@ class RankSet:
         self._lines = [came[rank][1] for rank in sorted(came)]
 
     def ask(self, *order: Any) -> list[Any]:
-        """Give all ranks an order; their answers by rank."""
+        """Send a request to all ranks. Return their answers in the order of ranks."""
         line = json.dumps(order).encode() + b"\n"
         try:
             for link in self._links:
@@ -89,7 +89,7 @@ class RankSet:
         return [answer["value"] for answer in answers]
 
     def cpu_seconds(self) -> float:
-        """What all ranks have used so far."""
+        """Return the CPU time of all ranks so far."""
         total = 0
         for pid in self.pids:
             with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ class RankSet:
                 if error[0] is None:
                     link.sendall(b'["end"]\n')
                 link.shutdown(socket.SHUT_WR)
-        # Launchers pass SIGTERM on to their ranks. SIGKILL for who does not hear, ranks first while they are children.
+        # Launchers forward SIGTERM to their ranks. Ranks that still run get SIGKILL, before their launcher does.
         for wait, deadly in ((10.0 if error[0] is None else 1.0, signal.SIGTERM), (3.0, signal.SIGKILL)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(wait)
@@ -126,7 +126,7 @@ class RankSet:
 
 
 def _alive(pid: int) -> bool:
-    """Whether this is still a rank of ours and not a process that got its number."""
+    """Return whether the pid still belongs to a rank and has not been reused."""
     try:
         return b"_rank_main.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

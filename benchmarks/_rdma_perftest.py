@@ -8,31 +8,32 @@ import time
 from pathlib import Path
 
 PATIENCE = 60.0
-LASTS, MARGIN = 4, 1  # seconds of a run, and those at both ends that do not count
+LASTS, MARGIN = 4, 1  # seconds of a run, and seconds at each end that are not counted
 DEVICES = Path("/sys/class/infiniband")
 
 
 def devices() -> list[str]:
-    """The verbs devices of this machine."""
+    """Return the names of this machine's verbs devices."""
     return sorted(path.name for path in DEVICES.iterdir()) if DEVICES.is_dir() else []
 
 
 def missing() -> str | None:
-    """Why it can't be measured."""
+    """Return the reason if perftest cannot run, or None."""
     return None if shutil.which("ib_read_bw") else "not found; apt install perftest"
 
 
 def seconds(tool: str, size: int, depth: int | None, port: int) -> float:
-    """Of one message, with so many in flight; None: the tool decides. Raises RuntimeError.
+    """Return the seconds per message with ``depth`` messages in flight. With None the tool chooses the depth.
 
-    From how many it counts between two alarms: the clock that its rates are of stands still in User-Mode Linux.
+    Raises RuntimeError. The result is the measured interval divided by the number of messages. The rates that the tool
+    prints use a clock that stands still in User-Mode Linux.
     """
     near, far = devices()[:2]
     options = [tool, "-F", *map(str, ("-s", size, "-p", port, "-D", LASTS, "-f", MARGIN))]
     options += [] if depth is None else ["-t", str(depth)]
     server = subprocess.Popen([*options, "-d", far], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        time.sleep(0.5)  # it says nothing when it listens
+        time.sleep(0.5)  # the server prints nothing when it listens
         done = subprocess.run([*options, "-d", near, "127.0.0.1"], capture_output=True, text=True, timeout=PATIENCE)
         rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] == [str(size)]]
         if done.returncode or not rows or int(rows[0][1]) < 1:

@@ -1,4 +1,4 @@
-"""Report of rdma.py: a table for each route, whether each bound is met, and the plot."""
+"""Report of rdma.py: a table for each route, the verdict on each target, and the plot."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from _report import Series, microseconds, size_name
 
 
 @dataclass(frozen=True)
-class Must:
-    """``who`` is at least ``share`` as fast as ``than`` from some size on; or at least ``rate`` GB/s fast."""
+class Target:
+    """A target: ``contender`` reaches ``share`` of the speed of ``base`` at these sizes, or at least ``rate`` GB/s."""
 
-    who: str
-    than: str
+    contender: str
+    base: str
     share: float
     sizes: Sequence[int]
     rate: float = float("inf")
 
     def lines(self, route: Route) -> list[str]:
-        """A verdict for each size."""
-        text = f"{self.who} >= {self.share:g} of {self.than}"
+        """Return a line with the verdict for each size."""
+        text = f"{self.contender} >= {self.share:g} of {self.base}"
         text += f" or >= {self.rate:g} GB/s" if self.rate < float("inf") else ""
         return [f"- {text} at {size_name(size)}: {self._verdict(route, size)}" for size in self.sizes]
 
     def _verdict(self, route: Route, size: int) -> str:
-        mine, its = route.rows.get(size, {}).get(self.who), route.rows.get(size, {}).get(self.than)
+        mine, its = route.rows.get(size, {}).get(self.contender), route.rows.get(size, {}).get(self.base)
         if mine is None or its is None:
             return "? (not measured)"
         ratio, rate = its.over(mine), size / mine.median / 1e3
@@ -39,36 +39,36 @@ class Route:
     """One table: size -> contender -> microseconds."""
 
     title: str
-    floors: dict[str, str]  # of each contender, the floor that it is compared with
-    musts: Sequence[Must] = ()
+    floors: dict[str, str]  # contender -> the floor that it is compared with
+    targets: Sequence[Target] = ()
     rows: dict[int, dict[str, Series]] = field(default_factory=dict)
-    own: dict[str, Series] = field(default_factory=dict)  # Python's part of 8 bytes, by contender
+    own: dict[str, Series] = field(default_factory=dict)  # contender -> Python's part of a transfer of 8 bytes
     notes: list[str] = field(default_factory=list)
 
     def add(self, size: int, name: str, seconds: Sequence[float]) -> None:
-        """One more round."""
+        """Add the times of one round."""
         self.rows.setdefault(size, {}).setdefault(name, Series()).rounds.append([s * 1e6 for s in seconds])
 
     def fail(self, name: str, reason: str) -> None:
-        """It has no figures any more: not even half of them."""
+        """Note why a contender failed, and drop its times."""
         self.notes.append(f"{name}: no figures: {reason}")
         for row in self.rows.values():
             row.pop(name, None)
 
     @property
     def names(self) -> list[str]:
-        """All that have figures."""
+        """Contenders that have times."""
         return list(dict.fromkeys(name for row in self.rows.values() for name in row))
 
     def markdown(self) -> str:
-        """Median, rate, and in brackets how fast that is beside its floor."""
+        """Return the table: medians, rates, and in brackets the ratio to the contender's floor."""
         lines = [f"## {self.title}", "", _row(["", *self.names]), _row(["---", *["---:"] * len(self.names)])]
         for size, row in self.rows.items():
             lines.append(_row([size_name(size), *(self._cell(size, row, name) for name in self.names)]))
         lines += ["", *(f"- {note}" for note in self.notes)]
         lines += [f"- {name}, 8 B: {self._own(series)}" for name, series in self.own.items()]
-        for must in self.musts:
-            lines += must.lines(self)
+        for target in self.targets:
+            lines += target.lines(self)
         return "\n".join(lines) + "\n"
 
     def _cell(self, size: int, row: dict[str, Series], name: str) -> str:
@@ -91,7 +91,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def plot(route: Route, file: Path) -> str | None:
-    """Time over size, and rate over size; the reason where it can't be drawn."""
+    """Draw time over size and rate over size. Return None, or the reason why there is no plot."""
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""Report of collectives.py: the tables in markdown and one plot for each number of ranks."""
+"""Report of collectives.py: the tables in Markdown, and one plot for each number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OURS = "monarch"
 
 @dataclass
 class Series:
-    """The times of one contender in one case, in microseconds: a list per round."""
+    """Times of one contender in one case, in microseconds: a list for each round."""
 
     rounds: list[list[float]] = field(default_factory=list)
 
@@ -23,22 +23,22 @@ class Series:
 
     @property
     def p99(self) -> float:
-        """The 99th percentile; of fewer than 100 times their maximum."""
+        """99th percentile. With fewer than 100 times it is the maximum."""
         values = sorted(value for times in self.rounds for value in times)
         return values[min(int(len(values) * 0.99), len(values) - 1)]
 
     def over(self, other: Series) -> float:
-        """The median of the rounds' ratios: each round met the same noise."""
+        """Return the median of the rounds' ratios. Both times of a ratio were measured under the same noise."""
         pairs = zip(self.rounds, other.rounds, strict=False)
         return statistics.median(statistics.median(mine) / statistics.median(its) for mine, its in pairs)
 
 
-# (case, size) -> contender -> its times
+# (case, size) -> contender -> times
 Table = dict[tuple[str, int], dict[str, Series]]
 
 
 def size_name(size: int) -> str:
-    """8 B, 64 KiB, 1 MiB."""
+    """Return a size with its unit: 8 B, 64 KiB, 1 MiB."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size >= factor and size % factor == 0:
             return f"{size // factor} {unit}"
@@ -46,7 +46,7 @@ def size_name(size: int) -> str:
 
 
 def microseconds(value: float) -> str:
-    """Three digits that matter, at most one behind the point from 10 on."""
+    """Return a number with three significant digits, and from 100 on without a fraction."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
@@ -64,7 +64,7 @@ def _cell(series: Series | None, ours: Series | None, name: str) -> str:
 
 
 def markdown(table: Table, contenders: Sequence[str]) -> str:
-    """A row per case: median / 99th percentile in microseconds (median of the rounds' ratios to monarch)."""
+    """Return the table. A cell is: median / 99th percentile, in microseconds (median of the ratios to monarch)."""
     lines = [_row(["", "size", *contenders]), _row(["---"] * (len(contenders) + 2))]
     for (case, size), entries in table.items():
         cells = [_cell(entries.get(name), entries.get(OURS), name) for name in contenders]
@@ -74,7 +74,7 @@ def markdown(table: Table, contenders: Sequence[str]) -> str:
 
 
 def plot(table: Table, contenders: Sequence[str], floors: Sequence[str], title: str, file: Path) -> str | None:
-    """Latency over size, a panel per collective; the reason where it can't be drawn."""
+    """Draw latency over size, a chart for each collective. Return None, or the reason why there is no plot."""
     try:
         import matplotlib
     except ImportError:
@@ -111,7 +111,7 @@ def plot(table: Table, contenders: Sequence[str], floors: Sequence[str], title: 
 
 
 def _points(table: Mapping[tuple[str, int], dict[str, Series]], case: str | None, name: str) -> dict[int, float]:
-    """Size -> median; a floor belongs to no case."""
+    """Return size -> median for a contender in a case. For a floor, ``case`` is None."""
     return {
         size: entries[name].median
         for (other, size), entries in table.items()

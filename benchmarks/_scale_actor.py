@@ -1,4 +1,4 @@
-"""Actor of scale.py. A module of its own, because a program's main file is sent by value with all its references."""
+"""Actor of scale.py. It has its own module, because classes of a main file are pickled by value with all references."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from monarch_backend.actor import Actor, endpoint
 
 
 class Times:
-    """When the last one was reached, and how many were, in simulated seconds."""
+    """Number of actors that a message has reached, and the simulated time at which it reached the last one."""
 
     now: Any = None
     last = 0.0
@@ -16,7 +16,7 @@ class Times:
 
 
 class Runner(Actor):
-    """Answers at once."""
+    """Actor that records the time and returns."""
 
     @endpoint
     def work(self) -> None:

@@ -1,5 +1,5 @@
-/* Two processes on two cores bounce a word in shared memory, spinning. Prints, per stretch of 1000 round trips, the
- * mean nanoseconds of one round trip (there and back). Run by _floors.py: spin STRETCHES */
+/* Floor of collectives.py: two spinning processes on two cores exchange a word in shared memory. For each batch of 1000
+ * round trips it prints the mean nanoseconds of a round trip. _floors.py runs it: spin BATCHES */
 #define _GNU_SOURCE
 #include <sched.h>
 #include <signal.h>
@@ -18,7 +18,7 @@ struct words {
     _Alignas(128) atomic_long pong;
 };
 
-/* The n-th processor that this process may use; one processor means that there is nothing to measure. */
+/* Pin this process to the n-th processor that it may use. With one processor, exit: nothing can be measured. */
 static void pin(int n) {
     cpu_set_t mine, one;
     sched_getaffinity(0, sizeof mine, &mine);
@@ -48,7 +48,7 @@ int main(int argc, char **argv) {
     if (CPU_COUNT(&mine) < 2) return 3;
     pid_t child = fork();
     if (child == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL); /* or it spins for ever when its parent is killed */
+        prctl(PR_SET_PDEATHSIG, SIGKILL); /* without this the child would spin on after its parent is killed */
         pin(1);
         for (long i = 1; i <= stretches * TRIPS; i++) {
             until(&words->ping, i);

@@ -1,23 +1,23 @@
-"""Benchmark of actors on one host: this project, torchmonarch, Ray, torch.distributed.rpc, and their floor.
+"""Benchmark of actors on one host: this project, torchmonarch, Ray, torch.distributed.rpc, and floors.
 
     python tools/peer_env.py torchmonarch ray       # once: the peers' own environments
     python benchmarks/actors.py [--rounds N] [--starts N] [--procs 8 64] [--only round_trip ...] [--peers ours ...]
                                 [--out DIR]
 
-Every peer has a runner, a process that holds it and sleeps until it is its turn. Each case goes round the runners,
-round after round and each round from another one on, so that noise of the machine meets all alike; all runners time
-the peers' calls with the same loops (actor_peers/_runner.py). Figures are medians over all rounds; in brackets is how
-many times better ours is, the median of the rounds' ratios.
+Each peer has a runner process, which sleeps between requests. Each case is measured in rounds. A round measures all
+runners, and each round starts with another one, so that noise of the machine affects all alike. All runners time the
+peers' calls with the same loops (actor_peers/_runner.py). Figures are medians over all rounds. In brackets is the
+factor by which ours is better: the median of the rounds' ratios.
 
-call_one        a no-op to one actor in one process: each call alone, or all sent before the first reply is asked for
-call            a no-op to all actors, and all replies; the meshes of up to 8 processes stand side by side
-tensor          float32, another value each time, which the reply repeats
-start           until all processes have torch imported, an actor, and have answered. Warm: the program has started
-                workers before. Cold: the first workers of a fresh program, which has imported the library itself
-death           SIGKILL of the process in which the call sleeps, until the call raises at the caller
-memory          of a new worker: private pages, clean or dirty
+call_one        a no-op to one actor in one process: one call at a time, or all sent before the first reply is read
+call            a no-op to all actors, until all have replied; meshes of up to 8 processes exist at the same time
+tensor          a float32 tensor with a new last element in each call, which the reply must repeat
+start           until all processes have imported torch, have an actor, and have replied. Warm: the program has started
+                workers before. Cold: the first workers of a new program, which has imported the library itself
+death           from SIGKILL of the process that handles a call until the call raises at the caller
+memory          private pages of a new worker, clean and dirty
 
-A peer that is not installed, can't do a case or fails gets a dash, and the reason below the table.
+A dash stands for a peer that is not installed, cannot do the case, or fails. The reason is below the table.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from _actor_runners import (
 from _machine_report import Others, machine
 
 CHOICES = ("round_trip", "pipelined", "cast", "tensor", "start", "death", "memory")
-SIDE_BY_SIDE = 8  # of larger meshes only one at a time fits into memory
+SIDE_BY_SIDE = 8  # largest mesh of which all peers have one at the same time; larger ones need too much memory
 MIB = 64
-WORKER_BYTES = 250e6  # of a peer's worker whose memory was not measured
+WORKER_BYTES = 250e6  # assumed memory of a worker if it was not measured
 Values = list[float]
 
 
 class Run:
-    """The runners, and what they have answered so far."""
+    """The runners, and their results so far."""
 
     def __init__(self, peers: Sequence[Peer], args: argparse.Namespace, folder: Path) -> None:
         self._peers, self._args, self._folder = list(peers), args, folder
@@ -69,7 +69,7 @@ class Run:
         self.notes: list[str] = []
 
     def all(self) -> None:
-        """Every case that was asked for."""
+        """Measure all selected cases."""
         for case, measure, rounds in self._simple_cases():
             self._rounds([case], rounds, measure)
         for procs in self._args.procs:
@@ -87,14 +87,14 @@ class Run:
             self._forget(next(iter(self._runners)), patient)
 
     def _idle(self, seconds: float = 1.0) -> str:
-        """How much of a core each sleeping runner uses: it disturbs the others."""
+        """Return the share of a core that each idle runner uses. It disturbs the other measurements."""
         before = {key: runner.cpu_seconds() for key, runner in self._runners.items()}
         time.sleep(seconds)
         shares = {key: (self._runners[key].cpu_seconds() - used) / seconds for key, used in before.items()}
         return ", ".join(f"{key} {share:.0%}" for key, share in shares.items()) or "none was there"
 
     def _simple_cases(self) -> list[tuple[str, Callable[[Peer], Values], int]]:
-        """(case, measure, rounds) of what needs no mesh."""
+        """Return (case, function that measures a peer, rounds) for the cases that need at most one worker."""
 
         def times(scale: float, do: str, **arguments: Any) -> Callable[[Peer], Values]:
             return lambda peer: [value * scale for value in self._ask(peer, do, **arguments)]
@@ -127,7 +127,7 @@ class Run:
         return starts if procs <= SIDE_BY_SIDE else max(1, starts // 2)
 
     def _meshes(self, procs: int) -> None:
-        """Warm starts, and calls of all processes."""
+        """Measure warm starts, and calls to all processes."""
         warm, cast, together = f"warm_{procs}", f"cast_{procs}", procs <= SIDE_BY_SIDE
 
         def call(peer: Peer) -> Values:
@@ -135,7 +135,7 @@ class Run:
 
         def start(peer: Peer) -> Values:
             self._fits(peer, procs)
-            self._ask(peer, "round_trip", n=1)  # so it has started workers before
+            self._ask(peer, "round_trip", n=1)  # makes the start warm: the peer has started a worker before
             took: Values = self._ask(peer, "start", procs=procs)
             if not together:
                 if "cast" in self._args.only:
@@ -163,14 +163,17 @@ class Run:
             self._forget(peer.key)
 
     def _fits(self, peer: Peer, procs: int) -> None:
-        """Refuse what would push the machine, and whoever else is on it, out of memory."""
+        """Raise Refused if the workers would not fit into free memory."""
         each = (self.results.median("memory", peer.key) or WORKER_BYTES / 1e6) * 1e6
         free = available_bytes() - (1 << 30)
         if procs * each > free:
             raise Refused(f"{procs} workers need about {procs * each / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
 
     def _rounds(self, cases: Sequence[str], rounds: int, measure: Callable[[Peer], Values]) -> None:
-        """All runners in turn, from another one on each round; what is measured belongs to the first case."""
+        """Measure all peers in each round, starting with another one each time, and add the values to the first case.
+
+        A failure counts for all of the cases.
+        """
         for turn in range(rounds):
             first = turn % len(self._peers)
             for peer in self._peers[first:] + self._peers[:first]:
@@ -190,7 +193,7 @@ class Run:
                     self.results.add(cases[0], peer.key, values)
 
     def _ask(self, peer: Peer, do: str, **arguments: Any) -> Any:
-        """An order to this peer's runner, which is started if there is none."""
+        """Send a request to this peer's runner and return the answer. Start the runner if there is none."""
         runner = self._runners.get(peer.key)
         if runner is None:
             lacks = peer.missing()
@@ -245,7 +248,7 @@ def _stop(*_: object) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the benchmark; print and write the report."""
     args = _arguments()
     if sys.platform != "linux":
         sys.exit("the processes are watched through /proc and pidfds, which are Linux's")
@@ -259,7 +262,7 @@ def main() -> None:
             run.all()
             patient = True
         finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second Ctrl-C, which would leave processes behind
             with contextlib.suppress(RunnerFailed):
                 run.end(patient)
             end_all()

@@ -1,14 +1,16 @@
-"""Benchmark of backend="monarch" over Gloo: its cost where it calls Gloo, its gain where it uses shared memory.
+"""Benchmark of backend="monarch" against Gloo: its cost where it calls Gloo, its gain where it uses shared memory.
 
     python benchmarks/c10d_overhead.py [--rounds 16] [--pairs 5] [--json FILE]
 
-The same calls on a gloo group, on a monarch group with MONARCH_SHM=0 ("over gloo") and on one as it comes ("monarch").
-Two forked ranks hold all groups at once and alternate between them, so noise of the machine meets all. Each round
-measures a burst on each group; the figures are medians over rounds of the burst's mean, a ratio is the median of
-the rounds' ratios. Where the scheduler happens to put a group's threads decides as much as what they do: so there
-is a second gloo group, whose ratio to the first says how far from 1 noise alone goes, and several pairs of ranks
-one after the other make their groups in turns of order. The floor beside: a bare TCP round trip over loopback with
-the same bytes each way, which is what Gloo's two-rank all-reduce has to do at least.
+The same calls run on a gloo group, on a monarch group with MONARCH_SHM=0 ("over gloo") and on a monarch group with
+shared memory ("monarch"). Two forked ranks have all groups at once and alternate between them, so that noise of the
+machine affects all alike. Each round measures a burst of calls on each group. Figures are medians over rounds of the
+burst's mean. A ratio is the median of the rounds' ratios.
+
+The scheduler's placement of a group's threads matters as much as their work. So there is a second gloo group, whose
+ratio to the first one shows the effect of noise alone. Several pairs of ranks run one after the other, and each creates
+the groups in another order. The floor is a bare TCP round trip over loopback with the same bytes each way. Gloo's
+all-reduce of two ranks needs at least that.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-# What is compared -> (its backend, MONARCH_SHM); the first is what the others are divided by.
+# Contender -> (backend, MONARCH_SHM). The first one is the base of the ratios.
 GROUPS = {"gloo": ("gloo", ""), "over gloo": ("monarch", "0"), "monarch": ("monarch", "1"), "gloo again": ("gloo", "")}
 Step = Callable[[], object]
 
@@ -51,10 +53,10 @@ def _ddp_step(group: Any) -> Step:
 
 
 def _cases(group: Any) -> dict[str, tuple[Step, int]]:
-    """Case -> (what to call, calls per burst), for one group."""
+    """Return case -> (function to call, calls per burst) for one group."""
     small, large = torch.ones(2), torch.ones(1 << 18)
     half, whole = torch.ones(1 << 17), torch.ones(1 << 18)
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # name from torch 2.13 on
     return {
         "all_reduce 8 B": (lambda: dist.all_reduce(small, group=group), 200),
         "all_reduce 1 MiB": (lambda: dist.all_reduce(large, group=group), 30),
@@ -72,7 +74,7 @@ def _burst(step: Step, calls: int) -> float:
 
 
 def _floor(link: socket.socket, size: int, calls: int, first: bool) -> float:
-    """Seconds of a round trip of ``size`` bytes each way over a bare loopback connection."""
+    """Return the seconds of a round trip of ``size`` bytes each way over a bare loopback connection."""
     payload, view = bytes(size), memoryview(bytearray(size))
     dist.barrier()
     start = time.perf_counter()
@@ -105,7 +107,7 @@ def _rank(rank: int, address: str, link: socket.socket, rounds: int, pair: int) 
     for case, (_, calls) in cases["gloo"].items():
         series: dict[str, list[float]] = {name: [] for name in GROUPS}
         for name in names:
-            _burst(cases[name][case][0], calls)  # warm
+            _burst(cases[name][case][0], calls)  # warm-up
         for turn in range(rounds):
             for name in _turned(names, turn):
                 series[name].append(_burst(cases[name][case][0], calls))
@@ -138,7 +140,7 @@ def _pair(rounds: int, pair: int) -> dict[str, Any]:
 
 
 def _run(rounds: int, pairs: int) -> dict[str, Any]:
-    """The series of all pairs of ranks, one behind the other."""
+    """Measure with all pairs of ranks, one after the other, and return their joined series."""
     result = _pair(rounds, 0)
     for pair in range(1, pairs):
         more = _pair(rounds, pair)
@@ -171,7 +173,7 @@ def _report(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run and print; with --json also write the figures."""
+    """Run the benchmark and print the figures; with --json also write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--pairs", type=int, default=5, help="pairs of ranks, one after the other")

@@ -1,9 +1,9 @@
-"""Benchmark of the comparison of calls between ranks: the core with and without it.
+"""Benchmark of the check that all ranks make the same call: the C++ core with and without the check.
 
     python benchmarks/call_comparison.py [--rounds 8]
 
-Compiles csrc/shm/ twice, once with the comparison left out, and lets two processes make all_reduces of 8 bytes with
-each in turn. No Python takes part. Prints medians over all batches of a batch's mean.
+It compiles csrc/shm/ with and without this check. Two C++ processes run batches of all_reduces of 8 bytes, with each
+version in turn. It prints the medians of the batches' means.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-pthread", f"-I{ROOT / 'csrc
 
 def _build(folder: str, name: str, *flags: str) -> str:
     program = os.path.join(folder, name)
-    sources = sorted((ROOT / "csrc" / "shm").glob("*.cpp"))
+    sources = sorted(path for part in ("shm", "platform") for path in (ROOT / "csrc" / part).glob("*.cpp"))
     compiler = os.environ.get("CXX", "g++")
     subprocess.run(
         [
@@ -40,7 +40,7 @@ def _build(folder: str, name: str, *flags: str) -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8)
     rounds = parser.parse_args().rounds
@@ -55,7 +55,7 @@ def main() -> None:
         for turn in range(rounds):
             for name in sorted(programs, reverse=bool(turn % 2)):
                 out = subprocess.run([programs[name]], check=True, capture_output=True, text=True).stdout
-                times[name] += map(float, out.split()[2:])  # the first batches warm up
+                times[name] += map(float, out.split()[2:])  # the first two batches are warm-up
     medians = {name: statistics.median(series) for name, series in times.items()}
     for name, median in medians.items():
         print(f"all_reduce of 8 B, 2 processes, headers {name}: {median:7.1f} ns (best {min(times[name]):.1f})")

@@ -3,10 +3,10 @@
     git worktree add build/before COMMIT            # then compile its core: python setup.py build_ext --inplace
     python benchmarks/checkouts.py build/before [--rounds 30] [--only group actors dtensor] [--json FILE]
 
-The contenders are the old checkout, the old checkout once more and this one. Each has processes of its own, which
-sleep until it is its turn. A round goes once through all of them, in turns of order. Figures are the least of the
-rounds' means in microseconds; a ratio is the median of the rounds' ratios to the first contender. The ratio of the two
-old ones is the noise of the machine: a difference within it says nothing.
+The contenders are the old checkout, the old checkout a second time, and this one. Each has its own processes, which
+sleep between requests. A round measures all contenders, in random order. A figure is the least of the rounds' means in
+microseconds. A ratio is the median of the rounds' ratios to the first contender. The ratio of the two old contenders
+shows the noise of the machine. Smaller differences mean nothing.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RUNNER = Path(__file__).with_name("_checkout_runner.py")
-# Kind of runner -> its processes.
+# Kind of runner -> number of processes.
 PROCESSES = {"group": 2, "actors": 1, "dtensor": 1}
-# Calls of a case in one round.
+# Case -> number of calls in one round.
 COUNTS = {"all_reduce 8 B": 3000, "all_reduce 1 MiB": 200, "call_one": 500, "call of two": 300, "100 x call_one": 10}
-COUNT = 500  # of an operation on tensors
+COUNT = 500  # the number of calls in all other cases
 
 
 def free_port() -> int:
-    """Return a port of loopback that was free just now."""
+    """Return a port of loopback that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
 
 class Contender:
-    """A checkout's runner: one process, or one for each rank."""
+    """The runner of a checkout: one process, or one for each rank."""
 
     def __init__(self, checkout: Path, kind: str) -> None:
         size, port = PROCESSES[kind], free_port()
@@ -86,7 +86,7 @@ class Contender:
 
 
 def line(case: str, found: dict[str, list[float]]) -> str:
-    """Return the figures of a case: for each contender the least time, and the ratio to the first."""
+    """Return a line with the least time of each contender in a case, and its ratio to the first contender."""
     cells = [f"{case:18}"]
     for name, times in found.items():
         ratio = statistics.median(time / first for time, first in zip(times, found["before"], strict=True))
@@ -95,7 +95,7 @@ def line(case: str, found: dict[str, list[float]]) -> str:
 
 
 def main() -> None:
-    """Print a line for each case."""
+    """Run the benchmark and print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, help="the other checkout, with its core compiled")
     parser.add_argument("--rounds", type=int, default=30)
@@ -110,7 +110,7 @@ def main() -> None:
             for each in contenders.values():
                 stack.callback(each.close)
             for case in contenders["now"].cases:
-                for name in names:  # the first calls are not measured
+                for name in names:  # warm-up
                     contenders[name].measure(case)
                 for _ in range(options.rounds):
                     for name in random.sample(list(names), len(names)):

@@ -1,23 +1,23 @@
-"""Benchmark of collectives on one host: monarch, Gloo, OpenMPI, Intel MPI, DeepSpeed, and their floor.
+"""Benchmark of collectives on one host: monarch, Gloo, OpenMPI, Intel MPI, DeepSpeed, and floors.
 
     python benchmarks/collectives.py [--quick] [--ranks 2 4] [--sizes 8 64K 1M] [--ddp] [--out DIR]
 
-The ranks of all peers are started once and sleep in a socket's recv; this process tells one peer after the other to
-run a batch, round after round and each round in another order, so that noise of the machine meets all alike. A peer
-that is not installed is reported with what to install, and so is one that fails; the others go on.
+The ranks of all peers are started once and block in a socket's recv. The driver tells one peer after the other to run a
+batch of calls. Each round starts with another peer, so that noise of the machine affects all alike. If a peer is not
+installed or fails, the report says so, and the run continues with the others.
 
-What is timed: each call of a batch by perf_counter_ns, calls in a row, after a barrier and calls that don't count (the
-ranks have just woken). The time of the i-th call is that of the rank on which it took longest: a rank that may run
-ahead (the root of a broadcast) would flatter a library that buffers. A ping-pong is rank 0's round trip, halved.
-Tables have the median and 99th percentile over all rounds, and the median of the rounds' ratios to monarch.
+Timing: after a barrier and warm-up calls, each rank times the calls of a batch with perf_counter_ns, without pauses
+between them. The time of the i-th call is that of the slowest rank. Otherwise a rank that runs ahead, such as the root
+of a broadcast, would favour libraries that buffer. The time of a ping-pong is half of rank 0's round trip. Tables have
+the median and 99th percentile over all rounds, and the median of the rounds' ratios to monarch.
 
-A size is the bytes of the larger buffer (what all_gather gives, what reduce_scatter takes), at least one float32 per
-rank. Values are compared with what they must be, once for every peer, collective and size; buffers are one thread's,
-of the same sort for all. The floors are described in _floors.py, the peers' settings in
-_collective_peers.py; both are printed.
+A size is the number of bytes of the larger buffer (the output of all_gather, the input of reduce_scatter), and at least
+one float32 per rank. Results are checked once for every peer, collective and size. All libraries use the same kind of
+buffers. _floors.py describes the floors, and _collective_peers.py has the peers' settings. The report prints the
+settings.
 
-Peers: `pip install 'monarch_backend[bench]'`. That has all but DeepSpeed itself, whose setup wants the torch that is
-there, while pip builds packages without it; `make bench` adds it with
+Peers: `pip install 'monarch_backend[bench]'` installs all but DeepSpeed. Its setup needs the installed torch, which
+pip's isolated build does not see. `make bench` installs it with
 
     DS_ACCELERATOR=cpu DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation 'deepspeed>=0.19'
 """
@@ -58,7 +58,7 @@ QUICK_SIZES = (8, 64 << 10, 1 << 20)
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure."""
+    """Number of rounds and length of a batch."""
 
     rounds: int
     batch_seconds: float
@@ -68,11 +68,11 @@ class Effort:
 
 @dataclass
 class Contender:
-    """A peer or a floor in one case: how to run its next batch, and what came of it."""
+    """A peer or a floor in one case: the function that runs a batch, and the times so far."""
 
     name: str
     rank_set: RankSet
-    batch: Callable[[int, int], list[int]]  # calls, warm -> nanoseconds
+    batch: Callable[[int, int], list[int]]  # (calls, warm-up calls) -> nanoseconds
     series: Series
     calls: int = 0
 
@@ -86,20 +86,20 @@ def _slowest(answers: Sequence[Sequence[int]]) -> list[int]:
 
 
 class Runner:
-    """The rank_sets of one number of ranks."""
+    """Measures all peers with one number of ranks."""
 
     def __init__(self, rank_sets: list[RankSet], effort: Effort, notes: list[str]) -> None:
         self._rank_sets, self._effort, self._notes = rank_sets, effort, notes
 
     def drop(self, rank_set: RankSet, reason: object) -> None:
-        """Go on without a peer."""
+        """End a peer that failed and continue without it."""
         print(f"{rank_set.peer.name}: {reason}", file=sys.stderr)
         self._notes.append(f"{rank_set.peer.name} left the run: {str(reason).splitlines()[0][:200]}")
         self._rank_sets.remove(rank_set)
         rank_set.__exit__(PeerFailed, None, None)
 
     def measure(self, contenders: list[Contender]) -> dict[str, Series]:
-        """Rounds of all contenders, in turns of order."""
+        """Run all rounds, each starting with another contender. Return the times of each contender."""
         for contender in list(contenders):
             self._guarded(contenders, contender, self._calibrate)
         for turn in range(self._effort.rounds):
@@ -118,7 +118,7 @@ class Runner:
             self.drop(one.rank_set, failure)
 
     def _calibrate(self, contender: Contender) -> None:
-        """Warm up, and choose how many calls fill a batch."""
+        """Warm up, and choose the number of calls in a batch."""
         effort, calls = self._effort, 2
         while True:
             took = statistics.median(contender.batch(calls, 1)) / 1e9
@@ -129,7 +129,7 @@ class Runner:
         contender.calls = max(effort.fewest_calls, min(effort.most_calls, fitting))
 
     def collective(self, what: str, size: int) -> list[Contender]:
-        """The peers that have this collective, their values compared."""
+        """Return the peers that have this collective, after checking their results."""
         contenders = []
         for rank_set in list(self._rank_sets):
             if what not in rank_set.peer.collectives:
@@ -145,7 +145,7 @@ class Runner:
         return contenders
 
     def floors(self, names: Sequence[str], size: int) -> list[Contender]:
-        """These floors at this size."""
+        """Return the named floors at this size."""
         rank_set = next((rank_set for rank_set in self._rank_sets if rank_set.peer is FLOORS), None)
         if rank_set is None:
             return []
@@ -160,7 +160,7 @@ class Runner:
         return [Contender(name, rank_set, of(name), Series()) for name in names]
 
     def ddp(self) -> dict[str, Series]:
-        """The training step of gloo and of monarch, and without communication."""
+        """Measure a training step with gloo, with monarch, and without communication."""
         contenders = []
         for rank_set in self._rank_sets:
             if rank_set.peer.name in ("monarch", "gloo"):
@@ -184,7 +184,7 @@ def _step_of(rank_set: RankSet, kind: str) -> Callable[[int, int], list[int]]:
 
 
 def _idle(rank_sets: list[RankSet], seconds: float = 0.5) -> str:
-    """How much of a core each peer's sleeping ranks use: none, or they would disturb the others."""
+    """Return the share of a core that each peer's idle ranks use. It should be 0: they would disturb other peers."""
     before = [rank_set.cpu_seconds() for rank_set in rank_sets]
     time.sleep(seconds)
     shares = [(rank_set.cpu_seconds() - used) / seconds for rank_set, used in zip(rank_sets, before, strict=True)]
@@ -192,7 +192,7 @@ def _idle(rank_sets: list[RankSet], seconds: float = 0.5) -> str:
 
 
 class _Others:
-    """How busy processes that are not ours keep the machine: noise that the reader should know of."""
+    """CPU time of processes that do not belong to the benchmark. The report gives it as a measure of noise."""
 
     def __init__(self, rank_sets: list[RankSet]) -> None:
         self._rank_sets, self._start, self._before = rank_sets, time.monotonic(), self._used(rank_sets)
@@ -204,7 +204,7 @@ class _Others:
         return everybody - sum(rank_set.cpu_seconds() for rank_set in rank_sets) - time.process_time()
 
     def note(self) -> str:
-        """Cores, on average since the start."""
+        """Return a line with the mean number of cores that other processes have used since the start."""
         cores = (self._used(self._rank_sets) - self._before) / (time.monotonic() - self._start)
         return f"other processes of the machine used {max(cores, 0):.2f} cores meanwhile"
 
@@ -225,9 +225,9 @@ def _started(
             if rank_set.peer is FLOORS:
                 reason = build_spin(rank_set.folder)
                 notes.extend([reason] if reason else [])
-            rank_set.meet()
+            rank_set.wait_connected()
             for path in deepspeed_segments(run) if rank_set.peer.name == "DeepSpeed" else []:
-                path.unlink(missing_ok=True)  # all ranks have mapped it: gone now, it can't stay behind
+                path.unlink(missing_ok=True)  # all ranks have mapped it, so unlink it now
         except PeerFailed as failure:
             print(f"{rank_set.peer.name}: {failure}", file=sys.stderr)
             notes.append(f"{rank_set.peer.name} did not start: {str(failure).splitlines()[0][:200]}")
@@ -237,8 +237,8 @@ def _started(
 
 
 def _measure(ranks: int, args: argparse.Namespace, effort: Effort, notes: list[str]) -> tuple[Table, Table]:
-    """All cases at this number of ranks: the collectives with the sized floors, and what has no size."""
-    base = "/dev/shm" if os.path.isdir("/dev/shm") else None  # OpenMPI keeps its segments here
+    """Measure all cases with this number of ranks. Return two tables: cases with sizes, and cases without."""
+    base = "/dev/shm" if os.path.isdir("/dev/shm") else None  # OpenMPI puts its segments into this folder
     wanted = [peer for peer in PEERS if peer.name in args.peers]
     table: Table = {}
     once: Table = {}
@@ -315,7 +315,7 @@ def _stop(*_: object) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the benchmark; print and write the report."""
     args = _arguments()
     signal.signal(signal.SIGTERM, _stop)
     effort = Effort(args.rounds or 4, 0.008) if args.quick else Effort(args.rounds or 8, 0.02)

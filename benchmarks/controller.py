@@ -3,23 +3,22 @@
     python tools/peer_env.py torchmonarch           # once: the peer's own environment
     python benchmarks/controller.py [--rounds N] [--only operations kinds workers model] [--sizes 2 4] [--out DIR]
 
-operations   8 x 16 float32, from one thread: issued, and until two workers have done them all. Beside: the same on a
-             plain tensor, and a tensor subclass in Python that does nothing, which is the floor of any such design.
-             CPU: time on the processor, of the controller's threads and of a worker's; others on the machine disturb
-             it less
-redistribute Shard(0) to Replicate, one behind the other, none is waited for; beside: torch's own DTensor of meta
-             tensors on its fake group. torch's Python up to the plan is in both, what comes after it is ours
-kinds        what programs do with DTensors besides adding two: numbers, in place, views, indices, cat; each beside
-             torch's own DTensor with one process's shards on the CPU, its fake group and no workers, which is the floor
-             of whoever leaves the dispatch to torch. What is gathered first is a collective of two processes here,
-             and nothing there
-workers      what the controller pays for an operation with 2, 8, 32 and 1,024 workers, which are not there
-model        a step of examples/train_lm.py with tensor parallelism: under torchrun as it is and with torch.compile, by
-             one controller operation by operation, and captured by torch.compile(backend="monarch"); and how many
-             records a captured step is
+operations   additions of 8 x 16 float32 from one thread: until all are issued, and until two workers have done all.
+             Compared with a plain tensor, and with a tensor subclass in Python that does nothing, the floor of any such
+             design. "CPU" is CPU time, of the controller's threads and of a worker's. It depends less on other load
+redistribute from Shard(0) to Replicate, many in a row without waiting for results. Compared with torch's own DTensor of
+             meta tensors on torch's fake group. Both include torch's Python up to the plan; the rest is ours
+kinds        other operations on DTensors: with numbers, in place, views, indices, cat. Each is compared with torch's
+             own DTensor with one rank's shards on the CPU, torch's fake group and no workers. That is the floor of any
+             design that uses torch's dispatch. An operation that gathers first runs a collective of two processes
+             here, and no communication there
+workers      cost of an operation in the controller with 2, 8, 32 and 1,024 simulated workers
+model        a step of examples/train_lm.py with tensor parallelism: under torchrun, eager and with torch.compile; from
+             one controller, operation by operation and captured by torch.compile(backend="monarch"). Also the number of
+             records of a captured step
 
-Every contender has a process of its own that sleeps until it is its turn; a round goes once through all of them.
-Figures are medians over the rounds, ratios the medians of the rounds' ratios.
+Each contender has its own process, which sleeps between requests. A round measures all contenders. Figures are medians
+over the rounds, and ratios are medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _controller_runner import names_of_kinds
+from _controller_runner import operation_names
 from _machine_report import Others, machine
 
 ROOT = Path(__file__).parents[1]
-STATION = Path(__file__).with_name("_controller_runner.py")
+RUNNER = Path(__file__).with_name("_controller_runner.py")
 WORKERS = (2, 8, 32, 1024)
 OPERATIONS, REDISTRIBUTIONS, STEPS = 4000, 300, 8
 
 
 class Runner:
-    """A contender. ``why``: what keeps it from taking part."""
+    """The process of a contender. ``why`` is the reason if it cannot be measured, otherwise empty."""
 
     def __init__(self, name: str, python: str = sys.executable, launcher: Sequence[str] = ()) -> None:
         self.name, self.why = name, ""
@@ -54,7 +53,7 @@ class Runner:
         if not Path(python).exists():
             self.why = "not installed; run: python tools/peer_env.py torchmonarch"
             return
-        command = [python, *launcher, str(STATION), name]
+        command = [python, *launcher, str(RUNNER), name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True
@@ -70,14 +69,14 @@ class Runner:
         return None
 
     def ask(self, case: str, count: int) -> Any:
-        """The answer; None from who takes no part."""
+        """Send a request and return the answer, or None if this contender cannot be measured."""
         if self.why:
             return None
         print(json.dumps({"case": case, "count": count}), file=self._process.stdin, flush=True)
         return self._read()
 
     def end(self) -> None:
-        """It ends when nobody can ask any more."""
+        """Close the process's standard input, which ends it, and wait."""
         if self._process is not None and self._process.poll() is None:
             self._process.stdin.close()
             self._process.wait(60)
@@ -90,10 +89,10 @@ Case = tuple[Runner, str, int]
 
 
 def rounds(runners: Sequence[Runner], cases: Sequence[Case], count: int, before_the_end: Sequence[Case] = ()) -> Found:
-    """The answers by "runner case", a list of rounds."""
+    """Measure the cases in each round. Return "runner case" -> the answers of all rounds."""
     found: Found = defaultdict(list)
     for runner, case, few in cases:
-        runner.ask(case, max(1, few // 4))  # signatures, threads, caches
+        runner.ask(case, max(1, few // 4))  # warm up signatures, threads and caches
     for turn in range(count):
         for runner, case, number in [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]:
             found[f"{runner.name} {case}"].append(runner.ask(case, number))
@@ -105,19 +104,19 @@ def rounds(runners: Sequence[Runner], cases: Sequence[Case], count: int, before_
 
 
 def middle(values: list[Any], at: int | None = None) -> float:
-    """The median, in microseconds."""
+    """Return the median in microseconds."""
     return 1e6 * statistics.median(each if at is None else each[at] for each in values)
 
 
 def ratio(one: list[Any], other: list[Any], at: int | None = None) -> float:
-    """The median of the rounds' ratios."""
+    """Return the median of the rounds' ratios."""
     return statistics.median(
         (a if at is None else a[at]) / (b if at is None else b[at]) for a, b in zip(one, other, strict=True)
     )
 
 
 def operations(count: int) -> list[str]:
-    """The table of single operations."""
+    """Return the table of the cases "operations" and "redistribute"."""
     peer = str(ROOT / ".envs" / "peer-torchmonarch" / "bin" / "python")
     plain, alone, ours, monarch = Runner("plain"), Runner("dtensor"), Runner("ours"), Runner("monarch", peer)
     cases = [
@@ -158,9 +157,9 @@ def operations(count: int) -> list[str]:
 
 
 def kinds(count: int) -> list[str]:
-    """The table of other operations than adding two."""
+    """Return the table of the case "kinds"."""
     alone, ours = Runner("dtensor"), Runner("ours")
-    names = names_of_kinds()
+    names = operation_names()
     numbers = {name: OPERATIONS // (10 if "gathered" in name else 1) for name in names}
     found = rounds([alone, ours], [(each, name, numbers[name]) for name in names for each in (alone, ours)], count)
     lines = ["| DTensor, 2 workers | issued, us | issued a second | done a second | CPU here, us | torch's own, us | |"]
@@ -175,7 +174,7 @@ def kinds(count: int) -> list[str]:
 
 
 def workers(count: int) -> list[str]:
-    """The table by number of workers."""
+    """Return the table of the case "workers"."""
     lines = ["| workers (simulated) | remote tensor, us | DTensor, us | uneven DTensor, us | redistribute, us |"]
     lines.append("| --- | --- | --- | --- | --- |")
     runners = [Runner(f"simulated:{size}") for size in WORKERS]
@@ -188,7 +187,7 @@ def workers(count: int) -> list[str]:
 
 
 def model(count: int, sizes: Sequence[int]) -> list[str]:
-    """The table of steps."""
+    """Return the table of the case "model"."""
     lines = ["| workers | | ms | of torchrun's step | of torchrun's compiled step | records a step |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
     for size in sizes:
@@ -198,7 +197,7 @@ def model(count: int, sizes: Sequence[int]) -> list[str]:
 
 def _steps(count: int, size: int) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    launcher.append(f"--log-dir={ROOT / 'build' / 'torchrun-logs'}")  # else it leaves a folder in /tmp
+    launcher.append(f"--log-dir={ROOT / 'build' / 'torchrun-logs'}")  # without it torchrun leaves a folder in /tmp
     theirs, compiled = (Runner(f"lm:{how}", launcher=launcher) for how in ("torchrun", "torchrun-compiled"))
     one, captured = Runner(f"lm:one:{size}"), Runner(f"lm:compiled:{size}")
     names = {theirs: "torchrun", compiled: "torchrun, torch.compile", one: "one controller", captured: "captured"}
@@ -223,7 +222,7 @@ def _steps(count: int, size: int) -> list[str]:
 
 
 def main() -> None:
-    """Measure and report."""
+    """Run the benchmark and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(

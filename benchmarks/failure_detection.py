@@ -2,10 +2,10 @@
 
     python benchmarks/failure_detection.py [--ranks 3] [--rounds 20]
 
-Every round makes fresh ranks for each backend in turn. They meet in some all_reduces; then the last rank writes down
-the time and kills itself with SIGKILL while the others wait for it in the next one. What counts is the time from there
-to the error, of the slowest survivor. The floor is how long the kernel takes to tell a parent that sleeps on the
-child's pidfd.
+Every round starts new ranks for each backend in turn. They run some all_reduces. Then the last rank records the time
+and kills itself with SIGKILL, while the others wait for it in the next all_reduce. The result is the time from then
+until the slowest survivor's error. The floor is the time until the kernel wakes a parent that sleeps on the child's
+pidfd.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _rank(backend: str, rank: int, ranks: int, address: str, times: mmap.mmap) -
     for _ in range(20):
         dist.all_reduce(x)
     if rank == ranks - 1:
-        time.sleep(0.05)  # the others wait by then; if not, they hear of it all the same
+        time.sleep(0.05)  # time for the other ranks to enter all_reduce; a late rank detects the death too
         struct.pack_into("d", times, 8 * rank, time.monotonic())
         os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -49,7 +49,10 @@ def _rank(backend: str, rank: int, ranks: int, address: str, times: mmap.mmap) -
 
 
 def _round(backend: str, ranks: int) -> tuple[float, float, bool]:
-    """(seconds until the slowest survivor's error, until this process knew, whether all errors name the rank)."""
+    """Return seconds until the slowest survivor's error, seconds until the pidfd is readable, and a bool.
+
+    The bool is True if all errors name the dead rank and its signal.
+    """
     times = mmap.mmap(-1, 16 * ranks)
     with tempfile.TemporaryDirectory() as folder:
         pids = []
@@ -73,7 +76,7 @@ def _round(backend: str, ranks: int) -> tuple[float, float, bool]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=20)

@@ -1,21 +1,21 @@
-"""Benchmark of two hosts, as namespaces of one machine: calls between them, and detection of faults.
+"""Benchmark of two hosts, as network namespaces of one machine: calls between them, and detection of faults.
 
-    python tools/peer_env.py torchmonarch       # once: that peer's own environment
+    python tools/peer_env.py torchmonarch       # once: the peer's own environment
     python benchmarks/hosts.py [--rounds N] [--faults N] [--limit SECONDS] [--out FILE]
 
 Needs root, iproute2 and iperf3.
 
-Calls: ours with and without TLS, torch.distributed.rpc, iperf3, a socket. Each case goes round all of them, round after
-round; figures are medians over all rounds, beside the median of the rounds' ratios to the floor: a bare socket for
-round trips, iperf3 for bandwidth.
+Calls: ours with and without TLS, torch.distributed.rpc, iperf3, a bare socket. Each round measures all of them. Figures
+are medians over all rounds, with the median of the rounds' ratios to the floor. The floor is a bare socket for round
+trips, and iperf3 for bandwidth.
 
-Faults: on host 1, and what counts is when host 0 hears of them, with everybody's default bounds (ours: a heartbeat each
-second, lost after three):
+Faults: they happen on host 1. The time ends when host 0 detects the fault. All systems have their default timeouts.
+Ours are: a heartbeat each second, and a host counts as failed after three seconds without one.
 
-the call raises          an endpoint's call that the controller waits for, ours and torchmonarch's
-the rank raises          two ranks, an all_reduce each 50 ms, under `monarch-backend run` with backend="monarch" and
-                         under torchrun with gloo; the surviving rank has its error
-the launcher has ended   the same, and the launcher on host 0 has reported the failure; no restarts
+the call raises          the controller waits for an endpoint's call, with ours and with torchmonarch
+the rank raises          two ranks run an all_reduce every 50 ms, under `monarch-backend run` with backend="monarch" and
+                         under torchrun with gloo; until the surviving rank raises
+the launcher has ended   the same, until the launcher on host 0 has reported the failure and ended, without restarts
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def measure(where: Hosts, make: Callable[..., Runner], rounds: int) -> dict[str,
         0, python, RUNNERS / "rpc.py", 0, where.address(0), 29400, TP_SOCKET_IFNAME="eth0", GLOO_SOCKET_IFNAME="eth0"
     )
     for name, port, *tls in ("bare socket", 29401), ("bare TLS socket", 29402, "tls"):
-        make(1, python, RUNNERS / "floor.py", "listen", there, port, *tls).hear()
+        make(1, python, RUNNERS / "floor.py", "listen", there, port, *tls).read_line()
         callers[name] = make(0, python, RUNNERS / "floor.py", "call", there, port, *tls)
     for caller in callers.values():
-        caller.hear()
+        caller.read_line()
     found: dict[str, dict[str, list[float]]] = {"round trip, us": {}, f"{MIB} MiB, GB/s": {}}
-    for number in range(-1, rounds):  # the first one warms up
+    for number in range(-1, rounds):  # round -1 is warm-up
         for name, caller in callers.items():
             times = caller.ask("call", CALLS, 0)
             sizes = caller.ask("call", 3, MIB << 20)
@@ -105,7 +105,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="of calls; 0: none")
     parser.add_argument("--faults", type=int, default=3, help="rounds of each fault in each system; 0: none")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds in which a fault must be heard of")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds within which a fault must be reported")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -120,7 +120,7 @@ def main() -> None:
         raise SystemExit(why)
     signal.signal(signal.SIGTERM, _stop)
     lines = [f"{platform.machine()}, {os.cpu_count()} processors, Linux {platform.release()}", ""]
-    with tempfile.NamedTemporaryFile("w") as secret:  # mode 600
+    with tempfile.NamedTemporaryFile("w") as secret:  # with permissions 600
         secret.write(os.urandom(32).hex())
         secret.flush()
         if args.rounds:

@@ -2,9 +2,9 @@
 
     tools/rxe_guest.sh python benchmarks/hosts_nics.py [--rounds N] [--sizes MIB,MIB]
 
-Needs two verbs devices. Two daemons on loopback, one that may use NICs and one that is told to leave them alone
-(MONARCH_RDMA_TRANSPORT=tcp); the controller's gateway has the first device, the daemon's the second. Calls go round
-both, round after round; medians. TLS is on.
+It needs two verbs devices. Two daemons run on loopback: one uses NICs, and the other one does not
+(MONARCH_RDMA_TRANSPORT=tcp). The controller's gateway uses the first device, and the daemon's gateway the second one.
+Each round calls actors on both hosts. Figures are medians. TLS is on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
 
 
 class Sink(Actor):
-    """Takes what it is given."""
+    """Actor that receives a tensor and returns its size."""
 
     @endpoint
     def take(self, value: torch.Tensor) -> int:
@@ -40,7 +40,7 @@ class Sink(Actor):
 
 
 def daemon(stack: ExitStack, **env: str) -> str:
-    """`monarch-backend up` on loopback; its address."""
+    """Start `monarch-backend up` on loopback and return its address."""
     process = subprocess.Popen(
         [sys.executable, "-c", UP, "up", "--address", "127.0.0.1:0"],
         env={**os.environ, **env}, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
@@ -64,16 +64,16 @@ def main() -> None:
         raise SystemExit("two verbs devices are needed: tools/rxe_guest.sh has them")
     os.environ["MONARCH_RDMA_DEVICES"] = devices[0]
     with ExitStack() as stack:
-        secret = stack.enter_context(tempfile.NamedTemporaryFile("w"))  # mode 600
+        secret = stack.enter_context(tempfile.NamedTemporaryFile("w"))  # with permissions 600
         secret.write(os.urandom(32).hex())
         secret.flush()
         os.environ["MONARCH_SECRET_FILE"] = secret.name
         this_host().spawn_procs(
             {"gpus": 1}
-        ).stop().get()  # the fork server has imported torch, and a gateway comes at once
+        ).stop().get()  # starts the fork server, which has imported torch: the gateway then starts fast
         nics = daemon(stack, MONARCH_RDMA_DEVICES=devices[1])
         plain = daemon(stack, MONARCH_RDMA_TRANSPORT="tcp")
-        hosts = attach_to_workers([nics, plain], timeout=60, silence=30)  # the guest has one processor
+        hosts = attach_to_workers([nics, plain], timeout=60, silence=30)  # the guest has one slow processor
         procs = hosts.spawn_procs({"gpus": 1})
         sinks = procs.spawn("sink", Sink)
         print("| | NICs | TCP with TLS | times |\n| --- | ---: | ---: | ---: |")
@@ -83,10 +83,10 @@ def main() -> None:
 
 
 def measure(sinks: Any, nbytes: int, rounds: int) -> list[list[float]]:
-    """Seconds of each call, by host."""
+    """Return the seconds of each call, a list for each host."""
     times: list[list[float]] = [[], []]
     value = torch.zeros(nbytes, dtype=torch.uint8)
-    for number in range(rounds + 2):  # the first ones connect, and warm up
+    for number in range(rounds + 2):  # the first two rounds connect and warm up
         for host in (0, 1):
             began = time.perf_counter()
             sinks.slice(hosts=host, gpus=0).take.call_one(value).get()
@@ -96,7 +96,7 @@ def measure(sinks: Any, nbytes: int, rounds: int) -> list[list[float]]:
 
 
 def row(size: int, times: list[list[float]]) -> str:
-    """Of the table."""
+    """Return a row of the table."""
     nics, plain = (statistics.median(each) for each in times)
     ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
     cells = [f"{seconds * 1e3:.1f} ms, {(size << 20) / seconds / 1e9:.3f} GB/s" for seconds in (nics, plain)]

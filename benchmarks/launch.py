@@ -1,17 +1,17 @@
-"""Benchmark of launchers: from a command to computing ranks, and from a rank's death to the others' end.
+"""Benchmark of launchers: time until the ranks compute, and time until a rank's death ends the other ranks.
 
     python benchmarks/launch.py [--ranks 8] [--rounds 5] [--deaths 10] [--out FILE]
 
-Every round runs each contender once, from another one on each time, with everything in the page cache. What counts:
+Every round runs each contender once and starts with another one. All files are in the page cache. The times are:
 
 first all_reduce  from the start of the command to the end of the first all_reduce on the last rank
-command           from its start to its end: the same, and everybody's exit
-death             one of two ranks kills itself with SIGKILL; until the other one gets SIGTERM from the launcher. That
-                  one sleeps, and neither has imported torch
-death, end        until the launcher has ended
+command           from the start to the end of the command, with the exit of all ranks
+death             from SIGKILL of one of two ranks until the other rank gets SIGTERM from the launcher. That rank
+                  sleeps, and neither rank has imported torch
+death, end        from the same SIGKILL until the launcher has ended
 
-The floors: an interpreter that imports torch, once; as many that do nothing as there are ranks, at the same time; how
-long the kernel takes to tell a parent that sleeps on a child's pidfd.
+The floors are: one interpreter that imports torch; one idle interpreter per rank, all at the same time; the time until
+the kernel wakes a parent that sleeps on a child's pidfd.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run(command: Sequence[str], script: str, folder: Path, ranks: int, backend: str, code: int) -> tuple[float, float]:
-    """When it started and when it had ended."""
+    """Run a launcher. Return the times of its start and its end."""
     (folder / "script.py").write_text(script)
     mine = {"BENCH_FOLDER": str(folder), "BENCH_BACKEND": backend, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     environment = {**os.environ, **mine}
@@ -132,7 +132,7 @@ def _pidfd() -> dict[str, float]:
     return {"death, ms": (knew - death) * 1e3}
 
 
-Values = dict[str, dict[str, list[float]]]  # contender -> what -> one for each round
+Values = dict[str, dict[str, list[float]]]  # contender -> measure -> a value for each round
 
 
 def _rounds(contenders: dict[str, Callable[[], dict[str, float]]], rounds: int, found: Values) -> None:
@@ -180,7 +180,7 @@ def _machine() -> str:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark, print the report, and with --out write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
@@ -197,7 +197,7 @@ def main() -> None:
         "floor: one import of torch": lambda: _interpreters("import torch", 1),
         f"floor: {args.ranks} idle interpreters": lambda: _interpreters("pass", args.ranks),
     }
-    _interpreters("import torch, monarch_backend.process_group", 1)  # into the page cache
+    _interpreters("import torch, monarch_backend.process_group", 1)  # fills the page cache
     _rounds(starts, args.rounds, found)
     deaths = {GLOO: lambda: _death(RUN), STOCK: lambda: _death(TORCHRUN), "floor: pidfd": _pidfd}
     _rounds(deaths, args.deaths, found)

@@ -1,30 +1,30 @@
-"""Benchmark of reads of another process's memory: RDMABuffer on every route, peers, and the floor.
+"""Benchmark of reads and writes of another process's memory: RDMABuffer on every route, peers, and floors.
 
     python tools/peer_env.py torchmonarch nixl        # once: the peers' own environments
     python benchmarks/rdma.py [--rounds N] [--sizes 8 64K 64M] [--only host hosts own verbs] [--out DIR]
-    tools/rxe_guest.sh python benchmarks/rdma.py --only verbs      # where this machine has no two RDMA devices
+    tools/rxe_guest.sh python benchmarks/rdma.py --only verbs      # if this machine has fewer than two RDMA devices
 
-host    two processes of this host: memory of rdma.empty (mapped), ordinary memory (process_vm_readv), and through the
-        owner's thread (MONARCH_CMA=0); "again" is an RDMAAction that is submitted again and again, as NIXL's handles
-        are; floors are memcpy in one process and a bare process_vm_readv; peers are NIXL
-        over UCX and torchmonarch, whose RDMABuffer takes TCP where no NIC is
-hosts   two network namespaces, over TCP, with and without TLS, beside sockets and iperf3 with one stream; needs root,
-        iproute2 and iperf3
-own     8 bytes by verbs over a NIC that there is not: what our Python takes, beside a bare work request of that NIC
-        ("again" as above: over verbs that is of one tensor, and without timeout=; in all other cases of verbs, too,
-        the tensor is that of the last time, but for those of "two tensors", in turns)
-verbs   two RDMA devices of this machine, beside perftest: its rates with as many in flight, and its latencies
+host    two processes of this host: memory of rdma.empty (mapped), ordinary memory (process_vm_readv), and a copy by the
+        owner's thread (MONARCH_CMA=0). "again" submits the same RDMAAction repeatedly, as NIXL does with its handles.
+        Floors are memcpy in one process and a bare process_vm_readv. Peers are NIXL over UCX and torchmonarch, whose
+        RDMABuffer uses TCP without a NIC
+hosts   two network namespaces, over TCP with and without TLS, compared with sockets and with one stream of iperf3.
+        It needs root, iproute2 and iperf3
+own     8 bytes by verbs over a simulated NIC: the time of our Python code, compared with a bare work request of that
+        NIC. "again" is as above, with one tensor and without timeout=. In "two tensors" successive transfers alternate
+        between two tensors. In all other cases with verbs they use the same tensor
+verbs   two RDMA devices of this machine, compared with perftest: rates with equal numbers in flight, and latencies
 
-Each size goes round all contenders, round after round and each round from another one on. Cells have the median of all
-calls, the rate, and in brackets how fast that is beside the contender's floor: the median of the rounds' ratios. All
-that is read is compared with what it must be, once for each size. Python's own part of a read is the time of the call
-less that of the compiled call that it ends in.
+Each round measures all contenders for each size, and each round starts with another contender. Cells have the median of
+all calls, the rate, and in brackets the speed relative to the contender's floor: the median of the rounds' ratios. The
+bytes that are read are checked once for each size. Python's own part of a read is the time of the whole call minus the
+time of the compiled call below it.
 
-With verbs there are two parts of Python's: that of the adapter to libibverbs, a bare loop of posting and polling less
-perftest's latency, and our own, what a transfer takes longer than that loop outside of posting and polling. The bar is
-that a transfer of 8 bytes takes no more than perftest's latency, both parts and 3 us: so it may spend 3 us more below
-Python, in posting and polling, than the bare loop does, and may not sleep, of which there is a count.
-A write's peer is ib_write_bw with one in flight.
+With verbs, Python has two parts. The adapter's part (the binding of libibverbs) is a bare loop of posting and polling
+minus perftest's latency. Our own part is the time of a transfer minus the time of that loop, both without posting and
+polling. The target: a transfer of 8 bytes takes at most perftest's latency, both parts, and 3 us. So it may spend 3 us
+more than the bare loop in posting and polling. It must not sleep; the report counts sleeps. A write is compared with
+ib_write_bw with one message in flight.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import _rdma_perftest as perftest
 from _actor_runners import adopt_orphans, end_all
-from _host_runners import RUNNERS as HOST_STATIONS
-from _host_runners import Ended, Runner, Silent, daemon, runners
+from _host_runners import RUNNERS as HOST_RUNNERS
+from _host_runners import Ended, Runner, RunnerTimeout, daemon, runners
 from _machine_report import Others, machine
-from _rdma_report import Must, Route, plot
+from _rdma_report import Route, Target, plot
 from _report import Series
 from hosts import iperf
 
@@ -59,35 +59,35 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNNERS = Path(__file__).with_name("rdma_runners")
 SIZES = (8, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20)
 VERBS_SIZES = (8, 64 << 10, 1 << 20, 16 << 20)
-SMALL = 8  # bytes of whose transfer Python's parts are told
+SMALL = 8  # bytes of the transfers for which Python's parts are reported
 ONCE = {"read": "read", "write": "write"}
 PEERS = {"read": "ib_read_lat", "write": "ib_write_bw -t 1"}
-"""For ib_write_lat two processes write to each other in turns, which takes 11 ms where both share a processor."""
+"""Not ib_write_lat: its two processes write to each other in turns, which takes 11 ms if they share a processor."""
 AGAIN = {"read, again": "read_again", "write, again": "write_again"}
 TURNS = {"read, two tensors": "read_turns", "write, two tensors": "write_turns"}
 BARE = {"bare read": "bare", "bare write": "write_bare"}
-HOW = {"1 in flight": "", "again": "_again", "two tensors": "_turns"}  # and how the case of that is called
-LARGE = 1 << 20  # from here on iperf3 is a floor
-IN_FLIGHT = 16  # as rdma_runners/ours.py
-BATCH = 128 << 20  # bytes of a batch of calls, at most
-FEWEST, MOST = 2, 100  # calls in it
+HOW = {"1 in flight": "", "again": "_again", "two tensors": "_turns"}  # name of a variant -> suffix of its case
+LARGE = 1 << 20  # least size for which iperf3 is measured
+IN_FLIGHT = 16  # equal to IN_FLIGHT of rdma_runners/ours.py
+BATCH = 128 << 20  # most bytes of a batch of calls
+FEWEST, MOST = 2, 100  # number of calls in a batch
 COMMON = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 Make = Callable[..., Runner]
 
 
 class Refused(Exception):
-    """A runner's own word that it can't."""
+    """A runner answered with an error."""
 
 
 def ask(runner: Runner, case: str, size: int) -> list[float]:
-    """Times of a batch."""
-    runner.tell(case, max(FEWEST, min(MOST, BATCH // size)), size)
-    return heard(runner)
+    """Run a batch of calls in a runner and return their times."""
+    runner.send(case, max(FEWEST, min(MOST, BATCH // size)), size)
+    return read_times(runner)
 
 
-def heard(runner: Runner) -> list[float]:
-    """The answer. Raises Refused."""
-    answer = json.loads(runner.hear())
+def read_times(runner: Runner) -> list[float]:
+    """Return the runner's answer: times. Raises Refused."""
+    answer = json.loads(runner.read_line())
     if isinstance(answer, dict):
         raise Refused(answer["error"])
     found: list[float] = answer
@@ -96,17 +96,17 @@ def heard(runner: Runner) -> list[float]:
 
 @dataclass
 class Contender:
-    """One column: how a batch of a size is had."""
+    """One column of the table. ``times(size)`` runs a batch and returns its times."""
 
     name: str
     times: Callable[[int], list[float]]
-    least: int = 0  # bytes
+    least: int = 0  # least size in bytes
     most: int = 1 << 62
-    bare: Callable[[], list[float]] | None = None  # what is below Python, of 8 bytes
+    bare: Callable[[], list[float]] | None = None  # times of the compiled call alone, for 8 bytes
     failed: bool = field(default=False)
 
     def turn(self, route: Route, size: int) -> None:
-        """Its part of a round."""
+        """Measure this contender for one size in one round."""
         if self.failed or not self.least <= size <= self.most:
             return
         try:
@@ -115,13 +115,13 @@ class Contender:
             if self.bare is not None and size == min(route.rows):
                 own = statistics.median(times) - statistics.median(self.bare())
                 route.own.setdefault(self.name, Series()).rounds.append([own * 1e6])
-        except (Refused, Silent, Ended, OSError, RuntimeError) as error:
+        except (Refused, RunnerTimeout, Ended, OSError, RuntimeError) as error:
             self.failed = True
             route.fail(self.name, str(error).strip().splitlines()[-1][:300])
 
 
 def rounds(route: Route, contenders: Sequence[Contender], sizes: Sequence[int], count: int) -> None:
-    """All of it."""
+    """Measure all contenders in all rounds."""
     for turn in range(count):
         print(f"{route.title}: round {turn + 1} of {count}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
         first = turn % len(contenders)
@@ -133,14 +133,14 @@ def rounds(route: Route, contenders: Sequence[Contender], sizes: Sequence[int], 
         route.rows[size] = {name: row[name] for name in order if name in row}
 
 
-def heard_of(runner: Runner) -> Any:
-    """What it says that it is."""
-    return json.loads(runner.hear())
+def read_description(runner: Runner) -> Any:
+    """Return a runner's description of itself, its first line."""
+    return json.loads(runner.read_line())
 
 
 def runner_of(name: str, runner: Runner, route: Route, *, case: str = "read", bare: bool = False) -> Contender:
-    """Of a runner, which says what it is."""
-    about = heard_of(runner)
+    """Return the contender of a runner, and note the runner's description in the report."""
+    about = read_description(runner)
     if isinstance(about, str):
         route.notes.append(f"{name}: {about}")
     below = (lambda: ask(runner, "bare", 8)) if bare else None
@@ -151,18 +151,18 @@ def runner_of(name: str, runner: Runner, route: Route, *, case: str = "read", ba
 
 
 class Alone:
-    """This very host, in the place of Hosts."""
+    """This host, as a substitute for Hosts."""
 
     pids = ()
 
     @staticmethod
     def command(_: int, *words: str) -> list[str]:
-        """No namespaces."""
+        """Return the command unchanged, since there are no namespaces."""
         return list(words)
 
 
-def asleep(contender: Contender, runner: Runner) -> Contender:
-    """The same, stopped between its turns: its threads never sleep."""
+def stopped_between_batches(contender: Contender, runner: Runner) -> Contender:
+    """Stop a contender's processes between its batches, because its threads never sleep. Return the contender."""
     inner = contender.times
 
     def times(size: int) -> list[float]:
@@ -187,30 +187,30 @@ def _peers(make: Make, most: int, route: Route) -> Iterator[Contender]:
         if not python.exists():
             route.notes.append(f"{name}: not installed; run: python tools/peer_env.py {key}")
             continue
-        runner = make(0, python, RUNNERS / script, most, PYTHONPATH=str(RUNNERS))  # workers import it
+        runner = make(0, python, RUNNERS / script, most, PYTHONPATH=str(RUNNERS))  # workers import from it
         try:
             made = runner_of(name, runner, route)
-        except (Silent, Ended) as error:
+        except (RunnerTimeout, Ended) as error:
             route.notes.append(f"{name}: {error}")
             continue
-        yield asleep(made, runner) if key == "nixl" else made
+        yield stopped_between_batches(made, runner) if key == "nixl" else made
 
 
 def one_host(sizes: Sequence[int], count: int) -> Route:
-    """Two processes of this host."""
+    """Measure two processes of this host."""
     large = [size for size in sizes if size >= 64 << 10]
     floors = {"mapped": "memcpy", "mapped, again": "memcpy"}
     floors |= dict.fromkeys(("ordinary", "ordinary, again"), "process_vm_readv")
     floors |= dict.fromkeys(("owner's thread", "NIXL", "torchmonarch"), "process_vm_readv")
-    musts = (
-        Must("mapped", "memcpy", 0.8, [64 << 20]),
-        Must("ordinary", "process_vm_readv", 0.95, [64 << 20], rate=5.0),
-        Must("ordinary, again", "NIXL", 1.0, large),
-        Must("mapped, again", "NIXL", 1.0, large),
-        Must("ordinary", "torchmonarch", 10.0, sizes),
-        Must("mapped", "torchmonarch", 10.0, sizes),
+    targets = (
+        Target("mapped", "memcpy", 0.8, [64 << 20]),
+        Target("ordinary", "process_vm_readv", 0.95, [64 << 20], rate=5.0),
+        Target("ordinary, again", "NIXL", 1.0, large),
+        Target("mapped, again", "NIXL", 1.0, large),
+        Target("ordinary", "torchmonarch", 10.0, sizes),
+        Target("mapped", "torchmonarch", 10.0, sizes),
     )
-    route = Route("One host", floors, musts)
+    route = Route("One host", floors, targets)
     most, alone, ours = max(sizes), Alone(), RUNNERS / "ours.py"
     with runners(alone, **COMMON) as make:  # type: ignore[arg-type]
         mapped = make(0, sys.executable, ours, "mapped", most)
@@ -242,23 +242,23 @@ def _far(make: Make, where: Hosts, most: int, route: Route) -> Iterator[Contende
         runner = make(0, python, RUNNERS / "ours.py", "ordinary", most, f"{there}:{port}", MONARCH_TLS=tls)
         yield runner_of(name, runner, route, bare=True)
     for name, port, *tls in ("socket", 29411), ("TLS socket", 29412, "tls"):
-        make(1, python, HOST_STATIONS / "floor.py", "listen", there, port, *tls).hear()
-        runner = make(0, python, HOST_STATIONS / "floor.py", "call", there, port, *tls)
+        make(1, python, HOST_RUNNERS / "floor.py", "listen", there, port, *tls).read_line()
+        runner = make(0, python, HOST_RUNNERS / "floor.py", "call", there, port, *tls)
         yield runner_of(name, runner, route)
     make(1, "iperf3", "-s")
     yield Contender("iperf3", lambda size: [size / iperf(where)], least=LARGE)
 
 
 def two_hosts(sizes: Sequence[int], count: int) -> Route:
-    """Two network namespaces."""
+    """Measure two network namespaces."""
     floors = {"ours": "socket", "ours, TLS": "TLS socket"}
     large = [size for size in sizes if size >= 64 << 20]
-    musts = (Must("ours", "iperf3", 0.7, large), Must("ours, TLS", "TLS socket", 0.7, large))
-    route = Route("Two hosts, TCP", floors, musts)
+    targets = (Target("ours", "iperf3", 0.7, large), Target("ours, TLS", "TLS socket", 0.7, large))
+    route = Route("Two hosts, TCP", floors, targets)
     if why := refusal():
         route.notes.append(why)
         return route
-    with tempfile.NamedTemporaryFile("w") as secret:  # mode 600
+    with tempfile.NamedTemporaryFile("w") as secret:  # with permissions 600
         secret.write(os.urandom(32).hex())
         secret.flush()
         with hosts(2) as where, runners(where, MONARCH_SECRET_FILE=secret.name, **COMMON) as make:
@@ -270,10 +270,10 @@ def two_hosts(sizes: Sequence[int], count: int) -> Route:
 
 
 def verbs(sizes: Sequence[int], count: int) -> Route:
-    """From one device to the other."""
+    """Measure transfers between two RDMA devices."""
     floors = {f"{kind}, {n} in flight": f"ib_{kind}_bw -t {n}" for kind in ("read", "write") for n in (1, IN_FLIGHT)}
     large = [size for size in sizes if size >= 1 << 20]
-    route = Route("Verbs", floors, tuple(Must(mine, floor, 0.9, large) for mine, floor in floors.items()))
+    route = Route("Verbs", floors, tuple(Target(mine, floor, 0.9, large) for mine, floor in floors.items()))
     found = perftest.devices()
     if len(found) < 2:
         route.notes.append("this machine has no two RDMA devices; tools/rxe_guest.sh makes a guest that has")
@@ -312,14 +312,14 @@ def _small(name: str, runner: Runner, case: str) -> Contender:
     return Contender(name, lambda size: ask(runner, case, size), most=SMALL)
 
 
-def own_part(count: int) -> Route:
-    """Over a NIC that there is not."""
+def simulated_nic(count: int) -> Route:
+    """Measure our Python code with a simulated NIC."""
     names = {**ONCE, **AGAIN, **TURNS, **BARE}
     floors = {name: f"bare {name.split(',')[0]}" for name in {**ONCE, **AGAIN, **TURNS}}
     route = Route("Verbs' own Python", floors)
     with runners(Alone(), **COMMON) as make:  # type: ignore[arg-type]
         runner = make(0, sys.executable, RUNNERS / "simulated_nic.py", SMALL)
-        heard_of(runner)
+        read_description(runner)
         rounds(route, [_small(name, runner, case) for name, case in names.items()], [SMALL], count)
     for name, bare in ((name, bare) for name, bare in floors.items() if {name, bare} <= route.rows[SMALL].keys()):
         route.notes.append(f"{name}: our own part is {_over(route, name, bare):.1f} us")
@@ -327,18 +327,18 @@ def own_part(count: int) -> Route:
 
 
 def _over(route: Route, name: str, floor: str) -> float:
-    """Microseconds that a transfer of 8 bytes takes longer: the median of the rounds."""
+    """Return how many microseconds longer a transfer of 8 bytes takes than its floor: the median of the rounds."""
     row = route.rows[SMALL]
     each = zip(row[name].rounds, row[floor].rounds, strict=False)
     return statistics.median(statistics.median(mine) - statistics.median(its) for mine, its in each)
 
 
 def _latency(route: Route, kind: str, name: str, case: str) -> list[str]:
-    """Of 8 bytes: both parts of Python's, and whether anything else is in it. See the head of this file."""
+    """Return lines with both parts of Python for 8 bytes, and the verdict on the target. See the module's docstring."""
     floor, bare, row = PEERS[kind], f"bare {kind}", route.rows.get(SMALL, {})
     if not {name, floor, bare, _below(case), _below(BARE[bare])} <= row.keys():
         return []
-    rest = _over(route, _below(case), _below(BARE[bare]))  # both with the same looks at the clock
+    rest = _over(route, _below(case), _below(BARE[bare]))  # both include the same reads of the clock
     ours, adapters = _over(route, name, bare) - rest, _over(route, bare, floor)
     return [
         f"{name}, 8 B: {ours:.1f} us are our own Python's, {adapters:.1f} us the adapter's",
@@ -350,8 +350,8 @@ def _many(runner: Runner, kind: str, depth: int) -> Contender:
     case = kind if depth == 1 else f"{kind}_many"
 
     def times(size: int) -> list[float]:
-        runner.tell(case, max(FEWEST, min(MOST, BATCH // (size * depth))), size)
-        return [seconds / depth for seconds in heard(runner)]
+        runner.send(case, max(FEWEST, min(MOST, BATCH // (size * depth))), size)
+        return [seconds / depth for seconds in read_times(runner)]
 
     return Contender(f"{kind}, {depth} in flight", times)
 
@@ -385,18 +385,18 @@ def _stop(*_: object) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[Route]:
-    """The routes that are asked for."""
+    """Measure the selected routes."""
     found: dict[str, Callable[[], Route]] = {
         "host": lambda: one_host(args.sizes, args.rounds),
         "hosts": lambda: two_hosts(args.sizes, args.rounds),
-        "own": lambda: own_part(args.rounds),
+        "own": lambda: simulated_nic(args.rounds),
         "verbs": lambda: verbs([size for size in args.sizes if size in VERBS_SIZES], args.rounds),
     }
     return [found[name]() for name in args.only]
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the benchmark; print and write the report."""
     args, others = _arguments(), Others()
     signal.signal(signal.SIGTERM, _stop)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -405,7 +405,7 @@ def main() -> None:
     try:
         routes = measure(args)
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave processes behind
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore a second Ctrl-C, which would leave processes behind
         end_all()
     load = f"load {before:.1f} before, {os.getloadavg()[0]:.1f} at the end; {others.note()}"
     reasons = [

@@ -2,10 +2,10 @@
 
     python benchmarks/scale.py [--hosts N ...] [--out DIR]
 
-One process on each host, all code as ever: routers, gateways, sessions, agents. Time is simulated: a frame is 50 us on
-its way between two hosts, and costs the one thread of each gateway that sends or receives it 10 us; shared memory and
-actors take 5 us. What the controller's own process spends on its Python is not in it, and its frames are counted
-instead: those that the controller, and its gateway to other hosts, send and receive for one call.
+Each host has one process. Routers, gateways, sessions and agents run their real code. Time is simulated. A frame takes
+50 us between two hosts, and 10 us of the gateway's thread at each end. A step of shared memory or of an actor takes
+5 us. The CPU time of the controller's Python code is not included. Instead the benchmark counts frames: those that the
+controller and its gateway send and receive for one call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUIET = {"late": 0.0, "delay": 5e-6, "turn": 5e-6, "noticed": 5e-6, "starting": 
 
 @dataclass
 class Point:
-    """What was found for so many hosts. Frames: those of the controller, then those of its gateway."""
+    """Results for one number of hosts: simulated seconds, and frames sent and received by controller and gateway."""
 
     hosts: int
     call: float
@@ -46,7 +46,7 @@ class Point:
 
 
 class OneMemory:
-    """What thousands of hosts know, once: in this one process they would fill its memory with copies of it."""
+    """Context in which all simulated hosts share one copy of equal data. Separate copies would fill the memory."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, tuple[str, ...]] = {}
@@ -93,7 +93,7 @@ def counts(simulation: Simulation) -> tuple[int, ...]:
 
 def measure(hosts: int) -> Point:
     began = time.perf_counter()
-    gc.disable()  # it would look through all hosts again and again
+    gc.disable()  # each collection would traverse the objects of all hosts
     conditions = Conditions(gateway=GATEWAY, far=FAR, **QUIET)
     with OneMemory(), Simulation(1, conditions, steps=0) as simulation:
         Times.now = simulation.event_queue.now
@@ -131,7 +131,7 @@ def table(points: list[Point]) -> str:
 
 
 def plot(points: list[Point], file: Path) -> str | None:
-    """Latency, and frames of the controller's side; the reason where it can't be drawn."""
+    """Draw latency, and frames of controller and gateway. Return None, or the reason why there is no plot."""
     try:
         import matplotlib
     except ImportError:

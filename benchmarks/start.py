@@ -1,19 +1,19 @@
-"""Benchmark of start-up: processes, a mesh of them, a host; and their memory.
+"""Benchmark of start-up: time and memory of processes, of a device mesh, and of a host.
 
     python benchmarks/start.py [--workers 2] [--rounds 5] [--out FILE]
 
-Every round runs each contender once, in an interpreter of its own, from another one on each time, with everything in
-the page cache. What counts:
+Every round runs each contender once, in a new interpreter, and starts with another one. All files are in the page
+cache. The measures are:
 
-processes    from `spawn_procs` until all are there, with the fork server that they come from
-first value  from `device_mesh` until the value of an operation on a DTensor is here
-own memory   of a worker then, which it shares with nobody; without preloading, as where the program imports DTensors
-             only after its processes are there
-host         from the start of `monarch-backend up` until it says that it listens, and its resident memory
+processes    from `spawn_procs` until all processes run, with the start of their fork server
+first value  from `device_mesh` until the controller has the value of an operation on a DTensor
+own memory   private dirty memory of a worker after that. If the program imports DTensors after the start of its
+             processes, the fork server has not preloaded them
+host         from the start of `monarch-backend up` until it prints that it listens; and its resident memory
 
-on a host    the same on a host of which another program has been a controller before: its fork server is there
+on a host    the same on a host that another controller has used before, so that its fork server runs already
 
-The floor is an interpreter that imports torch, or torch with DTensors, and nothing else.
+The floor is an interpreter that imports only torch, or torch and DTensors.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _floor(code: str) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _up() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A host, and what it says when it listens. It ends whatever becomes of the rest."""
+    """Start a host daemon. Yield its process and the line that it prints when it listens. End it at the end."""
     with subprocess.Popen(HOST, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as host:
         try:
             assert host.stdout is not None
@@ -119,7 +119,7 @@ def main() -> None:
     }
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     others, names = Others(), list(contenders)
-    for turn in range(args.rounds + 1):  # the first one fills the page cache
+    for turn in range(args.rounds + 1):  # round 0 fills the page cache
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             for what, figure in contenders[name]().items():
                 if turn:

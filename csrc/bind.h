@@ -6,9 +6,9 @@
 namespace monarch {
 
 void bind_records(pybind11::module_& m);        // csrc/records/
-void bind_shared_memory(pybind11::module_& m);  // csrc/shm/, Linux only: it needs memfd, futex and pidfd
-void bind_channels(pybind11::module_& m);       // csrc/channel/, Linux only: it needs csrc/shm
-void bind_memory(pybind11::module_& m);         // csrc/memory/, Linux only: it needs csrc/shm
+void bind_shared_memory(pybind11::module_& m);  // csrc/shm/
+void bind_channels(pybind11::module_& m);       // csrc/channel/
+void bind_memory(pybind11::module_& m);         // csrc/memory/
 void bind_memory_streams(pybind11::module_& m);  // access over TCP
 void bind_gpu_memory(pybind11::module_& m);      // its part that knows GPUs
 void bind_verbs(pybind11::module_& m);           // csrc/verbs/, Linux only: it reads its own memory through the kernel

@@ -2,23 +2,30 @@
 
 #include <array>
 #include <cstdint>
+
+#include <unistd.h>
+
+#include "platform/address_wait.h"
+#include "platform/system.h"
+
+#if !defined(MONARCH_PORTABLE)
+#include <cerrno>
 #include <fstream>
 
-#if defined(__linux__)
-#include <linux/futex.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
-#include <unistd.h>
-
-#include <cerrno>
-#if defined(__aarch64__)
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+#if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
-#endif
 
 namespace monarch {
+
+#if !defined(MONARCH_PORTABLE)
 
 std::string boot_id() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
@@ -26,8 +33,6 @@ std::string boot_id() {
   std::getline(file, line);
   return line;  // empty if there is no such file: then no two processes are on the same host
 }
-
-#if defined(__linux__)
 
 namespace {
 
@@ -63,11 +68,6 @@ bool can_read_child_memory() {
   return ok;
 }
 
-bool has_futex() {
-  std::uint32_t word = 0;
-  return syscall(SYS_futex, &word, FUTEX_WAKE, 1, nullptr, nullptr, 0) == 0;
-}
-
 }  // namespace
 
 std::string ipc_namespace() {
@@ -81,16 +81,27 @@ std::map<std::string, bool> kernel_features() {
       {"memfd_create", close_if_open(syscall(SYS_memfd_create, "monarch-probe", 1u /* MFD_CLOEXEC */))},
       {"pidfd_open", close_if_open(syscall(434 /* SYS_pidfd_open */, getpid(), 0u))},
       {"process_vm_readv", can_read_child_memory()},
-      {"futex", has_futex()},
+      {"futex", has_address_wait()},
   };
 }
 
 #else
 
+std::string boot_id() {
+  std::array<char, 256> text{};
+#if defined(__APPLE__)
+  std::size_t bytes = text.size() - 1;
+  if (sysctlbyname("kern.bootsessionuuid", text.data(), &bytes, nullptr, 0) != 0) return {};
+#else
+  if (gethostname(text.data(), text.size() - 1) != 0) return {};
+#endif
+  return text.data();
+}
+
 std::string ipc_namespace() { return {}; }
 
 std::map<std::string, bool> kernel_features() {
-  return {{"memfd_create", false}, {"pidfd_open", false}, {"process_vm_readv", false}, {"futex", false}};
+  return {{"memfd_create", false}, {"pidfd_open", false}, {"process_vm_readv", false}, {"futex", has_address_wait()}};
 }
 
 #endif

@@ -11,6 +11,7 @@
 #include "interpreter_exit.h"
 #include "host_facts.h"
 #include "mt19937.h"
+#include "platform/system.h"
 #include "tensor_impl_layout.h"
 
 namespace {
@@ -38,6 +39,7 @@ int skip_mt19937(const pybind11::buffer& state, int left, std::uint64_t count) {
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "monarch_backend's compiled core; knows no torch";
+  m.attr("is_portable") = monarch::is_portable;
   m.def("boot_id", &monarch::boot_id, "Identity of the running kernel; empty where it has none.");
   m.def("ipc_namespace", &monarch::ipc_namespace, "Identity of this process's IPC namespace; empty where there are none.");
   m.def("kernel_features", &monarch::kernel_features, pybind11::call_guard<pybind11::gil_scoped_release>(),
@@ -53,12 +55,12 @@ PYBIND11_MODULE(_native, m) {
   m.def("skip_mt19937", &skip_mt19937, pybind11::arg("words"), pybind11::arg("left"), pybind11::arg("count"),
         "Moves a Mersenne Twister's 624 words, changed in place, behind so many draws; returns how many are left then.");
   monarch::bind_records(m);
-#if defined(__linux__)
   monarch::bind_shared_memory(m);
   monarch::bind_channels(m);
   monarch::bind_memory(m);
   monarch::bind_memory_streams(m);
   monarch::bind_gpu_memory(m);
+#if !defined(MONARCH_PORTABLE)
   monarch::bind_verbs(m);
 #endif
 }

@@ -1,5 +1,4 @@
-// Start of every thread of the core: a name of at most 15 letters, and its signal mask. Independent of Python and
-// torch; Linux only.
+// Start of every thread of the core: a name of at most 15 letters, and its signal mask. Independent of Python and torch.
 #pragma once
 
 #include <csignal>
@@ -15,7 +14,11 @@ inline void begin_native_thread(const char* name) {
   sigfillset(&signals);
   for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP}) sigdelset(&signals, fault);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+#if defined(__APPLE__)
+  pthread_setname_np(name);
+#else
   pthread_setname_np(pthread_self(), name);
+#endif
 }
 
 }  // namespace monarch

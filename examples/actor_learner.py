@@ -4,18 +4,21 @@
     python examples/actor_learner.py --generators 4 --ahead 2       more of them, each two rollouts ahead
     python examples/actor_learner.py --out build/reward.png         also draw the reward
 
-Generators play with the newest policy that they have and send the learner what happened. The learner takes one rollout
-at a time, improves the policy with it, sends the new weights to all generators, and asks that generator for another.
-While it learns, the others play.
+Generators play games with the newest policy that they have, and send rollouts to the learner. The learner trains on one
+rollout at a time. Then it sends the new weights to all generators and requests the next rollout from the generator of
+the last one. While the learner trains, the other generators play.
 
-So rollouts are a little off-policy. How much is bounded by back-pressure: a generator has at most `--ahead` rollouts
-that are asked for and not yet learnt from, so a rollout lags at most generators x ahead - 1 versions of the weights.
-More lag means less waiting and slower learning: try it. The learner takes rollouts in the order in which it has asked;
-a run therefore gives the same numbers every time, however busy the machine is.
+So rollouts are a little off-policy. Each generator has at most `--ahead` requested rollouts that the learner has not
+trained on yet. This back-pressure bounds the lag: a rollout is at most generators x ahead - 1 versions of the weights
+old. More lag means less waiting and slower learning. The learner takes rollouts in the order of its requests, so a run
+gives the same numbers every time, however busy the machine is.
 
-What it shows: one mesh of processes cut in two by slices, an actor that is handed another mesh and drives it (the bulk
-goes from generators to learner and never through this program), `broadcast` and calls that keep their order, a
-generator endpoint that reports to the program.
+The example shows:
+
+- two slices of one mesh of processes, one for each kind of actor
+- an actor that receives an actor mesh and calls it: rollouts go from generators to learner, not through this program
+- the order of messages: `broadcast` and calls from one actor to another arrive in the order in which they were sent
+- a generator endpoint that sends reports to the program
 """
 
 import argparse
@@ -36,13 +39,13 @@ LONGEST = 200  # steps of a game
 
 
 class CartPole:
-    """Many games at once: a cart on a track, and a pole on it that must not fall (Barto, Sutton, Anderson 1983)."""
+    """A batch of games: a pole on a cart must be kept upright by pushing the cart (Barto, Sutton, Anderson 1983)."""
 
     def __init__(self, games: int, rng: torch.Generator):
         self.state = torch.rand(games, 4, generator=rng) * 0.1 - 0.05
 
     def step(self, action: Tensor) -> Tensor:
-        """Push left (0) or right (1) for 20 ms; returns which games go on."""
+        """Push each cart left (0) or right (1) for 20 ms. Return True for each game that has not ended."""
         _, speed, angle, turning = self.state.unbind(1)
         sin, cos = angle.sin(), angle.cos()
         force = (action * 20.0 - 10.0 + 0.05 * turning**2 * sin) / 1.1
@@ -53,7 +56,7 @@ class CartPole:
 
 
 class Policy(nn.Module):
-    """What to do, and how long it will go on."""
+    """Policy and value network: a distribution over the two actions, and the expected return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,9 +69,9 @@ class Policy(nn.Module):
 
 
 class Rollout(NamedTuple):
-    """Games from their start to their end, (steps, games); ``alive`` is 0 in what comes after the end."""
+    """A batch of complete games. Tensors have the shape (steps, games); ``alive`` is 0 after the end of a game."""
 
-    version: int  # of the weights that played
+    version: int  # of the generator's weights
     state: Tensor
     action: Tensor
     log_prob: Tensor
@@ -77,12 +80,12 @@ class Rollout(NamedTuple):
 
 class Report(NamedTuple):
     version: int
-    reward: float  # steps that a game lasted, on average
+    reward: float  # mean length of a game in steps
     lag: int
     frames: int
 
 
-# ---- the actors
+# ---- actors
 
 
 class Generator(Actor):
@@ -117,7 +120,7 @@ class Learner(Actor):
 
     @endpoint
     def train(self, updates: int, ahead: int) -> Iterator[Report]:
-        """Yields a report of each update."""
+        """Yield a report of each update."""
         everyone = [self.generators.slice(gpus=i) for i in range(len(self.generators))]
         self.publish()
         asked = deque((generator, generator.play.call_one()) for _ in range(ahead) for generator in everyone)
@@ -134,18 +137,18 @@ class Learner(Actor):
             reply.cancel("the training is over")
 
     def publish(self) -> None:
-        # From one sender to one actor messages keep their order: what is asked for next is played with these weights.
+        # Messages from one sender to one actor keep their order: rollouts requested later use these weights.
         self.generators.load.broadcast(self.version, self.policy.state_dict())
 
     def learn(self, rollout: Rollout) -> None:
-        """A few steps of PPO, whose clipped ratio makes up for the lag."""
+        """Take four PPO steps on a rollout. PPO's clipped ratio corrects for the lag."""
         returns = torch.zeros_like(rollout.alive)
         following = torch.zeros(rollout.alive.shape[1])
         for step in reversed(range(len(returns))):
             following = returns[step] = rollout.alive[step] * (1 + 0.98 * following)
         played = rollout.alive.bool()
         state, action, old = (part[played] for part in (rollout.state, rollout.action, rollout.log_prob))
-        returns = returns[played] / 10  # of a size that suits the value
+        returns = returns[played] / 10  # scaled to about the range of the value network's outputs
         with torch.no_grad():
             gain = returns - self.policy(state)[1]
             gain = (gain - gain.mean()) / (gain.std() + 1e-6)
@@ -160,7 +163,7 @@ class Learner(Actor):
         self.version += 1
 
 
-# ---- the program
+# ---- main program
 
 
 def mean_reward(reports: list[Report]) -> float:

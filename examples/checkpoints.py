@@ -32,7 +32,7 @@ BATCH = 48  # rows over all ranks; 2, 3 and 4 ranks divide it
 
 @contextmanager
 def device_mesh(ranks: int) -> Iterator[DeviceMesh]:
-    """The ranks that torchrun started, or new worker processes of this program, the controller."""
+    """Yield a mesh of the ranks that torchrun started, or without torchrun of worker processes that it starts."""
     if dist.is_torchelastic_launched():
         dist.init_process_group(backend="monarch")
         yield init_device_mesh("cpu", (dist.get_world_size(),))
@@ -62,18 +62,18 @@ class Training:
         self.step = state["step"]
 
     def loss(self, seed: int) -> Tensor:
-        """The mean loss of this rank's rows of the batch that belongs to a seed."""
+        """Return the mean loss over this rank's rows of the batch with this seed."""
         points = 2 * torch.rand(BATCH, 2, generator=torch.Generator().manual_seed(seed)) - 1
         rows = distribute_tensor(points, self.mesh, [Shard(0)], src_data_rank=None).to_local()
         target = (3 * rows[:, :1]).sin() * rows[:, 1:]
         return (self.model(rows) - target).square().mean()
 
     def mean(self, loss: Tensor) -> float:
-        """The mean over all ranks."""
+        """Return the mean over all ranks."""
         return DTensor.from_local(loss.detach(), self.mesh, [Partial("avg")]).full_tensor().item()
 
     def train(self, steps: int) -> float:
-        """Train until this step; returns the loss of the last batch."""
+        """Train up to step `steps` and return the loss of the last batch."""
         while self.step < steps:
             self.step += 1
             loss = self.loss(self.step)
@@ -84,19 +84,19 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The loss of a batch that is never trained on."""
+        """Return the loss of a held-out batch."""
         return self.mean(self.loss(0))
 
 
 def save(training: Training, folder: Path) -> Path:
-    """Each rank writes its shards."""
+    """Write a checkpoint. Each rank writes its shards."""
     path = folder / f"step-{training.step}"
     dcp.save({"training": training}, checkpoint_id=path)
     return path
 
 
 def load(training: Training, folder: Path) -> Path:
-    """Each rank reads what its shards need, from the files of all ranks that saved."""
+    """Load the newest checkpoint. Each rank reads the parts of its shards from the files of all ranks that saved."""
     path = max(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
     dcp.load({"training": training}, checkpoint_id=path)
     return path

@@ -1,15 +1,18 @@
-"""Data-parallel training that outlives its hosts: no checkpoint, no restart of the job, the same loss curve.
+"""Data-parallel training that survives failures of hosts, without checkpoints and without a restart of the job.
 
     python examples/elastic.py                                   3 hosts on this machine; one is killed and one hangs
     python examples/elastic.py --hosts tcp://a tcp://b tcp://c   machines where `monarch-backend up` runs
 
-One controller drives a byte-level transformer on all hosts. When a host dies or falls silent, the survivors form a new
-group and go on with the next step from what they have in memory; a replacement is started on a host that is left, gets
-weights and optimizer state from a peer, and joins. The global batch depends on the seed and the step alone, so the loss
-is that of an undisturbed run up to float rounding; at the end one process trains undisturbed, and both are compared.
+One controller trains a replica of a byte-level transformer on each host. When a host dies or hangs, the surviving
+replicas form a new process group and continue from the weights in their memory. A replacement is started on one of the
+remaining hosts. It receives weights and optimizer state from a peer and joins the group.
 
-What it shows: `attach_to_workers`, `Restart` on another host of the mesh, process groups of slices, typed failures that
-name hosts. How long each phase took is printed: detect, regroup, restore, and when the replacement was in.
+The global batch depends only on the seed and the step, so the loss equals that of a run without failures up to float
+rounding. At the end one process trains without failures, and the program compares both losses.
+
+The example shows `attach_to_workers`, `Restart` on another host of the mesh, process groups of slices, and errors that
+name the failed hosts. It prints the duration of each phase: detect, regroup, restore, and the return of the
+replacement.
 """
 
 import argparse
@@ -35,11 +38,11 @@ from monarch_backend.hosts import attach_to_workers
 
 CONTEXT, BATCH = 64, 24
 MOST_FAILURES = 20
-SILENCE = 1.5  # seconds after which a host that says nothing is lost
+SILENCE = 1.5  # seconds without a heartbeat after which a host counts as failed
 
 
 class Trainer(Actor):
-    """One replica. What it has in memory is all there is."""
+    """One replica of the model. Its state exists only in memory."""
 
     def __init__(self, seed: int):
         torch.manual_seed(seed)
@@ -57,12 +60,12 @@ class Trainer(Actor):
 
     @endpoint
     def ready(self) -> tuple[int, int, float]:
-        """Steps that this replica has behind it, which process it is (a replacement is another one), the last loss."""
+        """Return the number of steps done, the pid (a replacement has another one) and the last loss."""
         return self.steps, os.getpid(), self.loss
 
     @endpoint
     def train(self, step: int) -> float:
-        """One step of the group; nothing has changed if it raises."""
+        """Train one step with all replicas of the group. If it raises, the weights are unchanged."""
         tokens, targets = self.batch(step, dist.get_rank(), dist.get_world_size())
         self.optimizer.zero_grad()
         loss = -self.model(tokens).gather(-1, targets[..., None]).sum() / (BATCH * CONTEXT)
@@ -79,7 +82,7 @@ class Trainer(Actor):
 
     @endpoint
     def restore(self, source: int) -> None:
-        """Weights, optimizer state and step of this rank of the group."""
+        """Copy weights, optimizer state and step of the group's rank `source` to all ranks of the group."""
         for weight in self.model.parameters():
             state = self.optimizer.state[weight]
             if not state:
@@ -93,12 +96,12 @@ class Trainer(Actor):
         self.steps = int(steps)
 
 
-# ---- the controller
+# ---- controller
 
 
 @dataclass
 class Team:
-    """The replicas that take part, and what became of them."""
+    """The replicas that train now, with their process ids, phase durations and losses."""
 
     procs: Any
     trainers: ActorMesh
@@ -108,13 +111,13 @@ class Team:
     losses: dict[int, float] = field(default_factory=dict)  # by step
 
     def members(self, mesh: Any) -> Any:
-        """Of a mesh, those that take part; any two of three are a slice."""
+        """Return the slice of `mesh` with the ranks that train. Any two of three ranks form a slice."""
         first, last = self.ranks[0], self.ranks[-1]
         stride = self.ranks[1] - first if len(self.ranks) > 1 else 1
         return mesh.slice(hosts=slice(first, last + 1, stride))
 
     def regroup(self, ranks: Sequence[int]) -> int:
-        """A new group, in which all have what the most advanced one has; the step that comes next."""
+        """Make a new process group, copy the state of the most advanced replica to all, and return the next step."""
         self.ranks = sorted(ranks)
         begun = time.monotonic()
         self.members(self.procs).process_group(timeout=30).get()
@@ -122,7 +125,7 @@ class Team:
         steps, pids, losses = zip(*self.members(self.trainers).ready.call().get(timeout=30).values(), strict=True)
         self.pids |= dict(zip(self.ranks, pids, strict=True))
         last = steps.index(max(steps))
-        if steps[last]:  # a step may have ended well for some, and nobody could say so
+        if steps[last]:  # a replica may have ended a step whose call failed: its loss has not been recorded yet
             self.losses[steps[last] - 1] = losses[last]
         self.members(self.trainers).restore.call(last).get(timeout=30)
         self.phases |= {"regroup": grouped - begun, "restore": time.monotonic() - grouped}
@@ -133,10 +136,11 @@ class Team:
 
 
 def survivors(team: Team, error: SupervisionError | ActorError) -> list[int]:
-    """Those that answer and are who they were.
+    """Return the ranks that reply and still have the same process.
 
-    A call to a dead one would wait for its replacement. The error names it, or, where a survivor's collective has
-    failed before anybody knew why, the bound for that knowledge says when to stop.
+    A call to a dead rank would wait for its replacement, so ranks that the error names as dead are not called. The
+    error of a failed collective may come before the death is detected and names no rank. Therefore the calls have a
+    timeout of twice the detection time.
     """
     failure = getattr(error, "failure", None)
     dead = {death.rank for death in failure.deaths} if failure is not None else set()
@@ -153,7 +157,7 @@ def survivors(team: Team, error: SupervisionError | ActorError) -> list[int]:
 
 
 def train(team: Team, steps: int, faults: dict[int, Any]) -> list[float]:
-    """All steps, whatever happens; the loss of each."""
+    """Train all steps in spite of failures and return the loss of each step."""
     returning: dict[int, Any] = {}
     begun, failures = 0.0, 0
     step = team.regroup(team.ranks)
@@ -167,7 +171,7 @@ def train(team: Team, steps: int, faults: dict[int, Any]) -> list[float]:
             if back:
                 for rank in back:
                     call, returning[rank] = returning[rank], team.trainers.slice(hosts=rank).ready.call_one()
-                    call.get()  # the replacement may have died as well; then there will be another one
+                    call.get()  # raises if the replacement has died too; Restart then starts another one
                 step = team.regroup([*team.ranks, *back])
                 for rank in back:
                     del returning[rank]
@@ -197,14 +201,14 @@ def train(team: Team, steps: int, faults: dict[int, Any]) -> list[float]:
     return [team.losses[step] for step in range(steps)]
 
 
-# ---- hosts of this machine
+# ---- local hosts
 
 
 class LocalHosts:
-    """Daemons of their own sessions, which can be killed or made to hang with all that runs there."""
+    """Host daemons on this machine. Each can be killed or stopped, together with its processes."""
 
     def __init__(self, count: int):
-        # They end when their standard input does, however this program ends.
+        # With --exit-with-stdin a daemon exits when this program has ended, even after SIGKILL.
         command = [sys.executable, "-m", "monarch_backend", "up", "--address", "127.0.0.1:0", "--exit-with-stdin"]
         self.daemons = []
         for number in range(count):
@@ -226,26 +230,26 @@ class LocalHosts:
         return f"host {number} is killed"
 
     def hang(self, number: int) -> str:
-        for pid in below(self.daemons[number].pid):
+        for pid in process_tree(self.daemons[number].pid):
             os.kill(pid, signal.SIGSTOP)
         return f"host {number} hangs"
 
     def close(self) -> None:
         for daemon in self.daemons:
-            for pid in below(daemon.pid):
+            for pid in process_tree(daemon.pid):
                 os.kill(pid, signal.SIGCONT)
             daemon.terminate()
         for daemon in self.daemons:
             daemon.wait(20)
 
 
-def below(pid: int) -> list[int]:
-    """The process and its descendants."""
+def process_tree(pid: int) -> list[int]:
+    """Return the pids of a process and its descendants."""
     children: list[int] = []
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             children += map(int, thread.read_text().split())
-    return [pid, *(other for child in children for other in below(child))]
+    return [pid, *(other for child in children for other in process_tree(child))]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,15 +1,19 @@
-"""Crawl a web of pages with 16 actors: ten thousand small tasks, streamed back as they are done.
+"""Crawl a web of pages with 16 actors: ten thousand small tasks, whose results are streamed to the program.
 
     python examples/fan_out.py
     python examples/fan_out.py --pages 2000 --workers 4
 
-The web is made up from a seed. A page is text with links in it; nobody knows which pages there are before having read
-those that link to them. The crawl goes breadth first: each wave is cast to all crawlers, every crawler takes its share
-of it (by its rank) and yields a page at a time. One fetch in 500 fails; such pages are given to `choose`, which picks
-the crawler with the least to do. At the end the pages found are compared with a search that no actor had a part in.
+The web is generated from a seed. A page is text with links, and pages are found only through links. The crawl goes
+breadth first. The program sends each wave of pages to all crawlers. Every crawler fetches its share, by rank, and
+yields one page at a time. One fetch in 500 fails. The program fetches such pages again with `choose`, which picks the
+crawler with the fewest outstanding calls. At the end it compares the pages found with those of a search without actors.
 
-What it shows: `stream` over a generator endpoint, whose actors wait while 64 pages of theirs have not been taken (so
-the program is never flooded); `choose`; an exception that comes back as `ActorError`; a progress bar.
+The example shows:
+
+- `stream` over a generator endpoint: an actor waits while the program has not taken 64 of its pages (back-pressure)
+- `choose`
+- an exception of an endpoint, which the caller receives as `ActorError`
+- a progress bar
 """
 
 import argparse
@@ -27,16 +31,16 @@ WORDS = ("actor", "mesh", "rank", "page", "link", "crawl", "stream", "port", "sl
 LINK = re.compile(r'<a href="/(\d+)">')
 
 
-# ---- the web
+# ---- web
 
 
 class PageError(Exception):
-    """The server of this page is busy. It may answer the next time."""
+    """The page is not available now. A later attempt may succeed."""
 
 
 @dataclass(frozen=True)
 class Web:
-    """Pages by number, each made from the seed when it is asked for."""
+    """Numbered pages. Each page is generated from the seed when it is fetched."""
 
     pages: int
     seed: int
@@ -47,7 +51,7 @@ class Web:
         return [rng.randrange(self.pages) for _ in range(rng.randint(1, 8))]
 
     def fetch(self, page: int, attempt: int) -> str:
-        """The text of a page. Raises PageError now and then."""
+        """Return the text of a page. One fetch in `one_fails_in` raises PageError."""
         rng = random.Random(f"{self.seed} text {page} {attempt}")
         if rng.randrange(self.one_fails_in) == 0:
             raise PageError(f"page {page} is not available at attempt {attempt}")
@@ -57,7 +61,7 @@ class Web:
         return " ".join(text)
 
     def reachable(self, root: int) -> set[int]:
-        """What can be found from a page, by a search in this process."""
+        """Return the pages reachable from `root`, found by a search in this process."""
         found, wave = {root}, [root]
         while wave:
             wave = list({link for page in wave for link in self.links(page)} - found)
@@ -65,7 +69,7 @@ class Web:
         return found
 
 
-# ---- the actors
+# ---- actors
 
 
 class Crawler(Actor):
@@ -74,12 +78,12 @@ class Crawler(Actor):
 
     @endpoint
     def fetch(self, page: int, attempt: int) -> list[int]:
-        """The pages that a page links to."""
+        """Return the pages that a page links to."""
         return [int(link) for link in LINK.findall(self.web.fetch(page, attempt))]
 
     @endpoint
     def crawl(self, wave: Sequence[int]) -> Iterator[tuple[int, list[int] | None]]:
-        """This actor's share of the wave, page by page; None for one that failed, since the share must go on."""
+        """Yield each page of this actor's share of the wave with its links, or with None if the fetch failed."""
         rank = current_rank()
         for page in wave[rank.rank :: len(rank.extent)]:
             try:
@@ -88,11 +92,14 @@ class Crawler(Actor):
                 yield page, None
 
 
-# ---- the program
+# ---- main program
 
 
-def again(crawlers: ActorMesh, pages: list[int], attempts: int, bar: tqdm) -> Iterator[list[int]]:
-    """Fetch pages that have failed, all at once, each from whoever has least to do; up to so many attempts."""
+def retry(crawlers: ActorMesh, pages: list[int], attempts: int, bar: tqdm) -> Iterator[list[int]]:
+    """Fetch failed pages again, all at the same time, each by the crawler with the fewest outstanding calls.
+
+    `attempts` counts all attempts for a page, the first one included.
+    """
     for attempt in range(1, attempts):
         fetches = [(page, crawlers.fetch.choose(page, attempt)) for page in pages]
         pages = []
@@ -107,7 +114,7 @@ def again(crawlers: ActorMesh, pages: list[int], attempts: int, bar: tqdm) -> It
 
 
 def crawl(crawlers: ActorMesh, root: int, attempts: int) -> tuple[set[int], int, int]:
-    """The pages found from the root, how many waves it took, and how many fetches failed at first."""
+    """Return the pages found from the root, the number of waves and the number of pages whose first fetch failed."""
     found, wave, waves, failures = {root}, [root], 0, 0
     with tqdm(unit="page", smoothing=0) as bar:
         while wave:
@@ -120,7 +127,7 @@ def crawl(crawlers: ActorMesh, root: int, attempts: int) -> tuple[set[int], int,
                 else:
                     links.update(targets)
                     bar.update()
-            for targets in again(crawlers, failed, attempts, bar):
+            for targets in retry(crawlers, failed, attempts, bar):
                 links.update(targets)
                 bar.update()
             failures += len(failed)

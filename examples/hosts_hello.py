@@ -1,10 +1,10 @@
-"""Hello from several hosts: a job starts them, a program uses them, and a second one ends them.
+"""Hello from several hosts: a job starts them, the program calls actors on them, and a later run can end them.
 
     python examples/hosts_hello.py
-    python examples/hosts_hello.py --keep        # the hosts stay; run it again, and it is there at once
-    python examples/hosts_hello.py --end         # now they end
+    python examples/hosts_hello.py --keep        # leaves the hosts running; the next run finds them at once
+    python examples/hosts_hello.py --end         # ends the hosts that --keep left
 
-The hosts are processes of this machine, so that it runs anywhere. For other machines one line changes:
+The hosts are processes of this machine, so the example runs anywhere. For other machines one line changes:
 `job = SSHJob(name="hello").add_mesh("workers", ["node1", "node2"])`, with SSHJob from monarch_backend.job.
 """
 
@@ -43,7 +43,7 @@ def main() -> None:
         job.kill()
         return
     started = time.perf_counter()
-    job.apply()  # only what does not run yet
+    job.apply()  # starts the hosts that do not run yet
     print(f"{args.hosts} hosts are up after {time.perf_counter() - started:.1f} s")
     try:
         workers = job.state().workers

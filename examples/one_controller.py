@@ -1,14 +1,15 @@
-"""Train a byte-level transformer with FSDP and tensor parallelism from one program, and outlive the death of a worker.
+"""Train a byte-level transformer with FSDP and tensor parallelism from one program, and survive a worker's death.
 
     python examples/one_controller.py                     4 processes on this machine: 2 x fsdp, 2 x tp
     python examples/one_controller.py --dp 1 --tp 2       2 processes, tensor parallelism only
 
-No torchrun and no ranks: this program runs once. Its model's parameters are torch's own DTensors; their shards are in
-the processes of a mesh. `fully_shard`, `parallelize_module`, AdamW and torch.distributed.checkpoint are its own, too.
-Half-way one of the processes is killed (--kill-at 0: none). The next value that is read raises and names the culprit;
-new processes are started, the newest checkpoint is loaded into them, and training goes on where it was saved.
+This program runs once, without torchrun and without ranks. The model's parameters are torch's DTensors, with shards in
+the processes of a mesh. `fully_shard`, `parallelize_module`, AdamW and torch.distributed.checkpoint are torch's own.
 
-The batch depends on the seed and the step alone, so the losses are those of an undisturbed run.
+Half-way the program kills one of the processes (--kill-at 0: none). The next read of a value raises an error that names
+the dead process. The program then starts new processes, loads the newest checkpoint into them and continues from there.
+
+The batch depends only on the seed and the step, so the losses equal those of a run without a failure.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CONTEXT = 64
 
 
 class Training:
-    """A mesh of processes, and the model on it."""
+    """A mesh of processes, and the model and optimizer sharded over it."""
 
     def __init__(self, args: argparse.Namespace, text: Tensor):
         self.args, self.text, self.step = args, text, 0
@@ -54,7 +55,7 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
 
     def batch(self) -> tuple[Tensor, Tensor]:
-        """This step's windows of text, each process its slice of them."""
+        """Return inputs and targets of this step. Each process has its slice of the global batch."""
         rng = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.step)
         starts = torch.randint(len(self.text) - CONTEXT, (self.args.batch,), generator=rng)
         tokens = self.text[starts[:, None] + torch.arange(CONTEXT + 1)].long()
@@ -62,7 +63,7 @@ class Training:
         return local[:, :-1], local[:, 1:]
 
     def train_step(self) -> Tensor:
-        """The loss of the whole batch; nothing has waited for it yet."""
+        """Send one step to the workers and return the loss of the global batch without waiting for its value."""
         tokens, targets = self.batch()
         loss = F.nll_loss(self.model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
@@ -77,13 +78,13 @@ class Training:
         return {"model": model, "optimizer": optimizer}
 
     def save(self, folder: Path) -> None:
-        """Each process writes what it has."""
+        """Write a checkpoint. Each process writes its shards."""
         partial = folder / f"step-{self.step}.tmp"
         dcp.save(self.state(), checkpoint_id=partial)
         partial.rename(folder / f"step-{self.step}")
 
     def load(self, folder: Path) -> None:
-        """The newest checkpoint, whatever mesh it was saved from."""
+        """Load the newest checkpoint. It may have been saved from a mesh of another shape."""
         newest = max(folder.glob("step-*[0-9]"), key=lambda path: int(path.name.removeprefix("step-")))
         state = self.state()
         dcp.load(state, checkpoint_id=newest)
@@ -92,7 +93,7 @@ class Training:
 
 
 def train(training: Training, args: argparse.Namespace, losses: dict[int, float], folder: Path) -> None:
-    """To the last step, or until a process dies."""
+    """Train to the last step. Raises if a process dies."""
     while training.step < args.steps:
         loss = training.train_step()
         if training.step == args.kill_at:
@@ -108,7 +109,7 @@ def train(training: Training, args: argparse.Namespace, losses: dict[int, float]
 
 
 def learn(args: argparse.Namespace, text: Tensor, losses: dict[int, float], folder: Path) -> None:
-    """With as many sets of processes as it takes."""
+    """Train to the last step. After a failure, start new processes and continue from the newest checkpoint."""
     training = Training(args, text)
     training.save(folder)
     start = time.perf_counter()
@@ -128,7 +129,7 @@ def learn(args: argparse.Namespace, text: Tensor, losses: dict[int, float], fold
 
 
 def main(argv: list[str] | None = None) -> dict[int, float]:
-    """Returns the loss of each step."""
+    """Train and return the loss of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--dp", type=int, default=2, help="processes that share a batch")
@@ -143,7 +144,7 @@ def main(argv: list[str] | None = None) -> dict[int, float]:
     args = parser.parse_args(argv)
     args.kill_at = args.steps // 2 + 3 if args.kill_at < 0 else args.kill_at
 
-    actor.unhandled_fault_hook = lambda _: None  # who reads a value hears of it, and we handle it there
+    actor.unhandled_fault_hook = lambda _: None  # the read of a value raises the failure, and learn() handles it
     text, _ = load_corpus()
     losses: dict[int, float] = {}
     with tempfile.TemporaryDirectory(prefix="one_controller-") as folder:

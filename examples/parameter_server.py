@@ -4,12 +4,18 @@
     python examples/parameter_server.py --kill                 the same, and one trainer is killed half-way
     python examples/parameter_server.py --out build/ps.png     also draw accuracy and staleness
 
-Each trainer, at its own pace: pull the weights, compute the gradient of one batch, push it. Nobody waits for anybody,
-so a gradient may come from weights that others have replaced since. How many updates it has missed is its staleness;
-the server divides its step by one more than that, and the same learning rate does for any number of trainers.
+Each trainer repeats three steps: pull the weights, compute the gradient of one batch, push the gradient. Trainers do
+not wait for one another, so other trainers may have updated the weights since the pull. The staleness of a gradient is
+the number of these updates. The server divides the learning rate by 1 + staleness, so that one learning rate suits any
+number of trainers.
 
-What it shows: two meshes in one script, actors that call actors, a tensor that is sharded over a mesh, a generator
-endpoint (`Trainer.train`) that reports while it runs, and a process that dies and is started anew by `Restart`.
+The example shows:
+
+- two meshes in one script
+- actors that call other actors
+- a tensor that is sharded over a mesh
+- a generator endpoint (`Trainer.train`) that sends results while it runs
+- `Restart`, which starts a new process after one has died
 """
 
 import argparse
@@ -37,7 +43,7 @@ def make_model() -> nn.Module:
 
 
 def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images of 8 x 8 as rows and their digits: 1,347 to train on, 450 to test."""
+    """Return 1,347 images and digits for training, and 450 for testing. An image of 8 x 8 pixels is one row."""
     digits = load_digits()
     images, labels = torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -45,11 +51,11 @@ def load_data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return images[train], labels[train], images[test], labels[test]
 
 
-# ---- the actors
+# ---- actors
 
 
 class ParameterServer(Actor):
-    """One shard of the weights. A gradient is applied as it comes, whatever the other shards do."""
+    """One shard of the weights. It applies each gradient on arrival, without synchronization with other shards."""
 
     def __init__(self, weights: Tensor, lr: float):
         rank = context().actor_instance.rank
@@ -63,7 +69,7 @@ class ParameterServer(Actor):
 
     @endpoint
     def push(self, gradient: Tensor, version: int) -> int:
-        """Take a gradient of the weights of this version; returns its staleness."""
+        """Apply a gradient that was computed with weights of `version`. Return its staleness."""
         staleness = self.version - version
         lr = self.lr / (1 + staleness) / math.sqrt(1 + self.version / 100)
         self.momentum.mul_(0.5).add_(gradient)
@@ -73,7 +79,7 @@ class ParameterServer(Actor):
 
 
 class Trainer(Actor):
-    """Trains on its own part of the data. What it knows is on the server, so it can be replaced at any time."""
+    """Trains on its own part of the data. The weights are on the server, so a trainer can be replaced at any time."""
 
     def __init__(self, server: ActorMesh, images: Tensor, labels: Tensor, batch: int):
         rank = context().actor_instance.rank
@@ -82,7 +88,7 @@ class Trainer(Actor):
         self.images, self.labels = (data[rank.rank :: len(rank.extent)] for data in (images, labels))
         self.rng = torch.Generator().manual_seed(rank.rank)
         self.model = make_model()
-        torch.set_num_threads(1)  # so small a model is computed sooner than two threads have met
+        torch.set_num_threads(1)  # the model is too small for a second thread to pay off
 
     @endpoint
     def pid(self) -> int:
@@ -90,7 +96,7 @@ class Trainer(Actor):
 
     @endpoint
     def train(self, steps: int) -> Iterator[tuple[float, int]]:
-        """Yields the loss of each step, and how stale its gradient was."""
+        """Yield the loss of each step and the staleness of its gradient."""
         for _ in range(steps):
             versions, weights = zip(*self.server.pull.call().get().values(), strict=True)
             vector_to_parameters(torch.cat(weights), self.model.parameters())
@@ -102,12 +108,12 @@ class Trainer(Actor):
             yield loss.item(), max(staleness)
 
 
-# ---- the program
+# ---- main program
 
 
 @dataclass
 class Run:
-    """What the main program sees of the training: it follows all trainers at once and tests now and then."""
+    """State of the main program, which follows all trainers concurrently and tests the weights at intervals."""
 
     args: argparse.Namespace
     server: ActorMesh
@@ -133,7 +139,7 @@ class Run:
         print(f"{updates:6} updates {self.seconds():6.2f} s  test accuracy {self.accuracy[-1][1]:.3f}", flush=True)
 
     async def follow(self, trainer: ActorMesh, name: str, victim: int | None) -> None:
-        """See one trainer through its steps. If it dies, the one that is started in its place does the rest."""
+        """Run all steps of one trainer. If it dies, its replacement runs the remaining steps."""
         done, steps = 0, self.args.steps
         while done < steps:
             try:
@@ -215,4 +221,4 @@ def main() -> None:
     gather([trainer_procs.stop(), server_procs.stop()])
 
 
-main()  # no `if __name__ == "__main__"`: workers do not run this file
+main()  # needs no `if __name__ == "__main__"`: worker processes do not run this file

@@ -64,7 +64,7 @@ class Trainer(Actor):
 
     @endpoint
     def train(self, batches: list[Batch]) -> list[float]:
-        """One policy-gradient step; returns the mean reward of each batch."""
+        """Take one policy-gradient step and return the mean reward of each batch."""
         lines, rewards = map(torch.cat, zip(*batches, strict=True))
         advantage = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
         log_probs = self.policy(lines[:, :-1]).log_softmax(-1)
@@ -114,7 +114,7 @@ def loop(trainer: ActorMesh, generators: ActorMesh, steps: int) -> list[list[flo
 
 
 def overlapped_loop(trainer: ActorMesh, generators: ActorMesh, steps: int) -> list[list[float]]:
-    """Like `loop`, but a batch is sampled while the one before it is trained on."""
+    """Return the same as `loop`, but sample each batch while the trainer trains on the one before."""
     rewards = []
     generators.sync.call().get()
     sampling = generators.generate.call()
@@ -122,7 +122,7 @@ def overlapped_loop(trainer: ActorMesh, generators: ActorMesh, steps: int) -> li
         batches = sampling.get()
         sampling = generators.generate.call()
         rewards.append(trainer.train.call_one(list(batches.values())).get())
-        generators.sync.call().get()  # each generator handles it after the batch that it is sampling
+        generators.sync.call().get()  # each generator handles this call after `generate`
     sampling.cancel()
     return rewards
 

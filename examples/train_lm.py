@@ -9,8 +9,8 @@
 Add --resume to continue from the newest checkpoint in --out, under any of these modes and any number of processes.
 Nothing here imports a backend: torch finds "monarch" through the entry points of the installed package.
 
-The global batch, the initial weights and the learning rate depend on the seed and the step alone, never on the
-number of processes, so every mode follows the same loss curve up to float rounding.
+The global batch, the initial weights and the learning rate depend only on the seed and the step, not on the number of
+processes. So every mode follows the same loss curve up to float rounding.
 """
 
 import argparse
@@ -77,8 +77,8 @@ class Attention(nn.Module):
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Under tensor parallelism q, k and v are this rank's columns, that is a whole number of heads. So the number
-        # of heads is read off the tensor, and attention itself runs on plain local tensors.
+        # Under tensor parallelism q, k and v have the columns of this rank's heads only, as plain local tensors.
+        # Therefore the number of heads is taken from the tensor's size.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         y = F.scaled_dot_product_attention(self.rotate(q), self.rotate(k), v, is_causal=True)
         return self.wo(y.transpose(1, 2).flatten(2))
@@ -106,12 +106,12 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(dim, eps=1e-5)
         self.output = nn.Linear(dim, BYTES, bias=False)
         for name, weight in self.named_parameters():
-            if weight.ndim == 2:  # the layers that write to the residual stream start smaller, as in GPT-2
+            if weight.ndim == 2:  # layers that add to the residual stream have smaller initial weights, as in GPT-2
                 residual = name.endswith(("wo.weight", "down.weight"))
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Log-probabilities of the next byte at each position."""
+        """Return the log-probabilities of the next byte at each position."""
         return self.output(self.norm(self.blocks(self.embed(tokens)))).log_softmax(-1)
 
 
@@ -161,7 +161,7 @@ def parallelize(model: Transformer, parallel: str, mesh: DeviceMesh | None) -> n
 
 
 def load_corpus() -> tuple[Tensor, Tensor]:
-    """All of torch's .py files as bytes, (train, held-out); one file in twenty is held out, chosen by its path."""
+    """Return the bytes of torch's .py files: (train, held-out). A hash of the path holds out one file in twenty."""
     root = Path(torch.__file__).parent
     train, heldout = bytearray(), bytearray()
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
@@ -195,7 +195,7 @@ class Data:
         return self.windows(self.train, starts)
 
     def heldout_batches(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same evenly spaced windows every time."""
+        """Return evenly spaced windows of the held-out text, the same in each call."""
         starts = torch.linspace(0, len(self.heldout) - self.context - 1, count * self.batch, dtype=torch.float64)
         return (self.windows(self.heldout, chunk) for chunk in starts.long().split(self.batch))
 
@@ -205,7 +205,7 @@ class Data:
 
 @dataclass
 class Trainer:
-    """Everything that a checkpoint holds: a Stateful for torch.distributed.checkpoint."""
+    """The state of the training, as a Stateful for torch.distributed.checkpoint."""
 
     args: argparse.Namespace
     model: nn.Module
@@ -217,7 +217,7 @@ class Trainer:
     heldout_losses: list[list[float]] = field(default_factory=list)  # [step, loss]
 
     def state_dict(self) -> dict[str, Any]:
-        # Plain names and DTensors whatever the parallelism, which is what lets another one load them.
+        # Parameter names and DTensors do not depend on the parallelism, so another mode can load the checkpoint.
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {
             "model": model,
@@ -239,15 +239,15 @@ class Trainer:
         return F.nll_loss(self.model(tokens).flatten(0, 1), targets.flatten())
 
     def global_mean(self, loss: Tensor) -> float:
-        """The slices of a batch are equally long, so the mean of their means is the mean of the batch."""
+        """Return the loss of the global batch: the mean over ranks, since their slices have equal size."""
         loss = loss.detach().clone()
         if self.mesh is not None:
             dist.all_reduce(loss, group=self.mesh.get_group("dp"))
         return loss.item() / self.data.dp_size
 
     def train_step(self) -> float:
-        # Warm up, then fall with the root of the step: unlike a cosine this does not need to know the last step, so a
-        # run resumed with more --steps goes on exactly as if it had been asked for them at first.
+        # After the warm-up, the learning rate falls with the square root of the step. Unlike a cosine schedule it does
+        # not depend on --steps: a run resumed with more steps equals one that had them from the start.
         scale = min((self.step + 1) / self.args.warmup, math.sqrt(self.args.warmup / (self.step + 1)))
         for group in self.optimizer.param_groups:
             group["lr"] = self.args.lr * scale
@@ -265,7 +265,7 @@ class Trainer:
         return self.global_mean(torch.stack(losses).mean())
 
     def train(self) -> float:
-        """Run to the last step; returns bytes of text trained on per second, checkpoints and evaluation aside."""
+        """Train to the last step and return the bytes of text per second, without checkpoints and evaluation."""
         args, seconds, speed, first_step = self.args, 0.0, 0.0, self.step
         steps = range(self.step, args.steps)
         with tqdm(steps, args.parallel, args.steps, initial=self.step, unit="step", disable=RANK != 0) as progress:
@@ -281,25 +281,25 @@ class Trainer:
                 heldout = f" held-out {self.heldout_losses[-1][1]:.3f}" if self.heldout_losses else ""
                 note = f"loss {self.train_losses[-1]:.3f}{heldout} {speed:,.0f} tokens/s"
                 progress.set_postfix_str(note, refresh=False)
-        if not self.heldout_losses:  # resumed at the last step, from before the first evaluation
+        if not self.heldout_losses:  # no step was left to train, and the checkpoint has no evaluation
             self.heldout_losses.append([self.step, self.evaluate()])
         return speed
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int) -> str:
-        """Sampled text. Every rank takes part, since a sharded forward is collective, and draws the same bytes."""
+        """Return sampled text. All ranks must call it, since a sharded forward is collective. All get the same text."""
         rng = torch.Generator().manual_seed(self.args.seed)
         text = list(prompt)
         for _ in range(count):
             window = text[-self.args.context :]
-            # Always a full window, as in training: attention is causal, so what follows the text does not matter.
+            # Pad to a full window, as in training. Attention is causal, so the padding has no effect on the text.
             padded = window + [0] * (self.args.context - len(window))
             scores = self.model(torch.tensor([padded], device=self.data.device))[0, len(window) - 1].cpu()
             text.append(int(torch.multinomial((scores / 0.8).softmax(-1), 1, generator=rng)))
         return bytes(text).decode(errors="replace")
 
 
-# ---- checkpoints: OUT/checkpoints/step-N, each a folder that torch.distributed.checkpoint wrote
+# ---- checkpoints: folders OUT/checkpoints/step-N, written by torch.distributed.checkpoint
 
 
 def newest_checkpoint(out: Path) -> Path | None:
@@ -308,7 +308,7 @@ def newest_checkpoint(out: Path) -> Path | None:
 
 
 def save_checkpoint(trainer: Trainer) -> None:
-    """Write to step-N.tmp and rename it when all ranks are done, so that a kill at any moment leaves no half step-N.
+    """Write step-N.tmp and rename it after all ranks have written. A killed run leaves no incomplete step-N.
 
     No barrier is needed: dcp.save starts writing after rank 0 has made the plan, and returns on rank 0 after every
     rank has written and synced its part.
@@ -316,7 +316,7 @@ def save_checkpoint(trainer: Trainer) -> None:
     final = trainer.args.out / "checkpoints" / f"step-{trainer.step}"
     partial = final.with_suffix(".tmp")
     if RANK == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed here
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed while it saved
         partial.parent.mkdir(parents=True, exist_ok=True)
     dcp.save({"trainer": trainer}, checkpoint_id=partial)
     if RANK == 0:
@@ -324,7 +324,7 @@ def save_checkpoint(trainer: Trainer) -> None:
 
 
 def set_aside_old_checkpoints(out: Path) -> None:
-    """A fresh run must not leave an older run's step-900 above its own step-100; one older run is kept."""
+    """Move the checkpoints of an older run to checkpoints.previous, where `newest_checkpoint` does not find them."""
     if RANK == 0 and newest_checkpoint(out):
         shutil.rmtree(out / "checkpoints.previous", ignore_errors=True)
         (out / "checkpoints").rename(out / "checkpoints.previous")
@@ -334,7 +334,7 @@ def set_aside_old_checkpoints(out: Path) -> None:
 
 
 def plot_losses(trainer: Trainer, path: Path) -> None:
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no note about building its font cache
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # suppresses a message about the font cache
     import matplotlib
 
     matplotlib.use("Agg")
@@ -367,7 +367,7 @@ def report(trainer: Trainer, speed: float) -> None:
     heldout = trainer.heldout_losses[-1][1]
     print(f"\nsample:\n{sample}\n")
     print(f"train loss {trainer.train_losses[-1]:.4f}, held-out loss {heldout:.4f} nats per byte", end=" ")
-    pace = f", {speed:,.0f} tokens/s" if speed else ""  # none when resumed at the last step
+    pace = f", {speed:,.0f} tokens/s" if speed else ""  # 0 if no step was left to train
     print(f"({heldout / math.log(2):.2f} bits) after {trainer.step} steps{pace}")
     print(f"loss curve {args.out}/loss.png, checkpoint {newest_checkpoint(args.out)}")
 
@@ -401,7 +401,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.tp_size = {"tp": WORLD_SIZE, "fsdp+tp": args.tp_size}.get(args.parallel, 1)
     if problem := find_problem(args):
-        # Every rank finds the same problem: one of them says it.
+        # All ranks find the same problem. Rank 0 prints it.
         parser.exit(2, f"{parser.prog}: error: {problem}\n" if RANK == 0 else None)
     return args
 
@@ -434,7 +434,7 @@ def find_problem(args: argparse.Namespace) -> str | None:
 
 def pick_device(choice: str) -> torch.device:
     if choice == "cpu" or torch.cuda.device_count() < LOCAL_WORLD_SIZE:
-        # torchrun sets OMP_NUM_THREADS=1, and alone a process takes all cores: share them out instead.
+        # torchrun sets OMP_NUM_THREADS=1, and without torchrun torch uses all cores. Divide the cores by local ranks.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // LOCAL_WORLD_SIZE))
         return torch.device("cpu")
@@ -444,9 +444,9 @@ def pick_device(choice: str) -> torch.device:
 
 @contextmanager
 def device_mesh(args: argparse.Namespace, device: torch.device) -> Iterator[DeviceMesh | None]:
-    """A (data-parallel, tensor-parallel) mesh over all ranks, or None when there is one process and no torchrun."""
+    """Yield a (data-parallel, tensor-parallel) mesh over all ranks, or None with --parallel none."""
     if args.parallel == "none":
-        # dcp notes that it saves in a single process, which is what was asked for.
+        # dcp warns that it saves in a single process. With --parallel none that is intended.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield None
         return
@@ -466,7 +466,7 @@ def main(argv: list[str] | None = None) -> None:
     device = pick_device(args.device)
     with device_mesh(args, device) as mesh:
         torch.manual_seed(args.seed)
-        # On the CPU and before any sharding: every rank of every mode starts from the same weights.
+        # Initialize on the CPU and before sharding, so that all ranks start from the same weights in every mode.
         whole = Transformer(args.dim, args.layers, args.heads, args.context).to(device)
         model = parallelize(whole, args.parallel, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))

@@ -2,19 +2,23 @@
 
     python examples/weight_sync.py                                4 trainers, 3 generators
     python examples/weight_sync.py --generators 2 --width 768     58 MB for each sync
-    python examples/weight_sync.py --steps 150 --unchecked        no comparison, so that it learns more in less time
+    python examples/weight_sync.py --steps 150 --unchecked        faster: does not compare weights after each sync
 
-This is what reinforcement learning with large models does all day. Four trainers have a small transformer under FSDP2
-and tensor parallelism, on a mesh of data x tensor = 2 x 2; the generators have it under tensor parallelism alone, on
-as many ranks as one asks for. So what a generator needs of a weight lies on several trainers, in pieces.
+Reinforcement learning with large models needs such a sync after every step. Four trainers have a small transformer
+under FSDP2 and tensor parallelism, on a mesh of data x tensor = 2 x 2. The generators have it under tensor parallelism
+only, on `--generators` ranks. So each generator's part of a weight is spread over several trainers.
 
-The trainers register their state dict once. After each step of the optimizer every generator reads its own part of
-every weight, and nothing else, from the memory of the trainers that have it; those do nothing for it. Then it runs the
-model with the new weights, while the trainers are at their next step. The text that they learn is the Zen of Python.
+The trainers register their state dict once. After each optimizer step every generator reads exactly its own part of
+every weight from the trainers' memory. The trainers do not take part in the reads. Then the generators run the model
+with the new weights while the trainers compute the next step. The training text is the Zen of Python.
 
-What it shows: ordinary torch code in actors; `ShardedState.register` and `merge`, and a `plan` that is made once and
-read in every step; the order that a user gives (a step, then the reads, then the next step), which nobody checks.
-Every sync is compared with the trainers' `full_tensor()`, bit by bit.
+The example shows:
+
+- ordinary torch code in actors
+- `ShardedState.register` and `merge`, and a `plan` that is made once and read after every step
+- the order of steps and reads, which the program must ensure: the library does not detect a read during a step
+
+Each sync is compared with the trainers' `full_tensor()`, bit by bit.
 """
 
 import argparse
@@ -35,7 +39,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from monarch_backend.actor import Actor, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import ShardedState, StatePart
 
-WINDOW, LETTERS, HEAD = 64, 128, 16  # HEAD: numbers of an attention head
+WINDOW, LETTERS, HEAD = 64, 128, 16  # HEAD: size of an attention head
 
 
 class Block(nn.Module):
@@ -47,7 +51,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         seen = self.norm1(x)
-        # -1: as many heads as this rank has
+        # -1: the number of heads of this rank
         q, k, v = (layer(seen).unflatten(-1, (-1, HEAD)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(heads.transpose(1, 2).flatten(-2))
@@ -78,7 +82,7 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh) -> None:
 
 
 def zen() -> Tensor:
-    """The text, a letter each."""
+    """Return the Zen of Python as character codes."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         import this  # noqa: F401
     return torch.tensor([ord(letter) for letter in said.getvalue()])
@@ -87,10 +91,10 @@ def zen() -> Tensor:
 class Sync(NamedTuple):
     nbytes: int
     seconds: float
-    owners: list[int]  # ranks of trainers
+    owners: list[int]  # ranks of the trainers that were read from
 
 
-# ---- the actors
+# ---- actors
 
 
 class Trainer(Actor):
@@ -115,14 +119,14 @@ class Trainer(Actor):
         batch = torch.stack([self.text[start : start + WINDOW + 1] for start in starts])
         loss = F.nll_loss(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        self.optimizer.step()  # in place: what was offered is still where it was
+        self.optimizer.step()  # updates in place, so the registered addresses stay valid
         self.optimizer.zero_grad()
         return loss.item()
 
     @endpoint
     def whole(self) -> dict[str, Tensor] | None:
-        """All weights, unsharded; for comparison only."""
-        # It tells that more than one collective is needed. A `ShardedState` needs none.
+        """Return all weights unsharded, for the comparison."""
+        # DTensor warns that full_tensor() needs more than one collective here. A `ShardedState` needs none.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         state = {name: value.full_tensor() for name, value in self.model.state_dict().items()}
         return state if self.leader else None
@@ -147,13 +151,13 @@ class Generator(Actor):
 
     @endpoint
     def compare(self, whole: dict[str, Tensor]) -> int:
-        """Weights of which this rank's part is not that of the whole, bit by bit."""
+        """Return the number of weights whose part on this rank differs in any bit from the trainers' weights."""
         return sum(not same_bits(value, whole[name]) for name, value in self.model.state_dict().items())
 
     @endpoint
     @torch.no_grad()
     def known(self) -> float:
-        """How many of the letters of the text it foretells from those before them."""
+        """Return the fraction of the text's letters that the model predicts from the preceding ones."""
         rows = self.text[: len(self.text) // WINDOW * WINDOW].view(-1, WINDOW)
         guess = self.model(rows)[:, :-1].argmax(-1)
         return (guess == rows[:, 1:]).float().mean().item()
@@ -169,17 +173,17 @@ class Generator(Actor):
 
 def same_bits(mine: Tensor, whole: Tensor) -> bool:
     if isinstance(mine, DTensor):
-        # every rank has the whole: each takes its part, and nothing is sent
+        # every rank has the whole tensor, so with src_data_rank=None each takes its part without communication
         whole = distribute_tensor(whole, mine.device_mesh, mine.placements, src_data_rank=None).to_local()
         mine = mine.to_local()
     return torch.equal(mine.contiguous().view(torch.int32), whole.contiguous().view(torch.int32))
 
 
-# ---- the program
+# ---- main program
 
 
 def connect(trainers: ActorMesh, generators: ActorMesh) -> None:
-    """Once: what each trainer has, merged, to all generators."""
+    """Merge the registered parts of all trainers and send the result to all generators. Needed once."""
     state = ShardedState.merge(trainers.offer.call().get())
     print(state)
     for point, plan in generators.connect.call(state).get():
@@ -187,7 +191,7 @@ def connect(trainers: ActorMesh, generators: ActorMesh) -> None:
 
 
 def sync(generators: ActorMesh) -> Sync:
-    """All generators at the same time; the bytes of all, and the time of the slowest."""
+    """Sync all generators at the same time. Return the total bytes and the time of the slowest generator."""
     done = list(generators.sync.call().get().values())
     owners = sorted({rank for one in done for rank in one.owners})
     return Sync(sum(one.nbytes for one in done), max(one.seconds for one in done), owners)
@@ -204,14 +208,14 @@ def train(trainers: ActorMesh, generators: ActorMesh, steps: int, checked: bool)
         loss = next(iter(trainers.step.call().get().values()))
         if known is not None:
             print(f"   {known.get().item(tensor=0):.0%} of the text is known", flush=True)
-        # Between two steps: nobody writes to the weights while they are read.
+        # The sync comes between two steps, so no trainer writes to its weights during the reads.
         syncs.append(sync(generators))
         done = syncs[-1]
         pace = f"{done.nbytes / 1e6:.1f} MB in {done.seconds * 1e3:.1f} ms, {done.nbytes / done.seconds / 1e9:.2f} GB/s"
         if checked and (wrong := compare(trainers, generators)):
             raise SystemExit(f"step {step}: {wrong} weights are not those of the trainers")
         print(f"step {step:3}  loss {loss:.3f}  {pace}{', the same bits' if checked else ''}", end="", flush=True)
-        known = generators.known.call()  # and meanwhile the trainers go on
+        known = generators.known.call()  # runs while the trainers compute the next step
     if known is not None:
         print(f"   {known.get().item(tensor=0):.0%} of the text is known")
     return syncs
@@ -232,12 +236,12 @@ def main() -> None:
         this_host().spawn_procs({"tensor": args.generators}) as generating,
     ):
         for procs in (training, generating):
-            procs.process_group().get()  # each is a world of torch.distributed
+            procs.process_group().get()  # makes each mesh a torch.distributed world
         trainers = training.spawn("trainers", Trainer, args.width, args.layers, args.lr)
         generators = generating.spawn("generators", Generator, args.generators, args.width, args.layers)
         connect(trainers, generators)
         syncs = train(trainers, generators, args.steps, not args.unchecked)
-        print("they say:", generators.recite.call("Beautiful is").get().item(tensor=0).replace("\n", " / "))
+        print("they report:", generators.recite.call("Beautiful is").get().item(tensor=0).replace("\n", " / "))
     nbytes, seconds = sum(one.nbytes for one in syncs), sum(one.seconds for one in syncs)
     print(f"{len(syncs)} syncs: {nbytes / 1e6:.1f} MB in {seconds:.3f} s, {nbytes / seconds / 1e9:.2f} GB/s")
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 BACKEND_NAME = "monarch"
-# A default only for devices that torch gives to nobody is claimed by listing it here (torch's register_backend);
-# cpu and cuda have their defaults, so listing them claims nothing. "xla" and "tpu" belong to their packages.
+# torch's register_backend makes a backend the default of each listed device that has none. cpu and cuda have their
+# defaults, so listing them changes none. The packages of "xla" and "tpu" register those.
 DEVICES = ["cpu", "cuda"]
 _replaced: set[str] = set()  # functions of torch
 

@@ -2,6 +2,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
+is_portable: bool
+"""Whether the core was built without what only Linux has: on macOS, and with MONARCH_BUILD_PORTABLE=1."""
+
 def boot_id() -> str:
     """Identity of the running kernel; empty where it has none."""
 
@@ -178,11 +181,11 @@ class Host:
     def accepted(self, token: str, seconds: float, /) -> Peer | None:
         """Wait until the process with this token has connected. Return None if it has not within ``seconds``."""
 
-    def make_board(self, size: int, /) -> int:
-        """Allocate the board of one rank of a group of ``size``. Return its offset, or 0 when the arena is full."""
+    def allocate_control_block(self, size: int, /) -> int:
+        """Allocate a rank's control block for a group of ``size``. Return its offset, or 0 when the arena is full."""
 
-    def drop_board(self, board: int, /) -> None:
-        """Free a board for which no group was made."""
+    def free_control_block(self, control_block: int, /) -> None:
+        """Free a control block for which no group was made."""
 
     def used(self) -> int:
         """Return the bytes of the arena in use."""
@@ -232,7 +235,7 @@ class ShmGroup:
     """A group of ranks on this host."""
 
     def __init__(
-        self, host: Host, rank: int, peers: list[Peer | None], boards: list[int], read_from: int, label: str
+        self, host: Host, rank: int, peers: list[Peer | None], control_blocks: list[int], read_from: int, label: str
     ) -> None:
         """``read_from``: bytes from which it reads its peers' memory directly, 0 for never.
 

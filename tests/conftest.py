@@ -10,27 +10,32 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.tensor  # since this has it, fork servers of tests have what a mesh's workers need
+import torch.distributed.tensor  # makes fork servers of tests import it, as the workers of a mesh need it
 
+from monarch_backend._core import platform
+from monarch_backend._processes import parent_watch
 from tests.fast_tier import LONG_MODULES
-from tests.support import leaks
+from tests.support import features, leaks
 from tests.support.ranks import RankPool
 
-# Tests fork ranks from this process, and a process that has OpenMP's threads can't be forked: in its children torch's
-# large operations would wait for threads that they do not have.
+if not platform.HAS_PRCTL:
+    parent_watch.descriptor()  # the pipe that it makes once stays open
+
+# Tests fork ranks from this process, so it must not start OpenMP threads. They would be missing in the children, where
+# torch's large operations would wait for them.
 torch.set_num_threads(1)
 
-# A process that has asked the CUDA runtime for GPUs can't be forked. The driver's management library may be asked.
+# A process that has asked the CUDA runtime for GPUs cannot be forked. Asking the driver's management library is safe.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-# torch's TCPStore asks the name server about every client, on its only thread: each answer that is lost would hold up a
-# test for five seconds.
+# torch's TCPStore looks up the name of every client on its only thread. Each lost reply of the name server would delay
+# a test for five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-# Programs that the tests start write what they say when they say it, whoever else writes into the same pipe.
+# Programs that tests start write each line at once, also if other processes write to the same pipe.
 os.environ["PYTHONUNBUFFERED"] = "1"
 
-# A shell starts what it puts into the background with SIGINT ignored, and so would be all that tests start.
+# A shell starts background commands with SIGINT ignored, and the processes of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -48,18 +53,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.relative_to(_TESTS).as_posix() in LONG_MODULES else None
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        if lacking := features.missing(*mark.args):
+            pytest.skip(f"this system has no {' and no '.join(lacking)}")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _collections_are_short() -> None:
-    """Whoever collects garbage, a test that waits for an object's end above all, need not look through all of torch, of
-    pytest, and of what earlier modules have left in torch's caches (compiled graphs: 0.8 s for each collection); and
-    forked ranks share those pages for longer.
+    """Exclude existing objects from garbage collection during a module.
+
+    Collections then do not traverse torch, pytest and torch's caches of earlier modules (compiled graphs: 0.8 s for
+    each collection). Tests that wait for an object's end collect often. Forked ranks also share those pages for longer.
     """
     gc.collect()
     gc.freeze()
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Whoever hears that the tests hung, or died, wants to know in which of them."""
+    """Record the names of started tests, so that the last one is known if the tests hang or die."""
     if begun := os.environ.get("MONARCH_TEST_BEGUN"):
         with open(begun, "a") as file:
             file.write(nodeid + "\n")
@@ -67,7 +79,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _log_dir_of_torchrun(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What --log-dir is where a test does not say: torchrun makes a folder there, and leaves it."""
+    """Set the default of torchrun's --log-dir: torchrun makes a folder there and does not delete it."""
     os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchelastic"))
 
 
@@ -81,7 +93,7 @@ def _close_pools() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool() -> Callable[[int], RankPool]:
-    """``pool(n)``: n ranks that live as long as the session, with a default group of backend "monarch"."""
+    """Return ``pool(n)``: n ranks that live until the session ends, with a default group of backend "monarch"."""
 
     def get(world_size: int) -> RankPool:
         if world_size not in _POOLS:

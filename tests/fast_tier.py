@@ -1,6 +1,6 @@
-"""Modules that `make test-fast` leaves out (`pytest --fast`): each takes more than 8 s of its own.
+"""Modules that `make test-fast` leaves out (`pytest --fast`): each takes more than 8 s.
 
-A new module is in the fast tier until its time says otherwise: `pytest --durations=0` prints the times.
+A new module is in the fast tier until it takes longer. `pytest --durations=0` prints the times.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ LONG_MODULES = {
     "process_group/test_rdma_p2p.py",
     "process_group/test_rendezvous.py",
     "process_group/test_shm_backend.py",
+    "processes/test_ends_on_any_system.py",
     "processes/test_fork_server.py",
     "rdma/test_argument_errors.py",
     "rdma/test_failures.py",
@@ -92,4 +93,4 @@ LONG_MODULES = {
     "testing/test_simulated_hosts.py",
     "torch_suite/test_distributed.py",
 }
-"""Paths below tests/."""
+"""Paths relative to tests/."""

@@ -1,4 +1,4 @@
-"""The API reference of docs/: complete, and each entry says what a caller needs."""
+"""The API reference of docs/ is complete, and each docstring has raised exceptions, units and an example."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ PAGES = {
 WITHOUT_EXAMPLE = {
     "monarch_backend.process_group.create": "takes an object that only torch's init_process_group and new_group make",
 }
-"""Classes and functions whose example would not help, and why. Exceptions need none: they say when they are raised."""
+"""Classes and functions without an example, and the reasons.
+
+Exceptions need none: their docstrings say when they are raised.
+"""
 
 NOT_ARGUMENTS = {"StopIteration", "StopAsyncIteration", "NotImplementedError"}
 """Exceptions of protocols and of abstract methods, which a docstring need not name."""
 
 SECONDS = {"timeout", "seconds", "heartbeat", "silence"}
-"""Parameters whose unit a docstring has to give."""
+"""Parameters whose unit a docstring must give."""
 
 
 def test_reference_has_every_facade() -> None:
@@ -71,7 +74,7 @@ def test_reference_index_has_every_page() -> None:
 
 @pytest.mark.parametrize("facade", api.FACADES)
 def test_docstrings_have_raises_units_and_an_example_that_runs(facade: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tests of actors replace the hook for the whole session.
+    # Tests of actors replace this hook for the whole session.
     monkeypatch.setattr(actor, "unhandled_fault_hook", supervision.end_program)
     found = [
         finding
@@ -89,7 +92,7 @@ def test_exemptions_are_in_use() -> None:
 
 
 def findings(path: str, value: Any) -> Iterator[str]:
-    """What the docstrings of a public class, its methods, or a public function lack."""
+    """Yield what is missing in the docstrings of a public class and its methods, or of a public function."""
     if not callable(value):
         return
     doc = value.__doc__ or ""
@@ -114,7 +117,10 @@ def findings(path: str, value: Any) -> Iterator[str]:
 
 
 def missing_in_member(path: str, name: str, member: Any, doc: str) -> Iterator[str]:
-    """What the docstring of a method lacks. What an operator raises may be in the docstring of the class, ``doc``."""
+    """Yield what is missing in the docstring of a method.
+
+    ``doc`` is the docstring of its class. It may have the exceptions of operators.
+    """
     function = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
     if not inspect.isfunction(function) or (name.startswith("_") and not name.endswith("__")):
         return
@@ -126,7 +132,7 @@ def missing_in_member(path: str, name: str, member: Any, doc: str) -> Iterator[s
 
 
 def missing_text(path: str, function: Callable[..., Any], doc: str, doc_of_class: str) -> Iterator[str]:
-    """What the docstring of a function lacks. Units may be in the docstring of its class."""
+    """Yield what is missing in the docstring of a function. The docstring of its class may have the units."""
     if not doc:
         yield f"{path}: a docstring"
         return
@@ -146,7 +152,7 @@ def missing_raises(path: str, function: Callable[..., Any], doc: str) -> Iterato
 
 
 def raised_by(function: Callable[..., Any]) -> set[str]:
-    """The classes that the function's own ``raise`` statements name; "" for one that names none."""
+    """Return the names of the classes in the function's own ``raise`` statements; "" for a statement without a name."""
     if inspect.unwrap(function).__code__.co_filename.startswith("<"):  # generated, for example by dataclass
         return set()
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
@@ -164,5 +170,5 @@ def raised_by(function: Callable[..., Any]) -> set[str]:
 
 @functools.cache
 def examples_that_run(module: str) -> set[str]:
-    """Names of the objects whose examples test_package.py runs with this module."""
+    """Return the names of the objects whose examples test_package.py runs with this module."""
     return {found.name for found in doctest.DocTestFinder().find(sys.modules[module]) if found.examples}

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ run to their end. Their figures are not checked."""
+"""The scripts of benchmarks/ run without an error. Their figures are not checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUICK = {
     "controller.py": ["--only", "kinds", "--rounds", "1"],
     "rdma.py": ["--only", "own", "--rounds", "1", "--sizes", "8"],
 }
-"""Those that are over soon, and what they are given."""
+"""Scripts that end soon, and their arguments."""
 pytestmark = pytest.mark.slow
 
 

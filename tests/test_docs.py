@@ -40,7 +40,7 @@ TORCHRUN = {
 }
 
 FRAGMENTS = {"guides/new-collective.md"}
-"""Pages whose code is parts of the package's own files. Elsewhere a block that cannot run alone is marked py."""
+"""Pages whose code blocks are parts of the package's own files. On other pages such a block has the language py."""
 
 
 def blocks(page: Path, language: str = "python") -> list[str]:
@@ -79,7 +79,10 @@ def test_code_of_a_page_imports_its_names(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_of_a_page_print_the_shown_output(name: str, tmp_path: Path) -> None:
-    """The sh blocks run in one folder, in order. The text block after each one is its output; seconds may differ."""
+    """The sh blocks run in one folder, in order.
+
+    The text block after each one is its output; times in it may differ.
+    """
     (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = dict(os.environ, OMP_NUM_THREADS="1", PATH=path, MPLCONFIGDIR=str(tmp_path))
@@ -95,7 +98,7 @@ def test_commands_of_a_page_print_the_shown_output(name: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TORCHRUN)
 def test_scripts_of_a_page_run_under_torchrun(name: str, tmp_path: Path) -> None:
-    """A heredoc of the page is the script; the page's text block, or the table above, is what the ranks print."""
+    """The page has the script as a heredoc. Its text block, or TORCHRUN above, has the output of the ranks."""
     page = (DOCS / name).read_text()
     ((file, script),) = re.findall(r"^cat > (\S+) <<'EOF'\n(.*?)\nEOF$", page, re.MULTILINE | re.DOTALL)
     (tmp_path / file).write_text(script)
@@ -114,7 +117,7 @@ def _without_seconds(text: str) -> str:
 
 
 def _has_printed_what_it_promises(script: str, printed: str) -> None:
-    """In the comments beside the prints."""
+    """Check that the output has the lines that comments beside the print calls show."""
     promised = re.findall(r"^ *print\(.*?\)\s+# (.+)$", script, re.MULTILINE)
     assert promised
     out = [line.strip() for line in printed.splitlines()]

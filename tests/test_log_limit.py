@@ -1,4 +1,4 @@
-"""Rate limit of the package's log: equal lines are dropped above a number per window, different lines never."""
+"""Rate limit of the package's log: equal lines above a number per window are dropped, and different lines never are."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_line_with_wrong_arguments_reaches_handler(log: tuple[logging.Logger, li
 
 
 def test_every_module_logs_through_the_limited_logger() -> None:
-    """Filters of a logger do not see records of its children, so there are none."""
+    """Filters of a logger do not apply to records of its children, so no module may have its own logger."""
     for package in (
         "_core",
         "_actor",

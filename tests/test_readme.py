@@ -28,7 +28,7 @@ def test_quick_start(tmp_path: Path) -> None:
 
 
 def test_sharded_tensors() -> None:
-    """As it stands there, and it prints the loss and two rows."""
+    """The example of the README prints the loss and two rows."""
     found = re.search(r"## Sharded tensors.*?```python\n(.*?)```", README, re.S)
     assert found
     env = dict(os.environ, OMP_NUM_THREADS="1")

@@ -26,7 +26,8 @@ def test_every_variable_that_is_read_is_in_the_table() -> None:
     for file in [*(ROOT / "monarch_backend").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp"), ROOT / "setup.py"]:
         read = r'(?:"(MONARCH_[A-Z_]+)")' if file.suffix == ".py" else r'getenv\("(MONARCH_[A-Z_]+)"\)'
         named |= set(re.findall(read, file.read_text()))
-    named = {name for name in named if not name.endswith("_")} - env.FOREIGN - {"MONARCH_SMH"}  # an example
+    # an example of a misspelt name
+    named = {name for name in named if not name.endswith("_")} - env.FOREIGN - {"MONARCH_SMH"}
     assert named - set(env.SETTINGS) == set()
     assert "MONARCH_GPU_DRIVER" in named and "MONARCH_SHM" in named
 
@@ -35,7 +36,7 @@ _READS = ("get", "pop", "setdefault", "getenv", "getenvb")
 
 
 def _read(node: ast.AST) -> ast.expr | None:
-    """The name that this expression reads from the environment, if it does."""
+    """Return the name that this expression reads from the environment, or None."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
         of, name = node.value, node.slice
     elif isinstance(node, ast.Call) and node.args and getattr(node.func, "attr", "") in _READS:
@@ -47,7 +48,7 @@ def _read(node: ast.AST) -> ast.expr | None:
 
 
 def test_only_the_table_reads_the_environment() -> None:
-    """Others call ``env.get``, and the compiled core reads none."""
+    """Other modules call ``env.get``, and the compiled core reads no variable."""
     found = []
     for file in (ROOT / "monarch_backend").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,7 +1,7 @@
 """Names of torch that exclude a new backend: each still exists, and its replacement works.
 
-One test per row of docs/reference/torch-names.md. A failure means that torch changed: remove or change the row, its
-stand-in in process_group/_c10d_patches.py, or both.
+One test for each row of docs/reference/torch-names.md. A failure means that torch has changed. Then remove or change
+the row, its replacement in process_group/_c10d_patches.py, or both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def test_stand_in_exists_only_where_torch_needs_it(name: str) -> None:
     [("monitored_barrier", "!= Backend.GLOO"), ("batch_isend_irecv", "type(group) is ProcessGroup")],
 )
 def test_torch_still_has_the_special_case(name: str, special_case: str) -> None:
-    source = inspect.getsource(inspect.unwrap(getattr(c10d, name))).replace("type(group) ==", "type(group) is")  # 2.9
+    # 2.9 compares with ==
+    source = inspect.getsource(inspect.unwrap(getattr(c10d, name))).replace("type(group) ==", "type(group) is")
     assert (special_case in source) == (torch_version() < (2, 14))
 
 
@@ -115,7 +116,7 @@ def test_other_backends_reach_torch_s_own_function(pool) -> None:
 
 
 class _Recorder:
-    """Stands for NCCL's group on a machine without one: coalesces, and notes the order of calls."""
+    """Replaces NCCL's group on a machine without GPUs. It supports coalescing and records the order of calls."""
 
     supports_coalescing = True
 
@@ -154,7 +155,8 @@ def _names(rank: int) -> tuple[str, str, str]:
 
 
 def test_group_reports_its_backend_name(pool) -> None:
-    # A compiled plugin is called "custom" by ProcessGroup::getBackendName; a ProcessGroup subclass answers itself.
+    # ProcessGroup::getBackendName returns "custom" for a compiled plugin. A subclass of ProcessGroup returns its own
+    # name.
     assert pool(2).run(_names) == [("monarch", "monarch", "cpu:monarch,cuda:monarch")] * 2
 
 
@@ -166,13 +168,13 @@ def _sequence(rank: int) -> int:
 
 
 def test_sequence_numbers(pool) -> None:
-    # ProcessGroup::backendSupportsSequenceNumbers knows four names; ours asks the inner group.
+    # ProcessGroup::backendSupportsSequenceNumbers knows four names. Our group asks its inner group.
     assert pool(2).run(_sequence) == [1, 1]
 
 
 def _timeouts(rank: int) -> None:
     group = dist.new_group([0, 1])
-    set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # its name from torch 2.14 on
+    set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)  # the function's name from torch 2.14 on
     set_timeout(datetime.timedelta(seconds=7), group)
     gloo = group._get_backend(torch.device("cpu"))
     assert gloo.options._timeout == datetime.timedelta(seconds=7)
@@ -184,14 +186,16 @@ def test_set_pg_timeout_reaches_gloo(pool) -> None:
 
 
 def test_torchcomms_takes_every_name_on_2_13() -> None:
-    # TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 sends every backend but "fake" to torchcomms.new_comm on 2.13; README says so.
+    # TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 sends every backend but "fake" to torchcomms.new_comm on 2.13. The README
+    # documents it.
     source = inspect.getsource(c10d._new_process_group_helper)
     if torch_version() == (2, 13):
         assert "_use_torchcomms_enabled() and backend_str not in [Backend.FAKE]" in source
 
 
 def test_old_autograd_all_gather_refuses_other_names() -> None:
-    # torch.distributed.nn.functional is deprecated in favour of _functional_collectives; documented, not patched.
+    # torch.distributed.nn.functional is deprecated in favour of _functional_collectives. This is documented and not
+    # patched.
     from torch.distributed.nn import functional
 
     source = inspect.getsource(functional._AllGatherBase.backward)
@@ -200,7 +204,7 @@ def test_old_autograd_all_gather_refuses_other_names() -> None:
 
 
 def test_default_timeout_knows_nccl_only() -> None:
-    # Documented, not patched: a group of ours gets 30 minutes where "nccl" gets 10; give timeout=.
+    # Documented, not patched: our groups get 30 minutes by default where "nccl" gets 10. Users can pass timeout=.
     assert c10d._get_default_timeout("monarch") == dist.default_pg_timeout
     source = inspect.getsource(c10d._get_default_timeout)
     assert "Backend.NCCL" in source and "default_pg_nccl_timeout" in source

@@ -1,4 +1,4 @@
-"""The page of torch releases has the table of the committed results, and samples do not depend on a run."""
+"""The page of torch releases has the table of the committed results, and each run samples the same tests."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def mach_o(
     library: str = "/usr/lib/libSystem.B.dylib",
     symbol: str = "_Py_x",
 ) -> bytes:
-    """A dynamic library without content. It exports nothing, and wants one symbol of no named library."""
+    """Return a dynamic library without content. It exports nothing, and needs one symbol of no named library."""
     name = library.encode().ljust((len(library) // 8 + 1) * 8, b"\0")
     strings = b"\0" + symbol.encode() + b"\0"
     commands = struct.pack("<IIIIII", 0x32, 24, 1, oldest, oldest, 0)  # LC_BUILD_VERSION
@@ -282,7 +282,7 @@ def test_pages_have_a_place_for_their_tables() -> None:
     not shutil.which("apt-get") or sys.platform != "linux", reason="headers come from Debian's packages"
 )
 def test_a_wheel_from_the_source_distribution_works(tmp_path: Path) -> None:
-    """Built with zig, checked, installed from an index on loopback, and used with this torch in a clean environment."""
+    """Build a wheel with zig, check it, install it from an index on loopback, and use it in a clean environment."""
     for tool in ("ziglang", "auditwheel", "twine", "check_wheel_contents", "build"):
         pytest.importorskip(tool, reason="pip install -e '.[wheels]'")
     here = f"{sys.version_info.major}.{sys.version_info.minor}"

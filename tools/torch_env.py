@@ -6,10 +6,10 @@
     python tools/torch_env.py 2.9.0 --lowest                  # with the lowest versions of the project's dependencies
     python tools/torch_env.py 2.14.1 --run -- pytest tests/process_group
 
-Many releases of torch exist only as CUDA builds, which drag in gigabytes of NVIDIA libraries. Their CPU half
-needs those only to load: so the wheel is installed alone, with the real CUDA runtime and CUPTI (a few MB, torch
-calls them at import) and stand-ins for the rest, made with `cc`, whose functions abort. Such an environment is
-for the CPU, also on a machine with a GPU. Nothing about running tests belongs here.
+Many releases of torch exist only as CUDA builds, which require gigabytes of NVIDIA libraries. On the CPU torch needs
+those only to load. So the wheel is installed without its requirements. The CUDA runtime and CUPTI (a few MB) are real,
+because torch calls them at import. The other libraries are stand-ins, made with `cc`, whose functions abort. Such an
+environment is for the CPU, also on a machine with a GPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Base of the runners of actors.py: a process that holds one peer and times its calls on order.
+"""Base of the runners of actors.py: a process that has one peer and times its calls on request.
 
-Every peer is measured by the loops of this file, through the few methods of `Peer` and `Mesh`. Orders and answers are
-lines of JSON on stdin and stdout: {"do": "round_trip", "n": 300} is answered {"value": [seconds, ...]}, or {"error":
-"why not"}. Between orders a runner sleeps in read. It ends, with all its workers, when stdin does. Only the standard
-library and torch may be imported here: runners run in the peers' own environments.
+The loops of this file measure all peers, through the methods of `Peer` and `Mesh`. Requests and answers are lines of
+JSON on stdin and stdout. The answer to {"do": "round_trip", "n": 300} is {"value": [seconds, ...]} or {"error":
+"reason"}. Between requests a runner blocks in read. When stdin ends, it ends with all its workers. This module may
+import only the standard library and torch, because runners run in the peers' own environments.
 """
 
 from __future__ import annotations
@@ -19,54 +19,54 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-HOLD_SECONDS = 3600.0  # how long a pending call would last
+HOLD_SECONDS = 3600.0  # duration of a pending call, longer than any test
 PR_SET_PDEATHSIG = 1
 
 
 class Mesh(Protocol):
-    """Workers that have answered a no-op. noop, pipelined, take and hold are asked of meshes of one worker only."""
+    """Workers that have answered a no-op. The runner uses noop, pipelined, take and hold with one worker only."""
 
     def noop(self) -> None:
-        """A round trip to the worker."""
+        """Call a no-op of the worker and wait for the reply."""
 
     def pipelined(self, n: int) -> None:
-        """n no-ops to the worker, all sent before the first reply is asked for."""
+        """Send n no-ops to the worker, then wait for all replies."""
 
     def cast(self) -> None:
-        """A no-op of every worker, and all their replies."""
+        """Call a no-op of every worker and wait for all replies."""
 
     def take(self, tensor: Any) -> float:
-        """Send a tensor to the worker; its reply is the last element."""
+        """Send a tensor to the worker. Return its reply, the last element."""
 
     def pids(self) -> list[int]:
-        """Of all workers."""
+        """Return the pids of all workers."""
 
     def hold(self) -> Callable[[], object]:
-        """A call in which the worker sleeps by now; what is returned waits for the reply."""
+        """Start a call in which the worker sleeps. Return a function that waits for the reply."""
 
     def stop(self) -> None:
-        """End the workers, dead ones too."""
+        """End the workers. Some may be dead already."""
 
 
 class Peer(Protocol):
-    """One library."""
+    """A library that is measured."""
 
     def versions(self) -> str:
-        """For the reader."""
+        """Return the library's version for the report."""
 
     def start(self, procs: int) -> Mesh:
-        """New processes, with torch imported, one actor in each; returns when all have answered a no-op."""
+        """Start processes that import torch, with one actor in each. Return when all have answered a no-op."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """End all processes of the library."""
 
 
 class Cannot(Exception):
-    """What this peer has no way to do; the text is the reason."""
+    """The peer does not support a case. The text is the reason."""
 
 
 class Runner:
-    """What a runner can be told. A pair (one worker) stays for good, a mesh until the next one or ``drop``."""
+    """Requests that a runner handles. The pair (one worker) stays to the end, a mesh until the next one or ``drop``."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -75,11 +75,11 @@ class Runner:
         self._procs = 0
 
     def round_trip(self, n: int) -> list[float]:
-        """Seconds of each of n no-ops in a row."""
+        """Return the seconds of each of n successive no-ops."""
         return _times(self._one().noop, n)
 
     def pipelined(self, n: int) -> list[float]:
-        """Calls a second."""
+        """Return the calls per second of n pipelined no-ops."""
         pair = self._one()
         pair.pipelined(n // 10)
         start = time.perf_counter()
@@ -87,7 +87,7 @@ class Runner:
         return [n / (time.perf_counter() - start)]
 
     def tensor(self, mib: int, n: int) -> list[float]:
-        """Seconds of each call with a float32 tensor as argument; every reply is compared."""
+        """Return the seconds of each call with a float32 tensor as argument. Check every reply."""
         import torch
 
         pair, times = self._one(), []
@@ -102,14 +102,17 @@ class Runner:
         return times[1:]
 
     def cast(self, procs: int, n: int) -> list[float]:
-        """Seconds of each of n no-ops of all workers."""
+        """Return the seconds of each of n no-ops of all workers."""
         if self._procs != procs or self._mesh is None:
             self.start(procs)
         assert self._mesh is not None
         return _times(self._mesh.cast, n)
 
     def start(self, procs: int) -> list[float]:
-        """Seconds until this many new processes have answered; in a new runner, with what the library starts once."""
+        """Return the seconds until ``procs`` new processes have answered.
+
+        In a new runner this includes the processes that the library starts once.
+        """
         self.drop()
         start = time.perf_counter()
         self._mesh = self._peer.start(procs)
@@ -124,7 +127,7 @@ class Runner:
             mesh.stop()
 
     def death(self) -> dict[str, Any]:
-        """Seconds from SIGKILL of a worker to the error of the call that waits for it, and what the error says."""
+        """Return the seconds from SIGKILL of a worker to the error of a pending call, and the error's text."""
         mesh = self._peer.start(1)
         try:
             [pid] = mesh.pids()
@@ -140,7 +143,7 @@ class Runner:
             mesh.stop()
 
     def memory(self) -> list[int]:
-        """Bytes of an idle worker that no other process shares."""
+        """Return the private bytes of an idle worker."""
         mesh = self._peer.start(1)
         try:
             return [_private_bytes(pid) for pid in mesh.pids()]
@@ -148,7 +151,7 @@ class Runner:
             mesh.stop()
 
     def close(self) -> None:
-        """End everything."""
+        """End the mesh, the pair and the library's processes."""
         self.drop()
         pair, self._pair = self._pair, None
         if pair is not None:
@@ -181,7 +184,10 @@ def _private_bytes(pid: int) -> int:
 
 @contextlib.contextmanager
 def begun() -> Iterator[str]:
-    """A path that the worker shall open for writing when it is in the call; the end of the block waits for that."""
+    """Yield the path of a FIFO. At the end of the context, wait until a worker has opened and closed it for writing.
+
+    A worker does this inside the call that is to be pending.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "begun")
         os.mkfifo(path)
@@ -191,12 +197,12 @@ def begun() -> Iterator[str]:
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process when its parent ends."""
+    """Make the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def serve(runner: Any, about: str) -> None:
-    """Do the orders that come on stdin; what libraries print goes to stderr."""
+    """Answer requests from stdin until it ends. Output of libraries goes to stderr."""
     orders = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)

@@ -1,10 +1,10 @@
 """Runner of the floors: Unix sockets between forked processes, memcpy, fork, and a pidfd.
 
-A round trip is 64 bytes there and back between two Python processes that sleep in recv. Left alone, the scheduler puts
-both on one core or on two, as the load is, which is a factor of two to four; so both are measured too. A tensor is one
-copy of its bytes into memory that has been touched before. A start is os.fork of this process, which has imported
-torch, until each child has answered; the first one of a runner also imports torch once, in a process of its own. A
-death is seen by poll on the child's pidfd.
+A round trip is 64 bytes each way between two Python processes that block in recv. The scheduler places both on one core
+or on two, depending on the load. This makes a factor of two to four, so the pinned cases measure both placements. A
+tensor is one copy of its bytes into memory whose pages exist. A start is os.fork of this process, which has imported
+torch, until each child has answered. The first start of a runner also imports torch once in a new process. A death is
+detected by poll on the child's pidfd.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from _runner import Mesh, Runner, die_with_parent, serve
 
 NOOP, HOLD = b"n" * 64, b"h" * 64
-WINDOW = 64  # messages under way: more than a socket holds would block both sides
+WINDOW = 64  # messages in flight; more than a socket's buffers hold would block both sides
 
 
 class Children:
-    """Forked processes, one socket to each."""
+    """Forked processes, with one socket to each."""
 
     def __init__(self, procs: int) -> None:
         self._children: list[tuple[int, socket.socket]] = [_forked() for _ in range(procs)]
@@ -109,10 +109,10 @@ def _echo(link: socket.socket) -> None:
 
 
 class FloorRunner(Runner):
-    """What the floor can be told besides."""
+    """Requests that the floor handles: those of other runners, and `pinned`."""
 
     def pinned(self, n: int) -> list[list[float]]:
-        """Seconds of round trips with both processes on one core, and with each on a core of its own."""
+        """Return the seconds of round trips with both processes on one core, and with both on different cores."""
         cores = sorted(os.sched_getaffinity(0))
         pair = self._one()
         [child] = pair.pids()
@@ -129,7 +129,7 @@ class FloorRunner(Runner):
 
 
 class Floor:
-    """The peer that is none."""
+    """The floor as a peer."""
 
     def __init__(self) -> None:
         self._imported = False

@@ -75,7 +75,7 @@ class Workers:
 
 
 class Ours:
-    """monarch_backend."""
+    """monarch_backend as a peer."""
 
     def versions(self) -> str:
         return f"monarch_backend {version('monarch_backend')}"
@@ -88,7 +88,7 @@ class Ours:
 
 
 def _handled(_: object) -> None:
-    """A killed worker is what is measured, and shall not end the program."""
+    """Ignore unhandled faults: the benchmark kills workers, which must not end the program."""
 
 
 if __name__ == "__main__":

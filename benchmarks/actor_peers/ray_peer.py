@@ -1,6 +1,7 @@
-"""Runner of Ray, in .envs/peer-ray.
+"""Runner of Ray's actors, in .envs/peer-ray.
 
-One raylet for the runner's life, without dashboard and logs to the driver; an actor is one process, num_cpus=0.
+One raylet runs as long as the runner, without dashboard and without logs to the driver. Each actor is one process with
+num_cpus=0.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from _runner import HOLD_SECONDS, Mesh, Runner, begun, serve
 
 OBJECT_STORE_BYTES = 1 << 30
-ADDRESS = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's outer address, which nobody shall connect to here
+ADDRESS = "127.0.0.2"  # for 127.0.0.1 Ray would use the machine's external address
 
 
 @ray.remote(num_cpus=0)
@@ -45,7 +46,7 @@ class Worker:
 
 
 class Workers:
-    """Actors, one process each."""
+    """Actors, each in its own process."""
 
     def __init__(self, procs: int) -> None:
         self._actors: list[Any] = [Worker.remote(HOLD_SECONDS) for _ in range(procs)]
@@ -76,7 +77,7 @@ class Workers:
     def stop(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        # ray.kill does not wait, and the next measurement shall have the machine for itself.
+        # ray.kill does not wait. Wait here, so that ending processes do not disturb the next measurement.
         for pid in self._pids:
             _gone(pid)
 
@@ -91,7 +92,7 @@ def _gone(pid: int) -> None:
 
 
 class Ray:
-    """Ray; started with the first workers."""
+    """Ray as a peer. It is started with the first workers."""
 
     def versions(self) -> str:
         return f"ray {ray.__version__}"

@@ -1,11 +1,12 @@
 """Runner of torch.distributed.rpc.
 
-A process can be in one RPC world only, whose size is fixed: so every mesh has a caller of its own, a process that is
-rank 0 and has imported torch before the clock starts. The runner passes the orders on to the right one. TensorPipe's
-shared-memory transport has threads that never sleep, in every process: a world is stopped (SIGSTOP) between its orders.
+A process can be in only one RPC world, whose size is fixed. So each mesh has its own caller, a process that is rank 0
+and has imported torch before the clock starts. The runner forwards requests to the right caller. In every process,
+TensorPipe's shared-memory transport has threads that never sleep. So the runner stops a world (SIGSTOP) between its
+requests.
 
     torch_rpc.py                                 the runner
-    torch_rpc.py --caller                        a caller; takes the same orders
+    torch_rpc.py --caller                        a caller, which takes the same requests
     torch_rpc.py --worker RANK WORLD ADDRESS     a worker
 """
 
@@ -27,10 +28,10 @@ import torch
 from _runner import HOLD_SECONDS, Cannot, Mesh, Runner, begun, die_with_parent, serve
 from torch.distributed import rpc
 
-PATIENCE = 600.0  # seconds for all workers to come; the default of 60 is short for 64 imports of torch
+PATIENCE = 600.0  # seconds for all workers to join; the default of 60 is too short for 64 imports of torch
 
-# Ranks up to which shared memory is used. With 65 its connections fail ("connect: Resource temporarily unavailable"),
-# so larger worlds get TCP.
+# Largest world that uses shared memory. With 65 ranks its connections fail ("connect: Resource temporarily
+# unavailable"), so larger worlds use TCP.
 SHM_WORLD = 9
 
 
@@ -59,7 +60,7 @@ def _join(rank: int, world: int, address: str) -> None:
 
 
 class World:
-    """This process and its workers."""
+    """An RPC world of this process and its workers."""
 
     def __init__(self, procs: int) -> None:
         with socket.socket() as probe:
@@ -105,7 +106,7 @@ class World:
 
 
 def _end_without(processes: list[subprocess.Popen[bytes]], joined: threading.Event) -> None:
-    """End this process when a worker fails to join: init_rpc would wait for it for all its patience."""
+    """End this process if a worker ends before it joins. Otherwise init_rpc would wait until its timeout."""
     while not joined.wait(0.2):
         if any(process.poll() is not None for process in processes):
             print("a worker ended while the world was made", file=sys.stderr, flush=True)
@@ -118,7 +119,7 @@ def _worker(rank: int, world: int, address: str) -> subprocess.Popen[bytes]:
 
 
 class TorchRpc:
-    """torch.distributed.rpc with TensorPipe, its only backend, in a process that makes one world."""
+    """torch.distributed.rpc as a peer, with TensorPipe, its only backend. It makes one world."""
 
     def __init__(self) -> None:
         self._used = False
@@ -137,7 +138,7 @@ class TorchRpc:
 
 
 class Caller:
-    """A process with one world, and orders for it."""
+    """A caller process, which has one world."""
 
     def __init__(self) -> None:
         command = [sys.executable, __file__, "--caller"]
@@ -146,7 +147,7 @@ class Caller:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # a process group, to be stopped with its workers
+            start_new_session=True,  # its own process group, which is stopped and continued as a whole
         )
         self._answer()
 
@@ -177,11 +178,11 @@ class Caller:
     def close(self) -> None:
         self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
-            self._process.communicate()  # closes stdin, which ends it
+            self._process.communicate()  # closes stdin, which ends the caller
 
 
 class Callers:
-    """What the runner can be told: the same as any, each order done by the caller that has the workers for it."""
+    """Requests that this runner handles. It forwards each one to the caller that has the workers for it."""
 
     def __init__(self) -> None:
         self._pair: Caller | None = None
@@ -238,19 +239,19 @@ class Callers:
 
 
 def main() -> None:
-    """The runner, a caller or a worker, as the command line says."""
+    """Run the runner, a caller or a worker, as the command line says."""
     torch.set_num_threads(1)
     if "--worker" in sys.argv:
         die_with_parent()
         _join(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
         while True:
-            time.sleep(HOLD_SECONDS)  # threads of torch's serve; whoever started this process kills it
+            time.sleep(HOLD_SECONDS)  # torch's threads answer calls until the caller kills this process
     about = f"torch {torch.__version__}"
     if "--caller" in sys.argv:
         die_with_parent()
         with contextlib.suppress(KeyboardInterrupt):
             serve(Runner(TorchRpc()), about)
-        # torch's agent would wait for workers that have been killed.
+        # At a normal exit torch's agent would wait for workers that have been killed.
         os._exit(0)
     serve(Callers(), about)
 

@@ -1,4 +1,4 @@
-"""Runner of PyTorch Monarch (torchmonarch on PyPI), in .envs/peer-torchmonarch."""
+"""Runner of PyTorch Monarch's actors (torchmonarch on PyPI), in .envs/peer-torchmonarch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from _runner import HOLD_SECONDS, Mesh, Runner, begun, serve
 from monarch.actor import Actor, endpoint, this_host
 from monarch.config import configure
 
-# Sixty-four imports of torch on few cores take longer than the default of 30 s.
+# 64 imports of torch on few cores take longer than the default timeout of 30 s.
 PATIENCE = "600s"
 
 
@@ -79,7 +79,7 @@ class Workers:
 
 
 class Torchmonarch:
-    """PyTorch Monarch."""
+    """PyTorch Monarch as a peer."""
 
     def versions(self) -> str:
         return f"torchmonarch {version('torchmonarch')}"
@@ -92,7 +92,7 @@ class Torchmonarch:
 
 
 def _handled(_: object) -> None:
-    """A killed worker is what is measured, and shall not end the program."""
+    """Ignore unhandled faults: the benchmark kills workers, which must not end the program."""
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Floor of sockets: N bytes one way, one byte back. `floor.py listen|call ADDRESS PORT [tls]`.
+"""Floor of calls between hosts, a bare socket: N bytes one way, one byte back.
 
-With tls through Python's ssl, with the certificates that the secret makes, as between our hosts.
+`floor.py listen|call ADDRESS PORT [tls]`. With tls it uses Python's ssl and certificates derived from the secret, like
+connections between our hosts.
 """
 
 import json

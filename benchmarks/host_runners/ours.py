@@ -1,4 +1,4 @@
-"""Calls from a controller to one actor on another host. Reads cases from stdin, prints times."""
+"""Calls from a controller to one actor on another host. It reads cases from stdin and prints times."""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""Rank under torchrun or `monarch-backend run`: loops all_reduce of `rank.py BACKEND`, prints when one raises."""
+"""Rank under torchrun or `monarch-backend run`: repeats all_reduce until it raises, and prints the time and the error.
+
+`rank.py BACKEND`
+"""
 
 import json
 import os

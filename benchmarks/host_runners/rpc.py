@@ -1,4 +1,4 @@
-"""Calls with torch.distributed.rpc: `rpc.py RANK ADDRESS PORT`; rank 0 calls rank 1."""
+"""Calls between hosts with torch.distributed.rpc: `rpc.py RANK ADDRESS PORT`. Rank 0 calls rank 1."""
 
 import json
 import os

@@ -1,6 +1,7 @@
-"""Calls with PyTorch Monarch: `torchmonarch_peer.py serve|call ADDRESS [ITS OWN]`; prints when a call raises.
+"""A pending call with PyTorch Monarch: `torchmonarch_peer.py serve|call ADDRESS [OWN_ADDRESS]`.
 
-Runs in .envs/peer-torchmonarch, with its defaults, and imports nothing of ours.
+It prints the time and the error when the call raises. It runs in .envs/peer-torchmonarch with torchmonarch's defaults
+and imports nothing from this project.
 """
 
 from __future__ import annotations

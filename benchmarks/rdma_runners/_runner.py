@@ -1,9 +1,9 @@
-"""Base of the runners of rdma.py: a process that holds one contender and times its transfers on order.
+"""Base of the runners of rdma.py: a process that has one contender and times its transfers on request.
 
-An order is a line of JSON on stdin, [case, how many, bytes]; the answer on stdout is a list of seconds, or {"error":
-"why not"}. All contenders are timed by the loop of _timing.py, and what they have read is compared with what it must be
-the first time a case is asked for. Only the standard library and torch may be imported here: runners run in the
-contenders' own environments.
+A request is a line of JSON on stdin, [case, count, bytes]. The answer on stdout is a list of seconds, or {"error":
+"reason"}. The loop of _timing.py times all contenders. The first request for a case also checks the bytes that were
+read. This module may import only the standard library and torch, because runners run in the contenders' own
+environments.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from _timing import Call, check, timed, together
 
 ANSWERS = os.fdopen(os.dup(1), "w", encoding="utf-8")
-os.dup2(2, 1)  # what libraries print
+os.dup2(2, 1)  # output of libraries goes to stderr
 
 
 def serve(about: str, times: Callable[[str, int, int], list[float]]) -> None:
-    """Do orders: ``times`` is given the case, how many, and how many bytes."""
+    """Print ``about``, then answer requests until stdin ends: ``times(case, count, bytes)`` returns the seconds."""
     orders = os.fdopen(os.dup(0), encoding="utf-8")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -34,18 +34,18 @@ def serve(about: str, times: Callable[[str, int, int], list[float]]) -> None:
 
 
 class Calls:
-    """What most runners time: calls, made ready once, that put bytes at the beginning of ``into``."""
+    """Times transfers that read into, or write from, the beginning of ``into``. Each is prepared once."""
 
     def __init__(self, into: torch.Tensor, ready: Callable[[str, int], Call], *, one_by_one: bool = True) -> None:
         self._into, self._ready, self._timed = into, ready, timed if one_by_one else together
         self._calls: dict[tuple[str, int], Call] = {}
 
     def times(self, case: str, count: int, size: int) -> list[float]:
-        """See serve."""
+        """Return the seconds of ``count`` calls. Use it as ``times`` of `serve`."""
         return self._timed(self.call(case, size), count)
 
     def call(self, case: str, size: int) -> Call:
-        """Made ready, and looked at whether it does what it should."""
+        """Return the prepared call of a case. Prepare it, and check what it reads, on first use."""
         call = self._calls.get((case, size))
         if call is None:
             call = self._ready(case, size)
@@ -61,6 +61,6 @@ class Calls:
 
 
 def answer(said: Any) -> None:
-    """A line to whoever has started this process."""
+    """Print a line of JSON for the process that has started this one."""
     ANSWERS.write(json.dumps(said) + "\n")
     ANSWERS.flush()

@@ -1,6 +1,6 @@
-"""Loop that times all contenders of rdma.py, and the bytes that prove a transfer.
+"""Loop that times all contenders of rdma.py, and the byte pattern that verifies a transfer.
 
-Workers in the contenders' own environments import it: only the standard library and torch may be imported here.
+Workers in the contenders' own environments import it, so it may import only the standard library and torch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ Call = Callable[[], object]
 
 
 class Wrong(Exception):
-    """What was transferred is not what was there."""
+    """The transferred bytes differ from the source."""
 
 
 def pattern(nbytes: int) -> torch.Tensor:
-    """Bytes that repeat after 251, so that no power of two looks alike; fresh memory."""
+    """Return new memory with a pattern of period 251, so that offsets by a power of two are detected."""
     made = torch.empty(nbytes, dtype=torch.uint8)
     fill(made)
     return made
 
 
 def fill(memory: torch.Tensor) -> None:
-    """With that pattern, without a second buffer as large."""
+    """Write that pattern to memory, without a second buffer of equal size."""
     block = torch.arange(251, dtype=torch.uint8).repeat(1 << 12)
     for start in range(0, len(memory), len(block)):
         part = memory[start : start + len(block)]
@@ -33,13 +33,13 @@ def fill(memory: torch.Tensor) -> None:
 
 
 def check(memory: torch.Tensor, what: str) -> None:
-    """Raises Wrong where it does not hold that pattern."""
+    """Raise Wrong if the memory does not have that pattern."""
     if not torch.equal(memory, pattern(len(memory))):
         raise Wrong(f"{what}: the bytes are not those of the source")
 
 
 def timed(call: Call, count: int) -> list[float]:
-    """Seconds of each of so many calls in a row, after one that does not count."""
+    """Return the seconds of each of ``count`` successive calls, after one warm-up call."""
     clock, times = time.perf_counter, []
     call()
     for _ in range(count):
@@ -50,7 +50,7 @@ def timed(call: Call, count: int) -> list[float]:
 
 
 def look(count: int = 1000) -> float:
-    """Seconds that a look at the clock takes."""
+    """Return the seconds that one read of the clock takes."""
     begun = time.perf_counter()
     for _ in range(count):
         time.perf_counter()
@@ -58,9 +58,9 @@ def look(count: int = 1000) -> float:
 
 
 def together(call: Call, count: int) -> list[float]:
-    """The same of all of them with one look at the clock at each end: their mean, once.
+    """Return the mean seconds of ``count`` calls as a list of one, with one read of the clock at each end.
 
-    For beside peers that count what they do in a time, where a look at the clock takes long (User-Mode Linux).
+    In User-Mode Linux a read of the clock is slow. perftest measures in the same way: it counts messages per interval.
     """
     call()
     begun = time.perf_counter()

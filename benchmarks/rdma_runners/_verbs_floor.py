@@ -1,6 +1,7 @@
-"""Time of calls below Python, to post work requests and to poll: libibverbs, the kernel and the NIC.
+"""Time of a transfer that is spent below Python, in posting work requests and polling: libibverbs, kernel and NIC.
 
-What is left of a call is Python's, where it was measured: after system calls its code is not in the caches any more.
+The rest of the transfer's time is Python's. It is measured in a real transfer, because system calls evict Python's code
+from the caches.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from _timing import Call
 
 
 def below(engine: Any, call: Call, count: int) -> list[float]:
-    """Seconds for each of so many calls, after one that does not count."""
+    """Return the seconds that each of ``count`` calls spends below Python, after one warm-up call."""
     spent: list[float] = []
     with _timed(engine, spent.append):
         call()
@@ -28,7 +29,7 @@ def below(engine: Any, call: Call, count: int) -> list[float]:
 
 
 def sleeps(call: Call, count: int) -> list[float]:
-    """How often the caller's thread slept in so many calls, for each call."""
+    """Return how often the caller's thread slept per call, as a list of one: the mean of ``count`` calls."""
     call()
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     for _ in range(count):

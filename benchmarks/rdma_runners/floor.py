@@ -1,4 +1,4 @@
-"""Floor of one host: memcpy in one process, and a bare process_vm_readv. `floor.py BYTES`."""
+"""Floors of transfers on one host: memcpy in one process, and a bare process_vm_readv. `floor.py BYTES`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class Vector(ctypes.Structure):
 
 
 def other_process(shared: torch.Tensor, nbytes: int) -> tuple[int, int]:
-    """A child with memory of its own, and with all pages of the shared memory in place: its pid, and the address."""
+    """Fork a child that allocates its own memory and touches all pages of the shared memory.
+
+    Return its pid and the address of its memory.
+    """
     ready, tell = os.pipe()
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -39,7 +42,7 @@ def other_process(shared: torch.Tensor, nbytes: int) -> tuple[int, int]:
 
 
 class Floor:
-    """The reader's side."""
+    """The reading process."""
 
     def __init__(self, nbytes: int) -> None:
         self.shared = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # MAP_SHARED
@@ -48,7 +51,7 @@ class Floor:
         self.into = torch.zeros(nbytes, dtype=torch.uint8)
 
     def ready(self, case: str, size: int) -> Call:
-        """See Calls."""
+        """Return the call of a case, as `Calls` needs it."""
         made: Call = getattr(self, f"_{case}")(size)
         return made
 

@@ -1,7 +1,7 @@
-"""Runner of NIXL over UCX, CPU memory of two processes, in .envs/peer-nixl. `nixl_peer.py BYTES`.
+"""Runner of NIXL over UCX, with CPU memory of two processes, in .envs/peer-nixl. `nixl_peer.py BYTES`.
 
-A transfer's handle is made once and posted again and again, as NIXL means it; what is timed is the posting, and looking
-whether it is done until it is.
+A transfer's handle is made once and posted repeatedly, as NIXL intends. The time includes posting, and polling until
+the transfer is done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _agent(name: str) -> Any:
 
 
 def own(nbytes: int) -> None:
-    """The other process: says what it has, and stays."""
+    """Run the owner process: register memory, print its address and metadata, and wait."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     agent, memory = _agent("owner"), pattern(nbytes)
     registered = agent.register_memory([memory])
@@ -38,7 +38,7 @@ def own(nbytes: int) -> None:
 
 
 class Nixl:
-    """The reader's side."""
+    """The reading process."""
 
     def __init__(self, nbytes: int) -> None:
         owner = subprocess.Popen([sys.executable, __file__, str(nbytes), "own"], stdout=subprocess.PIPE, text=True)
@@ -49,7 +49,7 @@ class Nixl:
         self.owner = self.agent.add_remote_agent(bytes.fromhex(metadata))
 
     def ready(self, _: str, size: int) -> Call:
-        """See Calls."""
+        """Return the call of a case, as `Calls` needs it."""
         near = self.agent.get_xfer_descs([(self.into.data_ptr(), size, 0)], mem_type="DRAM")
         far = self.agent.get_xfer_descs([(self.address, size, 0)], mem_type="DRAM")
         handle = self.agent.initialize_xfer("READ", near, far, self.owner)

@@ -1,7 +1,7 @@
-"""Runner of RDMABuffer reads and writes. `ours.py ordinary|mapped BYTES [ADDRESS]`.
+"""Runner of reads and writes of this project's RDMABuffer. `ours.py ordinary|mapped BYTES [ADDRESS]`.
 
-The owner is a process of this host, or of the daemon at ADDRESS. Which route that is the environment decides, and
-OWNER_DEVICES which NICs the owner has.
+The owner is a process of this host, or of the daemon at ADDRESS. The environment variables determine the route.
+OWNER_DEVICES names the owner's NICs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from monarch_backend.actor import Actor, endpoint, this_host
 from monarch_backend.rdma import RDMAAction, RDMABuffer
 
 IN_FLIGHT = 16
-OURS = 1 << 48  # no work request of the engine's has such a number
+OURS = 1 << 48  # number of our work requests; the engine does not use such numbers
 
 
 class Owner(Actor):
-    """Of the memory that is read."""
+    """Actor that owns the memory."""
 
     @endpoint
     def own(self, mapped: bool, nbytes: int) -> RDMABuffer:
@@ -51,9 +51,9 @@ class Owner(Actor):
 
 
 class Ours:
-    """The reader's side."""
+    """The process that reads and writes."""
 
-    verbs: Any = None  # the engine, if it is not the process's
+    verbs: Any = None  # the verbs engine, if it is not that of the process
 
     def __init__(self, kind: str, nbytes: int, address: str | None) -> None:
         if address is None:
@@ -69,18 +69,18 @@ class Ours:
         self.into = torch.zeros(nbytes, dtype=torch.uint8)
 
     def about(self) -> str:
-        """The route that is taken, and how."""
+        """Return the route, or for the same host the copy method."""
         self.whole[:8].read_into(self.into[:8]).get()
         if self.whole.backend != "same host":
             return str(self.whole.backend)
         return str(engine().routes._same_host.copy_method(self.whole._handle))
 
     def engine(self) -> Any:
-        """That of verbs."""
+        """Return the verbs engine."""
         return self.verbs or engine().routes.verbs._engine
 
     def ready(self, case: str, size: int) -> Call:
-        """See Calls."""
+        """Return the call of a case, as `Calls` needs it."""
         made: Call = getattr(self, f"_{case}")(self.whole[:size], self.into[:size])
         return made
 
@@ -106,7 +106,7 @@ class Ours:
         return lambda: [future.get() for future in [buffer.write_from(into) for _ in range(IN_FLIGHT)]]
 
     def _read_turns(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
-        """Never into the tensor of the last time."""
+        """Return a call that reads into two tensors in turns."""
         turns = itertools.cycle((into, torch.zeros_like(into)))
         return lambda: buffer.read_into(next(turns)).get()
 
@@ -121,7 +121,7 @@ class Ours:
         return lambda: action.submit().get()
 
     def _bare(self, buffer: RDMABuffer, into: torch.Tensor) -> Call:
-        """What is below Python: the compiled call that a read ends in."""
+        """Return the part of a read below Python: the compiled call. With verbs, return a bare work request."""
         handle, waits = buffer._handle, cancel_scope(None)
         segments = [(handle.offset, into.data_ptr(), len(into))]
         if buffer.backend == "same host":
@@ -137,8 +137,8 @@ class Ours:
         return self._bare_verbs(buffer, into, WRITE)
 
     def _bare_verbs(self, buffer: RDMABuffer, into: torch.Tensor, opcode: int) -> Call:
-        """A work request on a queue pair that there is, and looking for its completion until it has come."""
-        buffer.read_into(into).get()  # connected, and registered
+        """Return a call that posts a work request on the existing queue pair and polls for its completion."""
+        buffer.read_into(into).get()  # connects and registers
         verbs = self.engine()
         lane = verbs._links[buffer._handle.token].lanes[0]
         record, nic = Region.from_bytes(buffer._handle.verbs).record, lane.device.nic
@@ -148,7 +148,7 @@ class Ours:
         works = [Work(OURS, opcode, True, into.data_ptr(), len(into), entry.lkey, remote, key)]
 
         def call() -> None:
-            with verbs._lock:  # nobody else looks meanwhile
+            with verbs._lock:  # keeps other threads from polling
                 lane.pair.post(works)
                 while not nic.poll(1):
                     pass
@@ -157,7 +157,7 @@ class Ours:
 
 
 def times_of(ours: Ours, calls: Calls) -> Callable[[str, int, int], list[float]]:
-    """For `serve`: also of "below CASE" and "sleeps CASE" (_verbs_floor.py)."""
+    """Return ``times`` for `serve`. It also handles the cases "below CASE" and "sleeps CASE" (_verbs_floor.py)."""
 
     def times(case: str, count: int, size: int) -> list[float]:
         kind, _, of = case.partition(" ")
@@ -172,5 +172,5 @@ def times_of(ours: Ours, calls: Calls) -> Callable[[str, int, int], list[float]]
 if __name__ == "__main__":
     torch.set_num_threads(1)
     ours = Ours(sys.argv[1], int(sys.argv[2]), sys.argv[3] if sys.argv[3:] else None)
-    about = ours.about()  # connected, from now on
+    about = ours.about()  # also connects
     serve(about, times_of(ours, Calls(ours.into, ours.ready, one_by_one=about != "verbs")))

@@ -1,7 +1,7 @@
-"""Runner of RDMABuffer by verbs over a simulated NIC: the time of our Python alone.
+"""Runner of RDMABuffer by verbs over a simulated NIC: the time of our Python code alone.
 
-`simulated_nic.py BYTES`. The NIC is that of the tests (tests/rdma/verbs/fabric.py): it does a work request while the
-request is posted, so nothing ever waits. "bare" is a work request and a poll for its completion by the same NIC.
+`simulated_nic.py BYTES`. The NIC is that of the tests (tests/rdma/verbs/fabric.py). It executes a work request while
+the request is posted, so no call waits. "bare" is a work request and a poll for its completion with the same NIC.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from monarch_backend.rdma import RDMABuffer
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.remote_owner import FarOwner
 
-CHEAP = 1e-6  # seconds of a look at the clock; else the mean of many calls is taken
+CHEAP = 1e-6  # if a read of the clock takes more seconds, use the mean of many calls
 GID = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
 
 
 class Pretended(Ours):
-    """Ours, but for the owner, who is in this process."""
+    """Ours with a simulated NIC. The owner is in this process."""
 
     def __init__(self, nbytes: int) -> None:
         open_device.discovery.usable = lambda _: [PortFacts("pretended", 1, "ACTIVE", True, (GID,), -1)]  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from monarch.rdma import RDMABuffer, get_rdma_backend
 
 
 class Owner(Actor):
-    """Of the memory that is read: it has no parts, so there is a buffer for each size."""
+    """Actor that owns the memory. A torchmonarch buffer has no sub-ranges, so each size gets its own buffer."""
 
     def __init__(self, nbytes: int) -> None:
         torch.set_num_threads(1)
@@ -29,7 +29,7 @@ class Owner(Actor):
 
 
 class Reader(Actor):
-    """Times it in its own process: no call of an actor is in the figures."""
+    """Actor that reads. It measures in its own process, so that times do not include the call of an actor."""
 
     def __init__(self, nbytes: int) -> None:
         torch.set_num_threads(1)
@@ -46,7 +46,7 @@ class Reader(Actor):
 
 
 class Torchmonarch:
-    """Two processes, and the orders to them."""
+    """The owner's and the reader's processes."""
 
     def __init__(self, nbytes: int) -> None:
         configure(rdma_allow_tcp_fallback=True)
@@ -55,7 +55,7 @@ class Torchmonarch:
         self.buffers: dict[int, Any] = {}
 
     def times(self, _: str, count: int, size: int) -> list[float]:
-        """In the reader's process. See serve."""
+        """Return the seconds of ``count`` reads, measured in the reader's process. Use it as ``times`` of `serve`."""
         if size not in self.buffers:
             self.buffers[size] = self.owner.own.call_one(size).get()
         found: list[float] = self.reader.read.call_one(self.buffers[size], size, count).get()

@@ -4,7 +4,6 @@
 #include <array>
 #include <cstring>
 
-#include <sys/timerfd.h>
 #include <unistd.h>
 
 #include "shm/copy.h"
@@ -111,18 +110,13 @@ bool Block::retain() {
 }
 
 Mailbox::Mailbox(std::shared_ptr<Host> host, bool oversubscribed, std::uint64_t share) : host_(std::move(host)), oversubscribed_(oversubscribed), share_(share) {
-  tick_ = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
-  if (tick_ < 0) throw system_failure("timerfd_create");
   // Rings are allocated and released while this Mailbox may be ending; `connected` is not called any more then.
   host_->set_hooks({[host = host_.get()] { return new_ring(*host); }, [host = host_.get()](std::uint64_t ring) { host->release(ring); },
                  [this](std::shared_ptr<Peer> peer) { connected(std::move(peer)); }, [this](const std::string& token) { refused(token); }});
   start_tick(tick_ns);
 }
 
-Mailbox::~Mailbox() {
-  host_->set_hooks({});
-  ::close(tick_);
-}
+Mailbox::~Mailbox() { host_->set_hooks({}); }
 
 void Mailbox::connected(std::shared_ptr<Peer> peer) {
   const std::lock_guard lock(mutex_);
@@ -405,8 +399,7 @@ void Mailbox::wake() {
 }
 
 void Mailbox::start_tick(std::int64_t nanoseconds) {
-  const itimerspec once{{0, 0}, {0, nanoseconds}};
-  timerfd_settime(tick_, 0, &once, nullptr);
+  tick_.start(nanoseconds);
   ticking_ = true;
 }
 
@@ -437,8 +430,7 @@ bool Mailbox::acquire_turn_as_standby() {
     if (closed_) return false;
   }
   for (std::uint64_t seen = ~0ull;;) {
-    std::uint64_t ticks = 0;
-    (void)!::read(tick_, &ticks, sizeof ticks);
+    tick_.wait();
     const std::lock_guard lock(turn_mutex_);
     ticking_ = false;
     if (closed_) return false;

@@ -23,6 +23,7 @@
 
 #include "channel/frame.h"
 #include "channel/ring.h"
+#include "platform/timer.h"
 #include "shm/peer_table.h"
 
 namespace monarch {
@@ -166,7 +167,7 @@ class Mailbox {
 
   std::mutex turn_mutex_;
   std::condition_variable turn_free_;
-  int tick_ = -1;  // a timer that the standby sleeps on
+  Timer tick_;  // the standby thread sleeps on it
   bool turn_taken_ = false, standby_has_turn_ = false, ticking_ = false, closed_ = false;
   std::uint64_t turns_ = 0;
   std::atomic<int> turn_waiters_{0};  // readers that wait for the standby thread

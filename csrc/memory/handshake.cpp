@@ -1,11 +1,13 @@
+#if defined(__APPLE__)
+#define __STDC_WANT_LIB_EXT1__ 1  // for memset_s
+#endif
+
 #include "memory/handshake.h"
 
 #include <cstring>
 #include <string_view>
 
-#include <sys/random.h>
-
-#include "shm/arena.h"
+#include "platform/random.h"
 
 namespace monarch {
 
@@ -29,7 +31,7 @@ bool equal(const wire::Token& one, const wire::Token& other) {
 
 template <typename Layout>
 void draw_nonce(Layout& layout) {
-  if (getrandom(layout.nonce, sizeof layout.nonce, 0) != static_cast<ssize_t>(sizeof layout.nonce)) {
+  if (!fill_random(layout.nonce, sizeof layout.nonce)) {
     throw SocketError(Outcome::unreachable, std::string("no random numbers: ") + std::strerror(errno));
   }
 }
@@ -96,7 +98,13 @@ Identity::Identity(const std::string& token, std::string secret, const std::stri
   if (any) tls_.emplace(certificate, key, ca);
 }
 
-Identity::~Identity() { explicit_bzero(secret_.data(), secret_.size()); }
+Identity::~Identity() {
+#if defined(__APPLE__)
+  memset_s(secret_.data(), secret_.size(), 0, secret_.size());
+#else
+  explicit_bzero(secret_.data(), secret_.size());
+#endif
+}
 
 bool authenticate_caller(SocketConnection& connection, Reader& reader, Writer& writer, const Identity& identity, const Limits& limits) {
   if (identity.tls() != nullptr) connection.secure(*identity.tls(), true, limits);

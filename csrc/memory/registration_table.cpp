@@ -9,9 +9,14 @@
 #include <stdexcept>
 #include <string>
 
+#if defined(__APPLE__)
+#include <mach/mach.h>
+#endif
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <unistd.h>
+
+#include "platform/process.h"
+#include "platform/random.h"
 
 namespace monarch {
 
@@ -20,45 +25,30 @@ namespace {
 constexpr std::uint64_t ticks = (std::uint64_t{1} << 40) - 1;
 constexpr auto claim_poll_interval = std::chrono::milliseconds(1);  // how often `drop` checks claims: their end is not reported
 
-constexpr std::uint64_t unknown = 1;  // of a start: no process starts so early
-
-// Start time of a process in ticks since boot. 0 if it does not access memory any more: it has ended, or is a zombie
-// without other threads. `unknown` if that cannot be determined, for example without free descriptors.
-std::uint64_t start_of(std::uint32_t pid) {
-  char path[32];
-  std::snprintf(path, sizeof path, "/proc/%u/stat", pid);
-  errno = 0;
-  std::FILE* file = std::fopen(path, "re");
-  if (file == nullptr) {
-    const bool none = (errno == ENOENT || errno == ESRCH) && kill(static_cast<pid_t>(pid), 0) != 0 && errno == ESRCH;
-    return none ? 0 : unknown;
-  }
-  char text[1024];
-  const std::size_t bytes = std::fread(text, 1, sizeof text - 1, file);
-  const bool gone = bytes == 0 && errno == ESRCH;
-  std::fclose(file);
-  text[bytes] = 0;
-  const char* at = std::strrchr(text, ')');  // its name may hold anything
-  char state = 0;
-  long threads = 0;
-  unsigned long long started = 0;
-  const char* fields = "%c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld %*s %llu";
-  if (at == nullptr || std::sscanf(at + 2, fields, &state, &threads, &started) != 3) return gone ? 0 : unknown;
-  return (state == 'Z' || state == 'X') && threads <= 1 ? 0 : started;
-}
-
 // Whether the page is read-only, for example in a read-only mapping of a file: the owner's threads must not write to
 // it.
 bool is_read_only(const char* at) {
+#if defined(__APPLE__)
+  vm_address_t start = reinterpret_cast<std::uintptr_t>(at);
+  vm_size_t bytes = 0;
+  vm_region_basic_info_data_64_t region{};
+  mach_msg_type_number_t count = VM_REGION_BASIC_INFO_COUNT_64;
+  mach_port_t object = MACH_PORT_NULL;
+  const kern_return_t result = vm_region_64(mach_task_self(), &start, &bytes, VM_REGION_BASIC_INFO_64,
+                                              reinterpret_cast<vm_region_info_t>(&region), &count, &object);
+  const bool is_mapped = result == KERN_SUCCESS && start <= reinterpret_cast<std::uintptr_t>(at);
+  return is_mapped && (region.protection & VM_PROT_READ) != 0 && (region.protection & VM_PROT_WRITE) == 0;
+#else
   constexpr int populate_read = 22, populate_write = 23;  // of madvise, Linux 5.14
   auto* start = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(at) / page * page);
   return madvise(start, page, populate_write) != 0 && madvise(start, page, populate_read) == 0;
+#endif
 }
 
 std::uint64_t random_key() {
   std::uint64_t key = 0;
   while (key == 0) {
-    if (getrandom(&key, sizeof key, 0) != sizeof key) throw system_failure("getrandom");
+    if (!fill_random(&key, sizeof key)) throw system_failure("random numbers");
   }
   return key;
 }
@@ -99,7 +89,7 @@ Owner this_process() {
 
 bool alive(Owner owner) {
   const std::uint64_t started = start_of(pid_of(owner)), known = owner & ticks;
-  return started != 0 && (started == unknown || known == unknown || (started & ticks) == known);
+  return started != 0 && (started == unknown_start || known == unknown_start || (started & ticks) == known);
 }
 
 Refusal Entry::check(const Ticket& ticket, std::uint64_t offset, std::uint64_t length, Access access) const {
@@ -280,9 +270,9 @@ TableMemory* table_of(const Peer& peer) {
 }
 
 std::uint64_t do_atomic(char* at, Access access, std::uint64_t operand, std::uint64_t expected) {
-  std::atomic_ref<std::uint64_t> cell(*reinterpret_cast<std::uint64_t*>(at));
-  if (access == Access::fetch_add) return cell.fetch_add(operand, std::memory_order_seq_cst);
-  cell.compare_exchange_strong(expected, operand, std::memory_order_seq_cst);
+  auto* cell = reinterpret_cast<std::uint64_t*>(at);  // not std::atomic_ref, which older releases of libc++ lack
+  if (access == Access::fetch_add) return __atomic_fetch_add(cell, operand, __ATOMIC_SEQ_CST);
+  __atomic_compare_exchange_n(cell, &expected, operand, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return expected;
 }
 

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "native_thread.h"
+#include "platform/process.h"
 #include "shm/copy.h"
 
 namespace monarch {
@@ -36,7 +37,7 @@ Result failed(const std::string& text) { return {Outcome::failed, Refusal::none,
 bool has_ended(const Peer& peer) {
   // The watcher thread closes these descriptors, and their numbers may be reused; but it sets `state` before that, so
   // `state` is checked last.
-  pollfd ends[] = {{__atomic_load_n(&peer.pidfd, __ATOMIC_RELAXED), POLLIN, 0}, {__atomic_load_n(&peer.link, __ATOMIC_RELAXED), POLLRDHUP, 0}};
+  pollfd ends[] = {{__atomic_load_n(&peer.pidfd, __ATOMIC_RELAXED), POLLIN, 0}, {__atomic_load_n(&peer.link, __ATOMIC_RELAXED), hung_up, 0}};
   if (poll(ends, std::size(ends), 0) > 0) return true;
   return peer.state.load(std::memory_order_acquire) != Peer::alive;
 }
@@ -173,7 +174,7 @@ bool SameHost::can_read_memory(Peer& peer) {
     std::uint64_t seen = 0;
     const std::uint64_t at = peer.mapping->header().self.load(std::memory_order_relaxed);
     const iovec here{&seen, sizeof seen}, there{reinterpret_cast<void*>(at), sizeof seen};
-    known = process_vm_readv(peer.pid, &here, 1, &there, 1, 0) == sizeof seen && seen == at ? 1 : -1;
+    known = read_process(peer.pid, &here, 1, &there, 1) == sizeof seen && seen == at ? 1 : -1;
     peer.readable.store(known, std::memory_order_relaxed);
   }
   return known == 1;
@@ -325,8 +326,8 @@ Result SameHost::by_kernel(const Transfer& transfer, std::uint64_t base, const s
     }
     if (count == 0) break;
     if (!reads && may_have_ended(*transfer.peer)) return ended(Outcome::lost);
-    const auto call = reads ? process_vm_readv : process_vm_writev;
-    const ssize_t moved = call(transfer.peer->pid, here.data(), count, there.data(), count, 0);
+    const auto call = reads ? read_process : write_process;
+    const ssize_t moved = call(transfer.peer->pid, here.data(), count, there.data(), count);
     const int error = moved < 0 ? errno : EFAULT;
     // Also where it failed: another process may have nothing at this address, or not permit access.
     if (moved <= 0 ? has_ended(*transfer.peer) : reads && may_have_ended(*transfer.peer)) return ended(Outcome::lost);

@@ -14,17 +14,16 @@
 #include <utility>
 #include <vector>
 
+#include <fcntl.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include "memory/socket_connection.h"
 #include "memory/wire.h"
 #include "native_thread.h"
-#include "shm/arena.h"
 
 namespace monarch {
 
@@ -386,9 +385,10 @@ Descriptor listener_at(const std::string& address, std::uint16_t port) {
     throw std::invalid_argument(address + " is no numeric address to listen at, as 127.0.0.1 or ::1 are");
   }
   const std::unique_ptr<addrinfo, void (*)(addrinfo*)> freed(found, freeaddrinfo);
-  Descriptor socket(::socket(found->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Descriptor socket(new_socket(found->ai_family, SOCK_STREAM));
   const int yes = 1;
   if (socket.get() < 0) throw system_failure("socket");
+  fcntl(socket.get(), F_SETFL, fcntl(socket.get(), F_GETFL) | O_NONBLOCK);
   setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &yes, sizeof yes);
   if (bind(socket.get(), found->ai_addr, found->ai_addrlen) != 0) throw system_failure(("bind to " + address).c_str());
   if (::listen(socket.get(), SOMAXCONN) != 0) throw system_failure("listen");
@@ -411,7 +411,10 @@ class Server::Acceptor {
   Acceptor(std::shared_ptr<Memory> memory, std::shared_ptr<const Identity> identity, std::size_t most);
   std::uint16_t listen(const std::string& address, std::uint16_t port);
   void close();
-  void abandon() { inherited_.close_all(); }
+  void abandon() {
+    inherited_.close_all();
+    wakeup_.close();
+  }
   std::size_t authenticated() const { return authenticated_.load(); }
   bool forked() const { return getpid() != pid_; }
   StagingBuffers& staging() { return staging_; }
@@ -449,14 +452,13 @@ class Server::Acceptor {
   void reap();
   void serve(Connection& connection);
   bool reserve_slot();
-  void wake() const;
 
   const std::shared_ptr<Memory> memory_;
   const std::shared_ptr<const Identity> identity_;
   StagingBuffers staging_;
   const std::size_t most_, most_sockets_;
   const int pid_;
-  Descriptor wakeup_fd_;  // an eventfd: a new listener, an ended connection, or close
+  Wakeup wakeup_;  // for a new listener, an ended connection, or close
   InheritedDescriptors inherited_;
   std::mutex lifecycle_;  // serialises listen and close
   std::mutex mutex_;      // listeners_
@@ -473,11 +475,7 @@ Server::Acceptor::Acceptor(std::shared_ptr<Memory> memory, std::shared_ptr<const
       most_(most),
       most_sockets_(2 * max_unauthenticated + most),
       pid_(getpid()),
-      wakeup_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      inherited_(most_sockets_ + most_listeners + 1) {
-  if (wakeup_fd_.get() < 0) throw system_failure("eventfd");
-  inherited_.add(wakeup_fd_.get());
-}
+      inherited_(most_sockets_ + most_listeners) {}
 
 std::uint16_t Server::Acceptor::listen(const std::string& address, std::uint16_t port) {
   const std::scoped_lock lifecycle(lifecycle_);
@@ -490,26 +488,21 @@ std::uint16_t Server::Acceptor::listen(const std::string& address, std::uint16_t
     listeners_.emplace_back(std::move(socket), inherited_);
   }
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-  wake();
+  wakeup_.wake();
   return got;
 }
 
 void Server::Acceptor::close() {
   const std::scoped_lock lifecycle(lifecycle_);
   ending_ = true;
-  wake();
+  wakeup_.wake();
   if (thread_.joinable()) thread_.join();
   const std::scoped_lock lock(mutex_);
   listeners_.clear();
 }
 
-void Server::Acceptor::wake() const {
-  const std::uint64_t one = 1;
-  (void)!write(wakeup_fd_.get(), &one, sizeof one);
-}
-
 std::vector<pollfd> Server::Acceptor::sources() {
-  std::vector<pollfd> sources{{wakeup_fd_.get(), POLLIN, 0}};
+  std::vector<pollfd> sources{{wakeup_.fd(), POLLIN, 0}};
   const std::scoped_lock lock(mutex_);
   for (const Listener& listener : listeners_) sources.push_back({listener.socket.get(), POLLIN, 0});
   return sources;
@@ -520,8 +513,7 @@ void Server::Acceptor::run() {
   while (!ending_) {
     std::vector<pollfd> ready = sources();
     poll(ready.data(), ready.size(), -1);
-    std::uint64_t wakeups;
-    (void)!read(wakeup_fd_.get(), &wakeups, sizeof wakeups);
+    wakeup_.drain();
     reap();
     for (std::size_t i = 1; i < ready.size() && !ending_; ++i) {
       if (ready[i].revents != 0) accept_one(ready[i].fd);
@@ -533,7 +525,7 @@ void Server::Acceptor::run() {
 }
 
 void Server::Acceptor::accept_one(int listener) {
-  Descriptor socket(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
+  Descriptor socket(accept_socket(listener));
   if (socket.get() < 0) {
     if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
       std::this_thread::sleep_for(std::chrono::milliseconds(accept_retry_ms));
@@ -603,7 +595,7 @@ void Server::Acceptor::serve(Connection& connection) {
   if (has_slot) --authenticated_;
   connection.hang_up();
   connection.state = Connection::finished;
-  wake();
+  wakeup_.wake();
 }
 
 Server::Server(std::shared_ptr<Memory> memory, std::shared_ptr<const Identity> identity, std::size_t most)

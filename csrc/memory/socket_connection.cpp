@@ -13,12 +13,9 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
-
-#include "shm/arena.h"
 
 namespace monarch {
 
@@ -66,14 +63,9 @@ void InheritedDescriptors::close_all() {
   }
 }
 
-Cancel::Cancel() : event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (event_.get() < 0) throw system_failure("eventfd");
-}
-
 void Cancel::set() {
   set_.store(true, std::memory_order_release);
-  const std::uint64_t one = 1;
-  (void)!write(event_.get(), &one, sizeof one);
+  wakeup_.wake();
 }
 
 void Limits::check() const {
@@ -88,7 +80,11 @@ SocketConnection::SocketConnection(Descriptor socket) : socket_(std::move(socket
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   // A host that has disappeared frees its thread and its slot within a minute.
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+#if defined(__APPLE__)
+  set_option(fd, IPPROTO_TCP, TCP_KEEPALIVE, keep_alive_after);
+#else
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, keep_alive_after);
+#endif
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, keep_alive_every);
   set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, keep_alive_times);
 }
@@ -103,7 +99,7 @@ std::unique_ptr<SocketConnection> SocketConnection::connect(const std::string& a
   }
   int error = EADDRNOTAVAIL;
   for (const addrinfo* at = found.first; at != nullptr; at = at->ai_next) {
-    Descriptor socket(::socket(at->ai_family, at->ai_socktype | SOCK_CLOEXEC, at->ai_protocol));
+    Descriptor socket(new_socket(at->ai_family, at->ai_socktype, at->ai_protocol));
     if (socket.get() < 0) throw SocketError(Outcome::unreachable, std::strerror(errno));
     auto connection = std::make_unique<SocketConnection>(std::move(socket));
     error = 0;
@@ -179,7 +175,7 @@ std::size_t SocketConnection::try_write(const char* first, std::size_t bytes, co
   msghdr message{};
   message.msg_iov = bytes == 0 ? &parts[1] : parts.data();
   message.msg_iovlen = bytes == 0 || more == 0 ? 1 : 2;
-  const ssize_t n = sendmsg(fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  const ssize_t n = sendmsg(fd(), &message, no_signal | MSG_DONTWAIT);
   if (n >= 0) return static_cast<std::size_t>(n);
   if (errno != EAGAIN && errno != EINTR) lost(errno);
   return 0;

@@ -16,6 +16,7 @@
 
 #include "memory/status.h"
 #include "memory/tls.h"
+#include "platform/descriptors.h"
 
 namespace monarch {
 
@@ -55,12 +56,11 @@ class InheritedDescriptors {
 // Ends waits, of any number of threads, once and for all.
 class Cancel {
  public:
-  Cancel();  // throws std::system_error
   void set();
   bool is_set() const { return set_.load(std::memory_order_acquire); }
-  int descriptor() const { return event_.get(); }  // readable once it is set
+  int descriptor() const { return wakeup_.fd(); }  // readable once it is set
  private:
-  Descriptor event_;
+  Wakeup wakeup_;
   std::atomic<bool> set_{false};
 };
 

@@ -7,6 +7,8 @@
 #include <dlfcn.h>
 #include <sys/socket.h>
 
+#include "platform/descriptors.h"
+
 namespace monarch {
 
 namespace {
@@ -160,7 +162,7 @@ bool again() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR;
 
 int bio_write(Bio* bio, const char* from, int bytes) {
   openssl().BIO_clear_flags(bio, bio_retry_all);
-  const auto n = send(bio_fd(bio), from, static_cast<std::size_t>(bytes), MSG_NOSIGNAL | MSG_DONTWAIT);
+  const auto n = send(bio_fd(bio), from, static_cast<std::size_t>(bytes), no_signal | MSG_DONTWAIT);
   if (n < 0 && again()) openssl().BIO_set_flags(bio, bio_retry_write);
   return static_cast<int>(n);
 }

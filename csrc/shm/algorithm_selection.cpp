@@ -81,7 +81,7 @@ Offer Group::offer_in_place(Operation& op) {
     for (int i = 0; i <= size_; ++i) places[i] -= reinterpret_cast<std::uintptr_t>(arena.at(0));
     return Offer::shared;
   }
-  if (board(rank_).reads == 0 || bytes < read_from_ || !worth_reading(c)) return Offer::stage;
+  if (control_block(rank_).reads == 0 || bytes < read_from_ || !worth_reading(c)) return Offer::stage;
   return std::all_of(op.in.begin(), op.in.end(), readable) ? Offer::memory : Offer::stage;
 }
 
@@ -106,7 +106,7 @@ void Group::plan(Operation& op) {
   bool in_slots = true;
   std::uint64_t bytes = op.header.bytes;
   for (int r = 0; r < size_; ++r) {
-    in_slots &= board(r).headers[op.sequence & 1].offer == Offer::slot;
+    in_slots &= control_block(r).headers[op.sequence & 1].offer == Offer::slot;
     if (op.header.collective == Collective::all_to_all) {
       const std::uint64_t* sizes = table(r, op.sequence);
       bytes = std::max(bytes, *std::max_element(sizes, sizes + size_));
@@ -127,12 +127,12 @@ bool Group::all_offer_in_place(const Operation& op) const {
   bool read = false;
   for (int r = 0; r < size_; ++r) {
     if (!brings(op.header, r)) continue;
-    const Offer offer = board(r).headers[op.sequence & 1].offer;
+    const Offer offer = control_block(r).headers[op.sequence & 1].offer;
     if (offer != Offer::shared && offer != Offer::memory) return false;
     read |= offer == Offer::memory;
   }
   for (int r = 0; read && r < size_; ++r) {
-    if (board(r).reads == 0) return false;
+    if (control_block(r).reads == 0) return false;
   }
   return true;
 }
@@ -176,7 +176,7 @@ void Group::explain(const Operation& op) {
     case Algorithm::two_shot: algorithm = "two shots through the stage, in " + chunks; break;
     case Algorithm::direct: {
       bool read = false;
-      for (int r = 0; r < size_; ++r) read |= brings(op.header, r) && board(r).headers[op.sequence & 1].offer == Offer::memory;
+      for (int r = 0; r < size_; ++r) read |= brings(op.header, r) && control_block(r).headers[op.sequence & 1].offer == Offer::memory;
       algorithm = read ? "one copy, with process_vm_readv" : "no copy, straight from tensors in shared memory";
       break;
     }

@@ -1,9 +1,9 @@
 // Operations that read data directly from the callers' tensors: tensors in shared memory through the mapping, others
-// with process_vm_readv (cross-memory attach) if the kernel permits that.
+// with process_vm_readv (cross-memory attach) if the kernel has it and permits it.
 //
 // A caller may write its tensor again once its operation has ended: so an operation ends only when all ranks have
-// taken. A rank that fails does not wait for the others, and publishes the failure on its board before its caller may
-// write. So a reader checks the boards afterwards, and does not use its data if a rank has failed (model/group.pml,
+// taken. A rank that fails does not wait for the others, and publishes the failure in its control block before its caller may
+// write. So a reader checks the control blocks afterwards, and does not use its data if a rank has failed (model/group.pml,
 // kind 8).
 #include <cerrno>
 #include <cstddef>
@@ -12,6 +12,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "platform/process.h"
 #include "shm/group.h"
 #include "shm/range.h"
 
@@ -22,7 +23,7 @@ namespace {
 bool read_memory(int pid, std::uint64_t from, char* to, std::uint64_t bytes) {
   while (bytes != 0) {
     const iovec here{to, bytes}, there{reinterpret_cast<void*>(from), bytes};
-    const ssize_t got = process_vm_readv(pid, &here, 1, &there, 1, 0);
+    const ssize_t got = read_process(pid, &here, 1, &there, 1);
     if (got <= 0) return false;
     to += got, from += static_cast<std::uint64_t>(got), bytes -= static_cast<std::uint64_t>(got);
   }
@@ -45,8 +46,8 @@ bool Group::probe_reads() const {
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
     std::uint64_t seen = 0;
-    const std::uint64_t at = board(r).self + offsetof(Board, self);
-    if (!read_memory(peers_[r]->pid, at, reinterpret_cast<char*>(&seen), sizeof seen) || seen != board(r).self) return false;
+    const std::uint64_t at = control_block(r).self + offsetof(ControlBlock, self);
+    if (!read_memory(peers_[r]->pid, at, reinterpret_cast<char*>(&seen), sizeof seen) || seen != control_block(r).self) return false;
   }
   return true;
 }
@@ -56,7 +57,7 @@ bool Group::move_direct(Operation& op) {
   std::uint64_t left = time_slice;
   bool moved = false;
   // True once this rank has done all chunks of a step, and all ranks have done their part of it.
-  const auto step = [&](std::uint64_t& done, bool& published, std::atomic<std::uint64_t> Board::*counter, auto&& work) {
+  const auto step = [&](std::uint64_t& done, bool& published, std::atomic<std::uint64_t> ControlBlock::*counter, auto&& work) {
     for (; done < op.chunks && left != 0; ++done, --left, moved = true) {
       if (!work(op, done)) return false;
     }
@@ -64,16 +65,16 @@ bool Group::move_direct(Operation& op) {
     std::atomic_thread_fence(std::memory_order_acquire);  // the look comes after the reads, on any processor
     if (!published && !any_rank_failed()) {
       published = moved = true;
-      (board(rank_).*counter).store(end, std::memory_order_release);
+      (control_block(rank_).*counter).store(end, std::memory_order_release);
       ring();
     }
     return published && all_reach(counter, end);
   };
   if (op.header.collective == Collective::all_reduce &&
-      !step(op.reduced, op.published_reduced, &Board::reduced, [this](auto& o, auto chunk) { return reduce_direct(o, chunk); })) {
+      !step(op.reduced, op.published_reduced, &ControlBlock::reduced, [this](auto& o, auto chunk) { return reduce_direct(o, chunk); })) {
     return moved;
   }
-  if (!step(op.taken, op.published_taken, &Board::taken, [this](auto& o, auto chunk) { return take_direct(o, chunk); })) return moved;
+  if (!step(op.taken, op.published_taken, &ControlBlock::taken, [this](auto& o, auto chunk) { return take_direct(o, chunk); })) return moved;
   position_ = end;
   finish(op);
   return true;
@@ -83,7 +84,7 @@ bool Group::move_direct(Operation& op) {
 // has died, which will be reported, or the group has failed.
 bool Group::fetch(const Operation& op, int from, int piece, std::uint64_t at, char* to, std::uint64_t bytes) {
   const std::uint64_t place = offered(from, op.sequence)[piece] + at;
-  if (board(from).headers[op.sequence & 1].offer == Offer::shared) {
+  if (control_block(from).headers[op.sequence & 1].offer == Offer::shared) {
     if (bytes != 0) std::memcpy(to, arenas_[from] + place, bytes);
     return true;
   }

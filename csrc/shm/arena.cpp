@@ -6,19 +6,18 @@
 #include <iterator>
 #include <new>
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+#include "platform/shared_memory.h"
 
 namespace monarch {
 
 namespace {
 
-std::size_t whole_pages(std::size_t bytes) { return (bytes + page - 1) / page * page; }
+std::size_t whole(std::size_t bytes, std::size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
 }  // namespace
-
-std::system_error system_failure(const char* what) { return {errno, std::generic_category(), what}; }
 
 Mapping::Mapping(int fd, std::size_t size) : size_(size) {
   void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -28,15 +27,9 @@ Mapping::Mapping(int fd, std::size_t size) : size_(size) {
 
 Mapping::~Mapping() { munmap(base_, size_); }
 
-Arena::Arena(std::size_t size) : fd_(memfd_create("monarch", MFD_CLOEXEC | MFD_ALLOW_SEALING)) {
-  size = whole_pages(size);
-  if (fd_ < 0) throw system_failure("memfd_create");
-  // Sealed, so that no peer can shrink it: the others would get SIGBUS.
-  if (ftruncate(fd_, static_cast<off_t>(size)) != 0 || fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    const auto error = system_failure("sizing shared memory");
-    close(fd_);
-    throw error;
-  }
+Arena::Arena(std::size_t size) {
+  size = whole(size, shared_memory_unit);
+  fd_ = new_shared_memory(size);
   mapping_ = new Mapping(fd_, size);
   auto* header = new (mapping_->at(0)) ArenaHeader{};
   header->self.store(reinterpret_cast<std::uintptr_t>(&header->self));
@@ -49,7 +42,7 @@ Arena::~Arena() {
 }
 
 std::uint64_t Arena::allocate(std::size_t bytes) {
-  bytes = whole_pages(bytes);
+  bytes = whole(bytes, page);
   std::uint64_t offset = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -72,7 +65,7 @@ void Arena::release(std::uint64_t offset) {
   if (entry == taken_.end()) return;
   // What lies beyond the warm part was needed once, not always: the system gets its pages back.
   const std::uint64_t end = offset + entry->second, cold = std::max<std::uint64_t>(offset, warm);
-  if (end > cold) madvise(mapping_->at(cold), end - cold, MADV_REMOVE);
+  if (end > cold) discard_pages(mapping_->at(cold), end - cold);
   auto hole = free_.emplace(offset, entry->second).first;
   taken_.erase(entry);
   if (const auto next = std::next(hole); next != free_.end() && hole->first + hole->second == next->first) {

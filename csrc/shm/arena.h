@@ -1,6 +1,6 @@
 // Memory that the processes of one host share: each process owns one arena and maps those of its peers.
 //
-// An arena is a memfd of fixed size. It has no name that could be guessed or left behind. Pages are committed at first
+// An arena is shared memory of fixed size. It has no name that could be guessed or left behind. Pages are committed at first
 // use and then reused instead of released, because a fresh shared page costs more than copying it. An offset in an
 // arena has the same meaning in every process that maps it.
 #pragma once
@@ -11,6 +11,7 @@
 #include <mutex>
 #include <system_error>
 
+#include "platform/system.h"
 #include "shm/futex_waiter.h"
 
 namespace monarch {
@@ -28,9 +29,6 @@ struct ArenaHeader {
   std::atomic<std::uint64_t> table;              // of registered memory (memory/registration_table.h), an offset; 0: nothing is registered
 };
 static_assert(sizeof(ArenaHeader) <= page);
-
-// What the last system call failed with.
-std::system_error system_failure(const char* what);
 
 // A mapping, ours or a peer's.
 class Mapping {

@@ -1,12 +1,8 @@
 #include "shm/futex_waiter.h"
 
-#include <cerrno>
-#include <climits>
-
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+
+#include "platform/address_wait.h"
 
 namespace monarch {
 
@@ -16,10 +12,6 @@ namespace {
 // yielding, then sleep. A late rank costs its peers no more processor time than that. Fewer yields, and ranks that share
 // processors sleep where they were a few microseconds early.
 constexpr int spins = 200;
-
-long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value, const timespec* timeout) {
-  return syscall(SYS_futex, word, operation, value, timeout, nullptr, FUTEX_BITSET_MATCH_ANY);
-}
 
 void relax() {
 #if defined(__x86_64__)
@@ -33,7 +25,7 @@ void relax() {
 
 void Doorbell::wake() {
   ring_count.fetch_add(1, std::memory_order_seq_cst);
-  futex(&ring_count, FUTEX_WAKE, INT_MAX, nullptr);
+  wake_address(ring_count);
 }
 
 bool FutexWaiter::pause() {
@@ -51,11 +43,7 @@ bool FutexWaiter::pause() {
 }
 
 bool FutexWaiter::sleep(std::uint32_t seen, Clock::time_point deadline) {
-  const auto left = deadline.time_since_epoch();
-  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
-  // FUTEX_WAIT_BITSET takes an absolute time of CLOCK_MONOTONIC, which steady_clock is.
-  const timespec until{seconds.count(), (left - seconds).count()};
-  interrupted_ = futex(&doorbell_.ring_count, FUTEX_WAIT_BITSET, seen, &until) != 0 && errno == EINTR;
+  interrupted_ = wait_on_address(doorbell_.ring_count, seen, deadline);
   return Clock::now() < deadline;
 }
 

@@ -5,16 +5,16 @@
 #include <new>
 #include <utility>
 
-#include <sched.h>
+#include "platform/process.h"
 
 namespace monarch {
 
 namespace {
 
-// Where things lie behind a Board of n ranks.
+// Where things lie behind a ControlBlock of n ranks.
 struct Layout {
   explicit Layout(std::size_t n)
-      : closed_flags(sizeof(Board)),
+      : closed_flags(sizeof(ControlBlock)),
         tables(closed_flags + whole_lines(n * sizeof(std::uint32_t))),
         offers(tables + whole_lines(4 * n * sizeof(std::uint64_t))),
         send_rings(offers + whole_lines(2 * (n + 1) * sizeof(std::uint64_t))),
@@ -24,16 +24,11 @@ struct Layout {
   std::size_t closed_flags, tables, offers, send_rings, read_counts, slots, stage;
 };
 
-int processors() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
 }  // namespace
 
-// Boards -----------------------------------------------------------------------------------------------------------
+// Control blocks ---------------------------------------------------------------------------------------------------
 
-std::uint64_t Group::make_board(Host& host, int size) {
+std::uint64_t Group::allocate_control_block(Host& host, int size) {
   const Layout layout(size);
   std::uint64_t offset = 0;
   std::size_t stage = 2 * largest_stage;
@@ -44,10 +39,10 @@ std::uint64_t Group::make_board(Host& host, int size) {
   if (offset == 0) return 0;
   char* memory = host.arena().mapping().at(offset);
   std::memset(memory, 0, layout.slots);
-  Board* board = new (memory) Board{};
-  board->stage = static_cast<std::uint32_t>(stage);
-  board->processors = processors();
-  board->self = reinterpret_cast<std::uintptr_t>(memory);
+  ControlBlock* control_block = new (memory) ControlBlock{};
+  control_block->stage = static_cast<std::uint32_t>(stage);
+  control_block->processors = processors();
+  control_block->self = reinterpret_cast<std::uintptr_t>(memory);
   return offset;
 }
 
@@ -72,12 +67,12 @@ char* Group::stage(int rank, std::uint64_t position) const {
 }
 
 Group::Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers,
-             std::vector<std::uint64_t> boards, std::uint64_t read_from, std::string label)
+             std::vector<std::uint64_t> control_blocks, std::uint64_t read_from, std::string label)
     : host_(std::move(host)),
       rank_(rank),
-      size_(static_cast<int>(boards.size())),
+      size_(static_cast<int>(control_blocks.size())),
       peers_(std::move(peers)),
-      boards_(std::move(boards)),
+      control_blocks_(std::move(control_blocks)),
       stage_(largest_stage),
       oversubscribed_(false),
       from_(size_),
@@ -87,12 +82,12 @@ Group::Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<P
   for (int r = 0; r < size_; ++r) {
     const Mapping& arena = r == rank_ ? host_->arena().mapping() : *peers_[r]->mapping;
     arenas_.push_back(arena.at(0));
-    bases_.push_back(arena.at(boards_[r]));
+    bases_.push_back(arena.at(control_blocks_[r]));
     // Where the stages or the processors differ, all ranks still come to the same plans.
-    stage_ = std::min<std::uint64_t>(stage_, board(r).stage);
-    oversubscribed_ |= size_ > static_cast<int>(board(r).processors);
+    stage_ = std::min<std::uint64_t>(stage_, control_block(r).stage);
+    oversubscribed_ |= size_ > static_cast<int>(control_block(r).processors);
   }
-  board(rank_).reads = read_from_ != 0 && probe_reads();
+  control_block(rank_).reads = read_from_ != 0 && probe_reads();
   p2p_.emplace(*host_, rank_, p2p_layout());
 }
 
@@ -108,9 +103,9 @@ P2pChannels::Layout Group::p2p_layout() const {
 Group::~Group() { close(); }
 
 // Memory order: a thread that reads a counter also sees what was written before it.
-bool Group::all_reach(std::atomic<std::uint64_t> Board::*counter, std::uint64_t value) const {
+bool Group::all_reach(std::atomic<std::uint64_t> ControlBlock::*counter, std::uint64_t value) const {
   for (int r = 0; r < size_; ++r) {
-    if ((board(r).*counter).load(std::memory_order_acquire) < value) return false;
+    if ((control_block(r).*counter).load(std::memory_order_acquire) < value) return false;
   }
   return true;
 }
@@ -222,7 +217,7 @@ bool Group::step(Operation& op) {
   bool moved = false;
   // A rank that failed the group does not return: an operation that has not started need not start.
   if (op.state == Operation::queued && !any_rank_failed()) moved = enter(op);
-  if (op.state == Operation::entering && all_reach(&Board::entered, op.sequence)) {
+  if (op.state == Operation::entering && all_reach(&ControlBlock::entered, op.sequence)) {
     moved = true;
     if (!compare(op)) {
       finish(op);
@@ -237,8 +232,8 @@ bool Group::step(Operation& op) {
 bool Group::enter(Operation& op) {
   op.sequence = ++sequence_;
   offer(op);
-  board(rank_).headers[op.sequence & 1] = op.header;
-  board(rank_).entered.store(op.sequence, std::memory_order_release);
+  control_block(rank_).headers[op.sequence & 1] = op.header;
+  control_block(rank_).entered.store(op.sequence, std::memory_order_release);
   ring();
   op.state = Operation::entering;
   return true;
@@ -251,7 +246,7 @@ bool Group::compare(Operation& op) {
 #endif
   const auto at = op.sequence & 1;
   const auto called = [&](int r) {
-    Header header = board(r).headers[at];
+    Header header = control_block(r).headers[at];
     header.offer = Offer::stage;
     return header;
   };
@@ -285,7 +280,7 @@ bool Group::compare(Operation& op) {
 bool Group::move(Operation& op) {
   if (op.algorithm == Algorithm::direct) return move_direct(op);
   const bool two_shot = op.algorithm == Algorithm::two_shot;
-  Board& mine = board(rank_);
+  ControlBlock& mine = control_block(rank_);
   bool moved = false;
   const auto end_of = [&op](std::uint64_t chunk) { return op.base + (chunk + 1) * op.stride; };
   const auto publish = [&](std::atomic<std::uint64_t>& counter, std::uint64_t& count) {
@@ -297,18 +292,18 @@ bool Group::move(Operation& op) {
     again = false;
     // The buffer holds an older chunk until all ranks have taken from it.
     const std::uint64_t end = end_of(op.filled);
-    if (op.filled < op.chunks && (end <= stage_ || all_reach(&Board::taken, end - stage_))) {
+    if (op.filled < op.chunks && (end <= stage_ || all_reach(&ControlBlock::taken, end - stage_))) {
       fill(op, op.filled, stage(rank_, end - op.stride), false);
       publish(mine.filled, op.filled);
       again = true;
     }
-    if (two_shot && op.reduced < op.filled && all_reach(&Board::filled, end_of(op.reduced))) {
+    if (two_shot && op.reduced < op.filled && all_reach(&ControlBlock::filled, end_of(op.reduced))) {
       reduce_slice(op, op.reduced, stage(rank_, end_of(op.reduced) - op.stride));
       publish(mine.reduced, op.reduced);
       again = true;
     }
     const std::uint64_t ready = two_shot ? op.reduced : op.filled;
-    if (op.taken < ready && all_reach(two_shot ? &Board::reduced : &Board::filled, end_of(op.taken))) {
+    if (op.taken < ready && all_reach(two_shot ? &ControlBlock::reduced : &ControlBlock::filled, end_of(op.taken))) {
       if (two_shot) {
         collect(op, op.taken);
       } else {
@@ -330,13 +325,13 @@ bool Group::move(Operation& op) {
 void Group::fail(Failure failure) {
   broken_ = std::move(failure);
   const auto kind = static_cast<std::uint32_t>(broken_->kind);
-  board(rank_).culprit.store(kind << 24 | static_cast<std::uint32_t>(broken_->rank + 1), std::memory_order_release);
+  control_block(rank_).culprit.store(kind << 24 | static_cast<std::uint32_t>(broken_->rank + 1), std::memory_order_release);
   ring();
 }
 
 bool Group::any_rank_failed() const {
   for (int r = 0; r < size_; ++r) {
-    if (r != rank_ && board(r).culprit.load(std::memory_order_acquire) != 0) return true;
+    if (r != rank_ && control_block(r).culprit.load(std::memory_order_acquire) != 0) return true;
   }
   return false;
 }
@@ -369,16 +364,16 @@ bool Group::detect_failures() {
   return false;
 }
 
-// The rank that caused `op` to stop. A rank that failed the group, or ended after that, names the first cause on its
-// board, and the board outlives it: all ranks report the first cause, not the last.
+// The rank that caused `op` to stop. A rank that failed the group, or ended after that, names the first cause in its
+// control block, and the control block outlives it: all ranks report the first cause, not the last.
 std::optional<Failure> Group::find_failure(const Operation& op) {
   const Collective c = op.header.collective;
   const bool alone = c == Collective::send || c == Collective::recv;  // needs one other rank, or any
   for (int r = 0; r < size_; ++r) {
     if (r == rank_) continue;
-    const auto& word = board(r).culprit;
+    const auto& word = control_block(r).culprit;
     std::uint32_t said = word.load(std::memory_order_acquire);
-    // It may have named the cause and ended since: the cause is on its board when its end is known here.
+    // It may have named the cause and ended since: the cause is in its control block when its end is known here.
     if (said == 0 && peers_[r]->state.load(std::memory_order_acquire) != Peer::alive) said = word.load(std::memory_order_acquire);
     const int blamed = static_cast<int>(said & 0xffffffu) - 1;
     const int culprit = blamed >= 0 ? blamed : r;
@@ -423,7 +418,7 @@ void Group::expire(const Operation& op) {
     const Operation& first = queue_.empty() ? op : *queue_.front();
     failure.text = "did not enter " + describe(first);
     for (int r = 0; r < size_ && failure.rank < 0; ++r) {
-      if (r != rank_ && board(r).entered.load(std::memory_order_acquire) < first.sequence) failure.rank = r;
+      if (r != rank_ && control_block(r).entered.load(std::memory_order_acquire) < first.sequence) failure.rank = r;
     }
     if (failure.rank < 0) {
       failure.rank = straggler(first);
@@ -438,21 +433,21 @@ void Group::expire(const Operation& op) {
 // this rank has already passed the same point.
 int Group::straggler(const Operation& op) const {
   if (op.state != Operation::moving) return -1;
-  const auto behind = [this](std::atomic<std::uint64_t> Board::*counter, std::uint64_t position) {
+  const auto behind = [this](std::atomic<std::uint64_t> ControlBlock::*counter, std::uint64_t position) {
     for (int r = 0; r < size_; ++r) {
-      if (r != rank_ && (board(r).*counter).load(std::memory_order_acquire) < position) return r;
+      if (r != rank_ && (control_block(r).*counter).load(std::memory_order_acquire) < position) return r;
     }
     return -1;
   };
   const std::uint64_t end = op.base + (op.algorithm == Algorithm::direct ? 1 : op.taken + 1) * op.stride;
   int late = -1;
   if (op.algorithm == Algorithm::direct) {
-    if (op.header.collective == Collective::all_reduce) late = behind(&Board::reduced, end);
-    return late < 0 ? behind(&Board::taken, end) : late;
+    if (op.header.collective == Collective::all_reduce) late = behind(&ControlBlock::reduced, end);
+    return late < 0 ? behind(&ControlBlock::taken, end) : late;
   }
-  if (end > stage_) late = behind(&Board::taken, end - stage_);  // no rank can fill the chunk yet
-  if (late < 0) late = behind(&Board::filled, end);
-  return late < 0 && op.algorithm == Algorithm::two_shot ? behind(&Board::reduced, end) : late;
+  if (end > stage_) late = behind(&ControlBlock::taken, end - stage_);  // no rank can fill the chunk yet
+  if (late < 0) late = behind(&ControlBlock::filled, end);
+  return late < 0 && op.algorithm == Algorithm::two_shot ? behind(&ControlBlock::reduced, end) : late;
 }
 
 void Group::expire_if_due(Operation& operation) {
@@ -461,8 +456,8 @@ void Group::expire_if_due(Operation& operation) {
 
 void Group::set_reason(const std::string& text) {
   const std::lock_guard lock(mutex_);
-  auto& reason = board(rank_).reason;
-  if (closed_ || text.empty() || reason[0] != '\0') return;  // the board may be another group's; the first cause stays
+  auto& reason = control_block(rank_).reason;
+  if (closed_ || text.empty() || reason[0] != '\0') return;  // the control block may be another group's; the first cause stays
   const std::size_t length = std::min(text.size(), reason.size() - 1);
   std::memcpy(reason.data() + 1, text.data() + 1, length - 1);
   reason[length] = '\0';
@@ -472,7 +467,7 @@ void Group::set_reason(const std::string& text) {
 
 // Text of the failure on a rank; the text of how the rank ended follows it.
 std::string Group::reason(int rank) const {
-  auto& text = board(rank).reason;
+  auto& text = control_block(rank).reason;
   if (std::atomic_ref(text[0]).load(std::memory_order_acquire) == '\0') return "";
   return std::string(text.data(), strnlen(text.data(), text.size())) + ", and ";
 }
@@ -485,7 +480,7 @@ void Group::close() {
     if (!broken_) fail(Failure{Failure::closed, rank_, "closed the group"});
   }
   advance();  // ends what is queued
-  // The others may still read my board and stage; when the last has closed, the memory is free again.
+  // The others may still read the control block and the stage of this rank; when the last has closed, the memory is free again.
   for (int r = 0; r < size_; ++r) {
     if (r != rank_) closed_flags(r)[rank_].store(1, std::memory_order_release);
   }
@@ -496,7 +491,7 @@ void Group::close() {
     return true;
   };
   std::vector<std::uint64_t> mine = p2p_->rings();
-  mine.push_back(boards_[rank_]);
+  mine.push_back(control_blocks_[rank_]);
   host_->release_when_unused(std::move(mine), unused);
 }
 

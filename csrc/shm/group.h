@@ -1,7 +1,7 @@
 // A group of ranks on one host and its operations. Each operation is a state machine and nothing here blocks, so one
 // thread can drive any number of groups, and a thread can drive the operation for which it waits.
 //
-// Every rank has a Board in its own arena. Only the rank writes it, and all ranks read it. It has counters that only
+// Every rank has a ControlBlock in its own arena. Only the rank writes it, and all ranks read it. It has counters that only
 // grow, a header for each of its last two operations, and a slot for each of these with its data if they are small.
 // Larger operations use a stage, a ring of buffers for chunks.
 //
@@ -36,7 +36,7 @@ inline constexpr std::size_t reason_bytes = 256;  // of the text why a rank ends
 
 inline constexpr const char* unreadable_text = "has a tensor in memory that other ranks can't read";
 
-struct Board {
+struct ControlBlock {
   // One cache line, one writer.
   alignas(64) std::atomic<std::uint64_t> entered;  // operations
   std::atomic<std::uint64_t> filled;               // bytes of the stage since the group was made, modulo its size ...
@@ -46,7 +46,7 @@ struct Board {
   std::uint32_t stage;                             // its bytes; never changes
   std::uint32_t processors;                        // that this rank may run on
   std::uint32_t reads;                             // 1: it can read the memory of all others with process_vm_readv
-  std::uint64_t self;                              // where the board lies in its owner's address space
+  std::uint64_t self;                              // where the control block lies in its owner's address space
   alignas(64) std::array<Header, 2> headers;
   // "raised ValueError: text". Written before `culprit`, or before the process ends; empty if nothing failed here.
   std::array<char, reason_bytes> reason;
@@ -57,14 +57,14 @@ struct Board {
 
 class Group {
  public:
-  // `peers[i]` is null for the own rank; `boards[i]` is the offset of rank i's board in its arena. `label` starts the
+  // `peers[i]` is null for the own rank; `control_blocks[i]` is the offset of rank i's control block in its arena. `label` starts the
   // lines on stderr that name the algorithm of an operation; no lines if it is empty.
-  Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers, std::vector<std::uint64_t> boards,
+  Group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers, std::vector<std::uint64_t> control_blocks,
         std::uint64_t read_from, std::string label);
   ~Group();
 
-  // The board of a rank-to-be; 0 when the arena is full. 
-  static std::uint64_t make_board(Host& host, int size);
+  // The control block for a rank of a group that is made later; 0 when the arena is full.
+  static std::uint64_t allocate_control_block(Host& host, int size);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -128,11 +128,11 @@ class Group {
   int straggler(const Operation& op) const;
   bool any_rank_failed() const;
   bool all_left() const;
-  bool all_reach(std::atomic<std::uint64_t> Board::*counter, std::uint64_t value) const;
+  bool all_reach(std::atomic<std::uint64_t> ControlBlock::*counter, std::uint64_t value) const;
   void ring() const;
 
   char* at(int rank) const { return bases_[rank]; }
-  Board& board(int rank) const { return *reinterpret_cast<Board*>(bases_[rank]); }
+  ControlBlock& control_block(int rank) const { return *reinterpret_cast<ControlBlock*>(bases_[rank]); }
   void ring(int rank) const;
   P2pChannels::Layout p2p_layout() const;
   std::atomic<std::uint32_t>* closed_flags(int rank) const;
@@ -146,8 +146,8 @@ class Group {
   std::shared_ptr<Host> host_;
   int rank_, size_;
   std::vector<std::shared_ptr<Peer>> peers_;
-  std::vector<std::uint64_t> boards_;
-  std::vector<char*> arenas_, bases_;  // the arenas and the boards in them, in our address space
+  std::vector<std::uint64_t> control_blocks_;
+  std::vector<char*> arenas_, bases_;  // the arenas and the control blocks in them, in our address space
   std::uint64_t stage_;       // bytes that every rank has
   bool oversubscribed_;              // more ranks than processors
   std::vector<const char*> from_;     // scratch: all ranks' buffers, ...

@@ -26,7 +26,7 @@ namespace monarch {
 inline constexpr std::size_t largest_p2p_ring = 2 << 20;  // larger than a core's cache, as the stage is; a power of two
 inline constexpr std::size_t smallest_p2p_ring = 16 << 10;
 
-// The sender's side, in its board: one line for each receiver. The receiver's side: how much it has read.
+// The sender's side, in its control block: one line for each receiver. The receiver's side: how much it has read.
 struct SendRing {
   alignas(64) std::atomic<std::uint64_t> written;  // bytes since the beginning
   std::atomic<std::uint64_t> offset;                   // of the ring in the sender's arena, 0: none yet

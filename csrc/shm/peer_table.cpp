@@ -5,30 +5,23 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <sstream>
 #include <system_error>
 #include <vector>
 
 #include <poll.h>
-#include <pthread.h>
 #include <signal.h>
-#include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <sys/ioctl.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
-#include <sys/un.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "native_thread.h"
+#include "platform/local_socket.h"
+#include "platform/process.h"
+#include "platform/random.h"
 
 namespace monarch {
 
-// The message that both sides send once, with their memfd attached.
+// The message that both sides send once, with the descriptor of their arena attached.
 struct Hello {
   std::uint64_t magic = 0x324f4c4c45484d00;
   std::uint64_t arena_bytes = 0;
@@ -40,7 +33,7 @@ namespace {
 
 std::string random_token() {
   std::array<unsigned char, 16> bytes{};
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) throw system_failure("getrandom");
+  if (!fill_random(bytes.data(), bytes.size())) throw system_failure("random numbers");
   std::string text;
   std::array<char, 3> hex{};
   for (const unsigned char byte : bytes) {
@@ -50,71 +43,18 @@ std::string random_token() {
   return text;
 }
 
-// Abstract: no file, gone with the process, visible in this network namespace only.
-socklen_t address_of(const std::string& token, sockaddr_un& address) {
-  address = {};
-  address.sun_family = AF_UNIX;
-  const std::string name = "monarch-" + token;
-  std::memcpy(address.sun_path + 1, name.data(), name.size());
-  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-}
-
-bool same_user(int link, int& pid) {
-  ucred peer{};
-  socklen_t size = sizeof peer;
-  if (getsockopt(link, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.uid != geteuid()) return false;
-  pid = peer.pid;
-  return true;
-}
-
-// A Hello as a socket message, with space for one descriptor.
-struct HelloPacket {
-  explicit HelloPacket(Hello& hello) : part{&hello, sizeof hello} {
-    message.msg_iov = &part;
-    message.msg_iovlen = 1;
-    message.msg_control = control.data();
-    message.msg_controllen = control.size();
-  }
-  HelloPacket(const HelloPacket&) = delete;  // the message points into itself
-  HelloPacket& operator=(const HelloPacket&) = delete;
-
-  iovec part;
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(sizeof(int))> control{};
-  msghdr message{};
-};
-
-bool send_hello(int link, Hello hello, int memfd) {
-  HelloPacket packet(hello);
-  cmsghdr* attached = CMSG_FIRSTHDR(&packet.message);
-  attached->cmsg_level = SOL_SOCKET;
-  attached->cmsg_type = SCM_RIGHTS;
-  attached->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(attached), &memfd, sizeof memfd);
-  return sendmsg(link, &packet.message, MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof hello);
-}
-
-// Return the attached memfd, or -1 for bytes of other programs: wrong size, wrong magic, no descriptor.
+// Return the attached descriptor, or -1 for bytes of other programs: wrong size, wrong magic, no descriptor.
 int receive_hello(int link, Hello& hello) {
-  HelloPacket packet(hello);
-  const ssize_t got = recvmsg(link, &packet.message, MSG_CMSG_CLOEXEC | MSG_WAITALL);
-  int memfd = -1;
-  if (const cmsghdr* attached = got > 0 ? CMSG_FIRSTHDR(&packet.message) : nullptr;
-      attached != nullptr && attached->cmsg_level == SOL_SOCKET && attached->cmsg_type == SCM_RIGHTS) {
-    std::memcpy(&memfd, CMSG_DATA(attached), sizeof memfd);
-  }
+  int memory = -1;
+  const ssize_t got = receive_with_descriptor(link, &hello, sizeof hello, memory);
   struct stat file{};
-  const bool good = got == static_cast<ssize_t>(sizeof hello) && hello.magic == Hello{}.magic && memfd >= 0 &&
-                    fstat(memfd, &file) == 0 && static_cast<std::uint64_t>(file.st_size) == hello.arena_bytes;
-  if (!good && memfd >= 0) close(memfd);
-  return good ? memfd : -1;
+  const bool good = got == static_cast<ssize_t>(sizeof hello) && hello.magic == Hello{}.magic && memory >= 0 &&
+                    fstat(memory, &file) == 0 && static_cast<std::uint64_t>(file.st_size) == hello.arena_bytes;
+  if (!good && memory >= 0) close(memory);
+  return good ? memory : -1;
 }
 
 constexpr int sweep_interval_ms = 200;  // ms
-
-void wake_watcher(int eventfd) {
-  const std::uint64_t one = 1;
-  (void)!write(eventfd, &one, sizeof one);
-}
 
 // Whether the link becomes readable within `seconds`, despite signals.
 bool readable(int link, double seconds) {
@@ -134,52 +74,8 @@ void set_one_second_timeouts(int link) {
   setsockopt(link, SOL_SOCKET, SO_SNDTIMEO, &second, sizeof second);
 }
 
-// Key of an epoll event. The number of a descriptor alone may be in use for another peer by now.
+// Key of a watched descriptor. The number of a descriptor alone may be in use for another peer by now.
 std::uint64_t watch_key(std::uint32_t number, int fd) { return std::uint64_t{number} << 32 | static_cast<std::uint32_t>(fd); }
-
-std::string describe_status(int status) {
-  if (WIFSIGNALED(status)) return "killed by signal " + std::to_string(WTERMSIG(status));
-  return "exited with status " + std::to_string(WEXITSTATUS(status));
-}
-
-// The wait status of a process that is not our child. A zombie shows it in /proc; once it is reaped, the pidfd
-// remembers it (Linux 6.15).
-bool status_of(int pid, int pidfd, int& status) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  if (std::getline(file, line)) {
-    std::istringstream fields(line.substr(line.rfind(')') + 1));
-    std::string state, field, last;
-    fields >> state;
-    while (fields >> field) last = field;
-    if (state == "Z" && !last.empty()) {
-      status = std::stoi(last);
-      return true;
-    }
-  }
-  struct {  // struct pidfd_info, whose header is newer than most
-    std::uint64_t mask, cgroup;
-    std::uint32_t pid, tgid, ppid, ids[8];
-    std::int32_t exit_code;
-    std::uint32_t more[8];
-  } info{};
-  info.mask = 1u << 3;  // PIDFD_INFO_EXIT
-  if (pidfd >= 0 && ioctl(pidfd, _IOC(_IOC_READ | _IOC_WRITE, 0xFF, 11, 64), &info) == 0 && (info.mask & (1u << 3))) {
-    status = info.exit_code;
-    return true;
-  }
-  return false;
-}
-
-std::string describe_exit(const Peer& peer) {
-  // The socket closes a moment before the process is a zombie.
-  if (peer.pidfd >= 0) {
-    pollfd end{peer.pidfd, POLLIN, 0};
-    if (poll(&end, 1, 50) == 0) return "closed its link to this process";
-  }
-  int status = 0;
-  return status_of(peer.pid, peer.pidfd, status) ? describe_status(status) : "gone (how it ended is not known here)";
-}
 
 }  // namespace
 
@@ -190,19 +86,9 @@ Peer::~Peer() {
 
 Host::Host(std::size_t arena_bytes, const std::string& token)
     : token_(token.empty() ? random_token() : token), arena_(std::make_unique<Arena>(arena_bytes)) {
-  listener_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_un address;
-  const socklen_t length = address_of(token_, address);
-  if (listener_ < 0 || bind(listener_, reinterpret_cast<sockaddr*>(&address), length) != 0 || listen(listener_, 4096) != 0) {
-    throw system_failure("listening on a Unix socket");
-  }
-  epoll_ = epoll_create1(EPOLL_CLOEXEC);
-  wakeup_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  for (const int fd : {listener_, wakeup_fd_}) {
-    epoll_event event{};
-    event.events = EPOLLIN;
-    event.data.u64 = watch_key(0, fd);
-    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) throw system_failure("epoll_ctl");
+  listener_ = listen_at_token(token_);
+  for (const int fd : {listener_, wakeup_.fd()}) {
+    if (!watched_fds_.add(fd, watch_key(0, fd))) throw system_failure("epoll_ctl");
   }
   if (token.empty()) begin();
 }
@@ -244,12 +130,13 @@ Host::~Host() {
   leave();
   if (watcher_.joinable()) {
     ending_ = true;
-    wake_watcher(wakeup_fd_);
+    wakeup_.wake();
     watcher_.join();
   }
   for (const auto& [token, pending] : pending_connects_) close(pending.link);
-  for (const int fd : {listener_, epoll_, wakeup_fd_}) {
-    if (fd >= 0) close(fd);
+  if (listener_ >= 0) {
+    remove_token(token_);
+    close(listener_);
   }
 }
 
@@ -258,7 +145,7 @@ void Host::release_when_unused(std::vector<std::uint64_t> offsets, std::function
   deferred_.emplace_back(std::move(offsets), std::move(unused));
   if (!swept_) {
     swept_ = true;
-    wake_watcher(wakeup_fd_);
+    wakeup_.wake();
   }
 }
 
@@ -295,10 +182,10 @@ void Host::abandon() {
   // The watcher does not exist in the child, and its locks may be held for ever: touch neither. Only descriptors
   // matter: a child that kept them would keep a dead parent's links open.
   if (watcher_.joinable()) watcher_.detach();
-  for (int* fd : {&listener_, &epoll_, &wakeup_fd_}) {
-    if (*fd >= 0) close(*fd);
-    *fd = -1;
-  }
+  if (listener_ >= 0) close(listener_);
+  listener_ = -1;
+  watched_fds_.close();
+  wakeup_.close();
   for (auto& [key, peer] : watched_) {
     if (peer->link >= 0) close(peer->link);
     if (peer->pidfd >= 0) close(peer->pidfd);
@@ -332,20 +219,20 @@ std::vector<std::shared_ptr<Peer>> Host::peers() {
   return all;
 }
 
-std::shared_ptr<Peer> Host::add_peer(int link, std::uint64_t ring_offset, const Hello& hello, int memfd, int pid) {
+std::shared_ptr<Peer> Host::add_peer(int link, std::uint64_t ring_offset, const Hello& hello, int memory, int pid) {
   auto peer = std::make_shared<Peer>();
   peer->token.assign(hello.token.begin(), hello.token.end());
   peer->pid = pid;
   peer->link = link;
-  peer->pidfd = static_cast<int>(syscall(434 /* pidfd_open */, pid, 0));
+  peer->pidfd = open_process(pid);
   try {
-    peer->mapping = std::make_unique<Mapping>(memfd, hello.arena_bytes);
+    peer->mapping = std::make_unique<Mapping>(memory, hello.arena_bytes);
   } catch (...) {
-    close(memfd);
+    close(memory);
     release_ring(ring_offset);
     throw;
   }
-  close(memfd);
+  close(memory);
   peer->ring_sent = ring_offset;
   peer->ring_received = hello.ring_offset;
   const std::lock_guard lock(mutex_);
@@ -355,10 +242,7 @@ std::shared_ptr<Peer> Host::add_peer(int link, std::uint64_t ring_offset, const 
   for (const int fd : {peer->link, peer->pidfd}) {
     if (fd < 0) continue;
     watched_[watch_key(peer->number, fd)] = peer;
-    epoll_event event{};
-    event.events = EPOLLIN | EPOLLRDHUP;
-    event.data.u64 = watch_key(peer->number, fd);
-    epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event);
+    watched_fds_.add(fd, watch_key(peer->number, fd));
   }
   connected_.notify_all();
   return peer;
@@ -371,17 +255,15 @@ std::shared_ptr<Peer> Host::connect(const std::string& token, double seconds, bo
     if (token.size() != Hello{}.token.size()) return nullptr;
     if (waiting != nullptr && (*waiting = is_connecting(token))) return nullptr;
     const Hello ours = hello();
-    const int link = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const int link = new_socket(AF_UNIX, SOCK_STREAM);
     if (link < 0) {
       const auto error = system_failure("socket");
       release_ring(ours.ring_offset);
       throw error;
     }
-    sockaddr_un address;
-    const socklen_t length = address_of(token, address);
     set_one_second_timeouts(link);
-    const bool there = ::connect(link, reinterpret_cast<sockaddr*>(&address), length) == 0;
-    const bool said = there && send_hello(link, ours, arena_->fd());
+    const bool there = connect_to_token(link, token);
+    const bool said = there && send_with_descriptor(link, &ours, sizeof ours, arena_->fd());
     const bool answered = said && readable(link, seconds);
     if (said && !answered && waiting != nullptr) {
       *waiting = true;
@@ -403,12 +285,12 @@ std::shared_ptr<Peer> Host::connect(const std::string& token, double seconds, bo
 // link.
 std::shared_ptr<Peer> Host::complete_handshake(const std::string& token, PendingConnect pending) {
   Hello theirs;
-  int pid = 0, memfd = -1;
-  const bool met = same_user(pending.link, pid) && (memfd = receive_hello(pending.link, theirs)) >= 0;
+  int pid = 0, memory = -1;
+  const bool met = is_same_user(pending.link, pid) && (memory = receive_hello(pending.link, theirs)) >= 0;
   if (met && std::string(theirs.token.begin(), theirs.token.end()) == token) {
-    return add_peer(pending.link, pending.ring_offset, theirs, memfd, pid);
+    return add_peer(pending.link, pending.ring_offset, theirs, memory, pid);
   }
-  if (memfd >= 0) close(memfd);
+  if (memory >= 0) close(memory);
   close(pending.link);
   release_ring(pending.ring_offset);
   return nullptr;
@@ -418,10 +300,7 @@ void Host::watch_connect(const std::string& token, PendingConnect pending) {
   {
     const std::lock_guard lock(mutex_);
     if (pending_connects_.emplace(token, pending).second) {
-      epoll_event event{};
-      event.events = EPOLLIN | EPOLLRDHUP;
-      event.data.u64 = watch_key(0, pending.link);
-      epoll_ctl(epoll_, EPOLL_CTL_ADD, pending.link, &event);
+      watched_fds_.add(pending.link, watch_key(0, pending.link));
       return;
     }
   }
@@ -442,7 +321,7 @@ bool Host::finish_connect(int link) {
     const std::lock_guard lock(mutex_);
     const auto found = std::find_if(pending_connects_.begin(), pending_connects_.end(), [link](const auto& entry) { return entry.second.link == link; });
     if (found == pending_connects_.end()) return false;
-    epoll_ctl(epoll_, EPOLL_CTL_DEL, link, nullptr);
+    watched_fds_.remove(link);
     token = found->first, pending = found->second;
     found->second.link = -1;
   }
@@ -466,7 +345,7 @@ std::shared_ptr<Peer> Host::accepted(const std::string& token, double seconds) {
 }
 
 void Host::accept_one() {
-  const int link = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
+  const int link = accept_socket(listener_);
   if (link < 0) {
     // Out of descriptors: the connecting process waits until there are some, and this thread does not retry at once.
     if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) usleep(10'000);
@@ -474,23 +353,23 @@ void Host::accept_one() {
   }
   set_one_second_timeouts(link);
   Hello ours, theirs;
-  int pid = 0, memfd = -1;
+  int pid = 0, memory = -1;
   const auto reject = [&] {
-    if (memfd >= 0) close(memfd);
+    if (memory >= 0) close(memory);
     close(link);
   };
-  if (!same_user(link, pid) || (memfd = receive_hello(link, theirs)) < 0) return reject();
+  if (!is_same_user(link, pid) || (memory = receive_hello(link, theirs)) < 0) return reject();
   try {
     ours = hello();
   } catch (const std::system_error&) {
     return reject();  // no space for our ring
   }
-  if (!send_hello(link, ours, arena_->fd())) {
+  if (!send_with_descriptor(link, &ours, sizeof ours, arena_->fd())) {
     release_ring(ours.ring_offset);
     return reject();
   }
   try {
-    add_peer(link, ours.ring_offset, theirs, memfd, pid);
+    add_peer(link, ours.ring_offset, theirs, memory, pid);
   } catch (const std::system_error&) {
     // No space to map it: the peer sees its link close.
   }
@@ -498,7 +377,7 @@ void Host::accept_one() {
 
 void Host::unwatch(Peer& peer, int Peer::*fd) {
   if (peer.*fd < 0) return;
-  epoll_ctl(epoll_, EPOLL_CTL_DEL, peer.*fd, nullptr);
+  watched_fds_.remove(peer.*fd);
   watched_.erase(watch_key(peer.number, peer.*fd));
   close(peer.*fd);
   peer.*fd = -1;
@@ -520,28 +399,27 @@ void Host::on_peer_exit(Peer& peer) {
     if (!die_with_.empty() && peer.token == die_with_) kill(getpid(), SIGKILL);
   }
   const bool left_cleanly = peer.mapping->header().left.load(std::memory_order_acquire) != 0;
-  if (!left_cleanly) peer.exit_description = describe_exit(peer);
+  if (!left_cleanly) peer.exit_description = describe_end(peer.pid, peer.pidfd);
   peer.state.store(left_cleanly ? Peer::left : Peer::dead, std::memory_order_release);
   departures_.fetch_add(1, std::memory_order_release);
   doorbell().wake();
 }
 
 void Host::watch() {
-  std::array<epoll_event, 64> events;
+  DescriptorSet::Keys keys;
   bool sweeping = false;
   for (Clock::time_point swept{};;) {
-    const int n = epoll_wait(epoll_, events.data(), events.size(), sweeping ? sweep_interval_ms : -1);
+    const std::size_t found = watched_fds_.wait(keys, sweeping ? sweep_interval_ms : -1);
     if (sweeping && Clock::now() - swept >= std::chrono::milliseconds(sweep_interval_ms)) {
       const std::lock_guard lock(mutex_);
       sweeping = swept_ = sweep();
       swept = Clock::now();
     }
-    for (int i = 0; i < n; ++i) {
-      const std::uint64_t key = events[i].data.u64;
-      if (key == watch_key(0, wakeup_fd_)) {
+    for (std::size_t i = 0; i < found; ++i) {
+      const std::uint64_t key = keys[i];
+      if (key == watch_key(0, wakeup_.fd())) {
         if (ending_) return;
-        std::uint64_t wakeups = 0;
-        (void)!read(wakeup_fd_, &wakeups, sizeof wakeups);
+        wakeup_.drain();
         sweeping = true;
         swept = Clock::now();
         continue;
@@ -554,9 +432,9 @@ void Host::watch() {
       std::shared_ptr<Peer> peer;
       {
         const std::lock_guard lock(mutex_);
-        const auto found = watched_.find(key);
-        if (found == watched_.end()) continue;
-        peer = found->second;
+        const auto entry = watched_.find(key);
+        if (entry == watched_.end()) continue;
+        peer = entry->second;
         if (const auto by_token = peers_.find(peer->token); by_token != peers_.end() && by_token->second == peer) peers_.erase(by_token);
       }
       if (peer->state.load(std::memory_order_relaxed) == Peer::alive) on_peer_exit(*peer);

@@ -1,9 +1,9 @@
 // Table of the other processes of this host: their tokens, their arenas, and their ends.
 //
-// A process listens on an abstract Unix socket whose name is its token, 128 random bits that other processes get
-// through the store. Two processes that pass each other's memfd over it certainly share memory; boot ids and namespaces
-// only suggest that. The connection stays open, next to a pidfd. One thread waits on all of them, and so learns of the
-// end of a process when the kernel does.
+// A process listens on a Unix socket whose name is its token, 128 random bits that other processes get through the
+// store. Two processes that pass each other's arena over it certainly share memory; boot ids and namespaces only
+// suggest that. The connection stays open, next to a pidfd on Linux. One thread waits on all of them, and so learns of
+// the end of a process when the kernel does.
 #pragma once
 
 #include <atomic>
@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "platform/descriptors.h"
 #include "shm/arena.h"
 
 namespace monarch {
@@ -31,7 +32,7 @@ struct Peer {
   int pidfd = -1;  // -1 if the kernel has none, or does not permit it for this process
   std::unique_ptr<Mapping> mapping;
   std::atomic<int> state{alive};
-  std::atomic<int> readable{0};    // by process_vm_readv: 1, or -1 if not; 0: not tried yet
+  std::atomic<int> readable{0};    // by the kernel: 1, or -1 if not; 0: not tried yet
   std::atomic<bool> ended{false};  // the process itself, not only its connection: it writes to no memory any more
   std::string exit_description;  // "killed by signal 9", written before `state`
   std::uint64_t ring_sent = 0;      // offset of our ring for this peer, see Host::ConnectionHooks
@@ -109,7 +110,7 @@ class Host {
   bool finish_connect(int link);
   bool is_connecting(const std::string& token);
   // Takes over both descriptors, whether it succeeds or throws.
-  std::shared_ptr<Peer> add_peer(int link, std::uint64_t ring_offset, const struct Hello& theirs, int memfd, int pid);
+  std::shared_ptr<Peer> add_peer(int link, std::uint64_t ring_offset, const struct Hello& theirs, int memory, int pid);
   void release_ring(std::uint64_t ring_offset);
   void unwatch(Peer& peer, int Peer::*fd);
   bool sweep();
@@ -119,8 +120,9 @@ class Host {
   std::string token_, die_with_;
   ConnectionHooks hooks_;
   std::unique_ptr<Arena> arena_;
-  int listener_ = -1, epoll_ = -1;
-  int wakeup_fd_ = -1;  // an eventfd that wakes the watcher: to end, or for deferred_
+  int listener_ = -1;
+  DescriptorSet watched_fds_;
+  Wakeup wakeup_;  // of the watcher: to end, or for deferred_
   std::mutex mutex_;
   std::condition_variable connected_;
   std::map<std::string, std::shared_ptr<Peer>> peers_;

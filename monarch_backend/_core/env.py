@@ -147,6 +147,11 @@ _TABLE = (
             "Set by `monarch-backend run` for its script: ranks of a node."),
     Setting("MONARCH_LOCAL_RANKS", "integer", 1, "processes", "a number of 1 or more", _number(1),
             "Set for a host's agent: processes of a mesh on its host."),
+    Setting("MONARCH_PORTABLE", "flag", False, "", "give 1, or 0", _flag,
+            "For tests on Linux: use only what macOS has, too. Needs a core that was built with "
+            "MONARCH_BUILD_PORTABLE=1."),
+    Setting("MONARCH_BUILD_PORTABLE", "flag", False, "", "give 1, or 0", _flag,
+            "Build the C++ core on Linux as on macOS, for tests. Read by setup.py."),
     Setting("MONARCH_BUILD_JOBS", "integer", None, "processes", "a number of 1 or more", _number(1),
             "Compilers that run at the same time when the package is built. Read by setup.py."),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
-from monarch_backend._core import env
+from monarch_backend._core import env, platform
 from monarch_backend._hosts import protocol
 from monarch_backend._hosts.log_forwarding import OutputReader
 from monarch_backend._hosts.protocol import (
@@ -46,8 +46,7 @@ from monarch_backend._hosts.protocol import (
     Welcome,
 )
 from monarch_backend._hosts.tls_config import tls_for
-from monarch_backend._processes import linux
-from monarch_backend._processes import spawn_protocol as spawn_messages
+from monarch_backend._processes import linux, local_sockets
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import RANKS_HERE, Event, ProcessSpec, Spawner
 from monarch_backend._transport.local.event_loop import ProgressLoop, release
@@ -107,8 +106,8 @@ class Plan(NamedTuple):
 
 
 def meeting_point(token: str) -> str:
-    """Return the abstract socket on which the host's daemon hands connections over to its agent."""
-    return f"\0monarch-agent-{token}"
+    """Return the address of the socket on which the host's daemon hands connections over to its agent."""
+    return local_sockets.address_of(f"agent-{token}")
 
 
 class AgentProcess:
@@ -175,9 +174,7 @@ class AgentProcess:
         if self._plan.home:
             self._stay_with_the_controller()
         else:
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind(meeting_point(self._plan.token))
-            self._listener.listen(64)
+            self._listener = local_sockets.listen_at(meeting_point(self._plan.token), 64)
             threading.Thread(target=self._take_over, name="monarch-take-over", daemon=True).start()
             self._progress.later(CONTROLLER_TIMEOUT_S, self._end_if_nobody_came)
         self._progress.wait(self._end)
@@ -208,7 +205,7 @@ class AgentProcess:
                 time.sleep(0.1)  # out of descriptors at present
                 continue
             with connection:
-                if spawn_messages.peer(connection)[1] != os.geteuid():
+                if local_sockets.peer(connection)[1] != os.geteuid():
                     continue
                 connection.settimeout(5)
                 with contextlib.suppress(OSError):
@@ -467,7 +464,7 @@ class AgentProcess:
             label=message.label, main=message.main, environment=environment, path=[*added, *sys.path],
             argv=[os.fsdecode(word) for word in message.argv], cwd=cwd if os.path.isdir(cwd) else os.getcwd(),
             bootstrap=message.bootstrap, cpus=None if message.cpus is None else frozenset(message.cpus),
-            threads=max(1, len(os.sched_getaffinity(0)) // here), stdout=stdout, stderr=stderr,
+            threads=max(1, platform.usable_cpus() // here), stdout=stdout, stderr=stderr,
             imports=message.imports,
         )  # fmt: skip
 

@@ -24,6 +24,7 @@ from monarch_backend._hosts import agent, protocol
 from monarch_backend._hosts.address import given_secrets, parse_address
 from monarch_backend._hosts.protocol import Ask, Unwelcome, Versions, Welcome
 from monarch_backend._hosts.tls_config import tls_for
+from monarch_backend._processes import local_sockets
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import Event, Exited, Spawner, SpawnFailed
 from monarch_backend._transport.network.auth import user_secret
@@ -124,6 +125,7 @@ class Daemon:
         if isinstance(event, (Exited, SpawnFailed)):
             with self._lock:
                 token = self._agents.pop(event.id, "")
+            local_sockets.remove(agent.meeting_point(token))
             if (isinstance(event, SpawnFailed) or event.returncode) and not self._closing:
                 log.warning("agent %s: %s", token[:HOST_ID_LENGTH], event)
 
@@ -137,17 +139,15 @@ class Daemon:
         return True
 
     def _pass_on(self, token: str, connection: socket.socket, preamble: bytes, until: float) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as way:
-            way.settimeout(1)
-            try:
-                way.connect(agent.meeting_point(token))
+        try:
+            with local_sockets.connect(agent.meeting_point(token), 1) as way:
                 socket.send_fds(way, [preamble], [connection.fileno()])
-            except OSError:
-                with self._lock:
-                    there = token in self._agents.values()
-                if there and time.monotonic() < until:  # the agent is still starting
-                    self._tcp.later(0.01, lambda: self._pass_on(token, connection, preamble, until))
-                    return
+        except OSError:
+            with self._lock:
+                there = token in self._agents.values()
+            if there and time.monotonic() < until:  # the agent is still starting
+                self._tcp.later(0.01, lambda: self._pass_on(token, connection, preamble, until))
+                return
         connection.close()
 
 

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from monarch_backend import _native
+from monarch_backend._core import platform
+from monarch_backend._processes.process_state import state_and_start
+
 
 class Identity(msgspec.Struct, frozen=True):
-    """A process of this machine or of another one. ``start``: clock ticks since the boot.
+    """A process of this machine or of another one. ``start``: that of `state_and_start`.
 
     >>> me = Identity.of(os.getpid())
     >>> me.runs(), Identity(me.pid, me.start - 1, me.boot).runs(), Identity(me.pid, me.start, "another").runs()
@@ -26,7 +30,7 @@ class Identity(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, pid: int) -> Identity:
         """Return the identity of a process of this machine. Raises ProcessLookupError."""
-        state, start = _stat(pid)
+        state, start = state_and_start(pid)
         if state == "Z":
             raise ProcessLookupError(f"process {pid} has ended")
         return cls(pid, start, boot())
@@ -40,6 +44,9 @@ class Identity(msgspec.Struct, frozen=True):
 
     def end(self, grace: float) -> None:
         """Send SIGTERM, and SIGKILL ``grace`` seconds later. Do nothing if it has ended. Raises PermissionError."""
+        if not platform.HAS_PIDFD:
+            self._end_by_pid(grace)
+            return
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -55,6 +62,15 @@ class Identity(msgspec.Struct, frozen=True):
         finally:
             os.close(fd)
 
+    def _end_by_pid(self, grace: float) -> None:
+        """Do the same where another process could get the pid between the check and the signal."""
+        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+            if not self.runs():
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+            self._gone_within(seconds)
+
     def _gone_within(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
         while self.runs():
@@ -66,15 +82,4 @@ class Identity(msgspec.Struct, frozen=True):
 
 def boot() -> str:
     """Return the id of this machine's boot, which is another one after each boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """Return the state of a process and its start time. Raises ProcessLookupError."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        fields = []
-    if len(fields) < 20:
-        raise ProcessLookupError(f"there is no process {pid}")
-    return fields[0].decode(), int(fields[19])
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() if platform.HAS_PROC else _native.boot_id()

@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
+from monarch_backend._core import platform
 from monarch_backend._processes import child_bootstrap, fork_server, linux
 from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S
 
@@ -58,8 +59,8 @@ class ForkedServer:
 
 def fork() -> tuple[ForkedServer | None, str]:
     """Return the server, made before this process has threads or a device, or None; and the reason for None."""
-    if not linux.LINUX:
-        return None, f"fork is not safe on {sys.platform}"
+    if not platform.HAS_SAFE_FORK:
+        return None, platform.NO_FORK
     if threading.current_thread() is not threading.main_thread() or threading.active_count() > 1:
         names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         return None, f"the launcher has threads besides its main one, which a forked process would lack: {names}"

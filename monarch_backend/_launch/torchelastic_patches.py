@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.utils import _delay
 from torch.distributed.launcher import api as launcher
 
+from monarch_backend._core import platform
 from monarch_backend._launch.rank_processes import RankProcess, Ranks
 
 _log = logging.getLogger("monarch_backend")
@@ -86,7 +87,7 @@ def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:
         return f"PYTHON_EXEC={os.environ['PYTHON_EXEC']} is another interpreter than the launcher's", True
     if getattr(args, "numa_binding", None) is not None:  # not in every torch
         return "--numa-binding starts ranks with numactl", True
-    return why_not, bool(why_not)
+    return why_not, bool(why_not) and platform.HAS_SAFE_FORK
 
 
 @contextlib.contextmanager
@@ -160,7 +161,7 @@ class _Ends:
 
     def wait(self, pids: Iterable[int], timeout: float) -> None:
         """Wait until one of ``pids`` ends that had not ended at the last call."""
-        if not hasattr(os, "pidfd_open"):
+        if not platform.HAS_PIDFD:
             time.sleep(timeout)
             return
         poll, by_descriptor = select.poll(), {}

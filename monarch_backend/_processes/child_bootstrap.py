@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
+from monarch_backend._core import platform
 from monarch_backend._processes import cpu_affinity, finalization, linux
 from monarch_backend._processes.main_module import empty_main_module
 from monarch_backend._processes.spawn_protocol import Spawn
@@ -160,7 +161,7 @@ def _use_threads(spec: Spawn) -> None:
     wanted = _from_environment("OMP_NUM_THREADS", "MKL_NUM_THREADS") or asked
     if torch is not None and wanted is not None and torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)
-    default = len(os.sched_getaffinity(0)) if linux.LINUX else None
+    default = platform.usable_cpus() if platform.HAS_AFFINITY else None
     wanted = _from_environment("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") or asked or default
     for get, set_ in openblas():
         if wanted is not None and get() != wanted:
@@ -169,7 +170,9 @@ def _use_threads(spec: Spawn) -> None:
 
 @functools.cache
 def openblas() -> list[tuple[Callable[[], int], Callable[[int], object]]]:
-    """Yield getter and setter of the number of threads of every OpenBLAS in this process."""
+    """Yield getter and setter of the number of threads of every OpenBLAS in this process; none without /proc."""
+    if not platform.HAS_PROC:
+        return []
     try:
         with open("/proc/self/maps") as maps:
             files = {line.split()[-1] for line in maps if "openblas" in line}

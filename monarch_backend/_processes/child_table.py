@@ -11,11 +11,13 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
+from monarch_backend._core import platform
 from monarch_backend._processes import cgroup, interpreter_args, linux
 from monarch_backend._processes.spawn_protocol import Method, Spawn
 
@@ -48,8 +50,8 @@ class ChildExited:
 
 def why_not_fork(environment: Mapping[bytes, bytes], own: Mapping[bytes, bytes]) -> str | None:
     """Return why a child with ``environment`` must not be forked from this process, which started with ``own``."""
-    if not linux.LINUX:
-        return f"fork is not safe on {sys.platform}"
+    if not platform.HAS_SAFE_FORK:
+        return platform.NO_FORK
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         names = sorted(_thread_name(thread) for thread in threads if int(thread) != os.getpid())
@@ -111,7 +113,9 @@ class Processes:
                 self._allow_open_files()
         if pid:
             self._alive.add(pid)
-        return ChildStarted(pid, "spawn" if plain else "fork", reason if reason and spec.method is None else "")
+        # Where no process can be forked, the reason is not worth a warning.
+        told = platform.HAS_SAFE_FORK and spec.method is None
+        return ChildStarted(pid, "spawn" if plain else "fork", reason if reason and told else "")
 
     def kill(self, pid: int, number: int, group: bool = False) -> None:
         """Send a signal to a process that was started here and has not been reaped, and to its ``group``."""
@@ -137,6 +141,8 @@ class Processes:
         if pid not in self._alive:
             return None
         self._alive.remove(pid)
+        if not platform.HAS_PRCTL:  # this process does not adopt its descendants, for `tidy`
+            linux.kill_sessions([pid])
         returncode = os.waitstatus_to_exitcode(status)
         unexplained = returncode == -signal.SIGKILL and pid not in self._killed
         self._killed.discard(pid)
@@ -159,6 +165,8 @@ class Processes:
         """Kill everything and wait until it has ended."""
         for pid in self._alive:
             os.kill(pid, signal.SIGKILL)
+        if not platform.HAS_PRCTL:
+            linux.kill_sessions(self._alive)
         self._helpers.clear()
         self._alive.clear()
         with contextlib.suppress(ChildProcessError):
@@ -187,23 +195,22 @@ def _spawn(spec: Spawn, stdout: int, stderr: int, stdin: int | None) -> int:
     """Start a fresh interpreter that reads ``spec`` from an inherited file. It starts with this package's sys.path."""
     message = _file_of(msgspec.msgpack.encode(spec))
     try:
-        os.set_inheritable(message, True)  # no other thread could start a process meanwhile
+        for descriptor in (message, *interpreter_args.inherited()):
+            os.set_inheritable(descriptor, True)  # no other thread could start a process meanwhile
         command = interpreter_args.command("monarch_backend._processes.child_bootstrap", str(message), sys.path)
         streams = [(os.POSIX_SPAWN_DUP2, stdout, 1), (os.POSIX_SPAWN_DUP2, stderr, 2)]
         if stdin is not None:
             streams.append((os.POSIX_SPAWN_DUP2, stdin, 0))
-        return os.posix_spawn(command[0], command, spec.environment, file_actions=streams, setsid=linux.LINUX)
+        return os.posix_spawn(command[0], command, spec.environment, file_actions=streams, setsid=platform.HAS_PRCTL)
     finally:
         os.close(message)
 
 
 def _file_of(data: bytes) -> int:
     """Return a descriptor of a file without a name that holds ``data``, at its start."""
-    if hasattr(os, "memfd_create"):
+    if platform.HAS_MEMFD:
         descriptor = os.memfd_create("monarch spawn")
     else:
-        import tempfile
-
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
     with open(descriptor, "wb", closefd=False) as file:

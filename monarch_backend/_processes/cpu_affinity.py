@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from monarch_backend._core import platform as system_abilities
+
 Cpus: TypeAlias = frozenset[int]
 Wish: TypeAlias = str | Iterable[int] | None  # of one process: "0-3,8", or numbers, or anywhere
 ProcBind: TypeAlias = str | Sequence[Wish] | Callable[[int], Wish] | None
@@ -128,7 +130,7 @@ def _number(file: Path, default: int) -> int:
 
 
 def _affinity() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return os.sched_getaffinity(0) if system_abilities.HAS_AFFINITY else set(range(os.cpu_count() or 1))
 
 
 def parse(cpus: str) -> Cpus:
@@ -166,7 +168,7 @@ def bind(cpus: Cpus, system: Path = SYSTEM) -> None:
     node's memory when this one's is full, and some containers forbid the call. Does nothing on systems where a process
     cannot choose its CPUs.
     """
-    if not hasattr(os, "sched_setaffinity"):
+    if not system_abilities.HAS_AFFINITY:
         return
     os.sched_setaffinity(0, cpus)
     nodes = _nodes(system)

@@ -4,6 +4,9 @@ It is a clean interpreter without threads or accelerator context. It never impor
 nothing: its children do. Each connection owns the processes that it has requested. At its end they are killed, with all
 their descendants. At the end of the first connection, the controller's, everything ends.
 
+Where fork is not safe, as on macOS, the server starts fresh interpreters instead, and imports nothing for them. It
+still owns, reaps and kills the processes of all connections.
+
 child_table.py starts and reaps children, child_bootstrap.py is their first code, spawner.py is the client.
 """
 
@@ -24,7 +27,8 @@ from typing import NoReturn
 
 import msgspec
 
-from monarch_backend._processes import child_bootstrap, finalization, linux
+from monarch_backend._core import platform
+from monarch_backend._processes import child_bootstrap, finalization, linux, local_sockets
 from monarch_backend._processes.child_table import ChildExited, Processes, StartError
 from monarch_backend._processes.spawn_protocol import (
     BadMessageError,
@@ -37,7 +41,6 @@ from monarch_backend._processes.spawn_protocol import (
     SpawnFailed,
     Started,
     frame,
-    peer,
 )
 
 # Higher layers name theirs when they make a Spawner.
@@ -94,7 +97,9 @@ def serve(configuration: Configuration) -> Spawn:
 
 
 def preload(more: Sequence[str] = ()) -> None:
-    """Import modules that children will need."""
+    """Import modules that children will need, if they are forked."""
+    if not platform.HAS_SAFE_FORK:
+        return
     with child_bootstrap.without_collector():
         for name in (*_PRELOAD, *more):
             importlib.import_module(name)
@@ -268,13 +273,13 @@ class Server:
     # Connections
 
     def _add_client(self, sock: socket.socket, first: bool = False) -> None:
-        pid = peer(sock)[0] if linux.LINUX else 0
+        pid = local_sockets.peer(sock)[0]
         client = _Client(Channel(sock, msgspec.msgpack.Decoder(Request)), pid, first)
         self._clients.append(client)
         self._listen(client, selectors.EVENT_READ)
-        if pid:
+        if platform.HAS_PIDFD:
             # Copies of the client, forked by it, may hold the connection open when it is dead.
-            with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python built on one, before 5.3
+            with contextlib.suppress(OSError):  # a kernel before 5.3
                 client.pidfd = os.pidfd_open(pid)
                 self._selector.register(client.pidfd, selectors.EVENT_READ, lambda _: self._on_client_death(client))
 
@@ -283,7 +288,7 @@ class Server:
             return
         with contextlib.suppress(OSError):  # it has disconnected already
             sock, _ = self._listener.accept()
-            if peer(sock)[1] == os.geteuid():
+            if local_sockets.peer(sock)[1] == os.geteuid():
                 self._add_client(sock)
             else:
                 sock.close()
@@ -343,7 +348,7 @@ class Server:
                 self._close(other)
             if self._listener is not None:
                 self._selector.unregister(self._listener)
-                self._listener.close()
+                local_sockets.close(self._listener)
                 self._listener = None
 
     def _attend(self, client: _Client) -> None:
@@ -383,7 +388,7 @@ class Server:
 
 def _open_descriptors() -> set[int]:
     found = set()
-    for name in os.listdir("/proc/self/fd" if linux.LINUX else "/dev/fd"):
+    for name in os.listdir("/proc/self/fd" if platform.HAS_PROC else "/dev/fd"):
         with contextlib.suppress(OSError):  # the directory's own, closed by now
             os.fstat(int(name))
             found.add(int(name))

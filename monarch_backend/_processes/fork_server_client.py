@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal as signals
 import socket
 import subprocess
@@ -18,9 +17,9 @@ from typing import IO
 import msgspec
 
 from monarch_backend._core.env import without_secrets
-from monarch_backend._processes import interpreter_args, linux
+from monarch_backend._processes import interpreter_args, local_sockets
 from monarch_backend._processes.fork_server import Configuration
-from monarch_backend._processes.spawn_protocol import Channel, Event, peer
+from monarch_backend._processes.spawn_protocol import Channel, Event
 
 # Time limit for the exit of killed processes. It takes milliseconds, unless one hangs in a driver.
 REPLY_TIMEOUT_S = 10.0
@@ -74,34 +73,21 @@ def _name(signal: int) -> str:
         return f"signal {signal}"
 
 
-def listen() -> tuple[socket.socket | None, str]:
-    """Return a listening socket without a file, under a name that cannot be guessed. The server inherits it."""
-    if not linux.LINUX:
-        return None, "nowhere"
-    name = f"monarch-{secrets.token_hex(16)}"
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"\0{name}")
-    listener.listen(128)
-    return listener, f"@{name}"
-
-
 def connect(address: str) -> socket.socket:
     """Return a connection to the server at this address.
 
     Raises ValueError for an invalid address, PermissionError for another user's server, OSError.
     """
-    if not address.startswith("@"):
-        raise ValueError(f"{address!r} is not an address of a Spawner, which begins with @")
-    sock = socket.socket(socket.AF_UNIX)
+    if not local_sockets.is_address(address):
+        raise ValueError(f"{address!r} is not an address of a Spawner, which begins with {local_sockets.FIRST!r}")
     try:
-        sock.connect(f"\0{address[1:]}")
-        if peer(sock)[1] != os.geteuid():
-            raise PermissionError(f"{address} belongs to user {peer(sock)[1]}, not to this process's")
-    except BaseException as error:
+        sock = local_sockets.connect(address)
+    except ConnectionRefusedError:
+        raise ConnectionRefusedError(f"no fork server listens at {address}: has its controller ended?") from None
+    user = local_sockets.peer(sock)[1]
+    if user != os.geteuid():
         sock.close()
-        if isinstance(error, ConnectionRefusedError):
-            raise ConnectionRefusedError(f"no fork server listens at {address}: has its controller ended?") from None
-        raise
+        raise PermissionError(f"{address} belongs to user {user}, not to this process's")
     return sock
 
 
@@ -125,7 +111,10 @@ def start_server(listener: socket.socket | None, preload: list[str]) -> ForkServ
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=[n for n in (configuration.connection, configuration.listener, stdout, stderr) if n is not None],
+            pass_fds=[
+                *(n for n in (configuration.connection, configuration.listener, stdout, stderr) if n is not None),
+                *interpreter_args.inherited(),
+            ],
             env=_server_environment(),
             start_new_session=True,  # Ctrl-C is for the controller, which ends its processes itself
         )

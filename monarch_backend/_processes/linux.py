@@ -1,6 +1,6 @@
-"""Linux system calls for processes that Python lacks: parent death signal, adoption of orphans, titles.
+"""System calls for processes that Python lacks: parent death signal, adoption of orphans, titles.
 
-These are thin wrappers. On other systems they do nothing or find nothing.
+These are thin wrappers of Linux's. On other systems they do as much as is possible there, or nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import ctypes
 import functools
 import os
 import signal
-import sys
 from collections.abc import Iterable, Iterator
 
-LINUX = sys.platform == "linux"
+from monarch_backend._core import platform
+from monarch_backend._processes import parent_watch
+from monarch_backend._processes.process_state import state_and_start
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -23,7 +24,7 @@ _HUGE_PAGE = 2 << 20  # for x86-64, and for aarch64 with pages of 4 KiB
 
 
 def _prctl(option: int, argument: int | ctypes.c_char_p) -> None:
-    if LINUX and _libc().prctl(option, argument, 0, 0, 0) != 0:
+    if platform.HAS_PRCTL and _libc().prctl(option, argument, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
 
 
@@ -36,15 +37,16 @@ def die_with_parent(parent: int) -> None:
     """Let the kernel kill this process when the thread of ``parent`` that made it ends, or at once if that has
     ended.
     """
-    if LINUX:
+    if platform.HAS_PRCTL:
         _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
         if os.getppid() != parent:
             os._exit(1)
 
 
 def outlive_parent() -> None:
-    """Undo die_with_parent."""
+    """Undo die_with_parent, and what interpreter_args.py does in its place."""
     _prctl(_PR_SET_PDEATHSIG, 0)
+    parent_watch.outlive_parent()
 
 
 def adopt_orphans() -> None:
@@ -55,15 +57,14 @@ def adopt_orphans() -> None:
 def stands_still(pid: int) -> bool:
     """Return whether a signal or a debugger has stopped the process."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):
+        return state_and_start(pid)[0] in "Tt"
+    except ProcessLookupError:
         return False
 
 
 def set_title(title: str) -> None:
     """Set the title that ``ps`` and ``top`` show: the first 15 bytes as its name, all of it as its command line."""
-    if not LINUX:
+    if not platform.HAS_PRCTL:
         return
     text = title.encode(errors="replace")
     _prctl(_PR_SET_NAME, ctypes.c_char_p(text[:15]))
@@ -91,6 +92,8 @@ def use_huge_pages() -> None:
     5 ms, and a death is seen after 2.5 instead of 8.5 ms. Pages that a child writes to are copied in the small size.
     Kernels before 6.1 cannot do it on demand: there it has no effect.
     """
+    if not platform.HAS_PROC:
+        return
     with contextlib.suppress(FileNotFoundError), open("/proc/self/maps") as maps:
         for line in maps.read().splitlines():
             words = line.split()
@@ -103,6 +106,8 @@ def use_huge_pages() -> None:
 
 def processes() -> Iterator[tuple[int, int, int]]:
     """Yield pid, parent's pid and session of every process that has not ended; none where there is no /proc."""
+    if not platform.HAS_PROC:
+        return
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir("/proc"):
             if not name.isdigit():
@@ -114,7 +119,12 @@ def processes() -> Iterator[tuple[int, int, int]]:
 
 
 def children() -> set[int]:
-    """Return the pids of this process's children, made by its main thread or adopted. Ended ones may be missing."""
+    """Return the pids of this process's children, made by its main thread or adopted. Ended ones may be missing.
+
+    Without /proc there are none.
+    """
+    if not platform.HAS_PROC:
+        return set()
     me = os.getpid()
     try:
         with open(f"/proc/{me}/task/{me}/children") as listed:
@@ -124,7 +134,13 @@ def children() -> set[int]:
 
 
 def kill_sessions(leaders: Iterable[int]) -> int:
-    """Send SIGKILL to every process of the sessions that the processes ``leaders`` started. Return their number."""
+    """Send SIGKILL to every process of the sessions that the processes ``leaders`` started. Return their number.
+
+    Without /proc: to the process groups with these leaders. Return the number of groups then. It misses descendants
+    with a process group of their own.
+    """
+    if not platform.HAS_PROC:
+        return sum(map(_kill_group, leaders))
     wanted, found = frozenset(leaders), 0
     for pid, _, session in processes():
         if session in wanted:
@@ -132,3 +148,11 @@ def kill_sessions(leaders: Iterable[int]) -> int:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
     return found
+
+
+def _kill_group(leader: int) -> bool:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # macOS: the second for a group of ended processes
+        return False
+    return True

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch_backend._core import platform
 from monarch_backend._core.errors import public
 from monarch_backend._core.limits import ResourceLimitError
-from monarch_backend._processes import cgroup, linux
+from monarch_backend._processes import cgroup
 
 PROC = Path("/proc")
 
@@ -24,6 +25,9 @@ TASKS_PER_PROCESS = 2
 MEMORY_BYTES_PER_PROCESS = 6 << 20
 MEMORY_EACH_SPAWNED = 150 << 20  # one that has imported torch by itself
 
+
+MACOS_OPEN_FILES = 10240
+"""OPEN_MAX of macOS: it accepts no higher limit where the hard limit is infinite."""
 
 MAX_PROCESSES_PER_HOST = 1 << 16
 """Limit for a host with unknown limits: Linux has 2**22 process ids at most, and each process needs MEMORY_EACH."""
@@ -93,6 +97,19 @@ class System:
             if soft != resource.RLIM_INFINITY:
                 used = len(os.listdir(self.proc / "self/fd")) if (self.proc / "self/fd").is_dir() else 0
                 yield Limit("RLIMIT_NOFILE (ulimit -n)", soft - used, descriptors_each, "open files")
+
+    def limits_without_proc(self, descriptors_each: int) -> Iterator[Limit]:
+        """Yield the limits that are known without /proc, where each process is spawned. What is in use is not known."""
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        yield Limit("the memory of the host", total, MEMORY_EACH_SPAWNED, "MiB of memory", 1 << 20)
+        each = {resource.RLIMIT_NOFILE: descriptors_each, resource.RLIMIT_NPROC: 1}
+        for number, name, unit in (
+            (resource.RLIMIT_NOFILE, "RLIMIT_NOFILE (ulimit -n)", "open files"),
+            (resource.RLIMIT_NPROC, "RLIMIT_NPROC (ulimit -u)", "processes"),
+        ):
+            soft, _ = self.rlimit(number)
+            if soft != resource.RLIM_INFINITY and each[number]:
+                yield Limit(name, soft, each[number], unit)
 
     def _memory(self, each: int) -> Iterator[Limit]:
         available = _meminfo(self.proc / "meminfo", "MemAvailable")
@@ -171,7 +188,7 @@ host, and MAX_PROCESSES_PER_HOST leaves 65536. Start at most 65536, or raise the
 
 def check_spawn(count: int, *, plain: bool, descriptors_each: int) -> None:
     """Raise SpawnLimitError if this system has no room for ``count`` more processes."""
-    if linux.LINUX:
+    if platform.HAS_PROC:
         if not (PROC / "self/fd").is_dir():
             raise SpawnLimitError(
                 f"can't start {count} processes: {PROC} is not mounted, and the fork server reads {PROC}/self to find "
@@ -179,10 +196,13 @@ def check_spawn(count: int, *, plain: bool, descriptors_each: int) -> None:
             )
         memory = MEMORY_EACH_SPAWNED if plain else MEMORY_BYTES_PER_PROCESS
         check(count, System().limits(count, memory, descriptors_each))
+    else:
+        check(count, System().limits_without_proc(descriptors_each))
 
 
 def allow_descriptors() -> None:
     """Raise the limit of open files to the hard limit. Each process needs four, and the usual limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = min(hard, MACOS_OPEN_FILES) if platform.IS_PORTABLE else hard
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

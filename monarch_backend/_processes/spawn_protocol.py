@@ -10,12 +10,13 @@ import array
 import contextlib
 import os
 import socket
-import struct
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
+
+from monarch_backend._core import platform
 
 # Size of one message. A function with its closure has kilobytes; larger payloads are data and are sent otherwise.
 MESSAGE_LIMIT = 64 << 20
@@ -165,6 +166,9 @@ class Channel(Generic[T]):
                 files = array.array("i")
                 files.frombytes(content[: len(content) - len(content) % files.itemsize])
                 self._descriptors.extend(files)
+                if not _close_on_exec():
+                    for file in files:
+                        os.set_inheritable(file, False)
         if flags & socket.MSG_CTRUNC:
             raise BadMessageError("files were sent, and this process has too many open files to receive them")
         if not data:
@@ -209,16 +213,10 @@ class Channel(Generic[T]):
 
 
 def _close_on_exec() -> int:
-    return getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+    return 0 if platform.IS_PORTABLE else socket.MSG_CMSG_CLOEXEC
 
 
 def _close(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
-
-
-def peer(sock: socket.socket) -> tuple[int, int]:
-    """Return pid and uid of the process at the other end of a Unix socket. Linux only."""
-    pid, uid, _ = struct.unpack("iii", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iii")))
-    return pid, uid

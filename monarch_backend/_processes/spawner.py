@@ -24,8 +24,8 @@ from typing import cast
 from monarch_backend._core import env, fork
 from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._core.limits import start_thread
-from monarch_backend._processes import linux, resource_limits
-from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S, ForkServer, connect, listen, start_server
+from monarch_backend._processes import linux, local_sockets, resource_limits
+from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S, ForkServer, connect, start_server
 from monarch_backend._processes.resource_limits import SpawnLimitError
 from monarch_backend._processes.spawn_protocol import (
     BadMessageError,
@@ -209,9 +209,7 @@ class Spawner:
 
     @property
     def address(self) -> str:
-        """Address at which other processes of this user find this server. Starts it if needed. Linux only."""
-        if not linux.LINUX:
-            raise NotImplementedError("a fork server can be shared on Linux only: make a Spawner without an address")
+        """Address at which other processes of this user find this server. Starts it if needed."""
         with self._lock:
             self._ensure_server()
             return self._address
@@ -280,7 +278,7 @@ class Spawner:
         if self._unusable:
             raise RuntimeError(f"{self._unusable}: no process can be started here any more")
         if not self._address:
-            self._listener, self._address = listen()
+            self._listener, self._address = local_sockets.listen()
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="monarch-spawner", daemon=True)
             start_thread(thread)
@@ -417,6 +415,8 @@ class Spawner:
             requests, self._requests = self._requests, []
             if self._given is not None:
                 self._unusable = self._unusable or why
+            else:
+                local_sockets.remove(self._address)
             self._address = ""
         for _, files in requests:
             _close(files)

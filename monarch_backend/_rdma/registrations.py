@@ -11,7 +11,7 @@ from typing import Any
 from monarch_backend import _native
 from monarch_backend._actor.runtime import Runtime, program
 from monarch_backend._actor.runtime_extension import RuntimeExtension
-from monarch_backend._core import env
+from monarch_backend._core import env, platform
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle, Ticket
 from monarch_backend._rdma.local_memory import LocalMemory
@@ -89,7 +89,7 @@ class Registry(RuntimeExtension):
 
 def _copying_threads() -> int:
     """Return the number of this process's threads for one large copy between it and another process of its host."""
-    return min(int(env.get("MONARCH_CMA_THREADS")), len(os.sched_getaffinity(0)))
+    return min(int(env.get("MONARCH_CMA_THREADS")), platform.usable_cpus())
 
 
 def registry() -> Registry:

@@ -190,10 +190,13 @@ def _core() -> list[Finding]:
                 "reinstall: pip install --force-reinstall monarch_backend",
             )
         ]
+    core = Finding("native core", f"CPU: {', '.join(_native.cpu_features()) or 'baseline'}")
+    if _native.is_portable:
+        return [core, Finding("kernel", "features that only Linux has are not used by this build")]
     kernel = _native.kernel_features()
     lacking = [name for name, there in kernel.items() if not there]
     return [
-        Finding("native core", f"CPU: {', '.join(_native.cpu_features()) or 'baseline'}"),
+        core,
         Finding(
             "kernel",
             ", ".join(name for name, there in kernel.items() if there) or "nothing that monarch_backend uses",

@@ -46,7 +46,7 @@ def refusal() -> str:
     if not wanted():
         return "MONARCH_SHM=0"
     if not hasattr(_native, "Host"):
-        return "this system has no memfd"
+        return "the compiled core has no shared memory on this system"
     if _c10d_internals.debug_detail():
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL checks every call over gloo"
     return ""
@@ -221,16 +221,16 @@ def _share(
     """Make the memory of each host's ranks, if all of them can."""
     rank = table.rank
     here = next(ranks for ranks in hosts if rank in ranks)
-    mine: int = host.make_board(len(here))
-    boards = table.exchange("boards", mine)
-    full = [r for r, board in enumerate(boards) if not board]
+    mine: int = host.allocate_control_block(len(here))
+    control_blocks = table.exchange("control_blocks", mine)
+    full = [r for r, offset in enumerate(control_blocks) if not offset]
     if full:
         if mine:
-            host.drop_board(mine)
+            host.free_control_block(mine)
         return BootstrapResult(None, "gloo", f"rank {full[0]}: MONARCH_SHM_ARENA_BYTES are used up by other groups")
     members = [said["member"] for said in everyone]
     others = [peers.get(r) for r in here]
-    native = _native.ShmGroup(host, here.index(rank), others, [boards[r] for r in here], read_from(), label)
+    native = _native.ShmGroup(host, here.index(rank), others, [control_blocks[r] for r in here], read_from(), label)
     if len(hosts) == 1:
         memory = SharedMemory(native, lambda: this_process().engine, members, rank, timeout)
         return BootstrapResult(memory, "shm", "all ranks share memory")

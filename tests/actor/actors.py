@@ -1,4 +1,4 @@
-"""Actors for tests of messages. Worker processes import this module, so it does not import pytest."""
+"""Actors and helpers for tests of messages. Worker processes import this module, so it does not import pytest."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from monarch_backend._processes.linux import stands_still
 from monarch_backend.actor import (
     Actor,
     ActorMesh,
@@ -29,7 +30,7 @@ from tests.actor.support import PATIENCE, pass_gate
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-    """Wait until the condition holds, looking often; AssertionError if it never does."""
+    """Poll until the condition holds. Raises AssertionError after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"after {seconds} s still not: {what}"
@@ -38,14 +39,17 @@ def until(condition: Callable[[], object], what: str, seconds: float = PATIENCE)
 
 @contextmanager
 def running(sizes: dict[str, int], bootstrap: Callable[[], object] | None = None) -> Iterator[ProcMesh]:
-    """Processes that are up, for as long as the block."""
+    """Yield a mesh whose processes have started. Stop it at the end of the block."""
     with this_host().spawn_procs(sizes, bootstrap=bootstrap) as procs:
         procs.initialized.get(PATIENCE)
         yield procs
 
 
 def comes_back(mesh: ActorMesh, value: Any = "back") -> None:
-    """Ask until there is an answer: a call that reaches the dying one may be lost, and says so."""
+    """Call ``echo`` until it answers.
+
+    A call that reaches the dying process may be lost; then it raises SupervisionError.
+    """
 
     def answered() -> bool:
         try:
@@ -57,9 +61,9 @@ def comes_back(mesh: ActorMesh, value: Any = "back") -> None:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Memory of a process that is its own: private pages and those of shared memory that it has touched.
+    """Return the bytes of private memory of a process, and of shared memory that it has touched.
 
-    Not what malloc has free between the pieces that are in use: how much that is depends on the order of threads.
+    The current process first returns freed memory to the system: how much malloc keeps depends on the order of threads.
     """
     if pid == "self":
         ctypes.CDLL(None).malloc_trim(0)
@@ -68,8 +72,8 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 
 @contextmanager
-def held_up(*pids: int) -> Iterator[None]:
-    """These processes stand still; what is sent to them meanwhile they find all at once."""
+def stopped_processes(*pids: int) -> Iterator[None]:
+    """Stop these processes with SIGSTOP for the duration of the block, so that messages to them stay unread."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -77,28 +81,30 @@ def held_up(*pids: int) -> Iterator[None]:
         yield
     finally:
         for pid in pids:
-            with suppress(ProcessLookupError):  # it has been killed meanwhile
+            with suppress(ProcessLookupError):  # the process has been killed meanwhile
                 os.kill(pid, signal.SIGCONT)
 
 
 def _states(pid: int) -> set[str]:
-    """Of its threads: the signal reaches one, and the others a moment later."""
+    """Return the states of a process's threads. SIGSTOP reaches one thread first and the others a moment later."""
+    if not os.path.isdir("/proc/self"):
+        return {"T"} if stands_still(pid) else {"R"}
     found = set()
     for path in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(OSError):  # of a thread that has just ended
+        with suppress(OSError):  # the thread has just ended
             found.add(path.read_text().rsplit(")", 1)[1].split()[0])
     return found
 
 
 def pid_of(one: ActorMesh) -> int:
-    """The process of a mesh of one, which must be up."""
+    """Return the pid of the process of a mesh of one rank. The process must have connected."""
     pid = int(one._core.peer(one._shape.ranks[0]).pid)
     assert pid > 0, "it has not connected yet"
     return pid
 
 
 class PortHolder(Actor):
-    """Sends to ports of others, and opens a port of its own, whose receiver is in ``receiver``."""
+    """Sends values to given ports. Opens a port of its own, whose receiver is in ``receiver``."""
 
     receiver: Any
 
@@ -113,82 +119,77 @@ class PortHolder(Actor):
 
 
 class Sync(Actor):
-    """A plain actor; what its endpoints give names the rank that has answered."""
+    """An actor without an event loop. The results of its endpoints name the rank that answered."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
     @endpoint
     def square(self, n: int, *, plus: int = 0) -> tuple[int, int]:
-        """(rank, n * n + plus); noted for broadcasts."""
+        """Return (rank, n * n + plus). Add ``n`` to ``seen``, so that broadcasts can be checked."""
         self.seen.append(n)
         return current_rank().rank, n * n + plus
 
     @endpoint
     def count(self, n: int, *, plus: int = 0) -> Iterator[tuple[int, int]]:
-        """(rank, i + plus) for i below n."""
+        """Yield (rank, i + plus) for each i below n."""
         self.seen.append(n)
         for i in range(n):
             yield current_rank().rank, i + plus
 
     @endpoint
     def place(self) -> tuple[int, dict[str, int], dict[str, int]]:
-        """Where the message finds itself: rank, coordinates and sizes."""
+        """Return rank, coordinates and sizes that the context of the message has."""
         return current_rank().rank, dict(current_rank()), current_size()
 
     @endpoint
     def take_seen(self) -> list[Any]:
-        """What has come since the last time."""
+        """Return the values seen since the last call of this endpoint."""
         seen, self.seen = self.seen, []
         return seen
 
     @endpoint
     def echo(self, value: Any) -> Any:
-        """The very same."""
+        """Return the argument."""
         return value
 
     @endpoint
     def note(self, value: Any) -> None:
-        """Keep it for `take_seen`."""
+        """Keep the value for `take_seen`."""
         self.seen.append(value)
 
     @endpoint
     def fail(self, text: str) -> None:
-        """Raise ValueError."""
         raise ValueError(text)
 
     @endpoint
     def pid(self) -> int:
-        """Of the process."""
         return os.getpid()
 
     @endpoint
     def resident(self) -> int:
-        """Bytes of memory, see `resident_bytes`."""
         return resident_bytes()
 
     @endpoint
     def relay(self, mesh: Any, value: Any) -> Any:
-        """The answer of another actor."""
+        """Return the answer of another actor's ``echo``."""
         return mesh.echo.call_one(value).get(PATIENCE)
 
 
 class Async(Actor):
-    """The same with a loop."""
+    """The endpoints of `Sync` as ``async`` functions."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
     @endpoint
     async def square(self, n: int, *, plus: int = 0) -> tuple[int, int]:
-        """As Sync's."""
         await asyncio.sleep(0)
         self.seen.append(n)
         return current_rank().rank, n * n + plus
 
     @endpoint
     async def count(self, n: int, *, plus: int = 0) -> AsyncIterator[tuple[int, int]]:
-        """As Sync's."""
         self.seen.append(n)
         for i in range(n):
             await asyncio.sleep(0)
@@ -196,47 +197,40 @@ class Async(Actor):
 
     @endpoint
     async def place(self) -> tuple[int, dict[str, int], dict[str, int]]:
-        """As Sync's."""
         return current_rank().rank, dict(current_rank()), current_size()
 
     @endpoint
     async def take_seen(self) -> list[Any]:
-        """As Sync's."""
         seen, self.seen = self.seen, []
         return seen
 
     @endpoint
     async def echo(self, value: Any) -> Any:
-        """As Sync's."""
         return value
 
     @endpoint
     async def note(self, value: Any) -> None:
-        """As Sync's."""
         self.seen.append(value)
 
     @endpoint
     async def relay(self, mesh: Any, value: Any) -> Any:
-        """As Sync's, awaiting."""
         return await mesh.echo.call_one(value)
 
 
 class Concurrent(Actor):
-    """The same with endpoints that interleave."""
+    """The endpoints of `Sync` as concurrent endpoints."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
     @concurrent_endpoint
     async def square(self, n: int, *, plus: int = 0) -> tuple[int, int]:
-        """As Sync's."""
         await asyncio.sleep(0)
         self.seen.append(n)
         return current_rank().rank, n * n + plus
 
     @concurrent_endpoint
     async def count(self, n: int, *, plus: int = 0) -> AsyncIterator[tuple[int, int]]:
-        """As Sync's."""
         self.seen.append(n)
         for i in range(n):
             await asyncio.sleep(0)
@@ -244,28 +238,24 @@ class Concurrent(Actor):
 
     @concurrent_endpoint
     async def place(self) -> tuple[int, dict[str, int], dict[str, int]]:
-        """As Sync's."""
         return current_rank().rank, dict(current_rank()), current_size()
 
     @endpoint
     async def take_seen(self) -> list[Any]:
-        """As Sync's."""
         seen, self.seen = self.seen, []
         return seen
 
     @concurrent_endpoint
     async def echo(self, value: Any) -> Any:
-        """As Sync's."""
         return value
 
     @concurrent_endpoint
     async def relay(self, mesh: Any, value: Any) -> Any:
-        """As Sync's, awaiting."""
         return await mesh.echo.call_one(value)
 
 
 class Gate(Actor):
-    """Holds its callers until it is opened; says who waits."""
+    """Blocks calls of ``wait`` until `let_pass`, and counts the blocked calls."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -274,7 +264,7 @@ class Gate(Actor):
 
     @concurrent_endpoint
     async def wait(self) -> int:
-        """This rank, once the gate is open."""
+        """Wait until the gate opens. Return the rank."""
         self.came += 1
         self.waiting += 1
         try:
@@ -285,49 +275,49 @@ class Gate(Actor):
 
     @endpoint
     async def counts(self) -> tuple[int, int]:
-        """How many have come, and how many still wait."""
+        """Return how many calls of ``wait`` have arrived, and how many are still blocked."""
         return self.came, self.waiting
 
     @endpoint
     async def let_pass(self) -> None:
-        """Whoever waits goes on; the next have to wait again."""
+        """Release the blocked calls of ``wait``. Later calls block again."""
         self.open.set()
         self.open = asyncio.Event()
 
 
 class Recorder(Actor):
-    """Writes down what comes, from whom."""
+    """Records the sender and the number of each message."""
 
     def __init__(self) -> None:
         self.came: list[tuple[Any, int]] = []
 
     @endpoint
     def note(self, sender: Any, i: int, _payload: Any = None) -> tuple[int, int]:
-        """(rank, i), once it is written down."""
+        """Record the message. Return (rank, i)."""
         self.came.append((sender, i))
         return current_rank().rank, i
 
     @endpoint
     def count(self, sender: Any, i: int) -> Iterator[int]:
-        """As `note`, in a stream."""
+        """Record the message. Yield its number."""
         self.came.append((sender, i))
         yield i
 
     @endpoint
     def fail(self, sender: Any, i: int) -> None:
-        """As `note`, with an error."""
+        """Record the message. Raise ValueError."""
         self.came.append((sender, i))
         raise ValueError(f"{sender} {i}")
 
     @endpoint(explicit_response_port=True)
     def later(self, port: Any, sender: Any, i: int) -> None:
-        """As `note`, through a port."""
+        """Record the message. Reply through the port."""
         self.came.append((sender, i))
         port.send((current_rank().rank, i))
 
     @endpoint(explicit_response_port=True)
     def through(self, port: Any, other: ActorMesh) -> None:
-        """Another one answers."""
+        """Let another actor reply through the port."""
         other.use.broadcast(port, current_rank().rank)
 
     @endpoint
@@ -336,7 +326,7 @@ class Recorder(Actor):
 
     @endpoint
     def by_sender(self) -> dict[Any, list[int]]:
-        """The numbers of each sender, in the order in which they came; then it forgets."""
+        """Return the numbers of each sender in the order of arrival, and clear the record."""
         found: dict[Any, list[int]] = {}
         for sender, i in self.came:
             found.setdefault(sender, []).append(i)
@@ -345,18 +335,18 @@ class Recorder(Actor):
 
     @endpoint
     def block(self, size: int, fill: int) -> bytes:
-        """So many bytes."""
+        """Return ``size`` bytes."""
         return bytes([fill]) * size
 
     @endpoint
     def flood(self, mesh: Any, sender: Any, n: int) -> int:
-        """Send n messages to each rank of the mesh, in every way; None to a port."""
+        """Call `send_in_every_way`."""
         send_in_every_way(mesh, sender, n)
         return n
 
     @endpoint
     def large(self, mesh: Any, sender: Any, n: int, size: int) -> None:
-        """Send n messages of so many bytes to the mesh; says so when it has to wait."""
+        """Send n messages of ``size`` bytes to the mesh. With MONARCH_DEBUG=1 the process logs its waits."""
         os.environ["MONARCH_DEBUG"] = "1"
         for i in range(n):
             mesh.note.broadcast(sender, i, bytes(size))
@@ -364,62 +354,55 @@ class Recorder(Actor):
 
     @endpoint
     def fill(self, port: Any, sender: Any, n: int) -> None:
-        """Send to a port."""
+        """Send n values to a port."""
         for i in range(n):
             port.send((sender, i) if i % 7 else (sender, i, b"x" * 20_000))
 
     @endpoint
     def hold(self, begun: Any, gate: str) -> None:
-        """Nothing else until the gate opens."""
+        """Block the actor until the gate opens."""
         if begun is not None:
             begun.send(os.getpid())
         pass_gate(gate)
 
     @endpoint
     def resident(self) -> int:
-        """Bytes of memory, see `resident_bytes`."""
         return resident_bytes()
 
     @endpoint
     def echo(self, value: Any) -> Any:
-        """The very same."""
         return value
 
 
 class AsyncRecorder(Actor):
-    """The same, as far as it is needed, on a loop: bodies begin in order."""
+    """Some endpoints of `Recorder` as ``async`` functions. Their bodies begin in the order of the messages."""
 
     def __init__(self) -> None:
         self.came: list[tuple[Any, int]] = []
 
     @concurrent_endpoint
     async def note(self, sender: Any, i: int, _payload: Any = None) -> tuple[int, int]:
-        """As Recorder's."""
         self.came.append((sender, i))
         await asyncio.sleep(0)
         return current_rank().rank, i
 
     @concurrent_endpoint
     async def count(self, sender: Any, i: int) -> AsyncIterator[int]:
-        """As Recorder's."""
         self.came.append((sender, i))
         yield i
 
     @endpoint
     async def fail(self, sender: Any, i: int) -> None:
-        """As Recorder's."""
         self.came.append((sender, i))
         raise ValueError(f"{sender} {i}")
 
     @endpoint(explicit_response_port=True)
     async def later(self, port: Any, sender: Any, i: int) -> None:
-        """As Recorder's."""
         self.came.append((sender, i))
         port.send((current_rank().rank, i))
 
     @endpoint
     async def by_sender(self) -> dict[Any, list[int]]:
-        """As Recorder's."""
         found: dict[Any, list[int]] = {}
         for sender, i in self.came:
             found.setdefault(sender, []).append(i)
@@ -428,7 +411,10 @@ class AsyncRecorder(Actor):
 
 
 def send_in_every_way(mesh: Any, sender: Any, n: int) -> list[Any]:
-    """Messages 0 to n - 1 to each rank, small and large, by every verb; the futures of those that answer."""
+    """Send messages 0 to n - 1 to each rank, small and large, with every verb.
+
+    Return the futures of those with replies.
+    """
     futures: list[Any] = []
     whole = range(len(mesh))
     flat = mesh.flatten("r")
@@ -440,13 +426,13 @@ def send_in_every_way(mesh: Any, sender: Any, n: int) -> list[Any]:
             futures.append(mesh.note.call(sender, i))
         elif way == 2:
             futures += [flat.slice(r=r).note.call_one(sender, i) for r in whole]
-        elif way == 3:  # too large for the ring, and for a tree
+        elif way == 3:  # larger than a ring, and sent without a tree
             mesh.note.broadcast(sender, i, b"x" * 40_000)
         elif way == 4:
             mesh.later.send((sender, i))
         elif way == 5:
             futures.append(mesh.fail.call(sender, i))
-        elif way == 6 and len(mesh) > 1:  # two halves
+        elif way == 6 and len(mesh) > 1:  # to the two halves of the mesh
             half = len(mesh) // 2
             flat.slice(r=slice(0, half)).note.broadcast(sender, i)
             futures.append(flat.slice(r=slice(half, None)).later.call(sender, i))

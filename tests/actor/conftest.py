@@ -1,4 +1,4 @@
-"""Fixtures for actor tests: one shared fork server, and a replacement for the end of the program."""
+"""Fixtures for actor tests: one shared fork server, and a recorder in place of ``unhandled_fault_hook``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from tests.actor.support import Faults
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> Iterator[None]:
-    """The server comes with the first processes and stays: it is nothing that a test leaves behind.
+    """Start the fork server before all tests. It lives until the end, so it is no leak of the first test.
 
-    No failure may end pytest, also not one that comes after its test: those are found here.
+    Failures that arrive after the end of their test are recorded, so that they do not end pytest, and reported at the
+    end.
     """
     if find_spec("uvloop"):
         import uvloop
 
-        uvloop.new_event_loop().close()  # libuv opens a pipe for all loops to come
+        uvloop.new_event_loop().close()  # libuv opens a pipe with its first loop and shares it with all later ones
     strays: list[MeshFailure] = []
     ending, ma.unhandled_fault_hook = ma.unhandled_fault_hook, strays.append
     procs = this_host().spawn_procs({"gpus": 1})
@@ -34,7 +35,7 @@ def _fork_server() -> Iterator[None]:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    """Failures that reach the program, in place of its end. Those that a test does not expect fail it."""
+    """Record the failures that reach the program. A failure that the test does not take fails the test."""
     told = Faults()
     monkeypatch.setattr(ma, "unhandled_fault_hook", told)
     yield told

@@ -34,10 +34,10 @@ from tests.actor.support import pass_gate
 
 
 def end_process(how: str) -> None:
-    """End this process: by a signal of this name, or in one of the other ways."""
+    """End this process by the named signal, by ``segfault`` or ``abort``, or with an exit status."""
     if how.startswith("SIG"):
         os.kill(os.getpid(), signal.Signals[how])
-        threading.Event().wait()  # until it is there
+        threading.Event().wait()  # wait until the signal is delivered
     elif how == "segfault":
         ctypes.string_at(0)
     elif how == "abort":
@@ -47,7 +47,7 @@ def end_process(how: str) -> None:
 
 
 class Victim(PortHolder):
-    """Does what it is told, also to its own harm."""
+    """Actor whose endpoints raise, wait, or end the actor or its process on request."""
 
     def __init__(self, log: str = "", name: str = "victim") -> None:
         self.notes: list[Any] = []
@@ -79,7 +79,7 @@ class Victim(PortHolder):
 
     @endpoint
     def take_some(self, other: ActorMesh, begun: Port[int], gate: str) -> int:
-        """Begin to read what another one counts, and no more than that."""
+        """Take one value of another actor's stream, and leave the rest unread."""
         first = next(other.count.call_one(10**9))
         begun.send(os.getpid())
         pass_gate(gate)
@@ -100,7 +100,7 @@ class Victim(PortHolder):
 
     @endpoint
     def wait(self, begun: Port[int] | None, gate: str) -> str:
-        """Until somebody opens the gate."""
+        """Wait until the gate opens."""
         if begun is not None:
             begun.send(os.getpid())
         pass_gate(gate)
@@ -113,7 +113,7 @@ class Victim(PortHolder):
 
     @endpoint
     def raises_from(self, outer: type[BaseException], args: tuple[Any, ...]) -> None:
-        """With a cause."""
+        """Raise an exception that has an OSError as its cause."""
         try:
             os.stat("/nowhere")
         except OSError as inner:
@@ -125,7 +125,7 @@ class Victim(PortHolder):
 
     @endpoint
     def wait_for_other(self, other: ActorMesh, begun: Port[int], gate: str) -> Any:
-        """Somebody who is neither owner nor owned: a caller like any other."""
+        """Wait for another actor, as a caller that neither owns nor is owned by it."""
         future = other.wait.call_one(None, gate)
         begun.send(os.getpid())
         return future.get()
@@ -139,7 +139,7 @@ class Victim(PortHolder):
         raise ValueError("instead of an answer")
 
     def say(self, what: str) -> None:
-        """Into the file that tells the order of things across processes."""
+        """Write to the log file, which shows the order of events across processes."""
         if self._log:
             with open(self._log, "a") as file:
                 file.write(f"{self._name}: {what}\n")
@@ -149,7 +149,7 @@ class Victim(PortHolder):
 
 
 class AsyncVictim(Actor):
-    """The same, on an event loop."""
+    """Some endpoints of `Victim` as ``async`` functions."""
 
     def __init__(self, log: str = "") -> None:
         self._log = log
@@ -182,8 +182,8 @@ class AsyncVictim(Actor):
                 file.write(f"async: cleanup {type(exc).__name__}\n")
 
 
-class BadBirth(Actor):
-    """Its constructor fails, on some ranks or all."""
+class FailsInConstructor(Actor):
+    """Actor whose constructor raises on the given ranks."""
 
     def __init__(self, error: BaseException, ranks: tuple[int, ...]) -> None:
         if current_rank().rank in ranks:
@@ -195,7 +195,7 @@ class BadBirth(Actor):
 
 
 class SlowToBuild(Victim):
-    """Its constructor waits at a gate."""
+    """Actor whose constructor waits at a gate."""
 
     def __init__(self, gate: str) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class SlowToBuild(Victim):
 
 
 class Owner(Actor):
-    """Has meshes of its own: actors, in its process or in others, and processes. Asks nobody about their failures."""
+    """Spawns actors, in its own process or others, and processes. It has no ``__supervise__``."""
 
     def __init__(self, log: str = "", depth: int = 0) -> None:
         self._log = log
@@ -219,14 +219,14 @@ class Owner(Actor):
 
     @endpoint
     def spawn(self, count: int = 2, restart: Restart | None = None) -> ActorMesh:
-        """Processes with an actor in each."""
+        """Spawn processes with an actor in each."""
         self.actors = self.spawn_without_waiting(count, restart)
         self.actors.initialized.get()
         return self.actors
 
     @endpoint
     def spawn_at_once(self) -> ActorMesh:
-        """A reference to what is still coming up."""
+        """Return a reference to actors that are still starting."""
         self.actors = self.spawn_without_waiting(2, None)
         return self.actors
 
@@ -236,14 +236,14 @@ class Owner(Actor):
 
     @endpoint
     def spawn_on(self, procs: ProcMesh) -> ActorMesh:
-        """Actors in processes that belong to somebody else."""
+        """Spawn actors in processes that another actor or program owns."""
         self.actors = procs.spawn("nested", Victim, self._log, "nested")
         self.actors.initialized.get()
         return self.actors
 
     @endpoint
     def spawn_here(self) -> ActorMesh:
-        """An actor in this process."""
+        """Spawn an actor in this process."""
         self.actors = this_proc().spawn("nested", Victim, self._log, "nested")
         return self.actors
 
@@ -253,7 +253,7 @@ class Owner(Actor):
 
     @endpoint
     def spawn_behind(self, port: Port[Any], gate: str) -> None:
-        """Spawn once the gate is open, and say what has come of it: a pid, or the name of an error."""
+        """Spawn a mesh after the gate opens. Send its pid, or the name of an exception, to the port."""
         port.send("begun")
         pass_gate(gate)
         try:
@@ -280,7 +280,7 @@ class Owner(Actor):
 
     @endpoint
     def deepest(self) -> list[int]:
-        """The pids from here down."""
+        """Return the pids of this owner and of the owners below it."""
         return [os.getpid(), *(self.below.deepest.call_one().get() if self.below else [])]
 
     @endpoint
@@ -298,7 +298,7 @@ class Owner(Actor):
 
 
 class Supervisor(Owner):
-    """Is asked, and says what it was told to say."""
+    """Owner with a ``__supervise__`` that returns or raises a given answer."""
 
     def __init__(self, answer: Any, log: str = "") -> None:
         super().__init__(log)
@@ -306,13 +306,13 @@ class Supervisor(Owner):
         self.told: list[MeshFailure] = []
 
     @endpoint
-    def what_it_was_told(self) -> list[tuple[str, tuple[int, ...], bool]]:
-        """Name and ranks of each failure, and whether it came with the mesh itself."""
+    def received_failures(self) -> list[tuple[str, tuple[int, ...], bool]]:
+        """Return name and ranks of each failure, and whether the failure has its mesh."""
         return [(failure.mesh_name, failure.ranks, failure.mesh is not None) for failure in self.told]
 
     @endpoint
     def go_on(self, value: Any) -> list[Any]:
-        """Call those that are left."""
+        """Call the actors that have not failed."""
         assert self.actors is not None
         return list(self.actors.without(self.actors.failed_ranks).echo.call(value).get().values())
 
@@ -327,7 +327,7 @@ class Supervisor(Owner):
 
 
 class SlowSupervisor(Supervisor):
-    """A plain actor may have an ``async`` one."""
+    """Supervisor with an ``async`` ``__supervise__`` and synchronous endpoints."""
 
     async def __supervise__(self, failure: MeshFailure) -> bool:  # type: ignore[override]
         await asyncio.sleep(0)
@@ -336,7 +336,7 @@ class SlowSupervisor(Supervisor):
 
 
 class AsyncSupervisor(Actor):
-    """Is asked while it waits for the very mesh that has failed."""
+    """Supervisor with async endpoints: its ``__supervise__`` can run while an endpoint waits."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer
@@ -368,5 +368,5 @@ class AsyncSupervisor(Actor):
 
 
 def lines(log: Path) -> list[str]:
-    """What the actors have said, in order."""
+    """Return the lines of the log file of `Victim.say`, in order."""
     return log.read_text().splitlines() if log.exists() else []

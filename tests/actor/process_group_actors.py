@@ -20,13 +20,13 @@ STEPS = 3
 
 
 def model() -> nn.Sequential:
-    """The same on every rank."""
+    """Return a model with the same parameters on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, 1))
 
 
 def batch(step: int, ranks: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """What these ranks see in this step: 6 rows each."""
+    """Return the samples of these ranks in this step, 6 rows per rank."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(6 * 8, WIDTH, generator=generator)
     rows = slice(6 * ranks.start, 6 * ranks.stop)
@@ -34,7 +34,7 @@ def batch(step: int, ranks: range) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(network: Any, ranks: range, steps: int = STEPS) -> list[float]:
-    """Plain training; the losses."""
+    """Train the network. Return the loss of each step."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(steps):
@@ -48,7 +48,7 @@ def train(network: Any, ranks: range, steps: int = STEPS) -> list[float]:
 
 
 class Trainer(Actor):
-    """One rank of a world."""
+    """Actor that is one rank of a process group."""
 
     @endpoint
     def world(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Trainer(Actor):
 
     @endpoint
     def all_reduce(self, value: float, times: int = 1) -> list[float]:
-        """The sum over the world of rank + value; as often as asked for."""
+        """All-reduce rank + value over the group ``times`` times. Return the sums."""
         sums = []
         for _ in range(times):
             x = torch.full((1000,), float(dist.get_rank() + value))
@@ -82,7 +82,7 @@ class Trainer(Actor):
 
     @endpoint
     def all_reduce_for_ever(self, begun: Port[int]) -> None:
-        """Until somebody dies."""
+        """Run all-reduces until one raises."""
         x = torch.ones(4)
         dist.all_reduce(x)
         begun.send(os.getpid())
@@ -120,7 +120,7 @@ class Trainer(Actor):
 
     @endpoint
     def subgroup(self, ranks: list[int]) -> list[float]:
-        """A group of the user's own, inside the world."""
+        """All-reduce in a group that the endpoint creates inside the default group."""
         group = dist.new_group(ranks)
         x = torch.tensor([float(dist.get_rank())])
         if dist.get_rank() in ranks:

@@ -1,7 +1,8 @@
-"""Runner of whole programs for tests, in interpreters that have imported torch already.
+"""Runner of complete programs for tests, in interpreters that have already imported torch.
 
-A warm interpreter forks for each script, and the fork runs it at its top level, as ``python script.py`` does. Ctrl-C
-and the end of the program are Python's own. A script costs 0.1 s instead of 2 s. `python` starts a cold interpreter.
+A warm interpreter forks for each script. The fork runs the script at its top level, as ``python script.py`` does.
+Ctrl-C and the end of the program behave as in plain Python. A script takes 0.1 s instead of 2 s. `python` starts a cold
+interpreter.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PATIENCE = 60.0
 
 
 class Run:
-    """A script that runs, or has run: what it has written, and how it ended."""
+    """A running or ended script: its output so far and its exit status."""
 
     def __init__(self, pid: int, out: int, err: int) -> None:
         self.pid = pid
@@ -45,11 +46,11 @@ class Run:
         os.kill(self.pid, number)
 
     def read_until(self, text: str, patience: float = PATIENCE) -> None:
-        """Wait for this text, on stdout or stderr."""
+        """Wait for this text on stdout or stderr."""
         self._read(lambda: text in self.out or text in self.err, patience, f"{text!r}")
 
     def read_all(self, patience: float = PATIENCE) -> None:
-        """To the end of both: nobody holds them any more."""
+        """Read stdout and stderr to their ends: no process has them open any more."""
         self._read(lambda: not self._open, patience, "the end of stdout and stderr")
 
     def _read(self, enough: Any, patience: float, what: str) -> None:
@@ -70,12 +71,15 @@ class Run:
 
 
 def _listen_to_ctrl_c() -> None:
-    """A shell starts what it puts into the background with SIGINT ignored, and tests may run there."""
+    """Restore the default action of SIGINT.
+
+    A shell starts background commands, perhaps the tests, with SIGINT ignored.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class WarmInterpreter:
-    """Runs scripts, one at a time."""
+    """Runs scripts in forks of one interpreter, one script at a time."""
 
     def __init__(
         self,
@@ -84,10 +88,10 @@ class WarmInterpreter:
         env: Mapping[str, str] | None = None,
         modules: Sequence[str] = ("monarch_backend.actor",),
     ) -> None:
-        """``server``: the address of the fork server that scripts use, unless they want one of their own.
+        """``server`` is the address of the fork server for scripts without their own.
 
-        ``prefix``: words that make a command run somewhere else, as on another host. ``modules``: what scripts import,
-        and takes long.
+        ``prefix``: words that make a command run elsewhere, for example on another host. ``modules``: modules that are
+        slow to import and that scripts need.
         """
         self._server = server
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,7 +100,7 @@ class WarmInterpreter:
                 [*prefix, sys.executable, __file__, str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # as a script's in a pipe: block buffered
+                stdout=subprocess.PIPE,  # a pipe, so that the script's stdout is block buffered
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(env or {})},
                 preexec_fn=_listen_to_ctrl_c,
             )
@@ -110,7 +114,7 @@ class WarmInterpreter:
         own_server: bool = False,
         arguments: Sequence[str] = (),
     ) -> Run:
-        """Run the source, from a file at this path; without one, the file that is there."""
+        """Start the source as a script at this path. Without a source, start the file that exists there."""
         if source is not None:
             path.write_text(source)
         request = {
@@ -127,7 +131,7 @@ class WarmInterpreter:
         return self.run
 
     def finish(self, patience: float = PATIENCE) -> Run:
-        """Wait for the end of the script, and of all that it has written."""
+        """Wait for the end of the script, and read all of its output."""
         run = self.run
         assert run is not None
         deadline = time.monotonic() + patience
@@ -144,7 +148,7 @@ class WarmInterpreter:
         return run
 
     def complete(self, path: Path, source: str | None, patience: float = PATIENCE, **options: Any) -> Run:
-        """All of it: `start`, `finish`, and nothing is left."""
+        """Run a script from `start` to `finish`, then `drop` it."""
         self.start(path, source, **options)
         try:
             return self.finish(patience)
@@ -152,11 +156,11 @@ class WarmInterpreter:
             self.drop()
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether the script ends in this time; `finish` has to be called all the same."""
+        """Return whether the script ends within this time. Call `finish` in either case."""
         return bool(select.select([self._channel], [], [], seconds)[0])
 
     def drop(self) -> None:
-        """After a test: end what it has left, with its descriptors."""
+        """Kill the script if it still runs, and close its pipes."""
         run, self.run = self.run, None
         if run is not None:
             if run.returncode is None:
@@ -174,7 +178,8 @@ class WarmInterpreter:
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)  # also for ranks that were forked meanwhile and have it open, too
+            # ends the connection also for ranks that were forked since and have inherited it
+            self._channel.shutdown(socket.SHUT_RDWR)
         self._channel.close()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -183,7 +188,7 @@ class WarmInterpreter:
 
 @contextlib.contextmanager
 def with_meshes() -> Iterator[WarmInterpreter]:
-    """For programs that have device meshes: all that they and their processes import is imported already."""
+    """Yield an interpreter for programs that have device meshes. All modules that they import are already imported."""
     from monarch_backend._actor.runtime import program
     from monarch_backend.actor import this_host
 
@@ -195,7 +200,7 @@ def with_meshes() -> Iterator[WarmInterpreter]:
 
 
 def python(*arguments: str, stdin: str | None = None, env: Mapping[str, str] | None = None) -> Any:
-    """A cold interpreter, to its end."""
+    """Run a cold interpreter to its end."""
     return subprocess.run(
         [sys.executable, *arguments],
         input=stdin,
@@ -209,7 +214,7 @@ def python(*arguments: str, stdin: str | None = None, env: Mapping[str, str] | N
 
 
 def use_server(address: str) -> None:
-    """Take processes from a fork server that is there, in place of starting one."""
+    """Use the fork server at this address instead of starting one."""
     from monarch_backend._actor.processes import start as process_start
     from monarch_backend._processes.spawner import Spawner
 
@@ -220,7 +225,7 @@ def use_server(address: str) -> None:
 
 
 def _next_script(channel: socket.socket) -> dict[str, Any]:
-    """In the warm interpreter: fork for each request; returns in the fork."""
+    """Fork the warm interpreter for each request. Return only in the fork."""
     while True:
         message, fds, _, _ = socket.recv_fds(channel, 1 << 16, 2)
         if not message:
@@ -242,7 +247,7 @@ def _next_script(channel: socket.socket) -> dict[str, Any]:
 
 
 def _script(arguments: Sequence[str]) -> tuple[Any, dict[str, Any]]:
-    """The code of the script that this fork is to be, and the names of its __main__."""
+    """Wait for a script in the warm interpreter. Return its code and its ``__main__`` namespace in the fork."""
     import gc
     import importlib
     import types
@@ -250,7 +255,7 @@ def _script(arguments: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     for name in arguments[2:]:
         importlib.import_module(name)
 
-    # Else every script would look through all of torch for garbage when it ends: half a second each.
+    # Without this, the garbage collection at the end of each script would traverse all of torch: half a second each.
     gc.collect()
     gc.freeze()
     sys.path.remove(str(Path(__file__).parent))

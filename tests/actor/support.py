@@ -15,11 +15,11 @@ from typing import Any
 from monarch_backend.actor import Channel, MeshFailure
 
 PATIENCE = 30.0
-"""Seconds after which something that was waited for will never come."""
+"""Seconds after which a wait fails the test."""
 
 
 class Faults:
-    """In place of ``unhandled_fault_hook``: keeps what reaches the program."""
+    """Replacement of ``unhandled_fault_hook`` that keeps the failures."""
 
     def __init__(self) -> None:
         self._told: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
@@ -28,11 +28,11 @@ class Faults:
         self._told.put(failure)
 
     def next(self) -> MeshFailure:
-        """The next failure; waits for it."""
+        """Wait for the next failure and return it."""
         return self._told.get(timeout=PATIENCE)
 
     def none(self) -> None:
-        """Nothing has reached the program that was not taken."""
+        """Assert that no failure is left that the test has not taken."""
         left = []
         while not self._told.empty():
             left.append(self._told.get())
@@ -41,7 +41,7 @@ class Faults:
 
 @contextmanager
 def gate(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A name and a function: `pass_gate` of the name waits until the function is called, or the block ends."""
+    """Yield a name and a function: `pass_gate` of the name waits until the function is called or the block ends."""
     path = folder / f"gate{len(list(folder.iterdir()))}"
     os.mkfifo(path)
     ends: list[int] = []
@@ -49,7 +49,7 @@ def gate(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     def open_gate() -> None:
         if not ends:
             ends.append(os.open(path, os.O_RDWR))
-            os.write(ends[0], b"x" * 4096)  # a byte for each who passes
+            os.write(ends[0], b"x" * 4096)  # one byte for each call of `pass_gate`
 
     try:
         yield str(path), open_gate
@@ -59,7 +59,7 @@ def gate(folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def pass_gate(name: str) -> None:
-    """Wait in one system call, as an actor does that can't be interrupted."""
+    """Wait in one system call, as code does that an interruption cannot end."""
     with open(name, "rb", buffering=0) as file:
         file.read(1)
 

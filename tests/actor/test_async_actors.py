@@ -40,8 +40,8 @@ def procs() -> Iterator[ProcMesh]:
         yield mesh
 
 
-class Diary(Actor):
-    """Writes down when bodies begin and end."""
+class BodyRecorder(Actor):
+    """Records the beginning and the end of each endpoint body."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -84,8 +84,8 @@ class Diary(Actor):
 
 
 @pytest.fixture
-def diary(procs: ProcMesh) -> Iterator[ActorMesh]:
-    mesh = procs.slice(gpus=0).spawn("diary", Diary)
+def body_recorder(procs: ProcMesh) -> Iterator[ActorMesh]:
+    mesh = procs.slice(gpus=0).spawn("body_recorder", BodyRecorder)
     yield mesh
     mesh.stop().get(PATIENCE)
 
@@ -93,44 +93,44 @@ def diary(procs: ProcMesh) -> Iterator[ActorMesh]:
 # ---- the order of bodies
 
 
-def test_async_endpoint_bodies_run_one_after_the_other(diary: ActorMesh) -> None:
-    calls = [diary.in_turn.call_one(i, turns=5 - i % 5) for i in range(50)]
+def test_async_endpoint_bodies_run_one_after_the_other(body_recorder: ActorMesh) -> None:
+    calls = [body_recorder.in_turn.call_one(i, turns=5 - i % 5) for i in range(50)]
     for call in calls:
         call.get(PATIENCE)
-    lines, most = diary.read.call_one().get(PATIENCE)
+    lines, most = body_recorder.read.call_one().get(PATIENCE)
     assert lines == [line for i in range(50) for line in (f"{i} begins", f"{i} ends")]
     assert most == 1
 
 
-def test_concurrent_bodies_interleave_and_start_in_order(diary: ActorMesh) -> None:
-    calls = [diary.until_done.call_one(i) for i in range(50)]
-    diary.finish.call_one().get(PATIENCE)
+def test_concurrent_bodies_interleave_and_start_in_order(body_recorder: ActorMesh) -> None:
+    calls = [body_recorder.until_done.call_one(i) for i in range(50)]
+    body_recorder.finish.call_one().get(PATIENCE)
     assert [call.get(PATIENCE) for call in calls] == list(range(50))
-    lines, _ = diary.read.call_one().get(PATIENCE)
+    lines, _ = body_recorder.read.call_one().get(PATIENCE)
     assert lines[:50] == [f"{i} begins" for i in range(50)]
     assert sorted(lines[50:]) == sorted(f"{i} ends" for i in range(50))
 
 
-def test_one_actor_has_sequential_and_concurrent_endpoints(diary: ActorMesh) -> None:
-    waiting = diary.until_done.call_one("long")
-    diary.in_turn.call_one("a").get(PATIENCE)  # does not wait for the concurrent one
+def test_one_actor_has_sequential_and_concurrent_endpoints(body_recorder: ActorMesh) -> None:
+    waiting = body_recorder.until_done.call_one("long")
+    body_recorder.in_turn.call_one("a").get(PATIENCE)  # a sequential endpoint runs while a concurrent one waits
     assert not waiting.done()
-    diary.finish.broadcast()
-    diary.in_turn.broadcast("b")
+    body_recorder.finish.broadcast()
+    body_recorder.in_turn.broadcast("b")
     assert waiting.get(PATIENCE) == "long"
-    lines, most = diary.read.call_one().get(PATIENCE)
+    lines, most = body_recorder.read.call_one().get(PATIENCE)
     assert lines[:3] == ["long begins", "a begins", "a ends"]
     assert lines.index("b begins") + 1 == lines.index("b ends") or "long ends" in lines
-    assert most == 1  # of the sequential ones
+    assert most == 1  # counts only the sequential bodies
 
 
-def test_many_concurrent_broadcasts_all_run(diary: ActorMesh) -> None:
+def test_many_concurrent_broadcasts_all_run(body_recorder: ActorMesh) -> None:
     for i in range(200):
-        diary.at_once_with_others.broadcast(i)
+        body_recorder.at_once_with_others.broadcast(i)
     ends: list[str] = []
 
     def all_ended() -> bool:
-        lines, _ = diary.read.call_one().get(PATIENCE)
+        lines, _ = body_recorder.read.call_one().get(PATIENCE)
         ends.extend(line for line in lines if line.endswith("ends"))
         return len(ends) == 200
 
@@ -142,7 +142,7 @@ def test_many_concurrent_broadcasts_all_run(diary: ActorMesh) -> None:
 
 
 class Loop(Actor):
-    """Looks at its own loop and uses it."""
+    """Reports about its own event loop, and starts tasks and threads."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[Any] | None = None
@@ -158,7 +158,7 @@ class Loop(Actor):
 
     @endpoint
     async def ranks(self) -> list[tuple[str, int]]:
-        """Of tasks, threads and callbacks that an endpoint starts."""
+        """Return the actor name and rank that a task, a thread and a coroutine under ``wait_for`` see."""
 
         def here() -> tuple[str, int]:
             return current_actor_name(), current_rank().rank
@@ -171,7 +171,7 @@ class Loop(Actor):
 
     @endpoint
     async def start_task(self, port: Port[Any]) -> None:
-        """It goes on when the endpoint has returned."""
+        """Start a task that continues after the endpoint has returned."""
 
         async def work() -> None:
             for i in range(3):
@@ -208,7 +208,7 @@ class Loop(Actor):
 
     @endpoint
     async def block(self, begun: Port[Any], gate: str) -> None:
-        """Holds its own loop up."""
+        """Block the actor's own event loop."""
         begun.send(None)
         pass_gate(gate)
 
@@ -232,7 +232,7 @@ class Loop(Actor):
 
 
 class Holding(Actor):
-    """Never answers, until it is cancelled."""
+    """Runs until its call is cancelled."""
 
     @endpoint
     def hold(self) -> None:
@@ -332,13 +332,13 @@ def test_error_of_a_coroutine_reaches_the_caller(one: ActorMesh) -> None:
 
 
 def test_cancelled_subtask_is_an_error_reply(one: ActorMesh) -> None:
-    """Nobody has cancelled the call, so its caller must hear of something."""
+    """The caller has not cancelled the call, so the cancellation inside the endpoint must reach it as an error."""
     error = one.subtask_is_cancelled.call_one().exception(PATIENCE)
     assert error is not None
     assert "CancelledError" in str(error)
 
 
-# ---- what a class must look like
+# ---- rules for actor classes
 
 
 def test_sync_and_async_endpoints_in_one_class_are_refused(procs: ProcMesh) -> None:
@@ -386,7 +386,7 @@ def test_endpoint_with_a_mesh_attribute_name_is_refused(procs: ProcMesh, name: s
         procs.spawn("clash", cls)
 
 
-# ---- a program that awaits
+# ---- programs that await
 
 
 def test_every_call_can_be_awaited(procs: ProcMesh) -> None:
@@ -434,7 +434,7 @@ def test_gather_wait_and_as_completed_take_calls(procs: ProcMesh) -> None:
     asyncio.run(main())
 
 
-class _nothing:  # in place of asyncio.timeout, which Python 3.10 does not have
+class _nothing:  # replaces asyncio.timeout, which Python 3.10 lacks
     async def __aenter__(self) -> None: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
@@ -516,11 +516,11 @@ def test_context_variables_of_the_program_are_not_sent() -> None:
     mesh.stop().get(PATIENCE)
 
 
-# ---- its end
+# ---- the end of an async actor
 
 
 class Ending(Actor):
-    """Tells what happens when it is stopped."""
+    """Reports its cancellation and its cleanup when it is stopped."""
 
     def __init__(self, port: Port[Any]) -> None:
         self.port = port

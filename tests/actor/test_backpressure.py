@@ -56,7 +56,7 @@ def recorders(procs: ProcMesh) -> Iterator[ActorMesh]:
 
 
 class Sender:
-    """Does something often, in a thread; says how often so far."""
+    """Calls ``send`` repeatedly in a thread, and counts the calls that have returned."""
 
     def __init__(self, send: Callable[[int], object], times: int = FLOOD) -> None:
         self.sent = 0
@@ -78,8 +78,8 @@ class Sender:
         assert not self._thread.is_alive()
 
 
-class Said:
-    """What has been written to stderr so far."""
+class StderrText:
+    """The text written to stderr so far."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
@@ -92,14 +92,14 @@ class Said:
 
 
 @pytest.fixture
-def said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
-    """The words of MONARCH_DEBUG=1, which tell that somebody waits."""
+def stderr_text(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> StderrText:
+    """Set MONARCH_DEBUG=1, so that a waiting sender logs it. Yield the text on stderr."""
     monkeypatch.setenv("MONARCH_DEBUG", "1")
-    return Said(Terminal(capfd))
+    return StderrText(Terminal(capfd))
 
 
 def hold(one: ActorMesh, name: str) -> None:
-    """The actor does nothing else until the gate opens."""
+    """Block the actor until the gate opens."""
     port, receiver = Channel.open(once=True)
     one.hold.broadcast(port, name)
     receiver.recv().get(PATIENCE)
@@ -109,17 +109,17 @@ WAITING = f"monarch: {CREDIT_WINDOW} messages to"
 FULL = "monarch: no room in shared memory"
 
 
-# ---- the sender waits
+# ---- a sender waits for credit or memory
 
 
-def test_slow_actor_blocks_its_sender(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_slow_actor_blocks_its_sender(recorders: ActorMesh, tmp_path: Path, stderr_text: StderrText) -> None:
     one = recorders.slice(gpus=1)
-    payload = b"x" * 20_000  # too large for the ring itself
+    payload = b"x" * 20_000  # larger than the ring
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
         before = resident_bytes()
         sender = Sender(lambda i: one.note.broadcast("main", i, payload))
-        until(lambda: WAITING in said, "the sender says that it waits")
+        until(lambda: WAITING in stderr_text, "the sender says that it waits")
         assert sender.sent < CREDIT_WINDOW
         assert resident_bytes() - before < 2 * CREDIT_WINDOW * len(payload)
         assert recorders.slice(gpus=0).echo.call_one("others are not held up").get(PATIENCE) == "others are not held up"
@@ -129,15 +129,18 @@ def test_slow_actor_blocks_its_sender(recorders: ActorMesh, tmp_path: Path, said
     assert sender.error is None
     assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(FLOOD))}
     assert resident_bytes() - before < 2 * CREDIT_WINDOW * len(payload)
-    assert f"{CREDIT_WINDOW} messages to gpus 1 of {recorders.proc_mesh.name} (pid " in said
+    assert f"{CREDIT_WINDOW} messages to gpus 1 of {recorders.proc_mesh.name} (pid " in stderr_text
 
 
 def small_places() -> None:
     tuning.BYTES_PER_CREDIT = 4096
 
 
-@pytest.mark.usefixtures("procs")  # the first processes of all leave something behind
-def test_large_messages_take_more_credit(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+# the first spawn leaves the fork server behind, so `procs` does it before the leak check
+@pytest.mark.usefixtures("procs")
+def test_large_messages_take_more_credit(
+    tmp_path: Path, stderr_text: StderrText, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tuning, "BYTES_PER_CREDIT", 4096)
     payload, n = b"x" * (64 << 10), 200
     with running({"gpus": 2}, bootstrap=small_places) as procs, gate(tmp_path) as (name, open_gate):
@@ -145,14 +148,15 @@ def test_large_messages_take_more_credit(tmp_path: Path, said: Said, monkeypatch
         one = mesh.slice(gpus=1)
         hold(one, name)
         sender = Sender(lambda i: (mesh.note if i % 2 else one.note).broadcast("main", i, payload), n)
-        until(lambda: WAITING in said, "the sender says that it waits")
-        assert sender.sent == -(-CREDIT_WINDOW // 17)  # 17 places each; what the mesh is sent goes there, too
+        until(lambda: WAITING in stderr_text, "the sender says that it waits")
+        # A message takes 17 credits. Each message is for rank 1, whether sent to the mesh or to one rank.
+        assert sender.sent == -(-CREDIT_WINDOW // 17)
         open_gate()
         sender.join()
         assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(n))}
 
 
-def test_stopped_process_leaves_memory_for_others(recorders: ActorMesh, said: Said) -> None:
+def test_stopped_process_leaves_memory_for_others(recorders: ActorMesh, stderr_text: StderrText) -> None:
     one, other = recorders.slice(gpus=1), recorders.slice(gpus=0)
     payload = bytes(MAX_UNREAD_BYTES // 4 - 4096)
     pid = pid_of(one)
@@ -160,7 +164,7 @@ def test_stopped_process_leaves_memory_for_others(recorders: ActorMesh, said: Sa
     try:
         until(lambda: stands_still(pid), "it stands still")
         sender = Sender(lambda i: one.note.broadcast("main", i, payload), 6)
-        until(lambda: FULL in said, "the sender says that it waits")
+        until(lambda: FULL in stderr_text, "the sender says that it waits")
         assert sender.sent == 4
         for _ in range(5):
             assert other.echo.call_one(payload).get(PATIENCE) == payload
@@ -171,12 +175,12 @@ def test_stopped_process_leaves_memory_for_others(recorders: ActorMesh, said: Sa
     assert sender.error is None
     assert one.by_sender.call_one().get(PATIENCE) == {"main": list(range(6))}
     name = f"gpus 1 of {recorders.proc_mesh.name} (pid {pid})"
-    assert said.count(f"{FULL} for a message to {name}: messages that {name} did not read fill it: waiting") == 1
+    assert stderr_text.count(f"{FULL} for a message to {name}: messages that {name} did not read fill it: waiting") == 1
 
 
 @pytest.fixture
 def stopped(recorders: ActorMesh) -> Iterator[ActorMesh]:
-    """The middle one, whose process stands still and has left its share of the main program's memory unread."""
+    """Rank 1, stopped by SIGSTOP. It has left its share of the main program's shared memory unread."""
     one = recorders.slice(gpus=1)
     pid = pid_of(one)
     os.kill(pid, signal.SIGSTOP)
@@ -200,13 +204,13 @@ def test_multicast_does_not_wait_for_a_stopped_process(
     assert stopped.by_sender.call_one().get(PATIENCE) == {"main": [0, 100, 20_000]}
 
 
-def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, said: Said) -> None:
-    """Who waits for memory does not wait for its own queue, though it is sent to as well."""
+def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, stderr_text: StderrText) -> None:
+    """An actor that waits for memory does not wait for its own queue, although it also sends to itself."""
     first, one = recorders.slice(gpus=0), recorders.slice(gpus=1)
     first.large.call_one(recorders, "first", 1, 10).get(PATIENCE)
     came: dict[Any, list[int]] = {}
-    # They are connected, which takes longer than the call where the machine is busy; without a link what is sent is
-    # put off, and waits for no memory.
+    # Wait until both processes are connected, which on a busy machine takes longer than the call. Messages are queued
+    # while a link is missing, and do not wait for memory.
     until(lambda: came.update(one.by_sender.call_one().get(PATIENCE)) or came, "the first message arrives")
     assert came == first.by_sender.call_one().get(PATIENCE) == {"first": [0]}
     pid = pid_of(one)
@@ -214,7 +218,7 @@ def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, said
     try:
         until(lambda: stands_still(pid), "it stands still")
         sent = first.large.call_one(recorders, "first", 6, MAX_UNREAD_BYTES // 4 - 4096)
-        until(lambda: "no room in shared memory for a message to 3 processes" in said, "it says that it waits")
+        until(lambda: "no room in shared memory for a message to 3 processes" in stderr_text, "it says that it waits")
         assert not sent.done()
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -223,19 +227,19 @@ def test_actor_can_wait_for_another_actor_of_its_mesh(recorders: ActorMesh, said
         assert mesh.by_sender.call_one().get(PATIENCE) == {"first": [*range(6)]}
 
 
-def test_ctrl_c_ends_a_wait_for_memory(stopped: ActorMesh, said: Said) -> None:
+def test_ctrl_c_ends_a_wait_for_memory(stopped: ActorMesh, stderr_text: StderrText) -> None:
     pid, struck, ended = pid_of(stopped), [], threading.Event()
-    ours = f"{FULL} for a message to gpus 1 of"  # and not what the worker of another test has said
+    ours = f"{FULL} for a message to gpus 1 of"  # not a line that the worker of another test has logged
 
     def interrupt() -> None:
         try:
-            until(lambda: ours in said or ended.is_set(), "the sender says that it waits")
+            until(lambda: ours in stderr_text or ended.is_set(), "the sender says that it waits")
             if not ended.is_set():
                 struck.append(time.monotonic())
                 os.kill(os.getpid(), signal.SIGINT)
                 ended.wait(PATIENCE)
         finally:
-            os.kill(pid, signal.SIGCONT)  # whatever fails: nobody waits for ever
+            os.kill(pid, signal.SIGCONT)  # resume the process in every case, so that no wait is endless
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -250,34 +254,34 @@ def test_ctrl_c_ends_a_wait_for_memory(stopped: ActorMesh, said: Said) -> None:
     assert stopped.by_sender.call_one().get(PATIENCE) == {"main": [0, 2]}
 
 
-def test_slowest_receiver_blocks_the_sender(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_slowest_receiver_blocks_the_sender(recorders: ActorMesh, tmp_path: Path, stderr_text: StderrText) -> None:
     with gate(tmp_path) as (name, open_gate):
         hold(recorders.slice(gpus=2), name)
         sender = Sender(lambda i: recorders.note.broadcast("main", i), 3 * CREDIT_WINDOW)
-        until(lambda: WAITING in said, "the sender says that it waits")
+        until(lambda: WAITING in stderr_text, "the sender says that it waits")
         open_gate()
         sender.join()
     assert list(recorders.by_sender.call().get(PATIENCE).values()) == [{"main": list(range(3 * CREDIT_WINDOW))}] * 3
 
 
-def test_full_window_blocks_calls(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_full_window_blocks_calls(recorders: ActorMesh, tmp_path: Path, stderr_text: StderrText) -> None:
     one = recorders.slice(gpus=0)
     futures: list[Any] = []
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
         sender = Sender(lambda i: futures.append(one.note.call_one("main", i)), 2 * CREDIT_WINDOW)
-        until(lambda: WAITING in said, "the sender says that it waits")
+        until(lambda: WAITING in stderr_text, "the sender says that it waits")
         open_gate()
         sender.join()
     assert [future.get(PATIENCE) for future in futures] == [(0, i) for i in range(2 * CREDIT_WINDOW)]
 
 
-def test_many_senders_share_the_window(recorders: ActorMesh, tmp_path: Path, said: Said) -> None:
+def test_many_senders_share_the_window(recorders: ActorMesh, tmp_path: Path, stderr_text: StderrText) -> None:
     one = recorders.slice(gpus=0)
     with gate(tmp_path) as (name, open_gate):
         hold(one, name)
         senders = [Sender(lambda i, t=t: one.note.broadcast(t, i), CREDIT_WINDOW) for t in range(3)]
-        until(lambda: said.count(WAITING) == 3, "all three wait")
+        until(lambda: stderr_text.count(WAITING) == 3, "all three wait")
         assert sum(sender.sent for sender in senders) < CREDIT_WINDOW
         open_gate()
         for sender in senders:
@@ -299,7 +303,8 @@ def test_full_window_blocks_a_sending_actor(recorders: ActorMesh, procs: ProcMes
         assert sent.get(PATIENCE) == FLOOD // 4
     came: list[int] = []
 
-    def all_there() -> bool:  # we are another sender than the actor: our call may overtake its last messages
+    # the main program and the actor are different senders: this call may overtake the actor's last messages
+    def all_there() -> bool:
         came.extend(one.by_sender.call_one().get(PATIENCE).get("actor", []))
         return len(came) >= FLOOD // 4
 
@@ -337,10 +342,10 @@ def test_blocked_sender_logs_nothing_without_debug(
     assert "messages to" not in capfd.readouterr().err
 
 
-# ---- who waits does not wait for ever
+# ---- a sender's wait ends
 
 
-def test_blocked_sender_gets_the_death_of_its_receiver(faults: Faults, tmp_path: Path, said: Said) -> None:
+def test_blocked_sender_gets_the_death_of_its_receiver(faults: Faults, tmp_path: Path, stderr_text: StderrText) -> None:
     with this_host().spawn_procs({"gpus": 1}, name="doomed") as procs:
         one = procs.spawn("recorders", Recorder)
         port, receiver = Channel.open(once=True)
@@ -348,7 +353,7 @@ def test_blocked_sender_gets_the_death_of_its_receiver(faults: Faults, tmp_path:
             one.hold.broadcast(port, name)
             pid = receiver.recv().get(PATIENCE)
             sender = Sender(lambda i: one.note.broadcast("main", i))
-            until(lambda: WAITING in said, "the sender says that it waits")
+            until(lambda: WAITING in stderr_text, "the sender says that it waits")
             os.kill(pid, signal.SIGKILL)
             sender.join()
         assert isinstance(sender.error, SupervisionError)
@@ -408,8 +413,8 @@ def test_unreferenced_receiver_delivers_an_awaited_value(recorders: ActorMesh) -
 # ---- within one process
 
 
-class Neighbour(Actor):
-    """Sends to actors of its own process."""
+class LocalSender(Actor):
+    """Sends to actors in its own process."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -431,7 +436,7 @@ class Neighbour(Actor):
 
 def test_flood_between_actors_of_one_process_arrives_in_order(procs: ProcMesh) -> None:
     proc = procs.slice(gpus=0)
-    source, sink = proc.spawn("source", Neighbour), proc.spawn("sink", Neighbour)
+    source, sink = proc.spawn("source", LocalSender), proc.spawn("sink", LocalSender)
     source.flood.call_one(sink, FLOOD).get(PATIENCE)
     assert sink.take_seen.call_one().get(PATIENCE) == list(range(FLOOD))
     for mesh in (source, sink):
@@ -447,31 +452,31 @@ def test_flood_between_program_and_actor_of_its_process_arrives() -> None:
 
 
 def test_actor_that_floods_itself_gets_an_error(procs: ProcMesh) -> None:
-    mesh = procs.slice(gpus=0).spawn("me", Neighbour)
+    mesh = procs.slice(gpus=0).spawn("me", LocalSender)
     with pytest.raises(ActorError, match="me has sent so many messages to itself that the queue is full"):
         mesh.flood.call_one(mesh, CREDIT_WINDOW + 1).get(PATIENCE)
     assert mesh.take_seen.call_one().get(PATIENCE) == list(range(CREDIT_WINDOW))
-    mesh.flood.call_one(mesh, CREDIT_WINDOW // 2).get(PATIENCE)  # and it can go on
+    mesh.flood.call_one(mesh, CREDIT_WINDOW // 2).get(PATIENCE)  # the actor still works
     assert mesh.take_seen.call_one().get(PATIENCE) == list(range(CREDIT_WINDOW // 2))
     mesh.stop().get(PATIENCE)
 
 
-# ---- those who call each other
+# ---- actors that call each other
 
 
 class Peer(Actor):
-    """Calls back and forth."""
+    """Actor whose endpoints call other actors and wait for replies."""
 
     @concurrent_endpoint
     async def down(self, chain: list[ActorMesh], depth: int) -> int:
-        """Around the ring of actors, so many steps."""
+        """Call along the ring of actors for ``depth`` steps."""
         if depth == 0:
             return 0
         return 1 + int(await chain[depth % len(chain)].down.call_one(chain, depth - 1))
 
     @concurrent_endpoint
     async def ask_often(self, other: ActorMesh, n: int) -> int:
-        """n calls at once."""
+        """Make n calls concurrently."""
         return sum(await asyncio.gather(*[other.one.call_one() for _ in range(n)]))
 
     @concurrent_endpoint
@@ -517,7 +522,7 @@ class Asker(Actor):
 
 @pytest.mark.parametrize("way", ["ask", "ask_at_once"])
 def test_two_processes_that_call_each_other_do_not_deadlock(procs: ProcMesh, recorders: ActorMesh, way: str) -> None:
-    """In each process one actor asks, and another one answers, all at the same time."""
+    """In each process one actor calls and another one answers, all at the same time."""
     askers = procs.spawn("askers", Asker)
     n = 2 * CREDIT_WINDOW + 100
     calls = [
@@ -542,7 +547,7 @@ def test_chain_of_plain_actors_does_not_deadlock(procs: ProcMesh) -> None:
 
 
 class Pipeline(Actor):
-    """Each passes on to the next without waiting."""
+    """A stage that passes each value on to the next stage without waiting."""
 
     @endpoint
     def through(self, rest: list[ActorMesh], port: Port[Any], value: int) -> None:

@@ -40,7 +40,7 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from tests.actor.failing_actors import AsyncVictim, BadBirth, Victim
+from tests.actor.failing_actors import AsyncVictim, FailsInConstructor, Victim
 from tests.actor.support import PATIENCE, Faults, begun, gate
 
 
@@ -63,13 +63,13 @@ def one(victims: ActorMesh) -> ActorMesh:
 
 @pytest.fixture
 def alive(victims: ActorMesh, faults: Faults) -> Iterator[None]:
-    """After the test, everybody is."""
+    """Check after the test that all actors are alive."""
     yield
     assert list(victims.echo.call("alive").get(PATIENCE).values()) == ["alive"] * 4
 
 
 class Unloadable:
-    """Pickles, and does not come back."""
+    """An object that can be pickled but not unpickled."""
 
     def __getstate__(self) -> dict[str, int]:
         return {"x": 1}
@@ -84,7 +84,7 @@ class HasLock:
 
 
 class Returns(Actor):
-    """Gives what can't be given."""
+    """Actor with results that cannot be pickled or unpickled."""
 
     def __init__(self, *ignored: Any) -> None:
         pass
@@ -134,7 +134,7 @@ class Returns(Actor):
         return value
 
 
-# What can't be sent
+# Values that cannot be sent
 
 
 @pytest.mark.parametrize("verb", ["call_one", "call", "choose", "stream", "broadcast"])
@@ -179,7 +179,7 @@ def test_argument_that_does_not_unpickle_is_an_error_reply(
 
 
 def test_broadcast_that_does_not_unpickle_is_logged(faults: Faults, capfd: pytest.CaptureFixture[str]) -> None:
-    """Nobody waits for it, so it is told where it happened: in the log."""
+    """A broadcast has no reply, so the actor's process logs the error."""
     with this_host().spawn_procs({"gpus": 1}) as procs:
         procs.logging_option(aggregate_window_sec=None)
         victim = procs.spawn("victim", Victim)
@@ -200,7 +200,7 @@ def test_constructor_argument_that_does_not_unpickle_fails_the_mesh(
 
 
 def test_class_that_the_worker_cannot_import_fails_the_mesh(procs: ProcMesh, victims: ActorMesh, alive: None) -> None:
-    """It has an import path here, which leads nowhere there."""
+    """The class can be imported in the main program only."""
     import sys
     import types
 
@@ -238,7 +238,7 @@ def test_result_that_does_not_unpickle_raises_at_get(procs: ProcMesh, alive: Non
         actors.unloadable.call(),
         *actors.unloadable.stream(),
     ):
-        for _ in range(2):  # as often as one looks
+        for _ in range(2):  # each read raises the same error
             with pytest.raises(DeserializationError, match="the cat ate it"):
                 future.get(PATIENCE)
     actors.stop().get(PATIENCE)
@@ -294,7 +294,7 @@ def test_stop_of_a_slice_is_refused(procs: ProcMesh, victims: ActorMesh, alive: 
             getattr(victims.slice(gpus=0), what)()
 
 
-# What there is not
+# Names, ranks and options that do not exist
 
 
 def test_unknown_endpoint_error_lists_endpoints(victims: ActorMesh, alive: None) -> None:
@@ -434,8 +434,10 @@ def test_wrong_constructor_arguments_raise_at_spawn(procs: ProcMesh, alive: None
         ((ValueError(), (), 3), {}, "too many positional arguments"),
         ((ValueError(), ()), {"rank": 1}, "got an unexpected keyword argument 'rank'"),
     ):
-        with pytest.raises(TypeError, match=re.escape("BadBirth is constructed by __init__(self, error")) as told:
-            procs.spawn("wrong", BadBirth, *args, **kwargs)  # type: ignore[arg-type]
+        with pytest.raises(
+            TypeError, match=re.escape("FailsInConstructor is constructed by __init__(self, error")
+        ) as told:
+            procs.spawn("wrong", FailsInConstructor, *args, **kwargs)  # type: ignore[arg-type]
         assert text in str(told.value)
 
 
@@ -478,8 +480,12 @@ def test_wrong_extent_is_refused(wrong: Any) -> None:
 
 
 def test_ten_thousand_processes_raise_a_limit_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused at once and as a whole, on a machine of any size: here each would take a terabyte."""
+    """The whole spawn is refused at once.
+
+    Each process is assumed to need 1 TiB, so that no machine has enough memory.
+    """
     monkeypatch.setattr(resource_limits, "MEMORY_BYTES_PER_PROCESS", 1 << 40)
+    monkeypatch.setattr(resource_limits, "MEMORY_EACH_SPAWNED", 1 << 40)
     text = r"can't start 10000 processes: they need \d+ MiB of memory, and .* leaves \d+\. Start at most \d+, or raise"
     start = time.monotonic()
     with pytest.raises(resource_limits.SpawnLimitError, match=text):
@@ -559,7 +565,7 @@ def test_wrong_log_options_are_refused(faults: Faults, capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", ""), "the workers hear nothing of it"
 
 
-# Waiting in the wrong place
+# Blocking waits inside an event loop
 
 
 def test_get_in_a_running_loop_warns(one: ActorMesh, alive: None, tmp_path: Path) -> None:

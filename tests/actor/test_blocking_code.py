@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("faults")
 LONG_S = 300.0
 
 FREE_S = 2.0
-"""Time within which an actor takes the next message."""
+"""Seconds within which an actor must be free for its next message."""
 
 
 def in_sleep(seconds: float) -> None:
@@ -103,7 +103,10 @@ def in_python(seconds: float) -> None:
 
 
 def start(actor: ActorMesh, verb: Any, kind: str, seconds: float = LONG_S) -> Any:
-    """Make a call, and wait until its endpoint blocks. An interrupted Popen() would leave its process."""
+    """Make a call, and wait until its endpoint blocks.
+
+    This includes the start of a child: an interrupted Popen() leaks it.
+    """
     future = begun(verb.call_one, kind, seconds)
     pid = pid_of(actor)
     if kind == "in_subprocess":
@@ -114,7 +117,7 @@ def start(actor: ActorMesh, verb: Any, kind: str, seconds: float = LONG_S) -> An
 def _stat(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
 
 
@@ -135,7 +138,7 @@ class BlockingDestructor:
 
 
 class Blocking(Actor):
-    """Blocks in code of each kind."""
+    """Actor whose endpoint blocks in code of a given kind."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -214,7 +217,7 @@ class Blocking(Actor):
 
     @endpoint
     def count_traced_calls(self) -> int:
-        """The calls that a debugger would see."""
+        """Return the number of calls that a trace function sees, as a debugger's would."""
         calls = 0
 
         def trace(*_: Any) -> None:
@@ -235,7 +238,7 @@ class Blocking(Actor):
 
 
 class AsyncBlocking(Actor):
-    """Blocks its event loop."""
+    """Actor whose endpoint blocks its event loop."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -276,7 +279,7 @@ class StuckInConstructor(Actor):
 
 
 class BlocksInUnpickling:
-    """An argument."""
+    """An argument whose unpickling blocks."""
 
     def __setstate__(self, state: Any) -> None:
         time.sleep(LONG_S)
@@ -308,7 +311,7 @@ class SwallowsInConstructor(Actor):
 
 
 def be_quick() -> None:
-    """In the processes: what takes seconds takes fractions."""
+    """Shorten the delays of interruptions, as the bootstrap of a mesh."""
     from monarch_backend._actor.execution import interruption
 
     interruption.INTERRUPT_AFTER_S = interruption.REPORT_AFTER_S = 0.2
@@ -316,7 +319,7 @@ def be_quick() -> None:
 
 
 def kill_soon() -> None:
-    """In processes that are to be killed."""
+    """Shorten the delays of interruptions and the delay before a kill."""
     from monarch_backend._actor.execution import interruption
 
     be_quick()
@@ -354,7 +357,7 @@ def later(first: ActorMesh) -> Iterator[ActorMesh]:
 
 
 def errors_of_processes(capfd: pytest.CaptureFixture[str], text: str) -> str:
-    """What processes have written on stderr, once this text is there."""
+    """Wait until this text is in the processes' stderr. Return their stderr."""
     found = ""
 
     def look() -> bool:
@@ -373,7 +376,7 @@ def errors_of_processes(capfd: pytest.CaptureFixture[str], text: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_cancel_of_blocking_code_on_main_thread_frees_actor(first: ActorMesh, kind: str) -> None:
     taken = []
-    for _ in range(5):  # the machine may be busy: then it takes longer
+    for _ in range(5):  # retry: on a busy machine it may take longer
         future = start(first, first.block, kind)
         began = time.monotonic()
         future.cancel("enough")
@@ -389,7 +392,7 @@ def test_cancel_of_blocking_code_on_main_thread_frees_actor(first: ActorMesh, ki
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_timeout_of_blocking_code_on_main_thread_frees_actor(first: ActorMesh, kind: str) -> None:
-    for _ in range(5):  # on a busy machine the time is over before the code begins
+    for _ in range(5):  # retry: on a busy machine the timeout may end before the code begins
         late = first.block.options(timeout=1.0 if kind == "in_subprocess" else 0.1).call_one(None, kind)
         assert first.echo.call_one(kind).get(PATIENCE) == kind
         with pytest.raises(TimeoutError, match="it was cancelled at the actor"):
@@ -410,7 +413,7 @@ def test_abort_of_blocking_code_on_main_thread_ends_actor() -> None:
             assert error.delivery == "unknown"
             assert "aborted: enough" in str(error)
         aborted.get(PATIENCE)
-        again = mesh.spawn("again", Blocking)  # the processes live, and their main threads are free
+        again = mesh.spawn("again", Blocking)  # the processes still run, and their main threads are free
         assert set(again.thread_is_main.call().get(PATIENCE).values()) == {True}
 
 
@@ -461,7 +464,7 @@ def test_stop_with_timeout_of_blocking_constructor_ends_actor() -> None:
 
 
 def test_stop_with_timeout_lets_actor_finish_in_time(first: ActorMesh) -> None:
-    """The messages that are there are answered; a stop that comes later with a timeout shortens an earlier one."""
+    """Messages sent before the stop are answered."""
     mesh = first.proc_mesh.spawn("stops", Blocking)
     answers = [mesh.echo.call_one(i) for i in range(10)]
     mesh.stop(timeout=PATIENCE).get(PATIENCE)
@@ -496,7 +499,7 @@ def test_cancellation_never_hits_the_next_message(first: ActorMesh, later: Actor
 
 
 def test_debugger_works_after_cancelled_message(first: ActorMesh, later: ActorMesh) -> None:
-    """A flag of the interpreter that stays set makes each traced call of Python 3.11 endless."""
+    """An interruption must not leave the interpreter's flag set. In Python 3.11 a traced call would then never end."""
     for actor in (first, later):
         begun(actor.block.call_one, "in_python").cancel()
         assert actor.count_traced_calls.call_one().get(PATIENCE) == 3
@@ -525,7 +528,7 @@ def test_cancel_in_moving_standard_library_interrupts_after_it() -> None:
 
 def test_blocking_code_with_another_handler_is_reported(first: ActorMesh, capfd: pytest.CaptureFixture[str]) -> None:
     errors = ""
-    for attempt in range(5):  # on a busy machine the cancellation comes when the code has ended
+    for attempt in range(5):  # retry: on a busy machine the cancellation may arrive after the code has ended
         begun(first.block_with_own_handler.call_one, 2.0**attempt).cancel()
         assert first.echo.call_one(1).get(2 * PATIENCE) == 1
         program().flush_logs()
@@ -562,7 +565,8 @@ def test_blocking_code_on_other_thread_is_reported(
     later: ActorMesh, kind: str, how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     errors = ""
-    for attempt in range(5):  # on a busy machine the cancellation comes before the code begins, or when it has ended
+    # retry: on a busy machine the cancellation may arrive before the code begins or after it has ended
+    for attempt in range(5):
         longer = 2.0**attempt
         if how == "cancel":
             future = start(later, later.block, kind, longer)
@@ -572,14 +576,14 @@ def test_blocking_code_on_other_thread_is_reported(
             future = later.block.options(timeout=seconds).call_one(None, kind, seconds + longer)
         with pytest.raises(CancelledError if how == "cancel" else TimeoutError):
             future.get(PATIENCE)
-        seen = later.take_seen.call_one().get(2 * PATIENCE)  # answered when the code has returned
+        seen = later.take_seen.call_one().get(2 * PATIENCE)  # answered after the code has returned
         program().flush_logs()
         errors += capfd.readouterr().err
         if seen == ["cancelled"] if kind == "in_python" else "is still busy" in errors:
             break
     else:
         raise AssertionError(f"neither interrupted nor reported: {errors}")
-    if kind != "in_python":  # which is interrupted on any thread
+    if kind != "in_python":  # Python code is interrupted on any thread
         assert "actor later (gpus 0, host " in errors
         assert f"in {kind}" in errors
         assert "this is another thread" in errors
@@ -611,7 +615,7 @@ def test_end_of_uninterruptible_actor_kills_process(
         assert ("test_blocking_code.py:" in errors) and (
             "in __init__" if what == "swallows" else "in in_lock"
         ) in errors
-        if what != "swallows":  # another actor was lost with the process
+        if what != "swallows":  # the process is killed with its other actor
             assert "SIGKILL" in faults.next().report()
         faults.none()
 

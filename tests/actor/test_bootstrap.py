@@ -20,7 +20,7 @@ from tests.actor.support import PATIENCE, Faults
 
 
 class MissingDeviceError(RuntimeError):
-    """Of the tests' bootstrap."""
+    """Raised by the bootstrap functions of these tests."""
 
 
 def raises() -> None:
@@ -58,7 +58,7 @@ FAILING: dict[str, tuple[Callable[[], object], str, str]] = {
 
 @pytest.fixture
 def default_hook(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """What would have ended the program."""
+    """Record the failures that would end the program."""
     told = Faults()
     monkeypatch.setattr(supervision, "end_program", told)
     monkeypatch.setattr(ma, "unhandled_fault_hook", told)
@@ -113,7 +113,7 @@ def test_failing_bootstrap_of_one_rank_keeps_mesh_from_being_initialized(default
     marker = f"MONARCH_TEST_{os.getpid()}"
 
     def fail_once() -> None:
-        """In one of the processes: the first to make this name in shared memory."""
+        """Fail in one process only: the first one that creates this file in shared memory."""
         try:
             os.close(os.open(f"/dev/shm/{marker}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -134,7 +134,7 @@ def test_failing_bootstrap_of_one_rank_keeps_mesh_from_being_initialized(default
 def test_bootstrap_that_fails_after_a_restart_is_a_failure_of_the_mesh(
     faults: Faults, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The mesh was up, so the program does not wait for its start any more."""
+    """The mesh has started before, so its owner gets the failure and ``initialized`` does not."""
     flag = tmp_path / "fails"
 
     def bootstrap() -> None:
@@ -172,7 +172,7 @@ def test_bootstrap_that_succeeds_at_the_second_start_initializes_the_mesh(faults
 
 
 class Spawns(Actor):
-    """Waits for its own processes, whose bootstrap fails."""
+    """Spawns processes whose bootstrap fails, and waits for them."""
 
     @endpoint
     def try_it(self) -> str:

@@ -26,21 +26,21 @@ from monarch_backend.actor import (
     current_rank,
     endpoint,
 )
-from tests.actor.actors import Gate, Sync, held_up, pid_of, running, until
+from tests.actor.actors import Gate, Sync, pid_of, running, stopped_processes, until
 from tests.actor.support import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("faults")
 
 
 class Busy(Actor):
-    """Takes its time, until somebody cancels it."""
+    """Actor with endpoints that run until their calls are cancelled."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
     @endpoint
     def run(self, begun: Port[Any], name: Any = "run") -> None:
-        """For ever, in Python."""
+        """Run Python code until the call is cancelled."""
         try:
             self.seen.append(f"{name} begins")
             begun.send(current_rank().rank)
@@ -51,7 +51,7 @@ class Busy(Actor):
 
     @endpoint
     def wait_for(self, begun: Port[Any], gate: ActorMesh) -> None:
-        """For ever, in a nested `get`."""
+        """Wait in a nested ``get`` until the call is cancelled."""
         try:
             self.seen.append("wait begins")
             future = gate.wait.call_one()
@@ -62,9 +62,9 @@ class Busy(Actor):
 
     @endpoint
     def swallow(self, begun: Port[Any], gate: ActorMesh) -> str:
-        """Goes on all the same, and waits for something that will come."""
+        """Catch the cancellation, wait for a reply of another actor, and return."""
         try:
-            begun.send(current_rank().rank)  # the caller may cancel before this has returned
+            begun.send(current_rank().rank)  # the caller may cancel before this call returns
             while True:
                 time.sleep(0.001)
         except CancelledError:
@@ -74,7 +74,7 @@ class Busy(Actor):
 
     @endpoint
     def turn(self, begun: Port[Any]) -> None:
-        """Makes another error of it."""
+        """Raise another exception when cancelled."""
         try:
             begun.send(current_rank().rank)
             while True:
@@ -97,7 +97,7 @@ class Busy(Actor):
 
 
 class AsyncBusy(Actor):
-    """The same on a loop."""
+    """Some endpoints of `Busy` as ``async`` functions."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -161,7 +161,7 @@ def procs() -> Iterator[ProcMesh]:
 
 @pytest.fixture(params=[Busy, AsyncBusy])
 def busy(procs: ProcMesh, request: pytest.FixtureRequest) -> Iterator[ActorMesh]:
-    """Actors in the processes 0 and 1."""
+    """Yield actors in processes 0 and 1."""
     mesh = procs.slice(gpus=slice(0, 2)).spawn("busy", request.param)
     yield mesh
     mesh.stop().get(PATIENCE)
@@ -174,7 +174,7 @@ def one(busy: ActorMesh) -> ActorMesh:
 
 @pytest.fixture
 def gate(procs: ProcMesh) -> Iterator[ActorMesh]:
-    """Something to wait for, in process 2; nobody opens it."""
+    """Yield an actor in process 2 whose gate stays closed."""
     mesh = procs.slice(gpus=2).spawn("gate", Gate)
     yield mesh
     mesh.stop().get(PATIENCE)
@@ -188,7 +188,7 @@ def helper(procs: ProcMesh) -> Iterator[ActorMesh]:
 
 
 def begin(verb: Callable[..., Any], *args: Any, ranks: int = 1) -> Any:
-    """Make a call, and wait until its endpoint runs on so many ranks."""
+    """Make a call, and wait until its endpoint runs on this number of ranks."""
     port, receiver = Channel.open()
     future = verb(port, *args)
     for _ in range(ranks):
@@ -209,7 +209,7 @@ def is_cancelled(future: Future[Any], reason: str = "cancelled by the caller") -
             future.get(PATIENCE)
 
 
-# ---- by state
+# ---- cancellation in each state of a call
 
 
 def test_cancel_of_a_queued_call_drops_it(one: ActorMesh) -> None:
@@ -276,7 +276,8 @@ def test_cancel_of_a_broadcast_call_ends_it_on_all_ranks(busy: ActorMesh) -> Non
 def test_cancel_after_some_replies_ends_the_others(busy: ActorMesh) -> None:
     blocking = begin(busy.slice(gpus=1).run.call_one)
     future = busy.echo.call(5)
-    assert busy.slice(gpus=0).echo.call_one(6).get(PATIENCE) == 6  # so rank 0 has answered the one before
+    # rank 0 runs messages in order, so it has answered the call before
+    assert busy.slice(gpus=0).echo.call_one(6).get(PATIENCE) == 6
     assert future.cancel()
     is_cancelled(future)
     blocking.cancel()
@@ -305,7 +306,7 @@ def test_endpoint_that_ignores_cancellation_keeps_its_turn(one: ActorMesh, helpe
     is_cancelled(future)
     after.get(PATIENCE)
     assert seen(one) == [("cancelled", True), "went on", "next"]
-    is_cancelled(future)  # what it has returned after all changes nothing
+    is_cancelled(future)  # the value that the endpoint has returned is dropped
 
 
 def test_endpoint_that_raises_another_error_on_cancellation(one: ActorMesh) -> None:
@@ -316,7 +317,7 @@ def test_endpoint_that_raises_another_error_on_cancellation(one: ActorMesh) -> N
 
 
 class Interleaved(Actor):
-    """Bodies that run at the same time."""
+    """Actor whose bodies run concurrently."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -349,11 +350,11 @@ def test_cancel_of_one_concurrent_call_leaves_the_others(procs: ProcMesh) -> Non
     mesh.stop().get(PATIENCE)
 
 
-# ---- by time
+# ---- cancellation by a timeout
 
 
 def has_ended(name: str, found: list[str]) -> bool:
-    """It has ended wherever its time was up: in the middle, in its first line, before it began."""
+    """Return whether the body ended where the timeout hit it: in its middle, in its first line, or before it began."""
     return found in ([f"{name} begins", f"{name} ends"], [f"{name} ends"], [])
 
 
@@ -404,7 +405,7 @@ def test_timeout_of_a_stream_of_replies(busy: ActorMesh, verb: str) -> None:
 def test_timeout_does_not_affect_calls_in_time(one: ActorMesh) -> None:
     quick = one.echo.options(timeout=PATIENCE)
     assert [quick.call_one(i).get(PATIENCE) for i in range(10)] == list(range(10))
-    assert one.echo.call_one("without").get(PATIENCE) == "without"  # options make another endpoint
+    assert one.echo.call_one("without").get(PATIENCE) == "without"  # options() leaves the original endpoint unchanged
 
 
 def test_timeout_of_get_does_not_cancel_the_call(one: ActorMesh) -> None:
@@ -416,7 +417,7 @@ def test_timeout_of_get_does_not_cancel_the_call(one: ActorMesh) -> None:
     assert seen(one) == ["run begins", "run ends"]
 
 
-# ---- from asyncio
+# ---- cancellation from asyncio
 
 
 def test_cancel_of_a_task_cancels_the_call_at_the_actor(one: ActorMesh) -> None:
@@ -452,7 +453,7 @@ def test_wait_for_timeout_cancels_the_call_at_the_actor(one: ActorMesh) -> None:
     receiver.close()
 
 
-# ---- nothing else is touched
+# ---- other messages are unaffected
 
 
 @pytest.mark.parametrize("how", ["run", "wait_for"])
@@ -462,7 +463,7 @@ def test_messages_during_cancellation_are_all_handled(one: ActorMesh, gate: Acto
         future = one.run.call_one(port) if how == "run" else one.wait_for.call_one(port, gate)
         receiver.recv().get(PATIENCE)
         receiver.close()
-        with held_up(pid_of(one)):
+        with stopped_processes(pid_of(one)):
             before = [one.echo.call_one(i) for i in range(10)]
             future.cancel()
             one.note.broadcast(turn)
@@ -480,7 +481,7 @@ def test_cancellation_does_not_hit_the_next_message(one: ActorMesh) -> None:
 
 
 def test_cancelled_messages_return_their_credit(one: ActorMesh) -> None:
-    for _ in range(3):  # 2,700 messages, and a window of 1,024
+    for _ in range(3):  # 2,700 messages with a window of 1,024 credits
         blocking = begin(one.run.call_one)
         waiting = [one.note.call_one(i) for i in range(900)]
         assert all(future.cancel() for future in waiting)
@@ -489,7 +490,7 @@ def test_cancelled_messages_return_their_credit(one: ActorMesh) -> None:
 
 
 class Flooding(Actor):
-    """Sends without end; remembers where it was interrupted."""
+    """Sends messages until it is interrupted. Records the number of the interrupted message."""
 
     def __init__(self, to: ActorMesh) -> None:
         self.to = to
@@ -541,7 +542,7 @@ class Flooding(Actor):
 
 @pytest.fixture
 def flooding(procs: ProcMesh) -> Iterator[tuple[ActorMesh, ActorMesh]]:
-    """Who sends, in process 0, and who is sent to, in process 1."""
+    """Yield the sending actor, in process 0, and the receiving actor, in process 1."""
     to = procs.slice(gpus=1).spawn("flooded", Sync)
     source = procs.slice(gpus=0).spawn("flooding", Flooding, to)
     yield source, to
@@ -553,13 +554,13 @@ def interrupt_often(verb: Callable[..., Any], *args: Any, times: int = 30) -> No
     rng = random.Random(1)
     for _ in range(times):
         future = begin(verb, *args)
-        for _ in range(rng.randrange(2000)):  # somewhere else each time
+        for _ in range(rng.randrange(2000)):  # interrupt at a different moment each time
             pass
         assert future.cancel()
 
 
-def in_order_but_for(found: list[int], last: int, interrupted: list[int]) -> None:
-    """All numbers up to the last, each once and in order; at most those are missing whose sending was interrupted."""
+def assert_only_interrupted_missing(found: list[int], last: int, interrupted: list[int]) -> None:
+    """Assert that the numbers are in order and unique. Only numbers whose sending was interrupted may be missing."""
     assert found == sorted(set(found))
     assert set(range(1, last + 1)) - set(found) <= set(interrupted)
 
@@ -568,7 +569,7 @@ def test_interrupt_anywhere_in_a_broadcast_keeps_state_consistent(flooding: tupl
     source, to = flooding
     interrupt_often(source.note.call_one)
     assert source.still_well.call_one("well").get(PATIENCE) == "well"
-    in_order_but_for(seen(to), *source.told.call_one().get(PATIENCE))
+    assert_only_interrupted_missing(seen(to), *source.told.call_one().get(PATIENCE))
 
 
 def test_interrupt_anywhere_in_a_port_send_keeps_state_consistent(flooding: tuple[ActorMesh, ActorMesh]) -> None:
@@ -580,13 +581,13 @@ def test_interrupt_anywhere_in_a_port_send_keeps_state_consistent(flooding: tupl
         while (value := receiver.recv().get(PATIENCE)) is not None:
             found.append(value)
 
-    reader = threading.Thread(target=read)  # all the time: what is not read holds the sender up
+    reader = threading.Thread(target=read)  # reads all the time: unread values would block the sender
     reader.start()
     interrupt_often(source.tell.call_one, port)
     last, interrupted = source.told.call_one().get(PATIENCE)
     source.tell_last.call_one(port).get(PATIENCE)
     reader.join(PATIENCE)
-    in_order_but_for(found, last, interrupted)
+    assert_only_interrupted_missing(found, last, interrupted)
     receiver.close()
 
 

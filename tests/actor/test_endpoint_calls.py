@@ -1,4 +1,4 @@
-"""Every way to call an endpoint, on a mesh, a slice and one rank, for every kind of endpoint; and its context."""
+"""Every way to call an endpoint, on a mesh, a slice and one rank, for every kind of endpoint; the context of calls."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def actors(procs: ProcMesh) -> dict[type[Actor], ActorMesh]:
 
 
 class Case:
-    """One kind of endpoint on one part of a mesh, and what it is to answer."""
+    """One kind of endpoint on one part of a mesh, with its expected replies."""
 
     def __init__(self, actors: dict[type[Actor], ActorMesh], kind: str, part: str) -> None:
         cls, method = KINDS[kind]
@@ -85,14 +85,14 @@ class Case:
         self.size = SIZES[part]
 
     def of_rank(self, rank: int) -> Any:
-        """The reply to (3, plus=1): a value, or the list of what is yielded."""
+        """Return the expected reply to (3, plus=1): a value, or the list of yielded values."""
         return [(rank, i + 1) for i in range(3)] if self.streams else (rank, 10)
 
     def of_all(self) -> list[Any]:
         return [self.of_rank(rank) for rank in range(self.size)]
 
     def one(self, reply: Any) -> Any:
-        """The result of a verb that asks one rank."""
+        """Return the result of a verb that calls one rank."""
         assert isinstance(reply, Stream if self.streams else Future)
         return list(reply) if self.streams else reply.get(PATIENCE)
 
@@ -112,7 +112,7 @@ def case(actors: dict[type[Actor], ActorMesh], kind: str, part: str) -> Case:
     return Case(actors, kind, part)
 
 
-# ---- the matrix
+# ---- each verb with each kind of endpoint and each part of a mesh
 
 
 def test_call_returns_values_by_rank(case: Case) -> None:
@@ -133,14 +133,14 @@ def test_call_one_returns_the_value_of_one_rank(case: Case) -> None:
 
 def test_choose_calls_one_rank(case: Case) -> None:
     chosen = [case.one(case.endpoint.choose(3, plus=1)) for _ in range(2 * case.size)]
-    assert sorted(chosen) == sorted(2 * case.of_all())  # one after the other, all get their turn
+    assert sorted(chosen) == sorted(2 * case.of_all())  # consecutive calls go to each rank in turn
 
 
 def test_stream_yields_results_of_all_ranks(case: Case) -> None:
     replies = [future.get(PATIENCE) for future in case.endpoint.stream(3, plus=1)]
     expected = [pair for rank in case.of_all() for pair in rank] if case.streams else case.of_all()
     assert sorted(replies) == sorted(expected)
-    for rank in range(case.size):  # what one rank yields comes in its order
+    for rank in range(case.size):  # the values of one rank arrive in order
         assert [r for r in replies if r[0] == rank] == [e for e in expected if e[0] == rank]
 
 
@@ -151,7 +151,7 @@ def test_broadcast_reaches_all_ranks(case: Case) -> None:
 
 
 def until_seen(mesh: ActorMesh, expected: list[Any]) -> None:
-    """Each rank has been sent this. A call is behind the broadcasts, though not behind the end of concurrent ones."""
+    """Wait until each rank has handled these broadcasts. Concurrent bodies may end after a later call."""
     seen: list[list[Any]] = [[] for _ in range(len(mesh))]
 
     def all_there() -> bool:
@@ -179,7 +179,7 @@ def test_send_to_a_port(case: Case, selection: str, raw: str) -> None:
     expected = [pair for rank in case.of_all() for pair in rank] if case.streams else case.of_all()
     if selection == "all":
         assert sorted(value for _, value in replies) == sorted(2 * expected)
-    else:  # two ranks, or the same one twice if there is only one
+    else:  # two ranks, or the same rank twice if the part has only one
         chosen = {rank for rank, _ in replies}
         assert len(chosen) == min(2, case.size)
         times = 2 // len(chosen)
@@ -215,7 +215,7 @@ def test_arguments_are_checked_before_anything_is_sent(case: Case, verb: str) ->
     assert list(case.mesh.take_seen.call().get(PATIENCE).values()) == [[]] * case.size
 
 
-# ---- where a message finds itself
+# ---- the context of a message
 
 
 @pytest.mark.parametrize("cls", [Sync, Async, Concurrent])
@@ -236,7 +236,7 @@ def test_rank_and_size_are_those_of_the_slice(actors: dict[type[Actor], ActorMes
     assert [reply[0] for reply in rest.values()] == [0, 1]
 
 
-class Knowing(Actor):
+class ContextReporter(Actor):
     def __init__(self, label: str) -> None:
         instance = context().actor_instance
         self.at_birth = (instance.name, instance.rank.rank, dict(instance.rank), current_rank().rank)
@@ -266,28 +266,28 @@ class Knowing(Actor):
 
     @endpoint
     def spawn_beside(self) -> dict[str, Any]:
-        found: dict[str, Any] = this_proc().spawn("child", Knowing, "child").tell.call_one().get(PATIENCE)
+        found: dict[str, Any] = this_proc().spawn("child", ContextReporter, "child").tell.call_one().get(PATIENCE)
         return found
 
 
 def test_context_of_an_actor(procs: ProcMesh) -> None:
-    mesh = procs.spawn("knowing", Knowing, "a")
+    mesh = procs.spawn("reporter", ContextReporter, "a")
     told = mesh.slice(x=1).slice(y=1).tell.call_one().get(PATIENCE)
-    assert (told["name"], told["current name"], told["creator"]) == ("knowing", "knowing", "main")
+    assert (told["name"], told["current name"], told["creator"]) == ("reporter", "reporter", "main")
     assert told["rank"] == 3
     assert told["whole"] == mesh.extent
     assert told["message rank"] == told["current"] == Point(0, mesh.slice(x=1, y=1).extent)
     assert told["proc"] == 1
     assert not told["cancelled"]
-    assert told["logger"].endswith(".knowing")
+    assert told["logger"].endswith(".reporter")
     assert isinstance(told["procs"], ProcMesh)
     assert told["procs"].extent == procs.extent
     assert told["procs"].name == procs.name
-    assert mesh.slice(x=0, y=1).of_birth.call_one().get(PATIENCE) == ("knowing", 1, {"x": 0, "y": 1}, 1)
+    assert mesh.slice(x=0, y=1).of_birth.call_one().get(PATIENCE) == ("reporter", 1, {"x": 0, "y": 1}, 1)
 
 
 def test_context_of_an_actor_that_an_actor_has_spawned(procs: ProcMesh) -> None:
-    told = procs.spawn("parent", Knowing, "a").slice(x=0, y=0).spawn_beside.call_one().get(PATIENCE)
+    told = procs.spawn("parent", ContextReporter, "a").slice(x=0, y=0).spawn_beside.call_one().get(PATIENCE)
     assert (told["name"], told["creator"], told["rank"]) == ("child", "parent", 0)
 
 
@@ -379,7 +379,8 @@ def test_choose_takes_the_least_loaded_rank(gate: ActorMesh) -> None:
     all_have_come(gate, [2, 2, 2, 2])
     gate.slice(x=1, y=1).let_pass.call_one().get(PATIENCE)
     until(lambda: sum(future.done() for future in waiting) == 2, "two were let pass")
-    waiting += [gate.wait.choose() for _ in range(2)]  # rank 3 has nothing to do now, the others two each
+    # rank 3 has no pending call now, and the other ranks have two each
+    waiting += [gate.wait.choose() for _ in range(2)]
     all_have_come(gate, [2, 2, 2, 4])
     gate.let_pass.call().get(PATIENCE)
     assert sorted(future.get(PATIENCE) for future in waiting) == [0, 0, 1, 1, 2, 2, 3, 3, 3, 3]
@@ -405,7 +406,7 @@ def test_choose_within_a_slice_stays_in_it(gate: ActorMesh) -> None:
 
 
 class Later(Actor):
-    """Keeps the ports of its replies until it is told to use them."""
+    """Keeps its response ports until it is told to use them."""
 
     def __init__(self) -> None:
         self.ports: list[Port[Any]] = []
@@ -429,7 +430,7 @@ class Later(Actor):
 
     @endpoint(explicit_response_port=True)
     def give_away(self, port: Port[Any], to: ActorMesh, how: str, twice: bool = False) -> None:
-        """The next one of the mesh answers, or one still further."""
+        """Let another actor answer. With ``twice`` that actor passes the port on to a third one."""
         if twice:
             to.pass_on.broadcast([port], to.slice(x=1), how)
         elif how == "port=":
@@ -512,7 +513,7 @@ def test_stream_is_in_the_order_of_completion(later: ActorMesh) -> None:
 
 def test_explicit_port_can_reply_later(later: ActorMesh) -> None:
     future = later.ask.call(1, 2)
-    assert list(later.asked.call().get(PATIENCE).values()) == [1] * 4  # the endpoint has returned, and not answered
+    assert list(later.asked.call().get(PATIENCE).values()) == [1] * 4  # the endpoint has returned without an answer
     assert not future.done()
     later.answer.call("at last").get(PATIENCE)
     assert list(future.get(PATIENCE).values()) == ["at last"] * 4
@@ -523,7 +524,7 @@ def test_explicit_port_can_reply_later(later: ActorMesh) -> None:
 def test_explicit_port_with_every_verb(procs: ProcMesh, cls: type[Actor], twice: bool) -> None:
     mesh = procs.spawn("later", cls)
     one = mesh.slice(x=0, y=1)
-    for _ in range(3):  # a second reply of an earlier one must not be taken for the next one's
+    for _ in range(3):  # a second reply to one call must not be taken for the reply to the next call
         assert one.ask_in_a_thread.call_one("one", twice=twice).get(PATIENCE) == "one"
         assert list(mesh.ask_in_a_thread.call("all", twice=twice).get(PATIENCE).values()) == ["all"] * 4
         assert mesh.ask_in_a_thread.choose("any", twice=twice).get(PATIENCE) == "any"
@@ -556,13 +557,14 @@ def test_other_actors_can_reply_through_an_explicit_port(later: ActorMesh) -> No
     one, other = later.slice(x=0, y=0), later.slice(x=1, y=1)
     answer = (pid_of(other), b"x" * 100_000)
     assert one.give_away.call_one(other, "value").get(PATIENCE) == answer
-    assert one.give_away.call_one(later.slice(y=1), "value", twice=True).get(PATIENCE) == answer  # and once more
+    # passed on by a second actor
+    assert one.give_away.call_one(later.slice(y=1), "value", twice=True).get(PATIENCE) == answer
     assert list(later.give_away.call(other, "value").get(PATIENCE).values()) == [answer] * 4
     assert [future.get(PATIENCE) for future in later.give_away.stream(other, "value")] == [answer] * 4
     port, receiver = Channel.open()
     send(later.give_away, (other, "value"), {}, port=port)
     assert [receiver.recv().get(PATIENCE) for _ in range(4)] == [answer] * 4
-    later.give_away.broadcast(other, "value")  # nobody wants to know
+    later.give_away.broadcast(other, "value")  # a broadcast: the answer is dropped
     assert one.give_away.call_one(other, "port=").get(PATIENCE) == answer
     assert list(later.give_away.call(other, "port=").get(PATIENCE).values()) == [answer] * 4
     for call in (one.give_away.call_one(other, "error"), later.give_away.call(other, "error")):
@@ -599,11 +601,11 @@ def test_arguments_are_checked_without_the_port(later: ActorMesh) -> None:
         later.ask_in_a_thread.call()
 
 
-# ---- methods that are no endpoints
+# ---- methods that are not endpoints
 
 
 class Mixed(Actor):
-    """Endpoints that use each other and plain methods."""
+    """Actor whose endpoints call each other and plain methods."""
 
     def __init__(self) -> None:
         self.box = [1, 2]
@@ -823,7 +825,7 @@ class Reporter(Actor):
 
 
 class Early(Actor):
-    """Calls a mesh that is not there yet."""
+    """Calls a mesh that has not started yet."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -840,7 +842,7 @@ class Early(Actor):
 
 
 def wait_for_file(path: str) -> None:
-    """As a bootstrap: the process comes up when the file is there."""
+    """Block a bootstrap until the file exists."""
     until(lambda: os.path.exists(path), f"the test has made {path}")
 
 
@@ -860,7 +862,7 @@ def test_reference_can_be_used_before_the_mesh_is_initialized(
         ]
         mine = mesh.echo.call(large)
         large.zero_()
-        assert early.has_begun.call_one().get(PATIENCE) == 2  # it has sent, and gone on
+        assert early.has_begun.call_one().get(PATIENCE) == 2  # the actor has sent both calls and can handle another
         assert not any(reply.done() for reply in (*replies, mine, mesh.initialized, fresh.initialized))
         start.touch()
         assert replies[0].get(PATIENCE) == ["first"] * 2
@@ -885,7 +887,7 @@ def test_messages_before_initialization_keep_their_order(tmp_path: Path) -> None
 
 
 class Named(Actor):
-    """Knows that it is the only one of its kind."""
+    """An actor with a unique id, which shows how often it was built."""
 
     def __init__(self, given: Any) -> None:
         self.id = uuid.uuid4().hex
@@ -938,7 +940,7 @@ def test_concurrent_requests_create_one_named_actor(askers: list[ActorMesh], thr
         for thread in asking:
             thread.join(PATIENCE)
         assert len(found) == threads + 8 * with_actors
-        assert len(set(found)) == 1, found  # built once, with the arguments of whoever was first
+        assert len(set(found)) == 1, found  # built once, with the arguments of the first caller
         assert found[0][2] == os.getpid()
 
 
@@ -950,7 +952,7 @@ def test_named_actor_of_another_class_is_refused(askers: list[ActorMesh]) -> Non
         askers[0].slice(x=0, y=0).ask.call_one("taken", 1).get(PATIENCE)
 
 
-# ---- small print
+# ---- attributes of endpoints, and errors in broadcasts
 
 
 def test_calls_are_attributes_of_endpoints_only(mixed: ActorMesh) -> None:

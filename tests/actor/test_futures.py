@@ -1,4 +1,4 @@
-"""Future by itself, without processes or messages: threads, callbacks, event loops, concurrent readers."""
+"""`Future` without processes or messages: threads, callbacks, event loops, concurrent readers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = 10.0
 
 
 def wait_for(what: Any, seconds: float | None) -> bool:
-    """Wait as the progress loop does for a thread that does not read: on the wait lock, a lock that `release` opens."""
+    """Wait on the future's wait lock, as the progress loop does for a thread that does not read."""
     with _gates:
         gate = what.wait_lock
         if gate is None or not gate.locked():
@@ -46,7 +46,7 @@ def fresh(cancel: Callable[[str], object] | None = None) -> Future[Any]:
 
 
 def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """What ``work(i)`` returned or raised in each of so many threads that start together."""
+    """Run ``work(i)`` in ``count`` threads that start together. Return each result or exception."""
     line = threading.Barrier(count)
     results: list[Any] = [None] * count
 
@@ -66,11 +66,11 @@ def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
     return results
 
 
-class Trouble(Exception):
+class ExpectedError(Exception):
     pass
 
 
-# ---- a value, an error, neither yet
+# ---- completed and pending futures
 
 
 def test_value_can_be_read_repeatedly() -> None:
@@ -91,16 +91,16 @@ def test_value_can_be_read_repeatedly() -> None:
 
 def test_error_can_be_read_repeatedly() -> None:
     future = fresh()
-    error = Trouble("no")
+    error = ExpectedError("no")
     future._fail(error)
     for _ in range(3):
-        with pytest.raises(Trouble) as caught:
+        with pytest.raises(ExpectedError) as caught:
             future.get()
         assert caught.value is error
-        with pytest.raises(Trouble):
+        with pytest.raises(ExpectedError):
             future.result(0)
         assert future.exception() is error
-    assert repr(future) == "<Future failed: Trouble('no')>"
+    assert repr(future) == "<Future failed: ExpectedError('no')>"
 
 
 def test_completed_future_has_its_value() -> None:
@@ -132,12 +132,12 @@ def test_first_result_counts() -> None:
     future._set(1)
     future._set(2)
     future.set_lazy_result(lambda: 3)
-    future._fail(Trouble())
+    future._fail(ExpectedError())
     assert future.get() == 1
     failed = fresh()
-    failed._fail(Trouble())
+    failed._fail(ExpectedError())
     failed._set(1)
-    assert isinstance(failed.exception(), Trouble)
+    assert isinstance(failed.exception(), ExpectedError)
 
 
 def test_gather_keeps_the_order_and_raises_the_first_error() -> None:
@@ -146,20 +146,20 @@ def test_gather_keeps_the_order_and_raises_the_first_error() -> None:
     assert gather(futures) == [0, 1, 2]
     assert gather([]) == []
     first, second = fresh(), fresh()
-    first._fail(Trouble("first"))
-    second._fail(Trouble("second"))
-    with pytest.raises(Trouble, match="first"):
+    first._fail(ExpectedError("first"))
+    second._fail(ExpectedError("second"))
+    with pytest.raises(ExpectedError, match="first"):
         gather([Future.of(1), first, second])
 
 
-# ---- a value that is made when it is wanted
+# ---- values computed on demand
 
 
 def test_lazy_value_is_computed_once() -> None:
     made: list[object] = []
 
     def cook() -> object:
-        time.sleep(0.01)  # so that all of them are there while it is made
+        time.sleep(0.01)  # so that all threads wait while the value is computed
         made.append(object())
         return made[0]
 
@@ -172,12 +172,12 @@ def test_lazy_value_is_computed_once() -> None:
 
 def test_lazy_value_that_fails_is_an_error_for_all_readers() -> None:
     def cook() -> object:
-        raise Trouble("spoilt")
+        raise ExpectedError("spoilt")
 
     future = fresh()
     future.set_lazy_result(cook)
     results = in_threads(8, lambda i: future.get(PATIENCE) if i % 2 else future.exception())
-    assert all(isinstance(result, Trouble) for result in results)
+    assert all(isinstance(result, ExpectedError) for result in results)
     assert future.exception() is results[0]
 
 
@@ -207,14 +207,14 @@ def test_every_waiting_thread_is_woken(ending: str) -> None:
             if ending == "value":
                 future._set(7)
             elif ending == "error":
-                future._fail(Trouble())
+                future._fail(ExpectedError())
             else:
                 future.cancel()
             return None
         return future.get(PATIENCE)
 
     results = in_threads(12, look)[1:]
-    expected = {"value": int, "error": Trouble, "cancel": CancelledError}[ending]
+    expected = {"value": int, "error": ExpectedError, "cancel": CancelledError}[ending]
     assert all(isinstance(result, expected) for result in results)
 
 
@@ -251,11 +251,11 @@ def test_callbacks_before_and_after_completion_run() -> None:
 
 def test_callbacks_run_after_errors_and_cancellation() -> None:
     told: list[BaseException | None] = []
-    for end in (lambda f: f._fail(Trouble()), lambda f: f.cancel()):
+    for end in (lambda f: f._fail(ExpectedError()), lambda f: f.cancel()):
         future = fresh()
         future.add_done_callback(lambda f: told.append(f.exception()))
         end(future)
-    assert [type(error) for error in told] == [Trouble, CancelledError]
+    assert [type(error) for error in told] == [ExpectedError, CancelledError]
 
 
 def test_every_callback_is_called_once_under_races() -> None:
@@ -279,11 +279,11 @@ def test_callback_that_raises_does_not_stop_others(caplog: pytest.LogCaptureFixt
     told: list[Any] = []
 
     def broken(_: Future[Any]) -> None:
-        raise Trouble("in a callback")
+        raise ExpectedError("in a callback")
 
     future.add_done_callback(broken)
     future.add_done_callback(lambda f: told.append(f.get()))
-    future._set(4)  # on the thread that reads: it must not be hit by what a user's callback raises
+    future._set(4)  # runs on the reading thread, which an exception of a user's callback must not reach
     assert told == [4]
     assert future.get() == 4
     future.add_done_callback(broken)
@@ -298,7 +298,7 @@ def test_callback_can_add_a_callback() -> None:
     assert told == ["inner"]
 
 
-# ---- cancelling
+# ---- cancellation
 
 
 def test_cancel_notifies_the_producer_once() -> None:
@@ -316,7 +316,7 @@ def test_cancel_notifies_the_producer_once() -> None:
 
 def test_cancel_after_completion_is_false() -> None:
     reasons: list[str] = []
-    for end in (lambda f: f._set(1), lambda f: f._fail(Trouble()), lambda f: f.set_lazy_result(lambda: 1)):
+    for end in (lambda f: f._set(1), lambda f: f._fail(ExpectedError()), lambda f: f.set_lazy_result(lambda: 1)):
         future = fresh(reasons.append)
         end(future)
         assert not future.cancel()
@@ -331,7 +331,7 @@ def test_cancelled_error_is_no_exception() -> None:
 
 
 def later(future: Future[Any], value: Any) -> threading.Thread:
-    """Answer from another thread, once the loop waits."""
+    """Complete the future from another thread."""
     answer = future._fail if isinstance(value, BaseException) else future._set
     thread = threading.Thread(target=answer, args=(value,))
     thread.start()
@@ -351,10 +351,10 @@ def test_await_raises_the_error() -> None:
     async def main() -> None:
         for _ in range(2):
             future = fresh()
-            later(future, Trouble("at the actor"))
-            with pytest.raises(Trouble, match="at the actor"):
+            later(future, ExpectedError("at the actor"))
+            with pytest.raises(ExpectedError, match="at the actor"):
                 await future
-            with pytest.raises(Trouble, match="at the actor"):
+            with pytest.raises(ExpectedError, match="at the actor"):
                 await future
 
     asyncio.run(main())
@@ -476,7 +476,7 @@ def test_get_of_a_finished_future_does_not_warn() -> None:
     assert asyncio.run(main()) == (1, 2, None)
 
 
-# ---- everything at once
+# ---- random use
 
 
 def test_random_use_by_many_threads_is_consistent() -> None:
@@ -498,7 +498,7 @@ def test_random_use_by_many_threads_is_consistent() -> None:
                     case "raw":
                         futures[i].set_lazy_result(lambda i=i: i)
                     case "error":
-                        futures[i]._fail(Trouble(i))
+                        futures[i]._fail(ExpectedError(i))
                     case _:
                         futures[i].cancel()
 
@@ -515,7 +515,7 @@ def test_random_use_by_many_threads_is_consistent() -> None:
         assert told == [1] * len(futures)
         for seen in results[2:]:
             for i, ending in enumerate(endings):
-                kind = {"value": int, "raw": int, "error": Trouble, "cancel": CancelledError}[ending]
+                kind = {"value": int, "raw": int, "error": ExpectedError, "cancel": CancelledError}[ending]
                 assert type(seen[i]) is kind
 
 

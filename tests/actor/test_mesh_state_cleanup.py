@@ -29,7 +29,7 @@ MIB = 1 << 20
 
 
 def records() -> dict[str, int]:
-    """How many there are, by kind."""
+    """Return the number of records that the program keeps, by kind."""
     gc.collect()
     here = program()
     owner = here.owner
@@ -49,8 +49,11 @@ def records() -> dict[str, int]:
     return {name: len(kind) for name, kind in kinds.items()}
 
 
-def no_more_than(before: dict[str, int]) -> bool:
-    """When that was counted, something of the first mesh may still have been there; of three more it would add up."""
+def counts_have_not_grown(before: dict[str, int]) -> bool:
+    """Return whether no count has grown.
+
+    ``before`` may still count records of the first mesh, but not of three meshes.
+    """
     return all(count <= before[name] for name, count in records().items())
 
 
@@ -75,7 +78,7 @@ def test_ended_mesh_leaves_no_state(ending: str) -> None:
     before = records()
     for _ in range(3):
         play(ending)
-    until(lambda: no_more_than(before), f"{records()} to be as {before}")
+    until(lambda: counts_have_not_grown(before), f"{records()} to be as {before}")
 
 
 def test_failed_mesh_leaves_no_state_after_stop(faults: Faults) -> None:
@@ -90,7 +93,7 @@ def test_failed_mesh_leaves_no_state_after_stop(faults: Faults) -> None:
     before = records()
     for _ in range(3):
         fail()
-    until(lambda: no_more_than(before), f"{records()} to be as {before}")
+    until(lambda: counts_have_not_grown(before), f"{records()} to be as {before}")
 
 
 def test_restarted_mesh_leaves_no_state(faults: Faults) -> None:
@@ -120,7 +123,7 @@ def test_ended_actors_of_a_live_mesh_leave_no_state() -> None:
             before = records()
             for _ in range(3):
                 play()
-            until(lambda before=before: no_more_than(before), f"{records()} to be as {before}")
+            until(lambda before=before: counts_have_not_grown(before), f"{records()} to be as {before}")
 
 
 def test_constructor_arguments_are_released_after_construction() -> None:
@@ -149,7 +152,7 @@ def test_reference_to_a_forgotten_mesh_raises_a_clear_error() -> None:
         assert isinstance(error, SupervisionError) and "its mesh has ended" in str(error)
 
 
-class Acquainted(Actor):
+class PeerReporter(Actor):
     @endpoint
     def peers(self, _mesh: ActorMesh) -> int:
         return len(program().router.peers)
@@ -164,7 +167,7 @@ class Acquainted(Actor):
 
     @endpoint
     def names(self) -> list[str]:
-        """Of those that it knows."""
+        """Return the names of the peers that this process knows."""
         return sorted(str(peer) for peer in program().router.peers.values())
 
     @endpoint
@@ -174,11 +177,11 @@ class Acquainted(Actor):
 
 def test_process_keeps_state_of_its_peers_only() -> None:
     with this_host().spawn_procs({"gpus": 8}) as procs:
-        mesh = procs.spawn("acquainted", Acquainted)
-        assert set(mesh.peers.call(mesh).get(PATIENCE).values()) == {2}  # itself and its owner
+        mesh = procs.spawn("peer_reporter", PeerReporter)
+        assert set(mesh.peers.call(mesh).get(PATIENCE).values()) == {2}  # the process itself and its owner
         one, other = mesh.slice(gpus=3), mesh.slice(gpus=5)
         assert one.pid_of.call_one(other).get(PATIENCE) == other.pid.call_one().get(PATIENCE)
         other.keep.call_one(mesh).get(PATIENCE)
         name = f"gpus 3 of {procs.name} (pid {one.pid.call_one().get(PATIENCE)})"
-        assert name in other.names.call_one().get(PATIENCE)  # which was called by it
+        assert name in other.names.call_one().get(PATIENCE)  # rank 3 has called rank 5
         assert [future.get(PATIENCE) for future in (one.peers.call_one(mesh), other.peers.call_one(mesh))] == [3, 3]

@@ -29,8 +29,8 @@ from tests.actor.support import PATIENCE
 pytestmark = pytest.mark.usefixtures("faults")
 
 MANY = 24
-DIRECT = 16  # in place of the router's: more receivers than that are a tree, here already
-assert MANY > DIRECT > tuning.TREE_FANOUT  # so that the tree has two levels below the root
+DIRECT = 16  # replaces MAX_DIRECT_RECEIVERS: more receivers than this are reached through a tree
+assert MANY > DIRECT > tuning.TREE_FANOUT  # so that the tree has two levels below its root
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +41,14 @@ def procs() -> Iterator[ProcMesh]:
 
 @pytest.fixture(scope="module")
 def many() -> Iterator[ProcMesh]:
-    """Enough processes for a tree."""
-    with running({"x": 4, "y": MANY // 4}, bootstrap=plant_trees) as mesh:
+    """Yield a mesh with enough processes for a tree."""
+    with running({"x": 4, "y": MANY // 4}, bootstrap=lower_multicast_limits) as mesh:
         yield mesh
 
 
-def plant_trees() -> None:
+def lower_multicast_limits() -> None:
     tuning.MAX_DIRECT_RECEIVERS = DIRECT
-    tuning.MOST_IN_ONE = 128 << 10  # so that the replies of a few ranks together are more than goes in one piece
+    tuning.MOST_IN_ONE = 128 << 10  # the aggregated replies of a few ranks exceed this, so they are sent in pieces
 
 
 @pytest.fixture(params=[Recorder, AsyncRecorder])
@@ -72,17 +72,17 @@ def tree(many: ProcMesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[ActorMesh]
     mesh.initialized.get(PATIENCE)
     yield mesh
     mesh.stop().get(PATIENCE)
-    assert multicasts  # else this was about something else
+    assert multicasts  # otherwise the test has not used a tree
 
 
 def all_came(mesh: ActorMesh, expected: dict[Any, int]) -> None:
-    """Each rank has had 0 to n - 1 of each sender, in order and once."""
+    """Assert that each rank has received 0 to n - 1 of each sender, in order and once."""
     for found in mesh.by_sender.call().get(PATIENCE).values():
         assert found == {sender: list(range(n)) for sender, n in expected.items()}
 
 
 def together(works: list[Callable[[], Any]]) -> list[Any]:
-    """Run these at the same time, each in a thread; what they return. Errors are raised."""
+    """Run functions at the same time, each in a thread. Return their results, or raise their first error."""
     line = threading.Barrier(len(works))
     results: list[Any] = [None] * len(works)
     errors: list[BaseException] = []
@@ -105,7 +105,7 @@ def together(works: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-# ---- straight
+# ---- messages sent directly
 
 
 def test_calls_of_every_kind_from_one_sender_arrive_in_order(recorders: ActorMesh) -> None:
@@ -157,7 +157,7 @@ def test_messages_to_overlapping_slices_arrive_in_order(recorders: ActorMesh) ->
 
 
 def read(receiver: PortReceiver[Any], n: int) -> dict[Any, list[int]]:
-    """n values, by sender."""
+    """Receive n values. Return the numbers of each sender."""
     found: dict[Any, list[int]] = {}
     for _ in range(n):
         sender, i, *_ = receiver.recv().get(PATIENCE)
@@ -199,7 +199,7 @@ def test_receivers_get_values_in_order_of_their_requests() -> None:
 
 
 def test_value_during_the_start_of_a_wait_is_received() -> None:
-    """It finds nobody; whoever asks before it is in the queue finds nothing there, and must have it all the same."""
+    """`send` finds no waiting receiver; a receiver that starts to wait before the value is queued must still get it."""
     port, receiver = Channel.open()
     found: list[Any] = []
     asking = threading.Thread(target=lambda: found.append(receiver.recv().get(PATIENCE)))
@@ -222,7 +222,10 @@ def test_value_during_the_start_of_a_wait_is_received() -> None:
 def test_signal_handler_can_send_while_its_thread_sends(
     to: str, moment: str, recorders: ActorMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever in the sending it comes: its message has a number of its own, and no number is left out."""
+    """A handler may interrupt a send at any point.
+
+    Its message has its own sequence number, and no number is skipped.
+    """
     one, links = recorders.slice(gpus=0), program().router.links
     handled: list[int] = []
     due = False
@@ -274,7 +277,7 @@ def test_calls_of_one_asyncio_task_arrive_in_order(recorders: ActorMesh) -> None
     all_came(recorders, dict.fromkeys(range(6), 60))
 
 
-# ---- down a tree
+# ---- multicast down a tree
 
 
 def test_multicast_of_one_sender_arrives_in_order(tree: ActorMesh) -> None:
@@ -291,8 +294,9 @@ def test_multicasts_of_many_threads_arrive_in_order(tree: ActorMesh) -> None:
 
 
 def test_multicasts_of_many_roots_arrive_in_order(tree: ActorMesh, many: ProcMesh) -> None:
-    inside = many.slice(x=1).spawn("inside", Recorder)  # these reach their own process straight, so all of it
-    with running({"gpus": 2}, bootstrap=plant_trees) as elsewhere:
+    # these roots are also receivers, so they send to all processes directly
+    inside = many.slice(x=1).spawn("inside", Recorder)
+    with running({"gpus": 2}, bootstrap=lower_multicast_limits) as elsewhere:
         outside = elsewhere.spawn("outside", Recorder)
         roots = [inside.slice(y=0), inside.slice(y=5), outside.slice(gpus=0), outside.slice(gpus=1)]
         floods = [root.flood.call_one(tree, name, 16) for name, root in enumerate(roots)]
@@ -306,7 +310,7 @@ def test_multicast_replies_are_by_rank(tree: ActorMesh) -> None:
     calls = [tree.note.call("main", i) for i in range(50)]
     for i, call in enumerate(calls):
         assert list(call.get(PATIENCE).values()) == [(rank, i) for rank in range(MANY)]
-    part = tree.slice(x=slice(1, 4), y=slice(0, 6))  # 18 of them: a tree, too
+    part = tree.slice(x=slice(1, 4), y=slice(0, 6))  # 18 ranks: also a tree
     assert len(part) == 18
     assert list(part.note.call("main", 50).get(PATIENCE).values()) == [(rank, 50) for rank in range(18)]
     assert sorted(future.get(PATIENCE) for future in tree.note.stream("main", 51)) == [(r, 51) for r in range(MANY)]

@@ -29,7 +29,7 @@ from monarch_backend.actor import (
     endpoint,
     this_host,
 )
-from tests.actor.actors import held_up, pid_of, resident_bytes, running
+from tests.actor.actors import pid_of, resident_bytes, running, stopped_processes
 from tests.actor.support import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("faults")
@@ -54,12 +54,12 @@ PLAIN = [
 
 
 def bytes_of(n: int) -> bytes:
-    """n bytes, no two neighbours alike."""
+    """Return n bytes of a fixed pattern. Neighbouring bytes differ."""
     return (bytes(range(251)) * (n // 251 + 1))[:n]
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor of this shape with something in every byte."""
+    """Return a tensor of this shape whose bytes have a fixed pattern."""
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = torch.frombuffer(bytearray(bytes_of(max(count, 1))), dtype=torch.uint8)[:count].clone()
     if dtype is torch.bool:
@@ -68,7 +68,7 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.
 
 
 def model() -> nn.Module:
-    """Two layers with one weight between them."""
+    """Return two layers that share one weight."""
     torch.manual_seed(1)
     made = nn.Sequential(nn.Linear(60, 60), nn.ReLU(), nn.Linear(60, 60))
     made[2].weight = made[0].weight
@@ -113,7 +113,7 @@ PAYLOADS: dict[str, Callable[[], Any]] = {
 PAYLOADS |= {f"small {dtype}": lambda dtype=dtype: tensor((3, 4), dtype) for dtype in PLAIN}  # type: ignore[misc]
 PAYLOADS |= {f"large {dtype}": lambda dtype=dtype: tensor((300, 41), dtype) for dtype in PLAIN}  # type: ignore[misc]
 PAYLOADS |= {f"empty {dtype}": lambda dtype=dtype: tensor((3, 0), dtype) for dtype in PLAIN[:3]}  # type: ignore[misc]
-# Around each length at which the way changes: beside the pickle, through the ring, straight to all, kept in place.
+# Sizes around each change of route: buffer beside the pickle, through the ring, direct multicast, left in place.
 EDGES = [0, 1, 4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, MIB, 20 * MIB]
 SIZES = sorted({max(0, edge + more) for edge in EDGES for more in (-1, 0, 1)} - {1})
 PAYLOADS |= {f"{size} bytes": lambda size=size: bytes_of(size) for size in SIZES}  # type: ignore[misc]
@@ -122,7 +122,7 @@ HUGE = [name for name in PAYLOADS if name.endswith(tuple(str(20 * MIB + more) fo
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type, value, layout; and what is one object in one is one object in the other."""
+    """Return whether two values have equal types, values and layouts, and share objects in the same places."""
     return _same(a, b, {})
 
 
@@ -157,7 +157,7 @@ def _same(a: Any, b: Any, known: dict[int, int]) -> bool:
 
 
 class Carrier(Actor):
-    """Takes payloads, makes them, keeps them."""
+    """Actor that checks, makes and keeps payloads."""
 
     def __init__(self, kept: Any = None) -> None:
         self.kept = kept
@@ -177,7 +177,7 @@ class Carrier(Actor):
 
     @endpoint
     def all_ones(self, value: torch.Tensor) -> int:
-        """How many, if they are."""
+        """Return the length of a tensor of ones, and -1 for other tensors."""
         return len(value) if bool((value == 1).all()) else -1
 
     @endpoint
@@ -198,7 +198,7 @@ class Carrier(Actor):
 
     @endpoint
     def change(self, by: float) -> None:
-        """In place, by more on higher ranks."""
+        """Add to the kept value in place, more on higher ranks."""
         self.kept += by * (current_rank().rank + 1)
 
     @endpoint
@@ -220,7 +220,7 @@ class Carrier(Actor):
 
     @endpoint
     def send_and_change(self, port: Port[Any], size: int, times: int) -> None:
-        """One tensor, changed as soon as it is sent."""
+        """Send one tensor repeatedly, and change it after each send."""
         value = torch.zeros(size)
         for _ in range(times):
             port.send(value)
@@ -255,7 +255,7 @@ def carriers(procs: ProcMesh) -> ActorMesh:
 
 @pytest.fixture
 def fresh(procs: ProcMesh) -> Iterator[ActorMesh]:
-    """For one test, so that nothing is kept of it."""
+    """Yield actors for one test. The values that they keep are freed after it."""
     mesh = procs.spawn("fresh", Carrier)
     yield mesh
     mesh.stop().get(PATIENCE)
@@ -269,7 +269,7 @@ def one(carriers: ActorMesh) -> ActorMesh:
 # ---- every kind, every size
 
 
-@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")  # of torch 2.15
+@pytest.mark.filterwarnings("ignore:BComplex32 support is experimental")  # torch 2.15 warns
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_payloads_to_and_from_one_actor_are_equal(one: ActorMesh, name: str) -> None:
     value = PAYLOADS[name]()
@@ -313,7 +313,7 @@ def test_payload_of_several_fragments_is_equal(fresh: ActorMesh) -> None:
 
 
 def test_code_sent_by_value_keeps_its_file_name(one: ActorMesh) -> None:
-    """There and back, of a function and of one within it: tracebacks tell of it, inspect reads it."""
+    """A function and a nested function go to the actor and back. Tracebacks and ``inspect`` need their file name."""
 
     def outer() -> Callable[[], str]:
         def inner() -> str:
@@ -354,7 +354,7 @@ def _refuse() -> None:
 
 
 class ReadableOnce:
-    """Can be rebuilt at the actor, and not where the reply comes to."""
+    """An object that can be unpickled in the actor and not in the process that gets the reply."""
 
     def __reduce__(self) -> Any:
         return _only_elsewhere, (os.getpid(), ReadableOnce._home)
@@ -370,12 +370,12 @@ def _only_elsewhere(sender: int, home: int) -> Any:
     return again
 
 
-# ---- in pieces
+# ---- payloads sent in pieces
 
 
 @pytest.fixture(scope="module")
 def in_pieces() -> Iterator[ProcMesh]:
-    """Processes that send in pieces what is larger than 64 KiB."""
+    """Yield processes that send payloads above 64 KiB in pieces."""
     with running({"gpus": 3}, bootstrap=send_in_pieces) as mesh:
         yield mesh
 
@@ -465,7 +465,7 @@ def test_fragmented_messages_in_both_directions_arrive(pieces: ActorMesh, in_pie
 
 
 class Exchanging(Actor):
-    """All send to all at the same time."""
+    """Actor that calls all actors of its mesh, while they do the same."""
 
     @concurrent_endpoint
     async def exchange(self, mesh: ActorMesh, value: torch.Tensor, times: int) -> int:
@@ -482,7 +482,7 @@ class Exchanging(Actor):
 # ---- nothing is shared
 
 ELEMENTS = [10, 3000, 10_000, 300_000]
-"""Of float32: in the pickle, beside it, through shared memory, and large enough to be left there."""
+"""Numbers of float32: in the pickle, beside it, through shared memory, and large enough to stay in shared memory."""
 
 
 @pytest.mark.parametrize("size", ELEMENTS)
@@ -517,7 +517,7 @@ def test_argument_can_be_changed_after_the_call_returns(fresh: ActorMesh, size: 
     target = fresh if to == "many" else fresh.slice(gpus=0)
     value, array, raw = torch.ones(size), np.ones(size), bytearray(b"1" * size)
     pids = [pid_of(fresh.slice(gpus=i)) for i in range(3)]
-    with held_up(*pids):  # nobody can have read it yet
+    with stopped_processes(*pids):  # the processes are stopped, so none has read the message
         future = target.echo.call((value, array, raw))
         value.zero_()
         array[:] = 0
@@ -545,19 +545,20 @@ def test_tensor_sent_twice_in_a_message_arrives_as_one(one: ActorMesh) -> None:
     assert float(other.sum()) == 0
 
 
-# ---- memory is given back
+# ---- memory is released
 
 
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {name: (after[name] - before[name]) // MIB for name in before}
 
 
-def everybody(mesh: ActorMesh) -> dict[str, int]:
+def resident_bytes_by_process(mesh: ActorMesh) -> dict[str, int]:
     ranks = {f"rank {i}": size for i, size in enumerate(mesh.resident.call().get(PATIENCE).values())}
     return {"caller": resident_bytes(), **ranks}
 
 
 @pytest.mark.parametrize("way", ["argument", "reply", "argument to all", "reply of all", "port", "broadcast"])
+@pytest.mark.needs("/proc")
 def test_memory_of_messages_is_released(fresh: ActorMesh, way: str) -> None:
     large = torch.ones(16 * MIB, dtype=torch.uint8)
     one = fresh.slice(gpus=0)
@@ -578,18 +579,19 @@ def test_memory_of_messages_is_released(fresh: ActorMesh, way: str) -> None:
                 assert len(receiver.recv().get(PATIENCE)) == 16 * MIB
             else:
                 fresh.keep.broadcast(large)
-            fresh.keep.call(None).get(PATIENCE)  # one at a time: what is on its way at once stays the arena's
+            fresh.keep.call(None).get(PATIENCE)  # one message at a time: the arena would keep the memory of several
 
     exchange(10)
-    before = everybody(fresh)
+    before = resident_bytes_by_process(fresh)
     exchange(200 if way in ("argument", "reply") else 60)
-    # A tenth of what each has sent or received: which places of its arena a process touches is the order of releases.
-    assert max(grown(before, everybody(fresh)).values()) < 96
+    # The limit is a tenth of the bytes that a process has sent or received. Which pages of its arena a process touches
+    # depends on the order of releases.
+    assert max(grown(before, resident_bytes_by_process(fresh)).values()) < 96
     receiver.close()
 
 
 def test_receiver_that_keeps_all_messages_does_not_block_the_sender() -> None:
-    """The sender's arena has 64 MiB, and what is kept of it is 160 MiB: some of it has to be copied."""
+    """The sender's arena has 64 MiB and the receiver keeps 160 MiB, so part of it must be copied."""
     with this_host().spawn_procs({"gpus": 1}, bootstrap=small_arena) as procs:
         one = procs.spawn("small", Carrier)
         kept = [one.ones.call_one(8 * MIB).get(PATIENCE) for _ in range(20)]
@@ -597,7 +599,7 @@ def test_receiver_that_keeps_all_messages_does_not_block_the_sender() -> None:
             assert int(value.count_nonzero()) == 8 * MIB
             value.fill_(i)
         assert [int(value[0]) for value in kept] == list(range(20))
-        # Here it is sent on to itself: the way back is as narrow.
+        # The value goes back to its own sender, whose reply needs the small arena again.
         assert torch.equal(one.echo.call_one(kept[3]).get(PATIENCE), kept[3])
 
 
@@ -607,7 +609,7 @@ def test_full_arena_blocks_the_sender_until_memory_is_free() -> None:
         mesh.initialized.get(PATIENCE)
         source, sink = mesh.slice(gpus=0), mesh.slice(gpus=1)
         relay = procs.slice(gpus=0).spawn("relay", Relay)
-        with held_up(pid_of(sink)):
+        with stopped_processes(pid_of(sink)):
             sent = relay.send.call_one(sink, 8 * MIB, 20)
             assert source.echo.call_one("others go on").get(PATIENCE) == "others go on"
             assert not sent.done()
@@ -628,7 +630,7 @@ def small_arena() -> None:
 
 
 class Limited(Actor):
-    """May have little more memory than it has."""
+    """Actor that limits the address space of its process to little more than it uses."""
 
     @endpoint
     def limit(self, spare: int) -> None:
@@ -651,18 +653,19 @@ class Limited(Actor):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [300 * MIB, 5 << 30])
 def test_message_above_the_memory_limit_is_an_error_and_both_sides_continue(size: int) -> None:
-    """As an argument and as a result; a process without a limit still gets it."""
+    """The message is an argument, then a result. A process without a limit still receives it."""
     with this_host().spawn_procs({"gpus": 2}) as procs:
         mesh = procs.spawn("limited", Limited)
         limited, other = mesh.slice(gpus=0), mesh.slice(gpus=1)
-        assert limited.ask.call_one(other, 1).get(PATIENCE) == "None"  # they have each other's memory mapped
+        # the two processes have mapped each other's memory
+        assert limited.ask.call_one(other, 1).get(PATIENCE) == "None"
         limited.limit.call_one(64 * MIB).get(PATIENCE)
-        for value in (bytes(size), np.zeros(size, dtype=np.uint8)):  # neither is written to: no page is committed
+        for value in (bytes(size), np.zeros(size, dtype=np.uint8)):  # never written to: no page is committed
             error = limited.length.call_one(value).exception(4 * PATIENCE)
             assert isinstance(error, ActorError) and isinstance(error.__cause__, DeserializationError), error
             assert "MemoryError" in str(error) and "RLIMIT_AS" in str(error), error
         assert "RLIMIT_AS" in limited.ask.call_one(other, size).get(4 * PATIENCE)
-        # Places in the window come back: each message takes a third of it.
+        # Failed messages return their credit. Each message takes a third of the window.
         for _ in range(4 if size < 1 << 30 else 0):
             assert limited.length.call_one(bytes(size)).exception(PATIENCE) is not None
         assert list(mesh.length.call(b"abc").get(PATIENCE).values()) == [3, 3]
@@ -670,12 +673,13 @@ def test_message_above_the_memory_limit_is_an_error_and_both_sides_continue(size
             assert other.length.call_one(bytes(size)).get(PATIENCE) == size
 
 
+@pytest.mark.needs("/proc")
 def test_memory_of_a_dead_process_is_released() -> None:
     before = resident_bytes()
     for _ in range(3):
         with this_host().spawn_procs({"gpus": 1}) as procs:
             one = procs.spawn("c", Carrier)
             kept = [one.ones.call_one(8 * MIB).get(PATIENCE) for _ in range(8)]
-        assert all(int(value[-1]) == 1 for value in kept)  # it stays valid when its sender has gone
+        assert all(int(value[-1]) == 1 for value in kept)  # the memory stays valid after its sender has ended
         del kept
     assert resident_bytes() - before < 64 * MIB

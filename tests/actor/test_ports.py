@@ -16,7 +16,7 @@ from tests.actor.support import PATIENCE
 
 
 def test_value_of_an_unread_future_goes_to_the_next() -> None:
-    """As in the moment of a timeout: the future is let go, and has its value already."""
+    """The value arrives as the wait times out: the future is dropped with a value in it."""
     port, receiver = Channel.open()
     late = receiver.recv()
     with pytest.raises(TimeoutError):
@@ -91,8 +91,8 @@ def test_task_cancelled_at_arrival_loses_no_value() -> None:
             return await receiver.recv()
 
         task = asyncio.create_task(take())
-        await asyncio.sleep(0)  # it waits
-        port.send("just then")  # it will be told when the loop turns
+        await asyncio.sleep(0)  # the task starts to wait
+        port.send("just then")  # the loop would resume the task in its next iteration
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -108,7 +108,7 @@ def test_value_at_the_timeout_of_wait_for_is_not_lost() -> None:
         loop = asyncio.get_running_loop()
 
         def both() -> None:
-            """In one turn of the loop: the value is there, and then the time is up."""
+            """Let the value arrive and the timeout end in the same iteration of the loop."""
             port.send(1)
             port.send(2)
             time.sleep(0.1)
@@ -151,7 +151,7 @@ def test_one_value_port_gives_its_value_to_the_reader() -> None:
 
 
 def test_concurrent_receivers_neither_lose_nor_double_values() -> None:
-    """Each gives up now and then, in the very moment perhaps in which its value comes."""
+    """Each thread's wait times out now and then, perhaps at the moment at which its value arrives."""
     count, takers = 3000, 3
     port, receiver = Channel.open()
     taken: list[list[int]] = [[] for _ in range(takers)]

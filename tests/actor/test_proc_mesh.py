@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from monarch_backend._core import platform
 from monarch_backend.actor import Actor, ActorError, ProcMesh, current_rank, endpoint, this_host
 from tests.actor.actors import until
 from tests.actor.support import PATIENCE, Faults
@@ -20,7 +21,7 @@ from tests.support.terminal import Terminal
 
 
 class Speaker(Actor):
-    """Says things in all the ways there are, and tells of its process."""
+    """Actor that produces output in every way, and reports about its process."""
 
     @endpoint
     def print(self, text: str, error: bool = False) -> None:
@@ -43,7 +44,7 @@ class Speaker(Actor):
 
     @endpoint
     def write(self, number: int, text: str) -> None:
-        """As C does it, past Python's own streams."""
+        """Write to the descriptor without Python's streams, as C code does."""
         os.write(number, text.encode())
 
     @endpoint
@@ -67,12 +68,12 @@ class Speaker(Actor):
 
     @endpoint
     def process(self) -> dict[str, Any]:
-        title = Path("/proc/self/cmdline").read_text().rstrip("\0 ")
+        title = Path("/proc/self/cmdline").read_text().rstrip("\0 ") if platform.HAS_PRCTL else ""
         return {"argv": sys.argv, "path": sys.path, "cwd": os.getcwd(), "title": title, "pid": os.getpid()}
 
     @endpoint
     def fork(self) -> int:
-        """The exit status of a child that does what Python does at its end."""
+        """Fork a child that ends with ``sys.exit``. Return its exit status."""
         pid = os.fork()
         if pid == 0:
             sys.exit(7)
@@ -80,7 +81,7 @@ class Speaker(Actor):
 
     @endpoint
     def load_data(self) -> list[float]:
-        """By processes of torch's own, forked from this one."""
+        """Load data with a worker that torch forks from this process."""
         import torch
 
         data = torch.utils.data.TensorDataset(torch.arange(8.0))
@@ -102,8 +103,9 @@ def shown(capfd: pytest.CaptureFixture[str]) -> Terminal:
 
 @contextmanager
 def folding(**dimensions: int) -> Iterator[ProcMesh]:
-    """Processes whose equal lines are one however busy the machine is: what all say comes at once, other lines when
-    the mesh is stopped.
+    """Yield processes whose equal lines are merged, however busy the machine is.
+
+    A line that all ranks have written is shown at once. Other lines are shown when the mesh is stopped.
     """
     with this_host().spawn_procs(dimensions) as procs:
         procs.logging_option(aggregate_window_sec=PATIENCE)
@@ -116,7 +118,7 @@ def procs(shown: Terminal, faults: Faults) -> Iterator[ProcMesh]:
         yield procs
 
 
-# Output
+# Output of the processes
 
 
 def test_equal_output_of_all_ranks_is_one_line(procs: ProcMesh, shown: Terminal) -> None:
@@ -217,7 +219,7 @@ def test_output_at_the_end_of_processes_is_not_lost(shown: Terminal, faults: Fau
     assert shown.out.splitlines() == [f"[gpus 0-1] line {i}" for i in range(lines)]
 
 
-# What processes are given
+# Environment and bootstrap of the processes
 
 
 def test_environment_reaches_the_processes(shown: Terminal, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,14 +233,17 @@ def test_environment_reaches_the_processes(shown: Terminal, faults: Faults, monk
 
 
 def test_bootstrap_runs_first(shown: Terminal, faults: Faults) -> None:
-    """It finds env=, and what it sets is there when the actor's class is imported."""
+    """The bootstrap sees the variables of ``env=``. It runs before the actor's class is imported."""
 
     def bootstrap() -> None:
         import os
         import sys
 
         imported = [name for name in sys.modules if name.startswith("tests.")]
-        os.environ["DEVICE"] = os.environ["FROM_ENV"] + f" {imported} {len(os.listdir('/proc/self/task'))}"
+        from monarch_backend._core import platform
+
+        threads = len(os.listdir("/proc/self/task")) if platform.HAS_PROC else 1
+        os.environ["DEVICE"] = os.environ["FROM_ENV"] + f" {imported} {threads}"
 
     with this_host().spawn_procs({"gpus": 2}, bootstrap=bootstrap, env={"FROM_ENV": "accelerator"}) as procs:
         speakers = procs.spawn("speakers", Speaker)
@@ -249,9 +254,10 @@ def test_process_resembles_its_controller(procs: ProcMesh) -> None:
     speakers = procs.spawn("speakers", Speaker)
     for rank, process in enumerate(speakers.process.call().get(PATIENCE).values()):
         assert (process["argv"], process["path"], process["cwd"]) == (sys.argv, sys.path, os.getcwd())
-        assert process["title"] == f"monarch gpus {rank}"
+        assert process["title"] == (f"monarch gpus {rank}" if platform.HAS_PRCTL else "")
 
 
+@pytest.mark.needs("affinity")
 def test_proc_bind_sets_cpu_affinity(shown: Terminal, faults: Faults) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     for proc_bind, expected in (
@@ -266,7 +272,7 @@ def test_proc_bind_sets_cpu_affinity(shown: Terminal, faults: Faults) -> None:
 
 
 def test_forks_of_a_worker_do_not_disturb_it(procs: ProcMesh, shown: Terminal) -> None:
-    """Data loaders are such forks."""
+    """Data loaders fork their workers like this."""
     speakers = procs.slice(gpus=slice(0, 2)).spawn("speakers", Speaker)
     assert list(speakers.load_data.call().get(PATIENCE).values()) == [[6.0, 22.0]] * 2
     assert list(speakers.fork.call().get(PATIENCE).values()) == [7, 7]

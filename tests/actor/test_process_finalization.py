@@ -17,7 +17,7 @@ from tests.actor.script_runner import PATIENCE, python
 
 
 class Note:
-    """Writes into its file when it is collected."""
+    """Writes its file when it is garbage-collected."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +36,7 @@ def note_name() -> str:
 
 
 class Holder(Actor):
-    """Leaves things for the end of its process."""
+    """Leaves files, globals and hooks that the end of its process must finalise."""
 
     @endpoint
     def hold(self, folder: Path) -> None:
@@ -86,7 +86,7 @@ def test_stop_of_processes_finalises_user_code(tmp_path: Path) -> None:
 
 
 def test_forked_process_runs_no_finalizer_of_the_fork_server() -> None:
-    """torch has 134 of them, which take longer than all the rest of a stop."""
+    """torch registers 134 finalizers, which take longer than the rest of a stop."""
     procs = this_host().spawn_procs({"gpus": 1})
     assert procs.spawn("holder", Holder).count_finalizers.call_one().get(PATIENCE) == 0
     procs.stop().get(PATIENCE)
@@ -120,7 +120,7 @@ def test_stop_waits_for_a_slow_atexit_hook(tmp_path: Path) -> None:
 
 
 def test_end_of_program_finalises_processes_whose_code_came_by_value(tmp_path: Path) -> None:
-    """Actors of a script: their globals are no module's."""
+    """The actors of a script are pickled by value, so their globals belong to no module."""
     script = tmp_path / "script.py"
     held = tmp_path / "held"
     held.mkdir()

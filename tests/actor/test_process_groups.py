@@ -67,7 +67,7 @@ def test_mesh_is_one_process_group(trainers: ActorMesh) -> None:
 
 
 def test_two_meshes_are_two_process_groups(trainers: ActorMesh, faults: Faults) -> None:
-    """At the same time, and neither waits for the other."""
+    """Both groups work at the same time, and neither waits for the other."""
     with this_host().spawn_procs({"gpus": 2}) as others:
         others.process_group().get(PATIENCE)
         more = others.spawn("more", Trainer)
@@ -83,7 +83,7 @@ def in_one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_training_equals_a_single_process(how: str, trainers: ActorMesh) -> None:
-    """The same steps on the whole batch: the mean of the ranks' losses, and the same parameters."""
+    """One process that trains on the whole batch has the mean of the ranks' losses, and the same parameters."""
     losses, state = in_one_process()
     results = values(getattr(trainers, how).call())
     for step, loss in enumerate(losses):
@@ -105,7 +105,7 @@ def test_slice_is_its_own_process_group(faults: Faults) -> None:
         assert values(trainers.is_initialized.call()) == [False, True, True]
         assert [told["rank"] for told in values(inside.world.call())] == [0, 1]
         assert values(inside.all_reduce.call(5.0)) == [[11.0]] * 2
-        procs.process_group().get(PATIENCE)  # the whole mesh afterwards: the slice's world ends
+        procs.process_group().get(PATIENCE)  # then the whole mesh, which ends the group of the slice
         assert [told["size"] for told in values(trainers.world.call())] == [WORLD] * WORLD
         assert values(trainers.all_reduce.call(0.0)) == [[3.0]] * WORLD
 
@@ -122,11 +122,11 @@ def test_unknown_backend_raises(faults: Faults) -> None:
     with this_host().spawn_procs({"gpus": 2}) as procs:
         error = procs.process_group(backend="carrier_pigeon").exception(PATIENCE)
         assert isinstance(error, ActorError) and "carrier_pigeon" in str(error).lower()
-        procs.process_group().get(PATIENCE)  # nothing is spoilt
+        procs.process_group().get(PATIENCE)  # the failed attempt does not affect the next one
 
 
 def test_late_rank_of_a_failed_init_joins_the_next(faults: Faults, tmp_path: Path) -> None:
-    """The first one's error ends the call; the store of that call has to be there for the others all the same."""
+    """The first error ends the call. The call's store must remain, because other ranks still connect to it."""
     with gate(tmp_path) as (name, open_gate):
 
         def held() -> None:
@@ -154,7 +154,7 @@ def test_late_rank_of_a_failed_init_joins_the_next(faults: Faults, tmp_path: Pat
 
 
 def fails_with(future: Any) -> BaseException:
-    """The cause of what an endpoint has raised."""
+    """Return the cause of the error that an endpoint has raised."""
     error = future.exception(PATIENCE)
     assert isinstance(error, ActorError), error
     assert error.__cause__ is not None
@@ -186,7 +186,7 @@ def test_death_of_a_rank_ends_collectives_of_others(where: str, faults: Faults) 
             assert_names(str(cause), dead, pids[dead])
         if where == "in collectives":
             assert isinstance(waiting[dead].exception(PATIENCE), SupervisionError)
-        for survivor in survivors:  # later on, too: an aborted group is never used again
+        for survivor in survivors:  # later calls fail, too: an aborted group is never used again
             closed: list[BaseException] = []
 
             def is_closed(survivor: ActorMesh = survivor, closed: list[BaseException] = closed) -> bool:
@@ -201,7 +201,7 @@ def test_death_of_a_rank_ends_collectives_of_others(where: str, faults: Faults) 
 
 
 def assert_names(text: str, rank: int, pid: int) -> None:
-    """The rank, the host, the pid, and how it ended."""
+    """Assert that the text names the rank, the host, the pid and the signal."""
     assert str(rank) in text and HOST in text and str(pid) in text, text
     assert "signal 9" in text or "SIGKILL" in text, text
 

@@ -1,4 +1,4 @@
-"""Whole programs: how they start, how they end, and that nothing of them is left behind."""
+"""Whole programs: how they start and end, and that they leave no processes behind."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.actor.support import gate
 from tests.processes.spawning import Watch
 
 QUICKLY = 2.0
-"""Seconds that promise 8 gives to what a dead controller has started."""
+"""Seconds within which the processes of a dead controller end: promise 8 of docs/architecture.md."""
 
 Start = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
 def server() -> str:
-    """The address of a fork server that is there already."""
+    """Return the address of a running fork server."""
     with this_host().spawn_procs({"gpus": 1}) as procs:
         procs.initialized.get(PATIENCE)
     return str(program().owner.starter.spawner.address)
@@ -46,7 +46,7 @@ def interpreter(server: str) -> Iterator[WarmInterpreter]:
 
 @pytest.fixture
 def start(interpreter: WarmInterpreter, tmp_path: Path) -> Iterator[Start]:
-    """``start(source, more)`` begins a script."""
+    """Return ``start(source, more)``, which starts a script."""
 
     def begin(source: str, more: str = "", **options: Any) -> Run:
         whole = HEAD + textwrap.dedent(source) + more + "\n"
@@ -58,7 +58,7 @@ def start(interpreter: WarmInterpreter, tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def finish(start: Start, interpreter: WarmInterpreter) -> Start:
-    """``finish(source, more)`` runs a script to its end."""
+    """Return ``finish(source, more)``, which runs a script to its end."""
 
     def run(source: str, more: str = "", **options: Any) -> Run:
         start(source, more, **options)
@@ -106,13 +106,16 @@ shutdown.SHUTDOWN_NOTICE_S, shutdown.SHUTDOWN_KILL_S = 50, 55
 
 
 def pids_in(run: Run) -> dict[str, int]:
-    """What a script has printed as ``name=pid``."""
+    """Return the pids that a script has printed as ``name=pid``."""
     words = [word.partition("=") for line in run.out.splitlines() for word in line.split()]
     return {name: int(pid) for name, equals, pid in words if equals and pid.isdigit()}
 
 
 def cleaned_up(run: Run) -> set[int]:
-    """The ranks that have said so; what two say at about the same time is one line."""
+    """Return the ranks that have reported their cleanup.
+
+    Lines of two ranks at about the same time are merged into one.
+    """
     ranks = re.findall(r"^\[gpus (\d)(?:-(\d))?\] cleaned up None$", run.out, re.MULTILINE)
     return {int(rank) for pair in ranks for rank in pair if rank}
 
@@ -162,13 +165,13 @@ print(greeters.slice(gpus=0).greet.call_one("me").get(), file=sys.stderr)
 
 @pytest.fixture(scope="module")
 def plain(server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Any]]:
-    """The program started in each way, to its end; beside each other, since each imports torch."""
+    """Run the program in each way, at the same time: each imports torch."""
     path = tmp_path_factory.mktemp("plain") / "script.py"
     path.write_text(PLAIN)
     source = f"from tests.actor.script_runner import use_server; use_server({server!r})\n{PLAIN}"
     with ThreadPoolExecutor(3) as pool:
         return {
-            "script.py": pool.submit(python, str(path)),  # all by itself
+            "script.py": pool.submit(python, str(path)),  # with a fork server of its own
             "-": pool.submit(python, "-", stdin=source),
             "-c": pool.submit(python, "-c", source),
         }
@@ -176,14 +179,17 @@ def plain(server: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fu
 
 @pytest.mark.parametrize("way", ["script.py", "-", "-c"])
 def test_program_without_main_guard_and_stop_ends_well(way: str, plain: dict[str, Future[Any]]) -> None:
-    """Its classes and functions are __main__'s; it ends with 0, cleans up, and leaves nothing."""
+    """Classes and functions of ``__main__`` work.
+
+    The program ends with status 0, cleans up, and leaves no processes.
+    """
     ended = plain[way].result()
     assert (ended.returncode, ended.stderr) == (0, "hello, me\n")
     assert ended.stdout.splitlines() == ["['hello, you', 'hello, you']", "2 True", "[gpus 0-1] cleaned up None"]
 
 
 def test_repl_can_spawn_actors(server: str) -> None:
-    """Classes typed in work; a failure is told and does not end the session."""
+    """Classes typed at the prompt work. A failure is reported and does not end the session."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHON_BASIC_REPL": "1", "TERM": "dumb"}
     repl = subprocess.Popen(
@@ -214,7 +220,7 @@ def test_repl_can_spawn_actors(server: str) -> None:
         type_in("", ">>> ")
         type_in('a = this_host().spawn_procs({"gpus": 2}).spawn("a", A)', ">>> ")
         assert "ValueMesh(gpus=2: 42, 42)" in type_in("a.twice.call(21).get()", ">>> ")
-        report = type_in("a.slice(gpus=1).die.broadcast()", ">>> ", "unhandled_fault_hook.\n")  # in any order
+        report = type_in("a.slice(gpus=1).die.broadcast()", ">>> ", "unhandled_fault_hook.\n")  # in either order
         assert "exited with status 7" in report
         assert "[2]" in type_in("[f.get() for f in a.without([1]).twice.stream(1)]", ">>> ")
         os.write(ours, b"exit()\n")
@@ -226,7 +232,7 @@ def test_repl_can_spawn_actors(server: str) -> None:
 
 
 def test_spawning_without_fork_works(finish: Start) -> None:
-    """Without fork the workers import everything anew; __main__ has no guard all the same."""
+    """Without fork, workers import all modules anew, and ``__main__`` still needs no guard."""
     ended = finish(
         """
         procs = this_host().spawn_procs({"gpus": 1})
@@ -240,7 +246,7 @@ def test_spawning_without_fork_works(finish: Start) -> None:
 
 
 def test_program_stopped_during_startup_continues(finish: Start) -> None:
-    """In a debugger, or on a machine that is too busy: they wait for it."""
+    """The controller may stop in a debugger or be slow on a busy machine. Its workers wait for it."""
     ended = finish(
         """
         def hold_up():
@@ -542,7 +548,7 @@ print(*(f"rank{i}={pid}" for i, pid in enumerate(v.pid.call().get().values())), 
 
 
 def interrupt(run: Run) -> None:
-    """As the terminal does it: all of the process group, which the workers are not in."""
+    """Send SIGINT as a terminal does: to the process group of the program, which does not include its workers."""
     os.killpg(run.pid, signal.SIGINT)
 
 
@@ -589,7 +595,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("way", ["call", "pipeline", "port"])
 def test_repeated_ctrl_c_loses_nothing(way: str, finish: Start) -> None:
-    """As in a notebook, where "interrupt" is no end: whatever it hits, the next call is answered."""
+    """As in a notebook, an interrupt does not end the program. Whatever it hits, the next call is answered."""
     ended = finish(
         """
 class Many(Victim):
@@ -646,7 +652,7 @@ print("fine")
 
 
 def test_objects_of_main_unpickle_in_actors(finish: Start) -> None:
-    """torch.save of a config, all_gather_object and forks of data loaders pickle by name."""
+    """torch.save, all_gather_object and forked data loaders pickle classes by name."""
     ended = finish(
         """
 import enum, multiprocessing, pickle
@@ -694,12 +700,12 @@ v.save.broadcast()
 
 
 def test_ctrl_c_again_kills_at_once(start: Start, interpreter: WarmInterpreter) -> None:
-    """The first one lets actors finish, and these never do; more of them come from an impatient user."""
+    """The first Ctrl-C lets actors finish, and these actors never do. An impatient user sends more of them."""
     run = start(INTERRUPTED + "v.busy.call(1000).get()")
     run.read_until("busy")
     with Watch(pids_in(run)) as watch:
         interrupt(run)
-        run.read_until("KeyboardInterrupt")  # it waits for the actors now, or in a moment
+        run.read_until("KeyboardInterrupt")  # the program waits for the actors now, or in a moment
         for _ in range(20):
             interrupt(run)
             if interpreter.ends_within(0.1):
@@ -734,7 +740,7 @@ print("ready", flush=True)
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGABRT", "os._exit"])
 def test_killed_controller_leaves_no_process(how: str, start: Start, interpreter: WarmInterpreter) -> None:
-    """Workers, what they have started, and what that has started; with its own fork server, when it is killed."""
+    """Workers, their child processes and nested workers end; after SIGKILL also the controller's own fork server."""
     number = signal.SIGUSR1 if how == "os._exit" else signal.Signals[how]
     begin = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(4))\n"
     run = start(begin + DYING, "threading.Event().wait()", own_server=how == "SIGKILL")
@@ -749,7 +755,7 @@ def test_killed_controller_leaves_no_process(how: str, start: Start, interpreter
 
 
 def test_controller_killed_during_spawn_leaves_no_process(finish: Start) -> None:
-    """Processes that are just being made: they are the fork server's, which the leak check can see."""
+    """The processes are still starting. They belong to the fork server, so the leak check sees them."""
     ended = finish(
         """
         this_host().spawn_procs({"gpus": 4}).spawn("v", Victim)
@@ -760,7 +766,7 @@ def test_controller_killed_during_spawn_leaves_no_process(finish: Start) -> None
 
 
 def test_dead_fork_server_is_the_root_cause(start: Start, interpreter: WarmInterpreter) -> None:
-    """Its processes go with it, and the report says why."""
+    """The server's processes end with it, and the report names it as the cause."""
     run = start(
         """
         v = this_host().spawn_procs({"gpus": 1}).spawn("v", Victim)
@@ -860,7 +866,7 @@ def test_controller_can_use_multiprocessing(finish: Start) -> None:
 
 
 def test_subprocess_of_the_controller_does_not_delay_the_end(start: Start, interpreter: WarmInterpreter) -> None:
-    """It outlives the controller and has inherited none of its descriptors: workers see their owner's end."""
+    """The subprocess outlives the controller but has inherited no descriptors, so the workers see their owner's end."""
     run = start(
         """
         child = subprocess.Popen(["sleep", "1000"], close_fds=False, stdin=subprocess.DEVNULL,

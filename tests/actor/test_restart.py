@@ -41,7 +41,7 @@ SOON = Restart(max_restarts=50, backoff=0.0)
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[ProcMesh]:
-    """Three processes for tests that only hurt actors."""
+    """Yield three processes for tests in which only actors fail."""
     with this_host().spawn_procs({"gpus": 3}, name="lasting") as procs:
         procs.initialized.get(PATIENCE)
         yield procs
@@ -52,7 +52,7 @@ def pids_of(mesh: ActorMesh) -> list[int]:
 
 
 class Counted(Victim):
-    """Writes down each construction."""
+    """Actor that logs each construction."""
 
     def __init__(self, log: str) -> None:
         super().__init__(log, f"rank {current_rank().rank}")
@@ -64,12 +64,12 @@ class Counted(Victim):
 
 
 def built(log: Path) -> int:
-    """How often any of them was."""
+    """Return how often the actors of this log were built."""
     return sum(line.endswith(": built") for line in lines(log))
 
 
 class FailsToBeBuilt(Actor):
-    """So many times; the file counts."""
+    """Actor whose constructor fails this number of times, counted in a file."""
 
     def __init__(self, log: str, times: int) -> None:
         with open(log, "a") as file:
@@ -99,7 +99,10 @@ def test_failed_actor_is_recreated_and_others_are_unaffected(lasting: ProcMesh, 
 
 
 def test_messages_wait_for_the_recreated_actor(lasting: ProcMesh, faults: Faults) -> None:
-    """In order, and each at most once: what the dying one had begun is lost and says so, what it had not is kept."""
+    """Messages are kept in order and run at most once.
+
+    The message that the dying actor had begun is lost, with an error.
+    """
     victim = lasting.slice(gpus=0).spawn("victim", Victim, restart=Restart(backoff=0.2, max_restarts=3))
     victim.note.broadcast("old")
     lost = victim.raises.call_one(SystemExit(1))
@@ -133,7 +136,7 @@ def test_whole_mesh_is_restarted(lasting: ProcMesh, faults: Faults, tmp_path: Pa
 
 
 def test_whole_mesh_is_restarted_while_one_actor_is_busy(lasting: ProcMesh, faults: Faults, tmp_path: Path) -> None:
-    """Its running message ends first: there are never two instances of one rank."""
+    """The busy actor's message ends before its restart, so one rank never has two instances."""
     log = tmp_path / "log"
     policy = Restart(strategy="all", max_restarts=3, backoff=0.0)
     victims = lasting.spawn("victims", Counted, str(log), restart=policy)
@@ -189,7 +192,7 @@ def test_too_many_restarts_fail_the_mesh(lasting: ProcMesh, faults: Faults) -> N
 
 
 def test_calls_to_an_actor_that_is_not_restarted_fail(lasting: ProcMesh, faults: Faults) -> None:
-    """Everything that was kept for the next one: there is none."""
+    """The messages were kept for the next instance, which never comes."""
     victim = lasting.slice(gpus=0).spawn("victim", Victim, restart=Restart(max_restarts=0, backoff=0.0))
     lost = victim.raises.call_one(SystemExit(1))
     waiting = [victim.echo.call_one(i) for i in range(20)]
@@ -233,9 +236,9 @@ def test_stopped_actor_is_not_restarted(lasting: ProcMesh, faults: Faults, tmp_p
     victims = lasting.spawn("victims", Counted, str(log), restart=Restart(max_restarts=9, backoff=0.05))
     victims.initialized.get(PATIENCE)
     died = time.monotonic()
-    victims.slice(gpus=0).raises.broadcast(ValueError("die"))  # stopped while it waits for its restart, or before
+    victims.slice(gpus=0).raises.broadcast(ValueError("die"))  # stopped in its back-off, or before
     stopped = victims.stop("enough")
-    in_time = time.monotonic() < died + 0.05  # or the machine stood still, and it has been restarted rightly
+    in_time = time.monotonic() < died + 0.05  # otherwise the machine was slow, and the restart came before the stop
     stopped.get(PATIENCE)
     before, waited = built(log), time.monotonic()
     until(lambda: time.monotonic() > waited + 0.1, "the back-off is over")
@@ -274,7 +277,7 @@ def test_actors_of_the_main_program_are_restarted(faults: Faults) -> None:
 
 
 def test_actor_restarts_its_own_actors(faults: Faults) -> None:
-    """A policy in an actor: it is asked only once the policy gives up."""
+    """The owner is an actor with a policy. Its ``__supervise__`` runs only after the last restart."""
     with this_host().spawn_procs({"gpus": 1}) as procs:
         owner = procs.spawn("owner", Supervisor, True)
         nested = owner.spawn.call_one(2, Restart(max_restarts=1, backoff=0.0)).get(PATIENCE)
@@ -283,11 +286,11 @@ def test_actor_restarts_its_own_actors(faults: Faults) -> None:
         comes_back(nested.slice(nested=1))
         second = pids_of(nested)
         assert second[0] == first[0] and second[1] != first[1]
-        assert owner.what_it_was_told.call_one().get(PATIENCE) == []
+        assert owner.received_failures.call_one().get(PATIENCE) == []
         assert owner.call_nested.call_one("on").get(PATIENCE) == ["on", "on"]
         os.kill(second[1], signal.SIGKILL)
-        until(lambda: owner.what_it_was_told.call_one().get(PATIENCE), "the owner is asked")
-        assert owner.what_it_was_told.call_one().get(PATIENCE) == [("nested-procs", (1,), True)]
+        until(lambda: owner.received_failures.call_one().get(PATIENCE), "the owner is asked")
+        assert owner.received_failures.call_one().get(PATIENCE) == [("nested-procs", (1,), True)]
 
 
 # Processes
@@ -314,7 +317,7 @@ def test_dead_process_is_replaced_and_others_are_unaffected(faults: Faults) -> N
 
 
 def test_messages_wait_for_the_replacement_process(faults: Faults) -> None:
-    """Sent once the death is known, before there is another process."""
+    """The messages are sent after the death is known and before the new process exists."""
     with this_host().spawn_procs({"gpus": 1}, restart=Restart(backoff=0.2)) as procs:
         victim = procs.spawn("victim", Victim)
         dying = victim.end_process.call_one("SIGKILL")
@@ -408,7 +411,7 @@ def test_actors_of_processes_stopped_during_a_restart_end(faults: Faults) -> Non
     procs = this_host().spawn_procs({"gpus": 2}, restart=Restart(backoff=30.0, most_backoff=30.0))
     victims = procs.spawn("victims", Victim)
     victims.slice(gpus=0).end_process.call_one("SIGKILL").exception(PATIENCE)
-    others = procs.spawn("others", Victim)  # while the successor waits to be started
+    others = procs.spawn("others", Victim)  # spawned while the replacement waits to be started
     actors = victims.stop()
     procs.stop().get(PATIENCE)
     actors.get(PATIENCE)
@@ -421,7 +424,7 @@ def test_processes_stopped_during_a_restart_are_not_started(faults: Faults, tmp_
     victims = procs.spawn("victims", Victim)
     dying = victims.slice(gpus=0).end_process.call_one("3")
     assert isinstance(dying.exception(PATIENCE), SupervisionError)
-    procs.stop("enough").get(PATIENCE)  # the leak check finds what comes back
+    procs.stop("enough").get(PATIENCE)  # the leak check would find a restarted process
     error = victims.slice(gpus=0).echo.call_one(1).exception(PATIENCE)
     assert isinstance(error, SupervisionError) and "enough" in str(error)
 
@@ -466,7 +469,7 @@ class Knows(Victim):
 
     @endpoint
     def take_one(self, other: ActorMesh) -> str:
-        """Of a mesh that it does not keep."""
+        """Call a mesh without keeping the reference to it."""
         comes_back(other)
         del other
         gc.collect()
@@ -474,7 +477,7 @@ class Knows(Victim):
 
 
 def test_third_party_without_link_to_the_owner_finds_the_replacement(faults: Faults) -> None:
-    """The processes belong to an actor; somebody else has the reference from the main program."""
+    """An actor owns the processes. A third party got the reference from the main program."""
     with this_host().spawn_procs({"gpus": 2}) as procs:
         owner = procs.slice(gpus=0).spawn("owner", Owner)
         friend = procs.slice(gpus=1).spawn("friend", Knows)
@@ -488,7 +491,7 @@ def test_third_party_without_link_to_the_owner_finds_the_replacement(faults: Fau
 
 
 def test_callee_of_a_process_finds_its_replacement(faults: Faults, tmp_path: Path) -> None:
-    """It has the reference, has never called, and has no link to the owner."""
+    """The callee has the reference, has never used it, and has no link to the owner."""
     with this_host().spawn_procs({"gpus": 2}) as procs, gate(tmp_path) as (name, open_gate):
         owner = procs.slice(gpus=0).spawn("owner", Owner)
         friend = procs.slice(gpus=1).spawn("friend", Knows)
@@ -532,14 +535,14 @@ def test_process_replaced_during_a_lookup_is_found() -> None:
 
 
 def test_old_reference_leads_to_the_replacement_process(faults: Faults, tmp_path: Path) -> None:
-    """Nobody there held the mesh when its owner told of the successor."""
+    """The actor's process did not hold the mesh when the owner announced the replacement."""
     with this_host().spawn_procs({"gpus": 1}) as home, this_host().spawn_procs({"gpus": 1}, restart=SOON) as procs:
         friend = home.spawn("friend", Knows)
         victim = procs.spawn("victim", Victim)
-        friend.take_one.call_one(victim).get(PATIENCE)  # they have met
+        friend.take_one.call_one(victim).get(PATIENCE)  # connects the processes
         with gate(tmp_path) as (name, open_gate):
             begun(friend.wait.call_one, name)
-            asked = friend.take_one.call_one(victim)  # waits, with what leads to the old one
+            asked = friend.take_one.call_one(victim)  # queued, with a reference to the old process
             victim.end_process.call_one("SIGKILL").exception(PATIENCE)
             comes_back(victim)
             open_gate()
@@ -548,7 +551,7 @@ def test_old_reference_leads_to_the_replacement_process(faults: Faults, tmp_path
 
 @pytest.mark.parametrize("reference", ["new", "old"])
 def test_third_parties_find_the_replacement_process(reference: str, faults: Faults) -> None:
-    """An actor that has had a reference since before the death, and one that is sent it afterwards."""
+    """The actor has a reference from before the death, or is sent one afterwards."""
     with this_host().spawn_procs({"gpus": 2}, restart=SOON) as procs:
         friends = procs.spawn("friends", Knows)
         friend, other = friends.slice(gpus=0), friends.slice(gpus=1)
@@ -562,7 +565,7 @@ def test_third_parties_find_the_replacement_process(reference: str, faults: Faul
 
 
 def test_many_deaths_in_sequence_are_all_restarted(faults: Faults) -> None:
-    """Nothing runs full, and descriptors don't add up: the leak check looks."""
+    """No table fills up. The leak check looks for descriptors that accumulate."""
     with this_host().spawn_procs({"gpus": 2}, restart=SOON) as procs:
         victims = procs.spawn("victims", Victim)
         seen = set()
@@ -575,7 +578,7 @@ def test_many_deaths_in_sequence_are_all_restarted(faults: Faults) -> None:
 
 
 def test_owner_restarts_with_its_own_meshes(faults: Faults) -> None:
-    """Its meshes end with it; the new one begins anew."""
+    """The owner's meshes end with it. The new owner starts without meshes."""
     with this_host().spawn_procs({"gpus": 1}) as procs:
         owner = procs.spawn("owner", Owner, restart=SOON)
         nested = owner.spawn.call_one(2).get(PATIENCE)
@@ -588,7 +591,7 @@ def test_owner_restarts_with_its_own_meshes(faults: Faults) -> None:
         assert again.echo.call_one("anew").get(PATIENCE) == "anew"
 
 
-# What is said of restarts
+# Reports of restarts
 
 
 class DiesInConstructor(Actor):

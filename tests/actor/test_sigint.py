@@ -1,7 +1,7 @@
 """SIGINT handlers without processes: which handler is installed, and that no interrupt is lost or doubled.
 
-Only the handler itself, with a program that has a clock and timers. Ctrl-C in whole programs is in
-test_program_lifecycle.py, and Ctrl-C during a wait for memory in test_backpressure.py.
+The tests use only the handler, with a program that has a clock and timers. test_program_lifecycle.py tests Ctrl-C in
+whole programs. test_backpressure.py tests Ctrl-C during a wait for memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from monarch_backend.dtensor._controller import command_stream
 
 
 class _ProgressLoop:
-    """Timers that run out when the test says so."""
+    """Timers that run when the test calls `fire`."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
@@ -34,7 +34,7 @@ class _ProgressLoop:
         pass
 
     def fire(self) -> None:
-        """What is due by now: on another thread, as if the standby read, while the main thread runs the user's code."""
+        """Run the due timers on another thread, as the standby thread does while the main thread runs user code."""
         calls, self.calls = self.calls, []
         for call in calls:
             thread = threading.Thread(target=call)
@@ -50,7 +50,7 @@ class _Program:
         self.interrupts = Interrupts(cast(Runtime, self))
 
     def note(self, file: str = Interrupts.guard.__code__.co_filename) -> None:
-        """Ctrl-C comes where nothing may be left half done."""
+        """Interrupt code that must not be left half done."""
         exec(compile("strike()", file, "exec"), {"strike": _interrupt})
         assert self.interrupts.noted
 
@@ -71,7 +71,7 @@ def _handler() -> Any:
 
 
 def test_handler_of_another_program_is_replaced() -> None:
-    """A simulated one's, say, which would never raise here."""
+    """The handler of a simulated program, for example, would never raise here."""
     other, mine = _Program(), _Program()
     other.interrupts.guard()
     mine.interrupts.guard()
@@ -87,7 +87,7 @@ def test_interrupt_of_the_replaced_handler_is_not_lost() -> None:
     assert mine.interrupts.noted
     with pytest.raises(KeyboardInterrupt):
         mine.progress.fire()
-    other.progress.fire()  # and it does not come again
+    other.progress.fire()  # the interrupt is not raised twice
     assert not other.interrupts.noted
     assert not mine.interrupts.noted
 
@@ -114,7 +114,7 @@ def test_user_handler_is_kept() -> None:
 
 
 def test_interrupt_is_passed_to_a_later_handler() -> None:
-    """A notebook, which puts Python's handler in place: it comes there, once, and the next one is no echo of it."""
+    """A notebook installs Python's handler. It receives each interrupt once, and later ones, too."""
     program = _Program()
     program.interrupts.guard()
     program.note()
@@ -128,13 +128,13 @@ def test_interrupt_is_passed_to_a_later_handler() -> None:
         program.progress.fire()
 
 
-@pytest.mark.parametrize("deaf", [signal.SIG_IGN, signal.SIG_DFL], ids=str)
-def test_interrupt_without_a_receiver_is_raised_by_the_next_wait(deaf: Any) -> None:
-    """Not even the process ends, and the next wait of the main thread raises it."""
+@pytest.mark.parametrize("disposition", [signal.SIG_IGN, signal.SIG_DFL], ids=str)
+def test_interrupt_without_a_receiver_is_raised_by_the_next_wait(disposition: Any) -> None:
+    """The interrupt does not end the process. The next wait of the main thread raises it."""
     program = _Program()
     program.interrupts.guard()
     program.note()
-    signal.signal(signal.SIGINT, deaf)
+    signal.signal(signal.SIGINT, disposition)
     program.progress.fire()
     assert program.interrupts.noted
     signal.signal(signal.SIGINT, signal.default_int_handler)

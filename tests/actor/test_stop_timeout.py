@@ -15,8 +15,8 @@ from monarch_backend.actor import Actor, Port, endpoint, this_host
 from tests.actor.support import PATIENCE, Faults, begun
 
 
-class Deaf(Actor):
-    """Busy in code that swallows every interruption."""
+class IgnoresInterruptions(Actor):
+    """Actor in code that swallows every interruption."""
 
     @endpoint
     def work(self, begin: Port[int]) -> None:
@@ -39,11 +39,14 @@ class StuckInConstructor(Actor):
 
 @pytest.mark.slow
 def test_abort_of_stuck_constructors_takes_at_most_ten_seconds(faults: Faults) -> None:
-    """With the default limits: on a main thread it is interrupted, on another one its process is killed."""
+    """The limits are the defaults.
+
+    On a main thread the constructor is interrupted; on another its process is killed.
+    """
     with this_host().spawn_procs({"gpus": 1}) as procs, this_host().spawn_procs({"gpus": 1}, name="killed") as killed:
         procs.initialized.get(PATIENCE), killed.initialized.get(PATIENCE)
         first = procs.spawn("first", StuckInConstructor)
-        resident = killed.spawn("resident", Deaf)
+        resident = killed.spawn("resident", IgnoresInterruptions)
         resident.initialized.get(PATIENCE)
         later = killed.spawn("later", StuckInConstructor)
         began = time.monotonic()
@@ -62,13 +65,13 @@ def test_stop_after_deadline_logs_one_line_per_process(
     kill = ProcessRecords.kill
 
     def kill_late(records: ProcessRecords, member: OwnedProcess) -> None:
-        """The fork server takes a while, as on a loaded host."""
+        """Kill with a delay, like the fork server of a loaded host."""
         kills.append(member)
         program().progress.later(0.3, lambda: kill(records, member))
 
     monkeypatch.setattr(ProcessRecords, "kill", kill_late)
-    procs = this_host().spawn_procs({"gpus": 2}, name="deaf")
-    actors = procs.spawn("deaf", Deaf)
+    procs = this_host().spawn_procs({"gpus": 2}, name="stuck")
+    actors = procs.spawn("stuck", IgnoresInterruptions)
     calls = [begun(actors.slice(gpus=rank).work.call_one).ignore() for rank in range(2)]
     with caplog.at_level(logging.WARNING, "monarch_backend"):
         procs.stop(timeout=0.2).get(PATIENCE)
@@ -91,7 +94,7 @@ def test_stop_of_process_that_survives_kill_repeats_rarely(
 
     monkeypatch.setattr(ProcessRecords, "kill", kill_the_third_time)
     procs = this_host().spawn_procs({"gpus": 1}, name="undying")
-    begun(procs.spawn("deaf", Deaf).work.call_one).ignore()
+    begun(procs.spawn("stuck", IgnoresInterruptions).work.call_one).ignore()
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, "monarch_backend"):
         procs.stop(timeout=0.1).get(PATIENCE)

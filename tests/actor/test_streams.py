@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("faults")
 
 
 class Source(Actor):
-    """Yields, and keeps count."""
+    """Actor with generators that count their values and record how they end."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -44,7 +44,7 @@ class Source(Actor):
 
     @endpoint
     def count(self, n: int, begun: Port[Any] | None = None) -> Iterator[int]:
-        """0 to n - 1; what its end looks like is kept."""
+        """Yield 0 to n - 1. Record how the generator ends."""
         try:
             for i in range(n):
                 self.made += 1
@@ -74,7 +74,7 @@ class Source(Actor):
 
     @endpoint
     def same_array(self, n: int) -> Iterator[Any]:
-        """One array, changed from value to value, as training loops do."""
+        """Yield one array repeatedly, changed after each value, as training loops do."""
         array = np.zeros(5000)
         for _ in range(n):
             yield array
@@ -97,7 +97,7 @@ class Source(Actor):
 
 
 class AsyncSource(Actor):
-    """The same on a loop."""
+    """Some endpoints of `Source` as ``async`` generators."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -159,7 +159,7 @@ class AsyncSource(Actor):
 
 
 class Watched(Actor):
-    """Others can look while it yields."""
+    """Actor with a concurrent generator, so that other calls can read its count."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -198,7 +198,7 @@ def ends(one: ActorMesh) -> list[str]:
     return found
 
 
-# ---- all of it, in order
+# ---- all values, in order
 
 
 @pytest.mark.parametrize("n", [0, 1, STREAM_WINDOW - 1, STREAM_WINDOW, STREAM_WINDOW + 1, 10 * STREAM_WINDOW + 7])
@@ -206,7 +206,7 @@ def test_stream_has_all_values_in_order(one: ActorMesh, n: int) -> None:
     stream = one.count.call_one(n)
     assert isinstance(stream, Stream)
     assert list(stream) == list(range(n))
-    assert list(stream) == []  # it has ended, and stays so
+    assert list(stream) == []  # the stream stays ended
     assert ends(one) == ["to the end", "finally"]
 
 
@@ -259,7 +259,8 @@ def test_value_is_a_snapshot_at_yield(one: ActorMesh) -> None:
 
 def test_two_streams_of_one_actor_run_in_sequence(one: ActorMesh) -> None:
     first, second = one.count.call_one(10), one.count.call_one(20)
-    assert list(second) == list(range(20))  # the first fits into its window, so that it ends without a reader
+    # the first stream fits into its window, so its generator ends without a reader
+    assert list(second) == list(range(20))
     assert list(first) == list(range(10))
 
 
@@ -277,7 +278,7 @@ def test_stream_of_a_plain_endpoint_has_its_replies(procs: ProcMesh) -> None:
 
 
 def test_last_value_is_available_before_the_stream_ends(procs: ProcMesh) -> None:
-    """A reader that looks in between would take it for the end."""
+    """A rank that is closed before its last value is put would look like the end of the stream to a reader."""
     mesh = procs.spawn("gate", Gate)
     stream: Any = mesh.wait.stream()
     steps: list[str] = []
@@ -322,7 +323,7 @@ def test_plain_generator_is_at_most_one_window_ahead(procs: ProcMesh) -> None:
     waiting = mesh.count_here.call_one()
     for taken in range(10 * STREAM_WINDOW - STREAM_WINDOW - 1):
         assert next(stream) == taken
-        assert not waiting.done()  # it has not come to its end
+        assert not waiting.done()  # the generator has not ended
     assert list(stream) == list(range(10 * STREAM_WINDOW - STREAM_WINDOW - 1, 10 * STREAM_WINDOW))
     assert waiting.get(PATIENCE) == 10 * STREAM_WINDOW
     mesh.stop().get(PATIENCE)
@@ -345,7 +346,7 @@ def test_error_comes_after_earlier_values(one: ActorMesh, n: int) -> None:
         next(stream)
     assert isinstance(caught.value.__cause__, ValueError)
     assert list(stream) == []
-    assert list(one.count.call_one(2)) == [0, 1]  # it lives
+    assert list(one.count.call_one(2)) == [0, 1]  # the actor still works
 
 
 def test_error_of_one_rank_is_raised_in_the_stream(source: ActorMesh) -> None:
@@ -377,11 +378,11 @@ def test_wrong_arguments_raise_at_once(one: ActorMesh) -> None:
         one.count.call_one()
 
 
-# ---- readers that leave
+# ---- readers that stop early
 
 
 def begin(one: ActorMesh, n: int = 10**9) -> Stream[int]:
-    """A stream whose generator has begun."""
+    """Return a stream whose generator has begun."""
     port, receiver = Channel.open()
     stream: Stream[int] = one.count.call_one(n, port)
     receiver.recv().get(PATIENCE)
@@ -390,7 +391,7 @@ def begin(one: ActorMesh, n: int = 10**9) -> Stream[int]:
 
 
 def closed(found: list[str]) -> bool:
-    """The generator was ended from outside, and its `finally` ran."""
+    """Return whether the generator was ended from outside and ran its ``finally``."""
     return found in (["GeneratorExit", "finally"], ["CancelledError", "finally"])
 
 
@@ -428,7 +429,7 @@ def test_an_abandoned_stream_is_closed(one: ActorMesh) -> None:
     assert next(stream) == 0
     del stream
     gc.collect()
-    assert closed(ends(one))  # else the actor would wait for its reader for ever
+    assert closed(ends(one))  # otherwise the actor would wait forever for its reader
 
 
 def test_leaving_a_for_loop_closes_the_stream(one: ActorMesh) -> None:
@@ -614,7 +615,7 @@ class AsyncReader(Actor):
 @pytest.mark.parametrize("cls", [Reader, AsyncReader])
 def test_actors_stream_to_each_other(procs: ProcMesh, one: ActorMesh, cls: type[Actor]) -> None:
     n = 4 * STREAM_WINDOW
-    for place in (0, 1):  # another process, the same process
+    for place in (0, 1):  # in another process, in the same process
         reader = procs.slice(gpus=place).spawn("reader", cls)
         assert reader.read.call_one(one, n).get(PATIENCE) == sum(range(n))
         assert list(reader.pass_on.call_one(one, n)) == [-i for i in range(n)]
@@ -627,5 +628,5 @@ def test_close_propagates_along_nested_streams(procs: ProcMesh, one: ActorMesh) 
         stream = reader.pass_on.call_one(one, 10**9)
         assert next(stream) == 0
         stream.close()
-        assert closed(ends(one)), cls  # the reader's generator has gone, and with it the stream that it read
+        assert closed(ends(one)), cls  # the end of the reader's generator closes the stream that it reads
         reader.stop().get(PATIENCE)

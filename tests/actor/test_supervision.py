@@ -43,11 +43,11 @@ from monarch_backend.actor import (
     this_host,
     this_proc,
 )
-from tests.actor.actors import held_up, until
+from tests.actor.actors import stopped_processes, until
 from tests.actor.failing_actors import (
     AsyncSupervisor,
     AsyncVictim,
-    BadBirth,
+    FailsInConstructor,
     Owner,
     SlowSupervisor,
     SlowToBuild,
@@ -71,37 +71,40 @@ DEATHS = {
 
 @pytest.fixture
 def pair(faults: Faults) -> Iterator[ProcMesh]:
-    """Two processes for one test, which may kill them."""
+    """Yield two processes for one test, which may kill them."""
     with this_host().spawn_procs({"gpus": 2}, name="pair") as procs:
         yield procs
 
 
 @pytest.fixture
 def single(faults: Faults) -> Iterator[ProcMesh]:
-    """One process for one test."""
+    """Yield one process for one test, which may kill it."""
     with this_host().spawn_procs({"gpus": 1}, name="single") as procs:
         yield procs
 
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[ProcMesh]:
-    """Two processes for tests that only hurt actors."""
+    """Yield two processes for tests in which only actors fail."""
     with this_host().spawn_procs({"gpus": 2}, name="lasting") as procs:
         procs.initialized.get(PATIENCE)
         yield procs
 
 
 def failed(future: Future[Any]) -> SupervisionError:
-    """What a call on something dead ends with."""
+    """Return the error of a call to a failed actor."""
     error = future.exception(PATIENCE)
     assert isinstance(error, SupervisionError), error
     return error
 
 
-def told(owner: ActorMesh, count: int) -> list[tuple[str, tuple[int, ...], bool]]:
-    """What a Supervisor was told, once that is as much; it hears of a death when it does, not when we do."""
-    until(lambda: len(owner.what_it_was_told.call_one().get(PATIENCE)) >= count, f"{count} failures told")
-    return list(owner.what_it_was_told.call_one().get(PATIENCE))
+def wait_for_failures(owner: ActorMesh, count: int) -> list[tuple[str, tuple[int, ...], bool]]:
+    """Wait until a `Supervisor` has received this number of failures.
+
+    It may learn of a death later than this process.
+    """
+    until(lambda: len(owner.received_failures.call_one().get(PATIENCE)) >= count, f"{count} failures told")
+    return list(owner.received_failures.call_one().get(PATIENCE))
 
 
 # A process dies
@@ -194,7 +197,7 @@ def test_actors_spawned_on_a_dead_process_fail(pair: ProcMesh, faults: Faults) -
 
 
 def test_generator_values_arrive_until_its_process_dies(single: ProcMesh, faults: Faults) -> None:
-    """What has come is given, then the error; nothing twice, nothing left out."""
+    """The stream yields all values that have arrived, then the error. No value is repeated or missing."""
     victim = single.spawn("victim", Victim)
     pid = victim.pid.call_one().get(PATIENCE)
     values = victim.count.call_one(10**9)
@@ -224,7 +227,7 @@ def test_generator_is_closed_when_its_reader_dies(pair: ProcMesh, faults: Faults
 
 @pytest.mark.parametrize("verb", ["call_one", "broadcast", "call"])
 def test_blocked_sender_is_released_by_the_death_of_the_receiver(verb: str, single: ProcMesh, faults: Faults) -> None:
-    """The receiver reads nothing, so the sender has to wait; then the receiver dies."""
+    """The receiver is stopped, so the sender must wait. Then the receiver is killed."""
     victim = single.spawn("victim", Victim)
     pid = victim.pid.call_one().get(PATIENCE)
     os.kill(pid, signal.SIGSTOP)
@@ -266,7 +269,7 @@ def test_send_to_a_port_of_a_dead_process_fails(pair: ProcMesh, faults: Faults) 
     with pytest.raises(PeerGoneError, match=str(pid)):
         port.send(2)
 
-    def refused() -> bool:  # the other process hears of the death by its own link
+    def refused() -> bool:  # the other process learns of the death by its own link
         error = sender.send_to.call_one(port, 3).exception(PATIENCE)
         return isinstance(error, ActorError) and isinstance(error.__cause__, PeerGoneError)
 
@@ -275,7 +278,8 @@ def test_send_to_a_port_of_a_dead_process_fails(pair: ProcMesh, faults: Faults) 
 
 def test_death_is_detected_at_once(faults: Faults) -> None:
     times: list[float] = []
-    while not times or (min(times) >= 0.1 and len(times) < 40):  # one is enough: the machine may be busy
+    # repeat, since the machine may be busy: one fast detection is enough
+    while not times or (min(times) >= 0.1 and len(times) < 40):
         with this_host().spawn_procs({"gpus": 4}) as procs:
             victims = procs.spawn("victims", Victim)
             pids = [victims.slice(gpus=i).pid.call_one().get(PATIENCE) for i in range(4)]
@@ -290,7 +294,7 @@ def test_death_is_detected_at_once(faults: Faults) -> None:
 
 
 def test_death_during_startup_fails_the_mesh(faults: Faults) -> None:
-    """Killed before it has connected, before its actor is built."""
+    """The process is killed before it connects and before its actor is built."""
 
     def bootstrap() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -308,11 +312,11 @@ def test_death_during_startup_fails_the_mesh(faults: Faults) -> None:
 def test_process_that_reads_nothing_is_logged_and_not_killed(
     single: ProcMesh, faults: Faults, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Stopped here; C code that keeps the interpreter's lock looks the same."""
+    """The process is stopped. C code that keeps the interpreter's lock looks the same."""
     monkeypatch.setattr(stuck_readers, "STUCK_READER_TIMEOUT_S", 0.1)
     victim = single.spawn("victim", Victim)
     pid = victim.pid.call_one().get(PATIENCE)
-    with held_up(pid):
+    with stopped_processes(pid):
         future = victim.echo.call_one("after all")
         until(lambda: "has not read its messages" in caplog.text, "the report")
         assert f"gpus 0 of single (pid {pid})" in caplog.text and "not killed" in caplog.text
@@ -337,7 +341,7 @@ def test_failing_bootstrap_is_a_death_with_its_output(faults: Faults) -> None:
 def test_out_of_memory_kill_is_reported_as_such(
     single: ProcMesh, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A SIGKILL for want of memory is reported as one; tests/processes/test_resource_limits.py has the detection."""
+    """This tests the report. tests/processes/test_resource_limits.py tests the detection."""
     spawner = program().owner.starter.spawner
     told = spawner._on_event
 
@@ -362,7 +366,7 @@ def test_out_of_memory_kill_is_reported_as_such(
 def test_death_in_a_multicast_tree_fails_calls_below_it(
     faults: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large mesh is sent to down a tree, and here 20 are many: rank 0 passes the message on to ranks 8 to 15."""
+    """Messages to this mesh go down a tree. Rank 0 relays them to ranks 8 to 15."""
     monkeypatch.setattr(tuning, "MAX_DIRECT_RECEIVERS", 4)
     assert tuning.TREE_FANOUT == 8
     count = 20
@@ -390,7 +394,7 @@ def test_death_in_a_multicast_tree_fails_calls_below_it(
 
 
 def test_death_reaches_actors_of_the_main_program(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
-    """A third party, in the process that owns the dead one."""
+    """The caller is an actor of the main program, which owns the dead process."""
     victim = single.spawn("victim", Victim)
     is_cause = this_proc().spawn("is_cause", Victim)
     pid = victim.pid.call_one().get(PATIENCE)
@@ -424,12 +428,12 @@ def test_death_reaches_third_parties_in_other_processes(pair: ProcMesh, faults: 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_third_party_waits_for_a_stopped_process(dies: bool, pair: ProcMesh, faults: Faults, tmp_path: Path) -> None:
-    """Its first contact: whoever does not answer that is not gone for it."""
+    """The caller has not contacted the process before. A process that does not answer is not taken for dead."""
     victims = pair.spawn("victims", Victim)
     is_cause, victim = victims.slice(gpus=0), victims.slice(gpus=1)
     pid = victim.pid.call_one().get(PATIENCE)
     with gate(tmp_path) as (name, open_gate):
-        with held_up(pid):
+        with stopped_processes(pid):
             future = begun(lambda port: is_cause.wait_for_other.call_one(victim, port, name))
             if dies:
                 os.kill(pid, signal.SIGKILL)
@@ -446,7 +450,7 @@ def test_third_party_waits_for_a_stopped_process(dies: bool, pair: ProcMesh, fau
 
 
 class NeedsTwo(Exception):
-    """As many are: its arguments are not what it was made of."""
+    """An exception whose ``args`` are not the arguments of its constructor."""
 
     def __init__(self, what: str, number: int) -> None:
         super().__init__(f"{what} number {number}")
@@ -534,7 +538,7 @@ def test_causes_and_exception_groups_reach_the_caller(lasting: ProcMesh) -> None
 
 
 def test_exceptions_with_special_meaning_are_plain_errors_of_the_call(lasting: ProcMesh) -> None:
-    """None of them is taken for the end of a generator, a late answer or the actor's death."""
+    """No such exception is taken for the end of a generator, a timeout of the call or the actor's death."""
     one = lasting.spawn("victims", Victim).slice(gpus=0)
     other = lasting.spawn("others", AsyncVictim).slice(gpus=0)
     for error in (StopIteration(3), TimeoutError("its own"), MemoryError(), ConnectionError("lost")):
@@ -619,7 +623,7 @@ def test_exception_in_an_explicit_port_endpoint_ends_the_actor(lasting: ProcMesh
 
 
 def test_message_during_the_death_of_an_actor_fails(faults: Faults) -> None:
-    """Also if it comes to the queue after the dying one has looked there for the last time."""
+    """This includes a message that is queued after the dying actor has read its queue for the last time."""
     victim = this_proc().spawn("victim", Victim)
     assert victim.echo.call_one(1).get(PATIENCE) == 1
     runner = program().runners[victim._core.actor]
@@ -637,7 +641,7 @@ def test_message_during_the_death_of_an_actor_fails(faults: Faults) -> None:
 
 
 def test_cancelled_error_raised_by_an_endpoint_is_a_reply(lasting: ProcMesh, faults: Faults) -> None:
-    """Nobody has cancelled the call: it must not be taken for that, and its caller must not wait for ever."""
+    """The caller has not cancelled the call. It must end with an error, and not as cancelled."""
     actors = lasting.slice(gpus=0).spawn("actors", AsyncVictim)
     error = actors.cancels_itself.call_one().exception(PATIENCE)
     assert isinstance(error, (ActorError, SupervisionError)) and "CancelledError" in str(error)
@@ -670,7 +674,7 @@ def test_death_of_the_process_of_an_async_actor_fails_its_calls(how: str, single
 
 
 def test_failing_constructor_fails_the_mesh(lasting: ProcMesh, faults: Faults) -> None:
-    mesh = lasting.spawn("fails_at_start", BadBirth, ValueError("not today"), (1,))
+    mesh = lasting.spawn("fails_at_start", FailsInConstructor, ValueError("not today"), (1,))
     future = mesh.slice(gpus=1).echo.call_one(1)
     with pytest.raises(MeshFailure, match="ValueError: not today") as told:
         mesh.initialized.get(PATIENCE)
@@ -687,7 +691,7 @@ def test_failing_constructor_fails_the_mesh(lasting: ProcMesh, faults: Faults) -
 
 @pytest.mark.parametrize("error", [SystemExit(2), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 def test_sys_exit_in_a_constructor_fails_the_mesh(error: BaseException, lasting: ProcMesh, faults: Faults) -> None:
-    mesh = lasting.slice(gpus=0).spawn("fails_at_start", BadBirth, error, (0,))
+    mesh = lasting.slice(gpus=0).spawn("fails_at_start", FailsInConstructor, error, (0,))
     assert type(error).__name__ in str(mesh.initialized.exception(PATIENCE))
     assert faults.next().ranks == (0,)
     assert lasting.spawn("next", Victim).slice(gpus=0).echo.call_one(1).get(PATIENCE) == 1
@@ -701,16 +705,16 @@ def test_handled_failure_leaves_other_actors_running(kind: type, single: ProcMes
     owner = single.spawn("owner", kind, True)
     nested = owner.spawn.call_one().get(PATIENCE)
     failed(nested.slice(nested=1).end_process.call_one("SIGKILL"))
-    assert told(owner, 1) == [("nested-procs", (1,), True)]
+    assert wait_for_failures(owner, 1) == [("nested-procs", (1,), True)]
     assert owner.go_on.call_one("on").get(PATIENCE) == ["on"]
     nested.slice(nested=0).raises.broadcast(ValueError("now an actor"))
     failed(nested.slice(nested=0).echo.call_one(1))
-    assert told(owner, 2)[1:] == [("nested", (0,), True)]
+    assert wait_for_failures(owner, 2)[1:] == [("nested", (0,), True)]
     again = owner.spawn.call_one().get(PATIENCE)
     assert len(again.echo.call(1).get(PATIENCE)) == 2, "the owner can begin again"
     here = owner.spawn_here.call_one().get(PATIENCE)
     here.raises.broadcast(ValueError("in the owner's own process"))
-    assert told(owner, 3)[2:] == [("nested", (0,), True)]
+    assert wait_for_failures(owner, 3)[2:] == [("nested", (0,), True)]
     faults.none()
 
 
@@ -775,24 +779,24 @@ def test_owner_that_waits_gets_the_error_before_supervise(single: ProcMesh, faul
         error = waiting.exception(PATIENCE)
     assert isinstance(error, ActorError) and isinstance(error.__cause__, SupervisionError)
     assert error.__cause__.pid == pid
-    assert told(owner, 1) == [("nested-procs", (0,), True)]
+    assert wait_for_failures(owner, 1) == [("nested-procs", (0,), True)]
 
 
 def test_owner_without_supervise_fails_while_it_waits(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
     owner = single.spawn("owner", Owner)
     nested = owner.spawn.call_one(2).get(PATIENCE)
     with gate(tmp_path) as (name, open_gate):
-        waiting = begun(owner.wait_for_nested.call_one, name)  # on rank 0, which is well
+        waiting = begun(owner.wait_for_nested.call_one, name)  # waits for rank 0, which has not failed
         failed(nested.slice(nested=1).end_process.call_one("SIGKILL"))
         failure = faults.next()
         open_gate()
         assert failure.mesh_name == "owner" and failure.report().startswith("root cause: mesh 'nested-procs'")
-        waiting.exception(PATIENCE)  # it ends, one way or the other
+        waiting.exception(PATIENCE)  # ends with a value or an error
         assert failed(owner.echo.call_one(1)).delivery == "not sent"
 
 
 def test_mesh_spawned_by_a_failed_actor_ends(single: ProcMesh, faults: Faults, tmp_path: Path) -> None:
-    """Its message runs on after it has failed; what comes of it then must not stay for ever."""
+    """A failed actor's message runs to its end. A mesh that it spawns then must end, too."""
     owner = single.spawn("owner", Owner)
     nested = owner.spawn.call_one(1).get(PATIENCE)
     port, receiver = Channel.open()
@@ -808,21 +812,21 @@ def test_mesh_spawned_by_a_failed_actor_ends(single: ProcMesh, faults: Faults, t
             with Watch({"the late one": came}) as watch:
                 assert watch.left_after(5.0) == []
         except ProcessLookupError:
-            pass  # it has gone already
+            pass  # the process has ended already
 
 
 def test_failure_reaches_the_owner_of_actors_on_foreign_processes(pair: ProcMesh, faults: Faults) -> None:
-    """Both are told: who owns the processes, and who owns the actors."""
+    """The failure is reported to the owner of the processes and to the owner of the actors."""
     owner = pair.slice(gpus=0).spawn("owner", Supervisor, True)
     actors = owner.spawn_on.call_one(pair.slice(gpus=1)).get(PATIENCE)
     actors.raises.broadcast(ValueError("only the actor"))
     failed(actors.echo.call_one(1))
-    assert told(owner, 1) == [("nested", (0,), True)]
+    assert wait_for_failures(owner, 1) == [("nested", (0,), True)]
     faults.none()
     again = owner.spawn_on.call_one(pair.slice(gpus=1)).get(PATIENCE)
     failed(again.end_process.call_one("SIGKILL"))
     assert faults.next().mesh_name == "pair"
-    assert told(owner, 2)[1:] == [("nested", (0,), True)], "it hears of it, too, by its own link"
+    assert wait_for_failures(owner, 2)[1:] == [("nested", (0,), True)], "it hears of it, too, by its own link"
 
 
 def test_nested_mesh_ends_with_the_process_of_its_owner(single: ProcMesh, faults: Faults) -> None:
@@ -855,7 +859,7 @@ def test_failure_three_levels_down_has_its_root_cause(single: ProcMesh, faults: 
 
 
 def test_reference_can_be_used_before_its_actors_exist(single: ProcMesh, faults: Faults) -> None:
-    """The caller's message may reach the new process before its owner's: it waits there."""
+    """The caller's message may reach the new process before the owner's message. It waits there."""
     owner = single.spawn("owner", Owner)
     for _ in range(5):
         nested = owner.spawn_at_once.call_one().get(PATIENCE)
@@ -863,14 +867,14 @@ def test_reference_can_be_used_before_its_actors_exist(single: ProcMesh, faults:
 
 
 def test_child_death_during_the_constructor_of_its_owner(single: ProcMesh, faults: Faults) -> None:
-    class Hasty(Owner):
+    class LosesChildInConstructor(Owner):
         def __init__(self) -> None:
             super().__init__()
             mesh = this_host().spawn_procs({"nested": 1}, name="nested-procs").spawn("nested", Victim)
             failed = mesh.end_process.call_one("SIGKILL").exception(30)
             assert isinstance(failed, SupervisionError)
 
-    owner = single.spawn("owner", Hasty)
+    owner = single.spawn("owner", LosesChildInConstructor)
     failure = faults.next()
     assert failure.mesh_name == "owner"
     report = failure.report()
@@ -880,9 +884,9 @@ def test_child_death_during_the_constructor_of_its_owner(single: ProcMesh, fault
 
 
 def test_second_failure_during_handling_is_handled_next(single: ProcMesh, faults: Faults) -> None:
-    """The handler kills the other rank, and is asked about that one next."""
+    """The handler kills the other rank, and is called for that failure next."""
 
-    class Clumsy(Supervisor):
+    class KillsChildInSupervise(Supervisor):
         def __supervise__(self, failure: MeshFailure) -> bool:
             self.told.append(failure)
             if len(self.told) == 1:
@@ -890,10 +894,10 @@ def test_second_failure_during_handling_is_handled_next(single: ProcMesh, faults
                 self.actors.slice(nested=0).end_process.call_one("SIGKILL").exception(30)
             return True
 
-    owner = single.spawn("owner", Clumsy, True)
+    owner = single.spawn("owner", KillsChildInSupervise, True)
     nested = owner.spawn.call_one(2).get(PATIENCE)
     failed(nested.slice(nested=1).end_process.call_one("SIGKILL"))
-    assert told(owner, 2) == [("nested-procs", (1,), True), ("nested-procs", (0,), True)]
+    assert wait_for_failures(owner, 2) == [("nested-procs", (1,), True), ("nested-procs", (0,), True)]
     faults.none()
 
 
@@ -952,17 +956,17 @@ def test_cleanup_gets_the_failure(lasting: ProcMesh, faults: Faults, tmp_path: P
 
 
 def test_cleanup_that_raises_does_not_delay_the_end(capfd: pytest.CaptureFixture[str], faults: Faults) -> None:
-    class Sore(Victim):
+    class RaisesInCleanup(Victim):
         def __cleanup__(self, exc: BaseException | None) -> None:
             raise ValueError("can't clean up")
 
     with this_host().spawn_procs({"gpus": 1}) as procs:
-        sore = procs.spawn("sore", Sore)
-        sore.echo.call_one(1).get(PATIENCE)
-        sore.stop().get(PATIENCE)
+        failing = procs.spawn("failing", RaisesInCleanup)
+        failing.echo.call_one(1).get(PATIENCE)
+        failing.stop().get(PATIENCE)
         program().flush_logs()
     err = capfd.readouterr().err
-    assert "__cleanup__ of sore failed" in err and "ValueError: can't clean up" in err
+    assert "__cleanup__ of failing failed" in err and "ValueError: can't clean up" in err
 
 
 def test_endless_cleanup_is_not_waited_for(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1076,7 +1080,7 @@ def test_stop_lets_starting_processes_finish_queued_messages(faults: Faults, tmp
 
 
 def test_message_during_connection_is_received(faults: Faults) -> None:
-    """Its other thread reads already, and may be faster than the one that connects: the first word may be the last."""
+    """The reading thread may receive the first and last message before the connecting thread has finished."""
 
     def read_first() -> None:
         import time
@@ -1113,7 +1117,7 @@ def test_abort_lets_only_the_running_message_end(faults: Faults, tmp_path: Path)
         queued = victim.echo.call_one(1)
         victim.note.broadcast("never")
         aborted = procs.abort("enough")
-        failed(other.echo.call_one(1))  # sent after it, so that is there by now
+        failed(other.echo.call_one(1))  # sent after the abort, so the abort has arrived
         open_gate()
         assert running.get(PATIENCE) == "waited"
         assert "enough" in str(failed(queued))
@@ -1155,7 +1159,7 @@ def test_busy_process_is_waited_for_and_named(faults: Faults, tmp_path: Path, ca
         running = begun(victim.wait.call_one, name)
         stopping = procs.stop()
         links, link = program().links, procs._core.peer(0).link
-        until(lambda: links.unread(link) == 0, "it has read that it is to stop")  # else it would be killed
+        until(lambda: links.unread(link) == 0, "it has read that it is to stop")  # otherwise it would be killed
         program().call_soon(lambda: program().owner.stops._hurry(procs._core.owned, "stop", None))  # as after GRACE
         until(lambda: "patient is to stop and still has messages to finish" in caplog.text, "the report")
         assert "gpus 0 of patient" in caplog.text and not stopping.done()
@@ -1167,7 +1171,7 @@ def test_busy_process_is_waited_for_and_named(faults: Faults, tmp_path: Path, ca
 def test_busy_process_of_a_failed_mesh_is_killed(
     faults: Faults, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a collective with it, perhaps: that would not end."""
+    """The busy process may be in a collective with the dead one. That collective would never end."""
     procs = this_host().spawn_procs({"gpus": 2}, name="waits_for_dead")
     victims = procs.spawn("victims", Victim)
     pids = victims.pid.call().get(PATIENCE)
@@ -1209,7 +1213,7 @@ def test_hanging_cleanup_is_abandoned(faults: Faults, monkeypatch: pytest.Monkey
 
 
 def test_death_during_a_stop_ends_the_stop(faults: Faults, tmp_path: Path) -> None:
-    """What has been told to stop and dies otherwise has stopped: nobody is told of a failure."""
+    """A process that dies after the request to stop counts as stopped. No failure is reported."""
     procs = this_host().spawn_procs({"gpus": 2}, restart=Restart(backoff=0.0))
     victims = procs.spawn("victims", Victim)
     pid = victims.slice(gpus=0).pid.call_one().get(PATIENCE)
@@ -1263,7 +1267,7 @@ def test_stop_and_abort_of_busy_actors_end_them(lasting: ProcMesh, faults: Fault
             running = begun(victim.wait.call_one, name)
             queued = victim.echo.call_one(1)
             ended = getattr(victim, how)("it is over")
-            other.echo.call_one(1).get(PATIENCE)  # sent after it, so that is there by now
+            other.echo.call_one(1).get(PATIENCE)  # sent after the request to end, so that has arrived
             assert not ended.done()
             open_gate()
             assert running.get(PATIENCE) == "waited"
@@ -1316,8 +1320,8 @@ def test_only_owners_stop_a_mesh(single: ProcMesh, faults: Faults) -> None:
 
 
 def test_public_errors_pickle() -> None:
-    """They go through queues, pools and files of users."""
-    failure = MeshFailure("mesh", [harm_death(3)])
+    """Users send them through queues and pools, and store them in files."""
+    failure = MeshFailure("mesh", [make_death(3)])
     failure.__cause__ = ValueError("the root")
     for error in (
         failure,
@@ -1335,15 +1339,15 @@ def test_public_errors_pickle() -> None:
 
 
 def test_report_has_a_bounded_length() -> None:
-    """A thousand dead ranks are not a thousand lines."""
-    one = harm_death(0)
+    """The report of a thousand dead ranks does not have a thousand lines."""
+    one = make_death(0)
     failure = MeshFailure("large", [replace(one, rank=rank, where=f"gpus {rank}") for rank in range(1000)])
     assert len(failure.report().splitlines()) < 20 and "992 more" in failure.report()
     assert len(str(failure)) < 1000
     assert re.search(r"lost 1000 of its ranks", failure.report())
 
 
-def harm_death(rank: int) -> Any:
+def make_death(rank: int) -> Any:
     from monarch_backend.actor import Death
 
     return Death(rank, f"gpus {rank}", HOST, 1, "killed by signal 9 (SIGKILL)", -9)

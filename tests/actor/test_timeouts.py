@@ -56,7 +56,10 @@ def echoes(procs: Any) -> Any:
 
 
 def _entry_points(echoes: Any, tmp_path: Any) -> dict[str, Callable[[Any], object]]:
-    """By name: what passes a value as ``timeout``, and reaches nothing else when the value is bad."""
+    """Return functions that pass their argument as ``timeout``, by name.
+
+    A bad timeout is refused before any other effect.
+    """
     done, local = Future.of(1), torch.zeros(4)
     waiting = echoes.echo.call_one(1)
     buffer = RDMABuffer(torch.zeros(4))

@@ -52,7 +52,7 @@ def actors() -> Iterator[Any]:
 
 @pytest.fixture
 def reports(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
-    """``reports(text)`` waits until a report with the text is there, and returns all reports."""
+    """Return ``reports(text)``, which waits for a report with this text and returns all reports."""
 
     def wait(text: str) -> list[str]:
         deadline = time.monotonic() + LIMIT

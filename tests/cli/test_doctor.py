@@ -1,4 +1,4 @@
-"""`monarch-backend doctor` says what is there, what is missing and how to get it."""
+"""`monarch-backend doctor` reports what is present, what is missing and how to get it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_cpu_route_without_group_names_shared_memory(
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_doctor_without_reader_ends_quietly(unbuffered: str) -> None:
-    """As `monarch-backend doctor | head -0`; an unbuffered stream fails in the print, another one at the end."""
+    """As in `monarch-backend doctor | head -0`. An unbuffered stream fails in print(), a buffered one at the end."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "monarch_backend.cli", "doctor"]

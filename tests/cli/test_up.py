@@ -26,7 +26,7 @@ ADDRESS = r"monarch_backend: this host is up: tcp://127\.0\.0\.1:\d+\n"
 
 @pytest.mark.slow
 def test_detached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody who reads its output waits for its end; its log stays private."""
+    """A process that reads the command's output does not wait for the daemon's end. The daemon's log is private."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     done = subprocess.run([*UP, "--detach"], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
     found = re.fullmatch(ADDRESS + r"monarch_backend: its process is (\d+) (\d+) (\S+) (.*)\n", done.stdout)
@@ -62,7 +62,7 @@ def test_host_ends_with_standard_input() -> None:
 
 @pytest.mark.parametrize("line", ["", "secret\n", "ab" * 33 + "\n", "x" * 5000])
 def test_invalid_secret_is_refused_without_showing_it(line: str) -> None:
-    """Said at once, without a word of what it was."""
+    """The command fails at once, and the error does not contain the line."""
 
     def up(_rank: int, _address: str) -> tuple[int, str]:
         read, write = os.pipe()

@@ -1,4 +1,4 @@
-"""Public exceptions: one base class, one module that has them all, public paths."""
+"""Public exceptions: their base class, the module that exports all of them, and their public paths."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BUILTIN_BASES = {
 
 
 def _exceptions(module: str) -> dict[str, type[BaseException]]:
-    """The exceptions that a module exports."""
+    """Return the exceptions that a module exports."""
     found = importlib.import_module(module)
     kinds = {name: getattr(found, name) for name in getattr(found, "__all__", ())}
     return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseException)}

@@ -19,14 +19,14 @@ PACKAGE = Path(fork.__file__).parents[1]
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A registry without the package's handlers; returns the names of handlers that have run in this process."""
+    """Empty the registry of handlers. Return the list in which handlers record that they have run in this process."""
     for name in ("_before", "_after_in_parent", "_after_in_child"):
         monkeypatch.setattr(fork, name, fork._Phase())
     return []
 
 
 def _note(seen: list[str], step: Step) -> None:
-    """Register handlers that note that they have run."""
+    """Register handlers that record that they have run."""
     fork.register(
         step,
         before=lambda: seen.append(f"before {step.name}"),
@@ -36,7 +36,7 @@ def _note(seen: list[str], step: Step) -> None:
 
 
 def _child(text: Callable[[], str]) -> str:
-    """Fork; return what ``text`` returns in the child."""
+    """Fork. Return what ``text`` returns in the child."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -49,7 +49,7 @@ def test_missing_gpu_names_the_vendors_variable(
 
 
 def test_required_functions_are_in_rocm_5() -> None:
-    """A function that an older ROCm lacks must be optional in the core: the driver would be refused for it."""
+    """A function that an older ROCm lacks must be optional in the core. Otherwise the core refuses the driver."""
     exported = set((ROOT / "tests/rdma/data/rocm5_exports.txt").read_text().split())
     source = (ROOT / "csrc/memory/gpu_driver.cpp").read_text()
     functions = re.findall(r'get\(\w+, "cu\w+", "(hip\w+)"(, false)?\)', source)

@@ -1,6 +1,6 @@
 """Worker meshes that the DTensor tests share: one controller and as many processes as a test needs.
 
-Where MONARCH_TEST_XLA_PYTHON names a Python with torch_xla (`make test-xla`), workers run there and hold XLA tensors.
+If MONARCH_TEST_XLA_PYTHON names a Python with torch_xla (`make test-xla`), workers run there and hold XLA tensors.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from tests.support.tiers import slow_except
 
 FOLDER = Path(__file__).parent
 DEVICE = "xla" if xla.PYTHON else "cpu"
-"""Of all workers that tests do not make themselves."""
+"""Device type of all worker meshes that the fixtures here make."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On XLA devices not all of them run. pytest asks a folder's conftest.py about the tests of all folders."""
+    """Deselect the DTensor tests that xla_selection.py leaves out on XLA devices.
+
+    pytest passes the tests of all folders to each conftest.py, so tests outside this folder are kept.
+    """
     if not xla.PYTHON:
         return
     chosen = {id(each) for each in xla_selection.choose([each for each in items if FOLDER in each.path.parents])}
@@ -44,18 +47,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Skip a test that fails with the error for a feature that the running release of torch is too old for."""
+    """Skip a test if it fails because the running release of torch lacks a feature.
+
+    After a failed test, also read the failures of its operations. Otherwise a later test would raise them.
+    """
     try:
         return (yield)
+    except pytest.fail.Exception:
+        read_failures(item)
+        raise
     except Exception as error:
+        read_failures(item)
         reason = next((each for each in _too_old() if each in str(error)), None)
         if reason is None:
             raise
         raise pytest.skip.Exception(reason) from error
 
 
+def read_failures(item: pytest.Item) -> None:
+    """Wait for the workers of the shared meshes, and drop the failures of their operations."""
+    procs: dict[str, ProcMesh] = getattr(item, "funcargs", {}).get("all_procs", {})
+    for each in procs.values():
+        with contextlib.suppress(Exception):  # the test's own error is reported
+            workers_of(each.device_mesh(DEVICE)).synchronize()
+
+
 def _too_old() -> list[str]:
-    """Return the errors of the features that came with a newer release of torch than the running one."""
+    """Return the error texts for features that need a newer release of torch than the running one."""
     found = []
     for feature in (manifest.CHECKPOINTS, manifest.FSDP2, manifest.CAPTURED):
         if torch_version() < feature.since:
@@ -68,12 +86,17 @@ def _too_old() -> list[str]:
 SIZES: dict[str, dict[str, int]] = {"2": {"x": 2}, "3": {"x": 3}, "2x2": {"dp": 2, "tp": 2}}
 
 ORDINARY = tuple(SIZES) if xla.PYTHON else ("3", "2x2")
-"""What is not only in the slow run. On XLA devices one of each test is chosen, so they have all of them."""
+"""Shapes of the ordinary run; the slow run has the others too.
+
+On XLA devices the ordinary run keeps all shapes, because xla_selection.py then selects one parametrization of each
+test.
+"""
 
 LAST_ROW = "last row"
-"""Of four processes: a mesh that has not all of them, and not the first one, where values would be read."""
+"""Name of a sub-mesh with two of four processes. It excludes the first process, from which values are usually read."""
 
-CUBES: dict[str, dict[str, Any]] = {  # of the same four processes
+# Three-dimensional meshes of the four processes of "2x2".
+CUBES: dict[str, dict[str, Any]] = {
     "2x1x2": {"dp": ("dp", "cp"), "cp": 1},
     "1x2x2": {"dp": ("pp", "dp"), "pp": 1},
     "2x2x1": {"tp": ("tp", "ep"), "ep": 1},
@@ -82,7 +105,7 @@ CUBES: dict[str, dict[str, Any]] = {  # of the same four processes
 
 @pytest.fixture(scope="package", autouse=True)
 def all_procs() -> Iterator[dict[str, ProcMesh]]:
-    """Processes by the name of their mesh. A failure that no test waits for fails the last one."""
+    """Processes by the name of their mesh shape. A failure that no test waits for makes the last test fail."""
     strays: list[MeshFailure] = []
     ending, ma.unhandled_fault_hook = ma.unhandled_fault_hook, strays.append
     with contextlib.ExitStack() as stack:
@@ -103,7 +126,7 @@ def all_procs() -> Iterator[dict[str, ProcMesh]]:
 
 @pytest.fixture
 def mesh_of(all_procs: dict[str, ProcMesh]) -> Callable[[str], Any]:
-    """``mesh_of("2x2")``: a device mesh of this shape; or of the LAST_ROW of one."""
+    """``mesh_of("2x2")`` returns a device mesh of that shape; ``mesh_of(LAST_ROW)`` returns the last row of "2x2"."""
 
     def made(name: str) -> Any:
         of = "2x2" if name == LAST_ROW else name
@@ -116,26 +139,26 @@ def mesh_of(all_procs: dict[str, ProcMesh]) -> Callable[[str], Any]:
 
 
 def part_of(mesh_of: Callable[[str], Any], name: str) -> Any:
-    """``part_of(mesh_of, "2x2 tp")``: as ``mesh_of``, or one dimension of it."""
+    """``part_of(mesh_of, "2x2 tp")`` returns dimension "tp" of that mesh; without a dimension, as ``mesh_of``."""
     size, *of = [name] if name == LAST_ROW else name.split()
     return mesh_of(size)[of[0]] if of else mesh_of(size)
 
 
 @pytest.fixture(params=slow_except([*SIZES, LAST_ROW], *ORDINARY))
 def mesh(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
-    """One of each shape."""
+    """A device mesh, parametrized over the shapes."""
     return mesh_of(request.param)
 
 
 @pytest.fixture(params=slow_except(["2", "3", LAST_ROW], *(name for name in ORDINARY if name != "2x2")))
 def line(request: pytest.FixtureRequest, mesh_of: Callable[[str], Any]) -> Any:
-    """A mesh of one dimension."""
+    """A device mesh of one dimension."""
     return mesh_of(request.param)
 
 
 @pytest.fixture(params=["2x1x2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1x2x2", "2x2x1", "2x2x2"))])
 def cube(request: pytest.FixtureRequest, all_procs: dict[str, ProcMesh]) -> Iterator[ProcMesh]:
-    """Processes in three dimensions; in the slow run all kinds, and eight with two in each."""
+    """Processes in three dimensions. The slow run has all arrangements of four processes, and 2x2x2 with eight."""
     if request.param in CUBES:
         yield all_procs["2x2"].split(**CUBES[request.param])
         return
@@ -156,10 +179,10 @@ def interpreter(all_procs: dict[str, ProcMesh]) -> Iterator[WarmInterpreter]:
 
 @pytest.fixture
 def run_script(interpreter: WarmInterpreter, tmp_path: Path) -> Callable[..., Run]:
-    """``run_script(source, env={...})``: a program, run to its end."""
+    """``run_script(source, env={...})`` runs a program to its end."""
     return functools.partial(interpreter.complete, tmp_path / "script.py")
 
 
 def workers_of(mesh: Any) -> Any:
-    """For tests that look behind a mesh."""
+    """Return the worker set of a mesh, for tests of the controller's internals."""
     return controller_mesh.workers_of(mesh)

@@ -1,6 +1,6 @@
-"""Lookup that fails on workers of any device when an index is out of range.
+"""Embedding lookup that fails on workers of any device when an index is out of range.
 
-torch checks an index on the CPU. XLA takes the last row instead, so a function of the tests checks first.
+torch checks the index on the CPU. XLA uses the last row instead, so on XLA a test function checks the index first.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from tests.dtensor.conftest import DEVICE
 
 CHECKED = "tests.dtensor.worker_functions:checked_look_up"
 OPERATION = CHECKED if DEVICE == "xla" else "aten.embedding.default"
-"""What errors say has failed."""
+"""Name of the operation that the error of a failed lookup contains."""
 
 
 def look_up(indices: Any, table: Any) -> Any:
-    """Rows of the table; both are tensors of workers, and no DTensors. Workers for which one is not there fail."""
+    """Look up rows of the table. Both arguments are remote tensors, not DTensors.
+
+    The lookup fails on each worker whose index is out of range.
+    """
     if DEVICE == "xla":
         return dispatch.call(worker_functions.checked_look_up, CHECKED, (indices, table), {})
     return F.embedding(indices, table)

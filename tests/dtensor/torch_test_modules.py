@@ -1,4 +1,4 @@
-"""Import of the modules below torch's own tests, as far as its wheel has them, without their warnings."""
+"""Import of torch's own test modules without their warnings, as far as torch's wheel has them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from monarch_backend.dtensor._controller.fetch import as_host
 
 
 def value(tensor: Any) -> torch.Tensor:
-    """As a tensor of this process."""
+    """Return the values as a tensor of this process."""
     found = tensor.detach()
     if isinstance(found, DTensor):
         found = found.full_tensor()
@@ -20,5 +20,5 @@ def value(tensor: Any) -> torch.Tensor:
 
 
 def same(ours: Any, reference: torch.Tensor, tolerance: float = 1e-5) -> None:
-    """They have the same shape and, nearly, values."""
+    """Assert that both tensors have the same shape and, within rounding, the same values."""
     torch.testing.assert_close(value(ours), reference.detach(), atol=tolerance, rtol=1e-4)

@@ -23,53 +23,53 @@ def left_in_inboxes() -> int:
 
 
 class Box:
-    """No container that torch knows."""
+    """A container that torch's pytree does not know."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
 
 
 def fails_on(rank: int, _: Any) -> None:
-    """The others wait for it in a collective."""
+    """Raise on one rank while the other ranks wait for it in a collective."""
     if dist.get_rank() == rank:
         raise ValueError("on purpose")
     dist.all_reduce(torch.ones(1))
 
 
 def sum_of_ranks() -> int:
-    """By a collective of all."""
+    """Return the sum of all ranks, calculated by a collective of all ranks."""
     total = torch.tensor(dist.get_rank())
     dist.all_reduce(total)
     return int(total)
 
 
 def checked_look_up(indices: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rows of the table, looked up on the CPU, where torch checks an index."""
+    """Look up rows of the table on the CPU, where torch checks an index."""
     return torch.nn.functional.embedding(indices.cpu(), table.cpu()).to(table.device)
 
 
 def where_it_is(x: Any) -> tuple[str, str, list[Any]]:
-    """The device of this worker's part, its torch, and the part."""
+    """Return the device of this worker's shard, the worker's torch release and the shard's values."""
     return str(x.to_local().device), torch.__version__[:3], x.to_local().tolist()
 
 
 def fails() -> None:
-    """On all."""
+    """Raise on all ranks."""
     raise ValueError("on purpose")
 
 
 def doubled_and_summed(x: Any) -> tuple[Any, Any]:
-    """By this torch's own DTensor."""
+    """Return a doubled DTensor and a sum, calculated by the DTensor of the worker's own torch."""
     return x.redistribute(x.device_mesh, [Replicate()]) * 2, x.sum().full_tensor().item()
 
 
 def doubled_in_place(x: Any) -> None:
-    """By this torch's own DTensor."""
+    """Double a DTensor in place, by the DTensor of the worker's own torch."""
     x.add_(x)
 
 
 def doubled_plain(x: torch.Tensor) -> float:
-    """In place, and its sum."""
+    """Double a plain tensor in place and return its sum."""
     return float(x.mul_(2).sum())
 
 
@@ -80,21 +80,21 @@ def autocasts_of_xla() -> list[str]:
 
 
 def dtypes_in_autocast(step: Any, x: Any) -> list[str]:
-    """Of what torch_xla's own autocast makes."""
+    """Return the dtypes of the step's results under torch_xla's own autocast."""
     with torch.autocast("xla"):
         return [str(each.dtype) for each in step(x.full_tensor())]
 
 
-def done_so_far() -> int:
-    """How often XLA has done what was recorded."""
+def execution_count() -> int:
+    """Return how often XLA has executed recorded operations."""
     from torch_xla.debug import metrics
 
     found = metrics.metric_data("ExecuteTime")
     return 0 if found is None else int(found[0])
 
 
-def do_after(words: int) -> int:
-    """So many words of records; what it was before."""
+def set_max_recorded_words(words: int) -> int:
+    """Set the number of recorded words after which XLA executes them, and return the previous number."""
     from monarch_backend.dtensor._worker.xla import xla_device
 
     before, xla_device.MAX_RECORDED_WORDS = xla_device.MAX_RECORDED_WORDS, words
@@ -102,7 +102,10 @@ def do_after(words: int) -> int:
 
 
 class _Numbers:
-    """Of a GPU's generator, as far as anybody outside sees: a seed and how many were drawn decide what comes next."""
+    """Simulated state of a GPU's random generator.
+
+    As on a GPU, the seed and the count of numbers drawn determine the next numbers.
+    """
 
     def __init__(self) -> None:
         self._at, self._known = (0, 0), torch.get_rng_state()
@@ -119,7 +122,7 @@ class _Numbers:
         return philox._STATE.pack(*self._at)
 
     def after(self, draw: Any) -> Any:
-        """The function, behind which nothing but that decides."""
+        """Wrap a function that draws numbers, so that the next numbers depend on seed and count only."""
 
         def drawn(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -131,11 +134,14 @@ class _Numbers:
 
 
 class ExecutorWithoutGpu(Executor):
-    """Executes what is meant for a GPU, on the CPU: "cuda" is the CPU, and attention is done as a GPU's worker does."""
+    """Executor that runs a GPU worker's commands on the CPU.
+
+    The device "cuda" means the CPU, and attention uses the functions of a GPU's worker.
+    """
 
     def __init__(self, device_type: str, timeout: float) -> None:
         super().__init__("cpu", timeout)
-        self.inbox = inboxes[device_type]  # of its control actor
+        self.inbox = inboxes[device_type]  # the inbox of the control actor
         op_functions.constant = _with_gpus_on_the_cpu
         numbers = _Numbers()
         random_ops.state_of, random_ops.set_state = numbers.state_of, numbers.set_state
@@ -150,7 +156,7 @@ def _with_gpus_on_the_cpu(tagged: list[Any], device: torch.device) -> Any:
 
 
 def reads_its_memory(x: Any) -> bool:
-    """Whether a local DTensor's shard is where its address says, and its wrapper has what torch gives it."""
+    """Return whether a local DTensor's shard has its values at its address and a storage that starts there."""
     local = x.to_local()
     first = ctypes.c_float.from_address(local.data_ptr()).value
     return bool(first == local.flatten()[0]) and local.untyped_storage().data_ptr() == local.data_ptr()

@@ -1,7 +1,7 @@
-"""Selection of DTensor tests for workers with XLA devices (`make test-xla`), and the list of those that cannot pass.
+"""Selection of DTensor tests for workers with XLA devices (`make test-xla`), and a list of tests that cannot pass.
 
-conftest.py applies it where MONARCH_TEST_XLA_PYTHON names a Python with torch_xla. A test of CANNOT that passes fails
-the run, so that the list stays true.
+conftest.py applies it if MONARCH_TEST_XLA_PYTHON names a Python with torch_xla. If a test in CANNOT passes, the run
+fails, so the list stays correct.
 """
 
 from __future__ import annotations
@@ -11,17 +11,24 @@ import os
 import pytest
 
 PER_TEST = int(os.environ.get("MONARCH_TEST_XLA_PER_TEST", "1"))
-"""So many parametrizations of each test, as XLA compiles each graph: `make test-xla PER_TEST=99` runs all."""
+"""Number of parametrizations of each test. XLA compiles each graph, so the default is low.
+
+`make test-xla PER_TEST=99` runs all.
+"""
 ALWAYS = {
     "test_training_steps.py::test_optimizers[AdamW3-foreach]",
     "test_training_steps.py::test_optimizers[AdamW3-fused]",
     "test_training_steps.py::test_gradients_are_clipped[2-True-2.0]",
 }
-"""Parametrizations that are not left out."""
+"""Parametrizations that are always selected."""
 _FIXTURES = {"mesh", "line", "cube", "mesh_of"}
-"""Who has one of these, or asks for `all_procs` itself, uses the workers."""
+"""A test uses the workers if it has one of these fixtures or requests `all_procs` itself."""
 _ELSEWHERE = {"test_gpu_meshes.py", "test_torch_internals.py", "test_op_db.py"}
-"""Of other devices; what torch's private parts look like; thousands of operators, each of them a graph to compile."""
+"""Files that are left out.
+
+They test other devices, or the private attributes of torch. test_op_db.py has thousands of operators, and XLA would
+compile a graph for each.
+"""
 _TOO_LONG = {"test_worker_memory.py::test_a_thousand_steps_hold_no_more_than_three_and_learn_no_signature"}
 _NO_FUSED = "torch has fused=True of optimizers for no XLA tensor"
 _NO_FOREACH = "torch has foreach=True of clip_grad_norm_ for no XLA tensor"
@@ -42,11 +49,11 @@ CANNOT: dict[str, str] = {
     "test_fsdp.py::test_workers_have_the_memory_of_one_layer": _NO_MEMORY,
     "test_fsdp.py::test_freed_parameters_cannot_be_read": _NO_MEMORY,
     "test_fsdp.py::test_the_memory_is_freed_with_the_model": _NO_MEMORY,
-    "test_module_placement.py::test_what_no_style_takes_is_trained_on_the_workers[{'fused': True}]": _NO_FUSED,
+    "test_module_placement.py::test_parameters_outside_the_plan_train_on_workers[{'fused': True}]": _NO_FUSED,
     "test_module_placement.py::test_remote_calls_accept_a_placed_module": _NEEDS_MODULE,
     "test_module_placement.py::test_remote_calls_accept_a_module_before_its_first_call": _NEEDS_MODULE,
     **{
-        f"test_random_numbers.py::test_of_other_dtypes[{mesh}-{dtype}]": (
+        f"test_random_numbers.py::test_random_numbers_of_other_dtypes_match_a_single_process[{mesh}-{dtype}]": (
             "torch 2.9 draws other numbers of 16 bits than 2.13"
         )
         for mesh in ("2", "3")
@@ -86,11 +93,14 @@ CANNOT: dict[str, str] = {
     },
     "test_replicate_fallback.py::test_write_into_a_gathered_view_changes_the_tensor": ("zeros where unfold() has gaps"),
 }
-"""By the name of a test, all of it or one of its parametrizations: what torch_xla, or its torch, does otherwise."""
+"""Tests that fail on XLA, with the reason. A key names a whole test or one of its parametrizations.
+
+The reason says what torch_xla, or the torch release that it needs, does differently.
+"""
 
 
 def choose(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Those that run there, with marks on those that fail."""
+    """Return the tests that run on XLA devices, and mark those in CANNOT as expected failures."""
     by_test: dict[tuple[str, str], list[pytest.Item]] = {}
     for each in items:
         if _uses_workers(each):
@@ -104,13 +114,13 @@ def choose(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def _some(kinds: list[pytest.Item]) -> list[pytest.Item]:
-    """Of the parametrizations of a test the last, then the first, then the others from there; and those of ALWAYS."""
+    """Return the first PER_TEST parametrizations in the order last, first, second and so on, and those in ALWAYS."""
     ordered = [*kinds[-1:], *kinds[:-1]]
     return [each for i, each in enumerate(ordered) if i < PER_TEST or names_of(each)[1] in ALWAYS]
 
 
 def names_of(item: pytest.Item) -> tuple[str, str]:
-    """The test as a whole, and with its parameters."""
+    """Return the name of the test without and with its parameters."""
     name = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
     return name.partition("[")[0], name
 

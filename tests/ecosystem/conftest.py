@@ -1,8 +1,8 @@
-"""Imports of torch that are slow or that warn, done once before the ranks fork. No fixtures."""
+"""Imports of torch modules that are slow or that warn, done once before the ranks fork. There are no fixtures here."""
 
 import warnings
 
-# Every torch.optim and DDP constructor imports it: once here instead of half a second in each forked rank.
+# Every constructor of torch.optim and DDP imports it. One import here saves half a second in each forked rank.
 import torch._dynamo
 
 with warnings.catch_warnings():

@@ -1,7 +1,7 @@
 """Training script for `python -m torch.distributed.run` that names the backend and imports nothing of this project.
 
-It trains a few steps, writes a checkpoint after each, and resumes from an existing one. One rank kills itself once,
-in the middle of a step. test_elastic.py runs the script, and calls `train` for its reference.
+It trains a few steps, writes a checkpoint after each, and resumes from an existing checkpoint. One rank kills itself
+once, in the middle of a step. test_elastic.py runs the script, and calls `train` for the expected losses.
 """
 
 import argparse
@@ -25,11 +25,11 @@ def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _write(state: object, path: Path) -> None:
     torch.save(state, path.with_suffix(".new"))
-    os.replace(path.with_suffix(".new"), path)  # whole or not at all, whenever somebody dies
+    os.replace(path.with_suffix(".new"), path)  # atomic, so a rank that is killed leaves no partial checkpoint
 
 
 def train(checkpoint: Path, die_at: int = -1) -> list[float]:
-    """The losses of all steps on this rank's data, those before a restart among them."""
+    """Train and return the losses of all steps and ranks, including those from before a restart."""
     torch.set_num_threads(1)
     torch.manual_seed(7)
     rank = dist.get_rank()
@@ -45,7 +45,7 @@ def train(checkpoint: Path, die_at: int = -1) -> list[float]:
         x, y = _batch(step, rank)
         loss = nn.functional.mse_loss(model(x), y)
         if step == die_at and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)  # the other rank waits for our gradients now
+            os.kill(os.getpid(), signal.SIGKILL)  # the other rank is waiting for this rank's gradients now
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -59,7 +59,7 @@ def train(checkpoint: Path, die_at: int = -1) -> list[float]:
 
 
 def main() -> None:
-    """Take part in the run that torchrun's environment describes; the last words go to --out."""
+    """Train as one rank of the run that torchrun's environment describes, and write a report to --out."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", required=True)
     parser.add_argument("--out", type=Path, required=True)

@@ -1,7 +1,7 @@
 """Run one function over "gloo" and over "monarch", and compare the results of the ranks bit by bit.
 
-Shared parts: the two runs, the comparison, and small models with data. What to train, shard or save is in each test
-file.
+This module has the shared parts: both runs, the comparison, and small models with data. Each test file defines what
+to train, shard or save.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WIDTH = 8
 
 
 class Bits(NamedTuple):
-    """A tensor as it travels from a rank to the test: exact, and without shared memory."""
+    """A tensor as a rank sends it to the test: exact bytes, without shared memory."""
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes
 
     def tensor(self) -> Tensor:
-        """The tensor again; the test process may look at it, not compute with many threads."""
+        """Return the tensor. The test process must not run operations on it that use many threads."""
         dtype = getattr(torch, self.dtype)
         if not self.data:
             return torch.empty(self.shape, dtype=dtype)
@@ -39,7 +39,7 @@ class Bits(NamedTuple):
 
 
 def freeze(value: Any) -> Any:
-    """``value`` with every tensor in it as :class:`Bits`, and every DTensor as placements, mesh and local part."""
+    """Return ``value`` with each tensor as :class:`Bits`, and each DTensor as its placements, mesh and local tensor."""
     if isinstance(value, DTensor):
         mesh = value.device_mesh.mesh.tolist()
         return {"placements": str(value.placements), "mesh": mesh, "local": freeze(value.to_local())}
@@ -64,7 +64,10 @@ def _is_close(ours: Bits, gloo: Bits) -> bool:
 
 
 def differences(ours: Any, gloo: Any, where: str = "result", *, bits: bool = True) -> list[str]:
-    """The places where two frozen results differ: by even one bit, or by more than sums in another order do."""
+    """Return the places where two frozen results differ.
+
+    With ``bits`` any different bit counts. Otherwise differences that another order of additions explains are ignored.
+    """
     if isinstance(ours, Bits) and isinstance(gloo, Bits):
         return (
             []
@@ -91,21 +94,21 @@ def differences(ours: Any, gloo: Any, where: str = "result", *, bits: bool = Tru
 
 
 def _as_rank(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], backend: str) -> Any:
-    # One thread: the order of additions must not depend on how busy the machine is.
+    # One thread: the order of additions must not depend on the load of the machine.
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    # A comparison of gloo with gloo would pass as well; make sure that it is not one.
+    # If both runs used gloo, the comparison would always pass, so check the backend.
     assert dist.get_backend() == backend
     assert isinstance(dist.group.WORLD, MonarchProcessGroup) == (backend == "monarch")
     return freeze(fn(rank, *args))
 
 
 def on_both(fn: Callable[..., Any], world_size: int, *args: Any, env: dict[str, str] | None = None) -> list[Any]:
-    """``fn(rank, *args)`` on fresh ranks over gloo, then over monarch; frozen results by rank if they are equal.
+    """Run ``fn(rank, *args)`` on new ranks over gloo, then over monarch, and return the frozen results by rank.
 
-    Bit for bit; but where more than two ranks share memory, sums are in the order of the ranks and Gloo's go round a
-    ring: there within rounding, and bit for bit once more over our Gloo route. ``fn`` may return anything of tensors,
-    lists, dicts and plain values.
+    The results must be equal bit by bit. The exception is more than two ranks that share memory: monarch adds in the
+    order of the ranks, Gloo around a ring. There the results must be equal within rounding, and a second run over
+    monarch's Gloo route must be equal bit by bit. ``fn`` may return tensors, lists, dicts and plain values.
     """
     gloo = run_ranks(_as_rank, world_size, fn, args, "gloo", backend="gloo", env=env)
     ours = run_ranks(_as_rank, world_size, fn, args, "monarch", backend="monarch", env=env)
@@ -121,7 +124,7 @@ def on_both(fn: Callable[..., Any], world_size: int, *args: Any, env: dict[str, 
 
 
 def mlp(width: int = WIDTH, layers: int = 3) -> nn.Sequential:
-    """Linear and Tanh in turn, the same numbers on every rank and every call."""
+    """Return alternating Linear and Tanh layers, with the same parameters on every rank and in every call."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         pairs = [m for _ in range(layers) for m in (nn.Linear(width, width), nn.Tanh())]
@@ -129,7 +132,7 @@ def mlp(width: int = WIDTH, layers: int = 3) -> nn.Sequential:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
-    """One step on a batch; its loss."""
+    """Do one training step on a batch and return the loss."""
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(x), y)
     loss.backward()
@@ -138,12 +141,12 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 
 def batch(step: int, part: int = 0, rows: int = 4, width: int = WIDTH) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step; each ``part`` (usually a rank) has its own."""
+    """Return inputs and targets of a step, which differ for each ``part`` (usually a rank)."""
     generator = torch.Generator().manual_seed(1000 * part + step)
     x = torch.randn(rows, width, generator=generator)
     return x, torch.tanh(x.flip(-1))
 
 
 def learns(losses: Sequence[float]) -> bool:
-    """Whether the losses are numbers and fall: a run where nothing happens must not count as equal."""
+    """Return whether the losses are numbers and fall. Two runs that train nothing must not count as equal."""
     return all(loss == loss for loss in losses) and losses[-1] < losses[0]

@@ -1,7 +1,7 @@
 """Distributed checkpoints over "monarch" equal those over "gloo", and load on the other backend.
 
-Saved on two ranks and loaded on one, two and four; state dicts of FSDP2 and DDP with their optimizers; saves in the
-background; a save that fails.
+Two ranks save; one, two and four ranks load. Also: state dicts of FSDP2 and DDP with their optimizers, saves in the
+background, and a failing save.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _model(kind: str, seed: int = 0) -> nn.Module:
     model: nn.Module = mlp()
     with torch.no_grad():
         for param in model.parameters():
-            param.mul_(1 + seed)  # what is loaded must not be there already
+            param.mul_(1 + seed)  # so that the parameters differ from those to be loaded
     if kind == "fsdp":
         fully_shard(model)
     elif kind == "hsdp":
@@ -51,7 +51,7 @@ def _model(kind: str, seed: int = 0) -> nn.Module:
 def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int) -> list[float]:
     losses = []
     for step in range(first, first + count):
-        x, y = batch(step, rows=8)  # the same on every rank, so that their number does not matter
+        x, y = batch(step, rows=8)  # the same batch on every rank, so that the number of ranks does not matter
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
@@ -61,7 +61,7 @@ def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count
 
 
 def _whole(value: Any) -> Any:
-    """A state dict with its DTensors gathered."""
+    """Return a state dict with its DTensors gathered."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, dict):
@@ -133,7 +133,7 @@ def _without_a_group(rank: int, _address: str, folder: str) -> Any:
     return freeze(state["model"])
 
 
-# torch says that it reads alone, which is what no_dist=True asked for.
+# torch warns that it reads without a process group, which the test asks for by no_dist=True.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_load_without_a_group(tmp_path: Path) -> None:
     saved = on_both(_save, 2, str(tmp_path), "fsdp")[0]
@@ -141,7 +141,7 @@ def test_load_without_a_group(tmp_path: Path) -> None:
     assert loaded == saved["model"]
 
 
-# DTensors by themselves -----------------------------------------------------------------------------------
+# DTensors without a module --------------------------------------------------------------------------------
 
 PLACEMENTS = {
     "rows": (Shard(0),),
@@ -193,7 +193,7 @@ def _whole_state_dicts(rank: int) -> Any:
     _steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, 1)
     full = get_model_state_dict(model, options=options)
     other = _model("fsdp", seed=1)
-    # only rank 0 has it; the others get their shards from rank 0
+    # Only rank 0 has the state dict. The other ranks get their shards from rank 0.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, dict(full) if rank == 0 else {}, options=options)
     return [full, _whole(other.state_dict()), _whole(model.state_dict())]
@@ -209,7 +209,7 @@ def _save_behind(rank: int, root: str) -> Any:
     model = _model("fsdp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     _steps(model, optimizer, 0, 3)
-    # a group of its own: its collectives run while those of the training do
+    # a separate group, because its collectives run at the same time as those of the training
     future = dcp.async_save(_state(model, optimizer), checkpoint_id=_folder(root), process_group=dist.new_group())
     losses = _steps(model, optimizer, 3, 5)
     future.result()

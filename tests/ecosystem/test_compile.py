@@ -27,10 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 from monarch_backend.dtensor._patches import trace_installation
 from tests.ecosystem.support import WIDTH, batch, learns, mlp, on_both, train_step
 
-# torch 2.13 renamed its *_tensor collectives to *_single; the old names are the ones that every release has.
+# torch 2.13 renamed its *_tensor collectives to *_single. Only the old names exist in every supported release.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.*is deprecated. Please use:FutureWarning")
 
-# TorchDynamo asks every tensor that enters a graph for its .grad, those of FSDP and of the backward pass as well.
+# TorchDynamo reads .grad of every tensor that enters a graph, including tensors of FSDP and of the backward pass.
 asks_for_grad = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 Collective = Callable[[Tensor, Any], Tensor]
@@ -38,9 +38,9 @@ Collective = Callable[[Tensor, Any], Tensor]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiler_is_imported() -> None:
-    """Import the compiler once, before the ranks fork, instead of for seconds in each of them."""
+    """Import the compiler once, before the ranks fork. The import takes seconds in each rank otherwise."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # without a pool of compile processes, which would outlive the tests
+        # no pool of compile processes, because it would outlive the tests
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
         # inductor imports parts of torch.jit, which torch itself has deprecated
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
@@ -50,7 +50,7 @@ def _compiler_is_imported() -> None:
             "torch._dynamo.backends.debugging",
         ):
             importlib.import_module(module)
-    torch._dynamo.utils.counters.clear()  # of other tests, in the same process
+    torch._dynamo.utils.counters.clear()  # clear the counts from other tests in the same process
 
 
 def _compiled(fn: Any, backend: str = "aot_eager", **options: Any) -> Any:
@@ -133,7 +133,7 @@ def _in_graph(rank: int, collectives: dict[str, Collective]) -> Any:
 
         graph = _compiled(step)
         results[name] = [graph(x), step(x), graph(x * 3)]
-        torch._dynamo.reset()  # all of them are one code object, which may be compiled only so often
+        torch._dynamo.reset()  # the functions share one code object, and TorchDynamo limits its recompilations
     return results
 
 
@@ -172,7 +172,7 @@ def _in_a_pair(rank: int) -> Any:
 
 @pytest.mark.slow
 def test_a_process_that_was_a_controller_compiles_its_own_programs_as_before() -> None:
-    """What stands in for torch's functions there must be no place where a graph ends."""
+    """The patches that a controller installs in torch cause no graph breaks after the process was a controller."""
     for *collectives, (step, eager_step, sharded, eager_sharded) in on_both(_as_a_former_controller, 2, _all_of_them):
         assert all(compiled == eager != other for compiled, eager, other in collectives)
         assert step == eager_step
@@ -209,7 +209,7 @@ def _between_graphs(rank: int) -> Any:
         dist.monitored_barrier()
         return got + 1
 
-    # not with fullgraph: here the compiler must break off and go on
+    # Without fullgraph: the compiler must end a graph at a call that graphs cannot hold, and start another one.
     compiled = torch.compile(step, backend="eager")
     return [compiled(torch.full((4,), float(rank))), step(torch.full((4,), float(rank)))]
 
@@ -224,7 +224,7 @@ def test_code_that_graphs_cannot_hold_runs_between_graphs() -> None:
 
 
 class Net(nn.Module):
-    """A module of our own: TorchDynamo does not start to compile in one of torch.nn."""
+    """A module defined outside torch.nn, because TorchDynamo does not start to compile in a module of torch.nn."""
 
     def __init__(self, layers: int = 3) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Net(nn.Module):
 
 
 def _graphs() -> int:
-    """How many graphs were compiled; without fullgraph=True nothing else tells that any was."""
+    """Return the number of compiled graphs. Without fullgraph=True only this number shows that a graph was compiled."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
@@ -248,7 +248,7 @@ def _train(model: Any, rank: int, steps: int = 3, params: Any = None) -> Any:
 
 
 def _averaging(rank: int, backend: str) -> Any:
-    """One compiled function has the forward pass, gathers in it, and the average of the loss."""
+    """Compile the forward pass, its gathers and the average of the loss as one function."""
     model = mlp()
     params = list(model.parameters())
     group = dist.group.WORLD
@@ -287,8 +287,9 @@ def test_step_with_collectives_in_it() -> None:
 
 
 def _ddp(rank: int, backend: str) -> Any:
-    torch._dynamo.config.optimize_ddp = True  # cuts the graph where DDP's buckets end
-    dist._DEFAULT_FIRST_BUCKET_BYTES = 256  # which must not be larger than the others, and is a megabyte
+    torch._dynamo.config.optimize_ddp = True  # splits the graph at the ends of DDP's buckets
+    # The default is 1 MiB, and the first bucket must not be larger than the others.
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 256
     model = DistributedDataParallel(Net(), bucket_cap_mb=0.0005)
     result = _train(torch.compile(model, backend=backend), rank)
     return {**result, "graphs": _graphs()}
@@ -344,7 +345,7 @@ def test_fsdp2_with_compiled_layers() -> None:
 def _tensor_parallel(rank: int) -> Any:
     mesh = init_device_mesh("cpu", (2,))
     model = parallelize_module(mlp(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    # the same input on both ranks: they are one model
+    # Tensor parallel ranks hold one model, so both get the same input.
     return _train(_compiled(model), 0)
 
 
@@ -371,7 +372,7 @@ def test_dtensors_in_a_graph() -> None:
 
 
 def _inductor(rank: int, step: Callable[[int, str], Any], folder: str) -> Any:
-    # inductor keeps its files; each rank of each run its own, so that nobody finds another's
+    # inductor keeps its files. Each rank of each run has a separate folder, so that no run uses files of another.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{dist.get_backend()}-{rank}"
     return step(rank, "inductor")
 

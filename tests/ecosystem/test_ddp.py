@@ -1,7 +1,7 @@
 """DistributedDataParallel and features built on it: "monarch" equals "gloo" bit by bit.
 
-Graph modes, communication hooks, uneven inputs, the sharded optimizer and local SGD. A DDP step under torch.compile
-is in test_compile.py.
+The tests cover graph modes, communication hooks, uneven inputs, the sharded optimizer and local SGD. A DDP step under
+torch.compile is tested in test_compile.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS = 5
 
 
 class Branches(nn.Module):
-    """Two ways through, one of them unused in every step, and running statistics that DDP broadcasts."""
+    """A model with two branches, one of them unused in every step, and running statistics that DDP broadcasts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ def _plain(rank: int, options: dict[str, Any]) -> Any:
         {"static_graph": True},
         {"gradient_as_bucket_view": True},
         {"gradient_as_bucket_view": True, "static_graph": True},
-        {"bucket_cap_mb": 0.0001},  # a bucket for every parameter
+        {"bucket_cap_mb": 0.0001},  # one bucket for each parameter
         {"find_unused_parameters": True, "bucket_cap_mb": 0.0001, "gradient_as_bucket_view": True},
     ],
     ids=lambda options: "-".join(options) or "plain",
 )
-# torch says so once a run when find_unused_parameters is on and nothing is unused.
+# torch warns once in a run if find_unused_parameters is on and no parameter is unused.
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
 def test_ddp(options: dict[str, Any]) -> None:
     _check(on_both(_plain, 2, options))
@@ -107,13 +107,13 @@ def _unused(rank: int, options: dict[str, Any]) -> Any:
     for step in range(6):
         x, y = batch(0, rank)
         optimizer.zero_grad()
-        # both ranks take the same branch in two of three steps, different ones in the third
+        # In two of three steps both ranks take the same branch; in the third they take different ones.
         loss = nn.functional.mse_loss(ddp(x, left=step % 3 == 0 or (step % 3 == 2 and rank == 0)), y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     for buffer in ddp.module.buffers():
-        dist.broadcast(buffer, 0)  # DDP does this in the next forward; here the last one is behind us
+        dist.broadcast(buffer, 0)  # DDP does this only at the next forward pass, and there is none after the last step
     return _outcome([losses[0], losses[3]], ddp)
 
 
@@ -155,14 +155,14 @@ def _world() -> dist.ProcessGroup:
 
 
 def _bf16(_state, bucket):
-    # Without annotations: DDP reads them, and here they are strings. And not default_hooks.bf16_compress_hook,
-    # which DDP knows by name and refuses on a machine without NCCL.
+    # No annotations: DDP checks them, and here they are strings.
+    # DDP refuses default_hooks.bf16_compress_hook by name on a machine without NCCL, so this is another function.
     return default_hooks._compress_hook(torch.bfloat16, _world(), bucket)
 
 
-# name -> (state, hook); made inside the ranks, because some states hold a group. Left out, since they fail
-# in torch itself before any communication: batched_powerSGD_hook (asserts a third dimension) and
-# quantization_pertensor_hook (expects a list in a future that holds a tensor).
+# name -> (state, hook); made inside the ranks, because some states hold a group.
+# Two hooks are left out, because they fail in torch itself before any communication. batched_powerSGD_hook asserts a
+# third dimension, and quantization_pertensor_hook expects a list in a future that holds a tensor.
 HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "allreduce": lambda: (None, default_hooks.allreduce_hook),
     "fp16": lambda: (None, default_hooks.fp16_compress_hook),
@@ -189,13 +189,13 @@ def _hooked(rank: int, name: str) -> Any:
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_comm_hook(name: str) -> None:
-    # After its first steps local SGD averages inside its subgroup only; here that is each rank alone.
+    # After its first steps local SGD averages only inside its subgroup. Here each subgroup is one rank.
     _check(on_both(_hooked, 2, name), same_state=name != "local-sgd")
 
 
 def _power_sgd(rank: int, name: str, half: bool) -> Any:
-    # One bucket: PowerSGD sends its second part from the callback of the first, on whichever Gloo thread runs
-    # that, so that with more buckets the ranks disagree about the order and wait for ever, on "gloo" as well.
+    # One bucket only. PowerSGD starts its second collective in the callback of the first, on any thread of Gloo.
+    # With more buckets the ranks would start these collectives in different orders and hang, also on "gloo".
     ddp = DistributedDataParallel(mlp(width=16), bucket_cap_mb=25)
     state = powerSGD_hook.PowerSGDState(_world(), start_powerSGD_iter=2, min_compression_rate=0.5, **POWER_SGD[name])
     hook = powerSGD_hook.powerSGD_hook
@@ -223,7 +223,7 @@ def _built_in(rank: int, name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
 def test_built_in_comm_hook(name: str) -> None:
-    """These are C++ from end to end: no Python method of the group is called."""
+    """Built-in hooks are C++ only: they call no Python method of the group."""
     _check(on_both(_built_in, 2, name))
 
 
@@ -231,7 +231,7 @@ def _overlapped(rank: int) -> Any:
     ddp = DistributedDataParallel(mlp(), bucket_cap_mb=0.0005)
     params = list(ddp.parameters())
 
-    def hook(_state, bucket):  # no annotations, as in _bf16
+    def hook(_state, bucket):  # no annotations, for the same reason as in _bf16
         def step(future: Any) -> Tensor:
             for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 with torch.no_grad():
@@ -318,7 +318,7 @@ def test_post_local_sgd_optimizer() -> None:
     _check(on_both(_local_sgd, 2))
 
 
-# Refusals -------------------------------------------------------------------------------------------------
+# Errors ---------------------------------------------------------------------------------------------------
 
 
 def _sync_batch_norm(rank: int) -> list[str]:

@@ -40,8 +40,8 @@ def _placements(dims: int) -> list[tuple[Placement, ...]]:
 
 
 def _distribute(rank: int, dims: int) -> Any:
-    mesh, whole = _mesh(dims), _numbers(5, 7)  # 5 and 7 are even on no mesh
-    # Only rank 0 has the numbers: the others must get theirs from it.
+    mesh, whole = _mesh(dims), _numbers(5, 7)  # no mesh here splits 5 or 7 evenly
+    # Only rank 0 has the values. The other ranks must receive them from rank 0.
     mine = whole if rank == 0 else torch.zeros_like(whole)
     results = []
     for placements in _placements(dims):
@@ -60,12 +60,12 @@ def test_distribute_tensor(dims: int, ranks: int) -> None:
         assert (len(set(locals_)) == 1) == all(p.is_replicate() for p in placements)
 
 
-# Of pairs of placements in two dimensions the ordinary run has two for each placement on the left.
+# Pairs of placements in two dimensions: the ordinary run has two targets for each source, the slow run has all.
 PAIRS = [(2, 4, "some"), pytest.param(2, 4, "all", marks=pytest.mark.slow)]
 
 
 def _pairs(left: Sequence[T], right: Sequence[T], how_many: str) -> list[tuple[T, T]]:
-    """All, or those on a diagonal and the one beside it."""
+    """Return all pairs, or only those on the diagonal and next to it."""
     return [
         (a, b)
         for (i, a), (j, b) in itertools.product(enumerate(left), enumerate(right))
@@ -80,7 +80,7 @@ def _redistribute(rank: int, dims: int, how_many: str) -> Any:
     results = []
     for source, target in _pairs([*_placements(dims), *partials], _placements(dims), how_many):
         if any(isinstance(p, Partial) for p in source):
-            # each rank's own part of a sum (or maximum, ...) that nobody has made yet
+            # each rank's term of a sum (or maximum, ...) that is not reduced yet
             x = DTensor.from_local(whole * (rank + 1), mesh, source, run_check=False)
         else:
             x = distribute_tensor(whole, mesh, source)
@@ -118,7 +118,7 @@ def test_redistribute_backward() -> None:
 def _matmul(rank: int, dims: int, how_many: str) -> Any:
     mesh = _mesh(dims)
     results = []
-    chosen = _placements(dims) if dims == 1 else TWO[::2]  # all 81 pairs of TWO would be seconds of planning
+    chosen = _placements(dims) if dims == 1 else TWO[::2]  # planning all 81 pairs of TWO would take seconds
     for left, right in _pairs(chosen, chosen, how_many):
         a = distribute_tensor(_numbers(4, 6), mesh, left).requires_grad_()
         b = distribute_tensor(_numbers(6, 8), mesh, right).requires_grad_()
@@ -206,7 +206,7 @@ def _slices(rank: int) -> Any:
 
 @pytest.mark.slow
 def test_mesh_slices_and_flatten() -> None:
-    """Ranks are pp * 4 + dp * 2 + tp, so each group's sum of powers of two says who was in it."""
+    """Ranks are pp * 4 + dp * 2 + tp. Each group sums powers of two, so the sum shows its members."""
     results = on_both(_slices, 8)
     for rank, result in enumerate(results):
         expected = {"pp": [rank % 4, rank % 4 + 4], "tp": [rank // 2 * 2, rank // 2 * 2 + 1]}

@@ -1,7 +1,7 @@
 """torch.distributed.elastic over "monarch": after a rank dies all ranks restart, and the losses are unchanged.
 
-elastic_script.py runs in processes of their own, as torchrun starts them. There is no comparison with "gloo", because
-torch 2.13 refuses or hangs there: restarted ranks read the keys of dead ranks.
+elastic_script.py runs in separate processes, as torchrun starts them. There is no comparison with "gloo": torch 2.13
+raises or hangs there, because restarted ranks read the keys of dead ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _torchrun(folder: Path, die_at: int, restarts: int) -> tuple[int, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [f"--max-restarts={restarts}", "--monitor-interval=0.1", f"--log-dir={folder / 'logs'}"]
     command += [str(SCRIPT), f"--out={folder}", "--backend=monarch", f"--die-at={die_at}"]
-    # In the test's folder: the script must find the backend by its entry point, not in the working directory.
-    # In a session of its own, so that a launcher that hangs can be ended with all of its ranks.
+    # The working directory is the test's folder, so that the script must find the backend by its entry point.
+    # The launcher has its own session, so that a hanging launcher can be killed with all of its ranks.
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:

@@ -41,7 +41,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def shard(model: nn.Module, **options: Any) -> FSDPModule:
-    """``model`` sharded layer by layer and then as a whole, as the documentation of FSDP2 does it."""
+    """Shard ``model`` layer by layer and then as a whole, as the documentation of FSDP2 does."""
     for layer in model.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, **options)
@@ -88,7 +88,7 @@ def test_fully_shard(policy: str) -> None:
 
 
 def _uneven(rank: int) -> Any:
-    # 8 rows on 3 ranks are 3, 3 and 2; the biases of a layer of width 8 as well
+    # 3 ranks get 3, 3 and 2 of the 8 rows. The same is true of the biases of a layer with width 8.
     return _train(shard(mlp(layers=2)), rank)
 
 

@@ -1,4 +1,4 @@
-"""Parallel training over the Gloo route (MONARCH_SHM=0), which ranks of several hosts take, equals "gloo" bit by bit.
+"""Parallel training over the Gloo route (MONARCH_SHM=0), which ranks on several hosts use, equals "gloo" bit by bit.
 
 The other tests of this folder use shared memory.
 """
@@ -20,7 +20,7 @@ def test_ddp_with_comm_hooks(hook: str) -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_ddp_with_power_sgd(half: bool) -> None:
-    # its callbacks wait for operations of their own
+    # The callbacks of PowerSGD wait for operations that they start.
     on_both(test_ddp._power_sgd, 2, "rank-2", half, env=OFF)
 
 

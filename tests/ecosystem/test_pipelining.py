@@ -17,7 +17,7 @@ from tests.support.tiers import slow_except
 
 STEPS, MICROBATCHES = 3, 4
 
-# name -> stages on each rank
+# name -> number of stages on each rank
 SCHEDULES = {
     "ScheduleGPipe": 1,
     "Schedule1F1B": 1,
@@ -34,7 +34,7 @@ def _parts(count: int) -> list[nn.Sequential]:
 
 def _stage_numbers(rank: int, ranks: int, each: int, schedule: str) -> list[int]:
     if schedule == "ScheduleZBVZeroBubble":
-        return [rank, 2 * ranks - 1 - rank]  # down and up again, like a V
+        return [rank, 2 * ranks - 1 - rank]  # first ascending, then descending over the ranks, like a V
     return [rank + ranks * i for i in range(each)]
 
 
@@ -98,7 +98,7 @@ def test_schedule(name: str) -> None:
 
 @pytest.mark.parametrize("name", slow_except(["ScheduleGPipe", "ScheduleInterleaved1F1B"], "ScheduleGPipe"))
 def test_schedule_in_subgroups(name: str) -> None:
-    """Two pipelines of two ranks side by side: stages count ranks of their group, not of the world."""
+    """Two pipelines of two ranks side by side: stages are numbered by the ranks of their group, not of the world."""
     results = on_both(_piped, 4, name, True)
     assert results[0]["state"] == results[2]["state"] and results[1] == results[3]
     assert learns(results[1]["losses"])

@@ -26,7 +26,7 @@ WIDTH, WORDS, LENGTH, STEPS = 8, 12, 6, 4
 
 
 class Block(nn.Module):
-    """Norm, up, down, and around: the part of a transformer that tensor parallelism cuts."""
+    """The part of a transformer that tensor parallelism shards: norm, up projection, down projection, residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Words(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.output(self.norm(x)).clone()  # FSDP2 warns about an output that is a view
+        return self.output(self.norm(x)).clone()  # the copy avoids FSDP2's warning about an output that is a view
 
 
 def _cut_columns_and_rows(model: Words, mesh: DeviceMesh) -> None:
@@ -67,7 +67,7 @@ def _cut_columns_and_rows(model: Words, mesh: DeviceMesh) -> None:
 
 
 def _cut_sequences(model: Words, mesh: DeviceMesh, loss_cut: bool) -> None:
-    """Norms on slices of the sequence; the logits stay cut by word where ``loss_parallel`` takes them so."""
+    """Shard norms along the sequence. With ``loss_cut`` the logits stay sharded by word, for ``loss_parallel``."""
     for block in model.blocks:
         plan = {
             "norm": SequenceParallel(),
@@ -93,7 +93,7 @@ def _tokens(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def _train(model: nn.Module, part: int = 0, loss_cut: bool = False) -> Any:
-    # foreach would put DTensors of different meshes (2-D ones and norms of FSDP's alone) into one call
+    # With foreach, one call would get DTensors of different meshes: of the 2-D mesh, and norms of FSDP's mesh only.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
     losses, logits = [], None
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Runner of example programs, as a user starts them, which checks that no process is left."""
+"""Runner of example programs, as a user starts them. It checks that no process is left."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MARK = "MONARCH_TEST_PROGRAM"
 
 
 def run(script: Path | str, arguments: str, scratch: Path, stdin: str | None = None, code: int = 0) -> str:
-    """Everything that ``python script arguments`` prints. It must end with this code, and leave no process behind."""
-    # What a test runner that was itself started by torchrun, or strict about warnings, would pass on.
+    """Run ``python script arguments`` and return its output. It must exit with ``code`` and leave no process behind."""
+    # Variables of a test runner that torchrun started, or that treats warnings as errors, must not reach the program.
     dropped = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONWARNINGS"}
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     mark = uuid.uuid4().hex
-    # "config": where matplotlib and Jupyter keep things; not in the home of whoever runs the tests.
+    # "config": matplotlib and Jupyter must not write to the home directory of the user that runs the tests.
     environment |= {
         "PYTHONFAULTHANDLER": "1",
         _MARK: mark,
@@ -46,7 +46,7 @@ def run(script: Path | str, arguments: str, scratch: Path, stdin: str | None = N
     try:
         output, _ = process.communicate(stdin, TIMEOUT)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # prints the stacks of its threads
+        process.send_signal(signal.SIGABRT)  # makes the program print the stacks of its threads
         output, _ = process.communicate()
         pytest.fail(f"{script} {arguments} still ran after {TIMEOUT} s:\n{output[-4000:]}")
     assert process.returncode == code, output
@@ -60,13 +60,13 @@ Outputs = dict[str, "Future[str]"]
 
 
 def run_several(runs: Mapping[str, Callable[[], str]]) -> Outputs:
-    """The ends of several calls of `run`, made two at a time: while a program starts it has one thread."""
+    """Run several calls of `run`, two at a time, and return their futures. A program has one thread while it starts."""
     with ThreadPoolExecutor(2) as pool:
         return {name: pool.submit(run) for name, run in runs.items()}
 
 
 def _left_behind(mark: str) -> list[str]:
-    """Command lines of processes that carry the mark; those that are just ending get a moment."""
+    """Return the command lines of processes with the mark, after processes that are exiting have had time to end."""
     deadline = time.monotonic() + GONE_WITHIN
     while left := _marked(mark):
         if time.monotonic() > deadline:
@@ -82,5 +82,5 @@ def _marked(mark: str) -> list[str]:
             if needle in (folder / "environ").read_bytes():
                 found.append(f"{folder.name} {(folder / 'cmdline').read_text()}".replace("\0", " "))
         except OSError:
-            continue  # it has ended, or is somebody else's
+            continue  # the process has ended, or belongs to another user
     return found

@@ -25,24 +25,24 @@ nbformat.write(notebook, "executed.ipynb")
 
 
 def execute(name: str, scratch: Path) -> nbformat.NotebookNode:
-    """The notebook of this name, after it has been run in this folder."""
+    """Run a notebook in ``scratch`` and return it with its outputs."""
     run("-", str(DOCS / name), scratch, stdin=EXECUTE)
     return nbformat.read(scratch / "executed.ipynb", 4)
 
 
 def text(notebook: nbformat.NotebookNode, stream: str = "stdout") -> str:
-    """What its cells have written into a stream."""
+    """Return the text that the cells have written to a stream."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return "".join(output.text for output in outputs if output.output_type == "stream" and output.name == stream)
 
 
 def pictures(notebook: nbformat.NotebookNode) -> list[int]:
-    """How many each cell shows."""
+    """Return the number of pictures in each cell's output."""
     return [sum("image/png" in output.get("data", {}) for output in cell.get("outputs", [])) for cell in notebook.cells]
 
 
 def is_stored(name: str, executed: nbformat.NotebookNode, count: int) -> None:
-    """What is in the repository has been run as a whole, and shows as many pictures as it does now: ``count``."""
+    """Check that the notebook in the repository was run as a whole, and has ``count`` pictures in the same cells."""
     stored = nbformat.read(DOCS / name, 4)
     assert pictures(stored) == pictures(executed)
     assert sum(pictures(stored)) == count

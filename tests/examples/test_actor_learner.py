@@ -8,7 +8,6 @@ import pytest
 from tests.examples.example_runner import EXAMPLES, Outputs, run, run_several
 
 SCRIPT = EXAMPLES / "actor_learner.py"
-# The parameter server's is in the ordinary run.
 pytestmark = pytest.mark.slow
 LAST = re.compile(r"^reward ([\d.]+) at the start, ([\d.]+) at the end; the most lag was (\d+)$", re.MULTILINE)
 
@@ -32,7 +31,7 @@ def outputs(scratch: Path) -> Outputs:
 
 
 def rewards(output: str) -> tuple[float, float, int]:
-    """Reward at the start and at the end, and the most lag."""
+    """Return the reward at the start, the reward at the end, and the largest lag."""
     found = LAST.search(output)
     assert found, output
     return float(found[1]), float(found[2]), int(found[3])
@@ -42,7 +41,7 @@ def test_learns_to_hold_the_pole_up(outputs: Outputs, scratch: Path) -> None:
     start, end, lag = rewards(outputs["long"].result())
     assert start < 40
     assert end > 3 * start
-    assert lag == 1  # of two generators, one plays while the learner learns from the other
+    assert lag == 1  # of two generators, one plays while the learner uses the other's data
     assert (scratch / "reward.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 

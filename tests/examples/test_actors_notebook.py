@@ -31,7 +31,7 @@ def test_output_of_workers_is_shown_with_their_ranks(executed: nbformat.Notebook
     assert "[replicas 0-1 gpus 0-3] hello from a notebook\n" in text(executed)
 
 
-def test_a_slow_reader_holds_the_actor_up(executed: nbformat.NotebookNode) -> None:
+def test_slow_reader_blocks_the_generator(executed: nbformat.NotebookNode) -> None:
     ahead = re.search(r"the actor was at most (\d+) values ahead", text(executed))
     assert ahead and 32 <= int(ahead[1]) <= 66
 
@@ -47,7 +47,10 @@ def test_death_is_reported_and_other_workers_continue(executed: nbformat.Noteboo
 
 
 def test_a_restarted_rank_answers_again(executed: nbformat.NotebookNode) -> None:
-    """20 calls each, one before and one after them; rank 2 has lost the count of those before its death."""
+    """Each rank counts 20 calls, one call before and one after.
+
+    Rank 2 loses the count of the calls before its death.
+    """
     ticks = re.search(r"ticks that each has counted: \[22, 22, (\d+), 22\]", text(executed))
     assert ticks and 1 <= int(ticks[1]) < 22
     lost = re.findall(r"clocks.tick was called on a rank that is dead", text(executed))

@@ -1,4 +1,4 @@
-"""examples/elastic.py: training survives the loss of hosts, from memory, and reaches the undisturbed result."""
+"""examples/elastic.py: training continues from memory after hosts are lost, and its result is not affected."""
 
 from __future__ import annotations
 

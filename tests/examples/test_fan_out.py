@@ -32,7 +32,7 @@ def test_ten_thousand_pages_over_sixteen_actors(outputs: Outputs) -> None:
     assert found and int(found[1].replace(",", "")) >= 10_000, output
     failed = re.search(r"^(\d+) fetches failed and were done again$", output, re.MULTILINE)
     assert failed and int(failed[1]) >= 1, output
-    assert re.search(rf"100%\|█+\| {found[1].replace(',', '')}/", output), output  # the progress bar at its end
+    assert re.search(rf"100%\|█+\| {found[1].replace(',', '')}/", output), output  # the finished progress bar
     assert SAME in output
 
 
@@ -44,11 +44,11 @@ def test_pages_that_fail_again_and_again(outputs: Outputs) -> None:
 
 def test_a_page_that_can_not_be_fetched_ends_the_program(outputs: Outputs) -> None:
     output = outputs["never"].result()
-    # Where the machine is busy, a word that the end takes more than a second comes after it.
+    # On a busy machine the program may end with a line about a wait of more than a second.
     last = [line for line in output.splitlines() if not line.startswith("monarch_backend: waiting for ")][-1]
     assert last == "RuntimeError: 3 attempts were not enough for 1 of the pages, such as 0", output
 
 
 def test_from_standard_input(outputs: Outputs) -> None:
-    """No file that a worker could import, and no `__main__` guard."""
+    """The program has no file that a worker could import, and no `__main__` guard."""
     assert SAME in outputs["stdin"].result()

@@ -12,7 +12,7 @@ SCRIPT = EXAMPLES / "hosts_hello.py"
 
 @pytest.mark.slow
 def test_hello_from_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`run` sees to it that no host stays."""
+    """`run` checks that no process of a host is left."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     output = run(SCRIPT, "", tmp_path)
     assert re.match(r"2 hosts are up after \d+\.\d s\n", output), output

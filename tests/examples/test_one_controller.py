@@ -1,4 +1,4 @@
-"""examples/one_controller.py trains on four processes, loses one of them, and reaches the undisturbed result."""
+"""examples/one_controller.py trains on four processes and loses one. Its result is that of a run without loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def interpreter() -> Iterator[WarmInterpreter]:
 
 
 def losses(interpreter: WarmInterpreter, *options: str) -> tuple[str, str]:
-    """What it prints, and its last loss."""
+    """Return the output of the script and its last loss."""
     done = interpreter.complete(SCRIPT, None, arguments=[*SMALL, *options], patience=240)
     assert done.returncode == 0, done.out + done.err
     found = re.search(r"last loss (\S+)", done.out)

@@ -20,7 +20,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> nbformat.NotebookNode:
     return notebook_runner.execute(NAME, tmp_path_factory.mktemp("notebook"))
 
 
-def test_a_tensor_is_shown_and_so_is_where_its_parts_are(executed: nbformat.NotebookNode) -> None:
+def test_tensor_and_its_shards_are_shown(executed: nbformat.NotebookNode) -> None:
     assert "[12., 13., 14., 15., 16., 17.]" in text(executed)
     assert "placements=(Shard(dim=0), Shard(dim=1))" in text(executed)
     found = re.findall(r"dp (\d), tp (\d): (\[\[.*\]\]) in process (\d+)", text(executed))

@@ -48,7 +48,7 @@ def test_goes_on_when_a_trainer_is_killed(outputs: Outputs, shards: int) -> None
     output = outputs[str(shards)].result()
     deaths = re.findall(r"^trainers (\d) died after (\d+) of 200 steps, .*$", output, re.MULTILINE)
     assert [rank for rank, _ in deaths] == ["2"], output
-    # It has made at most a stream's window of steps more than the 100 after which it was killed.
+    # It was killed after 100 steps, and may have made as many more as a stream's window allows.
     assert 100 <= int(deaths[0][1]) <= 100 + 65
     assert "killed by signal 9 (SIGKILL)" in output
     assert re.search(r"^600 updates in .* per second$", output, re.MULTILINE), output

@@ -23,15 +23,16 @@ TIMEOUT = 200  # a launch takes 5 to 10 s on two free cores
 
 
 class Launch:
-    """One run of the script in a process group of its own, under torchrun unless nproc is 0."""
+    """One run of the script in its own process group, under torchrun unless nproc is 0."""
 
     def __init__(self, nproc: int, arguments: str, scratch: Path):
         torchrun = f"-m torch.distributed.run --standalone --nproc-per-node={nproc} --log-dir={scratch}".split()
-        # Drop what a test runner that was itself started by torchrun would pass on.
+        # Variables of a test runner that torchrun started must not reach the script.
         inherited = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         inherited += ("PYTHONWARNINGS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
         environment = {name: value for name, value in os.environ.items() if name not in inherited}
-        environment["OMP_NUM_THREADS"] = "1"  # what torchrun gives its ranks; more only wait for each other here
+        # as torchrun sets it for its ranks; more threads would only wait for each other
+        environment["OMP_NUM_THREADS"] = "1"
         command = [
             sys.executable,
             *(torchrun if nproc else []),
@@ -51,7 +52,7 @@ class Launch:
             )
 
     def wait(self) -> tuple[int, str]:
-        """The exit code and everything printed. Nothing the run started outlives this call."""
+        """Return the exit code and the output. No process of the run outlives this call."""
         try:
             code = self.process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -60,12 +61,12 @@ class Launch:
         return code, self.log.read_text(errors="replace")
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks that torchrun has started."""
+        """Return the pids of the ranks that torchrun has started."""
         pids = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
         return [int(pid) for pid in pids.stdout.split()]
 
     def kill_all(self) -> None:
-        # torchrun puts each rank into a session of its own, so killing its process group alone would leave them.
+        # torchrun starts each rank in its own session, so killing torchrun's process group would leave the ranks.
         for pid in self.ranks():
             os.kill(pid, signal.SIGKILL)
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -74,7 +75,7 @@ class Launch:
 
 @dataclass
 class Lab:
-    """Runs the script with tiny settings; each named run has its own folder of checkpoints."""
+    """Runs the script with tiny settings. Each named run has its own folder of checkpoints."""
 
     scratch: Path
 
@@ -89,7 +90,7 @@ class Lab:
         return self.losses(name, self.launch(name, nproc, parallel, extra))
 
     def losses(self, name: str, run: Launch) -> dict:
-        """Of a run that comes to a good end."""
+        """Return the losses of a run that must succeed."""
         code, output = run.wait()
         assert code == 0, output
         assert "Warning" not in output and "[W" not in output, output
@@ -107,13 +108,16 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
 
 @pytest.fixture(scope="module")
 def reference(lab: Lab) -> dict:
-    """Losses of one process with no process group, for as many steps as any test below looks at."""
+    """Losses of one process without a process group, for as many steps as any test below compares."""
     return lab.train("reference", 0, "none", "--steps 60")
 
 
 @pytest.fixture(scope="module")
 def ddp(lab: Lab) -> Iterator[Launch]:
-    """Begun before the reference, for a test that names it first: the imports of both take longest."""
+    """Start the run before the reference, if a test lists this fixture first.
+
+    The imports of both take most of the time.
+    """
     run = lab.launch("ddp", 2, "ddp", f"--steps {STEPS}")
     yield run
     if run.process.poll() is None:
@@ -121,7 +125,7 @@ def ddp(lab: Lab) -> Iterator[Launch]:
 
 
 def assert_agrees(losses: dict, reference: dict, steps: int) -> None:
-    """The whole curve agrees, also what came before a resume: the checkpoint brings that back."""
+    """Check the whole curve. A resumed run restores the losses before it from the checkpoint."""
     assert losses["train"] == pytest.approx(reference["train"][:steps], abs=TOLERANCE, rel=0)
     heldout, expected = dict(losses["heldout"]), dict(reference["heldout"])
     common = heldout.keys() & expected.keys()
@@ -129,14 +133,14 @@ def assert_agrees(losses: dict, reference: dict, steps: int) -> None:
     assert {k: heldout[k] for k in common} == pytest.approx({k: expected[k] for k in common}, abs=TOLERANCE, rel=0)
 
 
-# The run that is killed below is an fsdp one, and its curve is compared as well.
+# test_resume_after_kill also compares the curve of an fsdp run.
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "nproc"), [("tp", 2), ("fsdp", 2), ("fsdp+tp", 4)])
 def test_parallelisms_agree_with_one_process(lab: Lab, reference: dict, parallel: str, nproc: int) -> None:
     _agrees(lab, lab.train(parallel, nproc, parallel), reference, parallel, nproc)
 
 
-@pytest.mark.slow  # the demo is ddp
+@pytest.mark.slow  # `make demo` runs ddp, too
 def test_ddp_agrees_with_one_process(lab: Lab, ddp: Launch, reference: dict) -> None:
     _agrees(lab, lab.losses("ddp", ddp), reference, "ddp", 2)
 
@@ -149,13 +153,13 @@ def _agrees(lab: Lab, losses: dict, reference: dict, parallel: str, nproc: int) 
 
 def test_run_writes_a_png_and_learns(lab: Lab, reference: dict) -> None:
     assert (lab.out("reference") / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert reference["train"][0] == pytest.approx(5.55, abs=0.1)  # log 256: nothing known yet
+    assert reference["train"][0] == pytest.approx(5.55, abs=0.1)  # log 256, the loss of a uniform guess
     assert reference["heldout"][-1][1] < 4.0
 
 
 @pytest.mark.slow
 def test_resume_after_kill(lab: Lab, reference: dict) -> None:
-    """kill -9 one rank of an fsdp run, resume it as fsdp, then resume that as tp: one uninterrupted loss curve."""
+    """Kill one rank of an fsdp run, resume it as fsdp, then as tp. The loss curve is that of an uninterrupted run."""
     for turn in range(5):
         name = f"killed-{turn}"
         run = lab.launch(name, 2, "fsdp", "--steps 1000000 --checkpoint-every 4")
@@ -166,7 +170,7 @@ def test_resume_after_kill(lab: Lab, reference: dict) -> None:
         code, output = run.wait()
         assert code != 0, output
         newest = lab.steps_saved(name)[-1]
-        if newest + 6 <= len(reference["train"]):  # else the machine held us up between the look and the kill
+        if newest + 6 <= len(reference["train"]):  # else the machine was too slow between the check and the kill
             break
     assert newest + 6 <= len(reference["train"]), "the kill came later than the reference run is long"
     for parallel, steps in (("fsdp", newest + 3), ("tp", newest + 6)):
@@ -176,7 +180,7 @@ def test_resume_after_kill(lab: Lab, reference: dict) -> None:
 
 
 def load_script(monkeypatch: pytest.MonkeyPatch, **environment: str):
-    """The script as a module, as one rank of a torchrun with these variables would see it."""
+    """Load the script as a module, as one rank under torchrun with these variables."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -184,7 +188,7 @@ def load_script(monkeypatch: pytest.MonkeyPatch, **environment: str):
     spec = importlib.util.spec_from_file_location("train_lm", SCRIPT)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "train_lm", module)  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "train_lm", module)  # dataclasses look up the module by its name
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""examples/two_machines.py, one of whose hosts is killed: it prints what docs/tutorials/two_machines.md shows."""
+"""examples/two_machines.py prints what docs/tutorials/two_machines.md shows, also after one of its hosts is killed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PAGE = EXAMPLES.parent / "docs" / "tutorials" / "two_machines.md"
 
 
 def shown() -> list[str]:
-    """Lines of the page's last two text blocks: before and after the host is killed."""
+    """Return the lines of the page's last two text blocks: the output before and after the host is killed."""
     found = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return [line for text in found[-2:] for line in text.splitlines()]
 
 
 def comparable(lines: list[str]) -> list[str]:
-    """The lines with the same pids and addresses everywhere, sorted: failures of two ranks arrive in any order.
+    """Return the lines sorted, with pids and addresses masked. Failures of two ranks arrive in any order.
 
-    The host may be lost because it does not listen, or because it does not connect again: both end the line.
+    The reason of the host's loss is cut off: the host refuses connections or does not reconnect.
     """
     masked = [re.sub(r"(pid|process) \d+", r"\1 PID", line) for line in lines]
     masked = [re.sub(r"(has closed the connection).*", r"\1", line) for line in masked]

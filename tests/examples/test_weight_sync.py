@@ -35,7 +35,7 @@ def test_every_step_arrives_with_the_same_bits(outputs: Outputs) -> None:
     plans = PLAN.findall(output)
     assert len(plans) == 3, "each generator reads from all trainers"
     assert all(float(moved) == round(sum(int(nbytes) for _, nbytes in plans) / 1e6, 1) for _, _, moved, _ in steps)
-    assert re.search(r"^they say: Beautiful is", output, re.MULTILINE)
+    assert re.search(r"^they report: Beautiful is", output, re.MULTILINE)
 
 
 def test_two_generators(outputs: Outputs) -> None:

@@ -1,8 +1,8 @@
-"""``python -m tests.fuzz TARGET [options of libFuzzer]``, where atheris is; ``python -m tests.fuzz seeds`` needs none.
+"""Command line of the fuzzer: ``python -m tests.fuzz TARGET [options of libFuzzer]`` or ``python -m tests.fuzz seeds``.
 
-What is new goes to build/fuzz/TARGET, beside inputs that failed; tests/fuzz/corpus is only read, but for ``seeds``.
-Other folders may be given: ``python -m tests.fuzz TARGET -set_cover_merge=1 -use_counters=0 tests/fuzz/corpus/TARGET
-build/fuzz/TARGET`` keeps what reaches lines that the corpus does not.
+Only the first form needs atheris. New inputs and failed inputs are written to build/fuzz/TARGET. Only ``seeds`` writes
+to tests/fuzz/corpus. The command also accepts other folders. ``python -m tests.fuzz TARGET -set_cover_merge=1
+-use_counters=0 tests/fuzz/corpus/TARGET build/fuzz/TARGET`` adds inputs to the corpus that reach new lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ TARGETS = ("handshake", "frames")
 
 
 def _without_torch() -> None:
-    """A package of that name whose ``__init__`` does not run: it imports torch, which no target needs."""
+    """Install a package of the same name whose ``__init__`` does not run.
+
+    It would import torch, which no target needs.
+    """
     package = types.ModuleType("monarch_backend")
     package.__path__ = [str(ROOT / "monarch_backend")]
     package.__spec__ = importlib.machinery.ModuleSpec("monarch_backend", None, is_package=True)
@@ -41,14 +44,14 @@ def _fuzz(target: str, options: list[str]) -> None:
         module = importlib.import_module(f"tests.fuzz.{target}")
     found = ROOT / "build" / "fuzz" / target
     found.mkdir(parents=True, exist_ok=True)
-    again = f"{sys.executable} -m tests.fuzz {target}"  # libFuzzer starts itself anew with -merge and -fork
+    again = f"{sys.executable} -m tests.fuzz {target}"  # libFuzzer runs this command again with -merge and -fork
     folders = [] if any(option[:1] != "-" for option in options) else [str(found), str(CORPUS / target)]
     atheris.Setup([again, f"-artifact_prefix={found}/failed-", *options, *folders], module.one)
     atheris.Fuzz()
 
 
 def main() -> None:
-    """One target, until libFuzzer's options end it."""
+    """Run one target until libFuzzer's options end it, or write the seeds."""
     if len(sys.argv) < 2 or sys.argv[1] not in (*TARGETS, "seeds"):
         raise SystemExit(f"usage: python -m tests.fuzz {'|'.join((*TARGETS, 'seeds'))} [options of libFuzzer]")
     _without_torch()

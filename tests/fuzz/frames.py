@@ -14,11 +14,11 @@ from monarch_backend._transport.local.buffers import Assembly
 from monarch_backend._transport.local.frames import FrameError
 
 MOST_ASSEMBLED = 1 << 16
-"""Bytes of a frame in pieces that this target puts together."""
+"""Largest frame in bytes that this target assembles from pieces."""
 
 
 def one(data: bytes) -> None:
-    """The first byte says what the others are."""
+    """Decode a frame. The first byte selects the decoder of the other bytes."""
     if data:
         try:
             _TARGETS[data[0] % len(_TARGETS)](data[1:])
@@ -45,12 +45,12 @@ def _replies(data: bytes) -> None:
 
 
 def _pieces(data: bytes) -> None:
-    """A head, of so many bytes as the first one says, and pieces, each with its length before it."""
+    """Assemble a frame. ``data`` has the size of a header, the header, and pieces, each after its size."""
     head, rest = data[1 : 1 + data[0]] if data else b"", data[1 + data[0] :] if data else b""
     try:
         announced = msgspec.msgpack.decode(head)[6]
         if sum(announced) > MOST_ASSEMBLED:
-            return  # memory is not what this is about
+            return  # large allocations are not tested here
     except Exception:
         pass
     assembly, number = Assembly(head), 0
@@ -104,9 +104,10 @@ def _at(value: Any) -> int:
 
 
 def _shaped(data: bytes) -> None:
-    """Well-formed MessagePack: which decoder, which struct, and a value for each byte. Bytes at random rarely are that.
+    """Decode well-formed MessagePack. The bytes select the decoder, the struct and each value. Random bytes are rarely
+    well-formed.
 
-    Without it msgspec, which is compiled and shows the fuzzer no branches, refuses nearly all that is tried.
+    msgspec is compiled and shows the fuzzer no branches. Without this target it would refuse nearly all inputs.
     """
     if len(data) < 2:
         return

@@ -1,4 +1,5 @@
-"""Fuzz target: the handshake of two hosts and the frame headers after it, with bytes of a stranger or a broken host.
+"""Fuzz target: the handshake of two hosts and the frame headers after it, with bytes of an unauthenticated or broken
+peer.
 
 Only HandshakeError and SessionError may be raised. A peer that changes a byte of a message is never accepted.
 """
@@ -40,7 +41,7 @@ OTHER = Hello(b"b" * 16, b"s" * 16, 9, nonce=b"2" * 32)
 
 
 def one(data: bytes) -> None:
-    """The first byte says what the others are."""
+    """Run one target. The first byte selects the target for the other bytes."""
     if data:
         _TARGETS[data[0] % len(_TARGETS)](data[1:])
 
@@ -70,7 +71,7 @@ def _raw_answer(data: bytes) -> None:
 
 
 def _patched(data: bytes) -> None:
-    """Whole handshakes: each byte pair is a change, of a byte of one of the three messages."""
+    """Run a whole handshake. Each pair of bytes changes one byte of the three messages."""
     caller, called = HandshakeClient(SECRET, ONE), HandshakeServer({name_of(SECRET): SECRET})
     changes = dict(zip(data[::2], data[1::2], strict=False))
     changed = False
@@ -122,7 +123,7 @@ def _raw_heads(data: bytes) -> None:
 
 
 def _small_heads(data: bytes) -> None:
-    """Heads whose magic and sizes are good, four bytes each: kind, number, what is acknowledged, what is done."""
+    """Decode headers with valid magic and sizes. Four bytes give kind, number, acknowledged number and size."""
     session = _session_with_frames()
     for start in range(0, len(data) - 3, 4):
         kind, number, acknowledged, size = data[start : start + 4]
@@ -149,7 +150,7 @@ def _step(session: Session, kind: int, number: int, acknowledged: int, head: ses
 
 
 def _raw_parts(data: bytes) -> None:
-    """Prefix of an RDMA frame: four bytes with the size of its body."""
+    """Decode the prefix of an RDMA frame. The first four bytes are the size of its body."""
     size = int.from_bytes(data[:4], "big")
     with contextlib.suppress(SessionError):
         parts, rest = rdma_frame_header.unpack(data[4:], size)

@@ -1,4 +1,4 @@
-"""Replay of the fuzzer's corpus: faults that it found stay fixed, and the seeds decode as expected."""
+"""Replay of the fuzzer's corpus: errors that it found stay fixed, and the seeds decode as expected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.fuzz import frames, handshake
 CORPUS = Path(__file__).resolve().parent / "corpus"
 TARGETS: dict[str, ModuleType] = {"frames": frames, "handshake": handshake}
 MOST = 16 << 10
-"""Bytes of a corpus: what a person can look through."""
+"""Maximum bytes of a corpus, small enough for a person to read."""
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -39,17 +39,17 @@ def test_the_seeds_are_of_this_version(target: str) -> None:
 
 def test_the_seeds_of_frames_are_frames() -> None:
     for data in frames.SEEDS.values():
-        frames._TARGETS[data[0]](data[1:])  # no FrameError
+        frames._TARGETS[data[0]](data[1:])  # must not raise FrameError
 
 
 def test_nesting_deeper_than_the_stack_is_a_frame_error() -> None:
-    """Larger than the corpus may be, and than what the fuzzer tries."""
+    """This frame is larger than the corpus may be, and larger than the fuzzer's inputs."""
     with pytest.raises(FrameError, match="not a control message"):
         frames_module.decode_control(b"\x93\xa7setting\xa5level" + b"\x91" * 200_000 + b"\xc0")
 
 
 def test_targets_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decoder that lets something else out, a proof that nobody looks at, a session that forgets: each is found."""
+    """Targets find a decoder that raises another exception, an unchecked proof, and a session that loses its state."""
     with monkeypatch.context() as patch:
         patch.setattr(frames_module, "FrameError", KeyError)
         with pytest.raises(KeyError):

@@ -1,6 +1,6 @@
 """Registered memory of a real GPU: `make test-gpu`. tests/rdma/test_gpu_memory.py needs no GPU.
 
-Owner and reader share one GPU, so one is enough. "Hosts" are processes that use TCP to each other.
+Owner and reader share one GPU, so one is enough. The "hosts" are processes that use TCP between each other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Pair = tuple[ActorMesh, ActorMesh]
 ENVIRONMENTS = {
     "ipc": {},
     "thread": {"MONARCH_GPU_IPC": "0"},
-    "expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},  # torch knows how to share it
+    "expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},  # torch can share such memory
     "tcp": {"MONARCH_RDMA_TRANSPORT": "tcp", "MONARCH_TLS": "0"},
     "tls": {"MONARCH_RDMA_TRANSPORT": "tcp"},
 }
@@ -66,7 +66,7 @@ class GpuProcess(Actor):
 
     @endpoint
     def own_slowly(self, nbytes: int) -> RDMABuffer:
-        """Registered while the kernel that fills it may still run."""
+        """Register memory while the kernel that fills it may still run."""
         self.last = torch.zeros(nbytes, dtype=torch.uint8, device="cuda:0")
         torch.cuda._sleep(100_000_000)
         self.last += 7
@@ -80,7 +80,7 @@ class GpuProcess(Actor):
     def read(self, buffer: RDMABuffer, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         into = torch.zeros(buffer.size() // dtype.itemsize, dtype=dtype, device="cuda:0")
         torch.cuda._sleep(10_000_000)
-        into.view(torch.uint8).fill_(99)  # is done before anything is read into it
+        into.view(torch.uint8).fill_(99)  # the fill ends before the read writes to the memory
         buffer.read_into(into, timeout=60).get()
         return into.cpu()
 
@@ -136,7 +136,7 @@ def _take(environment: str) -> None:
 
 @pytest.fixture(params=ENVIRONMENTS)
 def pair(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:  # noqa: F811
-    """An owner and a reader on one GPU."""
+    """Yield an owner and a reader on one GPU."""
     procs = this_host().spawn_procs({"gpus": 2}, bootstrap=functools.partial(_take, request.param))
     both = procs.spawn("process", GpuProcess)
     both.pid.call().get()
@@ -209,7 +209,7 @@ def test_an_owner_that_is_killed(pair: Pair, faults: Faults) -> None:  # noqa: F
     os.kill(pid, signal.SIGKILL)
     assert reading.get(30).startswith("OwnerLostError")
     for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
-        left.unlink()  # torch's counters of shared memory: a killed process can't delete them
+        left.unlink()  # torch's reference counts in shared memory, which a killed process cannot delete
     with pytest.raises(ActorError) as raised:
         reader.read.call_one(buffer).get(30)
     assert isinstance(raised.value.__cause__, OwnerLostError)
@@ -224,7 +224,7 @@ def test_sharded_state(pair: Pair) -> None:
 
 
 def test_speed(pair: Pair, request: pytest.FixtureRequest) -> None:
-    """No figure is promised; IPC must be no staging in disguise."""
+    """No speed is promised, but IPC must be faster than any route through host memory."""
     owner, reader = pair
     buffer = owner.own.call_one(torch.zeros(512 * MIB, dtype=torch.uint8)).get()
     speed = reader.gigabytes_per_second.call_one(buffer, 10).get()

@@ -1,4 +1,4 @@
-"""The CUDA (NCCL) and ROCm (RCCL) route on a machine with a GPU: `make test-gpu`. World size 1 at least.
+"""The CUDA (NCCL) and ROCm (RCCL) route on a machine with a GPU: `make test-gpu`. One GPU is enough.
 
 Tests that need two GPUs skip with a reason. tests/process_group/test_accelerator_selection.py needs no GPU.
 """
@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 
 
 def _gpus() -> int:
-    # Counts through the driver's management library: no CUDA context in the process that forks the ranks.
+    # This asks the driver's management library, so the process that forks the ranks gets no CUDA context.
     return torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
 
 
@@ -46,7 +46,7 @@ def _no_layer_between(rank: int) -> None:
     inner = group._get_backend(device)
     assert _c10d_internals.is_c10d_backend(inner)
     assert "NCCL" in type(_c10d_internals.peel(inner)).__name__
-    # The C++ base holds the very same object, so C++ callers go straight to it.
+    # The C++ base has the same object, so callers in C++ use it directly.
     assert super(type(group), group)._get_backend(device) is inner
     assert monarch_backend.routes()["cuda"].backend == "nccl"
     assert x.tolist() == [float(dist.get_world_size())] * 4
@@ -130,7 +130,7 @@ def test_device_id_split_and_abort() -> None:
 
 def _batched(rank: int) -> None:
     device, peer = _device(rank), 1 - rank
-    # Large enough that a send waits for its receive: without coalescing this hangs.
+    # Large enough that a send waits for its receive. Without coalescing this test hangs.
     mine, theirs = torch.full((1 << 24,), float(rank), device=device), torch.empty(1 << 24, device=device)
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]):
         work.wait()

@@ -33,14 +33,14 @@ GPUS = 2
 """Processes on each host."""
 
 PACE = 0.01
-"""Seconds between two messages of a sender: there are many, and nobody is to be behind when the faults are over."""
+"""Seconds between two messages of a sender. No sender may still have a backlog when the faults have ended."""
 
 VALUE, NOT_SENT, UNKNOWN, SENT = "value", "not sent", "unknown", "sent"
-"""What a sender knows of a message: it ran; it did not; it may have; nothing but that no error came."""
+"""What a sender knows of a message: it ran; it did not run; it may have run; it was sent without an error."""
 
 
-class Told(NamedTuple):
-    """What a sender was told of one message to one rank."""
+class CallOutcome(NamedTuple):
+    """The outcome of one message to one rank, as its sender learned it."""
 
     sender: str
     number: int
@@ -50,7 +50,7 @@ class Told(NamedTuple):
 
 
 class Ledger(Actor):
-    """Writes down what it gets before it answers."""
+    """Actor that records each message in its journal before it replies."""
 
     def __init__(self, folder: str) -> None:
         self.rank = context().actor_instance.rank.rank
@@ -71,7 +71,10 @@ class Ledger(Actor):
 
 
 class Talker(Actor):
-    """Calls ledgers on other hosts and sends to a port until it is told to stop; writes down what becomes of it."""
+    """Actor that calls ledgers on other hosts and sends to a port until it is stopped.
+
+    It records each call's outcome.
+    """
 
     def __init__(self, folder: str) -> None:
         self.rank = context().actor_instance.rank.rank
@@ -89,7 +92,7 @@ class Talker(Actor):
 
     @concurrent_endpoint
     async def talk(self, seed: int, ledgers: ActorMesh, port: Port[Any]) -> int:
-        """How many messages it has sent, when it knows of each call what became of it."""
+        """Send until `stop_talking`. Wait for the outcome of every call, and return the number of messages."""
         rng = random.Random(f"{seed} {self.rank}")
         elsewhere = [rank for rank in range(len(ledgers)) if rank // GPUS != self.rank // GPUS]
         number, calls = 0, []
@@ -105,33 +108,36 @@ class Talker(Actor):
         return number
 
     def _told(self, rank: int, number: int, call: Any) -> None:
-        told = told_of(self.name, number, rank, call)
+        told = outcome_of(self.name, number, rank, call)
         os.write(self.file, (json.dumps(told) + "\n").encode())
 
 
 def one(mesh: ActorMesh, rank: int) -> ActorMesh:
-    """The actor of a rank."""
+    """Return the slice with the actor of this rank."""
     return mesh.slice(hosts=rank // GPUS, gpus=rank % GPUS)
 
 
-def told_of(sender: str, number: int, rank: int, call: Any) -> Told:
-    """What a call of one rank ended with."""
+def outcome_of(sender: str, number: int, rank: int, call: Any) -> CallOutcome:
+    """Return the outcome of a completed call of one rank."""
     error = call.exception(0)
     if error is None:
         assert call.result(0) == [rank, sender, number], f"message {number} of {sender} to {rank}: {call.result(0)}"
-        return Told(sender, number, rank, VALUE)
+        return CallOutcome(sender, number, rank, VALUE)
     if not isinstance(error, SupervisionError):
-        return Told(sender, number, rank, UNKNOWN, f"{type(error).__name__}: {error}")
-    return Told(sender, number, rank, error.delivery, f"SupervisionError: {error}")
+        return CallOutcome(sender, number, rank, UNKNOWN, f"{type(error).__name__}: {error}")
+    return CallOutcome(sender, number, rank, error.delivery, f"SupervisionError: {error}")
 
 
 class Caller:
-    """The program's own messages: calls of one and of all, multicasts, and on a thread of its own streams."""
+    """Sender in the controller program.
+
+    One thread calls one rank or all and sends multicasts; another reads streams.
+    """
 
     def __init__(self, seed: int, ledgers: ActorMesh) -> None:
         self.ledgers, self.ranks = ledgers, range(len(ledgers))
-        self.told: list[Told] = []
-        self.heard: defaultdict[str, list[int]] = defaultdict(list)  # what came through the port, by sender
+        self.told: list[CallOutcome] = []
+        self.heard: defaultdict[str, list[int]] = defaultdict(list)  # numbers received through the port, by sender
         self.port, self._receiver = Channel.open()
         self._calls: list[tuple[int, Sequence[int], Any]] = []  # number, ranks, future
         self._multicasts: list[int] = []
@@ -143,12 +149,12 @@ class Caller:
         self._listen()
 
     def start(self) -> None:
-        """Send, until `stop`."""
+        """Start the threads. They send until `stop`."""
         for thread in self._threads:
             thread.start()
 
     def stop(self, most: float) -> None:
-        """Nothing more is sent, and of each message it is known within this time what became of it."""
+        """Stop sending. Check that every call completes within ``most`` seconds, and record its outcome."""
         self._stop.set()
         deadline = time.monotonic() + most
         for thread in self._threads:
@@ -191,34 +197,34 @@ class Caller:
             return
         try:
             some.note.broadcast("program", number)
-        except SupervisionError as error:  # the others may have it
+        except SupervisionError as error:  # the other ranks may have received it
             self._failed(number, ranks, error)
         else:
-            self.told += [Told("program", number, rank, SENT) for rank in ranks]
+            self.told += [CallOutcome("program", number, rank, SENT) for rank in ranks]
 
     def _read(self) -> None:
         self._guarded(self._stream)
 
     def _stream(self) -> None:
-        """A generator of one rank, to its end, or the answers of all, one by one."""
+        """Read a generator of one rank to its end, and check the order of its items."""
         self._streamed += 1
         number = self._streamed
         rank, to = self._rng.choice(self.ranks), self._rng.choice((1, 50, 300))
         items: list[int] = []
         try:
             items += one(self.ledgers, rank).count.call_one("stream", number, to)
-            self.told.append(Told("stream", number, rank, VALUE))
+            self.told.append(CallOutcome("stream", number, rank, VALUE))
         except SupervisionError as error:
-            self.told.append(Told("stream", number, rank, error.delivery, f"SupervisionError: {error}"))
+            self.told.append(CallOutcome("stream", number, rank, error.delivery, f"SupervisionError: {error}"))
         else:
             assert len(items) == to, f"{len(items)} of {to} items, and no error"
         assert items == list(range(len(items))), f"items of rank {rank} in another order: {items}"
 
-    # ---- what is told
+    # ---- outcomes
 
     def _answered(self, number: int, ranks: Sequence[int], call: Any) -> None:
         if len(ranks) == 1 and not hasattr(call, "extent"):
-            self.told.append(told_of("program", number, ranks[0], call))
+            self.told.append(outcome_of("program", number, ranks[0], call))
             return
         error = call.exception(0)
         if error is not None:
@@ -226,16 +232,16 @@ class Caller:
             return
         expected = [[rank, "program", number] for rank in ranks]
         assert list(call.result(0).values()) == expected, (list(call.result(0).values()), expected)
-        self.told += [Told("program", number, rank, VALUE) for rank in ranks]
+        self.told += [CallOutcome("program", number, rank, VALUE) for rank in ranks]
 
     def _failed(self, number: int, ranks: Sequence[int], error: BaseException) -> None:
-        """It names one rank; of the others nothing is known."""
+        """Record a failed call. The error names one rank; the outcome of the other ranks is unknown."""
         text = f"{type(error).__name__}: {error}"
         for rank in ranks:
             if rank == getattr(error, "rank", None):
-                self.told.append(Told("program", number, rank, getattr(error, "delivery", UNKNOWN), text))
+                self.told.append(CallOutcome("program", number, rank, getattr(error, "delivery", UNKNOWN), text))
             else:
-                self.told.append(Told("program", number, rank, UNKNOWN))
+                self.told.append(CallOutcome("program", number, rank, UNKNOWN))
 
     def _listen(self) -> None:
         def heard(future: Any) -> None:
@@ -246,11 +252,11 @@ class Caller:
         self._receiver.recv().add_done_callback(heard)
 
 
-# ---- both sides compared
+# ---- comparison of both sides
 
 
 def read_ledgers(folder: Path) -> dict[int, list[tuple[str, int]]]:
-    """What ran, by rank, in its order."""
+    """Return the messages that ran, by rank, in the order of execution."""
     found = {}
     for path in folder.glob("ledger*"):
         lines = [line.split() for line in path.read_text().splitlines()]
@@ -258,13 +264,13 @@ def read_ledgers(folder: Path) -> dict[int, list[tuple[str, int]]]:
     return found
 
 
-def read_told(folder: Path) -> list[Told]:
-    """What talkers were told."""
-    return [Told(*json.loads(line)) for path in folder.glob("told-*") for line in path.read_text().splitlines()]
+def read_outcomes(folder: Path) -> list[CallOutcome]:
+    """Return the outcomes that the talkers recorded."""
+    return [CallOutcome(*json.loads(line)) for path in folder.glob("told-*") for line in path.read_text().splitlines()]
 
 
-def check_messages(told: Sequence[Told], ran: dict[int, list[tuple[str, int]]]) -> None:
-    """In order, at most once, and as the sender was told."""
+def check_messages(told: Sequence[CallOutcome], ran: dict[int, list[tuple[str, int]]]) -> None:
+    """Check that messages ran in order and at most once, and that each outcome agrees with the journals."""
     counts: defaultdict[tuple[str, int, int], int] = defaultdict(int)
     for rank, messages in ran.items():
         last: dict[str, int] = {}
@@ -281,8 +287,11 @@ def check_messages(told: Sequence[Told], ran: dict[int, list[tuple[str, int]]]) 
             assert count == 0, f"{message} ran all the same"
 
 
-def check_heard(heard: dict[str, list[int]], sent: dict[str, int]) -> None:
-    """Through the port all comes in its order, without a gap; ``sent``: how much of those who know their peer's all."""
+def check_port_order(heard: dict[str, list[int]], sent: dict[str, int]) -> None:
+    """Check that the port received each sender's messages in order, without a gap.
+
+    ``sent`` has the number of messages of each sender that returned it. All of them must have arrived.
+    """
     for sender, numbers in heard.items():
         assert numbers == list(range(1, len(numbers) + 1)), f"what {sender} has sent came as {numbers}"
     for sender, count in sent.items():

@@ -12,7 +12,7 @@ from tests.support.hosts import Hosts, hosts, refusal
 
 
 def _addresses(daemons: list[Daemon]) -> list[str]:
-    """Of daemons that have started all that they start by themselves."""
+    """Return the addresses of daemons, after each has started its fork server."""
     for daemon in daemons:
         daemon.wait_for_server()
     return [daemon.address for daemon in daemons]
@@ -20,7 +20,7 @@ def _addresses(daemons: list[Daemon]) -> list[str]:
 
 @pytest.fixture(scope="package")
 def namespaces() -> Iterator[Hosts]:
-    """Four hosts; skips where there can be none."""
+    """Yield four hosts in namespaces. Skip where namespaces cannot be made."""
     if why := refusal():
         pytest.skip(why)
     with hosts(4) as made:
@@ -29,7 +29,7 @@ def namespaces() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="package")
 def world(namespaces: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Controllers run on host 0; on hosts 1 to 3 a daemon may."""
+    """Yield a world with a controller on host 0 and no daemons yet."""
     with World(namespaces, tmp_path_factory.mktemp("world")) as made:
         made.controller()
         yield made
@@ -37,13 +37,13 @@ def world(namespaces: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="package")
 def two_controllers(world: World) -> list[WarmInterpreter]:
-    """On the same host."""
+    """Return two controllers on host 0."""
     return [world.controller(0), world.controller(1)]
 
 
 @pytest.fixture(scope="package")
 def daemons(world: World) -> list[Daemon]:
-    """On hosts 1 to 3; no test may kill them."""
+    """Return the daemons on hosts 1 to 3. No test may kill them."""
     made = [world.daemon(index) for index in (1, 2, 3)]
     _addresses(made)
     return made
@@ -51,13 +51,13 @@ def daemons(world: World) -> list[Daemon]:
 
 @pytest.fixture(scope="package")
 def workers(daemons: list[Daemon]) -> list[str]:
-    """Their addresses."""
+    """Return the addresses of the daemons on hosts 1 to 3."""
     return _addresses(daemons)
 
 
 @pytest.fixture(scope="package")
 def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """This machine, for where there are no namespaces."""
+    """Yield a world on this machine's loopback interface, for machines without namespaces."""
     with World(None, tmp_path_factory.mktemp("loopback")) as made:
         made.controller()
         yield made
@@ -65,14 +65,14 @@ def loopback(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture(scope="package")
 def loopback_workers(loopback: World) -> list[str]:
-    """Addresses of two daemons there."""
+    """Return the addresses of two daemons on the loopback interface."""
     daemons = [loopback.daemon(index) for index in (1, 2)]
     return _addresses(daemons)
 
 
 @pytest.fixture(scope="package")
 def anywhere(request: pytest.FixtureRequest) -> tuple[World, list[str]]:
-    """Hosts with networks of their own, or else this machine; and the addresses of daemons there."""
+    """Return a world and the addresses of its daemons: in namespaces where possible, else on the loopback interface."""
     names = ("loopback", "loopback_workers") if refusal() else ("world", "workers")
     where, addresses = map(request.getfixturevalue, names)
     return where, addresses

@@ -1,7 +1,7 @@
 """Controller programs for the host tests. Each function is a whole program that gets addresses of daemons.
 
-Worker processes import this module, so it does not import pytest. Programs check their results themselves. Lines with
-"measured" are for people.
+Worker processes import this module, so it does not import pytest. Programs check their results themselves. Output lines
+with "measured" are for human readers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BOUNDS = {"heartbeat": 0.2, "silence": 1.0}
 
 
 class Worker(PortHolder):
-    """Does what it is told, and counts how often."""
+    """Actor with the endpoints that most programs call. It records the numbers that it receives."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -116,7 +116,7 @@ class Worker(PortHolder):
 
 
 class Waiter(Actor):
-    """Gives no answer."""
+    """Actor with an endpoint that never replies."""
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -136,14 +136,14 @@ class Waiter(Actor):
 
 
 def begin(addresses: Sequence[str], gpus: int = 2, **options: Any) -> tuple[HostMesh, ProcMesh, ActorMesh]:
-    """Hosts, processes and actors."""
+    """Attach hosts, and spawn processes and actors on them."""
     hosts = attach_to_workers(addresses, **{**BOUNDS, **options})
     procs = hosts.spawn_procs({"gpus": gpus}, name="procs")
     return hosts, procs, procs.spawn("workers", Worker)
 
 
 def expect_faults() -> Faults:
-    """Failures that reach the program are kept, in place of its end."""
+    """Collect failures that no owner handles. By default they end the program."""
     faults = Faults()
     ma.unhandled_fault_hook = faults
     return faults
@@ -153,7 +153,7 @@ def expect_faults() -> Faults:
 
 
 class Rank(Actor):
-    """One of a torch.distributed world."""
+    """One rank of a torch.distributed world."""
 
     @endpoint
     def sum_of_ranks(self) -> tuple[float, str, str]:
@@ -163,7 +163,7 @@ class Rank(Actor):
 
 
 class Importer(Actor):
-    """Of what a workspace has brought."""
+    """Actor that imports a module of the synchronised workspace."""
 
     @endpoint
     def value(self, folder: str) -> int:
@@ -174,7 +174,7 @@ class Importer(Actor):
 
 
 def groups(*workers: str) -> None:
-    """One torch world over all hosts, and one of a slice."""
+    """Make one process group over all hosts, and another one over a slice."""
     procs = attach_to_workers(workers).spawn_procs({"gpus": 2})
     ranks = procs.spawn("rank", Rank)
     size = len(procs)
@@ -187,7 +187,7 @@ def groups(*workers: str) -> None:
 
 
 def workspace(folder: str, *workers: str) -> None:
-    """What changed is brought, once; what is gone is removed; modules are loaded again."""
+    """`sync_workspace` copies changed files once, removes deleted files and reloads modules."""
     source, to = Path(folder, "source"), f"{folder}/$MONARCH_HOST_NAME"
     (source / "package" / "__pycache__").mkdir(parents=True)
     (source / "brought.py").write_text("VALUE = 1\n")
@@ -216,7 +216,8 @@ def workspace(folder: str, *workers: str) -> None:
     procs = hosts.spawn_procs({"gpus": 1})
     importers = procs.spawn("importer", Importer)
     assert set(importers.value.call(to).get(PATIENCE).values()) == {1}
-    (source / "brought.py").write_text("VALUE = 2\n")  # as long, and in the same second perhaps
+    # the same size, and perhaps the same modification time in seconds
+    (source / "brought.py").write_text("VALUE = 2\n")
     (source / "script").unlink()
     changed = hosts.sync_workspace(source, to, reload=procs)
     assert (changed.files, changed.written, changed.removed) == (2, count, count), changed
@@ -225,14 +226,14 @@ def workspace(folder: str, *workers: str) -> None:
 
 
 def hello(*addresses: str) -> None:
-    """Everybody answers."""
+    """Every actor replies."""
     _, procs, workers = begin(addresses)
     assert list(workers.echo.call("hello").get(PATIENCE).values()) == ["hello"] * 2 * len(addresses)
     procs.stop().get(PATIENCE)
 
 
 def values(*addresses: str) -> None:
-    """Who is where, in the order of ranks; slices; one after the other."""
+    """Results are in the order of ranks, for the whole mesh and for slices, and name the right host."""
     hosts, procs, workers = begin(addresses)
     assert dict(zip(hosts.extent.labels, hosts.extent.sizes, strict=True)) == {"hosts": len(addresses)}
     assert procs.sizes == {"hosts": len(addresses), "gpus": 2}
@@ -253,7 +254,7 @@ def values(*addresses: str) -> None:
 
 
 def exceptions(*addresses: str) -> None:
-    """An endpoint's exception comes back with its traceback, and where it was; the actor lives on."""
+    """An endpoint's exception reaches the caller with its traceback, endpoint and file. The actor continues."""
     _, _, workers = begin(addresses)
     one = workers.slice(hosts=1, gpus=1)
     error = one.fails.call_one("what went wrong").exception(PATIENCE)
@@ -264,7 +265,7 @@ def exceptions(*addresses: str) -> None:
 
 
 def payloads(*addresses: str) -> None:
-    """Bytes and tensors of all sizes, there and back."""
+    """Bytes and tensors of many sizes arrive unchanged in both directions."""
     _, _, workers = begin(addresses, 1)
     one = workers.slice(hosts=1)
     for size in (0, 1, 100, 4096, 65535, 65536, 65537, 1 << 20, (8 << 20) + 3):
@@ -285,7 +286,7 @@ def payloads(*addresses: str) -> None:
 
 
 def streams(*addresses: str) -> None:
-    """Generators, to their ends and not; answers one by one."""
+    """Generators are read to the end or closed early, and `stream` yields replies one by one."""
     _, _, workers = begin(addresses)
     one = workers.slice(hosts=1, gpus=0)
     assert list(one.count.call_one(1000)) == list(range(1000))
@@ -297,7 +298,10 @@ def streams(*addresses: str) -> None:
 
 
 def ports_and_references(*addresses: str) -> None:
-    """Ports to here and to there; actors of two hosts talk; references are sent before anybody is up."""
+    """Ports work on one host and between hosts.
+
+    Actors of two hosts call each other. References can be sent before their actors are constructed.
+    """
     hosts = attach_to_workers(addresses, **BOUNDS)
     first, second = hosts.slice(hosts=0).spawn_procs({"gpus": 2}), hosts.slice(hosts=1).spawn_procs({"gpus": 2})
     early, late = first.spawn("early", Worker), second.spawn("late", Worker)
@@ -317,7 +321,7 @@ def ports_and_references(*addresses: str) -> None:
 
 
 def output(*addresses: str) -> None:
-    """What processes there write and log is shown here, with who it was."""
+    """Print and log on other hosts. The test checks that this program shows it with its origin."""
     _, procs, workers = begin(addresses)
     workers.slice(hosts=0, gpus=1).say.call_one("said this").get(PATIENCE)
     workers.slice(hosts=1, gpus=0).log.call_one("logged that").get(PATIENCE)
@@ -325,7 +329,7 @@ def output(*addresses: str) -> None:
 
 
 def order(*addresses: str) -> None:
-    """Each message once, in the order of its sender, whoever else sends."""
+    """Each message arrives once and in the order of its sender, also while others send."""
     _, _, workers = begin(addresses)
     count = 2000
     one, other = workers.slice(hosts=0, gpus=0), workers.slice(hosts=1, gpus=1)
@@ -344,11 +348,11 @@ def order(*addresses: str) -> None:
     assert all(seen == list(range(200)) for seen in workers.take_seen.call().get(PATIENCE).values())
 
 
-# ---- what goes wrong before there are hosts
+# ---- errors while hosts are attached
 
 
 def refused(addresses: list[str], parts: list[str], good: list[str]) -> None:
-    """These can't be attached, soon and for these reasons; others can be."""
+    """Attaching ``addresses`` fails in time, with ``parts`` in the error. Attaching ``good`` works."""
     said = ""
     with ended_within(PATIENCE / 2, "to be refused"):
         try:
@@ -365,7 +369,7 @@ def refused(addresses: list[str], parts: list[str], good: list[str]) -> None:
 
 
 def up_refused(cases: list[tuple[str, dict[str, str], str]]) -> None:
-    """`monarch-backend up` with an address and an environment ends with 2, and says why."""
+    """`monarch-backend up` exits with 2 and prints the reason, for each address and environment in ``cases``."""
     import io
 
     from monarch_backend.cli import main
@@ -385,19 +389,19 @@ def up_refused(cases: list[tuple[str, dict[str, str], str]]) -> None:
 
 
 def host_registry() -> HostRegistry:
-    """What this program has attached."""
+    """Return the registry of the hosts that this program has attached."""
     found = program().extensions.get(HostRegistry)
     assert found is not None
     return found
 
 
 def agents() -> dict[str, int]:
-    """The processes of this program's agents, by the name of their host."""
+    """Return the pids of this program's agents by host name."""
     return {host.name: host.agent.pid for host in host_registry().hosts.values() if host.lost is None}
 
 
 def failed(future: Any) -> SupervisionError:
-    """What a call on something dead ends with."""
+    """Return the SupervisionError of a call to a dead actor."""
     error = future.exception(PATIENCE)
     assert isinstance(error, SupervisionError), error
     return error
@@ -410,7 +414,7 @@ def measured(what: str, began: float, most: float) -> None:
 
 
 def goes_on(hosts: HostMesh, workers: ActorMesh) -> None:
-    """The rest of the mesh works, and so does a new one."""
+    """Check that the remaining ranks reply, and that a new mesh works."""
     alive = workers.without(workers.failed_ranks)
     assert list(alive.echo.call("on").get(PATIENCE).values()) == ["on"] * len(alive)
     with hosts.spawn_procs({"gpus": 1}, name="new") as procs:
@@ -419,7 +423,10 @@ def goes_on(hosts: HostMesh, workers: ActorMesh) -> None:
 
 
 def worker_killed(*addresses: str) -> None:
-    """Whoever waits for a process on another host is told who it was and how it died; the others go on."""
+    """A process on another host is killed.
+
+    Its callers get an error with its identity and cause of death; other ranks continue.
+    """
     faults = expect_faults()
     hosts, procs, workers = begin(addresses)
     waiters = procs.spawn("waiters", Waiter)
@@ -448,7 +455,7 @@ def worker_killed(*addresses: str) -> None:
 
 
 def lost_host(addresses: list[str], how: str, most: float, cables: list[int], daemons: list[int]) -> None:
-    """Host 2, the second of the mesh, is lost in one of many ways, and can be attached again unless its daemon died."""
+    """Host 2, the second of the mesh, is lost as ``how`` says. It can be attached again unless its daemon died."""
     faults, wires = expect_faults(), Cables(cables)
     hosts, procs, workers = begin(addresses)
     waiters = procs.spawn("waiters", Waiter)
@@ -477,7 +484,7 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
             assert error.host == "gamma" and error.rank in (2, 3), error
             assert "gamma" in str(error) and "is lost" in str(error), error
         failure = faults.next()
-        while set(failure.ranks) != {2, 3}:  # one by one, or both at once
+        while set(failure.ranks) != {2, 3}:  # as one failure, or as two
             more = faults.next()
             failure = MeshFailure(failure.mesh_name, [*failure.deaths, *more.deaths])
         assert failure.mesh_name == "procs" and {death.host for death in failure.deaths} == {"gamma"}
@@ -485,7 +492,7 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
         measured(f"{how}, to the error of an actor on another host", began, most)
         assert isinstance(theirs, ActorError) and isinstance(theirs.__cause__, SupervisionError), theirs
         assert theirs.__cause__.host == "gamma", theirs.__cause__
-        if how == "agent stopped":  # who is stopped can't end anything, until it goes on and finds out
+        if how == "agent stopped":  # a stopped agent ends its processes only after it continues and notices the loss
             os.kill(agent, signal.SIGCONT)
         measured(f"{how}, to the end of what ran there", began, most + until_gone(pids[2:], most + 2.0))
         assert workers.failed_ranks == (2, 3)
@@ -506,7 +513,10 @@ def lost_host(addresses: list[str], how: str, most: float, cables: list[int], da
 
 
 def daemon_stopped(addresses: list[str], daemon: int) -> None:
-    """A daemon that stands still: its agents and processes go on, attaching ends in time, and works once it goes on."""
+    """The daemon is stopped: its agents and processes continue.
+
+    Attaching times out, and works after the daemon continues.
+    """
     faults = expect_faults()
     hosts, procs, workers = begin(addresses)
     workers.echo.call(0).get(PATIENCE)
@@ -530,7 +540,7 @@ def daemon_stopped(addresses: list[str], daemon: int) -> None:
 
 
 def gateway_killed(*addresses: str) -> None:
-    """This host's gateway dies: all that is elsewhere is lost, and nobody waits for it."""
+    """The gateway of the controller's host is killed: all other hosts are lost, and every waiting call fails."""
     faults = expect_faults()
     _, procs, workers = begin(addresses)
     pids = list(workers.pid.call().get(PATIENCE).values())
@@ -562,7 +572,10 @@ def gateway_killed(*addresses: str) -> None:
 
 
 def cut_between(addresses: list[str], cables: list[int]) -> None:
-    """Two hosts do not hear each other, and their controller hears both: calls between them end, the rest goes on."""
+    """Two hosts cannot reach each other but both reach the controller.
+
+    Calls between them fail, and the rest continues.
+    """
     faults, wires = expect_faults(), Cables(cables)
     _, procs, workers = begin(addresses)
     waiters = procs.spawn("waiters", Waiter)
@@ -582,14 +595,15 @@ def cut_between(addresses: list[str], cables: list[int]) -> None:
         assert list(workers.echo.call("on").get(PATIENCE).values()) == ["on"] * 4
     finally:
         wires.heal(1)
-    first, second = workers.slice(hosts=0, gpus=1), workers.slice(hosts=1, gpus=1)  # who have never met
+    # actors that have never exchanged a message
+    first, second = workers.slice(hosts=0, gpus=1), workers.slice(hosts=1, gpus=1)
     assert first.ask.call_one(second, 1).get(PATIENCE) == 1
     assert second.ask.call_one(first, 2).get(PATIENCE) == 2
     faults.none()
 
 
 def through_another(gateway: str, workers: list[str], cables: list[int]) -> None:
-    """The controller reaches only the first host, and the others through it; they are lost, and so is their way."""
+    """The controller reaches hosts 2 and 3 only through host 1. First an agent there is lost, then host 1 itself."""
     faults, wires = expect_faults(), Cables(cables)
     wires.cut_off(0, [2, 3])
     try:
@@ -635,7 +649,10 @@ def through_another(gateway: str, workers: list[str], cables: list[int]) -> None
 
 
 def cut_before_they_meet(addresses: list[str], cables: list[int]) -> None:
-    """Two hosts that have never talked to each other can't: who tries is told as soon as if the other were lost."""
+    """The network between two hosts is cut before their first message.
+
+    A call between them fails as early as one to a lost host.
+    """
     faults, wires = expect_faults(), Cables(cables)
     _, _, workers = begin(addresses)
     workers.echo.call("up").get(PATIENCE)
@@ -649,14 +666,14 @@ def cut_before_they_meet(addresses: list[str], cables: list[int]) -> None:
         assert list(workers.echo.call("on").get(PATIENCE).values()) == ["on"] * 4
     finally:
         wires.heal(1)
-    error = other.ask.call_one(one, 2).exception(PATIENCE)  # who was given up is told so
+    error = other.ask.call_one(one, 2).exception(PATIENCE)  # the host that was given up learns it from the reply
     assert isinstance(error, ActorError) and "given up" in str(error.__cause__), error
     assert other.ask.call_one(workers.slice(hosts=0, gpus=1), 3).get(PATIENCE) == 3
     faults.none()
 
 
 def spare(addresses: list[str], daemons: list[int]) -> None:
-    """Ranks of a host that is lost are started anew on another one of the same mesh."""
+    """Ranks of a lost host are restarted on another host of the same mesh."""
     faults = expect_faults()
     hosts = attach_to_workers(addresses, **BOUNDS)
     procs = hosts.spawn_procs({"gpus": 1}, restart=Restart(backoff=0.0))
@@ -674,14 +691,14 @@ def spare(addresses: list[str], daemons: list[int]) -> None:
 
 
 def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> None:
-    """Connections break, or stand still, in the middle of traffic, and nothing is lost or repeated.
+    """Connections break or stall during traffic. No message is lost or repeated.
 
-    ``how``: "nothing" leaves the cables to the test.
+    With ``how="nothing"`` the program leaves the network alone, and the test breaks it.
     """
     wires = Cables(cables)
     _, _, workers = begin(addresses, silence=3.0, heartbeat=0.5)
     one, other = workers.slice(hosts=0, gpus=0), workers.slice(hosts=1, gpus=0)
-    senders = workers.slice(gpus=1)  # who sends waits, and takes nothing meanwhile
+    senders = workers.slice(gpus=1)  # an actor that sends waits for replies, and handles no message meanwhile
     workers.echo.call(0).get(PATIENCE)
     stop = threading.Event()
 
@@ -725,7 +742,7 @@ def breaks(addresses: list[str], cables: list[int], how: str, times: int) -> Non
 
 
 def controller(*addresses: str) -> None:
-    """Has processes everywhere, tells who they are, and waits for its end."""
+    """Spawn processes on all hosts, print their pids, and wait until the program is killed."""
     hosts = attach_to_workers(addresses, **BOUNDS)
     procs = hosts.spawn_procs({"gpus": 2})
     workers = procs.spawn("workers", Worker)
@@ -734,11 +751,11 @@ def controller(*addresses: str) -> None:
     procs.spawn("waiters", Waiter).wait.call().get()
 
 
-# ---- strangers
+# ---- unauthenticated connections
 
 
 def strangers(address: str, daemon: int) -> None:
-    """A thousand of them, of all sorts; hosts are attached and work meanwhile."""
+    """Open 1000 unauthenticated connections of several kinds. Meanwhile hosts are attached and work."""
     from monarch_backend._hosts.address import parse_address
 
     where = parse_address(address)
@@ -751,7 +768,7 @@ def strangers(address: str, daemon: int) -> None:
             if number % 4 == 1:
                 one.sendall(os.urandom(1 << 12))
             elif number % 4 == 2:
-                one.sendall(b"monh")  # as an honest one begins
+                one.sendall(b"monh")  # the first bytes of a valid handshake
             elif number % 4 == 3 and number % 8 == 3:
                 one.shutdown(socket.SHUT_WR)
     slow = socket.create_connection(where, 5)

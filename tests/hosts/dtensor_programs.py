@@ -22,11 +22,11 @@ from monarch_backend.hosts import attach_to_workers
 from tests.actor.support import Faults
 from tests.hosts.support import PATIENCE
 
-BOUNDS = {"heartbeat": 0.3, "silence": 6.0}  # workers train on as many cores as the hosts share
+BOUNDS = {"heartbeat": 0.3, "silence": 6.0}  # workers train on all cores, which the hosts share
 
 
 class Modules(ma.Actor):
-    """Of its process."""
+    """Actor that tells which modules its process has imported."""
 
     @ma.endpoint
     def has(self, name: str) -> bool:
@@ -55,7 +55,7 @@ def _model() -> nn.Sequential:
 
 
 def trains(workers: Sequence[str]) -> None:
-    """Operations, FSDP between hosts with tensor parallelism inside each, and a second mesh that gets the values."""
+    """Run operations, FSDP between hosts with tensor parallelism inside each, and a transfer to a second mesh."""
     hosts = attach_to_workers(workers[:2], **BOUNDS)
     procs = hosts.spawn_procs({"gpus": 2})
     has = procs.spawn("modules", Modules).has.call("torch.distributed.tensor").get(PATIENCE)
@@ -84,7 +84,7 @@ def trains(workers: Sequence[str]) -> None:
 
 
 def _failure_of(read: Callable[[], object]) -> Exception:
-    """Of reading again and again."""
+    """Repeat ``read`` until it fails, and return the error."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         try:
@@ -95,7 +95,7 @@ def _failure_of(read: Callable[[], object]) -> Exception:
 
 
 def loses_a_host(workers: Sequence[str], daemon: int) -> None:
-    """A read that waits is told which host is gone; the others' mesh goes on."""
+    """A waiting read raises an error that names the lost host. The mesh of the other host continues."""
     faults = Faults()
     ma.unhandled_fault_hook = faults
     hosts = attach_to_workers(workers[:2], **BOUNDS)

@@ -1,7 +1,7 @@
-"""Random faults on four hosts under load: a seed is a schedule of kills, stops, cuts and resets, with its invariants.
+"""Random faults on four hosts under load: a seed gives a schedule of kills, stops, cuts and resets.
 
-`schedule` is a controller program, so this module does not import pytest. call_journal.py has its actors. ``python -m
-tests.hosts.fault_schedules FIRST [COUNT]`` runs that many seeds, one after the other.
+The controller program `schedule` checks the invariants after it, so this module does not import pytest. call_journal.py
+has its actors. ``python -m tests.hosts.fault_schedules FIRST [COUNT]`` runs that many seeds in turn.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ from tests.hosts.call_journal import (
     UNKNOWN,
     VALUE,
     Caller,
+    CallOutcome,
     Ledger,
     Talker,
-    Told,
-    check_heard,
     check_messages,
+    check_port_order,
     one,
     read_ledgers,
-    read_told,
+    read_outcomes,
 )
 from tests.hosts.controller_programs import BOUNDS, Worker, agents, host_registry
 from tests.hosts.support import NAMES, PATIENCE, Daemon, World, descendants, until_gone
 from tests.support.hosts import Cables, address6, hosts, refusal
 
 HOSTS = (1, 2, 3)
-"""With daemons; the controller is on host 0."""
+"""Hosts with daemons. The controller is on host 0."""
 
 SHORT, LONG = (0.05, 0.35), (1.6, 2.2)
-"""Seconds of a fault that every host outlives, and of one that none does: BOUNDS has a silence of 1."""
+"""Seconds of a fault that every host survives, and of one that no host survives. The `silence` of BOUNDS is 1 s."""
 
 HARMLESS = 0.45
-"""Seconds of trouble, all in all, in which no host may be given up."""
+"""Two hosts whose connection is disturbed for fewer seconds in total must not give each other up."""
 
 LINK_UP = 1.0
-"""Seconds that Linux may take until a link that was down carries anything: it looks at links once a second."""
+"""Seconds that Linux may take until a link that was down carries frames: it polls links once a second."""
 
 LATEST = 3 * BOUNDS["silence"]
-"""Seconds after the last fault in which everybody knows what became of his calls."""
+"""Seconds after the last fault within which every call has completed."""
 
 QUICKLY = 2.0
-"""Seconds that promise 8 gives to what a controller has started."""
+"""Seconds after a controller's death within which its processes end (promise 8 of docs/architecture.md)."""
 
 WORKING = 1.2
-"""Seconds of a schedule at least; the last fault begins before."""
+"""Minimum seconds of a schedule. The last fault begins earlier."""
 
 _BETWEEN_HOSTS = ("stop agent", "cut off", "cut there", "cut back", "cut from its controller", "unplug")
 _KINDS = ("kill worker", "kill agent", "stop worker", "cut between", "cut one way", "reset", *_BETWEEN_HOSTS)
@@ -69,13 +69,13 @@ _KINDS = ("kill worker", "kill agent", "stop worker", "cut between", "cut one wa
 
 @dataclass(frozen=True)
 class Fault:
-    """At ``at`` seconds, for so many; ``who`` is a rank for a worker, a host for all else."""
+    """A fault that starts after ``at`` seconds and lasts ``seconds``. ``who`` is a rank for a worker, else a host."""
 
     kind: str
     at: float
     seconds: float
     who: int
-    other: int = 0  # the other host, of a cut between two
+    other: int = 0  # the second host of a cut between two
 
     def __str__(self) -> str:
         whom = f" and {self.other}" if self.other else ""
@@ -84,7 +84,7 @@ class Fault:
 
     @property
     def pairs(self) -> set[tuple[int, int]]:
-        """Pairs of hosts that do not hear each other meanwhile, the lower one first."""
+        """Pairs of hosts that cannot reach each other during the fault, the lower number first."""
         if self.kind in ("cut between", "cut one way"):
             return {(min(self.who, self.other), max(self.who, self.other))}
         if self.kind == "cut from its controller":
@@ -93,7 +93,7 @@ class Fault:
 
 
 def draw(seed: int) -> list[Fault]:
-    """One to four of them."""
+    """Draw one to four faults."""
     rng = random.Random(seed)
     return sorted((_draw_one(rng) for _ in range(rng.choice((1, 2, 2, 3, 3, 4)))), key=lambda fault: fault.at)
 
@@ -109,24 +109,26 @@ def _draw_one(rng: random.Random) -> Fault:
         return Fault(kind, at, seconds, who, other)
     if kind == "kill agent":
         return Fault(kind, at, 0.0, rng.choice(HOSTS))
-    if kind == "reset" or (kind in ("stop agent", "cut off") and rng.random() < 0.2):  # also the controller's host
+    # may also hit the controller's host
+    if kind == "reset" or (kind in ("stop agent", "cut off") and rng.random() < 0.2):
         return Fault(kind, at, 0.0 if kind == "reset" else rng.uniform(*SHORT), rng.choice((0, *HOSTS)))
     return Fault(kind, at, seconds, rng.choice(HOSTS))
 
 
 @dataclass
 class Harm:
-    """Does what a schedule says, to these processes, and remembers how long it has really lasted."""
+    """Applies the faults of a schedule to these processes, and records how long each really lasted."""
 
     wires: Cables
     workers: list[int]
-    agents: list[int]  # by host; of host 0 the gateway of the controller
+    agents: list[int]  # pids by host; for host 0 the controller's gateway
     log: list[str] = field(default_factory=list)
-    troubled: defaultdict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))  # seconds
+    # seconds of disturbance for each pair of hosts
+    troubled: defaultdict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     _begun: dict[Fault, float] = field(default_factory=dict)
 
     def run(self, faults: Sequence[Fault]) -> None:
-        """All of them, in their time; then the world is whole again."""
+        """Apply each fault at its time, then undo all that still last."""
         steps: list[tuple[float, Fault, Callable[[Fault], None]]] = []
         for fault in faults:
             steps.append((fault.at, fault, self.begin))
@@ -169,7 +171,7 @@ class Harm:
             _signal(self.workers[who], signal.SIGCONT)
         elif fault.kind == "stop agent":
             _signal(self.agents[who], signal.SIGCONT)
-        elif fault.kind == "unplug":  # it comes back without what has been added to it
+        elif fault.kind == "unplug":  # an interface that comes up again has lost its added addresses
             wires.ip(who, "link set eth0 up", f"addr replace {address6(who)}/64 dev eth0 nodad")
         elif fault.kind == "cut off":
             wires.heal(who)
@@ -180,17 +182,17 @@ class Harm:
             self.troubled[pair] += lasted
 
     def parted(self, one: int, other: int) -> bool:
-        """These hosts may have given each other up."""
+        """Return whether these two hosts may have given each other up."""
         return self.troubled[min(one, other), max(one, other)] > HARMLESS
 
 
 def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended before
+    with contextlib.suppress(ProcessLookupError):  # the process has already ended
         os.kill(pid, number)
 
 
 def host_of(rank: int) -> int:
-    """Where a rank is."""
+    """Return the host of a rank."""
     return HOSTS[rank // GPUS]
 
 
@@ -198,7 +200,7 @@ def host_of(rank: int) -> int:
 
 
 def schedule(seed: int, addresses: list[str], cables: list[int], folder: str) -> None:
-    """Attach, work, suffer, and look what came of it."""
+    """Attach hosts, send messages while faults occur, and check the invariants."""
     faults, told_failures = draw(seed), list[MeshFailure]()
     ma.unhandled_fault_hook = told_failures.append
     print(f"seed {seed}:", "; ".join(map(str, faults)))
@@ -223,9 +225,9 @@ def schedule(seed: int, addresses: list[str], cables: list[int], folder: str) ->
         print(f"measured {took:.3f} s from the last fault until all is known")
         lost = {rank for failure in told_failures for rank in failure.ranks}
         _check_failures(faults, harm, told_failures, set(ledgers.failed_ranks))
-        _check_told(harm, caller, folder, lost)
+        _check_outcomes(harm, caller, folder, lost)
         until(lambda: all(len(caller.heard[sender]) >= count for sender, count in sent.items()), "all has come")
-        check_heard(caller.heard, sent)
+        check_port_order(caller.heard, sent)
         _lost_hosts_are_empty(harm, lost)
         _works_again(addresses)
         lost = {rank for failure in told_failures for rank in failure.ranks}
@@ -239,7 +241,7 @@ def schedule(seed: int, addresses: list[str], cables: list[int], folder: str) ->
 
 
 def _stop_talking(talkers: ActorMesh, talks: dict[int, Any]) -> dict[str, int]:
-    """How many messages each one has sent that knows of all of them what became of them."""
+    """Stop the talkers. Return the number of messages of each talker that completed."""
     deadline, sent = time.monotonic() + LATEST, {}
     for rank in talks:
         one(talkers, rank).stop_talking.call_one()
@@ -256,7 +258,7 @@ def _stop_talking(talkers: ActorMesh, talks: dict[int, Any]) -> dict[str, int]:
 
 
 def _goes_on(ledgers: ActorMesh) -> None:
-    """Whoever is left answers; some are perhaps given up only now."""
+    """Wait until all ranks that are left reply. Some may be given up only now."""
 
     def answered() -> bool:
         failed = ledgers.failed_ranks
@@ -271,7 +273,7 @@ def _goes_on(ledgers: ActorMesh) -> None:
 
 
 def _check_failures(faults: Sequence[Fault], harm: Harm, told: Sequence[MeshFailure], failed: set[int]) -> None:
-    """Those, and only those, are lost that had to be."""
+    """Check that every rank that had to be lost is lost, and no rank that had to survive."""
     must = _bound_to_be_lost(faults)
     may = must | {rank for rank in range(GPUS * len(HOSTS)) if harm.parted(0, host_of(rank))}
     lost = {rank for failure in told for rank in failure.ranks}
@@ -285,7 +287,10 @@ def _check_failures(faults: Sequence[Fault], harm: Harm, told: Sequence[MeshFail
 
 
 def _bound_to_be_lost(faults: Sequence[Fault]) -> set[int]:
-    """Ranks that are killed, or whose host is silent for too long; what shares its ways with others may be healed."""
+    """Return the ranks that are killed or whose host is silent for too long.
+
+    Faults that share a pair of hosts are left out, because the end of one heals the other.
+    """
     found = set[int]()
     for fault in faults:
         alone = all(other is fault or other.pairs.isdisjoint(fault.pairs) for other in faults)
@@ -297,14 +302,14 @@ def _bound_to_be_lost(faults: Sequence[Fault]) -> set[int]:
     return found
 
 
-def _check_told(harm: Harm, caller: Caller, folder: str, lost: set[int]) -> None:
-    talked = read_told(Path(folder))
+def _check_outcomes(harm: Harm, caller: Caller, folder: str, lost: set[int]) -> None:
+    talked = read_outcomes(Path(folder))
     ran = read_ledgers(Path(folder))
     check_messages([*caller.told, *talked], ran)
     for told in caller.told:
         if told.rank in lost:
             _names_it(told)
-        else:  # an error that names nobody is that of a call of many
+        else:  # the error of a call of many ranks names only one of them
             assert not told.error, f"rank {told.rank} is not lost: {told}"
             assert told.outcome == UNKNOWN or (told.sender, told.number) in ran[told.rank], f"it never came: {told}"
     for told in talked:
@@ -314,8 +319,8 @@ def _check_told(harm: Harm, caller: Caller, folder: str, lost: set[int]) -> None
             assert told.outcome == VALUE, f"neither is lost, and they heard each other: {told}"
 
 
-def _names_it(told: Told) -> None:
-    """A typed error names host and rank."""
+def _names_it(told: CallOutcome) -> None:
+    """Check that a typed error names host and rank."""
     if told.error:
         for part in (
             "Error: ledgers.",
@@ -326,7 +331,7 @@ def _names_it(told: Told) -> None:
 
 
 def _lost_hosts_are_empty(harm: Harm, lost: set[int]) -> None:
-    """A host that was given up ends what it has."""
+    """Check that a host that was given up has ended its agent and processes."""
     for host in HOSTS:
         ranks = [rank for rank in range(len(harm.workers)) if host_of(rank) == host]
         if lost.issuperset(ranks) and harm.parted(0, host):
@@ -335,18 +340,18 @@ def _lost_hosts_are_empty(harm: Harm, lost: set[int]) -> None:
 
 
 def _works_again(addresses: Sequence[str]) -> None:
-    """The daemons serve their controller as before."""
+    """Check that the daemons serve the same controller again."""
     procs = attach_to_workers(addresses, name="again").spawn_procs({"gpus": 1}, name="again")
     workers = procs.spawn("workers", Worker)
     assert [place[0] for place in workers.place.call().get(PATIENCE).values()] == [NAMES[host] for host in HOSTS]
     procs.stop().get(PATIENCE)
 
 
-# ---- running them
+# ---- runs of schedules
 
 
 def run(world: World, daemons: Sequence[Daemon], seed: int) -> float:
-    """One schedule, from the start of its controller until nothing of it is left; the seconds that it took."""
+    """Run one schedule until no process of its controller is left. Return the seconds that it took."""
     assert world.where is not None
     began, cables, addresses = time.monotonic(), world.where.cables, [daemon.address for daemon in daemons]
     before = [descendants(daemon.pid) for daemon in daemons]
@@ -362,7 +367,7 @@ def run(world: World, daemons: Sequence[Daemon], seed: int) -> float:
 
 
 def main(first: int, count: int = 1) -> int:
-    """So many seeds, on hosts of their own; how many have failed."""
+    """Run ``count`` seeds on new hosts. Return the number of failed seeds."""
     if why := refusal():
         print(f"no schedule of faults can run here: {why}")
         return 0

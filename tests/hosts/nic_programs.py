@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class Echo(Actor):
-    """Says what it got, and gives it back."""
+    """Actor that describes or returns the values that it receives."""
 
     @endpoint
     def echo(self, value: Any) -> Any:
@@ -33,8 +33,8 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def tensors(*addresses: str) -> None:
-    """There and back, to one and to all, small and large, many and one; each message is other bytes."""
-    hosts = attach_to_workers(addresses, heartbeat=0.5, silence=30.0)  # the guest has one processor
+    """Send tensors of several sizes and counts to one and to all actors and back. Every message has other bytes."""
+    hosts = attach_to_workers(addresses, heartbeat=0.5, silence=30.0)  # the virtual machine has one processor
     procs = hosts.spawn_procs({"gpus": 1})
     all_of_them = procs.spawn("echo", Echo)
     one = all_of_them.slice(hosts=0, gpus=0)

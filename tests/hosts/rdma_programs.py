@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 @contextmanager
 def _processes(hosts: HostMesh) -> Iterator[list[ActorMesh]]:
-    """One on each host."""
+    """Spawn one process on each host, and yield their actors."""
     procs = hosts.spawn_procs({"gpus": 1}, name="memory")
     both = procs.spawn("process", Process, "tls")
     both.pid.call().get(PATIENCE)
@@ -37,7 +37,7 @@ def _processes(hosts: HostMesh) -> Iterator[list[ActorMesh]]:
 
 
 def reads_and_writes(workers: Sequence[str]) -> None:
-    """Between two hosts, both ways, and between each and the controller, whichever of them owns the memory."""
+    """Two hosts and the controller read and write each other's memory. Each of them is owner and reader."""
     hosts = attach_to_workers(workers[:2], **BOUNDS)
     with _processes(hosts) as (one, other):
         for owner, reader in ((one, other), (other, one)):
@@ -67,7 +67,7 @@ def reads_and_writes(workers: Sequence[str]) -> None:
 
 
 def losses(workers: Sequence[str], pids: Sequence[int]) -> None:
-    """An owner is killed, and then the network between two hosts is cut, while they are read."""
+    """A reader gets an error when the owner is killed, and when the network between the two hosts is cut."""
     faults = Faults()
     ma.unhandled_fault_hook = faults
     hosts = attach_to_workers(workers[:2], **BOUNDS)
@@ -99,7 +99,7 @@ def losses(workers: Sequence[str], pids: Sequence[int]) -> None:
 
 
 def behind_a_gateway(gateway: str, workers: Sequence[str]) -> None:
-    """Hosts that only one host reaches: they read each other's memory, and nobody hangs where there is no way."""
+    """Hosts behind a gateway read each other's memory. A read without a route raises an error and does not hang."""
     hosts = attach(gateway, workers, **BOUNDS)
     with _processes(hosts) as (one, other):
         buffer = one.own.call_one("tensor", 2 * MIB).get(PATIENCE)

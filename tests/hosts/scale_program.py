@@ -1,6 +1,6 @@
-"""Controller program with many processes on many hosts: it calls all, some, and the rest after hosts are lost.
+"""Controller program with hundreds of processes: it calls all, some, and the remaining ones after hosts are lost.
 
-Worker processes import this module, so it does not import pytest. Lines with "measured" are for people.
+Worker processes import this module, so it does not import pytest. Output lines with "measured" are for human readers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.hosts.controller_programs import expect_faults
 from tests.hosts.support import NAMES, until_gone
 
 PATIENCE = 60.0
-"""Seconds for what hundreds of processes do together."""
+"""Timeout in seconds for an operation of hundreds of processes."""
 
 MULTICASTS = 100
 
 
 class Counter(Actor):
-    """Counts multicasts: each must be the next one."""
+    """Actor that counts multicasts. It expects them in order without a gap."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -53,7 +53,7 @@ class Counter(Actor):
 
 
 def scale(addresses: list[str], gpus: int, daemons: list[int]) -> None:
-    """Everything once."""
+    """Run every step once: spawn, calls, multicasts, losses and the end."""
     faults, size = expect_faults(), len(addresses) * gpus
     with _measured(f"attach {len(addresses)} hosts"):
         hosts = attach_to_workers(addresses, timeout=PATIENCE)
@@ -91,7 +91,10 @@ def scale(addresses: list[str], gpus: int, daemons: list[int]) -> None:
 
 
 def _all_at_once(counters: ActorMesh, first: int) -> None:
-    """Calls and multicasts of all; what a multicast takes is that of many, until all have counted them."""
+    """Measure calls and multicasts of all processes.
+
+    The time of one multicast is the average of many, until every process has counted them.
+    """
     size, times = len(counters), []
     for _ in range(10):
         began = time.monotonic()
@@ -107,7 +110,7 @@ def _all_at_once(counters: ActorMesh, first: int) -> None:
 
 
 def _some(counters: ActorMesh, gpus: int) -> None:
-    """A host, a column, a block, one."""
+    """Call slices: one host, one column, one block and one process."""
     count = len(counters) // gpus
     assert [host for host, _ in counters.slice(hosts=2).place.call().get(PATIENCE).values()] == [NAMES[3]] * gpus
     column = list(counters.slice(gpus=gpus - 1).place.call().get(PATIENCE).values())
@@ -118,7 +121,10 @@ def _some(counters: ActorMesh, gpus: int) -> None:
 
 
 def _until_it_fails(counters: ActorMesh, lost: set[int]) -> None:
-    """A call of all has an error that names one of these, and then all of them are known."""
+    """Repeat a call of all until exactly the ranks in ``lost`` are known to have failed.
+
+    Each error names one of them.
+    """
 
     def failed() -> bool:
         error = counters.total.call().exception(PATIENCE)
@@ -129,7 +135,7 @@ def _until_it_fails(counters: ActorMesh, lost: set[int]) -> None:
 
 
 class _measured:
-    """How long the block takes."""
+    """Prints how long the block takes."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -143,6 +149,6 @@ class _measured:
 
 
 def _available() -> int:
-    """Bytes of this machine's memory."""
+    """Return the available memory of this machine in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))

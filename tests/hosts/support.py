@@ -23,13 +23,13 @@ from tests.support.hosts import Hosts, address6
 
 PATIENCE = 30.0
 STARTING = 90.0
-"""Seconds for a daemon to import torch twice, on a machine that has other things to do."""
+"""Timeout in seconds of a daemon's start. It imports torch twice, on a busy machine."""
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota")
-"""Of the hosts 0, 1, ...; controllers run on host 0."""
+"""Names of hosts 0, 1, ...; controllers run on host 0."""
 
 UP = "import sys; from monarch_backend.cli import main; sys.exit(main())"
-"""`monarch-backend`, wherever it is installed."""
+"""Source that runs `monarch-backend` without its installed script."""
 _SERVER = """
 import sys
 from monarch_backend._processes.spawner import Spawner
@@ -41,7 +41,7 @@ sys.stdin.readline()
 
 
 class World:
-    """Hosts, or this machine in their place: what runs on them ends with the block."""
+    """Hosts in namespaces, or this machine in their place. All daemons and controllers end with the block."""
 
     def __init__(self, where: Hosts | None, folder: Path) -> None:
         self.where, self.folder = where, folder
@@ -59,24 +59,27 @@ class World:
         self._stack.close()
 
     def command(self, index: int, *words: str) -> list[str]:
-        """What runs a program on a host."""
+        """Return the command line that runs a program on a host."""
         return self.where.command(index, *words) if self.where is not None else list(words)
 
     def environment(self, index: int) -> dict[str, str]:
-        """Of what runs there."""
+        """Return the environment of programs on a host."""
         added = {"MONARCH_HOST_NAME": NAMES[index], "MONARCH_SECRET_FILE": str(self.secret)}
         return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **added}
 
     def address(self, index: int) -> str:
-        """What a daemon listens on, and any port."""
+        """Return the `--address` of a daemon, with any free port."""
         return f"{self.where.address(index) if self.where is not None else '127.0.0.1'}:0"
 
     def daemon(self, index: int, *words: str, **options: Any) -> Daemon:
-        """A daemon that lasts as long as the world, unless it ends before; ``words`` are added to its command."""
+        """Start a daemon that runs until the world ends, unless it ends earlier.
+
+        ``words`` are arguments of its command.
+        """
         return self._stack.enter_context(Daemon(self, index, *words, **options))
 
     def controller(self, number: int = 0) -> WarmInterpreter:
-        """An interpreter on host 0; several may run scripts at the same time."""
+        """Return an interpreter on host 0. Several may run scripts at the same time."""
         if not self._server:
             command = self.command(0, sys.executable, "-c", _SERVER)
             process = subprocess.Popen(
@@ -87,7 +90,7 @@ class World:
             self._stack.callback(process.wait)
             self._stack.enter_context(process.stdout)
             self._stack.enter_context(process.stdin)
-            # A word: the end of the pipe does not come while ranks that were forked meanwhile have it open, too.
+            # A line tells the server to end. Ranks forked meanwhile hold this pipe open, so closing it would not.
             self._stack.callback(process.stdin.write, "end\n")
             self._server = process.stdout.readline().strip()
         while len(self._controllers) <= number:
@@ -99,7 +102,7 @@ class World:
         self, program: str, *arguments: Any, number: int = 0, env: Mapping[str, str] | None = None,
         module: str = "controller_programs",
     ) -> Run:  # fmt: skip
-        """Begin a program of controller_programs.py, or another module here, which gets these arguments."""
+        """Start ``program`` of controller_programs.py, or of another ``module`` here, with these arguments."""
         source = f"import json\nfrom tests.hosts.{module} import {program}\n"
         source += f"{program}(*json.loads({json.dumps(arguments)!r}))\n"
         return self.controller(number).start(self.folder / f"script{number}.py", source, env=env)
@@ -107,7 +110,7 @@ class World:
     def run(
         self, program: str, *arguments: Any, env: Mapping[str, str] | None = None, module: str = "controller_programs"
     ) -> Run:
-        """Run a program to its end, which must be a good one."""
+        """Run a program to its end, and check that it exits with 0."""
         self.start(program, *arguments, env=env, module=module)
         try:
             run = self.controller().finish()
@@ -119,7 +122,7 @@ class World:
 
 
 class Daemon:
-    """`monarch-backend up` on a host, which listens once this is made."""
+    """`monarch-backend up` on a host."""
 
     def __init__(
         self, world: World, index: int, *words: str, address: str = "", env: Mapping[str, str] | None = None,
@@ -142,7 +145,7 @@ class Daemon:
 
     @property
     def address(self) -> str:
-        """Where it listens; waits until it does."""
+        """The address where the daemon listens. Waits until it does."""
         deadline = time.monotonic() + STARTING
         while not self._address:
             said = self.output
@@ -154,7 +157,10 @@ class Daemon:
         return self._address
 
     def wait_for_server(self) -> None:
-        """Until its fork server is a process: the daemon does not wait for it, and one test would find it new."""
+        """Wait until the fork server's process exists.
+
+        The daemon does not wait for it. A later start would look like a leaked process of some test.
+        """
         deadline = time.monotonic() + STARTING
         while not leaks.children_of(self.pid):
             assert self.process.poll() is None and time.monotonic() < deadline, f"no fork server: {self.output}"
@@ -162,7 +168,7 @@ class Daemon:
 
     @property
     def output(self) -> str:
-        """What it has said so far."""
+        """The daemon's output so far."""
         return self._log.read_text()
 
     def __enter__(self) -> Daemon:
@@ -175,12 +181,12 @@ class Daemon:
 
 
 def _end_with_us() -> None:
-    """Should pytest be killed."""
+    """Have the kernel kill this process if pytest is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def children(pid: int) -> list[int]:
-    """Of a process."""
+    """Return the pids of a process's children."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -189,7 +195,7 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """And theirs."""
+    """Return the pids of a process's children, their children, and so on."""
     found = []
     for child in children(pid):
         found += [child, *descendants(child)]
@@ -197,13 +203,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def any_address6(index: int) -> str:
-    """As `--address` takes it."""
+    """Return the IPv6 `--address` of a host, with any free port."""
     return f"[{address6(index)}]:0"
 
 
 @contextlib.contextmanager
 def ended_within(seconds: float, what: str) -> Iterator[None]:
-    """The block takes no longer."""
+    """Check that the block takes less than ``seconds``."""
     began = time.monotonic()
     yield
     took = time.monotonic() - began
@@ -211,7 +217,7 @@ def ended_within(seconds: float, what: str) -> Iterator[None]:
 
 
 def until_gone(pids: Sequence[int], seconds: float) -> float:
-    """Wait until none of these runs; how long that took."""
+    """Wait until no process of ``pids`` runs. Return the seconds that it took."""
     began = time.monotonic()
     while left := [pid for pid in pids if runs(pid)]:
         assert time.monotonic() - began < seconds, f"after {seconds} s still there: {left}"
@@ -220,7 +226,7 @@ def until_gone(pids: Sequence[int], seconds: float) -> float:
 
 
 def runs(pid: int) -> bool:
-    """It is there, and no zombie."""
+    """Return whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:

@@ -1,4 +1,4 @@
-"""Actors on other hosts behave as on one host: hosts with networks of their own, and the loopback interface."""
+"""Actors on other hosts behave as on one host, in network namespaces and on the loopback interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.hosts import hosts, refusal
 BASICS = ["values", "payloads", "ports_and_references"]
 
 
-SLOW = ["order", "exceptions", "streams"]  # which do on hosts what they do on one host
+SLOW = ["order", "exceptions", "streams"]  # programs whose code paths are the same on one host
 
 
 @pytest.mark.parametrize("program", [*BASICS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
@@ -49,7 +49,7 @@ def test_ipv6_with_tls_and_without(tls: str, world: World) -> None:
 
 @contextlib.contextmanager
 def _ending_well(controllers: list[WarmInterpreter]) -> Iterator[None]:
-    """What the block starts on each of them comes to a good end."""
+    """Check that the program on each controller exits with 0."""
     try:
         yield
         for controller in reversed(controllers):
@@ -62,7 +62,7 @@ def _ending_well(controllers: list[WarmInterpreter]) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_two_controllers_share_hosts(world: World, two_controllers: list[WarmInterpreter], workers: list[str]) -> None:
-    """Of one secret, on the same hosts: what one does, and its end, is nothing to the other."""
+    """Both controllers have one secret. The work and the end of one do not affect the other."""
     with _ending_well(two_controllers):
         world.start("order", *workers)
         world.start("values", *workers, number=1)
@@ -72,7 +72,7 @@ def test_two_controllers_share_hosts(world: World, two_controllers: list[WarmInt
 def test_controllers_of_two_secrets(
     world: World, two_controllers: list[WarmInterpreter], workers: list[str], tmp_path: Path
 ) -> None:
-    """One host for both jobs at once; who knows only one secret is no host of the other job."""
+    """One daemon serves both jobs. A daemon that knows one secret is refused by the other job."""
     both = tmp_path / "both"
     secrets = [world.secret.read_text().strip(), os.urandom(32).hex()]
     for path, text in ((both, "\n".join(secrets)), (tmp_path / "other", secrets[1])):

@@ -27,7 +27,7 @@ ANSWERS: dict[str, Callable[[socket.socket], None]] = {
 
 @contextlib.contextmanager
 def server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The address of a plain server on loopback, which answers in this way."""
+    """Yield the address of a plain loopback server that treats each connection as ``answer`` does."""
     listener = socket.create_server(("127.0.0.1", 0))
     accepted: list[socket.socket] = []
 
@@ -57,7 +57,7 @@ def server(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 def test_wrong_host_value_is_refused(loopback: World) -> None:
-    """Each says what the trouble is, and all are told of at once."""
+    """One error has the reasons of all hosts."""
     with contextlib.ExitStack() as stack:
         where = {name: stack.enter_context(server(answer)) for name, answer in ANSWERS.items()}
         parts = [
@@ -73,7 +73,7 @@ def test_wrong_host_value_is_refused(loopback: World) -> None:
 
 @pytest.mark.slow
 def test_unreachable_host_raises(anywhere: Anywhere) -> None:
-    """Those that can are attached later."""
+    """The reachable hosts can be attached afterwards."""
     world, workers = anywhere
     nobody = ["127.0.0.1:1", "nobody.invalid:26600", "198.18.0.99:26600"]
     parts = [
@@ -166,7 +166,7 @@ def test_daemon_on_a_taken_port_fails(loopback: World) -> None:
 
 @pytest.mark.slow
 def test_command_exits_with_2() -> None:
-    """Once from the shell."""
+    """Run the command itself. The test above calls it as a function."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MONARCH_SECRET")}
     command = [sys.executable, "-c", UP, "up", "--address", "0.0.0.0:0"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

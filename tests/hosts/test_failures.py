@@ -11,17 +11,17 @@ import pytest
 from tests.hosts.support import Daemon, World, descendants, until_gone
 
 QUICKLY = 2.0
-"""Seconds that promise 8 gives to what a dead controller has started."""
+"""Seconds after a controller's death within which its processes end (promise 8 of docs/architecture.md)."""
 
 SILENCE = 1.0
-"""Seconds, as controller_programs.py has it."""
+"""Seconds without a heartbeat until a host is lost, as in controller_programs.py."""
 
 pytestmark = pytest.mark.usefixtures("whole")
 
 
 @pytest.fixture
 def whole(world: World) -> Iterator[None]:
-    """What a test has cut is whole again."""
+    """Restore the network after the test."""
     yield
     assert world.where is not None
     for index in range(len(world.where.cables.pids) - 1):
@@ -101,7 +101,7 @@ def test_ranks_move_to_a_remaining_host(world: World, daemons: list[Daemon]) -> 
 
 @pytest.mark.parametrize("how", [pytest.param("killed"), pytest.param("cut off", marks=pytest.mark.slow)])
 def test_lost_controller_ends_its_processes(how: str, world: World, daemons: list[Daemon]) -> None:
-    """All that it has started is gone on every host, and the daemons serve the next one."""
+    """All processes that the controller started end on every host, and the daemons serve the next controller."""
     assert world.where is not None
     addresses = [daemon.address for daemon in daemons]
     run = world.start("controller", *addresses)
@@ -138,6 +138,6 @@ def test_lost_controller_ends_its_processes(how: str, world: World, daemons: lis
     ],
 )
 def test_broken_connections_lose_no_message(how: str, times: int, world: World, workers: list[str]) -> None:
-    """Nothing is lost and nothing comes twice."""
+    """No message is lost or repeated."""
     assert world.where is not None
     world.run("breaks", workers[:2], world.where.cables.pids, how, times)

@@ -1,6 +1,6 @@
 """Random faults on four hosts under load: no call runs twice, order holds, all futures complete, no process is left.
 
-More of them: ``make test-schedules COUNT=200``. One again: ``python -m tests.hosts.fault_schedules SEED``.
+``make test-schedules COUNT=200`` runs more seeds. ``python -m tests.hosts.fault_schedules SEED`` repeats one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Large tensors between actors of two hosts with NICs, over two verbs devices of the guest."""
+"""Large tensors between actors of two hosts with NICs, over two verbs devices of the virtual machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def devices() -> list[str]:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[World]:
-    """This one, on which a controller's gateway and a host's have a device each."""
+    """This machine, on which the gateways of the controller and of the host have one device each."""
     with World(None, tmp_path) as made:
         yield made
 
@@ -29,7 +29,10 @@ def machine(tmp_path: Path) -> Iterator[World]:
 def test_tensors_between_actors_go_over_nics(
     capfd: pytest.CaptureFixture[str], machine: World, devices: list[str], forced: str
 ) -> None:
-    """Both ways by NICs; or, if one host is told so, none. The gateway of the controller writes where we do."""
+    """NICs carry large tensors in both directions, unless the host's setting forces TCP.
+
+    The controller's gateway logs to the standard error of this process.
+    """
     there = {"MONARCH_RDMA_DEVICES": devices[1], "MONARCH_DEBUG": "1", "MONARCH_RDMA_TRANSPORT": forced}
     here = {"MONARCH_RDMA_DEVICES": devices[0], "MONARCH_DEBUG": "1"}
     daemon = machine.daemon(1, env=there)

@@ -18,7 +18,7 @@ from monarch_backend.hosts import WorkspaceError
 
 @pytest.fixture(scope="module")
 def host() -> Any:
-    """This host, with its fork server: that lives as long as the program."""
+    """Return this host with a running fork server, which lives until the program ends."""
     host = this_host()
     procs = host.spawn_procs({"gpus": 1})
     procs.initialized.get(120)

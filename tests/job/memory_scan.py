@@ -17,18 +17,18 @@ _PAGE = 4096
 
 
 def masked(data: bytes) -> bytes:
-    """Each byte with some bits flipped; twice gives the data again."""
+    """Flip some bits of each byte. A second call restores the data."""
     return data.translate(_MASK)
 
 
 def needles(secret: bytes) -> list[bytes]:
-    """What would give the secret away, masked: its bytes, and its usual texts."""
+    """Return masked forms of a secret: its bytes and its usual texts."""
     texts = (secret, secret.hex().encode(), secret.hex().upper().encode(), base64.b64encode(secret))
     return [masked(text) for text in texts]
 
 
 def found_in(masked_needles: list[bytes]) -> list[str]:
-    """Where this process has one of them."""
+    """Return the places of this process that contain a needle."""
     places = [("environ", _environment()), *_memory()]
     return sorted({place for place, data in places if any(needle in data for needle in masked_needles)})
 
@@ -40,14 +40,17 @@ def _environment() -> bytes:
 
 
 def _memory() -> Iterator[tuple[str, bytes]]:
-    """Name and masked bytes of the pages that are there; a few of the chunk before, since a needle may cross."""
+    """Yield names and masked bytes of the present pages.
+
+    Chunks overlap by a page, because a needle may cross a border.
+    """
     with open("/proc/self/maps") as file:
         regions = [line.split(maxsplit=5) for line in file]
     with open("/proc/self/mem", "rb", buffering=0) as memory, open("/proc/self/pagemap", "rb", buffering=0) as pages:
         for span, rights, *_, name in (region if len(region) == 6 else [*region, "anonymous"] for region in regions):
             start, end = (int(part, 16) for part in span.split("-"))
             if "w" not in rights and name.startswith("/"):
-                continue  # a program's or a library's file, as it is on disk
+                continue  # a program file or library, unchanged from disk
             if "r" not in rights or name.startswith("[v"):
                 continue
             for at in range(start, end, _CHUNK):
@@ -60,7 +63,7 @@ def _memory() -> Iterator[tuple[str, bytes]]:
 
 
 class Scanner(Actor):
-    """Searches its process."""
+    """Actor that searches its own process."""
 
     @endpoint
     def keep(self, control: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Programs that use jobs, as forked ranks, and the traces of a job on this machine."""
+"""Programs that use jobs, run as forked ranks, and traces of a job on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARK = "MONARCH_TEST_JOB"
 
 
 class Where(Actor):
-    """Tells where it runs."""
+    """Actor that reports where it runs."""
 
     @endpoint
     def host(self) -> str | None:
@@ -38,7 +38,7 @@ class Where(Actor):
 
 
 def in_program(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
-    """What ``fn(*args)`` returns in a program of its own, which then ends as programs do."""
+    """Return the result of ``fn(*args)`` in a program of its own, which then ends in the normal way."""
 
     def run(_rank: int, _address: str) -> Any:
         try:
@@ -51,7 +51,7 @@ def in_program(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
 
 
 def marked(mark: str) -> list[str]:
-    """Pids and command lines of the processes that carry it."""
+    """Return pids and command lines of the processes with this mark in their environment."""
     found, needle = [], f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -61,7 +61,7 @@ def marked(mark: str) -> list[str]:
 
 
 def gone(mark: str, within: float = 10.0) -> bool:
-    """None of them is there any more."""
+    """Wait until no process has the mark. Return whether this happened in time."""
     end = time.monotonic() + within
     while marked(mark):
         if time.monotonic() > end:
@@ -72,14 +72,14 @@ def gone(mark: str, within: float = 10.0) -> bool:
 
 @contextlib.contextmanager
 def new_mark() -> Iterator[str]:
-    """For the environment of hosts; nothing of it may be there afterwards."""
+    """Yield a mark for the environment of hosts. No process may have it after the block."""
     mark = uuid.uuid4().hex
     yield mark
     assert gone(mark), marked(mark)
 
 
 def seen_by_ps(secret: str) -> list[str]:
-    """Processes that have it on their command line or in their environment."""
+    """Return the pids of processes with the secret on their command line or in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

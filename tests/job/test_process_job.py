@@ -1,4 +1,4 @@
-"""ProcessJob: start, find again, end, and no process left after a failure in between."""
+"""ProcessJob: start, search, end, and no processes left after a failure in between."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pids(job: Job) -> list[int]:
 
 def names(path: Path) -> Any:
     state = Job.load(path).state()
-    assert state.trainers is Job.load(path).state().trainers  # attached once
+    assert state.trainers is Job.load(path).state().trainers  # attached only once
     result = []
     for mesh in (state.trainers, state["dataloaders"]):
         procs = mesh.spawn_procs({"gpus": 2})
@@ -74,14 +74,14 @@ def test_the_secret_is_in_its_file_only(applied: ProcessJob) -> None:
 
 
 def killed_hosts(path: Path) -> Any:
-    """A program that has the job's meshes while one of its hosts is killed, and started again."""
+    """Use the job's meshes while one of its hosts is killed and started again."""
     job = Job.load(path)
     before = job.state()
     [victim] = [host for host in json.loads(path.read_text())["hosts"] if host["mesh"] == "dataloaders"]
     os.kill(victim["process"]["pid"], signal.SIGKILL)
     said = ""
     end = time.monotonic() + 10
-    while not said and time.monotonic() < end:  # the kernel may take a moment
+    while not said and time.monotonic() < end:  # the kernel may need a moment
         try:
             job.state(timeout=2)
         except JobError as error:
@@ -113,14 +113,14 @@ def kill_while_in_use(path: Path) -> int:
     procs = job.state().trainers.spawn_procs({"gpus": 2})
     actors = procs.spawn("where", Where)
     actors.host.call().get(30)
-    job.kill()  # no failure: what runs there is stopped before
+    job.kill()  # no failure: the actors are stopped first
     job.kill()
     return os.getpid()
 
 
 @pytest.mark.slow
 def test_second_program_ends_the_job(applied: ProcessJob) -> None:
-    """Last of those that have the job in common."""
+    """Runs last of the tests that share the job."""
     mark = applied._env[MARK]
     assert marked(mark)
     assert in_program(kill_while_in_use, applied.path) != os.getpid()
@@ -130,7 +130,7 @@ def test_second_program_ends_the_job(applied: ProcessJob) -> None:
 
 
 class OneBroken(ProcessJob):
-    """Its second host ends at once."""
+    """A job whose second host ends at once."""
 
     def _plans(self) -> list[Plan]:
         first, second = super()._plans()
@@ -190,7 +190,7 @@ def test_two_programs_at_once_start_one_host(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_host_that_can_not_listen(tmp_path: Path) -> None:
-    """Its own words reach the program."""
+    """The error message of the host reaches the program."""
     job = ProcessJob({"trainers": 1}, path=tmp_path / "job.json", env={"MONARCH_TLS": "perhaps"})
     with pytest.raises(JobError, match=r"trainers\[0\] has ended .*: monarch-backend up: MONARCH_TLS='perhaps'"):
         job.apply()

@@ -1,4 +1,4 @@
-"""Secrets of jobs: one for each connection, and none in the memory of a job's processes."""
+"""Secrets of jobs: each connection uses one, and the memory of a job's processes has none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.job.support import MARK, Where, in_program, new_mark
 
 @contextlib.contextmanager
 def host(environment: dict[str, str], mark: str) -> Iterator[str]:
-    """The address of a host that serves until the end of the block."""
+    """Run a host during the block. Yield its address."""
     process = subprocess.Popen(
         [sys.executable, "-m", "monarch_backend.cli", "up", "--address", "127.0.0.1:0"],
         env={**os.environ, **environment, MARK: mark}, stdout=subprocess.PIPE, text=True,
@@ -37,7 +37,7 @@ def host(environment: dict[str, str], mark: str) -> Iterator[str]:
 
 
 def scan(mesh: Any, secrets: list[bytes]) -> tuple[list[str], list[str]]:
-    """Where a worker of the mesh has one of the secrets, and where it has a control that it was given."""
+    """Return where a worker of the mesh finds a secret, and where it finds a control value that it was given."""
     procs = mesh.spawn_procs({"gpus": 1})
     scanner, control = procs.spawn("scanner", Scanner), os.urandom(32)
     scanner.keep.call_one(masked(control)).get(60)
@@ -61,7 +61,8 @@ def test_worker_of_a_job_has_no_secret_in_variables_or_memory(given: str, tmp_pa
     def program(address: str) -> list[tuple[list[str], list[str]]]:
         os.environ.update(variables)
         found = []
-        if given == "file":  # an agent of the other job comes first: what it leaves in the fork server is inherited
+        # attach with the other job's secret first: later processes inherit what its agent leaves in the fork server
+        if given == "file":
             attach_to_workers([address], secret=other)
         found.append(scan(attach_to_workers([address], secret=own), [own, other]))
         found.append(scan(this_host(), [own, other]))
@@ -74,7 +75,7 @@ def test_worker_of_a_job_has_no_secret_in_variables_or_memory(given: str, tmp_pa
 
 
 def refusals(address: str, state: str) -> list[str]:
-    """Errors of a program without a secret, and with another one."""
+    """Return the errors of a program without a secret and with another one."""
     os.environ["XDG_STATE_HOME"] = state
     texts = []
     for secret in (None, new_secret()):
@@ -94,7 +95,7 @@ def test_missing_and_wrong_secret_have_different_errors(tmp_path: Path) -> None:
 
 
 def two_jobs(folder: Path, mark: str) -> None:
-    """Jobs of two secrets at once; one is killed, and started again."""
+    """Run two jobs with different secrets at the same time. One is killed and started again."""
     one, other = (ProcessJob({"t": 1}, path=folder / f"{name}.json", env={MARK: mark}) for name in ("one", "other"))
     with contextlib.ExitStack() as ends:
         meshes = []
@@ -104,7 +105,7 @@ def two_jobs(folder: Path, mark: str) -> None:
             meshes.append(job.state().t.spawn_procs({"gpus": 1}).spawn("where", Where))
         assert one.path.with_suffix(".secret").read_text() != other.path.with_suffix(".secret").read_text()
         here = os.uname().nodename
-        # Between the jobs, in both directions: neither host has the other's secret.
+        # Calls between the jobs, in both directions. Neither host has the other's secret.
         assert meshes[0].next_name.call_one(meshes[1]).get(30) == here
         assert meshes[1].next_name.call_one(meshes[0]).get(30) == here
         meshes[0].stop().get(30)

@@ -1,4 +1,4 @@
-"""SPMDJob and host_mesh_from_env, under torchrun and under another launcher, and with ranks that die."""
+"""SPMDJob and host_mesh_from_env, under torchrun and another launcher, and with ranks that die."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def clean_environment(mark: str) -> dict[str, str]:
 
 
 def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """Exit codes, and all that they print."""
+    """Wait for the processes' ends. Return their exit codes and output."""
     try:
         return [(each.wait(100), str(each.stdout.read() if each.stdout else "")) for each in processes]
     finally:
@@ -81,7 +81,7 @@ def start(command: list[str], environment: dict[str, str], log: Path) -> subproc
 
 
 def by_hand(script: Path, mark: str, placement: list[int], *arguments: str) -> list[subprocess.Popen[str]]:
-    """One rank for each entry, which is its LOCAL_RANK."""
+    """Start one rank for each entry of ``placement``, which is its LOCAL_RANK."""
     port = free_port()
     return [
         start(
@@ -116,7 +116,7 @@ def test_two_nodes_under_torchrun(script: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_have_no_host_wait_too(script: Path) -> None:
-    """One node of two ranks; and a launcher that has no store of its own."""
+    """There is one node with two ranks. The launcher has no store of its own."""
     with new_mark() as mark:
         codes = [code for code, _ in ends(by_hand(script, mark, [0, 1]))]
         said = [script.with_suffix(f".{rank}").read_text() for rank in range(2)]
@@ -126,7 +126,7 @@ def test_ranks_that_have_no_host_wait_too(script: Path) -> None:
 
 
 def die_with_the_mesh(rank: int, size: int, port: int, mark: str, log: Path) -> int:
-    """A fork: the rank that gets the mesh dies; the pid."""
+    """Fork a rank that gets the mesh and then dies. Return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -146,7 +146,7 @@ def die_with_the_mesh(rank: int, size: int, port: int, mark: str, log: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_others_end_with_rank_0(tmp_path: Path) -> None:
+def test_death_of_rank_0_ends_other_ranks(tmp_path: Path) -> None:
     port = free_port()
     with new_mark() as mark:
         pids = [die_with_the_mesh(rank, 2, port, mark, tmp_path / str(rank)) for rank in range(2)]
@@ -168,7 +168,7 @@ def test_kill_ends_the_others(script: Path) -> None:
 
 
 def meet_on_hosts(rank: int, _address: str, where: hosts.Hosts, mark: str) -> Any:
-    """Three nodes with addresses of their own; the actors of each call those of the next."""
+    """Use three nodes with addresses of their own. The actors of each node call those of the next."""
     where.enter(rank)
     os.environ.update({"LOCAL_RANK": "0", "MASTER_ADDR": where.address(0), "MASTER_PORT": "29400", MARK: mark})
     try:
@@ -197,7 +197,7 @@ def test_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(JobError, match="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set: start"):
         host_mesh_from_env()
-    SPMDJob().kill()  # nothing is there
+    SPMDJob().kill()  # there is no job
 
 
 def test_variables_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_variables_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_rank_0_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (values | {"MASTER_PORT": str(free_port())}).items():
         monkeypatch.setenv(name, value)

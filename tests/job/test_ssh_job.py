@@ -50,7 +50,7 @@ def use(path: Path) -> Any:
 
 
 def test_from_apply_to_kill(server: Server, tmp_path: Path, mark: str) -> None:
-    """In one, since each start takes seconds: started, found, private, used and ended by another program."""
+    """This is one test, because each start takes seconds. Another program finds, uses and ends the job."""
     job = new_job(server, tmp_path, mark).add_mesh("trainers", ["127.0.0.1"])
     job.apply()
     [host] = json.loads(job.path.read_text())["hosts"]
@@ -72,11 +72,11 @@ def test_from_apply_to_kill(server: Server, tmp_path: Path, mark: str) -> None:
 
 @pytest.mark.slow
 def test_a_host_that_is_killed(server: Server, tmp_path: Path, mark: str) -> None:
-    """And a machine that can't be asked: what may still run is not forgotten."""
+    """This includes a machine that does not answer: hosts that may still run stay in the state file."""
     job = new_job(server, tmp_path, mark).add_mesh("trainers", ["127.0.0.1"], listen="0.0.0.0:0")
     job.apply()
     [host] = json.loads(job.path.read_text())["hosts"]
-    assert host["address"].startswith("tcp://127.0.0.1:")  # the one that ssh has reached
+    assert host["address"].startswith("tcp://127.0.0.1:")  # the address to which ssh has connected
 
     text = job.path.read_text()
     job.path.write_text(text.replace(f'"port": {server.port}', f'"port": {closed_port()}'))
@@ -137,7 +137,7 @@ def test_a_host_that_can_not_be_started(
 
 
 def test_unknown_host_key_is_refused(server: Server, tmp_path: Path) -> None:
-    """Nothing is said to a machine that could be any: ssh's own check stays as it is."""
+    """The program sends nothing to an unverified machine, because it leaves ssh's own check in place."""
     options = ["-F", "none", "-o", "UserKnownHostsFile=/dev/null", "-o", "GlobalKnownHostsFile=/dev/null"]
     job = new_job(server, tmp_path, options=options).add_mesh("trainers", ["127.0.0.1"])
     with pytest.raises(JobError, match="Host key verification failed"):
@@ -157,7 +157,7 @@ def test_failure_of_one_machine_leaves_no_processes(server: Server, tmp_path: Pa
 def test_hosts_hello_runs_with_an_ssh_job(
     server: Server, tmp_path: Path, mark: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line of the example that its text says to change, changed."""
+    """Make the change that the text of the example describes, then run it."""
     source = (ROOT / "examples" / "hosts_hello.py").read_text()
     env = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path / "there"), MARK: mark}
     options = f"port={server.port}, identity={str(server.identity)!r}, options={server.options!r}, env={env!r}"
@@ -165,7 +165,7 @@ def test_hosts_hello_runs_with_an_ssh_job(
         'ProcessJob({"workers": args.hosts}, name="hello")',
         f'SSHJob(name="hello", {options}).add_mesh("workers", ["127.0.0.1"])',
     ).replace("import ProcessJob", "import SSHJob")
-    assert changed.count("SSHJob(name") == 2  # in the text, too
+    assert changed.count("SSHJob(name") == 2  # also in the example's text
     (tmp_path / "hello.py").write_text(changed)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     done = subprocess.run([sys.executable, "hello.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""State file of a job: its permissions, its content, and the end of the processes that it names."""
+"""State file of a job: its permissions, its content, and how it is used to end the processes that it names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from monarch_backend.job import Job, JobError, LocalJob, ProcessJob, SPMDJob, SS
 
 
 def noted(path: Path, process: Identity, **changes: Any) -> ProcessJob:
-    """A job whose file says that this process is its only host."""
+    """Return a job whose file has this process as its only host."""
     job = ProcessJob({"trainers": 1}, path=path)
     file = job._new_file()
     file.hosts = [HostEntry("trainers", 0, "", "tcp://127.0.0.1:1", process, "/tmp/log")]
@@ -38,7 +38,7 @@ def sleeper() -> Any:
     process.wait()
 
 
-def test_is_private_and_has_no_secret(tmp_path: Path, sleeper: Any) -> None:
+def test_state_file_is_private_and_has_no_secret(tmp_path: Path, sleeper: Any) -> None:
     path = tmp_path / "job.json"
     noted(path, Identity.of(sleeper.pid))
     secret = tmp_path / "job.secret"
@@ -69,7 +69,7 @@ def test_invalid_state_file_is_refused(tmp_path: Path, text: str, message: str) 
     assert path.read_text() == text
 
 
-def test_of_a_kind_that_is_not_known(tmp_path: Path, sleeper: Any) -> None:
+def test_unknown_job_kind_is_refused(tmp_path: Path, sleeper: Any) -> None:
     path = tmp_path / "job.json"
     job = noted(path, Identity.of(sleeper.pid), kind="balloon")
     with pytest.raises(JobError, match="kind 'balloon', which this release of monarch_backend does not have"):
@@ -82,7 +82,7 @@ def test_of_a_kind_that_is_not_known(tmp_path: Path, sleeper: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o660, 0o602])
-def test_that_others_could_have_written_or_read(tmp_path: Path, sleeper: Any, mode: int) -> None:
+def test_state_file_accessible_to_other_users_is_refused(tmp_path: Path, sleeper: Any, mode: int) -> None:
     path = tmp_path / "job.json"
     job = noted(path, Identity.of(sleeper.pid))
     path.chmod(mode)
@@ -109,10 +109,10 @@ def test_kill_ends_hosts_and_deletes_the_state_file(tmp_path: Path, sleeper: Any
     assert not path.exists() and not (tmp_path / "job.secret").exists()
     with pytest.raises(JobError, match="there is no job: no file"):
         Job.load(path)
-    ProcessJob({"trainers": 1}, path=path).kill()  # nothing is there: nothing to do
+    ProcessJob({"trainers": 1}, path=path).kill()  # there is no job, so this has no effect
 
 
-def test_one_that_does_not_hear_sigterm_gets_sigkill(tmp_path: Path) -> None:
+def test_process_that_ignores_sigterm_gets_sigkill(tmp_path: Path) -> None:
     process = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 100"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     with process.stdout as said:
@@ -121,7 +121,7 @@ def test_one_that_does_not_hear_sigterm_gets_sigkill(tmp_path: Path) -> None:
     assert process.wait(5) == -signal.SIGKILL
 
 
-def test_a_zombie_is_gone() -> None:
+def test_identity_of_a_zombie_raises_lookup_error() -> None:
     process = subprocess.Popen(["true"])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with pytest.raises(ProcessLookupError):
@@ -129,7 +129,7 @@ def test_a_zombie_is_gone() -> None:
     process.wait()
 
 
-def test_of_another_machine(tmp_path: Path, sleeper: Any) -> None:
+def test_state_file_of_another_machine_is_refused(tmp_path: Path, sleeper: Any) -> None:
     path = tmp_path / "job.json"
     noted(path, Identity.of(sleeper.pid), machine="elsewhere")
     for use in (Job.load(path).kill, Job.load(path).apply, Job.load(path).state):
@@ -177,7 +177,7 @@ def test_default_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         other.state().learners  # noqa: B018
     other.kill()
     assert not job.path.exists()
-    assert user_secret()  # the folder is usable by others of ours
+    assert user_secret()  # the folder is private, so it can also hold the secret of the user
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_default_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: ProcessJob({"two words": 1}),
         lambda: ProcessJob({"class": 1}),
         lambda: ProcessJob({"_private": 1}),
-        lambda: ProcessJob({"items": 1}),  # a method of the state
+        lambda: ProcessJob({"items": 1}),  # the name of a method of the state
         lambda: ProcessJob({"trainers": 1}, name="../elsewhere"),
         lambda: LocalJob(["a b"]),
         lambda: SPMDJob("a b"),

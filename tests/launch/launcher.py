@@ -1,4 +1,4 @@
-"""Run a launcher as a user does, ours or torch's, and keep its output."""
+"""Run a launcher, torchrun or `monarch-backend run`, as a user does, and keep its output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE = 50
 
 @dataclass(frozen=True)
 class Launched:
-    """A launcher that has ended, and the directory that was its and its ranks'."""
+    """Output and exit status of an ended launcher, and the working directory of the launcher and its ranks."""
 
     returncode: int
     stdout: str
@@ -32,11 +32,11 @@ class Launched:
     directory: Path
 
     def reports(self) -> list[Any]:
-        """What ranks wrote into report-RANK.json."""
+        """Return the contents of the files report-RANK.json that the ranks have written."""
         return [json.loads(path.read_text()) for path in sorted(self.directory.glob("report-*.json"))]
 
     def table(self) -> str:
-        """The failures as the launcher lists them, without times, pids, hosts and directories."""
+        """Return the launcher's list of failures, without times, pids, hosts, directories and minus signs."""
         text = self.stderr[self.stderr.rindex("ChildFailedError") :]
         text = re.sub(r"( time +: | host +: |\(pid: |PID ).*?(\)?)$", r"\1...\2", text, flags=re.MULTILINE)
         return re.sub(r"/\S*?/(attempt_\d+/\S+)", r"\1", text).replace("=", "").replace("-", "")
@@ -51,7 +51,10 @@ def launching(
     ignored: Sequence[signal.Signals] = (),
     **environment: str,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a launcher during the block, then kill it and its ranks. It inherits that signals are ``ignored``."""
+    """Run a launcher during the block, then kill it and its ranks.
+
+    The launcher inherits ``ignored`` signals as ignored.
+    """
     directory.mkdir(exist_ok=True)
 
     def ignore() -> None:
@@ -61,7 +64,8 @@ def launching(
     with subprocess.Popen(
         [*COMMANDS[kind], *words],
         cwd=directory,
-        env=_environment({**environment, "TMPDIR": str(directory.parent)}),  # both leave a directory in there
+        # both launchers leave a directory in TMPDIR
+        env=_environment({**environment, "TMPDIR": str(directory.parent)}),
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -85,7 +89,7 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def finish(process: subprocess.Popen[str], directory: Path) -> Launched:
-    """Wait for its end."""
+    """Wait for the launcher's end."""
     stdout, stderr = process.communicate(timeout=PATIENCE)
     return Launched(process.returncode, stdout, stderr, directory)
 
@@ -97,7 +101,7 @@ def launch(kind: str, *words: str, directory: Path, stdin: int | IO[str] = subpr
 
 
 def launch_both(*words: str, directory: Path, **options: Any) -> tuple[Launched, Launched]:
-    """The same under ours and under torchrun, at the same time, in directories of their own."""
+    """Run the same script under `monarch-backend run` and torchrun, at the same time, in two directories."""
     ours, theirs = directory / "monarch", directory / "torchrun"
     with (
         launching("monarch", *words, directory=ours, **options) as one,
@@ -107,7 +111,7 @@ def launch_both(*words: str, directory: Path, **options: Any) -> tuple[Launched,
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """Wait for what has no other sign than that it is there."""
+    """Poll until the condition holds."""
     give_up = time.monotonic() + PATIENCE
     while not happened():
         assert time.monotonic() < give_up, "it did not happen"
@@ -115,7 +119,7 @@ def until(happened: Callable[[], bool]) -> None:
 
 
 def gone(pid: int) -> bool:
-    """True when the process has ended; a zombie has."""
+    """Return whether the process has ended. A zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

@@ -1,6 +1,6 @@
 """Source text of the scripts that the tests launch."""
 
-# What a program can see of how it was started. It does not import torch: torchrun's rank would take seconds.
+# Reports what a program can see of how it was started. It does not import torch: torchrun's rank would take seconds.
 PROBE = """
 import gc, json, locale, multiprocessing, os, resource, signal, sys, threading
 handlers = {name: str(signal.getsignal(getattr(signal, name)))
@@ -36,7 +36,7 @@ sys.stdout.write(f"out of rank {rank}\\n")
 sys.stderr.write(f"error of rank {rank}\\n")
 """
 
-# Rank 1 ends in the way that is named; rank 0 says what it is told then. "ready" is a file.
+# Rank 1 ends in the given way. Rank 0 reports the signal that it then receives. "ready" is a file.
 FAILING = """
 import os, signal, subprocess, sys, time
 way = sys.argv[1]
@@ -64,7 +64,7 @@ if way == "interrupt":
     raise KeyboardInterrupt
 """
 
-# Rank 1 fails while rank 0 is stopped, the whole of it. It does not import torch.
+# Rank 1 fails while rank 0 is stopped by SIGSTOP. It does not import torch.
 STOPPED = """
 import os, signal, time
 if os.environ["RANK"] == "0":
@@ -81,7 +81,7 @@ while not os.path.exists("pid") or state() != "T":
 raise SystemExit(3)
 """
 
-# Says with files that it runs, and with its output what signal it got; it goes on if it is told to be stubborn.
+# Writes a file when it runs, and reports each signal that it receives. With "stubborn" it continues after a signal.
 WAITING = """
 import os, signal, subprocess, sys
 def end(number, frame):
@@ -99,7 +99,8 @@ while True:
     signal.pause()
 """
 
-# As early as it can, it has the launcher told to end, the process that its fork server is of; so must it be, then.
+# Rank 0 sends SIGINT to the launcher, the parent of its fork server, as early as it can. Each rank reports its own
+# SIGINT.
 HASTY = """
 import os, signal
 def end(number, frame):

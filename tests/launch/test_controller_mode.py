@@ -1,4 +1,4 @@
-"""`monarch-backend run --controller`: the script runs once, and drives all nodes."""
+"""`monarch-backend run --controller`: the script runs once and controls all nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`monarch-backend run` without a comparison: behaviour that torchrun lacks."""
+"""Behaviour of `monarch-backend run` that torchrun lacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _write(directory: Path, name: str, text: str) -> str:
     ("words", "message"), [([], "training_script"), (["--nonsense", "x.py"], "--nonsense"), (["--nnodes"], "--nnodes")]
 )
 def test_wrong_usage(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this process: that nothing of it is left is part of the test."""
+    """The command runs in this process, so the leak check is part of the test."""
     from monarch_backend.cli import main
 
     with pytest.raises(SystemExit) as caught:
@@ -73,17 +73,17 @@ def test_a_directory_and_standard_input(tmp_path: Path) -> None:
     ("way", "code", "said"),
     [("interrupt", 2, "KeyboardInterrupt"), pytest.param("words", 1, "some words\n", marks=pytest.mark.slow)],
 )
-def test_a_rank_ends_otherwise(way: str, code: int, said: str, tmp_path: Path) -> None:
+def test_failed_rank_is_reported_with_its_exit_code(way: str, code: int, said: str, tmp_path: Path) -> None:
     script = _write(tmp_path, "failing.py", scripts.FAILING)
     done = launch("monarch", "--nproc-per-node=2", script, way, directory=tmp_path)
     assert done.returncode == 1
-    assert f"exitcode  : {code} " in done.table()  # without its sign
+    assert f"exitcode  : {code} " in done.table()  # `table` removes the minus sign
     assert said in done.stderr
 
 
 @pytest.mark.parametrize("program", ["script", "no python"])
-def test_an_end_is_noticed_without_a_look(program: str, tmp_path: Path) -> None:
-    """torchrun looks every --monitor-interval; here that is a minute."""
+def test_rank_exit_is_detected_without_polling(program: str, tmp_path: Path) -> None:
+    """torchrun polls once per --monitor-interval, which is a minute here. This launcher notices an end at once."""
     script = _write(tmp_path, "failing.py", scripts.FAILING)
     words = ["--no-python", sys.executable, script] if program == "no python" else [script]
     began = time.monotonic()
@@ -91,7 +91,7 @@ def test_an_end_is_noticed_without_a_look(program: str, tmp_path: Path) -> None:
     assert time.monotonic() - began < 30
     assert done.returncode == 1
     assert done.stdout == "rank 0 was told SIGTERM\n"
-    assert "exitcode  : 9 " in done.table()  # without its sign
+    assert "exitcode  : 9 " in done.table()  # `table` removes the minus sign
 
 
 @pytest.mark.slow
@@ -109,10 +109,10 @@ def test_stopped_rank_ends_without_grace_period(tmp_path: Path) -> None:
     assert time.monotonic() - began < 25
     for done in both:
         assert done.returncode == 1
-        assert "exitcode  : 15 " in done.table() and "exitcode  : 3 " in done.table()  # without signs
+        assert "exitcode  : 15 " in done.table() and "exitcode  : 3 " in done.table()  # `table` removes the minus signs
 
 
-def test_a_rank_that_does_not_heed_is_killed_after_the_grace(tmp_path: Path) -> None:
+def test_rank_that_ignores_sigterm_is_killed_after_the_timeout(tmp_path: Path) -> None:
     script = _write(tmp_path, "waiting.py", scripts.WAITING)
     words = ["--shutdown-timeout=1", "--nproc-per-node=2", script, "stubborn"]
     with launching("monarch", *words, directory=tmp_path) as process:
@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_heed_is_killed_after_the_grace(tmp_path: Path) -> 
 
 
 def _pids(directory: Path) -> list[int]:
-    """Of ranks and of what they have started."""
+    """Return the pids of ranks and of their child processes."""
     return [int(word) for path in directory.glob("pids-?") for word in path.read_text().split()]
 
 
@@ -148,7 +148,7 @@ def test_another_interpreter_is_started_plainly(tmp_path: Path) -> None:
     assert f"PYTHON_EXEC={other} is another interpreter" in done.stderr
 
 
-# What a launcher has done before, and what it then says.
+# Code that starts threads in a launcher, and the reason that the launcher then gives.
 BUSY = {
     "OpenMP": (
         "import torch; torch.set_num_threads(2); torch.ones(1 << 20).exp()",
@@ -199,7 +199,7 @@ def test_two_launchers_one_of_them_torchrun(tmp_path: Path) -> None:
     assert sorted(report[3] for report in reports) in (["0", "0", "1"], ["0", "1", "1"])
 
 
-def test_a_dead_server_is_no_mystery(tmp_path: Path) -> None:
+def test_dead_fork_server_is_named(tmp_path: Path) -> None:
     script = _write(tmp_path, "waiting.py", scripts.WAITING)
     with launching("monarch", script, directory=tmp_path) as process:
         until(lambda: len([*tmp_path.glob("pids-?")]) == 1)

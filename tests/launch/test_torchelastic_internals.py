@@ -25,7 +25,7 @@ def test_the_launcher_finds_its_agent_by_the_name_that_we_replace() -> None:
 
 
 def test_the_agent_finds_the_start_by_the_name_that_we_replace() -> None:
-    """And gives names for what it hands over, all of which SubprocessContext takes but the start method."""
+    """The agent passes its arguments by name. SubprocessContext takes all of them except the start method."""
     source = inspect.getsource(inspect.unwrap(LocalElasticAgent._start_workers))
     (call,) = re.findall(r"(?s)self\._pcontext = start_processes\((.*?)\n        \)", source)
     names = re.findall(r"(?m)^            (\w+)=", call)
@@ -35,7 +35,7 @@ def test_the_agent_finds_the_start_by_the_name_that_we_replace() -> None:
 
 
 def test_torch_start_processes_has_the_expected_steps() -> None:
-    """It makes the context, starts it, and closes it when that fails: so does ours."""
+    """torch creates the context, starts it, and closes it if the start fails. The replacement does the same."""
     source = inspect.getsource(local_elastic_agent.start_processes)
     assert source.endswith(
         "    try:\n        context.start()\n        return context\n"
@@ -44,7 +44,7 @@ def test_torch_start_processes_has_the_expected_steps() -> None:
 
 
 def test_the_agent_sleeps_and_then_looks() -> None:
-    """The sleep is as long as the spec's interval says at the start of the loop; 0 is none."""
+    """The agent reads the interval from the spec before its loop. An interval of 0 is no sleep."""
     source = inspect.getsource(SimpleElasticAgent._invoke_run)
     assert re.search(r"monitor_interval = spec\.monitor_interval\n", source)
     assert re.search(r"time\.sleep\(monitor_interval\)\s+run_result = self\._monitor_workers\(", source)
@@ -90,7 +90,7 @@ def test_context_has_the_expected_attributes_at_start() -> None:
     ],
 )
 def test_the_command_of_a_rank(words: list[str], command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a forked rank makes of it is _launch/run_script.py's."""
+    """_launch/run_script.py parses this command in a forked rank."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     args = torchrun.get_args_parser().parse_args(["--log-dir=/dev/null", *words])
     _, program, arguments = torchrun.config_from_args(args)

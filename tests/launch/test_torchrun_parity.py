@@ -14,11 +14,11 @@ import pytest
 from tests.launch import scripts
 from tests.launch.launcher import Launched, finish, launch_both, launching, until
 
-# What differs from one run of the same launcher to the next.
+# Variables that differ between two runs of the same launcher.
 BY_CHANCE = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID")
 
 
-# As for a command that a shell starts with `nohup` and `&`.
+# Signals that the launchers inherit as ignored, as from a shell with `nohup` and `&`.
 IGNORED = signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
 
 
@@ -54,9 +54,9 @@ def test_a_rank_sees_the_same_environment(probed: tuple[Launched, Launched]) -> 
 
 
 def test_a_rank_sees_the_same_interpreter(probed: tuple[Launched, Launched]) -> None:
-    """argv, paths, __main__, streams, signals, descriptors, limits, ..."""
+    """The comparison includes argv, paths, __main__, streams, signals, descriptors and limits."""
     for ours, theirs in zip(*(one.reports() for one in probed), strict=True):
-        # Each runs in a directory of its own. OpenBLAS, which came with torch, may have threads.
+        # Each launcher runs in a directory of its own. OpenBLAS, loaded with torch, may have threads.
         rest = [{k: v for k, v in one.items() if k not in ("environment", "cwd", "tasks")} for one in (ours, theirs)]
         assert rest[0] == rest[1]
         assert ours["argv"][1:4] == ["a", "--b", "c d"]
@@ -100,12 +100,12 @@ def test_a_rank_fails(way: str, code: int, tmp_path: Path) -> None:
     assert [one.returncode for one in both] == [1, 1]
     assert both[0].stdout == both[1].stdout == "rank 0 was told SIGTERM\n"
     assert both[0].table() == both[1].table()
-    assert f"exitcode  : {code} " in both[0].table()  # without its sign
+    assert f"exitcode  : {code} " in both[0].table()  # `table` removes the minus sign
     assert _traceback(both[0]) == _traceback(both[1])
 
 
 def _traceback(launched: Launched) -> str:
-    """Of the rank, which comes before the launcher's own."""
+    """Return the rank's traceback, which comes before the launcher's own."""
     return "".join(re.findall(r"(?s)Traceback.*?ValueError.*?\n", launched.stderr.split("ChildFailedError")[0]))
 
 
@@ -115,7 +115,7 @@ def test_restarts_and_error_files(tmp_path: Path) -> None:
     both = launch_both(
         *("--max-restarts=1", "--log-dir=logs", str(tmp_path / "recorded.py")),
         directory=tmp_path,
-        TORCHELASTIC_ERROR_FILE="error.json",  # the launcher's own, into which it copies the first failure
+        TORCHELASTIC_ERROR_FILE="error.json",  # the launcher's own file, into which it copies the first failure
     )
     assert [one.returncode for one in both] == [1, 1]
     assert both[0].stdout == both[1].stdout == "attempt 0\nattempt 1\n"
@@ -136,7 +136,7 @@ def _errors(directory: Path) -> dict[str, Any]:
 
 
 def test_the_launcher_gets_a_signal_while_ranks_start(tmp_path: Path) -> None:
-    """They are told of it once they are all there."""
+    """The ranks receive the signal when all of them have started."""
     (tmp_path / "hasty.py").write_text(scripts.HASTY)
     with launching("monarch", "--nproc-per-node=4", str(tmp_path / "hasty.py"), directory=tmp_path / "ran") as process:
         ended = finish(process, tmp_path / "ran")
@@ -157,7 +157,7 @@ def test_the_launcher_gets_a_signal(number: signal.Signals, tmp_path: Path) -> N
             process.send_signal(number)
         both = finish(one, ours), finish(other, theirs)
     for pid in (int(path.read_text().split()[1]) for path in theirs.glob("pids-?")):
-        os.kill(pid, signal.SIGKILL)  # torchrun leaves it behind
+        os.kill(pid, signal.SIGKILL)  # torchrun does not end this child of a rank
     assert both[0].returncode == both[1].returncode == 1
     assert both[0].stdout == both[1].stdout == f"told {number.name}\n" * 2
     last = [one.stderr.strip().splitlines()[-1] for one in both]

@@ -47,9 +47,9 @@ def test_a_line_waits_one_window_and_no_longer() -> None:
     fold.add(0, [b"y"], 10.5)
     assert fold.take(10.99) == []
     assert _words(fold.take(11.0)) == [([0], b"x")]
-    fold.add(1, [b"y"], 11.2)  # said by everyone now
+    fold.add(1, [b"y"], 11.2)  # all ranks have written it now
     assert _words(fold.take(11.2)) == [([0, 1], b"y")]
-    fold.add(1, [b"x"], 11.3)  # too late to join
+    fold.add(1, [b"x"], 11.3)  # the line of rank 0 has been shown already
     assert _words(fold.take(12.3)) == [([1], b"x")]
 
 
@@ -123,7 +123,7 @@ def test_too_many_bytes_waiting_are_shown_early(monkeypatch: pytest.MonkeyPatch)
 
 
 def _lines(rng: random.Random, count: int, kind: str, rank: int) -> list[bytes]:
-    """Few texts that come again and again, or the same long story with own lines in between, or both."""
+    """Return a few repeated texts, or a common sequence with lines of this rank in between, or a mixture of both."""
     if kind == "alphabet":
         return [rng.choice((b"a", b"b", b"c", b"", b"d\xff")) for _ in range(count)]
     story: list[bytes] = []
@@ -138,7 +138,7 @@ def _lines(rng: random.Random, count: int, kind: str, rank: int) -> list[bytes]:
 @pytest.mark.parametrize("kind", ["alphabet", "story", "mixed"])
 @pytest.mark.parametrize("seed", range(40))
 def test_random_schedules_keep_every_line_once_and_in_order(seed: int, kind: str) -> None:
-    """Random schedules of sayings, time, looks, leavings and flushes; also: no line is shown after its window."""
+    """Random schedules of lines, time steps, polls, ended ranks and flushes. No line is shown after its window."""
     rng = random.Random(f"{seed} {kind}")
     ranks = rng.choice((1, 2, 3, 8, 70))
     fold = _fold_of(ranks)
@@ -182,8 +182,8 @@ def test_random_schedules_keep_every_line_once_and_in_order(seed: int, kind: str
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_common_story_folds_completely(seed: int) -> None:
-    """However the ranks interleave and whatever else they say, with no time passing each common line is shown once."""
+def test_common_lines_are_shown_once_for_any_interleaving(seed: int) -> None:
+    """Without time passing, each common line is shown once, for any interleaving and any other lines of the ranks."""
     rng = random.Random(seed)
     ranks = rng.choice((2, 3, 8))
     common = [rng.choice((b"a", b"b", b"---")) for _ in range(40)]
@@ -217,7 +217,7 @@ def test_the_rate_is_per_rank_and_the_report_names_them_all() -> None:
     assert limit.report(0.9) is None
     assert limit.report(1.0) == Dropped(0b1001, 60, 1.0)
     assert limit.report(9.0) is None and limit.deadline() is None
-    assert limit.admit(0, 60, 100.0) == 50  # the burst, not what a hundred seconds would give
+    assert limit.admit(0, 60, 100.0) == 50  # the burst, not the lines that a hundred seconds allow
     assert limit.report(100.5, early=True) == Dropped(1, 10, 0.5)
 
 

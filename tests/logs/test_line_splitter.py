@@ -38,13 +38,13 @@ def test_a_partial_line_that_was_shown_ends_without_an_empty_one() -> None:
     assert splitter.feed(b"1\n\n") == [b"1", b""]
 
 
-def test_of_a_progress_bar_the_last_state_counts() -> None:
+def test_progress_bar_yields_its_last_state() -> None:
     splitter = LineSplitter()
     for percent in range(0, 100, 10):
         assert splitter.feed(b"\r%d%%" % percent) == []
     assert splitter.has_partial
     assert splitter.take_partial(final=False) == b"90%"
-    assert splitter.feed(b"\r95%\r") == []  # some write the carriage return after the state
+    assert splitter.feed(b"\r95%\r") == []  # some programs write the carriage return after the progress
     assert splitter.take_partial(final=False) == b"95%"
     assert splitter.feed(b"\r100%\nafter") == [b"100%"]
 
@@ -74,7 +74,7 @@ def test_a_long_line_is_cut_with_a_note_and_the_next_one_is_whole() -> None:
     assert splitter.feed(b"z" * (MAX_LINE_BYTES + 1) + b"\nw\n") == [b"z" * MAX_LINE_BYTES + NOTE, b"w"]
 
 
-def test_a_character_is_not_torn() -> None:
+def test_partial_line_has_whole_characters() -> None:
     for character in ("é", "€", "😀"):
         data = character.encode()
         for size in range(1, len(data)):
@@ -88,7 +88,7 @@ def test_a_character_is_not_torn() -> None:
         cut = LineSplitter().feed(b"x" * (MAX_LINE_BYTES - 1) + data + b"\n")
         assert cut == [b"x" * (MAX_LINE_BYTES - 1) + NOTE]
     splitter = LineSplitter()
-    splitter.feed(b"ok\x80\x80\x80\x80")  # no character at all
+    splitter.feed(b"ok\x80\x80\x80\x80")  # not a character
     assert splitter.take_partial(final=False) == b"ok\x80\x80\x80\x80"
 
 

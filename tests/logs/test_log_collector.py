@@ -30,7 +30,7 @@ may_fork = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarn
 
 
 class Screen(io.StringIO):
-    """A stdout that can be waited for, and that can stop being read."""
+    """A stdout whose output a test can await, and whose writes can block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def _mesh(name: str = "m", **options: Any) -> MeshLog:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the collector takes for `sys`: pytest puts its own sys.stdout back between a fixture and the test."""
+    """Replace ``sys`` in the collector: pytest restores its own sys.stdout between a fixture and the test."""
     terminal = SimpleNamespace(stdout=Screen(), stderr=Screen())
     monkeypatch.setattr(log_collector, "sys", terminal)
     return terminal
@@ -90,7 +90,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def screen(terminal: SimpleNamespace) -> Screen:
-    """Both streams of the controller."""
+    """Use one screen as both streams of the controller."""
     terminal.stderr = terminal.stdout
     return terminal.stdout
 
@@ -136,7 +136,7 @@ def test_line_of_some_ranks_is_shown_once_after_the_window(screen: Screen, worke
             worker.say(said)
         screen.wait_for(said)
         assert time.monotonic() - began >= 0.2
-        if f"[gpus 1] {said}" not in screen.getvalue():  # else the machine stood still between the two
+        if f"[gpus 1] {said}" not in screen.getvalue():  # otherwise the machine was too slow between the two writes
             break
     assert screen.getvalue().endswith(f"[gpus 1,2] {said}")
 
@@ -163,7 +163,7 @@ def test_flush_writes_all_lines_of_one_mesh_only(screen: Screen, collector: LogC
 
 
 @may_fork
-def test_the_last_words_of_a_killed_process_come_before_the_report(screen: Screen, collector: LogCollector) -> None:
+def test_last_lines_of_a_killed_process_precede_the_report(screen: Screen, collector: LogCollector) -> None:
     mesh = _mesh(lines_per_sec=None)
     said = "".join(f"line {i}\n" for i in range(3000))  # less than a pipe holds
     (out, w_out), (err, w_err) = os.pipe(), os.pipe()
@@ -209,7 +209,7 @@ def test_a_process_that_goes_on_writing_does_not_hold_flush_up(
     assert screen.getvalue().startswith("[gpus 0] first\n")
 
 
-def test_output_of_any_program_comes_without_its_help(screen: Screen, collector: LogCollector) -> None:
+def test_output_of_a_shell_program_is_collected(screen: Screen, collector: LogCollector) -> None:
     mesh = _mesh()
     (out, w_out), (err, w_err) = os.pipe(), os.pipe()
     os.set_inheritable(out, True)
@@ -237,7 +237,7 @@ def test_end_of_the_pipes_closes_all_descriptors(screen: Screen, collector: LogC
             with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
                 os.fstat(fd)
     assert sorted(screen.getvalue().splitlines()) == [f"[gpus {rank}] bye {rank}" for rank in range(3)]
-    (again,) = workers(mesh, 1)  # a new thread
+    (again,) = workers(mesh, 1)  # this starts a new thread
     again.say("hello\n")
     screen.wait_for("hello")
 
@@ -277,7 +277,7 @@ def test_a_process_may_take_the_place_of_another(screen: Screen, collector: LogC
     peer.say("c\n")
     while log_collector._bytes_in(peer.reads[0]):
         time.sleep(0.001)
-    with collector._lock:  # by now the line is where it waits for rank 0, which still counts
+    with collector._lock:  # the line now waits for rank 0, which is still expected to write it
         pass
     new.say("c\n")
     screen.wait_for("[gpus 0,1] c\n")
@@ -352,7 +352,7 @@ def test_options_take_effect_while_running(screen: Screen, collector: LogCollect
     mesh = _mesh()
     first, second = workers(mesh, 2)
     first.say("waits\n")
-    mesh.configure(aggregate_window_sec=None)  # shows what waits, and wakes the thread that would sleep on
+    mesh.configure(aggregate_window_sec=None)  # shows the waiting line, and wakes the thread before its timeout
     screen.wait_for("waits\n")
     first.say("at once\n")
     screen.wait_for("at once")
@@ -449,7 +449,7 @@ def test_a_broken_stdout_does_not_stop_the_reading(
         broken = open(write, "w", closefd=False)  # noqa: SIM115
     terminal.stdout = broken
     (worker,) = workers(_mesh(lines_per_sec=None), 1)
-    worker.say("lost\n" * 100_000)  # more than the pipe holds: somebody reads it
+    worker.say("lost\n" * 100_000)  # more than the pipe holds, so the collector must read it
     assert collector.flush()
     terminal.stdout = screen
     worker.say("shown\n")
@@ -488,7 +488,7 @@ def test_flush_times_out_without_losing_lines(screen: Screen, collector: LogColl
 def test_lines_that_arrive_at_lock_release_are_written(
     screen: Screen, collector: LogCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has given up waiting for the lock relies on its holder to look once more."""
+    """A thread that stops waiting for the lock relies on the lock's holder to look for new lines once more."""
 
     class Lock:
         def __init__(self) -> None:
@@ -610,7 +610,7 @@ def test_forked_child_does_not_collect(screen: Screen, collector: LogCollector, 
 def test_fork_while_the_thread_writes(
     collector: LogCollector, workers: Workers, tmp_path: Path, terminal: SimpleNamespace
 ) -> None:
-    """A fork in the middle of a write would leave the child a locked stdout, or a second copy of what is buffered."""
+    """A fork during a write would leave the child a locked stdout, or a second copy of the buffered text."""
     with (tmp_path / "out").open("w") as out:
         terminal.stdout = out
         (worker,) = workers(_mesh(lines_per_sec=None), 1)
@@ -646,7 +646,7 @@ def test_fork_while_the_thread_writes(
 def test_random_writers_lose_no_lines(
     seed: int, screen: Screen, collector: LogCollector, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_collector, "_PARTIAL_LINE_TIMEOUT_S", FOREVER)  # a slow machine must not tear lines
+    monkeypatch.setattr(log_collector, "_PARTIAL_LINE_TIMEOUT_S", FOREVER)  # a slow machine must not split lines
     rng = random.Random(seed)
     mesh = _mesh(aggregate_window_sec=rng.choice((0.0, 0.002, 0.02, FOREVER)), lines_per_sec=None)
     ranks = rng.choice((1, 3, 16))
@@ -721,7 +721,7 @@ def test_ten_megabytes_from_eight_processes(
 
 @may_fork
 def test_logging_of_a_worker_comes_whole(screen: Screen, collector: LogCollector) -> None:
-    """Once as nobody configured it, once as the program did."""
+    """The worker's logging is unconfigured first, then configured by the program."""
 
     def unconfigured() -> None:
         print("unbuffered")
@@ -750,7 +750,7 @@ def test_logging_of_a_worker_comes_whole(screen: Screen, collector: LogCollector
     assert shown.startswith("unbuffered\n") or "\nunbuffered\n" in shown
     shown = shown.replace("unbuffered\n", "")
     assert shown.startswith("INFO:loader:line one\nline two\nERROR:root:cannot read\nTraceback (most recent call")
-    assert shown.endswith("ValueError: bad shard\n")  # the worker said DEBUG, but the mesh shows INFO and more
+    assert shown.endswith("ValueError: bad shard\n")  # the worker logs DEBUG, but the mesh shows INFO and above
     assert collector.tail(mesh, 0)[-1] == "DEBUG:loader:made now"
     assert "\x1e" not in shown and "\x1d" not in shown
 
@@ -774,12 +774,12 @@ def _run_worker(collector: LogCollector, mesh: MeshLog, rank: int, body: Callabl
             os.dup2(w_err, 2)
             sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  # as an interpreter makes them
             sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
-            logging.getLogger().handlers.clear()  # pytest's own
+            logging.getLogger().handlers.clear()  # those of pytest
             install_worker_logging()
             body()
             code = 0
         finally:
-            os._exit(code)  # without flushing, as one that dies
+            os._exit(code)  # without a flush, like a process that dies
     os.close(w_out)
     os.close(w_err)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

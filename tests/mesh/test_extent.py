@@ -27,7 +27,7 @@ PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 
 
 class Mesh(MeshBase):
-    """The least that a mesh is; `name` stands for what a real one carries along."""
+    """The smallest implementation of a mesh. ``name`` is an example of an attribute that its slices keep."""
 
     def __init__(self, shape: Shape, name: str = "m") -> None:
         self._shape = shape
@@ -193,7 +193,7 @@ def test_every_slice_of_one_dimension(size: int) -> None:
 
 
 class Walk:
-    """A mesh and the array of its ranks, taken through the same operations; each is checked on the way."""
+    """A mesh and the numpy array of its ranks. Each step applies an operation to both and compares them."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -418,7 +418,7 @@ def test_a_mesh_without_its_constructor_cannot_be_made() -> None:
         MeshBase()  # type: ignore[abstract]
 
 
-# Ranks in words
+# Names of ranks
 
 
 @pytest.mark.parametrize(
@@ -437,7 +437,7 @@ def test_a_mesh_without_its_constructor_cannot_be_made() -> None:
         ({"hosts": 2, "gpus": 4}, [0, 2, 4, 6], "hosts 0-1 gpus 0,2"),
         ({"hosts": 2, "gpus": 4}, [0, 5], "hosts 0 gpus 0; hosts 1 gpus 1"),
         ({"hosts": 2, "gpus": 4}, [6, 0, 1, 2, 3], "hosts 0 gpus 0-3; hosts 1 gpus 2"),
-        # Fewest by the middle dimension: one product for n 0, another for n 1.
+        # The shortest name splits by the middle dimension: one product for n 0, another for n 1.
         ({"h": 3, "n": 2, "g": 3}, [0, 1, 6, 7, 9, 11, 15, 17], "h 0-1 n 0 g 0-1; h 1-2 n 1 g 0,2"),
         ({"gpus": 10_000}, range(10_000), "gpus 0-9999"),
         ({"hosts": 100, "gpus": 100}, range(0, 10_000, 100), "hosts 0-99 gpus 0"),
@@ -448,7 +448,7 @@ def test_words_that_name_ranks(sizes: dict[str, int], ranks: Any, words: str) ->
 
 
 def read_back(extent: Extent, words: str) -> tuple[set[int], int]:
-    """The ranks that the words name, and how many more they speak of."""
+    """Return the ranks that the text names, and the number of further ranks that it mentions."""
     named, _, more = words.partition(" ... and ")
     ranks: set[int] = set()
     for box in named.split("; "):

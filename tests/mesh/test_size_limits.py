@@ -17,14 +17,14 @@ from monarch_backend.actor import this_host
 
 @pytest.fixture(scope="module", autouse=True)
 def _program() -> None:
-    """The process's own program, which the first spawn makes, stays to its end."""
+    """Create the program's state, which the first spawn creates and which remains until the process ends."""
     with contextlib.suppress(SpawnLimitError):
         this_host().spawn_procs({"a": 10**6})
 
 
 @pytest.fixture(autouse=True)
 def at_once() -> Iterator[None]:
-    """Each test: less than a second of processor time, and less than 100 MB more at its peak."""
+    """Assert that a test takes less than a second of CPU time and less than 100 MB of additional memory."""
     began, peak = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert time.process_time() - began < 1

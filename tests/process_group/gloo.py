@@ -1,4 +1,4 @@
-"""torch's Gloo as a reference on all releases of torch: Gloo before torch 2.13 exchanges no lists of tensors."""
+"""torch's Gloo as a reference for every release of torch. Before torch 2.13 Gloo had no all_to_all of lists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def exchanges_lists(group: Any) -> bool:
 
 
 def all_to_all(outputs: list[Tensor], inputs: list[Tensor], group: Any, async_op: bool = False) -> Any:
-    """`dist.all_to_all`, by slices of one tensor where Gloo has no other; this form is never asynchronous."""
+    """Call `dist.all_to_all`, or exchange slices of one tensor if Gloo has no all_to_all of lists (always
+    synchronous).
+    """
     if exchanges_lists(group):
         return dist.all_to_all(outputs, inputs, group=group, async_op=async_op)
     assert not async_op

@@ -1,8 +1,8 @@
-"""Reference results of every collective, computed in one process from the inputs of all ranks; and those inputs.
+"""Inputs of all ranks, and the expected results of every collective, computed in one process.
 
-It uses no process group, no communication and no code of monarch_backend, so that it is independent. All values are
-small integers that every dtype holds exactly, so the order of additions does not matter. The inputs are made once and
-shared: clone before writing.
+This module uses no process group, no communication and no code of monarch_backend, so it is an independent reference.
+All values are small integers that every dtype holds exactly, so the order of additions does not matter. The inputs
+are cached and shared: clone one before you write to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("int8", "uint8", "int32", "int64", "bool")
 COMPLEX = ("complex64", "complex128")
-# Gloo has no name for these: there they move, and reductions of them are refused. Shared memory reduces them.
+# Gloo copies these dtypes and does not reduce them. Shared memory reduces them.
 GLOO_MOVES = ("float8_e4m3fn", "int16", "uint16", "uint32", "uint64")
 DTYPES = (*FLOATS, *INTEGERS, *COMPLEX, *GLOO_MOVES)
 
@@ -26,7 +26,7 @@ ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
 
 
 def on_gloo() -> bool:
-    """Whether the ranks take Gloo where they would share memory."""
+    """Return whether Gloo runs the collectives because shared memory is switched off."""
     return os.environ.get("MONARCH_SHM", "1") == "0"
 
 
@@ -43,7 +43,7 @@ def reduces(dtype: str, op: str) -> bool:
 
 @functools.cache
 def values(rank: int, dtype: str, shape: tuple[int, ...], salt: int = 0) -> Tensor:
-    """Numbers from 1 to 13 that tell the rank, the position and ``salt`` apart, for what only moves."""
+    """Numbers from 1 to 13 for collectives that only copy. They depend on the rank, the position and ``salt``."""
     index = torch.arange(_count(shape))
     numbers = (index * 5 + index // 13 + rank * 3 + salt * 7) % 13 + 1
     return _typed(numbers, dtype).view(list(shape))
@@ -72,19 +72,19 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def reduced(op: str, inputs: Sequence[Tensor]) -> Tensor:
-    """The inputs of all ranks, combined."""
+    """Reduce the inputs of all ranks with ``op``."""
     dtype = inputs[0].dtype
-    if str(dtype).removeprefix("torch.") in GLOO_MOVES:  # torch itself computes with none or few of them
+    if str(dtype).removeprefix("torch.") in GLOO_MOVES:  # torch itself reduces few of these dtypes or none
         wide = torch.float32 if dtype.is_floating_point else torch.int64
         return reduced(op, [x.to(wide) for x in inputs]).to(dtype)
     if op == "AVG" and inputs[0].dtype.is_complex:
-        # In its two parts: division of complex by complex rounds otherwise.
+        # Divide real and imaginary parts separately: a complex division would round differently.
         return torch.view_as_complex(reduced(op, [torch.view_as_real(x) for x in inputs]))
     if op == "AVG":
         rounding_mode = None if dtype.is_floating_point else "trunc"
         return functools.reduce(torch.add, inputs).div(len(inputs), rounding_mode=rounding_mode)
     if inputs[0].dtype is torch.bool:
-        # A sum of bools is what it is on every other device: true if any is.
+        # A sum of bools is their logical or, as on every other device.
         op = {"SUM": "BOR", "PRODUCT": "BAND", "MIN": "BAND", "MAX": "BOR"}.get(op, op)
     combine = {
         "SUM": torch.add,
@@ -99,17 +99,17 @@ def reduced(op: str, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def exchanged(inputs: Sequence[Sequence[Tensor]], me: int) -> list[Tensor]:
-    """What rank ``me`` gets of an all-to-all in which rank ``r`` sends ``inputs[r][to]`` to rank ``to``."""
+    """Return the tensors that rank ``me`` receives when rank ``r`` sends ``inputs[r][to]`` to rank ``to``."""
     return [row[me].clone() for row in inputs]
 
 
 def split_sizes(sender: int, size: int) -> list[int]:
-    """How many rows ``sender`` gives to each of ``size`` ranks: uneven, and none to some."""
+    """Return the number of rows that ``sender`` sends to each of ``size`` ranks. The numbers differ, and some are 0."""
     return [(sender * 2 + to + 1) % 3 for to in range(size)]
 
 
 def same(got: Tensor, want: Tensor) -> bool:
-    """Equal dtype, shape and bytes: torch.equal knows neither float8 nor the larger unsigned integers."""
+    """Compare dtype, shape and bytes. torch.equal supports neither float8 nor the larger unsigned integers."""
     if got.dtype != want.dtype or got.shape != want.shape:
         return False
     return torch.equal(_bytes(got), _bytes(want))

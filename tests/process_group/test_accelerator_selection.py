@@ -63,7 +63,7 @@ def test_backend_named_by_the_user_is_taken() -> None:
 
 
 class _FakeNccl:
-    """Takes what ProcessGroupNCCL takes; the real one refuses to be made without a GPU."""
+    """Accepts ProcessGroupNCCL's arguments. The real class cannot be constructed without a GPU."""
 
     class Options:
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""c10d's methods with every form and name of arguments in torch's signatures, and with tensors of unusual memory."""
+"""Arguments of c10d's methods: every form and parameter name of torch's signatures, and tensors with unusual memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ METHODS = (
 
 
 def _forms(method: str) -> Iterator[dict[str, str]]:
-    """Each overload of torch's method as {parameter: type}, read from what pybind wrote into its docstring."""
+    """Yield each overload of a torch method as {parameter: type}, read from the docstring that pybind generates."""
     text = getattr(dist.ProcessGroup, method).__doc__
     for line in re.findall(rf"^(?:\d+\. )?{method}\(self: .*?, (.*)\) -> ", text, re.M):
         found = re.findall(r"(\w+): ((?:[^,\[]|\[.*?\]+)+)", re.sub(r" = <.*?>(?=, \w+:|$)", "", line))
@@ -60,7 +60,7 @@ ALL_FORMS = [
 
 
 def _tensor_argument(method: str, name: str, kind: str, outputs: bool) -> Any:
-    """A value of this type: 2 ranks, 2 elements a rank, ones to read and zeros to write."""
+    """Return an argument of this type for 2 ranks with 2 elements each. Inputs contain ones, outputs contain zeros."""
     fill = torch.zeros if outputs else torch.ones
     depth = kind.count("Sequence")
     large = (
@@ -93,7 +93,7 @@ def _value(method: str, name: str, kind: str, form: dict[str, str]) -> Any:
         return [2, 2]
     outputs = name.startswith("output")
     if method in ("allgather", "gather", "scatter", "reduce_scatter") and kind.count("Sequence") == 1:
-        # The single-tensor form's lists have one tensor per rank; the list form's flat side has one tensor.
+        # In the single-tensor form a list has one tensor per rank. In the list form the flat list has one tensor.
         nested = any(k.count("Sequence") == 2 for k in form.values())
         fill = torch.zeros if outputs else torch.ones
         return [fill(2)] if nested else [fill(2), fill(2)]
@@ -105,7 +105,7 @@ def _value(method: str, name: str, kind: str, form: dict[str, str]) -> Any:
 def _call(rank: int, method: str, form: dict[str, str], by_name: bool) -> None:
     values = {name: _value(method, name, kind, form) for name, kind in form.items()}
     root = values.get("root", 0)
-    if method in ("gather", "scatter") and rank != root:  # only the root has the list
+    if method in ("gather", "scatter") and rank != root:  # only the root passes the list
         listed = "output_tensors" if method == "gather" else "input_tensors"
         values[listed] = []
     call = getattr(dist.group.WORLD, method)
@@ -170,7 +170,7 @@ def test_unknown_argument_name_is_a_type_error(pool) -> None:
 
 
 def _pending() -> Tensor:
-    """What a functional collective returns in eager mode: a subclass whose own memory must not be read."""
+    """Return the result of a functional collective in eager mode: a subclass whose own memory must not be read."""
     made = funcol.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
     assert type(made) is funcol.AsyncCollectiveTensor
     return made
@@ -204,7 +204,7 @@ def test_tensor_subclass_among_the_inputs_is_accepted(pool, name: str) -> None:
 
 
 def _negated(rank: int) -> None:
-    """The value of a lazy view counts, not the memory under it."""
+    """A collective sends the negated values of a lazy view, not the memory under the view."""
     read, want = torch._neg_view(torch.tensor([2.0, 4.0])), torch.tensor([-2.0, -4.0])
     assert read.is_neg()
     assert read.is_contiguous()
@@ -267,7 +267,7 @@ def test_futures_hold_the_tensors_that_were_passed(pool) -> None:
 
 
 def _strided(rank: int, asynchronous: bool) -> None:
-    """Outputs with strides are written through a copy, when the work ends."""
+    """A strided output is written through a contiguous copy when the work ends."""
     memory = torch.zeros(4, 2)
     work = ALL_GATHER_SINGLE(memory[:, 0], torch.full((2,), rank + 1.0), async_op=asynchronous)
     if asynchronous:
@@ -288,7 +288,7 @@ def test_outputs_with_strides_get_results(pool, asynchronous: bool) -> None:
 
 
 def _strided_in_inference_mode(_rank: int) -> None:
-    """A thread that is not in the mode copies the result."""
+    """A thread that is not in inference mode copies the result into the output."""
     with torch.inference_mode():
         gathered, scattered = torch.zeros(4, 2)[:, 0], torch.zeros(2, 2)[:, 0]
         works = [

@@ -1,6 +1,6 @@
 """Bad arguments raise a clear error on every rank that passed them, and the group keeps working.
 
-Errors of arguments only. Ranks that disagree with each other, or die, are not here.
+This module tests errors in arguments. It does not test ranks that disagree with each other, or that die.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ONES = torch.ones
 
 
 def _cases(rank: int) -> dict[str, tuple[Callable[[], Any], type[BaseException], tuple[str, ...]]]:
-    """name -> (the mistake, the error's type, words that its message must have)."""
+    """Return name -> (call with a mistake, type of the error, words that the message must contain)."""
     wrong = CollectiveArgumentError
     return {
         "short output list": (lambda: dist.all_gather([ONES(4)], ONES(4)), wrong, ("1 tensors", "2 ranks")),
@@ -98,7 +98,7 @@ def _scatter_single(output: torch.Tensor, input: torch.Tensor) -> None:
 
 
 def _stranger() -> torch.Tensor:
-    """A tensor that says it lives on a device nobody has a route for."""
+    """Return a tensor on a device for which the group has no route."""
 
     class Stranger(torch.Tensor):
         @classmethod
@@ -125,7 +125,7 @@ def _make_mistake(rank: int, name: str) -> str:
     if isinstance(caught, monarch_backend.MonarchError):
         for word in (f"rank {rank} of 2", socket.gethostname(), f"pid {os.getpid()}"):
             assert word in text, f"{name}: {word!r} is missing in: {text}"
-    # The group goes on.
+    # The group keeps working.
     x = ONES(3)
     dist.all_reduce(x)
     assert x.tolist() == [2.0] * 3
@@ -210,7 +210,7 @@ def test_use_after_abort_raises() -> None:
 def _unreachable_store(rank: int, address: str) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]  # closed again below: nobody listens there
+        port = probe.getsockname()[1]  # the socket is closed below, so the port has no listener
     start = time.monotonic()
     with pytest.raises(dist.DistError) as caught:
         dist.init_process_group(
@@ -245,7 +245,7 @@ def test_missing_rank_hits_the_timeout() -> None:
 
 
 def _only_the_root(rank: int, again: bool) -> str:
-    """Lists that only the root brings: the others can't know that they are wrong, and wait."""
+    """A wrong list on the root: the other ranks cannot detect the error, so they wait."""
     x, row = torch.full((4,), float(rank)), [ONES(4)] * 2
     if rank == 0:
         with pytest.raises(CollectiveArgumentError, match="3 tensors"):
@@ -267,7 +267,9 @@ def _only_the_root(rank: int, again: bool) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="over Gloo the others wait until the connection closes")
 def test_wrong_argument_of_the_root_only_raises_on_the_root() -> None:
-    """The root may correct itself; if it gives up, the others hear of it at once and not at the timeout."""
+    """The root may repeat the call with correct arguments. If the root exits, the other ranks fail before the
+    timeout.
+    """
     run_ranks(_only_the_root, 2, True)
     start = time.monotonic()
     run_ranks(_only_the_root, 2, False)

@@ -1,7 +1,7 @@
 """Features of torch 2.14 and later for every process group: hooks around collectives, NaN checks, gather_single.
 
-torch's dispatcher calls the hooks; collectives otherwise bypass it. On an older torch all tests skip: `make
-test-torch VERSION=2.15.0` runs them.
+torch's dispatcher calls the hooks. Collectives bypass the dispatcher unless a hook is registered. On an older torch
+all tests skip: `make test-torch VERSION=2.15.0` runs them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(torch_version() < (2, 14), reason="torch 2.14 br
 
 
 def _collectives(rank: int) -> list[str]:
-    """Runs one of each; returns the names by which the hooks call them."""
+    """Run each collective once, and return the names that the hooks report."""
     x, two = torch.ones(2), [torch.zeros(2), torch.zeros(2)]
     dist.all_reduce(x)
     dist.all_reduce(x, async_op=True).wait()
@@ -67,7 +67,7 @@ def _nan(rank: int, attach: bool) -> None:
     good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
     group = dist.new_group([0, 1])
     if attach:
-        dist.all_reduce(bad.clone(), group=group)  # nobody looks yet
+        dist.all_reduce(bad.clone(), group=group)  # no NaN check is attached yet
         NanCheckHook.attach(group)
     dist.all_reduce(good, group=group)
     for call in (lambda: dist.all_reduce(bad, group=group), lambda: dist.broadcast(bad, rank, group=group)):
@@ -100,7 +100,7 @@ def test_flight_recorder_has_collectives(shm: bool) -> None:
     env = {"TORCH_FR_BUFFER_SIZE": "100"} | ({} if shm else {"MONARCH_SHM": "0"})
     # torch 2.15 has a recorder for each kind of backend.
     ours = run_ranks(_recorded, 2, {"backend": "shm"} if shm and torch_version() > (2, 14) else {}, env=env)
-    if shm or torch_version() == (2, 14):  # where the hook does not know yet who records himself
+    if shm or torch_version() == (2, 14):  # torch 2.14's hook does not know that a backend has its own recorder
         names = [name.partition(" ")[0].replace("all_reduce", "allreduce") for name in ours[0]]
         by = "c10d" if torch_version() == (2, 14) else "shm"
         assert {f"{by}:allreduce", f"{by}:recv", f"{by}:send"} <= set(names)
@@ -120,7 +120,7 @@ def test_disabled_flight_recorder_keeps_the_fast_path() -> None:
 
 
 def _hooked(_rank: int) -> list[Any]:
-    """A group keeps its name, and its other callers, when somebody hooks into it."""
+    """A group keeps its name and description, and functional collectives still find it, after a hook is registered."""
     from torch.distributed import _functional_collectives as funcol
 
     group = dist.group.WORLD
@@ -158,7 +158,9 @@ def test_hooks_can_call_collectives(before: bool) -> None:
 
 
 def _two_hosts(rank: int) -> tuple[set[str], list[Any]]:
-    """Ranks 0 and 1 here, 2 and 3 as if elsewhere: messages are Gloo's, whatever looks on."""
+    """Ranks 0 and 1 are on this host, ranks 2 and 3 appear to be on another. Gloo carries messages, with or without
+    hooks.
+    """
     exchange = _bootstrap.exchange
 
     def elsewhere(store: Any, name: str, rank: int, size: int, mine: Any, deadline: Any, who: str) -> Any:

@@ -91,7 +91,7 @@ def test_debug_wrapper_is_added_and_removed() -> None:
 
 
 def test_blocking_calls_of_torch_wait_for_their_work() -> None:
-    """What `is_waited_for` goes by: send and recv call isend and irecv, and wait for what these give."""
+    """`is_waited_for` relies on this: send and recv call isend and irecv, and wait for the returned works."""
     for blocking, starts in ((dist.send, "isend"), (dist.recv, "irecv")):
         function = inspect.unwrap(blocking)
         assert function.__code__ in _c10d_internals._BLOCKING
@@ -146,7 +146,7 @@ def test_profiled_range_has_shapes() -> None:
 
 
 def _files_that_dynamo_sees(rank: int) -> set[str]:
-    """Run methods of the group as C++ does, with a callback that gets each Python frame in TorchDynamo's place."""
+    """Call the group's methods as C++ does, with a callback that receives each Python frame as TorchDynamo would."""
     from torch._C._dynamo.eval_frame import set_eval_frame
     from torch._dynamo.types import ConvertFrameReturn
 

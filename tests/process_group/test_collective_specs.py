@@ -1,6 +1,6 @@
 """Table of collectives: each row has a method, argument forms, an overlap rule, routes and a reference result.
 
-No other module of process_group lists collectives. A new row is tested here without a new test.
+No other module of process_group lists collectives. These tests cover a new row without changes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ each_collective = pytest.mark.parametrize("spec", COLLECTIVES, ids=lambda spec: 
 
 
 def _methods(spec: CollectiveSpec) -> list[str]:
-    """The names that this release of torch has."""
+    """Return the spec's methods that this release of torch has."""
     return [method for method in spec.methods if hasattr(dist.ProcessGroup, method)]
 
 
@@ -125,7 +125,7 @@ def test_kernels_with_hooks_find_a_method(spec: CollectiveSpec) -> None:
 
 
 class _Inner:
-    """Has every method, as torch_xla's group may have in a later release."""
+    """A group with every method, as a later release of torch_xla may have."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: name
@@ -168,7 +168,7 @@ def test_xla_route_refuses_a_reduce_op_that_xla_lacks(spec: CollectiveSpec) -> N
 
 
 class _Recorder:
-    """In the place of the group: writes its first argument."""
+    """Stands in for the group, and fills the tensors that a method writes."""
 
     def __getattr__(self, name: str) -> Any:
         def record(*args: Any) -> Any:
@@ -206,7 +206,7 @@ def _outputs(spec: CollectiveSpec, mine: list[Tensor], expected: list[Tensor]) -
 
 
 def _run(spec: CollectiveSpec, method: str, rank: int, root: int) -> list[str]:
-    """Call one method, directly and as its dispatched form; what went wrong."""
+    """Call one method, directly and as its dispatched form. Return a description of each failure."""
     group, size = dist.group.WORLD, dist.get_world_size()
     given = [given_by(spec, each, size) for each in range(size)]
     expected = REFERENCES[spec.key](given, rank, root)
@@ -270,7 +270,7 @@ def test_each_collective_by_torchs_dispatcher_gives_its_reference_result() -> No
 
 
 def _share(first: Tensor, second: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-    """Both tensors in one memory, ``second`` from an offset on, with its values."""
+    """Return both tensors in one memory: ``second`` starts ``offset`` elements after ``first`` and keeps its values."""
     memory = torch.zeros(first.numel() + second.numel() + offset)
     shared = memory[offset : offset + second.numel()]
     shared.copy_(second)
@@ -285,7 +285,7 @@ def _overlapping(rank: int) -> list[str]:
             continue
         given = [given_by(spec, each, size) for each in range(size)]
         mine = [tensor.clone() for tensor in given[rank]]
-        if spec.form.is_in_place:  # the last copy is the one that stays
+        if spec.form.is_in_place:  # the values of the last tensor remain where tensors overlap
             mine[0], mine[1] = _share(mine[0], mine[1], 1)
             given = [[*_in_one_memory(row)] for row in given]
             expected = REFERENCES[spec.key](given, rank, root)
@@ -296,7 +296,8 @@ def _overlapping(rank: int) -> list[str]:
         expected = REFERENCES[spec.key](given, rank, root)
         outputs = [torch.full_like(tensor, -1) for tensor in expected]
         if outputs:
-            own = rank if spec.overlap is Overlap.READ_FIRST else 0  # its own piece, in the place of the output
+            # this rank's own piece, at the position of the output
+            own = rank if spec.overlap is Overlap.READ_FIRST else 0
             offset = 0 if spec.overlap is Overlap.READ_FIRST else 1
             outputs[0], mine[own] = _share(outputs[0], mine[own], offset)
         args = arguments(spec, mine, outputs, root, rank, size)
@@ -324,7 +325,7 @@ def test_each_collective_treats_overlaps_by_its_rule(shared: str) -> None:
 
 @each_collective
 def test_rule_for_overlaps_fits_the_form(spec: CollectiveSpec) -> None:
-    """Only a call with one tensor or none has no rule."""
+    """Only a call with at most one tensor has no rule for overlaps."""
     alone = spec.form in (Form.IN_PLACE, Form.NOTHING) or spec.form.is_point_to_point
     assert (spec.overlap is Overlap.NONE) == alone
 
@@ -344,7 +345,7 @@ NAMES = frozenset(
 
 
 def _literals(source: str) -> Iterator[tuple[int, set[str]]]:
-    """Yield the names in each display of a module: strings and constants, of dicts those of the keys."""
+    """Yield the names in each literal of a module: strings and constants, or the keys of a dict."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Dict, ast.List, ast.Set, ast.Tuple)):
             entries = node.keys if isinstance(node, ast.Dict) else node.elts
@@ -359,7 +360,7 @@ def _name(entry: ast.expr | None) -> str:
 
 
 def _lists_of_collectives(source: str) -> list[tuple[int, set[str]]]:
-    """Displays with at least two names of collectives."""
+    """Return the literals with at least two names of collectives."""
     found = [(line, names & NAMES) for line, names in _literals(source)]
     return [(line, names) for line, names in found if len(names) > 1]
 
@@ -397,7 +398,7 @@ def test_code_of_the_guide_is_in_the_files_that_it_names() -> None:
     for named, block in found:
         path = named or path
         blocks += bool(block)
-        block = block.removeprefix("(\n").removesuffix(")\n")  # a row of the table is no statement of its own
+        block = block.removeprefix("(\n").removesuffix(")\n")  # in the module the row is part of a larger statement
         assert block in (GUIDE.parents[2] / path).read_text(), f"{path} does not have:\n{block}"
     assert blocks == 5
 

@@ -24,19 +24,19 @@ from monarch_backend.process_group._integer_mean import INTEGERS
 from tests.process_group import reference
 from tests.support.ranks import run_ranks
 
-# torch 2.13 gave them these names and says that the old ones will go.
+# torch 2.13 introduced these names and deprecates the old ones.
 ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 WORLD_SIZES = (1, 2, 4)
-# torch sorts the ranks it is given; the order here only says that it may be any.
+# torch sorts the ranks of a group. The lists are unsorted because a caller may pass any order.
 GROUPS: dict[int, dict[str, list[int] | None]] = {
     1: {"default": None},
     2: {"default": None, "all": [1, 0], "one": [1]},
     4: {"default": None, "all": [3, 1, 0, 2], "all but the last": [2, 1, 0], "two": [3, 1]},
 }
 
-# Layouts other than "contiguous" are of the inputs or of the outputs, never of both.
+# A layout other than "contiguous" applies to the inputs or to the outputs, never to both.
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "contiguous": ((7,), (0,), (1,), (), (3, 5), (4099,), (2, 0, 3)),
     "offset in": ((7,), (3, 5)),
@@ -51,7 +51,7 @@ _made: dict[str, Any] = {}
 
 
 def _group(name: str) -> Any:
-    """The group of this name, made once in each rank; None on a rank outside it."""
+    """Return the group with this name, made once in each rank, or None on a rank outside it."""
     if name not in _made:
         for each, ranks in GROUPS[dist.get_world_size()].items():
             group = dist.group.WORLD if ranks is None else dist.new_group(ranks)
@@ -95,7 +95,7 @@ class Cell:
 
     @property
     def root(self) -> int:
-        """The root as a rank of the group; another one from cell to cell."""
+        """The root as a rank of the group. It differs between cells."""
         return self.number % self.size
 
     @property
@@ -103,13 +103,15 @@ class Cell:
         return dist.get_process_group_ranks(self.group)[self.root]
 
     def inputs(self, shape: Sequence[int] | None = None, salt: int = 0) -> list[Tensor]:
-        """What each rank of the group brings."""
+        """Return the inputs of all ranks of the group."""
         make = reference.factors if self.op else reference.values
         wanted = self.shape if shape is None else shape
         return [make(rank, self.dtype, tuple(wanted), salt + self.number % 3) for rank in range(self.size)]
 
     def put(self, tensor: Tensor, side: str) -> Tensor:
-        """The same values in the cell's layout, if that is about this ``side``: "in", "out"."""
+        """Return the values in the cell's layout if the layout applies to this ``side`` ("in" or "out"), else as a
+        copy.
+        """
         kind, _, about = self.layout.partition(" ")
         if about != side:
             return tensor.clone()
@@ -127,7 +129,7 @@ class Cell:
         return placed.copy_(tensor)
 
     def blank(self, shape: Sequence[int] | None = None) -> Tensor:
-        """An output that holds nothing of the answer."""
+        """Return an output tensor that contains none of the expected values."""
         wanted = self.shape if shape is None else shape
         return self.put(torch.zeros(wanted).to(getattr(torch, self.dtype)), "out")
 
@@ -135,7 +137,7 @@ class Cell:
         if self.op:
             kwargs["op"] = getattr(dist.ReduceOp, self.op)
         with warnings.catch_warnings():
-            # torch says of all_gather_coalesced and all_reduce_coalesced that it will remove them one day.
+            # torch deprecates all_gather_coalesced and all_reduce_coalesced.
             warnings.filterwarnings("ignore", r".*_coalesced.* will be deprecated", FutureWarning)
             work = collective(*args, group=self.group, async_op=self.asynchronous, **kwargs)
         if self.asynchronous:
@@ -147,7 +149,7 @@ class Cell:
 Pairs = list[tuple[Tensor, Tensor]]
 
 
-# The collectives: each makes its tensors, calls, and gives (what came, what should have come) ------------------
+# The collectives: each function makes tensors, calls the collective and returns pairs (got, expected) ----------
 
 
 def _broadcast(cell: Cell) -> Pairs:
@@ -279,11 +281,11 @@ COLLECTIVES: dict[str, Callable[[Cell], Pairs]] = {
 }
 
 
-# What the route refuses ---------------------------------------------------------------------------------------
+# Refused calls ------------------------------------------------------------------------------------------------
 
 
 def _refused(cell: Cell) -> tuple[str, ...]:
-    """Words that the refusal of this cell must have; empty where the cell must work."""
+    """Return words that the error of this cell must contain, or nothing if the cell must succeed."""
     if cell.op and not reference.reduces(cell.dtype, cell.op):
         if cell.dtype in reference.COMPLEX:
             return ("complex",)
@@ -295,19 +297,19 @@ def _refused(cell: Cell) -> tuple[str, ...]:
 
 
 def _takes_strides(cell: Cell) -> bool:
-    """Gloo copies the tensors of some collectives; elsewhere it would read and write past the strides."""
+    """Gloo copies the tensors of some collectives. For the others it would ignore strides and access other memory."""
     name = cell.collective.split()[0]
     if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         return True
     if name in ("scatter", "reduce_scatter"):
         return cell.layout.endswith(" in")
-    # The same order of dimensions on every rank is the same memory on every rank.
+    # In-place collectives accept transposed tensors, because all ranks have the same memory layout.
     in_place = name in ("broadcast", "all_reduce", "reduce") and cell.layout.startswith("transposed")
     return in_place or name in ("all_gather", "gather", "all_to_all", "all_gather_coalesced", "all_reduce_coalesced")
 
 
 def _cells(collective: str, dtype: str, world_size: int) -> Iterator[Cell]:
-    """The default group with everything; other groups with every layout, shapes and sync or async by turns."""
+    """Yield all cells for the default group. Other groups alternate shapes, and sync with async, for every layout."""
     numbers = itertools.count()
     for (turn, group), (layout, shapes) in itertools.product(enumerate(GROUPS[world_size]), SHAPES.items()):
         if layout.endswith(" out") and collective in IN_PLACE:
@@ -321,7 +323,7 @@ def _cells(collective: str, dtype: str, world_size: int) -> Iterator[Cell]:
 
 
 def _ops(collective: str, dtype: str, layout: str, shape: tuple[int, ...], number: int) -> Sequence[str]:
-    """All ops, refused ones too, at one shape; elsewhere one of those that the dtype has, by turns."""
+    """Return all ops, supported or not, for one shape. For other shapes, return one supported op."""
     if "reduce" not in collective:
         return [""]
     if layout == "contiguous" and shape == (7,):
@@ -331,17 +333,17 @@ def _ops(collective: str, dtype: str, layout: str, shape: tuple[int, ...], numbe
 
 
 def _run_cell(cell: Cell) -> str:
-    """What is wrong with the cell on this rank; empty if nothing is."""
+    """Run one cell. Return a description of the failure on this rank, or an empty string."""
     words = _refused(cell)
     if words and cell.collective == "gather" and cell.layout.endswith(" out") and cell.me != cell.root:
-        return ""  # only the root has an output to be refused, and nobody to gather from it
+        return ""  # only the root has an output to refuse, and the root does not gather
     try:
         pairs = COLLECTIVES[cell.collective](cell)
     except CollectiveArgumentError as error:
         missing = [word for word in words if word not in str(error)]
         return f"refused: {error}" if missing or not words else ""
     except ValueError as error:
-        # torch itself refuses some reductions of complex, before any backend is asked.
+        # torch refuses some reductions of complex before it calls a backend.
         return "" if words == ("complex",) and "complex" in str(error) else f"refused: {error!r}"
     except RuntimeError as error:
         return f"failed: {error!r}"
@@ -366,12 +368,12 @@ def _run_cells(rank: int, collective: str, dtype: str) -> tuple[int, list[str]]:
             if wrong:
                 failures.append(f"rank {rank}: {cell}: {wrong}")
     x = torch.ones(3)
-    dist.all_reduce(x)  # after all refusals, the group still works
+    dist.all_reduce(x)  # the group still works after all refusals
     assert x.tolist() == [float(dist.get_world_size())] * 3
     return count, failures
 
 
-DTYPES_OF_FOUR_RANKS = {"float32", "bfloat16", "int64", "bool", "complex64"}  # the others are slow tests
+DTYPES_OF_FOUR_RANKS = {"float32", "bfloat16", "int64", "bool", "complex64"}  # other dtypes are slow tests
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [
@@ -387,11 +389,11 @@ def test_collective(pool, collective: str, world_size: int, dtype: str) -> None:
     assert not failures, f"{len(failures)} cells failed; the first:\n" + "\n".join(failures[:8])
 
 
-# What has no place in the matrix --------------------------------------------------------------------------------
+# Collectives outside the matrix ---------------------------------------------------------------------------------
 
 
 def _barriers(rank: int, world_size: int) -> None:
-    """Each rank leaves a note before a barrier and must find everybody's after it."""
+    """Each rank writes a key before a barrier, and must find the keys of all ranks after it."""
     for turn, (name, asynchronous) in enumerate(itertools.product(GROUPS[world_size], ("sync", "async", "monitored"))):
         group = _group(name)
         if group is None:
@@ -409,7 +411,7 @@ def _barriers(rank: int, world_size: int) -> None:
 
 
 def _runs(group: Any) -> int:
-    """How often this rank has come here with the group: the store of a pool outlives a test."""
+    """Count this rank's calls with the group. The store of a pool is older than the test and has earlier keys."""
     group.barrier_runs = getattr(group, "barrier_runs", 0) + 1
     return group.barrier_runs
 
@@ -474,29 +476,28 @@ def test_all_to_all_single_without_rows_is_refused(pool) -> None:
 
 
 def _bool_sums(rank: int) -> None:
-    """256 times True: what Gloo would call False, seen on one rank by its bytes."""
+    """Bytes of summed bools are 0 or 1. Gloo would add the bytes, so 256 times True would be False."""
     x = torch.tensor([True, rank == 0, False])
     dist.all_reduce(x)
     assert x.view(torch.uint8).tolist() == [1, 1, 0]
     options = dist.AllreduceOptions()
     dist.group.WORLD.allreduce([torch.tensor([True])], options).wait()
-    assert options.reduceOp == dist.ReduceOp.SUM  # the caller's own options stay what they were
+    assert options.reduceOp == dist.ReduceOp.SUM  # the call does not change the caller's options
 
 
 def test_sum_of_bools_is_bool(pool) -> None:
     pool(4).run(_bool_sums)
 
 
-# The table of process_group/_cpu_validation.py against torch's Gloo
-# -------------------------------------------------------------------
+# Table of process_group/_cpu_validation.py against torch's Gloo --------------------------------------------------
 
 
 def _real_gloo(rank: int, address: str) -> dict[str, dict[str, bool]]:
-    """dtype -> op or "move" -> whether Gloo does it, asked without our group."""
+    """Return dtype -> op or "move" -> whether Gloo supports it, by calls to Gloo without our group."""
     store = dist.FileStore(address.removeprefix("file://"), 2)
     gloo = dist.ProcessGroupGloo(store, rank, 2, datetime.timedelta(seconds=10))
     names = {n for n, d in vars(torch).items() if isinstance(d, torch.dtype) and str(d) == f"torch.{n}"}
-    # torch warns that complex of two bytes each is an experiment; here it goes as pairs of float16 or bfloat16.
+    # complex32 is left out: torch warns that it is experimental.
     names = {name for name in names if not name.endswith("complex32")}
     table: dict[str, dict[str, bool]] = {}
     for name in sorted(names):
@@ -526,8 +527,8 @@ def _works(call: Callable[[], Any]) -> bool:
 
 
 def test_table_of_gloo_is_torchs(monkeypatch) -> None:
-    """Fails when torch learns or forgets a dtype or an op: then _cpu_validation.py and reference.py follow."""
-    monkeypatch.setenv("MONARCH_SHM", "0")  # reference.py's answers depend on it
+    """Fails when torch adds or removes a dtype or an op. Then update _cpu_validation.py and reference.py."""
+    monkeypatch.setenv("MONARCH_SHM", "0")  # reference.py reads this variable
     table, other = run_ranks(_real_gloo, 2, backend=None)
     assert table == other
     assert {*reference.DTYPES} <= {*table}
@@ -538,7 +539,7 @@ def test_table_of_gloo_is_torchs(monkeypatch) -> None:
             "move": dtype in able,
             **{op: dtype in able and dtype in _cpu_validation.taken_by(op, able) for op in reference.OPS},
         }
-        if dtype.is_complex:  # sums of pairs of floats, on both sides
+        if dtype.is_complex:  # both sides add pairs of floats
             ours.update(SUM=True, AVG=True)
         if dtype in INTEGERS and dtype in able:
             assert ours["AVG"]
@@ -549,5 +550,5 @@ def test_table_of_gloo_is_torchs(monkeypatch) -> None:
 
 
 def test_ops_of_the_cpu_route_are_torchs() -> None:
-    """An op that torch adds is either in the table or refused by name."""
+    """An op that torch adds must be in the table, or be refused by its name."""
     assert {*dist.ReduceOp.RedOpType.__members__} == {*_cpu_validation._OPS}

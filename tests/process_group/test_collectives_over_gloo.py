@@ -1,6 +1,6 @@
-"""The CPU route without shared memory, as between hosts or with MONARCH_SHM=0: all calls go to Gloo.
+"""The CPU route without shared memory, as between hosts or with MONARCH_SHM=0: Gloo runs all calls.
 
-The matrix of test_collectives.py, with some of its dtypes.
+The tests are the matrix of test_collectives.py with some of its dtypes.
 """
 
 from __future__ import annotations

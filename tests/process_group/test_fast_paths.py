@@ -1,4 +1,4 @@
-"""Compiled fast paths of collectives: which calls take them, and that their results and errors are the same."""
+"""Compiled fast paths of collectives: which calls use them, with the same results and errors as the methods."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from tests.support.collective_references import REFERENCES, arguments, given_by,
 from tests.support.ranks import RankFailedError as DeadRank
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
-
 GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -50,8 +48,10 @@ def _calls(rank: int) -> dict[str, Callable[[], Any]]:
 
 
 def _interpreted(rank: int) -> dict[str, list[str]]:
-    """The functions of our package that each call runs in the interpreter: of some calls, that with the fewest. One
-    that has waited for the other rank for a while asks how long it may.
+    """Return the Python functions of our package that run during each call.
+
+    Each call runs 20 times, and the run with the fewest functions counts. Other runs may wait longer for the other
+    rank, and then ask for the remaining timeout.
     """
     ran: dict[str, list[str]] = {}
     for name, call in _calls(rank).items():
@@ -98,7 +98,7 @@ def test_table_of_collectives_has_each_fast_path() -> None:
 
 
 def _ways(rank: int) -> list[bool]:
-    """Results of the fast path and of the method agree, for calls that fast paths take and for others."""
+    """Compare results of the fast path and of the method, for calls with and without a fast path."""
     group = dist.group.WORLD
     method = type(group).allreduce
     same = []
@@ -127,11 +127,11 @@ def test_fast_path_and_python_path_give_the_same() -> None:
 
 
 class _Sub(torch.Tensor):
-    """A tensor with a type of its own."""
+    """A subclass of Tensor."""
 
 
 def _passed_on(rank: int) -> list[str]:
-    """Calls that no fast path handles take the method, whose errors say what is wrong."""
+    """Calls without a fast path run the method. Return the first line of each error."""
     said = []
 
     def refused(call: Callable[[], Any]) -> None:
@@ -141,19 +141,19 @@ def _passed_on(rank: int) -> list[str]:
 
     x = torch.arange(6.0).view(2, 3)
     y = x.t()
-    dist.all_reduce(y)  # not contiguous, and dense
+    dist.all_reduce(y)  # dense but not contiguous
     assert torch.equal(y, (2 * torch.arange(6.0)).view(2, 3).t())
     sub = torch.ones(2).as_subclass(_Sub)
     dist.all_reduce(sub)
     assert sub.tolist() == [2.0, 2.0]
-    lazy = torch.tensor([1j]).conj().imag  # negative, and only when somebody reads it
+    lazy = torch.tensor([1j]).conj().imag  # a lazy view: values are negated only when they are read
     assert lazy.is_neg()
     refused(lambda: dist.all_reduce(lazy))
     refused(lambda: GATHER(torch.empty(3), torch.ones(2)))
     refused(lambda: SCATTER(torch.empty(2), torch.ones(3)))
     refused(lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)))
     refused(lambda: dist.all_gather([torch.empty(2), torch.empty(3)], torch.ones(2)))
-    # Rank 0 keeps two and gets one, rank 1 keeps one.
+    # Rank 0 sends two elements to itself and receives one. Rank 1 sends one to itself.
     sizes = ([2, 1], [2, 0]) if rank == 0 else ([0, 1], [1, 1])
     uneven = torch.empty(sum(sizes[0]))
     dist.all_to_all_single(uneven, torch.full((2,), float(rank)), *sizes)
@@ -169,7 +169,7 @@ def test_unsupported_arguments_take_the_python_path() -> None:
 
 
 def _mixed_ways(rank: int) -> list[str]:
-    """One rank takes the fast path, the other the method."""
+    """One rank uses the fast path while the other calls the method."""
     group = dist.group.WORLD
     said = []
     for turn in range(2):
@@ -206,7 +206,9 @@ def test_root_outside_the_group_is_refused() -> None:
 
 
 def _works(rank: int) -> None:
-    """Who keeps a work has it for himself; a small one that nobody has is given again, with nothing of its past."""
+    """A work that the caller keeps is not reused. A small work without references is reused without earlier
+    attributes.
+    """
     group, opts = dist.group.WORLD, dist.AllreduceOptions()
     opts.asyncOp = False
     x, y = torch.ones(2), torch.ones(3)
@@ -226,7 +228,7 @@ def _works(rank: int) -> None:
     group.allreduce([large], opts)
     seen = weakref.ref(large)
     del large
-    assert seen() is None  # no work keeps it
+    assert seen() is None  # no work keeps the large tensor
 
 
 def test_works_of_fast_paths_complete() -> None:
@@ -243,7 +245,7 @@ def _watchers(_rank: int) -> tuple[int, int]:
     dist.all_reduce(torch.ones(1), group=group)
     kept([torch.ones(1)]).wait()
     dist.broadcast(torch.ones(1), 0, group=group)
-    dist.destroy_process_group(group)  # waits for the hooks
+    dist.destroy_process_group(group)  # waits for the completion hooks
     assert sorted(finished) == ["allreduce", "allreduce", "broadcast"]
     assert wrapped == [1]
     assert "allreduce" not in vars(group)
@@ -268,7 +270,7 @@ def _overridden(_rank: int) -> int:
             calls.append(args)
             return super().allreduce(*args, **named)
 
-    _process_group.MonarchProcessGroup = Counting  # what `create` makes
+    _process_group.MonarchProcessGroup = Counting  # the class that `create` instantiates
     group = dist.new_group([0, 1])
     assert "broadcast" in group._fast_paths
     dist.all_reduce(torch.ones(1), group=group)
@@ -292,12 +294,12 @@ def test_fast_path_looks_like_its_method() -> None:
 
 
 def _interrupted(rank: int, kind: str) -> list[float]:
-    """Something raises (a signal's handler, say) while a rank waits: the memory is the operation's till its end."""
+    """A signal handler, for example, raises while a rank waits. The operation keeps its memory until it ends."""
     store, n, raised = dist.group.WORLD.get_group_store(), 3000, []
 
     def late(original: Callable[..., Any]) -> Callable[..., Any]:
         def ask(*args: Any) -> Any:
-            if rank == 0 and not raised:  # the operation is under way; only now may the other come
+            if rank == 0 and not raised:  # the operation is in progress, and the other rank enters it only now
                 raised.append(True)
                 store.set("under way", "")
                 raise InterruptedError
@@ -332,7 +334,7 @@ def test_interrupt_of_a_fast_path_leaves_no_pending_operation(kind: str) -> None
 
 
 def _emptied(rank: int) -> list[bool]:
-    """Another thread takes the tensors out of the list while the operation runs."""
+    """Another thread empties the list of tensors while the operation runs."""
     group, opts, store = dist.group.WORLD, c10d.AllgatherOptions(), dist.group.WORLD.get_group_store()
     opts.asyncOp = False
     outputs = [torch.zeros(1 << 16) for _ in range(2)]
@@ -342,7 +344,7 @@ def _emptied(rank: int) -> list[bool]:
         while group._shm.sequence == before:
             time.sleep(0)
         outputs.clear()
-        store.set("empty", "")  # now the other comes, without which the operation can't end
+        store.set("empty", "")  # the other rank enters now, so the operation could not end earlier
 
     thread = threading.Thread(target=empty)
     if rank == 0:
@@ -407,7 +409,7 @@ def test_fast_path_raises_rank_failures() -> None:
 
 
 def test_torch_has_the_methods_and_options_of_fast_paths() -> None:
-    """The options' types and fields, and the methods' names, are torch's."""
+    """torch has the option types, fields and method names that fast paths use."""
     for name, spec in with_fast_path():
         assert hasattr(spec.options(), "asyncOp"), name
     assert c10d.BarrierOptions().device is None

@@ -1,6 +1,6 @@
 """Lifecycle of groups: creation, names, options, timeouts, splits, close, and no leaks.
 
-Results of collectives are in test_collectives.py, wrong arguments in test_bad_input.py.
+test_collectives.py tests results of collectives, test_bad_input.py wrong arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from monarch_backend._core.torch_version import torch_version
 from tests.support.ranks import init, run_ranks
 
 SECOND = datetime.timedelta(seconds=1)
-# torch 2.14 made it public.
+# torch 2.14 made this function public.
 set_timeout = getattr(dist, "set_timeout", c10d._set_pg_timeout)
 
 
@@ -38,13 +38,13 @@ def _total(group: Any = None, value: float = 1.0) -> float:
     return float(x.item())
 
 
-# Making groups --------------------------------------------------------------------------------------------------
+# Creation of groups ---------------------------------------------------------------------------------------------
 
 
 def _new_groups(rank: int) -> None:
     group = dist.new_group([2, 0], group_desc="evens")
     if rank in (0, 2):
-        assert dist.get_process_group_ranks(group) == [0, 2]  # in order, whatever the order they were given in
+        assert dist.get_process_group_ranks(group) == [0, 2]  # sorted, whatever order the caller passed
         assert (group.rank(), group.size()) == (rank // 2, 2)
         assert dist.get_rank(group) == rank // 2
         assert group.group_desc == "evens"
@@ -61,7 +61,7 @@ def test_new_group(pool) -> None:
 
 
 def _local_synchronization(rank: int) -> None:
-    """Only the members call new_group: nobody else has to come."""
+    """Only the group's members call new_group. The other ranks do not take part."""
     if rank in (1, 3):
         group = dist.new_group([1, 3], use_local_synchronization=True)
         assert _total(group, float(rank)) == 4.0
@@ -70,7 +70,7 @@ def _local_synchronization(rank: int) -> None:
 
 
 def test_new_group_by_its_members_only() -> None:
-    # Fresh ranks: torch names such a group by how many its members have already, which has to be the same number.
+    # Fresh ranks: torch names such a group by the number of earlier groups, which must be equal on all members.
     run_ranks(_local_synchronization, 4)
 
 
@@ -91,7 +91,7 @@ def test_new_subgroups(pool) -> None:
 
 
 def _overlapping(rank: int) -> None:
-    """All subsets of four ranks, all alive, used by turns, asynchronously."""
+    """Groups for all subsets of four ranks exist at the same time. They run asynchronous operations in turn."""
     subsets = [list(s) for n in range(1, 5) for s in itertools.combinations(range(4), n)]
     groups = [(subset, dist.new_group(subset)) for subset in subsets]
     mine = [(subset, group) for subset, group in groups if rank in subset]
@@ -162,7 +162,7 @@ def test_split_group_gives_working_groups(pool) -> None:
 
 def _torchs_split(rank: int) -> None:
     if torch_version() < (2, 15):
-        # Before any backend is asked. When this fails, torch has learnt it earlier.
+        # This torch raises before it calls a backend. If this fails, an earlier release than 2.15 supports splitting.
         with pytest.raises(RuntimeError, match=r"No device associated|does not support splitting"):
             dist.split_group(split_ranks=[[0], [1]])
         return
@@ -282,10 +282,10 @@ def test_backend_string(backend: str, config: str, routes: dict[str, str], missi
 
 @contextlib.contextmanager
 def _stderr() -> Iterator[Callable[[], str]]:
-    """What goes to descriptor 2 meanwhile, C++ included; the text can be read when the block has ended."""
+    """Capture what Python and C++ write to descriptor 2. The yielded function returns the text after the block."""
     with tempfile.TemporaryFile() as file, os.fdopen(os.dup(2), "w", buffering=1) as real:
         os.dup2(file.fileno(), 2)
-        pytests, sys.stderr = sys.stderr, sys.__stderr__  # pytest puts a file of its own in its place
+        pytests, sys.stderr = sys.stderr, sys.__stderr__  # pytest replaces sys.stderr with its own file
         text = ""
         try:
             yield lambda: text
@@ -326,8 +326,8 @@ def test_no_debug_output_unless_asked(value: str) -> None:
 # Timeouts -------------------------------------------------------------------------------------------------------
 
 
-def _waits_for_nobody(rank: int, start: Callable[[], Any]) -> None:
-    """Rank 0 calls ``start`` and must get an error after about a second; the others wait until it has."""
+def _assert_timeout_on_rank_0(rank: int, start: Callable[[], Any]) -> None:
+    """Rank 0 calls ``start`` and must get an error after about a second. The other ranks wait for that."""
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
         begun = time.monotonic()
@@ -342,8 +342,8 @@ def _waits_for_nobody(rank: int, start: Callable[[], Any]) -> None:
 def _group_timeout(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=SECOND)
     _total(group)
-    _waits_for_nobody(rank, lambda: _total(group))
-    assert _total() == 2.0  # the default group, with its own timeout, knows nothing of it
+    _assert_timeout_on_rank_0(rank, lambda: _total(group))
+    assert _total() == 2.0  # the default group has its own timeout and is not affected
 
 
 def test_timeout_of_one_group() -> None:
@@ -354,7 +354,7 @@ def _changed_timeout(rank: int) -> None:
     group = dist.new_group([0, 1])
     set_timeout(SECOND, group)
     _total(group)
-    _waits_for_nobody(rank, lambda: _total(group))
+    _assert_timeout_on_rank_0(rank, lambda: _total(group))
 
 
 def test_timeout_set_later_applies() -> None:
@@ -363,7 +363,7 @@ def test_timeout_set_later_applies() -> None:
 
 def _timeout_of_a_receive(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=SECOND)
-    _waits_for_nobody(rank, lambda: dist.recv(torch.zeros(1), 1, group=group))
+    _assert_timeout_on_rank_0(rank, lambda: dist.recv(torch.zeros(1), 1, group=group))
 
 
 def test_receive_times_out() -> None:
@@ -392,7 +392,7 @@ def _closings(rank: int) -> None:
         ):
             with pytest.raises(GroupClosedError, match=f"{word}; make a new one.*rank {rank} of 2"):
                 use()
-        group.shutdown()  # once more changes nothing
+        group.shutdown()  # a second close has no effect
         group.abort()
     assert _total() == 2.0
 
@@ -402,12 +402,12 @@ def test_use_after_close_raises() -> None:
 
 
 def _counts() -> tuple[int, int]:
-    """Descriptors and threads of this process."""
+    """Return the numbers of open descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def _no_more_than(first: tuple[int, int]) -> None:
-    """Gloo's threads and connections end with the group, a moment after the call that lets them."""
+    """Wait until Gloo's threads and connections have ended, which happens shortly after the group is released."""
     deadline = time.monotonic() + 20
     while any(now > then for now, then in zip(_counts(), first, strict=True)):
         assert time.monotonic() < deadline, f"descriptors and threads: {first} at first, {_counts()} now"
@@ -426,7 +426,7 @@ def _again_and_again(rank: int, address: str) -> None:
         del group
         dist.destroy_process_group()
         assert not dist.is_initialized()
-        if turn == 1:  # the first one has things to set up that stay
+        if turn == 1:  # the first group creates resources that remain open
             first = _counts()
     assert first is not None
     _no_more_than(first)

@@ -60,7 +60,7 @@ def test_agree_again_leaves_one_key_of_each_round(size: int) -> None:
 
 
 def _dead_rank(store: dist.Store) -> None:
-    """Leave what rank 1 leaves that dies while it waits for an answer."""
+    """Leave the keys of a rank 1 that died while it waited for an answer."""
     dist.PrefixStore("monarch", store).set("here/1", "0123")
 
 
@@ -68,7 +68,8 @@ def test_agree_after_death_of_rank_waits_for_its_successor() -> None:
     store = dist.HashStore()
     _dead_rank(store)
     early = _begin(store, [0, 2], 3)
-    store.wait(["monarch/answer/0123"], datetime.timedelta(seconds=PATIENCE_S))  # rank 0 took it for rank 1
+    # rank 0 answered the dead process as rank 1
+    store.wait(["monarch/answer/0123"], datetime.timedelta(seconds=PATIENCE_S))
     assert not any(future.done() for future in early)
     assert len({future.result(PATIENCE_S) for future in [*early, *_begin(store, [1], 3)]}) == 1
 
@@ -90,7 +91,7 @@ def test_agree_without_some_ranks_names_them_on_all_others(used: bool) -> None:
         errors = _errors(_begin(store, present, 4, BRIEFLY_S))
         assert all(text.startswith(f"{absent} not come: ") for text in errors), errors
         assert [f"[rank {rank}]" in text for rank, text in zip(present, errors, strict=True)] == [True] * len(present)
-    # A failed attempt leaves nothing that the next one could take for its own.
+    # A failed attempt leaves no key that the next attempt could mistake for its own.
     assert len({future.result(PATIENCE_S) for future in _begin(store, range(4), 4)}) == 1
 
 

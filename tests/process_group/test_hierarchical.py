@@ -1,7 +1,7 @@
-"""Groups over several hosts with MONARCH_SHM=1: shared memory inside a host, Gloo between hosts. Hosts are namespaces.
+"""Groups over several hosts with MONARCH_SHM=1: shared memory inside a host, Gloo between hosts.
 
-The matrix of test_collectives.py runs here for several placements of ranks on hosts. tests/support/hosts.py defines a
-host.
+The matrix of test_collectives.py runs here for several placements of ranks on hosts. A host is a network namespace
+(tests/support/hosts.py).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal() or "-")
 
 ON = {"MONARCH_SHM": "1"}
 DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64")
-GLOO_MOVES = ("float8_e4m3fn", "uint16", "int16")  # and does not reduce
+GLOO_MOVES = ("float8_e4m3fn", "uint16", "int16")  # Gloo copies these dtypes and does not reduce them
 
-# Which host each rank is on.
+# The host of each rank.
 TWO_BY_TWO, INTERLEAVED, TWO_AND_ONE = (0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1)
-# Sub-groups of the matrix are then on one host, over several, or without two ranks on any.
+# With these placements the matrix has sub-groups on one host, on several, and with at most one rank per host.
 PLACEMENTS = {"2 x 2": TWO_BY_TWO, "interleaved": INTERLEAVED, "3 + 1": (0, 1, 1, 1), "1 + 2 + 1": (0, 1, 1, 2)}
 
 
@@ -69,7 +69,9 @@ def test_matrix_of_collectives_over_hosts(three: Hosts, placement: str, collecti
 @pytest.mark.slow
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_part_of_the_matrix_over_hosts(three: Hosts, collective: str) -> None:
-    """Each collective with two dtypes and on one placement; every one of them comes with several collectives."""
+    """Run each collective with two dtypes and one placement. Every dtype and placement occurs with several
+    collectives.
+    """
     turn = list(COLLECTIVES).index(collective)
     placement = list(PLACEMENTS)[turn % 4]
     _no_cell_fails(three, placement, collective, (DTYPES[turn % 5], DTYPES[(turn + 2) % 5]))
@@ -81,11 +83,13 @@ def _no_cell_fails(three: Hosts, placement: str, collective: str, dtypes: tuple[
     assert not failures, f"{len(failures)} cells failed; the first:\n" + "\n".join(failures[:8])
 
 
-SEGMENT = 512 << 10  # in tests
+SEGMENT = 512 << 10  # reduced for tests
 
 
 def _sizes(rank: int, dtype: str) -> list[int]:
-    """Around every limit between two ways, in elements of 4 bytes and not a multiple of anything."""
+    """Check sizes around every limit where the algorithm changes, in elements of 4 bytes, and sizes that are not
+    multiples.
+    """
     size, sums = dist.get_world_size(), []
     hierarchical_backend.SEGMENT_BYTES = SEGMENT
     limits = (hierarchical_backend.SLICE_MIN_BYTES // 4, hierarchical_backend.TWO_STEPS_FROM // 4, SEGMENT // 4)
@@ -116,7 +120,7 @@ def _numbers(rank: int, n: int) -> torch.Tensor:
 
 
 def _bits(rank: int, dtype: torch.dtype) -> list[int]:
-    """Results of sums that depend on the order of additions."""
+    """Return checksums of sums whose bits depend on the order of additions."""
     bits = []
     hierarchical_backend.SEGMENT_BYTES = SEGMENT
     for n in (100, 40_000, 600_001):
@@ -137,13 +141,13 @@ def test_results_have_the_same_bits_on_all_ranks_and_in_every_run(
 
 
 def _order(rank: int) -> None:
-    """Ranks of a host first, then hosts."""
+    """Sums add the ranks of a host first, then the sums of the hosts."""
     for n in (100, 300_000):
         inputs = [_numbers(r, n) for r in range(4)]
         x = inputs[rank].clone()
         dist.all_reduce(x)
         assert torch.equal(x, (inputs[0] + inputs[2]) + (inputs[1] + inputs[3]))
-    half = torch.full((9,), 40000.0, dtype=torch.float16)  # two of these are infinite
+    half = torch.full((9,), 40000.0, dtype=torch.float16)  # a sum of two of these is infinite in float16
     dist.all_reduce(half, dist.ReduceOp.AVG)
     assert half.eq(40000.0).all()
 
@@ -152,7 +156,7 @@ def test_sums_are_in_rank_order_and_means_do_not_overflow(three: Hosts) -> None:
     run_on_hosts(three, INTERLEAVED, _order, env=ON)
 
 
-# Who is on which host -----------------------------------------------------------------------------------------------
+# Placement of ranks on hosts ----------------------------------------------------------------------------------------
 
 
 def _routes(rank: int, *groups: list[int]) -> list[str]:
@@ -200,11 +204,11 @@ def test_hosts_consist_of_ranks_that_reached_each_other() -> None:
     assert "ranks 0 and 2 share no memory" in remark
 
 
-# How much travels ---------------------------------------------------------------------------------------------------
+# Bytes sent between hosts -------------------------------------------------------------------------------------------
 
 
 def _traffic(rank: int, n: int) -> int:
-    """What this rank's host sends for an all_reduce of ``n`` bytes."""
+    """Return the bytes that this rank's host sends for an all_reduce of ``n`` bytes."""
     x = torch.ones(n // 4)
     dist.all_reduce(x)
     dist.barrier()
@@ -219,13 +223,14 @@ def _traffic(rank: int, n: int) -> int:
 
 @pytest.mark.parametrize("placement", [TWO_BY_TWO, INTERLEAVED])
 def test_all_reduce_sends_each_slice_between_hosts_once(three: Hosts, placement: tuple[int, ...]) -> None:
-    # Flat, every rank sends 2 (n - 1) / n of the vector; here 1 / local size of 2 (hosts - 1) / hosts of it.
+    # In a flat ring every rank sends 2 (size - 1) / size of the vector. With a hierarchy of `hosts` hosts every rank
+    # sends 2 (hosts - 1) / hosts, divided by the number of ranks on its host.
     size, local, n = 4, 2, 16 << 20
     flat = 2 * (size - 1) / size * n
     ours = 2 * (2 - 1) / 2 * n / local
     for sent in run_on_hosts(three, placement, _traffic, n, env=ON):
         per_rank = sent / local
-        assert ours <= per_rank <= 1.1 * ours + 65536, (per_rank, ours)  # headers of packets, acknowledgements
+        assert ours <= per_rank <= 1.1 * ours + 65536, (per_rank, ours)  # plus packet headers and acknowledgements
         assert per_rank < flat / local
 
 
@@ -256,9 +261,9 @@ def _killed(rank: int, victim: int, asynchronous: bool, n: int) -> tuple[float, 
     store.set(f"done/{rank}", str(info.value).partition(". ")[0])
     store.wait([f"done/{r}" for r in others], datetime.timedelta(seconds=30))
     told = {store.get(f"done/{r}") for r in others}
-    assert len(told) == 1, told  # all give the same cause
+    assert len(told) == 1, told  # all survivors report the same cause
     store.set(f"left/{rank}", "1")
-    if rank == 0:  # it has the store
+    if rank == 0:  # rank 0 hosts the store
         store.wait([f"left/{r}" for r in others], datetime.timedelta(seconds=30))
     return noticed, told.pop().decode()
 
@@ -299,10 +304,10 @@ def _late(rank: int) -> None:
         assert took < 3, took
         store.set(f"given up/{rank}", "1")
     store.wait([f"given up/{r}" for r in range(3)], datetime.timedelta(seconds=30))
-    if rank == 3:  # the late one as well
+    if rank == 3:  # the late rank gets the error, too
         _raises(CollectiveTimeoutError, "timed out: rank", lambda: dist.all_reduce(torch.ones(2), group=group))
     x = torch.ones(2)
-    dist.all_reduce(x)  # another group goes on
+    dist.all_reduce(x)  # another group keeps working
     assert x.tolist() == [4.0, 4.0]
 
 
@@ -314,7 +319,7 @@ def _unplugged(rank: int, folder: Path) -> float:
     group = dist.new_group([0, 1, 2, 3], timeout=datetime.timedelta(seconds=1))
     dist.barrier(group)
     dist.barrier(group)
-    if rank == 0:  # its host has the store as well, so nobody can ask for the first cause
+    if rank == 0:  # rank 0's host also hosts the store, so no rank can look up the first cause
         subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
     words = (
         "timed out: " + ("rank [23] ", "rank [23] ", "rank [01] ", "the group: another rank of this host gave up")[rank]
@@ -324,7 +329,7 @@ def _unplugged(rank: int, folder: Path) -> float:
         return _raises(CollectiveTimeoutError, words, lambda: dist.all_reduce(torch.ones(2), group=group))
     finally:
         (folder / str(rank)).touch()
-        if rank == 0:  # the others must have ended without the store
+        if rank == 0:  # the other ranks must fail without the store
             while len(list(folder.iterdir())) < 4 and time.monotonic() < started + 6:
                 time.sleep(0.01)
             subprocess.run(["ip", "link", "set", "eth0", "up"], check=True)
@@ -452,21 +457,23 @@ def test_unhandled_exception_is_named_on_all_hosts(three: Hosts) -> None:
 
 
 def _progress(rank: int) -> None:
-    """Operations go on while their caller does other things, in the order of their calls, with sync ones in between."""
+    """Operations progress in call order while the caller does other work, with synchronous operations between them."""
     tensors = [torch.full((1000 * i + 1,), float(rank)) for i in range(20)]
     works = [dist.all_reduce(x, async_op=True) for x in tensors]
     y = torch.ones(3)
-    dist.all_reduce(y)  # waits for its turn
+    dist.all_reduce(y)  # runs after the earlier operations
     assert y.tolist() == [4.0] * 3
     assert all(work.is_completed() for work in works)
     for work, x in zip(reversed(works), reversed(tensors), strict=True):
         work.wait()
         assert x.eq(6.0).all()
-    store, to_tell = (dist.group.WORLD.get_group_store().clone() for _ in range(2))  # one is busy while it waits
+    # a store client is busy while it waits
+    store, to_tell = (dist.group.WORLD.get_group_store().clone() for _ in range(2))
     x = torch.ones(400_000)
     works[0] = dist.all_reduce(x, async_op=True)
     works[0].get_future().then(lambda _: to_tell.set(f"finished/{rank}", "1"))
-    store.wait([f"finished/{r}" for r in range(4)], datetime.timedelta(seconds=30))  # and not for the work
+    # the rank does not wait for the work
+    store.wait([f"finished/{r}" for r in range(4)], datetime.timedelta(seconds=30))
     assert x.eq(4.0).all()
 
 
@@ -475,7 +482,7 @@ def test_async_operations_progress_without_a_wait(three: Hosts) -> None:
 
 
 def _callbacks(rank: int) -> list[float]:
-    """A callback that waits for another operation of the group, three deep."""
+    """A callback waits for another operation of the group, nested three deep."""
 
     def deeper(depth: int) -> Callable[[Any], torch.Tensor]:
         def then(future: Any) -> torch.Tensor:
@@ -494,7 +501,7 @@ def test_callbacks_may_wait_for_operations(three: Hosts) -> None:
 
 
 def _modes(rank: int) -> None:
-    """What a thread has switched on concerns neither the thread of the group nor later operations."""
+    """A thread's torch modes affect neither the group's own thread nor later operations."""
     size = dist.get_world_size()
     for n in (5, 100_000):
         for mode in (torch.inference_mode(), torch.device("meta"), torch.no_grad(), torch.enable_grad()):
@@ -515,7 +522,7 @@ def test_operations_ignore_modes_of_the_calling_thread(three: Hosts) -> None:
 
 
 def _overlapping(rank: int) -> None:
-    """Groups that share ranks, used in different order: one must not hold up the other."""
+    """Groups that share ranks are used in a different order on each rank, without a deadlock."""
     left, right = dist.new_group([0, 1, 2]), dist.new_group([1, 2, 3])
     for turn in range(20):
         works = []
@@ -532,12 +539,12 @@ def test_overlapping_groups(three: Hosts) -> None:
     run_on_hosts(three, TWO_BY_TWO, _overlapping, env=ON)
 
 
-# What stands on it --------------------------------------------------------------------------------------------------
+# Features that use the group ----------------------------------------------------------------------------------------
 
 
 def _ddp(rank: int, hook: str) -> list[list[float]]:
     torch.set_num_threads(1)
-    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.0005)  # several buckets
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=0.0005)  # small enough for several buckets
     if hook:
         model.register_comm_hook(None, getattr(default_hooks, hook))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -558,7 +565,7 @@ def test_ddp_trains_as_over_gloo(three: Hosts, placement: tuple[int, ...], hook:
             assert a == pytest.approx(b, rel=near, abs=near)
 
 
-# The hosts themselves -----------------------------------------------------------------------------------------------
+# The hosts ----------------------------------------------------------------------------------------------------------
 
 
 def test_destroyed_groups_leave_no_resources() -> None:

@@ -23,7 +23,7 @@ print(json.dumps([name for name in sys.modules if name.startswith("monarch_backe
 
 
 def imported(nics: bool) -> set[str]:
-    """The packages and modules directly below monarch_backend, and the modules of _verbs."""
+    """Return the packages and modules directly below monarch_backend, and the modules of _verbs."""
     said = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(nics=nics)], capture_output=True, text=True, timeout=120, check=True
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch._dynamo  # functional collectives import it, which takes seconds: once before the fork, not once per rank
+import torch._dynamo  # functional collectives import this for seconds: import it once before the fork
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
@@ -26,15 +26,15 @@ from tests.support.hosts import Hosts, hosts, refusal, run_on_hosts
 from tests.support.ranks import run_ranks
 
 SHM_DTYPES = ("uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
-GLOO_DTYPES = ("uint8", "int8", "int32", "int64")  # Gloo reduces no others
+GLOO_DTYPES = ("uint8", "int8", "int32", "int64")  # the integer dtypes that Gloo reduces
 SIZE = 3
-# torch 2.13 gave them these names and says that the old ones will go.
+# torch 2.13 introduced these names and deprecates the old ones.
 SCATTER = getattr(funcol, "reduce_scatter_single", funcol.reduce_scatter_tensor)
 SCATTER_COALESCED = getattr(funcol, "reduce_scatter_single_coalesced", funcol.reduce_scatter_tensor_coalesced)
 
 
 def _input(rank: int, dtype: torch.dtype) -> list[int]:
-    """Sums of several signs and remainders, and sums that wrap around in the dtype."""
+    """Return inputs whose sums have several signs and remainders, and inputs whose sums wrap around in the dtype."""
     limits = torch.iinfo(dtype)
     signed = limits.min < 0
     first = [-7, -1, -2, 5] if signed else [7, 1, 2, 5]
@@ -96,7 +96,7 @@ def _all_reduce_in_inference_mode(x: Tensor) -> Tensor:
 def _reduce(x: Tensor) -> Tensor:
     given = x.clone()
     dist.reduce(x, 1, ReduceOp.AVG)
-    # The other ranks' tensors are undefined after a reduce.
+    # After a reduce the tensors of ranks other than the root are undefined.
     return x if dist.get_rank() == 1 else torch.tensor(_mean(given.dtype), dtype=given.dtype)
 
 
@@ -130,7 +130,7 @@ def _reduce_scatter_tensor(x: Tensor, *, async_op: bool = False) -> Tensor:
     work = REDUCE_SCATTER_SINGLE(out, torch.cat([x] * SIZE), ReduceOp.AVG, async_op=async_op)
     if work is not None:
         work.wait()
-        work.wait()  # a second wait divides nothing
+        work.wait()  # a second wait must not divide again
     return out
 
 
@@ -191,7 +191,7 @@ CALLS: tuple[Callable[[Tensor], Tensor], ...] = (
     _functional_scatter_coalesced,
     _functional_of_xla,
 )
-# torch's arithmetic, which follows a functional collective here, lacks the larger unsigned dtypes.
+# Functional collectives use torch's arithmetic here, which does not support the larger unsigned dtypes.
 SIGNED_CALLS = (_functional, _functional_coalesced)
 
 
@@ -202,7 +202,8 @@ def _every_call(rank: int, route: str, dtypes: tuple[str, ...]) -> list[str]:
         dtype = getattr(torch, name)
         want = _mean(dtype)
         calls = [*CALLS, *(SIGNED_CALLS if name not in ("uint16", "uint32", "uint64") else ())]
-        for call in calls + [_all_reduce_observed] * (name == "int8"):  # the profiler takes a second to start
+        # once, because the profiler takes a second to start
+        for call in calls + [_all_reduce_observed] * (name == "int8"):
             got = call(torch.tensor(_input(rank, dtype), dtype=dtype))
             if got.dtype is not dtype or got.tolist() != want:
                 wrong.append(f"{call.__name__} of {name}: {got.dtype} {got.tolist()}, not {want}")

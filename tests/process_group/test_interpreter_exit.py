@@ -12,8 +12,8 @@ import pytest
 from tests.support.killed_processes import killed_at_end
 from tests.support.ranks import without_gloos_lines
 
-# Gloo's threads are busy freeing the tensors when the interpreter ends: with torch's "gloo" each of these
-# processes ends with SIGABRT about every second time.
+# Gloo's threads still free tensors when the interpreter ends. With torch's own "gloo" backend each of these processes
+# ends with SIGABRT about every second time.
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 rank, how = int(sys.argv[1]), sys.argv[3]
@@ -49,7 +49,7 @@ def test_script_that_ends_with_a_live_group_exits_with_0(how: str, tmp_path: Pat
     assert ends == [("", 0)] * len(jobs)
 
 
-# What the other ranks hear of an exception ----------------------------------------------------------------------------
+# Reports of an exception on the other ranks ---------------------------------------------------------------------------
 
 FAILING = """
 import sys, torch, torch.distributed as dist

@@ -1,6 +1,6 @@
 """Object collectives: pickles of any size and type, in the default group and in sub-groups.
 
-They consist of torch's collectives of bytes and sizes, which test_collectives.py tests.
+They use torch's collectives of bytes and sizes, which test_collectives.py tests.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Thing:
-    """Something that pickles by reference to this module."""
+    """A class that pickle stores by reference to this module."""
 
     rank: int
     text: str
 
 
 def _objects(rank: int) -> list[Any]:
-    """Of each rank others, of very different sizes."""
+    """Return objects that differ between ranks, with very different sizes."""
     return [None, {"rank": rank, "list": [1, (2.5, "three")]}, Thing(rank, "x" * 1000 * rank), b"\0" * (rank * 70_000)]
 
 
 @contextlib.contextmanager
 def _group_of(inside: list[int]) -> Iterator[Any]:
-    """A group of these ranks for a while; None on the others."""
+    """Make a group of these ranks, and destroy it at the end. Yield None on the other ranks."""
     group = dist.new_group(inside)
     if dist.get_rank() not in inside:
         yield None

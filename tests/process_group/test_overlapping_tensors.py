@@ -2,7 +2,7 @@
 
 A cell is collective x layout x size x sync or async. A layout places the inputs and outputs of one call in one
 vector. All cells of a world size run in one call of the pool. A Gloo group of the same ranks gives the expected
-vector. Where Gloo writes while it still reads, a cell expects the result of separate tensors, or the error.
+vector. If Gloo writes while it still reads, a cell expects the result of separate tensors, or the error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     size: int
 
     def piece(self, start: float, pieces: int = 1) -> Tensor:
-        """Neighbouring pieces as one tensor; ``start`` counts pieces."""
+        """Return ``pieces`` neighbouring pieces as one tensor. ``start`` counts pieces."""
         first = int(start * self.n)
         return self.memory[first : first + pieces * self.n]
 
@@ -52,11 +52,12 @@ class Place(NamedTuple):
         return [self.piece(start + i * step, pieces) for i in range(self.size if count is None else count)]
 
 
-# Layouts: name -> what a place makes of it, as (inputs, outputs) ---------------------------------------------------
+# Layouts: name -> function from a place to (inputs, outputs) -------------------------------------------------------
 
 Layout = Callable[[Place], tuple[Tensors, Tensors]]
 
-# One piece on one side, a piece for each rank on the other: all_gather, gather; swapped: scatter, reduce_scatter.
+# One piece on one side and a piece for each rank on the other side: all_gather and gather. With the sides swapped:
+# scatter and reduce_scatter.
 ONE_AND_ALL: dict[str, Layout] = {
     "own piece": lambda p: ([p.piece(p.rank)], p.row()),
     "another's piece": lambda p: ([p.piece((p.rank + 1) % p.size)], p.row()),
@@ -117,7 +118,7 @@ def _swapped(layouts: dict[str, Layout]) -> dict[str, Layout]:
 
 
 def _joined(layouts: dict[str, Layout]) -> dict[str, Layout]:
-    """The list of all ranks' pieces as one tensor."""
+    """Replace the list of all ranks' pieces by one tensor."""
     return {name: lambda p, layout=layout: (layout(p)[0], [p.piece(0, p.size)]) for name, layout in layouts.items()}  # type: ignore[misc]
 
 
@@ -186,13 +187,13 @@ CALLS: dict[str, tuple[Call, dict[str, Layout]]] = {
         _swapped(PAIRS),
     ),
 }
-# Gloo writes while it still reads: some layouts are refused; a scatter gives the result of separate tensors.
+# Gloo writes while it still reads. We refuse some layouts of REFUSED. A scatter gives the result of separate tensors.
 REFUSED = ("reduce_scatter", "all_to_all_single")
 SEPARATE = ("scatter",)
 
 
 def _quiet(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call a function that torch calls deprecated, as it does all_reduce_coalesced and all_gather_coalesced."""
+    """Call a deprecated function of torch, such as all_reduce_coalesced, without its warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return function(*args, **named)
@@ -210,7 +211,7 @@ def _place(n: int, salt: int = 0) -> Place:
 
 
 def _is_refused(name: str, inputs: Tensors, outputs: Tensors, rank: int) -> bool:
-    """Whether Gloo fails (copies a piece to a part of itself), or gives values that depend on timing."""
+    """Return whether Gloo fails (it copies a piece to a part of itself) or gives values that depend on timing."""
     if name not in REFUSED:
         return False
     mine, output = inputs[rank if len(inputs) > 1 else 0], outputs[0]
@@ -219,7 +220,7 @@ def _is_refused(name: str, inputs: Tensors, outputs: Tensors, rank: int) -> bool
 
 
 def _expected(name: str, layout: Layout, n: int, gloo: Any) -> Tensor | None:
-    """The vector after the call on Gloo; None where a rank must refuse the call."""
+    """Return the vector after the call on Gloo, or None if a rank must refuse the call."""
     place = _place(n)
     inputs, outputs = layout(place)
     if name in REFUSED:
@@ -249,7 +250,7 @@ def _failures(sizes: tuple[int, ...], group: Any, gloo: Any) -> list[str]:
             before, cell = place.memory.clone(), f"{name}, {kind}, {n} elements, {'async' if asynchronous else 'sync'}"
             inputs, outputs = layout(place)
             if want is None and not _is_refused(name, inputs, outputs, place.rank):
-                continue  # the others refuse, and this rank would wait for them
+                continue  # other ranks refuse the call, so this rank would wait for them
             try:
                 _call(name, inputs, outputs, group, asynchronous)
             except CollectiveArgumentError as error:
@@ -266,13 +267,13 @@ def _failures(sizes: tuple[int, ...], group: Any, gloo: Any) -> list[str]:
     return failures
 
 
-# A slot of the shared memory, its stage, and pieces that are read from the memory of other ranks.
+# Sizes for a slot, for the stage, and for direct reads of other ranks' memory.
 SIZES = (8, 3000, 20_000)
 _groups: dict[str, Any] = {}
 
 
 def _made() -> tuple[Any, Any]:
-    """(a group that reads other ranks' memory from 64 KiB on, a Gloo group), made once in each rank."""
+    """Return (a group that reads other ranks' memory from 64 KiB on, a Gloo group), made once in each rank."""
     if not _groups:
         os.environ["MONARCH_CMA_MIN_BYTES"] = "65536"
         try:
@@ -330,7 +331,7 @@ def test_call_with_overlapping_tensors_under_the_profiler_gives_gloos_values(poo
 
 
 def _in_shared_memory(rank: int) -> None:
-    """Tensors that the other ranks have mapped, and read where they lie."""
+    """Tensors in shared memory, which the other ranks map and read directly."""
     n = 70_000
     memory = monarch_backend.empty_shared(8 * n)
     want = torch.arange(8.0).repeat_interleave(n)
@@ -422,7 +423,7 @@ def _repeated_elements(rank: int) -> None:
             with pytest.raises(CollectiveArgumentError, match=r"elements .* share memory.*rank 0 of 2"):
                 call()
     total = torch.ones(1)
-    dist.all_reduce(total)  # rank 1 has not been waiting for anything
+    dist.all_reduce(total)  # rank 1 is not left waiting in a refused call
     assert total.item() == 2.0
 
 
@@ -445,7 +446,7 @@ def _batch(rank: int, n: int) -> None:
             dist.batch_isend_irecv(batch)
     assert memory.eq(rank).all()
     parts = torch.arange(float(n)) + 10 * rank, torch.arange(float(n)) + 100 * rank
-    # One rank's messages arrive in the order in which they were sent; sends only read.
+    # One rank's messages arrive in the order of their sends. Sends may overlap, because they only read.
     for work in dist.batch_isend_irecv([send(parts[0]), send(parts[0]), send(parts[1]), *map(receive, [first] * 3)]):
         work.wait()
     assert torch.equal(first, torch.arange(float(n)) + 100 * other)
@@ -466,14 +467,14 @@ def _several_per_rank(rank: int) -> tuple[list[float], list[float]]:
     assert line.tolist() == [0.0, 1.0, 2.0, 3.0]
     twice, parts = torch.tensor([1.0 + rank]), torch.arange(4.0) + 10 * rank
     group.allreduce([twice, twice]).wait()
-    # Both ranks' inputs, written in the order of the list: the last one wins.
+    # Outputs contain both ranks' inputs, written in list order, so the last write to an element remains.
     group.allgather([[parts[i : i + 1] for i in (0, 2, 2, 1)]] * 2, [parts[1:2], parts[3:]]).wait()
     return twice.tolist(), parts.tolist()
 
 
 def test_overlapping_tensors_of_one_rank_give_gloos_values_or_are_refused(pool: Callable[[int], Any]) -> None:
     for rank, (twice, parts) in enumerate(pool(2).run(_several_per_rank)):
-        assert twice == [6.0]  # each of four inputs counts
+        assert twice == [6.0]  # the tensor counts twice on each of two ranks
         assert parts == [1.0, 13.0, 11.0, 3.0 + 10 * rank]
 
 
@@ -482,7 +483,7 @@ def _refused_on_one_rank(rank: int) -> None:
     if rank == 1:
         with pytest.raises(CollectiveArgumentError):
             dist.all_to_all_single(mine, mine)
-        store.wait(["failed"], timedelta(seconds=60))  # longer than rank 0 waits in the group
+        store.wait(["failed"], timedelta(seconds=60))  # longer than rank 0's timeout in the group
     else:
         with pytest.raises(CollectiveTimeoutError, match=r"rank 1 .* did not enter all_to_all"):
             dist.all_to_all_single(other, mine)

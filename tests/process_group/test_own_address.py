@@ -17,7 +17,7 @@ from tests.support.hosts import Hosts, hosts, refusal, run_on_hosts, sent_bytes
 
 @pytest.fixture(scope="module")
 def debian() -> Iterator[Hosts]:
-    """Two hosts, each with its own name at 127.0.1.1."""
+    """Start two hosts whose own name resolves to 127.0.1.1."""
     if why := refusal():
         pytest.skip(why)
     with hosts(2, own_name="127.0.1.1") as made:
@@ -38,21 +38,21 @@ def _sums(rank: int) -> list[bool]:
 @pytest.mark.parametrize("shared_memory", ["0", "1"])
 @pytest.mark.parametrize("master", ["", "host-a"])
 def test_group_of_hosts_named_loopback_works(debian: Hosts, master: str, shared_memory: str) -> None:
-    # On host-a the name of the store's host is 127.0.1.1, too: its ranks learn of the network from the other rank.
+    # On host-a the store's host name resolves to 127.0.1.1, so its ranks learn the network's address from rank 2.
     env = {"MONARCH_SHM": shared_memory}
     assert run_on_hosts(debian, [0, 0, 1], _sums, env=env, master=master) == [[True] * 3] * 3
 
 
 @pytest.mark.slow
 def test_interface_of_the_user_wins_over_store_route(debian: Hosts) -> None:
-    # Each of the two hosts has a loopback interface of its own, so that a group over it can't be made.
+    # Each host has its own loopback interface, so a group cannot connect over it.
     words = "Connection refused|timed out|not there within"
     with pytest.raises(AssertionError, match=words):
         run_on_hosts(debian, [0, 1], _sums, env={"GLOO_SOCKET_IFNAME": "lo"}, group_timeout=5.0)
 
 
 def _stays_local(rank: int) -> set[str]:
-    # Each connection of this process is one of loopback.
+    # Every connection of this process must use loopback.
     inodes = set()
     for name in os.listdir("/proc/self/fd"):
         try:

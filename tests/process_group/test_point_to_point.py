@@ -1,6 +1,6 @@
 """Point-to-point operations: send, recv, isend, irecv, any source, tags, batches, rings. Each message is compared.
 
-Object collectives: test_object_collectives.py. Wrong arguments: test_bad_input.py.
+test_object_collectives.py tests objects, test_bad_input.py wrong arguments.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import datetime
 import itertools
 import os
 import signal
-import sys
 
 import pytest
 import torch
@@ -23,8 +22,6 @@ from monarch_backend import (
 )
 from tests.process_group import reference
 from tests.support.ranks import run_ranks
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
 
 SHAPES: tuple[tuple[int, ...], ...] = ((7,), (), (0,), (3, 5), (4099,), (2, 0, 3))
 
@@ -54,7 +51,7 @@ def _rings(rank: int, dtype: str) -> None:
             dist.recv(got, before)
             dist.send(_message(rank, dtype, shape), after)
         _check(got, before, dtype, shape)
-    # The same without order, all shapes in flight at once.
+    # The same asynchronously, with all shapes in flight at once.
     sent = [_message(rank, dtype, shape, salt=1) for shape in SHAPES]
     received = [_blank(shape, dtype) for shape in SHAPES]
     works = [dist.irecv(x, before) for x in received] + [dist.isend(x, after) for x in sent]
@@ -110,7 +107,7 @@ def test_irecv_from_any_source(pool) -> None:
 def _tags(rank: int) -> None:
     peer = 1 - rank
     works = [dist.isend(torch.tensor([float(10 * rank + tag)]), peer, tag=tag) for tag in (1, 2, 3)]
-    for tag in (3, 1, 2):  # not the order in which they were sent
+    for tag in (3, 1, 2):  # not in the order of the sends
         got = torch.zeros(1)
         dist.recv(got, peer, tag=tag)
         assert got.item() == 10 * peer + tag
@@ -137,7 +134,7 @@ def test_messages_of_one_tag_keep_their_order(pool) -> None:
 
 
 def _batch(rank: int, dtype: str) -> None:
-    """Everybody sends five messages to everybody, in one batch, sends first."""
+    """Every rank sends five messages to every other rank in one batch, sends first."""
     size = dist.get_world_size()
     peers = [p for p in range(size) if p != rank]
     slots = list(itertools.product(peers, range(5)))
@@ -166,10 +163,10 @@ def _subgroup(rank: int) -> None:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         assert got.item() == peer
-        # By rank in the group: 1 is rank 0 there, 3 is rank 1.
+        # Ranks in the group: global rank 1 is 0, global rank 3 is 1.
         if rank == 1:
             dist.send(mine, group=group, group_dst=1)
-            assert dist.recv(got, group=group) == 3  # any source answers with the global rank
+            assert dist.recv(got, group=group) == 3  # a receive from any source returns the global rank
         else:
             assert dist.recv(got, group=group, group_src=0) == 1
             dist.send(mine, group=group, group_dst=0)
@@ -183,7 +180,7 @@ def test_ranks_of_a_subgroup_exchange_messages(pool) -> None:
 def _layouts(rank: int) -> None:
     peer = 1 - rank
     memory = torch.zeros(9)
-    view = memory[2:7]  # contiguous, not at the start of its memory
+    view = memory[2:7]  # contiguous, with an offset in its storage
     works = [dist.irecv(view, peer), dist.isend(torch.arange(20.0)[10:15], peer)]
     for work in works:
         work.wait()
@@ -215,7 +212,7 @@ def _works(rank: int) -> None:
     peer, got = 1 - rank, torch.zeros(3)
     receive = dist.irecv(got, peer)
     if rank == 0:
-        assert not receive.is_completed()  # nothing was sent yet: the peer waits for the barrier too
+        assert not receive.is_completed()  # the peer sends only after the barrier
     dist.barrier()
     send = dist.isend(torch.ones(3), peer)
     assert send.wait() is True
@@ -229,7 +226,7 @@ def test_works_of_messages_complete(pool) -> None:
 
 
 def _only_two_talk(rank: int) -> None:
-    """The others of the group neither know nor wait: no route is made by a rendezvous at first use."""
+    """Ranks 1 and 3 take no part: the first message needs no rendezvous of the whole group."""
     if rank == 2:
         dist.send(torch.ones(4), 0)
     if rank == 0:
@@ -242,7 +239,7 @@ def test_first_use_by_two_of_four_ranks_does_not_wait_for_others() -> None:
     run_ranks(_only_two_talk, 4)
 
 
-# What goes wrong, on the shared-memory route -----------------------------------------------------------------------
+# Failures on the shared-memory route -------------------------------------------------------------------------------
 
 
 def _mismatched(rank: int) -> None:
@@ -263,7 +260,7 @@ def _mismatched(rank: int) -> None:
 
 
 def _exchange(rank: int) -> None:
-    """The group is as good as before."""
+    """Check that the group still works."""
     peer, got = 1 - rank, torch.zeros(3)
     works = [dist.isend(torch.full((3,), float(rank)), peer), dist.irecv(got, peer)]
     for work in works:
@@ -272,12 +269,11 @@ def _exchange(rank: int) -> None:
     dist.barrier()
 
 
-@linux
 def test_message_of_another_size_or_dtype_raises() -> None:
     run_ranks(_mismatched, 2)
 
 
-def _nobody_sends(rank: int) -> None:
+def _receive_without_sender(rank: int) -> None:
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
     store.set_timeout(datetime.timedelta(seconds=60))
     if rank == 0:
@@ -291,12 +287,11 @@ def _nobody_sends(rank: int) -> None:
         store.wait(["gave up"])
 
 
-@linux
 def test_missing_message_times_out() -> None:
-    run_ranks(_nobody_sends, 2, group_timeout=1.0)
+    run_ranks(_receive_without_sender, 2, group_timeout=1.0)
 
 
-def _nobody_takes(rank: int) -> None:
+def _send_without_receiver(rank: int) -> None:
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
     store.set_timeout(datetime.timedelta(seconds=60))
     if rank == 0:
@@ -310,9 +305,8 @@ def _nobody_takes(rank: int) -> None:
         store.wait(["gave up"])
 
 
-@linux
 def test_large_message_without_a_receiver_times_out() -> None:
-    run_ranks(_nobody_takes, 2, group_timeout=1.0)
+    run_ranks(_send_without_receiver, 2, group_timeout=1.0)
 
 
 def _killed(rank: int) -> None:
@@ -320,14 +314,13 @@ def _killed(rank: int) -> None:
         dist.send(torch.ones(3), 0)
         os.kill(os.getpid(), signal.SIGKILL)
     got = torch.zeros(3)
-    dist.recv(got, 1)  # what it sent before it died
+    dist.recv(got, 1)  # a message that the rank sent before it died
     assert got.eq(1).all()
     for call in (lambda: dist.recv(got, 1), lambda: dist.send(torch.zeros(16 << 20), 1), lambda: dist.recv(got, 1)):
         with pytest.raises(RankFailedError, match=r"rank 1 \(host \S+, pid \d+\) killed by signal 9"):
             call()
 
 
-@linux
 def test_killed_peer_fails_the_message() -> None:
     with pytest.raises(AssertionError) as caught:
         run_ranks(_killed, 2)
@@ -348,6 +341,5 @@ def _closed(rank: int) -> None:
         dist.recv(got, 1)
 
 
-@linux
 def test_peer_that_destroys_its_group_fails_the_message() -> None:
     run_ranks(_closed, 2)

@@ -1,7 +1,7 @@
-"""The profiler, dispatch modes and the checking wrapper see this backend's collectives.
+"""The profiler, dispatch modes and the debug wrapper of process groups see this backend's collectives.
 
-An observed collective goes through torch's dispatcher. Checks and results equal those of the fast path, whose numbers
-are in test_collectives.py.
+An observed collective goes through torch's dispatcher. Checks and results equal those of the fast path, whose values
+test_collectives.py tests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FUNCTIONAL_GATHER = getattr(funcol, "all_gather_single", funcol.all_gather_tenso
 
 def _coalesced(call: Callable[..., Any], *args: Any) -> None:
     with warnings.catch_warnings():
-        # torch says of all_gather_coalesced and all_reduce_coalesced that it will remove them one day.
+        # torch deprecates all_gather_coalesced and all_reduce_coalesced.
         warnings.filterwarnings("ignore", r".*_coalesced.* will be deprecated", FutureWarning)
         call(*args)
 
@@ -45,7 +45,7 @@ def _managed(call: Callable[..., Any], output: torch.Tensor, given: torch.Tensor
 
 
 def _calls(rank: int) -> dict[str, tuple[str, Callable[[], Any]]]:
-    """The c10d operator that torch's dispatcher must see -> (Gloo's range, a collective that ends there)."""
+    """Return c10d operator that the dispatcher must see -> (name of Gloo's profiler range, call of the collective)."""
     x, y = torch.ones(4), torch.ones(2)
     lists = [torch.empty(4), torch.empty(4)]
     return {
@@ -59,7 +59,7 @@ def _calls(rank: int) -> dict[str, tuple[str, Callable[[], Any]]]:
         "allgather_into_tensor_coalesced_": ("all_gather", lambda: _managed(GATHER, torch.empty(8), x)),
         "gather_": ("gather", lambda: dist.gather(x, lists if rank == 0 else None, 0)),
         "scatter_": ("scatter", lambda: dist.scatter(torch.empty(4), [x, x] if rank == 0 else None, 0)),
-        # Gloo's reduce_scatter is an all-reduce of which it keeps a part.
+        # Gloo implements reduce_scatter as an all-reduce and keeps a part of the result.
         "reduce_scatter_": ("all_reduce", lambda: dist.reduce_scatter(torch.empty(4), [x, x])),
         "_reduce_scatter_base_": ("all_reduce", lambda: SCATTER(y.clone(), x)),
         "reduce_scatter_tensor_coalesced_": ("all_reduce", lambda: _managed(SCATTER, y.clone(), x)),
@@ -72,13 +72,15 @@ def _calls(rank: int) -> dict[str, tuple[str, Callable[[], Any]]]:
 
 
 def _expected(rank: int, name: str) -> str:
-    """What ``rank`` itself does in the call of this name: in a message one sends, the other receives."""
+    """Return the operator that ``rank`` runs in the call of this name. In a message one rank sends, the other
+    receives.
+    """
     if name == "send":
         return "send" if rank == 0 else "recv_"
     if name == "recv_any_source_":
         return "send" if rank == 0 else name
     if name == "alltoall_" and not hasattr(dist.ProcessGroup, "all_to_all_single"):
-        return "alltoall_base_"  # Gloo before torch 2.13 exchanges no lists
+        return "alltoall_base_"  # before torch 2.13 Gloo has no all_to_all of lists
     return name
 
 
@@ -109,7 +111,7 @@ def _mode(rank: int, name: str) -> None:
     with _Watch() as watch:
         call()
     assert watch.seen == [_expected(rank, name)]
-    call()  # and goes on without the mode
+    call()  # the call also works without the mode
     assert len(watch.seen) == 1
 
 
@@ -123,7 +125,7 @@ def test_every_collective_is_tested_under_a_mode() -> None:
 
 
 def _no_recursion(rank: int, name: str) -> None:
-    """`super()` ends in the inner group: no method of ours is entered again while it runs."""
+    """`super()` calls the inner group: no method of our group is entered again while it runs."""
     world, running, entered = dist.group.WORLD, [], []
 
     def guard(method: str) -> Callable[..., Any]:
@@ -161,7 +163,7 @@ def test_method_under_a_mode_does_not_recurse(pool, name: str) -> None:
 
 
 class _Instead(TorchDispatchMode):
-    """Takes collectives and does something else, as LocalTensorMode does for ranks that don't exist."""
+    """Replaces collectives by another operation, as LocalTensorMode does for simulated ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d":
@@ -174,7 +176,7 @@ class _Instead(TorchDispatchMode):
 
 
 def _instead(rank: int) -> None:
-    if rank == 0:  # alone: communication would wait for the other rank
+    if rank == 0:  # on one rank: real communication would wait for the other rank
         with _Instead():
             for call in (dist.all_reduce, lambda x: dist.broadcast(x, 0)):
                 x = torch.ones(3)
@@ -191,7 +193,7 @@ def test_mode_can_replace_the_collective(pool) -> None:
 
 
 def _fake(rank: int) -> None:
-    if rank == 0:  # alone, for the same reason
+    if rank == 0:  # on one rank, for the same reason
         with FakeTensorMode():
             x, large = torch.ones(4), torch.ones(8)
             dist.all_reduce(x)
@@ -226,7 +228,7 @@ def test_comm_debug_mode_counts_collectives(pool) -> None:
 
 
 def _watched_dtype(rank: int, dtype: str) -> None:
-    """Nothing that works stops working, and nothing that is refused is let through, while somebody watches."""
+    """A dispatch mode does not change which calls work and which are refused."""
     size = dist.get_world_size()
     inputs = [reference.values(r, dtype, (4,)) for r in range(size)]
     with _Watch():

@@ -1,6 +1,6 @@
-"""Large point-to-point messages between hosts with NICs: over pretended NICs, and over two devices where they exist.
+"""Large point-to-point messages between hosts with NICs: over fake NICs, and over two devices if they exist.
 
-Each rank is on a host of its own unless a test says otherwise. test_point_to_point.py has small messages,
+Each rank is on a separate host unless a test says otherwise. test_point_to_point.py tests small messages,
 tests/rdma/verbs the engine.
 """
 
@@ -48,8 +48,8 @@ from tests.support.ranks import init, run_ranks, without_gloos_lines
 
 KIB, MIB = 1 << 10, 1 << 20
 CABLE = Path("/run/cable")
-"""Of the guest: cuts it and mends it."""
-_MMAP_THRESHOLD = -3  # of malloc.h
+"""Program of the test guest that takes the cable down or up."""
+_MMAP_THRESHOLD = -3  # value of malloc.h
 LOW = {"MONARCH_RDMA_MIN_BYTES": "4096"}
 
 Run = Callable[..., list[Any]]
@@ -57,7 +57,9 @@ Run = Callable[..., list[Any]]
 
 @pytest.fixture(params=["pretended", pytest.param("verbs", marks=pytest.mark.verbs)])
 def run(request: pytest.FixtureRequest) -> Run:
-    """``run(fn, hosts, *args)``: fresh ranks with a group, ``hosts[rank]`` the host of each; results by rank."""
+    """Return ``run(fn, hosts, *args)``: start ranks with a group, ``hosts[rank]`` on each host, and return results by
+    rank.
+    """
     devices = two_devices() if request.param == "verbs" else []
 
     def start(
@@ -94,7 +96,7 @@ def _rank(
     dist.barrier()
     result = fn(rank, *args)
     if dist.is_initialized():
-        dist.barrier()  # rank 0 has the store
+        dist.barrier()  # rank 0 hosts the store
         dist.destroy_process_group()
     return result
 
@@ -104,17 +106,17 @@ def _rdma_p2p() -> Any:
 
 
 def _carried() -> dict[str, int]:
-    """Messages that this rank received, by what has carried them."""
+    """Return the number of messages that this rank received, by route."""
     return {way: _rdma_p2p().carried[way] for way in ("verbs", "gloo")}
 
 
 def _numbers(nbytes: int, seed: int) -> torch.Tensor:
-    """Bytes that repeat after 251, so that no power of two looks alike."""
+    """Bytes with a period of 251, so that no two blocks at powers of two are equal."""
     one = (torch.arange(251) * 7 + seed).to(torch.uint8)
     return one.repeat(nbytes // 251 + 1)[:nbytes].clone()
 
 
-# What arrives ----------------------------------------------------------------------------------------------------
+# Delivery --------------------------------------------------------------------------------------------------------
 
 
 def _sizes(rank: int, sizes: Sequence[int]) -> dict[str, int]:
@@ -142,7 +144,7 @@ def _dtypes(rank: int) -> int:
         for shape in ((4099,), (64, 67, 2)):
             got = torch.zeros(shape).to(getattr(torch, dtype))
             sent = reference.values(rank, dtype, shape, 0).clone()
-            works = [dist.irecv(got, 1 - rank), dist.isend(sent, 1 - rank)]  # both directions at once
+            works = [dist.irecv(got, 1 - rank), dist.isend(sent, 1 - rank)]  # messages in both directions at once
             for work in works:
                 assert work is not None
                 work.wait()
@@ -163,9 +165,9 @@ def _tags(rank: int) -> None:
         p2p_protocol.MAX_TAG - 1,
         p2p_protocol.MAX_TAG,
         p2p_protocol.OWN_TAGS - 1,
-    )  # the last two are Gloo's
+    )  # Gloo carries the last two
     works = [dist.isend(_numbers(nbytes, 10 * rank + i), peer, tag=tag) for i, tag in enumerate(tags)]
-    for i in (2, 0, 4, 3, 1):  # not the order in which they were sent
+    for i in (2, 0, 4, 3, 1):  # not in the order of the sends
         got = torch.zeros(nbytes, dtype=torch.uint8)
         dist.recv(got, peer, tag=tags[i])
         assert torch.equal(got, _numbers(nbytes, 10 * peer + i))
@@ -182,7 +184,7 @@ def test_tags_keep_messages_apart(run: Run) -> None:
 
 
 def _order(rank: int) -> None:
-    """Large and small messages of one tag, and none overtakes one of its size."""
+    """Send large and small messages with one tag. Messages of one size arrive in order."""
     peer, count = 1 - rank, 20
     sizes = [(8, 8 * KIB, 100 * KIB)[i % 3] for i in range(3 * count)]
     works = [dist.isend(_numbers(nbytes, i), peer) for i, nbytes in enumerate(sizes)]
@@ -200,7 +202,7 @@ def test_messages_of_one_tag_keep_their_order(run: Run) -> None:
 
 
 def _batch(rank: int) -> dict[str, int]:
-    """Everybody sends three messages to everybody, in one batch, sends first."""
+    """Every rank sends three messages to every other rank in one batch, sends first."""
     size, nbytes = dist.get_world_size(), 64 * KIB
     slots = list(itertools.product([p for p in range(size) if p != rank], range(3)))
     sends = [dist.P2POp(dist.isend, _numbers(nbytes, 9 * rank + n), peer, tag=n) for peer, n in slots]
@@ -253,7 +255,7 @@ def _any_source(rank: int) -> dict[str, int]:
 
 
 def test_receive_from_any_source_takes_the_first_sender(run: Run) -> None:
-    """One of them is on the same host: the receive does not know."""
+    """One sender is on the receiver's host. The receive cannot know that in advance."""
     assert run(_any_source, (0, 0, 1, 2))[0] == {"verbs": 2, "gloo": 1}
 
 
@@ -263,7 +265,7 @@ def _parts(rank: int) -> None:
     if rank == 0:
         dist.send(part, 1)
         dist.send(whole[:300_000], 1)
-        assert len(_rdma_p2p()._nics._lent) == 1  # the storage, once
+        assert len(_rdma_p2p()._nics._lent) == 1  # the storage is registered once
         with pytest.raises(CollectiveArgumentError, match="not contiguous"):
             dist.send(whole.view(KIB, KIB).T, 1)
     else:
@@ -281,7 +283,7 @@ def test_parts_of_one_storage_arrive(run: Run) -> None:
 
 
 def _watched(rank: int) -> None:
-    """torch's dispatcher is taken by one side only, and both take the same way."""
+    """One rank's calls go through torch's dispatcher, the other's do not. Both use the same route."""
     mine, theirs = _numbers(MIB, rank), torch.zeros(MIB, dtype=torch.uint8)
     if rank == 0:
         with torch.profiler.profile() as profile:
@@ -315,13 +317,13 @@ def _hooked(rank: int) -> list[str]:
     assert work is not None
     work.wait()
     assert _carried() == {"verbs": 2 * rank, "gloo": 0}
-    return list(seen)  # the end of the test is seen, too
+    return list(seen)  # the end hook has run, too
 
 
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="hooks are torch 2.14's")
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1)], ids=str)
 def test_hooks_see_messages(run: Run, hosts: tuple[int, ...]) -> None:
-    """Messages of both kinds, also where no two ranks share memory."""
+    """Hooks see messages of both routes, also if no two ranks share memory."""
     for seen in run(_hooked, hosts)[:2]:
         names = [entry.split()[1] for entry in seen]
         assert [entry.split()[0] for entry in seen] == ["before", "after"] * 3
@@ -329,7 +331,7 @@ def test_hooks_see_messages(run: Run, hosts: tuple[int, ...]) -> None:
 
 
 def _objects_and_groups(rank: int) -> None:
-    """Groups share the connection and what is lent."""
+    """Groups share the connection and the registered memory."""
     other = dist.new_group([0, 1])
     x = _numbers(MIB, 5)
     for group in (None, other):
@@ -357,7 +359,7 @@ def test_groups_of_one_process_share_connections(run: Run) -> None:
 
 
 def _collectives(rank: int, count: int) -> dict[str, int]:
-    """All that a hierarchy sends between hosts, twice: memory that is lent stays so."""
+    """Run each collective that sends data between hosts twice. Registrations are kept after the first."""
     size = dist.get_world_size()
     own, every = [torch.arange(count, dtype=torch.float32) + 10 * r for r in range(size)], range(size)
     for _ in range(2):
@@ -420,15 +422,15 @@ def test_route_is_taken_between_hosts_with_nics_only(run: Run) -> None:
     assert all("verbs for 4096 bytes" in why for why in run(_routes))
     assert run(_routes, env={"MONARCH_RDMA_TRANSPORT": "tcp"}) == ["none"] * 2
     assert run(_routes, env={"MONARCH_SHM": "0"}) == ["none"] * 2
-    assert run(_routes, (0, 0)) == ["none"] * 2  # one host
+    assert run(_routes, (0, 0)) == ["none"] * 2  # both ranks are on one host
     assert run(_routes, (0, 1), without=(1,)) == ["none"] * 2
 
 
-# What goes wrong -------------------------------------------------------------------------------------------------
+# Failures --------------------------------------------------------------------------------------------------------
 
 
 def _exchange(rank: int) -> None:
-    """The group is as good as before."""
+    """Check that the group still works."""
     got = torch.zeros(MIB, dtype=torch.uint8)
     works = [dist.isend(_numbers(MIB, rank), 1 - rank), dist.irecv(got, 1 - rank)]
     for work in works:
@@ -452,7 +454,7 @@ def test_message_of_another_size_raises(run: Run) -> None:
 
 
 def _impatient_group() -> Any:
-    """Both ranks, with a second for each message, though not for its making: the machine may be busy."""
+    """Make a group with a timeout of one second for messages. Its creation has the longer default timeout."""
     group = dist.new_group([0, 1])
     set_timeout(datetime.timedelta(seconds=1), group)
     return group
@@ -473,7 +475,7 @@ def _late(rank: int, sends: bool) -> None:
 
 
 def test_gloo_wait_that_ends_early_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time is in whole milliseconds, rounded down; nobody has closed a connection."""
+    """Gloo rounds the timeout down to milliseconds, so its wait may end early. No connection was closed."""
     now = 100.0
 
     class Late:
@@ -487,7 +489,7 @@ def test_gloo_wait_that_ends_early_is_a_timeout(monkeypatch: pytest.MonkeyPatch)
     for seconds in (1.0, 0.0107, 0.0003):
         clock = p2p_module._Clock(rdma_p2p, seconds)  # type: ignore[arg-type]
         clock.begin()
-        now += seconds / 7  # something took a while before
+        now += seconds / 7  # an earlier step used part of the timeout
         with pytest.raises(p2p_module._Failure) as caught:
             p2p_module._PeerExchange(rdma_p2p, 1, 0, clock).wait(Late())  # type: ignore[arg-type]
         assert caught.value.args[0][:2] == ("late", 1)
@@ -499,7 +501,7 @@ def test_receive_without_a_sender_times_out(run: Run, sends: bool) -> None:
 
 
 def _early(rank: int) -> None:
-    """Messages that are asked for long before they are waited for, longer than the group's time."""
+    """Start messages long before the wait: longer than the group's timeout."""
     group = _impatient_group()
     x, y, z = (_numbers(MIB, rank + i) for i in range(3))
     if rank == 1:
@@ -508,7 +510,7 @@ def _early(rank: int) -> None:
             dist.irecv(y, group=group, tag=1),
             dist.isend(z, 0, group=group, tag=2),
         ]
-    assert not until(lambda: group._rdma_p2p.closed, 1.3)  # time passes
+    assert not until(lambda: group._rdma_p2p.closed, 1.3)  # let time pass
     if rank == 1:
         for work in posted:
             assert work is not None
@@ -528,7 +530,7 @@ def test_early_receives_get_their_messages(run: Run) -> None:
 
 
 def _unwaited(rank: int) -> None:
-    """What comes while nobody waits for it is fetched all the same, also from anybody."""
+    """A message is received before the caller waits for it, also from any source."""
     if rank == 0:
         dist.send(_numbers(MIB, 1), 1)
         dist.send(_numbers(MIB, 2), 1)
@@ -546,7 +548,7 @@ def test_messages_without_a_wait_arrive(run: Run) -> None:
 
 
 def _waited_for_late(rank: int, source: int | None, sends: bool) -> None:
-    """The time runs from the first wait on; and it has an end, for who was already listening."""
+    """The timeout starts at the first wait. It also applies to an operation that started earlier."""
     store, group = dist.group.WORLD.get_group_store(), _impatient_group()  # type: ignore[union-attr]
     if rank == 0:
         x = torch.zeros(MIB, dtype=torch.uint8)
@@ -638,12 +640,12 @@ def _destroyed(rank: int) -> None:
 
 
 def test_destroy_with_messages_in_flight_ends_them(run: Run) -> None:
-    """Nothing that is pretended stays open: closing a device with memory registered fails."""
+    """All fake resources are closed. A fake device with registered memory would fail to close."""
     run(_destroyed)
 
 
 def _freed(rank: int) -> None:
-    """Without the garbage collector: nothing here is in a cycle."""
+    """Memory is freed without the garbage collector, because there is no reference cycle."""
     gc.disable()
     nics = _rdma_p2p()._nics
     for waits in (True, False):
@@ -679,18 +681,18 @@ def _groups_in_a_row(rank: int) -> list[int]:
         del group
         dist.barrier()
         found.append(len(os.listdir("/proc/self/fd")))
-    # Threads of Gloo's close their own now and then.
+    # Gloo's threads close some descriptors after a delay.
     assert until(lambda: len(os.listdir("/proc/self/fd")) <= found[0]), found
     return found
 
 
 def test_destroyed_groups_leave_no_descriptor_open(run: Run) -> None:
-    """Without the garbage collector, which may be long in coming."""
+    """Descriptors are closed without the garbage collector."""
     run(_groups_in_a_row)
 
 
 def _fail_to_make_a_group(rank: int) -> None:
-    """A group that fails after its ranks have met."""
+    """Fail while the group is created, after the ranks have met."""
     nics, others = _rdma_p2p()._nics, _rdma_p2p()._others
     whole = MonarchProcessGroup._let_see
 
@@ -709,7 +711,7 @@ def test_failed_group_releases_its_nics(run: Run) -> None:
 
 
 def _breaks_under_way(rank: int) -> None:
-    """A rank whose message fails with the connection makes a new one, however late the rest of the message arrives."""
+    """A rank whose message fails with the connection makes a new connection, even if the failure is reported late."""
     _exchange(rank)
     nics = _rdma_p2p()._nics
     (other,) = nics._others.values()
@@ -728,7 +730,7 @@ def test_broken_connection_is_detected_before_its_messages_fail(run: Run) -> Non
 
 
 def _no_threads(rank: int) -> None:
-    """A message whose thread does not start leaves nothing behind: its error says so, and its memory is not in use."""
+    """A message whose thread cannot start raises that error, and its memory is not in use afterwards."""
     whole = threading.Thread.start
     if rank == 0:
 
@@ -767,7 +769,7 @@ def test_registered_memory_stays_within_the_cache_limit(run: Run) -> None:
 
 
 def _child_after_use(rank: int) -> None:
-    # Messages lie between what malloc notes of free memory, on the same pages, as they do in a process of some age.
+    # malloc keeps its records of free memory on the same pages as messages, as in a long-running process.
     assert ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 30)
     for _ in range(3):
         _exchange(rank)
@@ -783,7 +785,7 @@ def test_fork_of_a_rank_does_not_disturb_messages(run: Run) -> None:
 
 
 def _storm(rank: int, rounds: int) -> dict[str, int]:
-    """Everybody to everybody, of all sizes, some waited for and some not; collectives in between."""
+    """Messages of all sizes between all ranks, waited for at once or at the end, with collectives between them."""
     size, choose = dist.get_world_size(), random.Random(5)
     plan = [
         (sender, receiver, choose.choice((10, 5000, 70 * KIB, MIB)), choose.randrange(3), choose.random() < 0.5)
@@ -801,7 +803,7 @@ def _storm(rank: int, rounds: int) -> dict[str, int]:
             if waits:
                 work.wait()
             else:
-                works.append(work)  # Gloo's wait for ever when it is asked twice
+                works.append(work)  # a second wait of Gloo's work would block for ever
             expected.append((got, number))
         if number % 20 == 19:
             x = torch.full((20_000,), float(rank))
@@ -823,7 +825,7 @@ def test_many_messages_at_once_arrive_in_order(run: Run, hosts: tuple[int, ...])
     assert sum(carried["gloo"] for carried in found) == 0 or hosts == (0, 0, 1, 1), found
 
 
-# What goes wrong with NICs: the pretended ones do it when they are told ---------------------------------------------
+# Failures of NICs: fake NICs fail on request ------------------------------------------------------------------------
 
 
 class _Heard(logging.Handler):
@@ -847,7 +849,7 @@ def _broken_nics(rank: int, how: str) -> list[str]:
         binding.unreachable.add(b"all")
     elif how == "dead":
         binding.dead = True
-    else:  # the connections are gone, and new ones can be made
+    else:  # existing connections break, and new ones can be made
         for pair in list(binding.pairs.values()):
             pair.broken = True
     for _ in range(3):
@@ -859,7 +861,7 @@ def _broken_nics(rank: int, how: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ["unreachable", "dead", "broken"])
 def test_failing_nics_fall_back_to_gloo(how: str) -> None:
-    """Gloo takes over, with one warning; a connection that has broken is made anew."""
+    """Gloo carries the messages, with one warning. A broken connection is made again."""
     found = run_ranks(_rank, 2, _broken_nics, (0, 1), (how,), [], 60.0, (), backend=None, env=LOW)
     for rank, lines in enumerate(found):
         assert len(lines) == (how != "broken"), lines
@@ -867,7 +869,7 @@ def test_failing_nics_fall_back_to_gloo(how: str) -> None:
 
 
 def _misfit(rank: int, where: str, bad: int) -> list[str]:
-    """Here is an error that nobody has thought of."""
+    """Raise an error that the code does not expect."""
     heard = _Heard()
     logging.getLogger("monarch_backend").addHandler(heard)
     if rank == bad:
@@ -887,7 +889,7 @@ def _misfit(rank: int, where: str, bad: int) -> list[str]:
 
 @pytest.mark.parametrize("where", ["load", "expose", "offer", "accept", "connect", "transfer"])
 def test_unexpected_error_falls_back_to_gloo_with_a_warning(where: str) -> None:
-    """Gloo carries the messages, and a warning says why."""
+    """Gloo carries the messages, and one warning contains the error."""
     found = run_ranks(_rank, 2, _misfit, (0, 1), (where, 1), [], 60.0, (), backend=None, env=LOW)
     assert len(found[1]) == 1, found
 
@@ -906,7 +908,7 @@ def _little_memory(rank: int, short: int) -> None:
 
 @pytest.mark.parametrize("short", [0, 1])
 def test_memory_that_cannot_be_registered_goes_over_gloo(short: int) -> None:
-    """It goes over Gloo, and what can be registered does not."""
+    """Gloo carries messages whose memory cannot be registered. The NICs carry the others."""
     run_ranks(_rank, 2, _little_memory, (0, 1), (short,), [], 60.0, (), backend=None, env=LOW)
 
 
@@ -926,7 +928,7 @@ def _cut(rank: int) -> float:
 
 @pytest.mark.verbs
 def test_messages_over_a_cut_link_end_in_time(run: Run, request: pytest.FixtureRequest) -> None:
-    """The hosts still reach each other, by another network than that of the NICs."""
+    """The hosts still reach each other through a network that does not use the NICs."""
     if not CABLE.exists() or "pretended" in request.node.name:
         pytest.skip("only the guest has a cable that can be cut")
     try:
@@ -960,7 +962,7 @@ def test_control_messages_round_trip() -> None:
 
 
 def test_control_message_tags_do_not_collide_with_user_tags() -> None:
-    """From each other and from those of the stages of collectives, which begin at 2**30."""
+    """Tags differ from each other and from those of the stages of collectives, which start at 2**30."""
     told = {p2p_protocol.announced(tag) for tag in (0, 1, p2p_protocol.MAX_TAG - 1)}
     talks = {
         p2p_protocol.exchange_tag(n, *pair) for n in (0, 1, p2p_protocol.MAX_EXCHANGES - 1) for pair in ((0, 1), (1, 0))
@@ -991,7 +993,7 @@ for where in sys.argv[1:]:
 
 
 def test_rdma_is_not_imported_without_nics() -> None:
-    """Without NICs the first group does not wait for the package, or for the devices that it opens."""
+    """Without NICs the first group imports no RDMA code and opens no devices."""
     wheres = ["/proc/self nobody_has_this", "/nowhere os"]  # devices without a package, a package without devices
     done = subprocess.run([sys.executable, "-c", _GROUP, *wheres], capture_output=True, text=True, check=True)
     assert without_gloos_lines(done.stdout).splitlines() == ["0 []"] * 2

@@ -1,4 +1,4 @@
-"""Default groups one after the other in one program: on one port, on one store, in torchrun's restarts.
+"""Default groups made one after the other in one program: on one port, on one store, in torchrun's restarts.
 
 Each rank is a process that starts the next group at once and does not wait for other ranks in between.
 """
@@ -23,7 +23,7 @@ from tests.process_group.test_rendezvous import _held_port
 from tests.support.ranks import run_ranks
 
 PATIENCE = datetime.timedelta(seconds=60)
-# torch's client asks the resolver for names; an answer that is lost must not take long.
+# torch's client queries the resolver for names. A lost answer must not take long.
 QUICK_RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:1"}
 
 
@@ -40,7 +40,7 @@ def _sum(members: list[int], group: Any, turn: int) -> None:
 
 
 def _use(rank: int, size: int, turn: int) -> None:
-    """What a program does with its group: nothing, a collective, or subgroups that some ranks are not in."""
+    """Use the group in one of four ways: not at all, for a collective, or with subgroups that exclude some ranks."""
     everyone = list(range(size))
     kind = turn % 4
     if kind == 1:
@@ -63,7 +63,7 @@ def _on_one_port(rank: int, address: str, size: int, port: int, turns: int) -> N
         dist.init_process_group("monarch", timeout=PATIENCE)
         _use(rank, size, turn)
         dist.destroy_process_group()
-    _store_host._at_exit()  # as the end of a program does: these ranks end without it
+    _store_host._at_exit()  # called here because these ranks end without exit handlers
 
 
 def test_ten_groups_on_one_port(port: int) -> None:
@@ -95,7 +95,7 @@ def test_ten_groups_on_one_store(port: int) -> None:
 
 
 def _same_subgroup_again(rank: int) -> None:
-    """Its name is the hash of its ranks, and the name is free again after the destruction."""
+    """A subgroup's name is the hash of its ranks, and is free again after the group is destroyed."""
     for turn in range(5):
         group = dist.new_group([1, 2], use_local_synchronization=True) if rank else None
         if group is not None:
@@ -117,7 +117,7 @@ def _host_leaves_first(rank: int, address: str, port: int, destroys: bool) -> No
         start = time.monotonic()
         _store_host._at_exit()
         assert marks.check(["made/1", "made/2"])
-        assert time.monotonic() - start < _store_host._AT_EXIT_S  # it did not wait in vain
+        assert time.monotonic() - start < _store_host._AT_EXIT_S  # the wait ended because the other ranks were done
         return
     marks.wait(["left"], PATIENCE)
     _sum([1, 2], dist.new_group([1, 2]), 0)
@@ -149,7 +149,7 @@ def test_port_is_free_once_all_ranks_have_left(port: int) -> None:
 
 
 def _stuck_in_constructor(rank: int, address: str, port: int) -> None:
-    """Rank 1 comes late and does not make its connections: the others share one timeout between the two waits."""
+    """Rank 1 is late and never connects. The other ranks have one timeout for both waits."""
     marks = dist.FileStore(address.removeprefix("file://"), 3)
     url = f"tcp://127.0.0.1:{port}"
     if rank == 1:

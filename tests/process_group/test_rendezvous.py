@@ -1,4 +1,4 @@
-"""Rendezvous at the store within the timeout; errors name the missing ranks. Each rank is a process of its own."""
+"""Rendezvous at the store within the timeout. Errors name the missing ranks. Each rank is a process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from torch.distributed import distributed_c10d as c10d
 from monarch_backend.process_group import _handshake, _rendezvous
 from tests.support.ranks import run_ranks
 
-SECONDS = 2.0  # so long others may take to come
-ALONE = 1.0  # where nobody is to come
+SECONDS = 2.0  # timeout for the other ranks
+ALONE = 1.0  # timeout if no other rank comes
 
 
 @contextlib.contextmanager
 def _held_port() -> Iterator[int]:
-    """A port where nobody listens; held, so that nobody else gets it, by a socket that lets others bind it."""
+    """Yield a port without a listener. A socket reserves it, with options that let a server bind it too."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -58,7 +58,7 @@ def _init(rank: int, size: int, url: str, seconds: float = SECONDS, backend: str
 def _fails(
     call: Any, *words: str, error: type[Exception] = dist.DistNetworkError, seconds: float = SECONDS, late: float = 1.0
 ) -> str:
-    """``call`` fails within the timeout and a second more; the message has the words, and names this process."""
+    """``call`` must fail within the timeout plus ``late`` seconds. The message has the words, host and pid."""
     start = time.monotonic()
     with pytest.raises(error) as caught:
         call()
@@ -69,12 +69,12 @@ def _fails(
     return str(caught.value)
 
 
-# Nobody is to come, so these wait in vain, at the same time.
+# No server ever starts at these addresses. The cases wait at the same time.
 NOBODY = [
     ("127.0.0.1", "monarch", "connection refused", ALONE),
     ("127.0.0.1", "cpu:Monarch,cuda:nccl", "connection refused", 1.5),
     ("localhost", "MONARCH", "connection refused", ALONE),
-    ("::1", "monarch", "", ALONE),  # refused, or no such network
+    ("::1", "monarch", "", ALONE),  # refused, or the machine has no IPv6
     ("nowhere.invalid", "monarch", "does not resolve", ALONE),
 ]
 
@@ -94,7 +94,7 @@ def test_store_without_a_listener_times_out(port: int) -> None:
 
 
 def _env(rank: int, address: str, port: int) -> None:
-    """With torchrun's store rank 0 is a client as well."""
+    """With torchrun's store, rank 0 is a client like the other ranks."""
     number = (2, 0)[rank]
     if rank == 1:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -124,7 +124,7 @@ def test_silent_name_server_times_out() -> None:
 
 @contextlib.contextmanager
 def _elsewhere(script: str) -> Iterator[int]:
-    """Another process, which has bound the socket ``s``; its port."""
+    """Start a process that binds the socket ``s`` and runs ``script``. Yield its port."""
     script = f"import socket, signal; s = socket.create_server(('127.0.0.1', 0)); {script}"
     script = script.replace("GO", "print(s.getsockname()[1], flush=True)")
     with subprocess.Popen([sys.executable, "-S", "-c", script], stdout=subprocess.PIPE, text=True) as process:
@@ -141,7 +141,7 @@ def _no_store(rank: int, address: str, port: int) -> None:
 
 
 def test_silent_server_times_out() -> None:
-    # A stopped process, or another service: torch's own client waits for ever.
+    # A stopped process, or another service. torch's own client would wait for ever.
     with _elsewhere("GO; signal.pause()") as port:
         run_ranks(_no_store, 1, port, backend=None)
 
@@ -153,7 +153,7 @@ def _works(rank: int) -> None:
 
 
 def _late_server(rank: int, address: str, port: int) -> None:
-    # Its own signal says that the client has found no server: no fixed sleep.
+    # The server starts when the client reports that it found none, not after a fixed sleep.
     marks = dist.FileStore(address.removeprefix("file://"), 2)
     if rank == 0:
         marks.wait(["probed"], datetime.timedelta(seconds=30))
@@ -208,7 +208,7 @@ def _server(rank: int, address: str, libuv: bool, hits: int) -> None:
 
 @pytest.mark.parametrize("libuv", [False, True])
 def test_connection_probe_does_not_disturb_torchs_server(capfd: pytest.CaptureFixture[str], libuv: bool) -> None:
-    # torch's server asks the network for the name of each client; where an answer is lost that must not take long.
+    # torch's server looks up the name of each client. A lost answer must not take long.
     run_ranks(_server, 1, libuv, 100, backend=None, env={"RES_OPTIONS": "timeout:1 attempts:5"})
     assert capfd.readouterr().err == ""
 
@@ -217,7 +217,7 @@ Worlds = list[tuple[str, list[int]]]
 
 
 def _absent(rank: int, address: str, worlds: Worlds, size: int, late: float) -> str:
-    """Of several worlds, at the same time: each has a store of its own, and some of its ranks."""
+    """Run in several worlds at once: each world has its own store, and some of its ranks are missing."""
     url, mine, present = [(url, mine, present) for url, present in worlds for mine in present][rank]
     absent = [other for other in range(size) if other not in present]
     words = [f"{', '.join(map(str, absent))} of {size} ha", "not come", f"rank {mine} of {size}"]
@@ -239,7 +239,7 @@ def test_missing_ranks_are_named_on_all_others(ports: list[int]) -> None:
 
 def test_missing_ranks_at_a_file_store_are_named(tmp_path: Path) -> None:
     worlds = [(f"file://{tmp_path}/{len(present)}", present) for present in ([1], [0, 2])]
-    _wait_for_absent(worlds, 3, 1.5)  # torch's FileStore counts whole seconds
+    _wait_for_absent(worlds, 3, 1.5)  # torch's FileStore counts in whole seconds
 
 
 def _absent_from_new_group(rank: int) -> None:

@@ -1,6 +1,6 @@
 """The shared-memory route: sizes around every limit, order of operations, failures, no leaks.
 
-Results are in test_collectives.py and test_point_to_point.py.
+test_collectives.py and test_point_to_point.py test results.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import random
 import re
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,14 +22,13 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend
+from monarch_backend._processes.linux import stands_still
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from monarch_backend.process_group._shm import segment
 from tests.process_group import reference
 from tests.support.ranks import init, run_ranks
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd, futex and pidfd are Linux's")
-
-# Around a slot (16 KiB), a chunk (256 KiB) and several of them, and not a multiple of anything.
+# Sizes around a slot (16 KiB), a chunk (256 KiB) and several chunks, and a size that is not a multiple.
 SIZES = (0, 1, 4095, 4096, 4097, 65535, 65536, 65537, 131072, 1_000_003)
 
 
@@ -48,7 +45,7 @@ def _sizes(rank: int, dtype: str) -> None:
         x = inputs[rank].clone()
         dist.broadcast(x, n % size)
         assert reference.same(x, inputs[n % size]), n
-        whole = torch.cat(inputs)  # size pieces of n
+        whole = torch.cat(inputs)  # `size` pieces of `n` elements
         piece = torch.zeros_like(x)
         dist.reduce_scatter_tensor(piece, whole) if n else None
         assert not n or reference.same(piece, reference.reduced("SUM", [inputs[rank]] * size)), n
@@ -65,7 +62,7 @@ def test_sizes_around_every_limit(world_size: int, dtype: str) -> None:
 
 
 def _mixed(rank: int, seed: int) -> None:
-    """Operations of random kinds and sizes on overlapping groups, sync and async, waited for in any order."""
+    """Random kinds and sizes of operations on overlapping groups, sync and async, with waits in random order."""
     draw, order, size = random.Random(seed), random.Random(f"{seed}/{rank}"), dist.get_world_size()
     groups = [dist.group.WORLD, dist.new_group(list(range(size))), dist.new_group([0, 1]), dist.new_group([1, 2])]
     pending: list[tuple[Any, torch.Tensor, float]] = []
@@ -101,7 +98,7 @@ def test_mixed_operations_on_overlapping_groups(seed: int) -> None:
 
 
 def _same_bits(rank: int) -> list[list[int]]:
-    """The order of ranks decides, so every run and every rank has the same bits."""
+    """Sums add in the order of the ranks, so every run and every rank gets the same bits."""
     bits = []
     for n in (100, 10_000, 300_000):
         x = torch.randn(n, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank * 3)
@@ -135,7 +132,7 @@ def _disagree(rank: int) -> None:
             call()
         assert all(word in str(info.value) for word in words), str(info.value)
     x = torch.ones(2)
-    dist.all_reduce(x)  # nothing was moved, and the group goes on
+    dist.all_reduce(x)  # no data was moved, and the group still works
     assert x.tolist() == [2.0, 2.0]
 
 
@@ -164,7 +161,8 @@ def _killed(rank: int, asynchronous: bool, n: int) -> float:
     with pytest.raises(RankFailedError, match="rank 1"):
         dist.barrier(group)
     store.set(f"done/{rank}", "1")
-    store.wait(["done/0", "done/2"], datetime.timedelta(seconds=30))  # a survivor that ends would be blamed as well
+    # a survivor that ends early would be reported as failed, too
+    store.wait(["done/0", "done/2"], datetime.timedelta(seconds=30))
     return noticed
 
 
@@ -183,14 +181,14 @@ def _ended_in_between(rank: int) -> None:
         store.set("pid", str(os.getpid()))
         store.wait(["posted"], datetime.timedelta(seconds=30))
         segment.this_process().host.leave()
-        os._exit(0)  # cleanly, and without a message to its groups
+        os._exit(0)  # a clean exit, without a message to its groups
     if rank == 0:
-        pending = dist.irecv(torch.ones(1), 1, tag=7)  # which rank 2 has no part in
+        pending = dist.irecv(torch.ones(1), 1, tag=7)  # rank 2 takes no part in this message
         gone = os.pidfd_open(int(store.get("pid")))
         store.set("posted", "1")
         assert select.select([gone], [], [], 30)[0]
         os.close(gone)
-    for _ in range(300):  # rank 0 hears of it meanwhile, and sees that nothing which it waits for is concerned
+    for _ in range(300):  # rank 0 learns of rank 2's exit here, and its pending messages do not involve rank 2
         dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
         dist.recv(x, 1) if rank == 0 else dist.send(x, 0)
     if rank == 1:
@@ -203,6 +201,7 @@ def _ended_in_between(rank: int) -> None:
     store.wait(["done/0", "done/1"], datetime.timedelta(seconds=30))
 
 
+@pytest.mark.needs("/proc")
 def test_rank_that_ended_between_operations_fails_the_next() -> None:
     with pytest.raises(Exception, match="--- rank 2:\nthe rank died without an answer") as info:
         run_ranks(_ended_in_between, 3)
@@ -218,7 +217,7 @@ def _late(rank: int) -> None:
         store.set("given up", "1")
     else:
         store.wait(["given up"], datetime.timedelta(seconds=30))
-        with pytest.raises(CollectiveTimeoutError, match="timed out: rank 1"):  # and so does the late one
+        with pytest.raises(CollectiveTimeoutError, match="timed out: rank 1"):  # the late rank gets the error, too
             dist.all_reduce(torch.ones(2), group=group)
 
 
@@ -227,7 +226,7 @@ def test_late_rank_is_named() -> None:
 
 
 def _many_groups(rank: int) -> None:
-    """A group's memory is used again, and nothing is left of it but what the process keeps for the next."""
+    """A destroyed group's memory is reused. The process keeps no more of it than it needs for the next group."""
     counts = []
     for _ in range(30):
         group = dist.new_group([0, 1])
@@ -242,7 +241,7 @@ def test_later_groups_reuse_the_memory() -> None:
 
 
 def _forked(rank: int) -> None:
-    """A child that a rank forks keeps none of its descriptors: else nobody would notice the rank's death."""
+    """A forked child must not keep a rank's descriptors: an open one would hide the rank's death."""
     dist.all_reduce(torch.ones(2))
     reader, writer = os.pipe()
     child = os.fork()
@@ -261,6 +260,7 @@ def _forked(rank: int) -> None:
     dist.all_reduce(torch.ones(2))
 
 
+@pytest.mark.needs("memfd")
 def test_forked_child_keeps_no_shared_memory() -> None:
     run_ranks(_forked, 2)
 
@@ -275,7 +275,7 @@ def _route(rank: int) -> str:
 
 
 def _callbacks(rank: int) -> list[float]:
-    """A callback that waits for another operation, three deep, while more operations come in."""
+    """A callback waits for another operation, nested three deep, while more operations start."""
 
     def deeper(depth: int) -> Callable[[Any], torch.Tensor]:
         def then(future: Any) -> torch.Tensor:
@@ -295,12 +295,12 @@ def test_callbacks_may_wait_for_operations() -> None:
 
 
 def _waits(rank: int, how: str) -> tuple[float, float]:
-    """(processor time, elapsed time) of waiting for a rank that is late."""
+    """Return (CPU time, elapsed time) of a wait for a late rank."""
     store = dist.group.WORLD.get_group_store()
     if rank == 1:
         store.wait(["waited enough"], datetime.timedelta(seconds=60))
     x = torch.ones(100_000 if how == "large" else 2)
-    if rank == 0:  # a thread of ours ends the wait, so that no time is fixed here
+    if rank == 0:  # this timer ends the wait, so the test needs no fixed duration
         start, before = time.monotonic(), time.process_time()
         timer = threading.Timer(1.0, lambda: store.set("waited enough", ""))
         timer.start()
@@ -361,7 +361,7 @@ def test_group_with_full_arena_uses_gloo() -> None:
 
 
 def _stopped(rank: int, address: str, pids: Any) -> str:
-    """Rank 1 stops itself; the others must say so when the group's time is over, and then let it go on."""
+    """Rank 1 stops itself. The other ranks must report it when the group's timeout is over, and then resume it."""
     init(rank, 3, address, seconds=1.0)
     pids.put((rank, os.getpid()))
     dist.barrier()
@@ -381,10 +381,10 @@ def test_stopped_rank_is_named_at_the_timeout() -> None:
 
     def wake_up() -> None:
         known = dict(pids.get() for _ in range(3))
-        while Path(f"/proc/{known[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        while not stands_still(known[1]):
             time.sleep(0.01)
         for _ in range(2):
-            pids.get()  # the others have given up
+            pids.get()  # the other ranks got their errors
         os.kill(known[1], signal.SIGCONT)
 
     thread = threading.Thread(target=wake_up)
@@ -404,7 +404,7 @@ def test_stopped_rank_is_named_at_the_timeout() -> None:
 
 
 def _wakes_up_late(rank: int, address: str, pids: Any) -> str:
-    """Rank 1 is stopped while it waits for rank 0: by the time it looks again, it is the late one."""
+    """Rank 1 is stopped while it waits for rank 0. When it resumes, its own timeout is over."""
     init(rank, 2, address, seconds=60.0)
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.5))
     store = dist.group.WORLD.get_group_store()
@@ -425,9 +425,9 @@ def test_rank_that_was_stopped_does_not_name_others() -> None:
 
     def wake_up() -> None:
         pid = pids.get()
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        while not stands_still(pid):
             time.sleep(0.01)
-        end = time.monotonic() + 1.0  # half a second beyond the group's time
+        end = time.monotonic() + 1.0  # half a second longer than the group's timeout
         while time.monotonic() < end:
             time.sleep(0.01)
         os.kill(pid, signal.SIGCONT)

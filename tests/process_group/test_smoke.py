@@ -1,4 +1,4 @@
-"""Smoke test: ranks, one group, one sum."""
+"""Smoke test: start ranks, make one group, compute one sum."""
 
 import torch
 import torch.distributed as dist

@@ -46,7 +46,7 @@ def _flat(value: Any) -> list[Tensor]:
 
 
 def _calls(rank: int, count: int, asynchronous: bool) -> Iterator[tuple[str, Call]]:
-    """Every method that takes a list of tensors, with ``count`` of them on each rank; a call gives what it wrote."""
+    """Yield every method that takes a list of tensors, with ``count`` on each rank. A call returns what it wrote."""
 
     def inputs(elements: int = 2) -> list[Tensor]:
         return [_read(rank, i, elements) for i in range(count)]
@@ -102,7 +102,7 @@ def _calls(rank: int, count: int, asynchronous: bool) -> Iterator[tuple[str, Cal
         return written
 
     yield "alltoall", exchange_lists
-    # torch before 2.13 has them under other names.
+    # Before torch 2.13 these methods had other names.
     if hasattr(dist.ProcessGroup, "all_gather_single_coalesced"):
         gather, scatter = "all_gather_single_coalesced", "reduce_scatter_single_coalesced"
     else:
@@ -167,7 +167,7 @@ def test_lists_over_gloo_agree_with_gloo() -> None:
 
 
 def _several(rank: int) -> None:
-    """Values of several tensors per rank in all dtypes, of ranks with lists of different lengths."""
+    """Check values of several tensors per rank in all dtypes. The ranks have lists of different lengths."""
     count = 2 + rank
     for dtype in reference.DTYPES:
         inputs = [[reference.factors(r, dtype, (3, 2), salt) for salt in range(2 + r)] for r in range(SIZE)]
@@ -175,7 +175,7 @@ def _several(rank: int) -> None:
             if not reference.reduces(dtype, op):
                 continue
             mine = [x.clone() for x in inputs[rank]]
-            mine[1] = mine[1].t().contiguous().t()  # other strides than its neighbours
+            mine[1] = mine[1].t().contiguous().t()  # strides that differ from those of the other tensors
             work = dist.group.WORLD.allreduce(mine, getattr(ReduceOp, op))
             shown = work.get_future().wait()
             assert [t.data_ptr() for t in shown] == [t.data_ptr() for t in mine]
@@ -198,7 +198,7 @@ def test_several_tensors_of_every_dtype_have_their_values(pool) -> None:
 def _unusual(rank: int) -> None:
     group = dist.group.WORLD
     x = torch.ones(2)
-    group.allreduce([x, x]).wait()  # one tensor given twice counts twice
+    group.allreduce([x, x]).wait()  # a tensor that the list contains twice counts twice
     assert x.tolist() == [4.0, 4.0]
     leaf = torch.ones(2, requires_grad=True)
     with torch.inference_mode():
@@ -219,7 +219,7 @@ def _unusual(rank: int) -> None:
         group.allreduce(fakes).wait()
         group.broadcast(fakes).wait()
     sparse = [torch.eye(2).to_sparse(), torch.eye(2).to_sparse()]
-    group.allreduce(sparse).wait()  # Gloo's, which takes such lists
+    group.allreduce(sparse).wait()  # Gloo runs this: it accepts lists of sparse tensors
     assert all(s.to_dense().equal(torch.eye(2) * 4) for s in sparse)
 
 
@@ -255,7 +255,7 @@ def _refusals(rank: int) -> list[str]:
         "integer mean": (lambda: group.allreduce([i, i], ReduceOp.AVG), "AVG of 2 tensors per rank"),
         "bitwise": (lambda: group.allreduce([f, f], ReduceOp.BOR), "BOR can't combine torch.float32"),
     }
-    if rank == 1:  # a root without a list and another rank with one, in one call
+    if rank == 1:  # the root passes no list, and another rank passes one
         cases["nowhere to gather"] = (lambda: group.gather([], [f], 1), "the output list is missing on rank 1")
     else:
         cases["nowhere to gather"] = (lambda: group.gather([[f, f]], [f], 1), "the output list is given on rank 0")

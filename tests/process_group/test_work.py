@@ -1,6 +1,6 @@
 """Work objects and features built on them: futures, errors, coalescing, functional collectives, completion hooks.
 
-test_collectives.py tests the numbers, this file when and how they arrive.
+test_collectives.py tests the values. This module tests when and how they arrive.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from monarch_backend import CollectiveArgumentError
 from tests.process_group import reference
 from tests.support.ranks import run_ranks
 
-# torch 2.13 gave them these names and says that the old ones will go.
+# torch 2.13 introduced these names and deprecates the old ones.
 ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 coalescing_manager = dist.distributed_c10d._coalescing_manager
 
 
 def _function(*names: str) -> Callable[..., Any]:
-    """The first of these functional collectives that this torch has: 2.13 renamed them."""
+    """Return the first of these functional collectives that torch has. torch 2.13 renamed them."""
     return next(getattr(funcol, name) for name in names if hasattr(funcol, name))
 
 
@@ -43,7 +43,7 @@ reduce_scatter_many = _function("reduce_scatter_single_coalesced", "reduce_scatt
 
 
 def _inputs(dtype: str = "float32", shape: tuple[int, ...] = (4, 2), salt: int = 0) -> list[Tensor]:
-    """What each rank of the default group brings."""
+    """Return the inputs of all ranks of the default group."""
     return [reference.factors(rank, dtype, shape, salt).clone() for rank in range(dist.get_world_size())]
 
 
@@ -85,7 +85,7 @@ def _work(rank: int, name: str) -> None:
     work = start()
     assert work.wait() is True
     assert work.is_completed()
-    # A future of it, with a chain that runs when the collective has.
+    # A future of the work, with callbacks that run after the collective.
     ran: list[str] = []
     work = start()
     chain = work.get_future().then(lambda _: ran.append("first")).then(lambda _: ran.append("second"))
@@ -93,7 +93,7 @@ def _work(rank: int, name: str) -> None:
     assert ran == ["first", "second"]
     work.wait()
     assert work.is_completed()
-    # And a callback.
+    # A callback of the future.
     work, called = start(), threading.Event()
     work.get_future().add_done_callback(lambda _: called.set())
     assert called.wait(20)
@@ -107,11 +107,11 @@ def test_work_completes_with_its_result(pool, world_size: int, name: str) -> Non
 
 
 def _reduce_scatter_twice(rank: int) -> None:
-    """Gloo writes the output in wait(), and would again in a second one."""
+    """Gloo writes the output in wait(). A second wait() must not write it again."""
     output = torch.zeros(1)
     work = dist.reduce_scatter(output, [torch.ones(1), torch.ones(1)], async_op=True)
     if monarch_backend.routes()["cpu"].backend == "gloo":
-        assert not work.is_completed()  # in shared memory it may be
+        assert not work.is_completed()  # in shared memory it may be completed already
     work.wait()
     output.zero_()
     work.wait()
@@ -151,7 +151,7 @@ def test_many_in_flight_waited_in_reverse(pool, world_size: int) -> None:
 
 
 def _dropped(rank: int) -> None:
-    """A work that nobody keeps still happens, and its tensors live until then."""
+    """A work without references still completes, and its tensors live until then."""
     for _ in range(20):
         dist.all_reduce(torch.ones(1000), async_op=True)
     x = torch.ones(1)
@@ -164,7 +164,7 @@ def test_dropped_works_complete(pool) -> None:
 
 
 def _impatient(rank: int) -> None:
-    """wait(timeout) gives up; the collective itself goes on and is right when the other rank comes."""
+    """wait(timeout) raises. The collective continues, and is correct when the other rank enters it."""
     store = dist.group.WORLD.get_group_store()
     if rank == 1:
         store.wait(["given up"], datetime.timedelta(seconds=60))
@@ -184,7 +184,7 @@ def test_wait_with_a_timeout_raises() -> None:
 
 
 def _alone(rank: int, body: Callable[[Any], None]) -> None:
-    """Rank 0 does ``body(group)`` with a group of which rank 1 calls nothing; it stays until that is done."""
+    """Rank 0 runs ``body(group)``. Rank 1 makes the group, calls nothing on it, and stays until rank 0 is done."""
     store = dist.group.WORLD.get_group_store()
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
     if rank == 0:
@@ -262,7 +262,7 @@ def _coalesced_with_a_device(rank: int) -> None:
         with coalescing_manager(device=torch.device("cpu")):
             raise AssertionError("the manager must not start")
     x = torch.ones(1)
-    dist.all_reduce(x)  # not swallowed by a manager that never ended
+    dist.all_reduce(x)  # runs at once: the failed manager does not collect it
     assert x.item() == 2.0
 
 
@@ -316,8 +316,9 @@ def _functional_reductions(rank: int, dtype: str) -> None:
             "coalesced reduce_scatter": lambda op=op: reduce_scatter_many([x, x], op.lower(), [0, 1], world),
         }
         if not reference.reduces(dtype, op):
-            # torch makes pairs of floats of complex there, whatever the op: nothing is left to refuse. Of others it
-            # refuses complex itself, in words or, from 2.15 on, for an "op value" that it does not know.
+            # torch converts complex tensors to pairs of floats in reduce_scatter for every op, so no complex dtype is
+            # refused there. For the other calls torch refuses complex: by name, or from 2.15 on as an unknown "op
+            # value".
             unseen = "reduce_scatter" if dtype in reference.COMPLEX else ""
             for name, call in calls.items():
                 if name == unseen:
@@ -361,7 +362,7 @@ def test_functional_gradients(pool, world_size: int) -> None:
 
 
 def _functional_in_place(rank: int) -> None:
-    """What dist.* becomes inside a compiled program."""
+    """Functional collectives that replace dist.* in a compiled program."""
     size, world = dist.get_world_size(), dist.group.WORLD
     inputs = _inputs()
     x = inputs[rank].clone()
@@ -387,14 +388,14 @@ def test_functional_in_place(pool, world_size: int) -> None:
 
 
 def _functional_groups(rank: int) -> None:
-    """A group, a mesh and one dimension of a mesh name the ranks."""
+    """Name the ranks by a group, by a mesh and by one dimension of a mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
     x = torch.tensor([2.0**rank])
     assert funcol.all_reduce(x, "sum", (mesh, 0)).item() == (5.0 if rank % 2 == 0 else 10.0)
     assert funcol.all_reduce(x, "sum", mesh["column"]).item() == (3.0 if rank < 2 else 12.0)
     assert funcol.all_reduce(x, "sum", mesh["row"].get_group()).item() == (5.0 if rank % 2 == 0 else 10.0)
     with warnings.catch_warnings():
-        # torch's remark that ranks alone will stop being a way to name a group.
+        # torch warns that lists of ranks will no longer name a group.
         warnings.filterwarnings("ignore", "The combination of ranks . tag as process group", FutureWarning)
         assert funcol.all_reduce(x, "sum", [0, 1, 2, 3]).item() == 15.0
 
@@ -434,9 +435,9 @@ def _hooks(rank: int) -> None:
         assert info.active_duration == info.time_finished - info.time_started
     dist.all_reduce(x, group=group, async_op=True)
     REDUCE_SCATTER_SINGLE(torch.zeros(4), torch.ones(8), group=group, async_op=True)
-    dist.destroy_process_group(group)  # waits for the hooks of what is still under way
+    dist.destroy_process_group(group)  # waits for the hooks of operations in progress
     assert len(seen) == len(more) == 10
-    dist.all_reduce(x)  # another group, without hooks
+    dist.all_reduce(x)  # this group has no hooks
     assert len(seen) == 10
 
 
@@ -458,7 +459,7 @@ def test_completion_hook_runs_after_a_failure() -> None:
 
 
 def _fails_before_it_is_copied_back(group: Any) -> None:
-    """Results that travel by way of a copy: the operation's error must not get lost on the way."""
+    """Results that are copied back from a temporary tensor: wait() must still raise the operation's error."""
     x, strided, rows = torch.ones(4), torch.zeros(8, 2)[:, 0], [torch.zeros(4, 2)[:, 0] for _ in range(2)]
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     for call in (

@@ -22,7 +22,7 @@ E = TypeVar("E", bound=Event)
 
 
 def spec(main: Callable[[], object], label: str = "gpus 0", **options: Any) -> ProcessSpec:
-    """What a controller asks for: like itself, but for ``options``."""
+    """Return the spec of a process that is like this one, except for ``options``."""
     bootstrap = options.pop("bootstrap", None)
     values: dict[str, Any] = {
         "environment": dict(os.environ),
@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Host:
-    """A spawner, and everything it has told."""
+    """A spawner and all events that it has reported."""
 
     def __init__(self, address: str | None = None, preload: tuple[str, ...] = ()) -> None:
         self.events: list[Event] = []
@@ -56,7 +56,7 @@ class Host:
             self._told.notify_all()
 
     def wait(self, number: int, kind: type[E], patience: float = PATIENCE) -> E:
-        """The event of this kind about this process; another final event is a failure, not a wait."""
+        """Wait for the event of this kind of a process. Another final event fails the test."""
 
         def found() -> list[Event]:
             final = (Exited, SpawnFailed)
@@ -72,7 +72,7 @@ class Host:
         return self.spawner.spawn([spec(main, label, **options)])[0]
 
     def run(self, main: Callable[[], object], label: str = "gpus 0", **options: Any) -> Outcome:
-        """Run it to its end and take what it prints."""
+        """Run a process to its end. Return its events and its output."""
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             number = self.spawn(main, label, stdout=out.fileno(), stderr=err.fileno(), **options)
             exited = self.wait(number, Exited)
@@ -81,7 +81,7 @@ class Host:
 
     @contextlib.contextmanager
     def staying(self, **options: Any) -> Iterator[Started]:
-        """A process that has reached its main and stays until the block ends."""
+        """Start a process, wait for its main function, and kill the process at the end of the block."""
         with Pipe() as ready:
             number = self.spawn(_stay, stdout=ready.write, **options)
             started = self.wait(number, Started)
@@ -103,7 +103,7 @@ def _stay() -> None:
 
 
 class Pipe:
-    """A pipe with lines in it; ``write`` is for a process's output."""
+    """A pipe that carries lines. ``write`` is a process's output."""
 
     def __enter__(self) -> Pipe:
         self.read, self.write = os.pipe()
@@ -115,7 +115,7 @@ class Pipe:
         os.close(self.write)
 
     def line(self, patience: float = PATIENCE) -> str:
-        """The next line; waits for it."""
+        """Wait for the next line and return it."""
         deadline = time.monotonic() + patience
         while b"\n" not in self._text:
             ready, _, _ = select.select([self.read], [], [], max(0, deadline - time.monotonic()))
@@ -126,7 +126,7 @@ class Pipe:
 
 
 class Watch:
-    """Processes whose end is waited for, whoever their parent is. Made while they live."""
+    """Waits for the ends of processes with any parent. Create it while they run."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
         self._pidfds = {name: os.pidfd_open(pid) for name, pid in pids.items()}
@@ -139,9 +139,10 @@ class Watch:
             os.close(pidfd)
 
     def left_after(self, seconds: float) -> list[str]:
-        """Names of those that are still there after about ``seconds``.
+        """Return the names of the processes that still run after about ``seconds``.
 
-        In which this process has run: not while the machine stands still, and longer where it is busy.
+        The wait is a number of short waits. It excludes time in which this process is stopped, and is longer on a busy
+        machine.
         """
         left, turn = dict(self._pidfds), 0.01
         for i in range(1 + round(seconds / turn)):

@@ -15,7 +15,10 @@ from monarch_backend._processes.cpu_affinity import ProcBind, plan
 
 
 def machine(root: Path, nodes: Sequence[str], siblings: int | None = None) -> Path:
-    """A /sys/devices/system with these cpus per node; cpu n and n + ``siblings`` are hardware threads of one core."""
+    """Create a /sys/devices/system with these CPUs per node.
+
+    CPU n and n + ``siblings`` are hardware threads of one core.
+    """
     for number, cpus in enumerate(nodes):
         node = root / f"node/node{number}"
         node.mkdir(parents=True)
@@ -69,7 +72,7 @@ def test_cores_are_all_used_and_evenly(tmp_path: Path, count: int) -> None:
 
 
 def test_numa_spreads_in_blocks(tmp_path: Path) -> None:
-    root = machine(tmp_path, ["0-3", "4-7", ""])  # the third has memory only
+    root = machine(tmp_path, ["0-3", "4-7", ""])  # the third node has memory only
     assert written(plan("numa", 4, system=root, allowed=range(8))) == ["0-3", "0-3", "4-7", "4-7"]
     assert written(plan("numa", 1, system=root, allowed=range(8))) == ["0-3"]
     assert written(plan("numa", 3, system=root, allowed={3, 4, 5})) == ["3", "3", "4-5"]
@@ -118,6 +121,7 @@ print(os.sched_getaffinity(0) == {{cpu}}, "prefer" in Path("/proc/self/numa_maps
 
 @pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the kernel has no NUMA")
 @pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.needs("affinity")
 def test_bind_takes_cpus_and_with_several_nodes_their_memory(tmp_path: Path, nodes: int) -> None:
     cpus = cpu_affinity.text(os.sched_getaffinity(0))
     root = machine(tmp_path, [cpus] if nodes == 1 else [cpus, ""])
@@ -126,6 +130,7 @@ def test_bind_takes_cpus_and_with_several_nodes_their_memory(tmp_path: Path, nod
     assert out.stdout.split() == ["True", str(nodes == 2)], out.stderr
 
 
+@pytest.mark.needs("affinity")
 def test_bind_refuses_invalid_values() -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         cpu_affinity.bind(frozenset({100_000}))

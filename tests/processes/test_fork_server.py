@@ -1,6 +1,6 @@
-"""Real processes from the fork server: their state, how their end is reported, and that none is left over.
+"""Real processes from the fork server: their state, the reports of their ends, and that none is left over.
 
-Messages of the server to itself, and limits, are tested directly. All other tests use a spawner.
+The tests of messages and limits call the functions directly. All other tests use a spawner.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ import cloudpickle
 import msgspec
 import pytest
 
-from monarch_backend._processes import child_table, linux, resource_limits, spawn_protocol
+from monarch_backend._processes import child_table, resource_limits, spawn_protocol
 from monarch_backend._processes.spawn_protocol import Kill, Spawn, frame
 from monarch_backend._processes.spawner import Exited, Spawner, SpawnFailed, SpawnLimitError, Started
 from tests.processes import spawning
 from tests.processes.spawning import PATIENCE, Host, Pipe, Watch, parent_of, spec
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fork is for Linux")
+pytestmark = pytest.mark.needs("fork")
 
-# Children unpickle functions of these two by value, instead of importing pytest.
+# Children unpickle functions of these two modules by value, so that they do not import pytest.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(spawning)
 
-QUICKLY = 2.0  # the promise: seconds until nothing is left
+QUICKLY = 2.0  # promise 8 of docs/architecture.md: seconds until no process is left
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    """One server for the tests that leave it alive."""
+    """Yield a server for the tests that do not end it."""
     host = Host()
     host.run(lambda: None)
     yield host
@@ -54,7 +54,7 @@ def host() -> Iterator[Host]:
 
 @pytest.fixture
 def own_host() -> Iterator[Host]:
-    """A server for one test, which may kill it."""
+    """Yield a server for one test, which may kill it."""
     host = Host()
     yield host
     host.spawner.close()
@@ -64,10 +64,10 @@ def nothing() -> None:
     pass
 
 
-# What a child is
+# State of a child
 
 
-def test_one(host: Host) -> None:
+def test_forked_process_reports_its_output_and_exit(host: Host) -> None:
     outcome = host.run(lambda: print("hello"))
     assert (outcome.out, outcome.err, outcome.exited.returncode) == ("hello\n", "", 0)
     assert (outcome.started.method, outcome.started.reason) == ("fork", "")
@@ -78,7 +78,8 @@ def test_one(host: Host) -> None:
 def test_eight_have_one_parent_and_their_own_sessions(host: Host) -> None:
     def main() -> None:
         facts = [os.getpid(), os.getppid(), os.getsid(0), os.getpgid(0), "torch" in sys.modules]
-        os.write(1, (" ".join(map(str, facts)) + "\n").encode())  # in one piece, among others
+        # in one write, so that lines of several processes do not mix
+        os.write(1, (" ".join(map(str, facts)) + "\n").encode())
 
     with Pipe() as pipe:
         ids = host.spawner.spawn([spec(main, f"gpus {rank}", stdout=pipe.write) for rank in range(8)])
@@ -91,7 +92,9 @@ def test_eight_have_one_parent_and_their_own_sessions(host: Host) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_surroundings(host: Host, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_gets_environment_arguments_and_directory(
+    host: Host, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MONARCH_START_METHOD", method)
     monkeypatch.setenv("LEFT_OUT", "1")
     (tmp_path / "a_module_of_the_user.py").write_text("value = 7\n")
@@ -145,7 +148,7 @@ def test_a_failing_bootstrap_is_the_end(host: Host) -> None:
     assert outcome.err.endswith("RuntimeError: no accelerator\n")
 
 
-def test_a_child_is_like_a_new_interpreter(host: Host) -> None:
+def test_forked_process_has_the_state_of_a_new_interpreter(host: Host) -> None:
     def main() -> None:
         import faulthandler
         import gc
@@ -257,7 +260,7 @@ def test_threads(
         print(sorted(os.sched_getaffinity(0)))
 
     plain = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
-    with ThreadPoolExecutor(len(cases)) as pool:  # at once: a spawned one imports torch
+    with ThreadPoolExecutor(len(cases)) as pool:  # at the same time, because a spawned process imports torch
         outcomes = pool.map(lambda case: host.run(main, environment={**plain, **case[0]}, **case[1]), cases)
     for (environment, options, expected), outcome in zip(cases, outcomes, strict=True):
         counts, cpus = outcome.out.splitlines()
@@ -280,7 +283,7 @@ def test_a_large_main_and_many_files(host: Host) -> None:
         assert host.wait(number, Exited).returncode == 0
 
 
-# How it ends
+# End of a child
 
 
 def _segfault() -> None:
@@ -324,7 +327,7 @@ def test_returncodes(host: Host, main: Callable[[], object], returncode: int, er
     assert not outcome.exited.oom_killed
 
 
-def test_a_child_ends_as_an_interpreter_does(host: Host) -> None:
+def test_forked_process_joins_threads_and_runs_atexit_hooks(host: Host) -> None:
     def main() -> None:
         import atexit
         import threading
@@ -358,14 +361,14 @@ def test_kill(host: Host) -> None:
     with host.staying() as started:
         host.spawner.kill(started.id, signal.SIGTERM)
         assert host.wait(started.id, Exited).returncode == -signal.SIGTERM
-    host.spawner.kill(started.id)  # it has ended: nothing
+    host.spawner.kill(started.id)  # the process has ended, so this has no effect
     with pytest.raises(ValueError, match="999 is not a valid Signals"):
         host.spawner.kill(started.id, 999)
 
 
 def test_process_killed_before_its_start(own_host: Host) -> None:
     first, second = own_host.spawner.spawn([spec(nothing), spec(nothing)])
-    own_host.spawner.kill(second)  # the server imports torch and has not looked yet
+    own_host.spawner.kill(second)  # the server still imports torch and has not read the request
     assert "signal 9 was sent to it before it was started" in own_host.wait(second, SpawnFailed).reason
     assert own_host.wait(first, Exited).returncode == 0
 
@@ -378,11 +381,14 @@ def test_an_unready_process_can_be_killed(host: Host) -> None:
         assert host.wait(number, Exited).returncode == -signal.SIGTERM
 
 
-# Nothing stays behind
+# No process is left over
 
 
 def _with_descendants() -> None:
-    """A child, one in another session, and one whose parent has ended; their pids. SIGUSR1 makes it return."""
+    """Start a child, one in another session, and one whose parent has ended.
+
+    Write their pids. SIGUSR1 ends the function.
+    """
     import subprocess
 
     signal.signal(signal.SIGUSR1, lambda *_: None)
@@ -408,7 +414,7 @@ def test_descendants_end_with_their_process(host: Host, end: signal.Signals) -> 
             assert others.left_after(0) == ["other"]
 
 
-# One process imports torch, and the controllers are its forks; each starts a fork server of its own.
+# One process imports torch and forks the controllers. Each controller starts a fork server of its own.
 CONTROLLERS = """
 import ctypes, json, os, signal, sys
 sys.path.insert(0, {root!r})
@@ -454,7 +460,10 @@ DEADLY = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV)
 
 @pytest.fixture(scope="module")
 def controllers() -> Iterator[dict[str, dict[str, int]]]:
-    """One for each signal, and one with a copy of itself: the pids of each and of what it has started."""
+    """Start a controller for each signal, and one that forks a copy of itself.
+
+    Return the pids of each and of its children.
+    """
     script = CONTROLLERS.format(root=str(Path(__file__).parents[2]))
     ends = [number.name for number in DEADLY] + ["copied"]
     with subprocess.Popen(
@@ -463,7 +472,7 @@ def controllers() -> Iterator[dict[str, dict[str, int]]]:
         assert process.stdout is not None
         found: dict[str, dict[str, int]] = dict(json.loads(process.stdout.readline()) for _ in ends)
         yield found
-        process.kill()  # whoever is still there, since its test was not run, ends with it
+        process.kill()  # ends the controllers whose tests did not run
 
 
 @pytest.mark.parametrize("number", DEADLY)
@@ -510,7 +519,8 @@ def test_the_server_dies(own_host: Host) -> None:
         pids = json.loads(pipe.line())
     pids["worker"] = own_host.wait(number, Started).pid
     server = parent_of(pids["worker"])
-    outsiders = [pids.pop("session"), pids.pop("orphan")]  # in sessions of their own: nobody is left to know of them
+    # in sessions of their own: no living process knows them any more
+    outsiders = [pids.pop("session"), pids.pop("orphan")]
     with Watch(pids | {"server": server}) as watch:
         os.kill(server, signal.SIGKILL)
         exited = own_host.wait(number, Exited)
@@ -555,7 +565,7 @@ def test_process_in_any_state_dies_with_the_server(
 # Clients
 
 
-def test_two_clients_own_their_own(host: Host) -> None:
+def test_close_of_one_client_ends_only_its_processes(host: Host) -> None:
     second = Host(host.spawner.address)
     try:
         with host.staying() as ours:
@@ -599,7 +609,7 @@ def test_a_client_of_a_server_that_ended(own_host: Host) -> None:
     own_host.spawner.close()
     exited = second.wait(number, Exited)
     assert exited.returncode == -signal.SIGKILL
-    while not second.spawner._unusable:  # the end of the connection comes after that of the process
+    while not second.spawner._unusable:  # the connection ends after the process
         threading.Event().wait(0.001)
     with pytest.raises(RuntimeError, match="closed the connection: no process can be started here any more"):
         second.spawn(nothing)
@@ -627,22 +637,22 @@ SPAWN = Spawn(1, "x", b"", {}, [], [], b"/", None, None, None, True, False, None
     [
         b"\x05\0\0\0hello",
         b"\xff\xff\xff\xff",
-        random.Random(1).randbytes(300_000),  # which begins with a length that no message has
+        random.Random(1).randbytes(300_000),  # begins with an impossible length
         (4).to_bytes(4, "little") + msgspec.msgpack.encode("abc"),
         frame(Kill(1, 9)).replace(b"kill", b"skip"),
-        frame(SPAWN),  # promises a file
-        frame(msgspec.structs.replace(SPAWN, stdout=False)) * 2,  # one id twice
+        frame(SPAWN),  # announces a descriptor and does not send it
+        frame(msgspec.structs.replace(SPAWN, stdout=False)) * 2,  # the same id twice
     ],
 )
 def test_garbage_ends_its_connection_only(host: Host, garbage: bytes) -> None:
     with host.staying() as bystander, connect(host) as sock, Watch({"bystander": bystander.pid}) as watch:
-        sock.sendall(frame(Kill(77, 9)))  # fine: there is no such process
+        sock.sendall(frame(Kill(77, 9)))  # valid: there is no such process
         try:
             sock.sendall(garbage)
             while sock.recv(4096):
                 pass
         except (ConnectionResetError, BrokenPipeError):
-            pass  # closed before all of it was read
+            pass  # the server has closed the connection before reading everything
         assert watch.left_after(0) == ["bystander"]
     assert host.run(lambda: print("fine")).out == "fine\n"
 
@@ -664,7 +674,7 @@ def test_an_impossible_request_is_only_its_child_s_failure(host: Host) -> None:
     assert host.run(nothing).exited.returncode == 0
 
 
-def test_requests_that_no_spawner_sends(host: Host) -> None:
+def test_malformed_requests_do_not_end_the_server(host: Host) -> None:
     sound = msgspec.structs.replace(
         SPAWN, stdout=False, environment={b"PATH": b"/bin"}, main=cloudpickle.dumps(nothing)
     )
@@ -685,7 +695,7 @@ def test_requests_that_no_spawner_sends(host: Host) -> None:
     assert host.run(nothing).exited.returncode == 0
 
 
-# Methods
+# Start methods
 
 
 @pytest.mark.slow
@@ -696,7 +706,7 @@ def test_forced_spawn(host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert outcome.exited.returncode == 0, outcome.err
     with host.staying() as started:
         assert outcome.out == f"{parent_of(started.pid)} []\n"
-    assert not caplog.records  # it was asked for
+    assert not caplog.records  # no warning, because spawn was requested
     monkeypatch.setenv("MONARCH_START_METHOD", "forkserver")
     with pytest.raises(ValueError, match="MONARCH_START_METHOD='forkserver': it can be fork or spawn"):
         host.spawn(nothing)
@@ -737,7 +747,7 @@ def test_modules_of_processes_are_imported_once_before_the_first_fork(host: Host
     first, second = [host.run(tell, imports=[name]) for _ in range(2)]
     assert first.started.method == second.started.method == "fork"
     assert first.out.startswith("True ") and first.out.endswith(" []\n")
-    assert second.out == first.out  # the same module, and no descriptor of the server's
+    assert second.out == first.out  # the same module, and no descriptors of the server
     assert host.run(tell).out == first.out
 
 
@@ -764,7 +774,7 @@ def test_an_initialised_accelerator_is_not_forked(monkeypatch: pytest.MonkeyPatc
     assert child_table.why_not_fork({}, {}) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert "torch.cuda is initialized in the fork server" in str(child_table.why_not_fork({}, {}))
-    monkeypatch.setattr(linux, "LINUX", False)
+    monkeypatch.setattr(child_table.platform, "HAS_SAFE_FORK", False)
     assert str(child_table.why_not_fork({}, {})).startswith("fork is not safe on")
 
 
@@ -830,7 +840,10 @@ Programs = dict[str, "Future[Any]"]
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    """Several at a time, to their ends: each imports torch twice, once for itself and once in its fork server."""
+    """Run several programs at the same time, to their ends.
+
+    Each imports torch twice: in itself and in its fork server.
+    """
     folder = tmp_path_factory.mktemp("programs")
     (folder / "types.py").write_text("raise RuntimeError('a file of the user was taken for the standard library')")
     (folder / "torch.py").write_text("raise RuntimeError('not this one either')")
@@ -862,7 +875,7 @@ def test_programs_without_a_guard(way: str, programs: Programs) -> None:
     assert lines == ["the program runs", "hello from 0", "hello from 1", "hello from 2"], out
 
 
-def test_output_is_the_caller_s_where_none_is_given(programs: Programs) -> None:
+def test_process_without_pipes_writes_to_the_callers_output(programs: Programs) -> None:
     out = programs["-c"].result()
     hellos = "".join(f"hello from {rank}\n" for rank in range(3))
     assert (out.stdout, out.stderr) == ("the program runs\n" + hellos, "and to stderr\n" * 3)
@@ -896,7 +909,7 @@ def test_a_forked_copy_of_the_controller_has_no_spawner(host: Host) -> None:
     assert host.run(nothing).exited.returncode == 0
 
 
-# Closing and failing
+# Close and failures
 
 
 def test_close_reports_all_exits() -> None:
@@ -923,7 +936,8 @@ def test_close_of_an_unused_spawner() -> None:
 
 def test_close_does_not_wait_for_the_import() -> None:
     times: list[float] = []
-    while not times or (min(times) >= 1.5 and len(times) < 5):  # one is enough: the machine may be busy
+    # repeat, since the machine may be busy: one fast close is enough
+    while not times or (min(times) >= 1.5 and len(times) < 5):
         host = Host()
         numbers = host.spawner.spawn([spec(nothing), spec(nothing)])
         before = time.monotonic()
@@ -1029,7 +1043,7 @@ def test_failed_fork_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         processes.start(SPAWN, 1, 2)
 
 
-def test_too_many_are_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawn_beyond_the_process_limit_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = [resource_limits.Limit("pids.max of the control group /x", 100, 2, "processes and threads")]
     monkeypatch.setattr(resource_limits.System, "limits", lambda *_: limits)
     with pytest.raises(

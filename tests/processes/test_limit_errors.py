@@ -1,4 +1,4 @@
-"""Low limits end in ResourceLimitError with the limit's name; state directories are private."""
+"""Low limits raise ResourceLimitError with the limit's name. State directories are private."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def test_other_errors_pass() -> None:
         raise RuntimeError("something else")
 
 
+@pytest.mark.needs("proc")
 def test_no_proc_raises_spawn_limit_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(resource_limits, "PROC", tmp_path)
     with pytest.raises(SpawnLimitError, match=r"is not mounted, .* Mount it"):
@@ -95,5 +96,5 @@ def test_state_directory_that_others_can_read_is_closed(tmp_path: Path, monkeypa
     (tmp_path / "mine").mkdir(mode=0o755)
     user_secret()
     assert _mode(tmp_path / "monarch_backend") == 0o700
-    make_private(tmp_path / "mine")  # not of the state: as its owner wants it
+    make_private(tmp_path / "mine")  # not a state directory: keeps the mode that its owner chose
     assert (_mode(tmp_path / "mine"), _mode(tmp_path)) == (0o755, 0o755)

@@ -1,8 +1,9 @@
-"""Resource limits of the system, read from files made for the test; and detection of out-of-memory kills."""
+"""Resource limits of the system, read from files made for the test, and detection of out-of-memory kills."""
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -96,13 +97,14 @@ def test_system_without_reported_limits_has_no_limits(tmp_path: Path) -> None:
     assert text_of(1_000_000, system(tmp_path, {})) == ""
 
 
+@pytest.mark.needs("proc")
 def test_this_system_can_start_a_few_processes() -> None:
     resource_limits.check_spawn(2, plain=True, descriptors_each=2)
     with pytest.raises(SpawnLimitError, match="can't start 100000000 processes"):
         resource_limits.check_spawn(100_000_000, plain=False, descriptors_each=0)
 
 
-# Killed for want of memory
+# Out-of-memory kills
 
 OOM = """
 import os, signal, sys
@@ -134,12 +136,12 @@ for kills, ours in ((3, False), (4, False), (4, False), (5, True)):
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="fork is for Linux")
+@pytest.mark.needs("fork")
 def test_out_of_memory_kill_is_distinguished(tmp_path: Path) -> None:
     files = {"self": "0::/box\n", "cgroup/box/memory.events": "oom_kill 3\n", "vmstat": "oom_kill 0\n"}
     system(tmp_path, files)
     command = [sys.executable, "-c", OOM, str(tmp_path)]
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a thread would forbid to fork
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a thread of OpenBLAS would prevent the fork
     out = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert out.stdout == "-9 False\n-9 True\n-9 False\n-9 False\n", out.stderr
 
@@ -153,3 +155,17 @@ def test_where_kills_are_counted(tmp_path: Path) -> None:
     vmstat.write_text("oom_kill 2\n")
     assert not v1.again()
     assert nowhere.again() and not nowhere.again()
+
+
+def test_limits_without_proc_are_those_of_the_machine_and_rlimits() -> None:
+    rlimits = {resource.RLIMIT_NOFILE: (400, 500), resource.RLIMIT_NPROC: (30, -1)}
+    it = resource_limits.System(rlimit=rlimits.__getitem__)
+    memory, files, processes = it.limits_without_proc(8)
+    assert memory.name == "the memory of the host" and memory.room > memory.each == 150 << 20
+    assert (files.name, files.room, files.each) == ("RLIMIT_NOFILE (ulimit -n)", 400, 8)
+    assert (processes.name, processes.room, processes.each) == ("RLIMIT_NPROC (ulimit -u)", 30, 1)
+    with pytest.raises(SpawnLimitError, match=r"can't start 31 processes: .* RLIMIT_NPROC \(ulimit -u\) leaves 30"):
+        resource_limits.check(31, it.limits_without_proc(8))
+    unlimited = resource_limits.System(rlimit=lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with pytest.raises(SpawnLimitError, match="MiB of memory, and the memory of the host leaves"):
+        resource_limits.check(10**7, unlimited.limits_without_proc(8))

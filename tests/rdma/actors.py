@@ -1,4 +1,4 @@
-"""Actors that own and access registered memory, and the routes between them."""
+"""Actors that own and access registered memory, and the routes between their processes."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tests.rdma.verbs import cross_process_nics, peers
 
 @dataclass(frozen=True)
 class RouteCase:
-    """How processes of one machine come to take a route."""
+    """One route, and the settings with which two processes of one machine use it."""
 
-    name: str  # as RDMABuffer.backend
+    name: str  # value of RDMABuffer.backend
     environment: dict[str, str] = field(default_factory=dict)
-    shared: bool = False  # the memory is that of rdma.empty
-    way: int = 1  # as enum CopyMethod (csrc/memory/same_host.h)
-    device: bool = False  # the memory is a pretended GPU's, on both sides
-    refuses: str = ""  # what its driver refuses
-    nic: bool = False  # that is pretended, too, and does not reach the GPU
-    torch: bool = False  # and torch, which is pretended, too, knows another way
+    shared: bool = False  # the memory comes from rdma.empty
+    way: int = 1  # value of enum CopyMethod (csrc/memory/same_host.h)
+    device: bool = False  # both sides use memory of a fake GPU
+    refuses: str = ""  # functions that the fake GPU's driver refuses
+    nic: bool = False  # a fake NIC, which cannot access GPU memory
+    torch: bool = False  # fake torch IPC shares the memory, because the driver refuses
 
 
 ROUTES = {
@@ -62,18 +62,19 @@ DEVICE_ROUTES = {
     "gpu verbs": RouteCase("verbs", {"MONARCH_RDMA_TRANSPORT": "verbs"}, way=5, device=True),
     "gpu tls": RouteCase("tcp", {"MONARCH_RDMA_TRANSPORT": "tcp"}, way=5, device=True),
 }
-ALONE = ("kernel", "mapped", "verbs", "gpu ipc")
-"""Routes on which nobody needs the owner."""
+ONE_SIDED_ROUTES = ("kernel", "mapped", "verbs", "gpu ipc")
+"""Routes on which a transfer needs no action of the owner's process."""
 
 
 def case(route: str) -> RouteCase:
-    """The route of this name."""
+    """Return the route with this name."""
     return ROUTES.get(route) or DEVICE_ROUTES[route]
 
 
 def nics(route: str) -> tuple[str, str]:
-    """The device of the owner and that of the reader, if it goes over real ones: on one and the same a NIC would copy
-    within itself, and nothing would cross a cable. Skips where there are not two.
+    """Return the devices of the owner and of the reader, or empty strings if the route uses no real devices.
+
+    The devices differ, because a transfer within one NIC would not cross a cable. Skips if there are fewer than two.
     """
     if case(route).name != "verbs" or case(route).nic:
         return "", ""
@@ -82,7 +83,7 @@ def nics(route: str) -> tuple[str, str]:
 
 
 def take(route: str, device: str = "") -> None:
-    """The bootstrap of a process that is to take this route, on this device if it goes over one."""
+    """Bootstrap a process that uses this route, on this device if the route needs one."""
     os.environ.update(case(route).environment)
     if device:
         os.environ["MONARCH_RDMA_DEVICES"] = device
@@ -95,18 +96,18 @@ def take(route: str, device: str = "") -> None:
 
 
 def pattern(nbytes: int, seed: int = 1) -> torch.Tensor:
-    """Bytes that repeat after 251, so that no power of two looks alike."""
+    """Bytes with a period of 251, so that no two blocks at powers of two are equal."""
     one = (torch.arange(251, dtype=torch.int64) * 7 + seed).to(torch.uint8)
     return one.repeat(nbytes // 251 + 1)[:nbytes]
 
 
 def memory(kind: str, nbytes: int, shared: bool, device: bool = False) -> Any:
-    """Memory of this kind and size."""
+    """Allocate memory of this kind and size."""
     if device:
         return pretended_gpu.Array(nbytes, offset=77 if kind == "slice" else 0)
     if kind == "tensor":
         return rdma.empty(nbytes, dtype=torch.uint8).zero_() if shared else torch.zeros(nbytes, dtype=torch.uint8)
-    if kind == "slice":  # of a tensor, not aligned to anything
+    if kind == "slice":  # part of a tensor, without any alignment
         return memory("tensor", nbytes + 13, shared)[5 : 5 + nbytes]
     if kind == "array":
         return np.zeros(nbytes, dtype=np.uint8)
@@ -116,14 +117,14 @@ def memory(kind: str, nbytes: int, shared: bool, device: bool = False) -> Any:
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """The bytes of such memory."""
+    """Return the bytes of such memory as a tensor."""
     if isinstance(value, pretended_gpu.Array):
         return value.content()
     return value if isinstance(value, torch.Tensor) else torch.frombuffer(value, dtype=torch.uint8)
 
 
 def fill(value: Any, content: torch.Tensor) -> Any:
-    """The same memory, with these bytes."""
+    """Fill the memory with these bytes, and return it."""
     if isinstance(value, pretended_gpu.Array):
         value.put(content)
     else:
@@ -132,7 +133,7 @@ def fill(value: Any, content: torch.Tensor) -> Any:
 
 
 class Process(Actor):
-    """Owns memory, or reads that of others."""
+    """Owns memory, or reads the memory of other actors."""
 
     def __init__(self, route: str) -> None:
         self.route = case(route)
@@ -140,7 +141,7 @@ class Process(Actor):
         self.last: Any = None
 
     def mine(self, kind: str, nbytes: int) -> Any:
-        """What a reader or writer has."""
+        """Allocate local memory for a reader or writer."""
         return memory(kind, nbytes, shared=False, device=self.route.device)
 
     @endpoint
@@ -179,10 +180,10 @@ class Process(Actor):
         handle = buffer._handle
         native, until = registrations.registry().native, time.monotonic() + 10
         while True:
-            buffer.read_into(self.mine("tensor", buffer.size())).get()  # they have met
+            buffer.read_into(self.mine("tensor", buffer.size())).get()  # both processes are connected after a transfer
             found = int(native.copy_method(handle.token, handle.ticket))
             if found == self.route.way or not self.route.torch or time.monotonic() > until:
-                return found  # torch's way is there a moment after the first transfer
+                return found  # torch's IPC mapping exists shortly after the first transfer
 
     @endpoint
     def read(self, buffer: RDMABuffer, kind: str = "tensor", seed: int = 1, timeout: float | None = 30) -> bool:
@@ -192,20 +193,20 @@ class Process(Actor):
 
     @endpoint
     def read_into_larger(self, buffer: RDMABuffer, kind: str, by_action: bool) -> tuple[bool, bool]:
-        """Whether the buffer's bytes arrived, and whether the rest of the target kept its own."""
+        """Return whether the buffer's bytes arrived, and whether the rest of the target is unchanged."""
         size = buffer.size()
         into = fill(self.mine(kind, size + 4099), pattern(size + 4099, 5))
         transfer = (
             RDMAAction().read_remote(into, buffer).submit if by_action else functools.partial(buffer.read_into, into)
         )
-        for _ in range(2):  # a repeated transfer takes a shorter way
+        for _ in range(2):  # the second transfer uses a cached plan
             transfer(timeout=30).get()
         found = as_tensor(into)
         return torch.equal(found[:size], pattern(size)), torch.equal(found[size:], pattern(size + 4099, 5)[size:])
 
     @endpoint
-    def says(self, buffer: RDMABuffer, atomic: bool = False) -> list[str]:
-        """The lines of MONARCH_DEBUG=1 that three transfers write."""
+    def debug_lines(self, buffer: RDMABuffer, atomic: bool = False) -> list[str]:
+        """Return the lines that MONARCH_DEBUG=1 prints during three transfers."""
         said = io.StringIO()
         with mock.patch.dict(os.environ, MONARCH_DEBUG="1"), contextlib.redirect_stderr(said):
             for _ in range(3):
@@ -239,7 +240,7 @@ class Process(Actor):
 
     @endpoint
     def scatter(self, buffer: RDMABuffer, ranges: list[tuple[int, int]]) -> bool:
-        """Read pieces, all in one action, submitted twice."""
+        """Read all pieces in one action, submitted twice."""
         pieces = [self.mine("tensor", stop - start) for start, stop in ranges]
         action = RDMAAction()
         for piece, (start, stop) in zip(pieces, ranges, strict=True):
@@ -255,7 +256,7 @@ class Process(Actor):
 
     @endpoint
     def read_for_ever(self, buffer: RDMABuffer, seconds: float = 30) -> str:
-        """Until it fails; how, and how long after the last success."""
+        """Read until a transfer fails. Return the error and the seconds since the last success."""
         into = self.mine("tensor", buffer.size())
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -268,7 +269,7 @@ class Process(Actor):
 
     @endpoint
     def cancel_after(self, buffer: RDMABuffer, seconds: float) -> str:
-        """Begin to read, and change one's mind."""
+        """Start a read and cancel it after ``seconds``."""
         future = buffer.read_into(self.mine("tensor", buffer.size()))
         try:
             future.get(seconds)
@@ -279,7 +280,7 @@ class Process(Actor):
 
     @endpoint
     def gives_up_many(self, stuck: RDMABuffer, healthy: RDMABuffer, count: int) -> list[str]:
-        """Read from one who does not answer, many times at once; others are read all the same."""
+        """Start many reads from an owner that does not answer, and cancel them. Meanwhile read from a healthy owner."""
         futures = [stuck.read_into(torch.empty(stuck.size(), dtype=torch.uint8)) for _ in range(count)]
         healthy.read_into(torch.empty(healthy.size(), dtype=torch.uint8), timeout=10).get()
         for future in futures:
@@ -293,8 +294,9 @@ class Process(Actor):
 
     @endpoint
     def hold_interpreter_until_read(self, fifo: str) -> int:
-        """One call of C code writes more than fits: whoever reads a byte knows that no Python of this process runs, and
-        that none will until he has read all of it.
+        """Block in one C call that holds the GIL and writes more than a pipe's capacity.
+
+        A test that has read a byte knows that no Python runs in this process until the test has read everything.
         """
         with open(fifo, "wb", buffering=0) as pipe:
             return int(ctypes.PyDLL(None).write(pipe.fileno(), bytes(1 << 20), ctypes.c_size_t(1 << 20)))
@@ -302,7 +304,7 @@ class Process(Actor):
 
 @contextlib.contextmanager
 def no_python_in(owner: ActorMesh) -> Iterator[None]:
-    """Meanwhile the process runs none: who needs it has to wait until the end of this."""
+    """Stop all Python in the owner's process during the block. A request to its Python waits until the block ends."""
     with tempfile.TemporaryDirectory() as folder:
         fifo = f"{folder}/held"
         os.mkfifo(fifo)
@@ -316,7 +318,7 @@ def no_python_in(owner: ActorMesh) -> Iterator[None]:
 
 
 def two_processes(route: str, kind: type[Process] = Process) -> Iterator[tuple[ActorMesh, ActorMesh]]:
-    """An owner of memory and a reader in processes of their own, which take this route; for fixtures."""
+    """Start an owner of memory and a reader in separate processes that use this route. For fixtures."""
     procs = [
         this_host().spawn_procs({"gpus": 1}, bootstrap=functools.partial(take, route, device), name=f"memory {route}")
         for device in nics(route)

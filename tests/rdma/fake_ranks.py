@@ -1,6 +1,6 @@
-"""Fake ranks, one after the other in this process, for tests of what each registers and reads.
+"""Fake ranks, one after the other in this process, for tests of the data that each rank registers and reads.
 
-torch's "fake" process group gives a rank its place in a DeviceMesh and moves no data, which is enough to cut a
+torch's "fake" process group gives a rank its position in a DeviceMesh and moves no data. That is enough to shard a
 tensor.
 """
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @contextmanager
 def rank(number: int, shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
-    """The mesh of this shape, as one of its ranks sees it."""
+    """Yield a mesh of this shape from the view of rank ``number``."""
     size = 1
     for ways in shape:
         size *= ways
@@ -33,7 +33,7 @@ def rank(number: int, shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 
 
 def on_each(shape: tuple[int, ...], call: Callable[[DeviceMesh], T]) -> list[T]:
-    """What it returns on each rank of a mesh of this shape."""
+    """Return the results of ``call`` on all ranks of a mesh of this shape."""
     size, results = 1, []
     for ways in shape:
         size *= ways
@@ -44,7 +44,7 @@ def on_each(shape: tuple[int, ...], call: Callable[[DeviceMesh], T]) -> list[T]:
 
 
 def cut(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """This rank's part, by torch; memory of its own."""
+    """Return this rank's shard, made by torch, in memory of its own."""
     made: Any = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return DTensor.from_local(
         made.to_local().clone(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()

@@ -1,7 +1,7 @@
-/* A driver of GPUs that there are not, with CUDA's names, for tests: memory of a GPU is a memfd, so that other processes
- * can map it, and its addresses are those of pages that nobody may touch, so that whoever takes it for memory of the CPU
- * dies of it. A copy is done when somebody waits for its stream and not before. PRETENDED_GPU_REFUSES names functions
- * that fail, as "ipc_get,ipc_open,copy"; pretended_refuse does so later. */
+/* Fake driver of two GPUs for tests, with CUDA's function names. GPU memory is a memfd, so that other processes can map
+ * it. Its addresses belong to inaccessible pages, so that an access as CPU memory crashes. A copy runs when a thread
+ * waits for its stream, and not before. The variable PRETENDED_GPU_REFUSES names functions that fail, for example
+ * "ipc_get,ipc_open,copy". pretended_refuse names further functions later. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -39,7 +39,7 @@ typedef struct {
 typedef struct {
   int pid, fd, device;
   uint64_t bytes, id;
-} Said; /* in a handle */
+} Said; /* content of a handle */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Allocation all[MOST];
@@ -56,7 +56,7 @@ void pretended_refuse(const char *what) { snprintf(refused, sizeof refused, "%s"
 uint64_t pretended_count(int which) { return counts[which]; }
 
 static Allocation *find(uint64_t address, size_t bytes) {
-  if (bytes == 0) bytes = 1; /* where one ends, another one may begin */
+  if (bytes == 0) bytes = 1; /* an address at the end of one allocation may begin the next */
   for (int i = 0; i < MOST; ++i) {
     Allocation *a = &all[i];
     if (a->at != 0 && a->at <= address && address - a->at + bytes <= a->bytes) return a;
@@ -124,7 +124,7 @@ int pretended_get(void *to, uint64_t from, size_t bytes) {
   return real != NULL;
 }
 
-/* What torch may know of an allocation when the driver exports none: its descriptor's number. */
+/* Return the descriptor of an allocation. It stands for what torch shares when the driver refuses to export. */
 int pretended_share(uint64_t address, uint64_t *at, uint64_t *bytes) {
   pthread_mutex_lock(&lock);
   Allocation *a = find(address, 0);
@@ -231,8 +231,8 @@ int cuMemcpyAsync(uint64_t to, uint64_t from, size_t bytes, void *opaque) {
   return OK;
 }
 
-/* As a GPU does: what is not memory of one is memory of this process. One copy at a time, so that those who look for races
- * look for those of the host's memory. */
+/* Run one copy. An address that is not GPU memory is memory of this process, as with a real GPU. Copies run one at a
+ * time, so that a race detector reports only races on host memory. */
 static int run(const Op *op) {
   pthread_mutex_lock(&lock);
   char *to = real_of(op->to, op->bytes), *from = real_of(op->from, op->bytes);
@@ -247,7 +247,7 @@ static int run(const Op *op) {
 
 int cuStreamSynchronize(void *opaque) {
   if (depth == 0) return INVALID_CONTEXT;
-  if ((uintptr_t)opaque <= 2) return refuses("settle") ? ILLEGAL_ADDRESS : OK; /* the legacy stream, and that of each thread */
+  if ((uintptr_t)opaque <= 2) return refuses("settle") ? ILLEGAL_ADDRESS : OK; /* the legacy and the per-thread stream */
   int result = refuses("wait") ? ILLEGAL_ADDRESS : OK;
   Stream *stream = opaque;
   while (stream->first != NULL) {

@@ -1,6 +1,6 @@
-"""A pretended GPU: pretended_gpu.c, compiled, and arrays in its memory.
+"""A fake GPU driver: pretended_gpu.c, compiled, and arrays in the memory of its GPUs.
 
-A process that opens this driver keeps it, so tests use it in processes of their own.
+A process that loads this driver cannot unload it, so tests use it in separate processes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 SOURCE = Path(__file__).with_name("pretended_gpu.c")
 COPIES, PINNED, IMPORTED, STREAMS, COPIED_BYTES = range(5)
-"""What it counts."""
+"""Indexes of the driver's counters."""
 
 
 @functools.cache
 def library() -> str:
-    """The path of the driver; skips where there is no compiler."""
+    """Compile the driver and return its path. Skips if there is no compiler."""
     folder = Path(__file__).resolve().parents[2] / "build" / "pretended"
     target = folder / f"gpu-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}.so"
     if not target.exists():
@@ -39,13 +39,13 @@ def library() -> str:
 
 
 def take(refuses: str = "") -> None:
-    """From now on this process has two such GPUs, whose driver refuses these functions."""
+    """Give this process two fake GPUs, whose driver refuses the functions in ``refuses``."""
     os.environ.update(MONARCH_GPU_DRIVER=library(), PRETENDED_GPU_REFUSES=refuses)
 
 
 @functools.cache
 def driver() -> Any:
-    """Its functions for tests."""
+    """Load the driver's functions for tests."""
     found = ctypes.CDLL(library())
     for name in ("pretended_allocate", "pretended_count"):
         getattr(found, name).restype = ctypes.c_uint64
@@ -60,17 +60,17 @@ def driver() -> Any:
 
 
 def count(which: int) -> int:
-    """How many there are, or were."""
+    """Return one of the driver's counters."""
     return int(driver().pretended_count(which))
 
 
 def refuse(what: str) -> None:
-    """From now on it refuses these functions."""
+    """Make the driver refuse these functions from now on."""
     driver().pretended_refuse(what.encode())
 
 
 class Allocation:
-    """Of a GPU; freed at its end."""
+    """An allocation on a fake GPU, freed with the object."""
 
     def __init__(self, nbytes: int, device: int = 0) -> None:
         self.address: int = driver().pretended_allocate(device, nbytes)
@@ -81,14 +81,14 @@ class Allocation:
 
 
 def share(_: Any, address: int) -> bytes:
-    """As _torch_ipc.share."""
+    """Replacement for _torch_ipc.share."""
     at, nbytes = ctypes.c_uint64(), ctypes.c_uint64()
     number = driver().pretended_share(address, ctypes.byref(at), ctypes.byref(nbytes))
     return f"{os.getpid()} {number} {nbytes.value} {address - at.value}".encode()
 
 
 class Adopted:
-    """Another process's allocation; freed at its end."""
+    """A mapping of another process's allocation, freed with the object."""
 
     living = 0
 
@@ -106,13 +106,13 @@ class Adopted:
 
 
 def adopt(shared: bytes) -> tuple[Adopted, int]:
-    """As _torch_ipc.adopt."""
+    """Replacement for _torch_ipc.adopt."""
     made = Adopted(shared)
     return made, made.address + made.offset
 
 
 class Array:
-    """Bytes of a GPU, as CuPy and Numba show theirs."""
+    """An array of bytes on a fake GPU, with the interface that CuPy and Numba arrays have."""
 
     def __init__(self, nbytes: int, offset: int = 0, device: int = 0, readonly: bool = False) -> None:
         self._allocation = Allocation(nbytes + offset, device)
@@ -125,12 +125,12 @@ class Array:
         return described | {"strides": None, "stream": 1} | self.other
 
     def put(self, value: torch.Tensor) -> None:
-        """Its bytes from now on."""
+        """Replace the array's bytes."""
         value = value.contiguous()
         assert value.nbytes == self.nbytes and driver().pretended_put(self.address, value.data_ptr(), self.nbytes)
 
     def content(self) -> torch.Tensor:
-        """A copy."""
+        """Return a copy of the array's bytes."""
         found = torch.empty(self.nbytes, dtype=torch.uint8)
         assert driver().pretended_get(found.data_ptr(), self.address, self.nbytes)
         return found

@@ -1,6 +1,6 @@
 """Owners of memory that is read and written over TCP: forked processes with a command pipe.
 
-An owner's Python runs only during a command. The tests are about its native threads meanwhile.
+An owner's Python runs only during a command. The tests examine its native threads between commands.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Memory:
         self._map[part] = content
 
     def all(self) -> list[tuple[int, int, int]]:
-        """One segment, from the beginning of the registration."""
+        """Return one segment with all of the memory, at offset 0 of the registration."""
         return [(0, self.address, self.size)]
 
 
 def identity(token: str, secret: bytes, tls: bool, ders_of: bytes | None = None) -> _native.MemoryIdentity:
-    """``ders_of``: another secret for the certificates."""
+    """Make a process's identity. ``ders_of`` is another secret from which to derive the certificates."""
     if not tls:
         return _native.MemoryIdentity(token, secret)
     ders = Ders.of_secret(secret if ders_of is None else ders_of)
@@ -54,7 +54,7 @@ def identity(token: str, secret: bytes, tls: bool, ders_of: bytes | None = None)
 
 
 def threads() -> list[str]:
-    """The names of this process's native threads that are ours."""
+    """Return the names of this process's native threads that serve or read memory."""
     names = []
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as comm:
@@ -63,12 +63,12 @@ def threads() -> list[str]:
 
 
 def descriptors() -> int:
-    """How many this process has."""
+    """Return the number of open descriptors."""
     return len(os.listdir("/proc/self/fd"))
 
 
 class _Service:
-    """What runs in an owner."""
+    """The service in an owner's process."""
 
     def __init__(self, secret: bytes, token: str, tls: bool, most: int, address: str) -> None:
         self.table = _native.Memory(_native.Host(16 * MIB))
@@ -79,7 +79,7 @@ class _Service:
         self.restart()
 
     def restart(self) -> None:
-        """Hang up on everybody, and listen again."""
+        """Close all connections, and listen again on the same port."""
         self.server = _native.MemoryServer(self.table, self.mine, self.most)
         self.port = self.server.listen(self.address, self.port)
 
@@ -105,7 +105,7 @@ class _Service:
         return threads()
 
     def freeze(self) -> None:
-        """Keeps the GIL until the process is killed."""
+        """Hold the GIL until the process is killed."""
         ctypes.PyDLL(None).sleep(1000)
 
     def close(self) -> tuple[list[str], int]:
@@ -115,7 +115,7 @@ class _Service:
 
 
 class Owner:
-    """A process that serves memory; make one with :func:`owner`."""
+    """A process that serves memory. :func:`owner` makes one."""
 
     def __init__(self, tls: bool, most: int = 1024, address: str = "127.0.0.1") -> None:
         self.secret, self.token = os.urandom(32), os.urandom(16).hex()
@@ -139,22 +139,22 @@ class Owner:
         self.port: int = self.ask("listening")
 
     def tell(self, name: str, *words: Any) -> None:
-        """Let it do that, and do not wait."""
+        """Send a command without waiting for its result."""
         self._pipe.send((name, words))
 
     def ask(self, name: str, *words: Any) -> Any:
-        """What its service says."""
+        """Run a command in the owner and return its result."""
         self.tell(name, *words)
         assert self._pipe.poll(20), f"{name} took too long"
         return self._pipe.recv()
 
     def hear(self, seconds: float) -> Any:
-        """What it says to what it was told."""
+        """Return the result of a command that `tell` sent."""
         assert self._pipe.poll(seconds), "no answer in time"
         return self._pipe.recv()
 
     def client(self, streams: int = 4, **other: Any) -> _native.MemoryClient:
-        """Of this process, to it. ``other``: what is different about it."""
+        """Connect a client in this process to the owner. ``other`` replaces parts of its identity or of the address."""
         mine = identity(
             os.urandom(16).hex(), other.get("secret", self.secret), other.get("tls", self.tls), other.get("ders_of")
         )
@@ -162,15 +162,15 @@ class Owner:
         return _native.MemoryClient(self.address, port, mine, other.get("whom", self.token), streams)
 
     def connect(self) -> socket.socket:
-        """A bare connection, as strangers have it."""
+        """Open a connection without a handshake."""
         return socket.create_connection((self.address, self.port), timeout=10)
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the owner's process."""
         os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the owner's process."""
         self._pipe.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -179,7 +179,7 @@ class Owner:
 
 @contextlib.contextmanager
 def owner(tls: bool = False, **options: Any) -> Iterator[Owner]:
-    """An owner, gone afterwards."""
+    """Start an owner, and kill it at the end."""
     made = Owner(tls, **options)
     try:
         yield made
@@ -188,7 +188,7 @@ def owner(tls: bool = False, **options: Any) -> Iterator[Owner]:
 
 
 class Narrow:
-    """Stands between one client and an owner, and lets the owner's bytes through only as far as it is told to."""
+    """A proxy between one client and an owner. It forwards only as many of the owner's bytes as it is told to."""
 
     ALL = 1 << 60
 
@@ -197,18 +197,18 @@ class Narrow:
         self.port: int = self._listener.getsockname()[1]
         self._owner = socket.create_connection(("127.0.0.1", port))
         self._ears, self._bell = socket.socketpair()
-        self._left = self.ALL  # bytes of the owner's
+        self._left = self.ALL  # number of the owner's bytes to forward
         self._passed = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def let_through(self, nbytes: int) -> None:
-        """So many from now on."""
+        """Forward this number of bytes from now on."""
         self._passed.clear()
         self._bell.send(nbytes.to_bytes(8, "little"))
 
     def wait(self) -> None:
-        """Until they have passed."""
+        """Wait until they are forwarded."""
         assert self._passed.wait(20), "the owner has sent less"
 
     def _run(self) -> None:
@@ -219,7 +219,7 @@ class Narrow:
                 pass
 
     def _pass_on(self, client: socket.socket) -> bool:
-        """What is there. False when one of them is at its end."""
+        """Forward available bytes. Return False at the end of either stream."""
         ready = select.select([client, self._ears, *([self._owner] if self._left else [])], [], [])[0]
         if self._ears in ready:
             told = self._ears.recv(8)
@@ -246,7 +246,7 @@ class Narrow:
 
 
 class Background:
-    """A call on a thread of its own."""
+    """A call on a separate thread."""
 
     def __init__(self, call: Any, *words: Any) -> None:
         self.result: Any = None
@@ -257,12 +257,12 @@ class Background:
         self.result = call(*words)
 
     def wait(self, seconds: float = 20.0) -> Any:
-        """What came of it."""
+        """Return the call's result."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), "it still waits"
         return self.result
 
     @property
     def over(self) -> bool:
-        """It has come to an end."""
+        """Whether the call has ended."""
         return not self._thread.is_alive()

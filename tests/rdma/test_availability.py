@@ -1,4 +1,4 @@
-"""Reported route of a process to other hosts, before it is used."""
+"""Reported route of a process to other hosts, before the first transfer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_query_starts_no_thread_or_device() -> None:
 
 
 def test_owner_checks_again_for_an_active_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Handles that it sends later are for NICs."""
+    """An owner whose port becomes active later sends handles for NICs from then on."""
     now, up, asked = [100.0], [False], []
 
     def available(*, up_now: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""Reader for which the kernel forbids process_vm_readv and process_vm_writev, as containers' seccomp filters do."""
+"""Reader that may not call process_vm_readv and process_vm_writev, as under the seccomp filters of containers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import itertools
 import os
 import struct
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,20 +18,19 @@ from tests.rdma.actors import ROUTES, Process, two_processes
 Pair = tuple[ActorMesh, ActorMesh]
 MIB = 1 << 20
 NUMBERS = {"x86_64": (317, 310, 311), "aarch64": (277, 270, 271)}
-"""Of seccomp, process_vm_readv and process_vm_writev."""
+"""Numbers of the system calls seccomp, process_vm_readv and process_vm_writev."""
 
 pytestmark = [
     pytest.mark.usefixtures("faults"),
-    pytest.mark.skipif(
-        sys.platform != "linux" or os.uname().machine not in NUMBERS, reason="the kernel's numbers are not known here"
-    ),
+    pytest.mark.needs("process_vm_readv"),
+    pytest.mark.skipif(os.uname().machine not in NUMBERS, reason="the kernel's numbers are not known here"),
 ]
 
 
 def forbid() -> None:
-    """From now on both fail in all threads of this process, with EPERM."""
+    """Make both calls fail with EPERM in all threads of this process from now on."""
     seccomp, readv, writev = NUMBERS[os.uname().machine]
-    steps = [  # of a classic BPF program: code, jump if true, jump if false, operand
+    steps = [  # instructions of a classic BPF program: code, jump if true, jump if false, operand
         (0x20, 0, 0, 0),  # load the system call's number
         (0x15, 1, 0, readv),
         (0x15, 0, 1, writev),
@@ -43,16 +41,16 @@ def forbid() -> None:
     what = ctypes.create_string_buffer(struct.pack("@HP", len(steps), ctypes.addressof(program)))
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-    # SECCOMP_SET_MODE_FILTER with SECCOMP_FILTER_FLAG_TSYNC: transfers take other threads, too.
+    # SECCOMP_SET_MODE_FILTER with SECCOMP_FILTER_FLAG_TSYNC, because transfers also run in other threads.
     assert libc.syscall(seccomp, 1, 1, what) == 0, os.strerror(ctypes.get_errno())
 
 
 class Forbidden(Process):
-    """May lose what the kernel grants."""
+    """A process that can forbid itself these system calls."""
 
     @endpoint
     def forbid(self) -> str:
-        """What the kernel says then."""
+        """Forbid the system calls, and return the error message of one."""
         forbid()
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.process_vm_readv(os.getpid(), None, 0, None, 0, 0) == -1
@@ -69,7 +67,7 @@ def pair() -> Iterator[Pair]:
 def test_owner_thread_copies_instead(pair: Pair) -> None:
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 64).get()
-    [said] = reader.says.call_one(buffer).get()
+    [said] = reader.debug_lines.call_one(buffer).get()
     assert said.endswith("same host, copied by its own thread: the kernel forbids process_vm_readv")
     assert reader.way.call_one(buffer).get() == ROUTES["thread"].way
     owner.drop.call_one(buffer).get()
@@ -95,7 +93,7 @@ def test_many_parts_in_one_action_without_cma(pair: Pair) -> None:
 
 
 def test_atomics_without_cma(pair: Pair) -> None:
-    """Each is done once, also with the owner's own beside them."""
+    """Each atomic runs once, while the owner runs atomics on the same value."""
     owner, reader = pair
     buffer = owner.own_value.call_one(torch.zeros(2, dtype=torch.int64)).get()
     calls = [each.add.call_one(buffer, 1, 200) for each in (owner, reader)]
@@ -115,7 +113,7 @@ def test_opposite_direction_still_uses_cma(pair: Pair) -> None:
 
 
 def test_cma_forbidden_after_connection_raises() -> None:
-    """By a filter that comes late: the kernel's word is the error, and nothing is half done."""
+    """A filter installed after the first transfer: the kernel's error is raised, and no bytes are written."""
     for owner, reader in two_processes("kernel", Forbidden):
         buffer = owner.own.call_one("tensor", 2 * MIB).get()
         assert reader.read.call_one(buffer).get(), "they have met"

@@ -1,4 +1,4 @@
-"""_rdma/routes/cuda_ipc.py finds what it needs of torch. test_gpu_memory.py and tests/gpu test its use."""
+"""Functions of torch that _rdma/routes/cuda_ipc.py needs. test_gpu_memory.py and tests/gpu test their use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from monarch_backend.rdma import RDMAError
 
 
 def test_reduce_tensor_returns_the_expected_arguments() -> None:
-    """All but these stands in what `reduce_tensor` returns, so that they must stay the same on both sides."""
+    """Both sides must have the same parameters, because `reduce_tensor` returns the values of nearly all of them."""
     assert list(inspect.signature(reductions.rebuild_cuda_tensor).parameters) == [
         "tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device",
         "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle",
@@ -53,7 +53,7 @@ def test_memory_not_allocated_by_torch_is_refused(keep: Any) -> None:
 
 
 def _torch_mappings(succeeds: bool) -> tuple[cuda_ipc.TorchMappings, list[Any]]:
-    """With a program that has met nobody, and what it would do later."""
+    """Return the mappings of a fake program without peers, and the list of calls that it schedules."""
     later: list[Any] = []
     program: Any = SimpleNamespace(
         run_in_thread=lambda call: call(),

@@ -1,6 +1,6 @@
 """Layout of torch's DTensors as the package computes it: by placements, after redistribute(), under FSDP2 and TP.
 
-Each element of a tensor is its own index, so a local tensor shows its origin.
+Each element of a tensor is its own index, so a local tensor shows the origin of its elements.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def numbered(*shape: int) -> Tensor:
 
 
 def assert_described(name: str, tensor: Tensor, whole: Tensor) -> tuple[Overlap, ...]:
-    """The pieces that we find make its local tensor."""
+    """The pieces that the package computes must make up the local tensor."""
     held = local_shards.local(name, tensor)
     mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     assert held.shape == tuple(whole.shape)
@@ -99,7 +99,7 @@ def _sharded_model(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) ->
 )
 def test_fsdp2_and_tensor_parallelism(shape: tuple[int, ...], names: tuple[str, ...], pool: Pool) -> None:
     told = pool(math.prod(shape)).run(_sharded_model, shape, names)[0]
-    if "tp" in names:  # else this test would say nothing about them
+    if "tp" in names:  # otherwise this test would not cover strided shards
         assert told["up.weight"] == str((_StridedShard(0, split_factor=2), Shard(0)))
         assert told["down.weight"] == str((Shard(0), Shard(1)))
 
@@ -135,7 +135,7 @@ def test_rank_outside_the_mesh_has_no_part(pool: Pool) -> None:
 
 
 def _in_another_order(rank: int) -> bool:
-    """The second dimension of the mesh first."""
+    """Shard by the second dimension of the mesh first."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
     mesh, whole = init_device_mesh("cpu", (2, 2)), numbered(8, 2)

@@ -1,4 +1,4 @@
-"""Transfers that end early, on every route: deaths, silence, deadlines, cancellation; and limits."""
+"""Transfers that end early, on every route: owners that die or do not answer, deadlines, cancellation, and limits."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ from monarch_backend._rdma.routes.protocol import DONE, LOST
 from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend.actor import ActorError, ActorMesh, CancelledError, SupervisionError
 from monarch_backend.rdma import DroppedError, OwnerLostError, RDMAAction, RDMABuffer, RDMAError
-from tests.actor.actors import held_up, pid_of, resident_bytes, until
+from tests.actor.actors import pid_of, resident_bytes, stopped_processes, until
 from tests.actor.support import Faults
-from tests.rdma.actors import ALONE, ROUTES, pattern, two_processes
+from tests.rdma.actors import ONE_SIDED_ROUTES, ROUTES, pattern, two_processes
 from tests.rdma.conftest import routes
+from tests.support import features
 
 MIB = 1 << 20
 Pair = tuple[ActorMesh, ActorMesh]
@@ -40,8 +41,8 @@ Pair = tuple[ActorMesh, ActorMesh]
 
 @pytest.fixture(params=routes())
 def fresh(request: pytest.FixtureRequest, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """An owner and a reader that may die."""
-    if request.param == "verbs":  # the main program's memory is to be reached by NICs, too
+    """Start an owner and a reader that a test may kill."""
+    if request.param == "verbs":  # NICs must also reach the main program's memory
         monkeypatch.setattr(engine().routes, "_forced", "verbs")
     yield from two_processes(request.param)
 
@@ -88,7 +89,7 @@ def test_owner_killed_during_a_read_fails_it(fresh: Pair, faults: Faults) -> Non
     with pytest.raises(OwnerLostError, match="signal 9") as here:
         buffer.read_into(torch.empty(32 * MIB, dtype=torch.uint8)).get(20)
     assert here.value.pid == pid and here.value.signal == 9
-    buffer.drop()  # of one who is gone: nothing to do
+    buffer.drop()  # no effect: the owner has died
 
 
 def test_stopped_owner_hits_the_deadline(fresh: Pair, request: pytest.FixtureRequest) -> None:
@@ -96,9 +97,9 @@ def test_stopped_owner_hits_the_deadline(fresh: Pair, request: pytest.FixtureReq
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 4 * MIB).get()
     assert reader.read.call_one(buffer).get()
-    with held_up(pid):
+    with stopped_processes(pid):
         reading = reader.read.call_one(buffer, "tensor", 1, 0.3)
-        if route_of(request) in ALONE:
+        if route_of(request) in ONE_SIDED_ROUTES:
             assert reading.get(20), "nobody needs it"
         else:
             with pytest.raises(ActorError, match=r"was not done within 0\.3 s") as raised:
@@ -115,7 +116,7 @@ def test_atomics_of_a_stopped_owner_hit_the_deadline(fresh: Pair, request: pytes
     pid = owner.pid.call_one().get()
     buffer = owner.own.call_one("tensor", 64).get()
     reader.add.call_one(buffer, 1).get()
-    with held_up(pid):
+    with stopped_processes(pid):
         adding = reader.add_within.call_one(buffer, 0.2)
         assert adding.get(20) == ("done" if route_of(request) in ("mapped", "verbs") else "TimeoutError")
     assert len(reader.add.call_one(buffer, 1).get(20)) == 1
@@ -141,9 +142,9 @@ def test_stopped_reader_does_not_block_others(fresh: Pair, request: pytest.Fixtu
     buffer = RDMABuffer(torch.ones(64 * MIB, dtype=torch.uint8))
     reading = reader.read_for_ever.call_one(buffer)
     for _ in range(5):
-        with held_up(pid):
+        with stopped_processes(pid):
             assert not reading.done()
-    with held_up(pid):
+    with stopped_processes(pid):
         buffer.drop()
     assert reading.get(20).startswith("DroppedError")
 
@@ -152,7 +153,7 @@ def test_memory_in_use_is_not_released(
     fresh: Pair, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     _, reader = fresh
-    if route_of(request) not in ("kernel", "mapped"):
+    if route_of(request) not in ("kernel", "mapped") or features.missing("process_vm_readv"):
         pytest.skip(
             "on this route it is read by a thread of its owner, which holds it while it copies a piece, no longer"
         )
@@ -162,8 +163,8 @@ def test_memory_in_use_is_not_released(
     buffer = RDMABuffer(mine)
     ticket, native = buffer._handle.ticket, registrations.registry().native
     reading = reader.read_for_ever.call_one(buffer)
-    while True:  # until it is stopped in the middle of a transfer
-        with held_up(pid):
+    while True:  # until the reader is stopped in the middle of a transfer
+        with stopped_processes(pid):
             if native.user_of(ticket):
                 with pytest.raises(RDMAError, match=f"process {pid} is in the middle of a transfer"):
                     buffer.drop()
@@ -182,7 +183,7 @@ def test_registered_memory_stays_alive_until_drop() -> None:
     gone = weakref.ref(memory)
     value = torch.from_numpy(memory)
     buffer = RDMABuffer(value)
-    value.data = torch.zeros(1, dtype=torch.int64)  # as model.to() does
+    value.data = torch.zeros(1, dtype=torch.int64)  # as in model.to()
     del value, memory
     gc.collect()
     assert gone() is not None
@@ -233,7 +234,7 @@ def test_action_can_be_submitted_repeatedly(fresh: Pair, request: pytest.Fixture
     other = torch.zeros(8, dtype=torch.uint8)
     action.read_remote(other, theirs[4:12]).submit().get()
     assert torch.equal(other, pattern(4096, 3)[4:12])
-    into.data = torch.zeros(4096, dtype=torch.uint8)  # it lies elsewhere now
+    into.data = torch.zeros(4096, dtype=torch.uint8)  # the tensor has other memory now
     action.submit().get()
     assert torch.equal(into, pattern(4096, 3))
     into.untyped_storage().resize_(4000)
@@ -251,7 +252,7 @@ def test_action_releases_its_arguments() -> None:
     buffer = RDMABuffer(value)
     action = RDMAAction().read_remote(into, buffer)
     action.submit().get()
-    into.extend(b"more")  # as before it was submitted
+    into.extend(b"more")  # allowed, as before the submission
     action.submit().get()
     assert into == bytearray([1] * 8) + b"more"
     buffer.drop()
@@ -278,7 +279,7 @@ def test_memory_of_a_file_that_can_only_be_read(tmp_path: Path) -> None:
     with pytest.raises(RDMAError, match="read-only"):
         buffer.write_from(bytes(8192)).get(20)
     buffer.drop()
-    del mapped  # the error keeps this frame for a while
+    del mapped  # the error's traceback references this frame for a while
 
 
 def test_many_waiting_transfers_do_not_block_others(fresh: Pair, request: pytest.FixtureRequest) -> None:
@@ -288,7 +289,7 @@ def test_many_waiting_transfers_do_not_block_others(fresh: Pair, request: pytest
     buffer = owner.own.call_one("tensor", 4 * MIB).get()
     mine = RDMABuffer(torch.ones(4 * MIB, dtype=torch.uint8))
     assert reader.read.call_one(buffer).get()
-    with held_up(pid_of(owner)):
+    with stopped_processes(pid_of(owner)):
         assert reader.gives_up_many.call_one(buffer, mine, 12).get(20) == ["CancelledError"] * 12
     buffer.drop(), mine.drop()
 
@@ -368,7 +369,7 @@ def test_expired_deadline_fails_the_transfer() -> None:
 
 
 def test_cancel_returns_whether_it_was_in_time() -> None:
-    """Within one process; over each route it is `test_stopped_owner_hits_the_deadline`'s."""
+    """Cancel transfers within one process. `test_stopped_owner_hits_the_deadline` does it over each route."""
     memory = torch.full((64 * MIB,), 7, dtype=torch.uint8)
     buffer = RDMABuffer(memory)
     for _ in range(5):
@@ -382,11 +383,11 @@ def test_cancel_returns_whether_it_was_in_time() -> None:
     assert registrations_module.registry().count() == 0
 
 
-# ---- a fork of the user's
+# ---- a fork made by the user
 
 
 def _in_a_fork(buffer: RDMABuffer) -> list[str]:
-    """What a fork of this process is told when it uses the parent's buffer."""
+    """Return the errors in a forked child that uses the parent's buffer."""
     told, tell = os.pipe()
     pid = os.fork()
     if not pid:
@@ -416,12 +417,12 @@ def test_buffer_in_a_forked_child_raises() -> None:
     assert all(f"process {os.getpid()}" in each and "was forked from" in each for each in refused)
     assert own == "its own"
     into = torch.zeros(2)
-    buffer.read_into(into).get(10)  # here it is as it was
+    buffer.read_into(into).get(10)  # in the parent the buffer still works
     assert torch.equal(into, memory)
     buffer.drop()
 
 
-# ---- an owner whose pid another process has before this one's own threads have heard of its end
+# ---- a pid that is reused before this process's threads notice that the owner has ended
 
 _OTHERS = b"S"
 _IMPOSTOR = """
@@ -460,10 +461,10 @@ sys.stdin.read()
 
 
 class _Replaced:
-    """An owner of memory, forked, and who comes to have its pid. All have the memory at the same address."""
+    """A forked owner of memory, and another process that gets its pid. Both have memory at the same address."""
 
     NBYTES = 1 << 16
-    mother: subprocess.Popen[bytes] | None = None  # of who has its pid
+    mother: subprocess.Popen[bytes] | None = None  # parent of the process that gets the pid
 
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, self.NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -494,12 +495,12 @@ class _Replaced:
         return [sys.executable, "-c", _IMPOSTOR, str(self.address), str(self.NBYTES), str(self.pid or os.getpid())]
 
     def by_a_program(self) -> None:
-        """The same process runs another one."""
+        """Make the owner's process execute another program."""
         os.write(self.asks, b"x")
         assert os.read(self.said, 5) == b"there"
 
     def by_a_process(self) -> None:
-        """It is killed, and another one gets its pid."""
+        """Kill the owner and start another process with its pid."""
         if not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK):
             pytest.skip("only root can choose the next pid")
         os.kill(self.pid, signal.SIGKILL), os.waitpid(self.pid, 0)
@@ -508,7 +509,7 @@ class _Replaced:
         assert self.mother.stdout.read(5) == b"there"
 
     def shows(self) -> bytes:
-        """What is there now, by whoever has the pid."""
+        """Return the bytes at the address in the process that has the pid now."""
         with open(f"/proc/{self.pid}/mem", "rb", buffering=0) as there:
             return os.pread(there.fileno(), 8, self.address)
 
@@ -521,14 +522,14 @@ class _Replaced:
 
 
 def _watchers() -> set[str]:
-    """The threads of this process that hear of others' ends."""
+    """Return this process's threads that watch for the end of other processes."""
     all_of_them = Path("/proc/self/task").iterdir()
     return {each.name for each in all_of_them if (each / "comm").read_text() == "monarch_watch\n"}
 
 
 @contextlib.contextmanager
-def _held_up(thread: str) -> Iterator[None]:
-    """This thread, of this process, stands still."""
+def _stopped_thread(thread: str) -> Iterator[None]:
+    """Stop a thread of this process during the block."""
     program = [sys.executable, "-c", _HOLD, thread]
     with subprocess.Popen(program, stdin=-1, stdout=-1, stderr=-1, text=True) as holder:
         assert holder.stdout is not None
@@ -542,6 +543,7 @@ def _held_up(thread: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("replaced", ["by_a_program", "by_a_process"])
+@pytest.mark.needs("process_vm_readv")
 def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> None:
     before, owner = _watchers(), _Replaced()
     try:
@@ -555,7 +557,7 @@ def test_memory_of_a_replaced_owner_process_is_not_accessed(replaced: str) -> No
         assert registered.move(*there, False, all_of_it, forever)[0] == DONE
         assert here.raw == b"A" * len(here)
         assert registered.copy_method(*there) == ROUTES["kernel"].way
-        with _held_up(watching):
+        with _stopped_thread(watching):
             getattr(owner, replaced)()
             assert owner.shows() == _OTHERS * 8, "else nothing is shown by this"
             for write in (False, True):

@@ -1,4 +1,4 @@
-"""GPU memory on every route except a NIC that reaches it, with a pretended driver (pretended_gpu.c).
+"""GPU memory on every route except a NIC that reaches it, with a fake driver (pretended_gpu.c).
 
 Runs the cases of test_route_matrix.py and test_failures.py that apply. tests/gpu tests the real driver.
 """
@@ -19,7 +19,7 @@ from monarch_backend._rdma import local_memory, registrations
 from monarch_backend._rdma.transfers import engine as transfer_engine
 from monarch_backend.actor import ActorError, ActorMesh, endpoint, this_host
 from monarch_backend.rdma import OwnerLostError, RDMABuffer, RDMAError
-from tests.actor.actors import held_up, pid_of
+from tests.actor.actors import pid_of, stopped_processes
 from tests.actor.support import Faults
 from tests.rdma import pretended_gpu
 from tests.rdma.actors import DEVICE_ROUTES, Process, as_tensor, case, fill, pattern, two_processes
@@ -50,7 +50,7 @@ MANY = [pytest.param(name, marks=_SLOW.get(name, ())) for name in DEVICE_ROUTES]
 
 
 class DeviceProcess(Process):
-    """Knows its pretended GPU."""
+    """A process with a fake GPU, whose counters it reports."""
 
     @endpoint
     def counts(self) -> list[int]:
@@ -70,7 +70,7 @@ class DeviceProcess(Process):
 
     @endpoint
     def own_two(self, nbytes: int) -> list[RDMABuffer]:
-        """Two registrations of one allocation."""
+        """Register one allocation twice."""
         self.last = fill(pretended_gpu.Array(nbytes), pattern(nbytes))
         return [RDMABuffer(self.last) for _ in range(2)]
 
@@ -86,7 +86,7 @@ class DeviceProcess(Process):
 
     @endpoint
     def forget(self) -> None:
-        """Let go of the array itself: the GPU's memory is free unless it is registered."""
+        """Drop the array. The GPU's memory is freed unless it is registered."""
         self.last = None
 
     @endpoint
@@ -105,7 +105,9 @@ class DeviceProcess(Process):
 
     @endpoint
     def copied_without_the_other(self, on_cpu: RDMABuffer, on_gpu: RDMABuffer) -> tuple[bool, bool, bool]:
-        """Of copies of both, made again and again: whether the core did them, or one of them, or kept any at all."""
+        """Repeat a copy of both kinds of memory. Return whether the core copied both, copied the first, or cached a
+        plan.
+        """
         into, far = bytearray(on_cpu.size()), pretended_gpu.Array(on_gpu.size())
         action = rdma.RDMAAction().read_remote(into, on_cpu).read_remote(far, on_gpu)
         for _ in range(2):
@@ -135,7 +137,9 @@ class DeviceProcess(Process):
 
     @endpoint
     def registering(self, other: dict[str, Any], readonly: bool = False) -> str:
-        """What is said to an array of four bytes with these differences."""
+        """Register an array of four bytes with a changed array interface. Return the error, or the registered size
+        and device.
+        """
         array = pretended_gpu.Array(4, readonly=readonly)
         array.other = other
         try:
@@ -148,7 +152,7 @@ class DeviceProcess(Process):
 
 @pytest.fixture(scope="module", params=MANY)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """An owner of a GPU's memory and a reader, on each route."""
+    """Start an owner of GPU memory and a reader, on each route."""
     pretended_gpu.library()
     yield from two_processes(request.param, DeviceProcess)
 
@@ -161,14 +165,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     ]
 )
 def fresh(request: pytest.FixtureRequest, faults: Faults) -> Iterator[Pair]:
-    """The same, that may die."""
+    """The same with processes that a test may kill."""
     pretended_gpu.library()
     yield from two_processes(request.param, DeviceProcess)
 
 
 @pytest.fixture
 def on(faults: Faults) -> Iterator[Any]:
-    """``on(route)``: an owner and a reader on this route."""
+    """Yield ``on(route)``, which starts an owner and a reader on this route."""
     pretended_gpu.library()
     made = []
 
@@ -182,7 +186,7 @@ def on(faults: Faults) -> Iterator[Any]:
 
 
 def _eventually(look: Any, wanted: Any) -> None:
-    """Nobody tells of it."""
+    """Poll until ``look`` returns ``wanted``, because no event reports the change."""
     assert until(lambda: look() == wanted, 20), f"it is {look()}"
 
 
@@ -197,7 +201,7 @@ def test_this_process(pair: Pair) -> None:
 
 
 def test_copy_method_of_gpu_memory(pair: Pair, request: pytest.FixtureRequest) -> None:
-    """One-sided: with IPC the owner's driver is not asked for anything."""
+    """With IPC the read is one-sided: the owner's driver makes no call."""
     owner, reader = pair
     size, route = 3 * MIB, request.node.callspec.params["pair"]
     buffer = owner.own.call_one("tensor", size).get()
@@ -288,24 +292,24 @@ def test_owner_killed_during_a_read_fails_it(fresh: Pair, faults: Faults) -> Non
 
 
 def test_a_reader_that_stands_still(fresh: Pair, request: pytest.FixtureRequest) -> None:
-    """It holds up nobody, unless it copies itself."""
+    """A stopped reader delays the owner's drop only if the reader itself copies."""
     owner, reader = fresh
     pid = pid_of(reader)
     buffer = owner.own.call_one("tensor", 64 * MIB).get()
     reading = reader.read_for_ever.call_one(buffer)
     for _ in range(5):
-        with held_up(pid):
+        with stopped_processes(pid):
             assert not reading.done()
     if request.node.callspec.params["fresh"] == "gpu ipc":
         owner.drop.call_one(buffer).get(20)
     else:
-        with held_up(pid):
+        with stopped_processes(pid):
             owner.drop.call_one(buffer).get(20)
     assert reading.get(20).startswith("DroppedError")
 
 
 def test_threads_without_a_context(pair: Pair) -> None:
-    """The driver may refuse to say to these whose memory an address is."""
+    """The driver may refuse to tell a thread without a context which GPU an address belongs to."""
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 3 * MIB).get()
     assert reader.read.call_one(buffer).get()
@@ -320,7 +324,7 @@ def test_threads_without_a_context(pair: Pair) -> None:
 
 
 def test_parts_of_both_kinds_are_copied_once(pair: Pair) -> None:
-    """What can't be done at once, as a whole, is not begun with."""
+    """The core copies either all parts of an action or none."""
     owner, reader = pair
     on_gpu, on_cpu = owner.own.call_one("tensor", 4096).get(), owner.own_on_the_cpu.call_one(100).get()
     assert reader.copied_without_the_other.call_one(on_cpu, on_gpu).get() == (False, False, False)
@@ -330,11 +334,11 @@ def test_parts_of_both_kinds_are_copied_once(pair: Pair) -> None:
 
 @pytest.mark.parametrize("route", ["gpu ipc", "gpu not mapped"])
 def test_starting_a_transfer_does_not_wait_for_a_stopped_owner(on: Any, route: str) -> None:
-    """Before it is mapped nobody knows whether it can be."""
+    """Whether memory can be mapped is not known before the first mapping. Starting a transfer must not wait for it."""
     owner, reader = on(route)
     first, second = owner.own_two.call_one(4096).get()
     assert reader.read.call_one(first).get(), "they have met"
-    with held_up(pid_of(owner)):
+    with stopped_processes(pid_of(owner)):
         reader.begin.call_one(second).get(20)
     assert reader.end.call_one().get(30)
     for each in (first, second):
@@ -399,7 +403,7 @@ def test_memory_mapped_by_torch_is_returned(on: Any, faults: Faults) -> None:
         assert reader.way.call_one(buffer).get() == 4
         assert reader.way_in_words.call_one(buffer).get() == "CUDA IPC, by torch"
     assert reader.adopted.call_one().get() == 2
-    with held_up(pid_of(owner)):
+    with stopped_processes(pid_of(owner)):
         assert reader.read.call_one(first).get(20), "nobody needs the owner"
     owner.drop.call_one(first).get()
     _eventually(lambda: reader.adopted.call_one().get(), 1)
@@ -410,7 +414,7 @@ def test_memory_mapped_by_torch_is_returned(on: Any, faults: Faults) -> None:
     faults.next()
 
 
-# ---- what is registered
+# ---- registration
 
 
 def test_arrays_that_do_not_do(on: Any) -> None:

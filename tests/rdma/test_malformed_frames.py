@@ -1,7 +1,7 @@
 """Truncated and corrupted frames on the data port of registered memory, from a peer that has proved the secret.
 
-Both sides: requests that an owner reads, and replies that a client reads. Neither may crash, hang, or touch memory
-that the valid frame does not name.
+The tests cover requests that an owner reads, and replies that a client reads. Neither side may crash, hang, or access
+memory that the valid frame does not name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD_BYTES = REQUEST.size + 2 * RANGE.size
 
 
 def flips(frame: bytes, fields: Iterator[tuple[int, int]]) -> Iterator[bytes]:
-    """``frame`` with one bit changed, for each bit of the bytes from ``start`` to ``stop`` of each field."""
+    """Yield ``frame`` with one bit changed, for each bit of the bytes from ``start`` to ``stop`` of each field."""
     for start, stop in fields:
         for bit in range(8 * start, 8 * stop):
             changed = bytearray(frame)
@@ -35,7 +35,7 @@ def flips(frame: bytes, fields: Iterator[tuple[int, int]]) -> Iterator[bytes]:
 
 
 def send_to_owner(it: Owner, frame: bytes) -> bytes:
-    """Send ``frame`` on a connection of its own, end the stream, and return the owner's bytes."""
+    """Send ``frame`` on a new connection, end the stream, and return the owner's reply."""
     with proved(it) as connection:
         connection.settimeout(20)
         connection.sendall(frame)
@@ -44,7 +44,7 @@ def send_to_owner(it: Owner, frame: bytes) -> bytes:
 
 
 def write_request(ticket: tuple[int, int, int]) -> bytes:
-    """Write CHUNK bytes at OFFSET, as two ranges of half the size."""
+    """Return a request that writes CHUNK bytes at OFFSET, as two ranges of half the size."""
     slot, epoch, key = ticket
     half = CHUNK // 2
     head = REQUEST.pack(REQUEST_MAGIC, WRITE, slot, 2, epoch, key, 9, CHUNK, 0, 0)
@@ -69,7 +69,7 @@ def test_corrupted_request_of_authenticated_peer_writes_nothing() -> None:
     with owner() as it, client_of(it) as client:
         ticket = it.ask("add", BEFORE)
         whole = write_request(ticket)
-        # Not the number, operand, expected and the offsets: with another of these it is a valid request.
+        # The number, operand, expected value and offsets are left out: with other values the request is still valid.
         fields = [
             (0, 32),
             (40, 48),
@@ -85,14 +85,14 @@ def test_corrupted_request_of_authenticated_peer_writes_nothing() -> None:
 
 
 class FakeOwner:
-    """A process that has the secret and answers one request of one client with bytes of the test's choice."""
+    """An owner that has the secret and answers one request of one client with the given bytes."""
 
     def __init__(self) -> None:
         self.secret, self.token = os.urandom(32), os.urandom(16).hex()
         self.listener = socket.create_server(("127.0.0.1", 0))
 
     def read_from(self, reply: bytes) -> tuple[_native.TransferResult, bytes]:
-        """Have a client read CHUNK bytes; its result, and its memory."""
+        """Make a client read CHUNK bytes. Return the result and the client's memory."""
         server = Background(self._serve, reply)
         mine = _native.MemoryIdentity(os.urandom(16).hex(), self.secret)
         client = _native.MemoryClient("127.0.0.1", self.listener.getsockname()[1], mine, self.token, 1)
@@ -127,7 +127,7 @@ def reply_to(number: int) -> bytes:
 
 
 def first_number(fake: FakeOwner) -> int:
-    """The number of the first request of each client."""
+    """Return the number of each client's first request."""
     fake.read_from(b"")
     return fake.number
 
@@ -145,7 +145,8 @@ def test_truncated_reply_of_authenticated_owner_is_an_error(fake_owner: FakeOwne
 def test_corrupted_reply_of_authenticated_owner_is_an_error(fake_owner: FakeOwner) -> None:
     whole = reply_to(first_number(fake_owner))
     tail = REPLY.size + CHUNK
-    for changed in flips(whole, iter([(0, 24), (tail, tail + TAIL.size)])):  # not the value of an atomic operation
+    # without the atomic's value, which may be any number
+    for changed in flips(whole, iter([(0, 24), (tail, tail + TAIL.size)])):
         result, memory = fake_owner.read_from(changed)
         assert result.outcome != "done", (changed[: REPLY.size], changed[tail:])
         assert result.refusal or result.text, result.outcome

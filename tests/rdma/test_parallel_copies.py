@@ -1,4 +1,4 @@
-"""Large copies on one host by several threads: each byte once, and the first error stops all."""
+"""Large copies on one host by several threads: each byte is copied once, and the first error stops all threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONTENT = pattern(SIZE, 3).numpy().tobytes()
 
 @dataclass(frozen=True)
 class Owner:
-    """A process that has memory registered. ``there``: for those who want it."""
+    """A process with registered memory. ``there`` is the address of the memory for other processes."""
 
     there: tuple[str, tuple[int, int, int]]
     pid: int
@@ -40,7 +40,7 @@ class Owner:
 
 @contextlib.contextmanager
 def owned(memory: Memory, missing: int = 0, first: bool = False) -> Iterator[Owner]:
-    """A forked owner whose last ``missing`` bytes cannot be accessed; or its ``first`` ones."""
+    """Fork an owner whose last ``missing`` bytes cannot be accessed, or its first ones if ``first``."""
     said, says = os.pipe()
     hears, tell = os.pipe()
     pid = os.fork()
@@ -50,8 +50,8 @@ def owned(memory: Memory, missing: int = 0, first: bool = False) -> Iterator[Own
             ticket = registered.add(memory.address, memory.size, True)
             if missing:
                 at = memory.address + (0 if first else memory.size - missing)
-                # A range that is unmapped may be taken by the next mapping, as the reader's segment is one. So the
-                # range stays taken, without access: the kernel refuses both alike.
+                # The range stays mapped without access, and the kernel refuses it as it does an unmapped range. After
+                # munmap, the next mapping could take the range.
                 assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(at), ctypes.c_size_t(missing), PROT_NONE) == 0
             os.write(says, " ".join(map(str, (host.token, *ticket))).encode())
             os.close(tell)
@@ -67,7 +67,7 @@ def owned(memory: Memory, missing: int = 0, first: bool = False) -> Iterator[Own
 
 
 def segments(memory: Memory) -> list[tuple[int, int, int]]:
-    """All of it, in pieces of all sizes, in no order."""
+    """Return all of the memory as pieces of many sizes, in random order."""
     lot = random.Random(5)
     ends = sorted({0, SIZE, 8 * MIB, *(lot.randrange(SIZE) for _ in range(40)), *range(1000, 1300)})
     pieces = [(at, memory.address + at, end - at) for at, end in itertools.pairwise(ends)]
@@ -75,8 +75,8 @@ def segments(memory: Memory) -> list[tuple[int, int, int]]:
     return pieces
 
 
-def nobody_copies() -> bool:
-    """The kernel may list a thread for a moment after it was joined."""
+def has_no_copy_threads() -> bool:
+    """Return whether no copying thread is left. The kernel may list a thread for a moment after it was joined."""
     names = []
     for each in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
@@ -85,6 +85,7 @@ def nobody_copies() -> bool:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 6, 16])
+@pytest.mark.needs("process_vm_readv")
 def test_each_byte_once(threads: int) -> None:
     there, here = Memory(SIZE, CONTENT), Memory(SIZE)
     with owned(there) as owner:
@@ -97,12 +98,13 @@ def test_each_byte_once(threads: int) -> None:
         here[:] = bytes(SIZE)
         assert native.move(*owner.there, False, here.all(), forever)[0] == DONE
         assert here[:] == CONTENT[::-1]
-    assert until(nobody_copies)
+    assert until(has_no_copy_threads)
 
 
 @pytest.mark.parametrize("missing", [mmap.PAGESIZE, 13 * MIB, SIZE])
 @pytest.mark.parametrize("threads", [1, 2, 6])
 @pytest.mark.parametrize("write", [False, True])
+@pytest.mark.needs("process_vm_readv")
 def test_memory_that_is_gone_in_one_of_the_shares(threads: int, missing: int, write: bool) -> None:
     here = Memory(SIZE)
     with owned(Memory(SIZE, CONTENT), missing) as owner:
@@ -112,11 +114,12 @@ def test_memory_that_is_gone_in_one_of_the_shares(threads: int, missing: int, wr
         assert native.move(*owner.there, write, [(0, here.address, 8)], forever)[0] == (
             FAILED if missing == SIZE else DONE
         )
-    assert until(nobody_copies)
+    assert until(has_no_copy_threads)
 
 
+@pytest.mark.needs("process_vm_readv")
 def test_where_one_fails_the_others_stop() -> None:
-    """A thread may have come to the end of its share before the first one begins: not every time."""
+    """A thread may finish its share before the failing thread starts, so the test has 20 tries."""
     with owned(Memory(4 * SIZE, CONTENT * 4), mmap.PAGESIZE, first=True) as owner:
         native, forever = _native.Memory(_native.Host(64 * MIB), True, True, 2), _native.CancelScope()
         for _ in range(20):
@@ -128,6 +131,7 @@ def test_where_one_fails_the_others_stop() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("process_vm_readv")
 def test_cancelled_in_the_middle() -> None:
     found = set()
     with owned(Memory(4 * SIZE, CONTENT * 4)) as owner:
@@ -144,6 +148,7 @@ def test_cancelled_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("write", [False, True])
+@pytest.mark.needs("process_vm_readv")
 def test_an_owner_that_is_killed_in_the_middle(write: bool) -> None:
     native, here = _native.Memory(_native.Host(64 * MIB), True, True, 4), Memory(4 * SIZE)
     for turn in range(8):
@@ -154,9 +159,10 @@ def test_an_owner_that_is_killed_in_the_middle(write: bool) -> None:
             assert native.move(*owner.there, write, here.all() * 3, _native.CancelScope())[0] in (DONE, LOST)
             killing.join()
             assert native.move(*owner.there, write, here.all(), _native.CancelScope())[0] == LOST
-    assert until(nobody_copies)
+    assert until(has_no_copy_threads)
 
 
+@pytest.mark.needs("process_vm_readv")
 def test_cancelled_and_out_of_range_copies_stop() -> None:
     here = Memory(SIZE)
     with owned(Memory(SIZE, CONTENT)) as owner:
@@ -190,6 +196,6 @@ def test_a_setting_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> 
 def test_no_more_threads_than_processors(
     monkeypatch: pytest.MonkeyPatch, value: str, processors: int, threads: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setattr(registrations.platform, "usable_cpus", lambda: processors)
     monkeypatch.setenv("MONARCH_CMA_THREADS", value)
     assert registrations._copying_threads() == threads

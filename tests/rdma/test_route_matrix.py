@@ -1,4 +1,4 @@
-"""Matrix of routes, kinds of memory, sizes and operations: all routes give the same results and errors."""
+"""Matrix of routes, kinds of memory, sizes and operations. All routes give the same results and errors."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_dropped_buffer_is_refused(pair: Pair) -> None:
     buffer = owner.own.call_one("tensor", 100).get()
     again = owner.own.call_one("tensor", 100).get()
     assert owner.drop.call_one(buffer).get() == before + 1
-    other = owner.own.call_one("tensor", 100, 5).get()  # in the same place of the table
+    other = owner.own.call_one("tensor", 100, 5).get()  # in the same slot of the table
     for call in (reader.read.call_one(buffer), reader.write.call_one(buffer), reader.add.call_one(buffer, 1)):
         with pytest.raises(ActorError, match="not registered any more") as raised:
             call.get()
@@ -213,7 +213,7 @@ def test_forged_handle_is_refused(pair: Pair, request: pytest.FixtureRequest) ->
 
 def _forged(buffer: RDMABuffer, by_nic: bool) -> list[tuple[RDMABuffer, str]]:
     handle = buffer._handle
-    if by_nic:  # which looks at its own keys
+    if by_nic:  # the NIC checks its own keys
         region = Region.from_bytes(handle.verbs)
         region.record.keys[:] = [key ^ 0x5A00 for key in region.record.keys]
         return [(RDMABuffer._of(handle._replace(verbs=region.to_bytes())), "remote access error")]

@@ -17,13 +17,16 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memory over TCP is Linux's"),
 ]
 
-# OpenSSL is not compiled for ThreadSanitizer, which does not see its atomics.
+# OpenSSL is not built with ThreadSanitizer, so its atomics are invisible to it.
 NOT_OURS = "called_from_lib:libssl.so\ncalled_from_lib:libcrypto.so\nrace:libssl.so\nrace:libcrypto.so\n"
 
 
+@pytest.mark.parametrize("portable", [False, True], ids=["linux", "portable"])
 @pytest.mark.parametrize(("tls", "gpu"), [(False, False), (True, False), (False, True)], ids=["plain", "tls", "gpu"])
 @pytest.mark.parametrize("kind", ["address", "thread"])
-def test_many_threads_and_registrations_that_come_and_go(kind: str, tls: bool, gpu: bool, tmp_path: Path) -> None:
+def test_many_threads_and_registrations_that_come_and_go(
+    kind: str, tls: bool, gpu: bool, portable: bool, tmp_path: Path
+) -> None:
     ders = Ders.of_secret(b"s" * 32)
     for name in ("certificate", "key", "ca"):
         (tmp_path / name).write_bytes(getattr(ders, name))
@@ -32,5 +35,5 @@ def test_many_threads_and_registrations_that_come_and_go(kind: str, tls: bool, g
     options["TSAN_OPTIONS"] += f":suppressions={tmp_path / 'suppressions'}"
     if gpu:
         options["MONARCH_GPU_DRIVER"] = pretended_gpu.library()
-    command = [*sanitizers.prefix(kind), sanitizers.memory_driver(kind), 14, tmp_path if tls else ""]
+    command = [*sanitizers.prefix(kind), sanitizers.memory_driver(kind, portable), 14, tmp_path if tls else ""]
     print(sanitizers.checked(command, 300, **options))

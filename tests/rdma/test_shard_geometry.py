@@ -32,7 +32,7 @@ SHAPES = [(), (1,), (4,), (7,), (13,), (6, 4), (5, 7), (1, 9), (0, 3), (4, 3, 5)
 
 
 def chunk(tensor: Tensor, split: ShardSpec) -> Tensor:
-    """What torch does with a tensor for `Shard`, and for `_StridedShard`."""
+    """Shard a tensor as torch does for `Shard` and for `_StridedShard`."""
 
     def part(tensor: Tensor) -> Tensor:
         parts = torch.chunk(tensor, split.ways, split.dim)
@@ -47,7 +47,7 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 
 
 def filled(whole: Tensor, held: tuple[Overlap, ...], shape: tuple[int, ...]) -> Tensor:
-    """The local tensor that these pieces make."""
+    """Return the local tensor that consists of these pieces."""
     local = torch.full(shape, -1)
     for box, at in held:
         source = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.sizes, strict=True))]
@@ -56,12 +56,12 @@ def filled(whole: Tensor, held: tuple[Overlap, ...], shape: tuple[int, ...]) -> 
 
 
 def placements(mesh: tuple[int, ...], ndim: int) -> Iterator[tuple[int | None, ...]]:
-    """For each dimension of the mesh, the dimension of the tensor that it shards, or None."""
+    """Yield, for each dimension of the mesh, the dimension of the tensor that it shards, or None."""
     return itertools.product([None, *range(ndim)], repeat=len(mesh))
 
 
 def splits_of(mesh: tuple[int, ...], chosen: tuple[int | None, ...]) -> Iterator[tuple[ShardSpec, ...]]:
-    """Those of each rank."""
+    """Yield the shard specs of each rank."""
     for coordinate in itertools.product(*map(range, mesh)):
         yield tuple(
             ShardSpec(dim, ways, place)
@@ -102,7 +102,7 @@ def test_all_ranks_together_have_every_element_once() -> None:
 
 @pytest.mark.parametrize(("dp", "tp", "differ"), [(2, 2, False), (3, 2, True), (2, 4, False), (4, 3, True)])
 def test_strided_shards_match_fsdp_after_tensor_parallelism(dp: int, tp: int, differ: bool) -> None:
-    """In FSDP2's words: rank (d, t) has the d-th part of the t-th part. torch writes it the other way round."""
+    """Under FSDP2, rank (d, t) has the d-th part of the t-th part. torch's placements name the two in reverse order."""
     refused = 0
     for size in range(1, 40):
         whole = numbered((size, 2))
@@ -137,7 +137,7 @@ def test_a_strided_shard_alone_has_several_boxes() -> None:
 
 
 def test_three_cuts_of_one_dimension() -> None:
-    """Pipeline by hand first, then tensor parallelism, FSDP2 last: on meshes (x, dp, tp)."""
+    """Split by hand for a pipeline, then by tensor parallelism, then by FSDP2, on meshes (x, dp, tp)."""
     whole = numbered((48,))
     for x, d, t in itertools.product(range(2), range(3), range(4)):
         splits = (ShardSpec(0, 2, x), ShardSpec(0, 3, d, factor=4), ShardSpec(0, 4, t))
@@ -145,7 +145,7 @@ def test_three_cuts_of_one_dimension() -> None:
         assert torch.equal(filled(whole, pieces((48,), splits), (2,)), expected)
 
 
-# boxes -------------------------------------------------------------------------------------------------------------
+# Boxes -------------------------------------------------------------------------------------------------------------
 
 
 def random_box(rng: random.Random, shape: tuple[int, ...]) -> Region:
@@ -171,7 +171,8 @@ def test_overlap_and_remainder_of_boxes(seed: int) -> None:
         assert torch.equal(marked(shape, [common] if common else []), both)
         assert shared(other, one) == common
         rest = without(one, other)
-        assert torch.equal(marked(shape, rest), marked(shape, [one]) - both)  # 0 and 1 only: none of them overlap
+        # all counts are 0 or 1, so the rest has no overlaps
+        assert torch.equal(marked(shape, rest), marked(shape, [one]) - both)
         many = [random_box(rng, shape) for _ in range(5)]
         left = uncovered(Region((0,) * len(shape), shape), tuple(many))
         assert torch.equal(marked(shape, list(left)), (marked(shape, many) == 0).long())
@@ -183,11 +184,11 @@ def test_empty_region_has_no_uncovered_part() -> None:
     assert uncovered(Region((), ()), (Region((), ()),)) == ()
 
 
-# bytes -------------------------------------------------------------------------------------------------------------
+# Bytes -------------------------------------------------------------------------------------------------------------
 
 
 def laid_out(rng: random.Random, shape: tuple[int, ...], order: list[int]) -> Tensor:
-    """Zeros of this shape, whose dimensions lie in memory in this order; its rows may be parts of longer ones."""
+    """Return zeros of this shape with dimensions in this memory order. Rows may have gaps between them."""
     padded = [shape[dim] + rng.choice((0, 0, 3)) for dim in order]
     tensor = torch.zeros(padded, dtype=torch.int16)
     back = [order.index(dim) for dim in range(len(order))]
@@ -195,7 +196,7 @@ def laid_out(rng: random.Random, shape: tuple[int, ...], order: list[int]) -> Te
 
 
 def copy(source: Tensor, target: Tensor, runs: list[tuple[int, int, int]]) -> Tensor:
-    """How often each byte of the target's memory was written."""
+    """Copy the runs. Return how often each byte of the target's memory was written."""
     there, here = (memory(tensor) for tensor in (source, target))
     written = torch.zeros(len(here), dtype=torch.int64)
     for a, b, size in runs:
@@ -239,7 +240,7 @@ def test_contiguous_runs_are_merged() -> None:
     assert segments((2, 4, 6), 4, 0, (480, 24, 4), 0, (96, 24, 4)) == [(0, 0, 96), (480, 96, 96)]
     assert segments((), 8, 16, (), 32, ()) == [(16, 32, 8)]
     assert segments((3, 0), 8, 0, (8, 8), 0, (8, 8)) == []
-    # One column: its elements are runs. Strides of a dimension of one element mean nothing.
+    # One column: each element is a run. The stride of a dimension with one element is ignored.
     assert segments((3, 1), 2, 0, (10, 2), 0, (2, 2)) == [(0, 0, 2), (10, 2, 2), (20, 4, 2)]
     assert segments((1, 3), 2, 0, (0, 2), 0, (9999, 2)) == [(0, 0, 6)]
 

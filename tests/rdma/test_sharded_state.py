@@ -1,4 +1,4 @@
-"""State dicts of one mesh read into those of another mesh: equal bits, each byte once, and clear errors.
+"""State dicts of one mesh, read into those of another mesh: equal bits, each byte once, and clear errors.
 
 All ranks are in this process, one after the other. test_sharded_state_actors.py runs each in its own process.
 """
@@ -28,7 +28,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex6
 
 
 def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Random bytes."""
+    """Return a tensor of random bytes."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator, dtype=torch.bool)
@@ -44,7 +44,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.fixture
 def registered() -> Iterator[Callable[[State], StatePart]]:
-    """`ShardedState.register`, and everything dropped at the end."""
+    """Yield `ShardedState.register`, and drop all registrations at the end."""
     parts: list[StatePart] = []
 
     def register(state: State) -> StatePart:
@@ -60,13 +60,13 @@ Register = Callable[[State], StatePart]
 
 
 def moved(state: ShardedState, wanted: State, **options: Any) -> int:
-    """Read it; the number of bytes."""
+    """Read the state, and return the number of bytes."""
     plan = state.plan(wanted, **options)
     assert plan.read(timeout=30).get() is None
     return plan.nbytes
 
 
-# any mesh to any mesh ----------------------------------------------------------------------------------------------
+# Any mesh to any mesh ----------------------------------------------------------------------------------------------
 
 
 def random_placements(rng: random.Random, mesh: tuple[int, ...], ndim: int) -> Placements:
@@ -115,7 +115,7 @@ def test_every_dtype_from_columns_to_rows(dtype: torch.dtype, registered: Regist
 
 
 def test_fsdp_after_tensor_parallelism(registered: Register) -> None:
-    """`_StridedShard`, which is where simple arithmetic goes wrong."""
+    """`_StridedShard`, whose pieces simple arithmetic would get wrong."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     whole = noise((8, 6), torch.float32)
@@ -151,14 +151,14 @@ def test_a_registration_stays_valid_while_an_optimizer_steps(registered: Registe
         part.check(layer.state_dict())
 
 
-# memory ------------------------------------------------------------------------------------------------------------
+# Memory ------------------------------------------------------------------------------------------------------------
 
 
 def test_tensors_that_share_memory_are_registered_once(registered: Register) -> None:
     flat = noise((1000,), torch.float32)
     first, second = flat[100:200], flat[150:300].reshape(10, 15)
     part = registered({"first": first, "second": second, "again": first})
-    assert part.size() == 4 * 200  # from the first of their bytes to the last
+    assert part.size() == 4 * 200  # from the first to the last byte of the tensors
     assert len(part._buffers) == 1
     mine = {"first": torch.zeros(100), "second": torch.zeros(10, 15), "again": torch.zeros(100)}
     assert moved(ShardedState.merge([part]), mine) == 4 * 350
@@ -205,7 +205,7 @@ def test_other_memory_order_is_refused(registered: Register) -> None:
 
 
 class Wrapper(Tensor):
-    """Stands for something else."""
+    """A tensor subclass with unknown content."""
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
@@ -277,7 +277,7 @@ def test_failed_registration_leaves_no_registrations(monkeypatch: pytest.MonkeyP
     assert [buffer.dropped for buffer in made] == [True, True]
 
 
-# names and values --------------------------------------------------------------------------------------------------
+# Names and values --------------------------------------------------------------------------------------------------
 
 
 def test_nested_state_and_values_that_are_no_tensors(registered: Register) -> None:
@@ -307,7 +307,7 @@ def test_fetch_of_an_empty_state(registered: Register) -> None:
     groups = ShardedState.merge([registered({"groups": [{"lr": 1.0}]})])
     changed: State = {"groups": None}
     plan = groups.plan(changed)
-    for _ in range(2):  # the second is not what the reader has made of the first
+    for _ in range(2):  # the second read ignores the reader's change of the first result
         plan.read().get()
         assert changed["groups"] == [{"lr": 1.0}]
         changed["groups"][0]["lr"] = 2.0
@@ -339,7 +339,7 @@ def test_invalid_state_dict_is_refused() -> None:
         ShardedState.register({"text": "x" * 100_000})
 
 
-# merging -----------------------------------------------------------------------------------------------------------
+# Merging -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_is_missing(registered: Register) -> None:
@@ -378,7 +378,7 @@ def test_readers_that_do_not_fit(registered: Register) -> None:
             state.plan(wanted, strict=False)
 
 
-# replicas ----------------------------------------------------------------------------------------------------------
+# Replicas ----------------------------------------------------------------------------------------------------------
 
 
 def test_readers_share_the_replicas(registered: Register) -> None:
@@ -410,7 +410,7 @@ def test_an_owner_on_this_host_is_preferred(registered: Register, monkeypatch: p
 
 
 def test_replicas_that_overlap_by_halves(registered: Register) -> None:
-    """Some ranks have rows, others columns: each byte still comes once."""
+    """Some ranks have rows and others have columns. Each byte is still read once."""
     whole = noise((6, 4), torch.float32)
     parts = [
         *on_each((2,), lambda mesh: registered({"w": cut(whole, mesh, [Shard(0)])})),

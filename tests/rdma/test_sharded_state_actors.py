@@ -1,4 +1,4 @@
-"""Trainers with FSDP2 and tensor parallelism, and generators with other shards, each rank in its own process."""
+"""Trainers with FSDP2 and tensor parallelism, and generators with other shards. Each rank has its own process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_step_arrives_bit_for_bit_and_once(count: int, trainers: ActorMesh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("route", ["thread", "tcp", "tls"])  # of the others: above, and test_sharded_state.py
+@pytest.mark.parametrize("route", ["thread", "tcp", "tls"])  # other routes: the tests above, and test_sharded_state.py
 def test_every_route(route: str) -> None:
     trainers, reader = trainers_of({"dp": 2}, route), generators_of(0, route)
     trainers.shard.call().get(PATIENCE)

@@ -1,4 +1,4 @@
-"""Small transfers over TCP whose replies the waiting thread reads itself: delivery, and each way to end."""
+"""Small transfers over TCP whose replies the waiting thread reads itself: delivery, and every way in which they end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def it(request: pytest.FixtureRequest) -> Iterator[Owner]:
 
 @contextlib.contextmanager
 def connected(it: Owner, streams: int = 1, **other: Any) -> Iterator[tuple[_native.MemoryClient, Ticket]]:
-    """A client with a connection, and the owner's memory."""
+    """Yield a client with an open connection, and a ticket for the owner's memory."""
     client, ticket = it.client(streams, **other), it.ask("add", CONTENT)
     memory = Memory(1)
     assert client.read(ticket, memory.all(), 20.0).outcome == "done"
@@ -54,17 +54,17 @@ def connected(it: Owner, streams: int = 1, **other: Any) -> Iterator[tuple[_nati
 def begin(
     client: Any, ticket: Ticket, memory: Memory, scope: Any = None, access: int = READ, more: Any = (0, 0)
 ) -> Any:
-    KEPT.append(memory)  # an errand writes to it, whoever has it
+    KEPT.append(memory)  # keep the memory alive, because the request may write to it later
     return client.begin(ticket, access, memory.all(), *more, scope or _native.CancelScope(None))
 
 
 def stop(it: Owner) -> None:
-    """All its threads stand still when this returns."""
+    """Stop all threads of the owner before returning."""
     it.signal(signal.SIGSTOP)
     os.waitpid(it.pid, os.WUNTRACED)
 
 
-# ---- the core's
+# ---- requests in the core
 
 
 @pytest.mark.parametrize("it", [False, True], indirect=True, ids=["plain", "tls"])
@@ -87,7 +87,7 @@ def test_reads_writes_and_atomics(it: Owner) -> None:
         assert begin(client, ticket, Memory(8)).fetch(20.0)[:2] == (REFUSED, DROPPED)
 
 
-def test_requests_that_are_not_started(it: Owner) -> None:
+def test_request_without_a_free_connection_is_not_started(it: Owner) -> None:
     client, ticket = it.client(1), it.ask("add", CONTENT)
     assert begin(client, ticket, Memory(8)) is None, "there is no connection yet"
     client.close()
@@ -140,7 +140,7 @@ def test_only_one_fetching_thread_gets_the_result(it: Owner) -> None:
         assert sum(each.wait() is not None for each in [scope, *others]) == 1
 
 
-def test_a_forgotten_one_leaves_its_connection(it: Owner) -> None:
+def test_dropped_request_does_not_block_later_reads(it: Owner) -> None:
     with connected(it) as (client, ticket):
         stop(it)
         request = begin(client, ticket, Memory(8))
@@ -172,7 +172,7 @@ def test_partial_reply_does_not_block_fetch(tls: bool) -> None:
 
 @pytest.mark.parametrize(("seconds", "outcome"), [(None, CANCELLED), (0.3, LATE)], ids=["cancelled", "late"])
 @BOTH
-def test_ends_between_two_parts_of_an_answer(tls: bool, seconds: float | None, outcome: int) -> None:
+def test_request_can_end_during_a_partial_reply(tls: bool, seconds: float | None, outcome: int) -> None:
     with owner(tls) as it, Narrow(it.port) as narrow, connected(it, port=narrow.port) as (client, ticket):
         scope = _native.CancelScope(seconds)
         narrow.let_through(40)
@@ -185,12 +185,12 @@ def test_ends_between_two_parts_of_an_answer(tls: bool, seconds: float | None, o
         assert begin(client, ticket, Memory(8)) is None, "its connection is given up"
 
 
-# ---- the route's
+# ---- requests of the route
 
 
 @contextlib.contextmanager
 def routed(it: Owner, client: _native.MemoryClient, ticket: Ticket) -> Iterator[tuple[RDMABuffer, Tcp]]:
-    """The owner's memory, as this process would have got it from an actor."""
+    """Yield the owner's memory as a buffer that this process could have received from an actor."""
     token = it.token
     route = Tcp(program(), engine().registry, engine().movers.submit_at_once)
     route._clients[token] = [client]
@@ -203,13 +203,13 @@ def routed(it: Owner, client: _native.MemoryClient, ticket: Ticket) -> Iterator[
 
 @pytest.fixture
 def far(it: Owner) -> Iterator[tuple[RDMABuffer, Tcp]]:
-    """On several connections; nothing of it took a thread so far."""
+    """The owner's memory over several connections. No transfer has used a thread yet."""
     with connected(it, 4) as (client, ticket), routed(it, client, ticket) as made:
         yield made
 
 
 def by_threads(route: Tcp, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was done, or is waited for, by a thread of ours."""
+    """Return a list that collects the transfers that worker threads run or wait for."""
     found: list[Any] = []
     move, submit = route.move, route._small_requests.submit
     monkeypatch.setattr(route, "move", lambda *args: (found.append(args), move(*args))[1])
@@ -241,7 +241,7 @@ def test_unpolled_requests_finish_soon(far: tuple[RDMABuffer, Tcp]) -> None:
     assert until(lambda: not far[1]._small_requests._sweeps, 10), "the thread still searches for requests"
 
 
-def test_the_way_is_chosen_by_one_thread(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_route_is_chosen_by_one_thread(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
     handle, route = far[0]._handle, far[1]
     chosen, first, others = [], threading.Event(), threading.Event()
 
@@ -278,7 +278,7 @@ def test_callbacks_and_await(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.Mo
     assert all(each == CONTENT[: len(each)] for each in into)
 
 
-def test_ends_before_the_time(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
+def test_read_of_a_stopped_owner_can_be_cancelled_or_time_out(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
     buffer, _ = far
     stop(it)
     waiting = buffer[:8].read_into(bytearray(8))
@@ -289,7 +289,7 @@ def test_ends_before_the_time(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
     with pytest.raises(CancelledError, match="no more"):
         waiting.get()
     it.signal(signal.SIGCONT)
-    buffer[:8].read_into(bytearray(8)).get(20)  # there is a connection again
+    buffer[:8].read_into(bytearray(8)).get(20)  # a new connection is made
     stop(it)
     with pytest.raises(TimeoutError, match=r"was not done within 0\.1 s"):
         buffer[:8].read_into(bytearray(8), timeout=0.1).get(20)
@@ -302,7 +302,7 @@ def test_ends_before_the_time(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
 @BOTH
 def test_polling_thread_does_not_wait_for_the_rest_of_a_reply(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarch_backend._rdma.routes.small_requests.SWEEP_INTERVAL_S", 60.0)
-    size, first = 40_000, 20_000  # more than a record of TLS
+    size, first = 40_000, 20_000  # more than one TLS record
     with (
         owner(tls) as it,
         Narrow(it.port) as narrow,
@@ -328,7 +328,7 @@ def test_refusals_and_lost_connections(it: Owner, far: tuple[RDMABuffer, Tcp]) -
     buffer, _ = far
     it.ask("restart")
     into = bytearray(8)
-    buffer[:8].read_into(into).get(20)  # once more, on a new connection
+    buffer[:8].read_into(into).get(20)  # the transfer is repeated on a new connection
     assert into == CONTENT[:8]
     it.ask("drop", buffer._handle.ticket)
     with pytest.raises(RDMAError, match="not registered any more"):
@@ -336,7 +336,7 @@ def test_refusals_and_lost_connections(it: Owner, far: tuple[RDMABuffer, Tcp]) -
 
 
 def test_all_threads_are_taken_by_others(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is called is called all the same."""
+    """The callback runs although all worker threads are busy."""
     movers, go, called = Workers(2), threading.Event(), threading.Event()
     monkeypatch.setattr(far[1]._small_requests, "submit", movers.submit_at_once)
     monkeypatch.setattr("monarch_backend._rdma.routes.small_requests.SWEEP_INTERVAL_S", 60.0)
@@ -351,7 +351,7 @@ def test_all_threads_are_taken_by_others(far: tuple[RDMABuffer, Tcp], monkeypatc
 
 
 def test_no_descriptor_is_left(it: Owner, far: tuple[RDMABuffer, Tcp]) -> None:
-    """Then a worker says so, and not the call."""
+    """If no descriptor is free, the worker reports the error instead of the call."""
     limit, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
     try:

@@ -1,4 +1,4 @@
-"""Memory of another process over TCP: reads, writes and atomics without its Python, and refusal of strangers."""
+"""Memory of another process over TCP: reads, writes and atomics without the owner's Python, refusal of strangers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BOTH = pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
 
 @pytest.fixture(scope="module")
 def content() -> bytes:
-    """The same for all: making it takes a while."""
+    """Content for all tests, made once because that takes long."""
     return random.Random(7).randbytes(16 * MIB)
 
 
 @contextlib.contextmanager
 def client_of(it: Owner, streams: int = 4, **other: object) -> Iterator[_native.MemoryClient]:
-    """A client, closed afterwards."""
+    """Connect a client, and close it at the end."""
     made = it.client(streams, **other)
     try:
         yield made
@@ -58,7 +58,7 @@ def read_once(client: _native.MemoryClient, ticket: Ticket = (3, 5, 7)) -> _nati
     return client.read(ticket, memory.all(), 20.0)
 
 
-# What moves -----------------------------------------------------------------------------------------------------------
+# Transfers ------------------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -97,7 +97,7 @@ def test_scattered_segments_arrive_at_their_offsets(tls: bool, content: bytes) -
                 assert memory[i * largest : i * largest + size] == expected
                 assert there[place : place + size] == expected
     with client_of(it) as client:
-        done(client.read((0, 1, 2), [], 20.0))  # asks nobody: the owner is gone
+        done(client.read((0, 1, 2), [], 20.0))  # empty, so no request is sent: the owner has ended
 
 
 @BOTH
@@ -141,7 +141,7 @@ def test_many_threads_share_two_streams(tls: bool, content: bytes) -> None:
         assert it.ask("connections") <= 2
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# Refusals -------------------------------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -168,7 +168,7 @@ def test_a_refusal_is_an_answer_and_the_connection_lives_on(tls: bool, content: 
         assert why(client.write(ticket, memory.all(), 20.0)) == "read_only"
         assert why(client.fetch_add(ticket, 0, 1, 20.0)) == "read_only"
         assert why(client.fetch_add(small, 8, 1, 20.0)) == "out_of_range"
-        # Of one request all is done or nothing is.
+        # A request runs completely or not at all.
         segments = [(0, memory.address, 5), (8, memory.address, 5)]
         memory[:5] = b"12345"
         assert why(client.write(small, segments, 20.0)) == "out_of_range"
@@ -226,7 +226,7 @@ def test_a_peer_that_stands_still_holds_up_no_drop(tls: bool, kind: str, content
                 os.waitpid(pid, 0)
 
 
-# Who is gone, or stands still -----------------------------------------------------------------------------------------
+# Owners that have ended or are stopped --------------------------------------------------------------------------------
 
 
 @BOTH
@@ -249,12 +249,12 @@ def test_owner_death_during_a_transfer_is_reported_at_once(tls: bool, kind: str,
         assert result.outcome in ("lost", "unreachable"), result.text
         assert f"127.0.0.1 port {it.port}" in result.text
         while (again := client.read(ticket, memory.all(), 20.0)).outcome == "lost":
-            assert time.monotonic() - start < 2.0  # a process that dies closes its connections one by one
+            assert time.monotonic() - start < 2.0  # the kernel closes a dead process's connections one by one
         assert again.outcome == "unreachable"
 
 
 @BOTH
-def test_an_owner_that_stands_still_has_a_deadline_and_can_be_given_up(tls: bool, content: bytes) -> None:
+def test_transfer_with_a_stopped_owner_times_out_or_is_cancelled(tls: bool, content: bytes) -> None:
     with owner(tls) as it, client_of(it, 2) as client:
         ticket, memory = it.ask("add", content), Memory(len(content))
         done(client.read(ticket, memory.all(), 20.0))
@@ -264,7 +264,8 @@ def test_an_owner_that_stands_still_has_a_deadline_and_can_be_given_up(tls: bool
             assert kind(ticket, memory.all(), 0.2).outcome == "timed_out"
             assert 0.2 <= time.monotonic() - start < 1.0
             cancel = _native.Cancel()
-            waiters = [Background(kind, ticket, memory.all(), None, cancel) for _ in range(3)]  # one has no stream
+            # one more than there are streams
+            waiters = [Background(kind, ticket, memory.all(), None, cancel) for _ in range(3)]
             time.sleep(0.1)
             assert not any(waiter.over for waiter in waiters)
             cancel.set()
@@ -323,7 +324,7 @@ def test_closed_connection_frees_its_slot(content: bytes) -> None:
             while it.ask("connections") == 2:
                 time.sleep(0.01)
             assert fetched(third, ticket, 0, 10) == content[:10]
-            # One client takes what it gets: the transfer goes on with fewer streams.
+            # A client can have fewer streams than it asks for. The transfer uses those that it has.
             second.close()
             while it.ask("connections") == 2:
                 time.sleep(0.01)
@@ -368,7 +369,7 @@ def hello(whom: str, magic: int = 0x486D6E6D, version: int = 1) -> bytes:
 
 
 def take(connection: socket.socket, size: int) -> bytes:
-    """So many bytes, or fewer if that is all there is."""
+    """Read this number of bytes, or fewer if the stream ends."""
     got = b""
     with contextlib.suppress(ConnectionError):
         while len(got) < size and (more := connection.recv(size - len(got))):
@@ -381,7 +382,9 @@ def proof(secret: bytes, role: bytes, *said: bytes) -> bytes:
 
 
 def proved(it: Owner) -> socket.socket:
-    """A connection whose other end thinks that this is a client of the program; what is said is spelled out here."""
+    """Return a connection that has passed the handshake as a client of the program. The handshake is written out
+    here.
+    """
     connection = it.connect()
     said = hello(it.token)
     connection.sendall(said)
@@ -449,7 +452,7 @@ def test_client_of_another_program_gets_the_reason(tls: bool, other: dict[str, o
 
 
 def test_the_owner_refuses_certificates_of_others_itself() -> None:
-    """Also of a client that would take the owner's."""
+    """The owner refuses a foreign certificate even if the client accepts the owner's certificate."""
     with owner(True) as it:
         for mine in (Tls.of_secret(os.urandom(32)).client, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)):
             mine.check_hostname = False
@@ -559,7 +562,7 @@ def test_invalid_request_ends_the_connection(content: bytes) -> None:
 
 
 @pytest.mark.slow
-def test_hundreds_of_idle_strangers_and_one_client(content: bytes) -> None:
+def test_idle_unauthenticated_connections_do_not_block_a_client(content: bytes) -> None:
     with owner() as it, contextlib.ExitStack() as stack:
         ticket = it.ask("add", content[: 4 * MIB])
         client = stack.enter_context(client_of(it))
@@ -576,7 +579,7 @@ def test_hundreds_of_idle_strangers_and_one_client(content: bytes) -> None:
         assert fetched(client, ticket, 0, 4 * MIB) == content[: 4 * MIB]
 
 
-# What is given --------------------------------------------------------------------------------------------------------
+# Arguments ------------------------------------------------------------------------------------------------------------
 
 
 def test_an_identity_is_checked() -> None:
@@ -620,7 +623,7 @@ def test_addresses_and_streams_are_checked() -> None:
 
 
 def test_the_proof_covers_both_certificates_as_sha256() -> None:
-    """The layout of what is proved with TLS, spelled out by a caller in Python."""
+    """The layout of the proof over TLS, written out by a client in Python."""
     with owner(True) as it:
         tls = Tls.of_secret(it.secret)
         with tls.client.wrap_socket(it.connect()) as channel:

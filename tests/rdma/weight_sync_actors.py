@@ -1,4 +1,4 @@
-"""Trainers and generators of test_sharded_state_actors.py. Worker processes import this module: no pytest."""
+"""Trainers and generators of test_sharded_state_actors.py. Worker processes import this module, so it has no pytest."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from monarch_backend._core.torch_version import torch_version
 from monarch_backend.actor import Actor, context, endpoint
 from monarch_backend.rdma import ShardedState, StatePart
 
-# full_tensor() of torch 2.9 mixes up the rows of 10 (2 ranks of tensor parallelism, 2 of FSDP2); shards are right.
+# torch 2.9: full_tensor() mixes up the rows of 10 over 2 ranks of tensor parallelism and 2 of FSDP2. Shards are right.
 WORDS = 10 if torch_version() >= (2, 13) else 12
 
 
 class Model(nn.Module):
-    """Every way of being sharded that there is among weights; sizes that three ranks can't share evenly."""
+    """A model whose weights are sharded in every way, with sizes that do not divide by three."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 class Trainer(Actor):
-    """A rank of a world with FSDP2 and, where its mesh has a second dimension, tensor parallelism."""
+    """A rank of a job with FSDP2 and, if its mesh has a second dimension, tensor parallelism."""
 
     def __init__(self) -> None:
         self.model = Model()
@@ -60,7 +60,7 @@ class Trainer(Actor):
         for layer in (self.model.up, self.model.down, self.model.coarse, self.model):
             fully_shard(layer, mesh=mesh["dp"])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.train(0)  # under torch 2.9, FSDP2 moves parameters with uneven shards in the first one
+        self.train(0)  # under torch 2.9, FSDP2's first step moves parameters with uneven shards
         return [str(getattr(value, "placements", None)) for value in self.model.state_dict().values()]
 
     def state(self) -> dict[str, Any]:
@@ -100,14 +100,14 @@ class Trainer(Actor):
 
 
 def generator_placement(name: str, value: Tensor) -> Placement:
-    """Not as the trainers have it."""
+    """Return a placement that differs from the trainers' placement."""
     if value.ndim < 2:
         return Replicate()
     return Shard(1) if name.startswith(("up", "embed")) else Shard(0)
 
 
 class Generator(Actor):
-    """A rank of a world with tensors sharded over all of it; alone, with plain tensors."""
+    """A rank of a job whose tensors are sharded over all ranks. A single generator has plain tensors."""
 
     def __init__(self) -> None:
         self.mine: dict[str, Any] = {}
@@ -125,7 +125,7 @@ class Generator(Actor):
 
     @endpoint
     def load(self, state: ShardedState, timeout: float = 30) -> dict[int, int]:
-        """Bytes by owner."""
+        """Read the state. Return the number of bytes by owner."""
         for value in self.mine.values():
             local(value).zero_()
         mine: dict[str, Any] = {"model": self.mine, "version": 0}
@@ -136,7 +136,7 @@ class Generator(Actor):
 
     @endpoint
     def compare(self, whole: dict[str, Tensor]) -> int:
-        """Bit by bit with this rank's part of these; its bytes."""
+        """Compare this rank's part with these tensors bit by bit. Return its number of bytes."""
         total = 0
         for name, value in whole.items():
             mine, theirs = local(self.mine[name]), local(self.cut(name, value))

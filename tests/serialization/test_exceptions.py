@@ -1,4 +1,4 @@
-"""Serialization of exceptions: what arrives when the class, an argument or the receiver is a problem."""
+"""Serialization of exceptions, also when the class, an argument or the receiver causes a problem."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Plain(Exception):
 
 
 class Doubling(Exception):
-    """Pickle would call __init__ with the text that __init__ made."""
+    """pickle would call its __init__ with the finished text."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"failed with {code}")
@@ -68,7 +68,7 @@ class OwnErrno(OSError):
 
 
 class OwnReduce(Exception):
-    """Sends something else in its place, on purpose."""
+    """Replaces itself by another exception when pickled."""
 
     def __init__(self, secret: str) -> None:
         super().__init__(secret)
@@ -161,7 +161,7 @@ def test_type_arguments_text_and_attributes_arrive(make: Callable[[], BaseExcept
     assert (str(got), got.args, fields(got)) == (str(exc), exc.args, fields(exc))
     assert vars(got).keys() == vars(exc).keys()
     assert got.__traceback__ is None
-    assert str(sent(got)) == str(exc)  # and further
+    assert str(sent(got)) == str(exc)  # sent a second time
 
 
 def test_attributes_and_notes() -> None:
@@ -207,7 +207,7 @@ def test_from_none_stays_from_none() -> None:
     assert isinstance(got.__context__, KeyError)
 
 
-def test_a_chain_that_bites_its_tail() -> None:
+def test_cyclic_exception_chain_arrives() -> None:
     first, second = Plain("1"), Plain("2")
     first.__cause__, second.__cause__ = second, first
     got = sent(first)
@@ -329,7 +329,7 @@ def test_a_reduce_of_its_own_is_respected() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Unloadable("x"), lambda: Unsendable("x", "y")])
-def test_a_reduce_that_fails_is_gone_around(make: Callable[[], BaseException]) -> None:
+def test_exception_with_a_failing_reduce_arrives(make: Callable[[], BaseException]) -> None:
     exc = make()
     got = sent(exc)
     assert type(got) is type(exc)
@@ -437,7 +437,7 @@ def users_chain() -> None:
 
 
 def as_if_ours(function: Callable[[], None], filename: str) -> Callable[[], None]:
-    """``function`` called through a frame of a file of this package."""
+    """Return a function that calls ``function`` in a frame with this file name."""
     namespace: dict[str, Any] = {"function": function}
     exec(compile("def endpoint_loop():\n    function()\n", filename, "exec"), namespace)
     loop: Callable[[], None] = namespace["endpoint_loop"]
@@ -451,7 +451,7 @@ def test_the_traceback_starts_with_the_users_frames() -> None:
     with pytest.raises(KeyError) as caught:
         as_if_ours(users_chain, OURS)()
     assert caught.value.__traceback__ is not None
-    caught.value.__traceback__ = caught.value.__traceback__.tb_next  # this test's own frame
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next  # drops this test's own frame
     text = remote_traceback(caught.value)
     assert "endpoint_loop" not in text
     assert text.count("in users_code") == 1

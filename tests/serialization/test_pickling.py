@@ -1,4 +1,4 @@
-"""Serialization of every kind of object, by every path, in one process and between two."""
+"""Serialization of every kind of object, by every route, in one process and between two."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Words(dict):  # type: ignore[type-arg]
 
 
 class Broken:
-    """Raises what it was told to, at the sender or at the receiver."""
+    """Raises a given exception when it is pickled or unpickled."""
 
     def __init__(self, sending: Exception | None = None, receiving: str = "") -> None:
         self.sending, self.receiving = sending, receiving
@@ -95,25 +95,25 @@ def joined(body: Any) -> bytes:
 
 
 def direct(obj: object) -> Any:
-    """The buffers arrive as they are."""
+    """Pass the buffers on without a copy."""
     body, buffers = dumps(obj)
     return loads(joined(body), buffers)
 
 
 def copied(obj: object) -> Any:
-    """As over a socket: everything arrives in other, writable memory."""
+    """Copy everything to other, writable memory, as a socket does."""
     body, buffers = dumps(obj)
     return loads(bytearray(joined(body)), None if buffers is None else [bytearray(b) for b in buffers])
 
 
 def read_only(obj: object) -> Any:
-    """As out of a mapping that must not be written to."""
+    """Pass everything on as read-only memory, as a read-only mapping does."""
     body, buffers = dumps(obj)
     return loads(memoryview(joined(body)), None if buffers is None else [bytes(b) for b in buffers])
 
 
 def shifted(obj: object) -> Any:
-    """Memory at an odd address."""
+    """Copy the buffers to odd addresses."""
     body, buffers = dumps(obj)
     if buffers is None:
         return loads(joined(body), None)
@@ -196,7 +196,7 @@ def test_plain_objects(value: object) -> None:
         assert type(route((value,))[0]) is type(value)
 
 
-def test_the_short_way_is_for_exact_built_in_values_only() -> None:
+def test_fast_path_takes_exact_builtin_values_only() -> None:
     class Loud(int):
         pass
 
@@ -274,7 +274,7 @@ def test_memoryviews_with_a_shape(route: Callable[[object], Any]) -> None:
 
 
 def test_a_cycle_with_a_message_can_be_collected() -> None:
-    """An exception whose frames hold what was being sent is such a cycle, and older Pythons crash on exported views."""
+    """An exception whose frames hold the sent objects is such a cycle. Older Pythons crash on exported views."""
     code = """
 import gc
 from monarch_backend._serialization.pickling import dumps
@@ -441,7 +441,7 @@ def test_small_arrays_stay_in_the_pickle() -> None:
 
 
 def _knows_copies(dtype: torch.dtype) -> bool:
-    """False for the quantized types and those of a few bits, which torch can't copy."""
+    """Return False for the quantized types and those of a few bits, which torch cannot copy."""
     return dtype.itemsize == 16 or not re.search(r"\.(u?int[1-7]|bits.*|q.*|float4.*)$", str(dtype))
 
 
@@ -456,7 +456,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The elements' bytes in logical order, for dtypes that don't know ==."""
+    """Return the elements' bytes in logical order, for dtypes without ``==``."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
@@ -468,7 +468,7 @@ def same_tensor(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def views(base: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Views of one tensor; whether they are dense."""
+    """Yield views of one tensor: name, view and whether the view is dense."""
     yield "whole", base, True
     yield "rows", base[1:3], True
     yield "transposed", base.t(), True
@@ -492,7 +492,7 @@ def test_tensors(dtype: torch.dtype) -> None:
             if dense:
                 assert result.stride() == value.stride(), (route, name)
             if 0 not in value.stride():
-                result.copy_(value)  # it can be written to
+                result.copy_(value)  # the result is writable
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -585,7 +585,7 @@ def test_attributes_of_tensors(route: Callable[[object], Any]) -> None:
 
 
 class Tagged(torch.Tensor):
-    """A subclass without anything of its own."""
+    """A tensor subclass without additions."""
 
 
 @every_route
@@ -623,7 +623,8 @@ def test_tensors_without_memory(route: Callable[[object], Any]) -> None:
 
 
 @every_route
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor", "ignore:TypedStorage is deprecated")  # torch's own doing
+# warnings of torch itself
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor", "ignore:TypedStorage is deprecated")
 def test_quantized_tensors(route: Callable[[object], Any]) -> None:
     value = torch.quantize_per_tensor(torch.randn(60, 70), 0.1, 10, torch.quint8)
     result = route(value)
@@ -659,7 +660,7 @@ def test_modules(route: Callable[[object], Any]) -> None:
     model = nn.Sequential(nn.Embedding(100, 64), nn.LSTM(64, 64, batch_first=True))
     model.register_buffer("steps", torch.tensor(3))
     head = nn.Linear(64, 100)
-    head.weight = model[0].weight  # tied
+    head.weight = model[0].weight  # tied weights
     arrived, arrived_head = route((model, head))
     assert arrived_head.weight is arrived[0].weight
     words = torch.arange(10).view(1, 10)
@@ -750,7 +751,7 @@ def test_random_views() -> None:
 
 @pytest.fixture(scope="module")
 def _cuda_context() -> None:
-    """The first use of a GPU opens descriptors that the driver keeps: before the picture of what a test leaves."""
+    """Open the descriptors that the driver keeps from the first use of a GPU on, before the leak check counts them."""
     torch.zeros(1, device="cuda")
 
 
@@ -796,7 +797,7 @@ TypeName = typing.TypeVar("TypeName")
 
 
 def local_things() -> dict[str, Any]:
-    """Things without an import path."""
+    """Return objects that have no import path."""
     count = 0
 
     def counter() -> int:
@@ -898,7 +899,7 @@ def test_lambdas_carry_their_globals_and_closures(route: Callable[[object], Any]
 
 
 def test_class_that_returns_is_unchanged() -> None:
-    """cloudpickle would replace the methods of the class by copies that see other globals."""
+    """cloudpickle would replace the methods of the class by copies with other globals."""
     calls: list[int] = []
 
     class Here:
@@ -1056,7 +1057,7 @@ exec(compile(text, path, "exec"), main.__dict__)
 
 @pytest.fixture(scope="module")
 def senders(scripts: Path) -> dict[str, Future[str]]:
-    """The sender, run as people run programs, two at a time: each imports torch, which takes longer than all else."""
+    """Run the sender in each way to start a program, two at a time: each spends most of its time on importing torch."""
     path, text = str(scripts / "sender.py"), (scripts / "sender.py").read_text()
     with ThreadPoolExecutor(2) as pool:
         return {
@@ -1073,7 +1074,7 @@ def test_objects_of_main_are_pickled_by_value(scripts: Path, senders: dict[str, 
     assert run_script(str(scripts / "receiver.py"), str(scripts / how)) == "ok\n"
 
 
-# As in a child that multiprocessing spawned, and in a program that registers its main module again.
+# As in a child that multiprocessing has spawned, and in a program that registers its main module again.
 @pytest.mark.parametrize("name", ["__mp_main__", "alias"])
 def test_objects_of_main_under_another_name(scripts: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "under.py").write_text(UNDER_ANOTHER_NAME)
@@ -1087,7 +1088,7 @@ def test_instances_go_to_another_process_and_back(scripts: Path) -> None:
 
 
 def test_neither_torch_nor_numpy_is_imported_for_plain_objects(tmp_path: Path) -> None:
-    """The package itself imports torch; this module must not be the one to do it."""
+    """The package itself imports torch, so the script replaces it. The pickling module must not import torch."""
     script = """
     import sys, types
     for name, path in (("monarch_backend", "{root}"), ("monarch_backend._transport", "{root}/transport")):
@@ -1106,7 +1107,7 @@ def test_neither_torch_nor_numpy_is_imported_for_plain_objects(tmp_path: Path) -
     assert python("-c", textwrap.dedent(script.format(root=root))) == "\n1\n"
 
 
-# --- what goes wrong
+# --- errors
 
 
 def attempt(obj: object) -> SerializationError:
@@ -1195,12 +1196,12 @@ def test_an_error_of_the_sender_is_the_cause() -> None:
     assert "args[0] (a tests.serialization.test_pickling.Broken: KeyError: 'secret')" in str(error)
 
 
-def test_too_deep() -> None:
+def test_deeply_nested_object_is_an_error() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
     assert "nested more deeply than Python's recursion limit" in str(attempt(deep))
-    while deep:  # freed one by one
+    while deep:  # frees the lists one by one
         deep = deep.pop()
 
 

@@ -1,8 +1,8 @@
-"""Random programs of collectives and messages: drawn from a seed, equal on every rank, checked byte by byte.
+"""Random programs of collectives and messages, drawn from a seed, equal on every rank, and checked byte by byte.
 
-`draw` makes the program, without communication; a `Player` plays one rank's part of it. Every rank computes all
-inputs and the expected results (reference.py). Each rank chooses its own order of waits. test_random_programs.py
-plays them, test_chaos.py kills ranks in the middle.
+`draw` makes the program without communication. A `Player` runs one rank's part of it. Every rank computes all inputs
+and the expected results (reference.py), and waits for its operations in its own order. test_random_programs.py runs
+programs, test_chaos.py kills ranks in the middle.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import Tensor
 import monarch_backend
 from tests.process_group import reference
 
-# torch 2.13 gave them these names and says that the old ones will go.
+# torch 2.13 introduced these names and deprecates the old ones.
 ALL_GATHER_SINGLE = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 DTYPES = (*reference.DTYPES, "float8_e5m2")
 TAGS = (0, 1, 2, 7)
-ANY_SOURCE_TAGS = 1000  # and the step's number: a receive from anybody must not take what is for another
+ANY_SOURCE_TAGS = 1000  # plus the step's number: a receive from any source must not take a message of another step
 
-# Bytes at which the core goes another way: a cache line, the smallest chunk and the limit of the slots, the limit of
-# one shot, the largest chunk, a quarter and the whole of the stage, the ring of a lane.
+# Limits in bytes where the core changes its algorithm: a cache line, the smallest chunk, the slots' limit, the limit of
+# one piece, the largest chunk, a quarter of the stage, the whole stage, and the ring of a lane.
 SMALL = (0, 1, 8, 64, 128, 192, 1024, 4096)
 MIDDLE = (16 << 10, 32 << 10, 64 << 10, 128 << 10)
 LARGE = (256 << 10, 512 << 10, 1 << 20)
@@ -44,8 +44,8 @@ HUGE = (2 << 20, 3 << 20, 4 << 20)
 
 
 @dataclass(frozen=True)
-class Letter:
-    """One message; ranks are those of the group."""
+class Message:
+    """One message. Ranks are ranks of the group."""
 
     number: int
     source: int
@@ -57,7 +57,7 @@ class Letter:
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of a program. ``root`` is a rank of the group, ``count`` the elements of one piece."""
+    """One operation of a program. ``root`` is a rank of the group, ``count`` the number of elements of one piece."""
 
     number: int
     group: int
@@ -68,19 +68,19 @@ class Step:
     root: int
     asynchronous: bool
     strided: bool
-    placed: str = ""  # whose tensors are in shared memory: "all", "some", or nobody's
-    letters: tuple[Letter, ...] = ()
+    placed: str = ""  # which ranks have their tensors in shared memory: "all", "some" or, if empty, none
+    messages: tuple[Message, ...] = ()
 
     def __str__(self) -> str:
         how = ("async" if self.asynchronous else "sync") + (f", {self.placed} shared" if self.placed else "")
-        letters = f", {len(self.letters)} letters" if self.letters else ""
+        messages = f", {len(self.messages)} messages" if self.messages else ""
         what = f"{self.kind}({self.op or '-'}) {self.dtype}[{self.count}], root {self.root}"
-        return f"step {self.number}: {what}{letters}, {how}, group {self.group}"
+        return f"step {self.number}: {what}{messages}, {how}, group {self.group}"
 
 
 @dataclass(frozen=True)
 class Program:
-    """What all ranks of a run do. Group 0 is the default group."""
+    """The operations of all ranks. Group 0 is the default group."""
 
     seed: int
     size: int
@@ -97,7 +97,7 @@ def draw(
     messages: bool = True,
     weights: Sequence[float] = (50, 32, 15, 3),
 ) -> Program:
-    """A program for ``size`` ranks. ``weights``: how often sizes are SMALL, MIDDLE, LARGE and HUGE."""
+    """Draw a program for ``size`` ranks. ``weights`` are those of the sizes SMALL, MIDDLE, LARGE and HUGE."""
     pick = random.Random(f"program {seed}")
     made = [tuple(range(size))]
     for _ in range(groups - 1):
@@ -117,16 +117,16 @@ def _draw_step(
         op = pick.choice(reference.OPS)
         dtype = pick.choice([name for name in DTYPES if reference.reduces(name, op)])
     count = _draw_count(pick, dtype, weights, members if pick.random() < 0.4 else 1)
-    letters: tuple[Letter, ...] = ()
+    messages: tuple[Message, ...] = ()
     root, asynchronous = pick.randrange(members), pick.random() < 0.6
     if kind in MESSAGES:
-        letters = tuple(_draw_letters(pick, number, kind, members, root, dtype, count, weights))
+        messages = tuple(_draw_messages(pick, number, kind, members, root, dtype, count, weights))
     strided, placed = pick.random() < 0.15, pick.choices(("", "all", "some"), (60, 30, 10))[0]
-    return Step(number, index, kind, dtype, op, count, root, asynchronous, strided, placed, letters)
+    return Step(number, index, kind, dtype, op, count, root, asynchronous, strided, placed, messages)
 
 
 def _draw_count(pick: random.Random, dtype: str, weights: Sequence[float], share: int) -> int:
-    """Elements: around a limit, a share of one, or anything."""
+    """Draw a number of elements: near a limit in bytes, near its ``share``-th part, or any smaller number."""
     (limits,) = pick.choices((SMALL, MIDDLE, LARGE, HUGE), weights)
     width = getattr(torch, dtype).itemsize
     limit = pick.choice(limits) // share
@@ -135,7 +135,7 @@ def _draw_count(pick: random.Random, dtype: str, weights: Sequence[float], share
     return max(0, limit // width + pick.choice((-1, 0, 0, 0, 1, 1)))
 
 
-def _draw_letters(
+def _draw_messages(
     pick: random.Random,
     number: int,
     kind: str,
@@ -144,18 +144,18 @@ def _draw_letters(
     dtype: str,
     count: int,
     weights: Sequence[float],
-) -> Iterator[Letter]:
-    if kind == "any source":  # `root` receives: all of one size, since anybody's may come first
+) -> Iterator[Message]:
+    if kind == "any source":  # `root` receives messages of one size, because any sender's may arrive first
         senders = [r for r in range(members) if r != root for _ in range(pick.randint(1, 2))]
         for i, source in enumerate(senders):
-            yield Letter(i, source, root, ANY_SOURCE_TAGS + number, dtype, min(count, 1 << 18))
+            yield Message(i, source, root, ANY_SOURCE_TAGS + number, dtype, min(count, 1 << 18))
         return
     other = pick.choice([r for r in range(members) if r != root])
     for i in range(pick.randint(1, 6)):
-        # Who sends and waits must not wait for somebody who does the same: one way means one way.
+        # Blocking sends go in one direction only. Two ranks that send to each other and wait could deadlock.
         source, to = (root, other) if kind == "one way" else pick.sample(range(members), 2)
         dtype = pick.choice(DTYPES)
-        yield Letter(i, source, to, pick.choice(TAGS), dtype, _draw_count(pick, dtype, weights, 1))
+        yield Message(i, source, to, pick.choice(TAGS), dtype, _draw_count(pick, dtype, weights, 1))
 
 
 # The data -------------------------------------------------------------------------------------------------------------
@@ -165,7 +165,9 @@ _LONGEST, _OFFSETS = (4 << 20) + 64, 60_000
 
 @functools.cache
 def _table(most: int, negative: bool) -> Tensor:
-    """Random numbers from 1 to ``most``, some negative; every tensor is a part of a table."""
+    """Return random numbers from 1 to ``most``, some negative if ``negative``. Every tensor is a slice of such a
+    table.
+    """
     chance = torch.Generator().manual_seed(most)
     numbers = torch.randint(1, most + 1, (_LONGEST + _OFFSETS,), generator=chance, dtype=torch.int8)
     if negative:
@@ -180,7 +182,9 @@ def prepare() -> None:
 
 
 def numbers(dtype: str, count: int, salt: int, *, reduced: bool = False) -> Tensor:
-    """A tensor that ``salt`` tells apart. For reductions from -3 to 3: the product of four of them fits an int8."""
+    """Return a tensor that depends on ``salt``. For reductions the numbers are -3 to 3: a product of four fits an
+    int8.
+    """
     table, offset = _table(3, True) if reduced else _table(13, False), salt * 7919 % _OFFSETS
     part = table[offset : offset + count]
     if dtype == "bool":
@@ -195,12 +199,12 @@ def numbers(dtype: str, count: int, salt: int, *, reduced: bool = False) -> Tens
 
 # One rank's part ------------------------------------------------------------------------------------------------------
 
-Pairs = list[tuple[Tensor, Tensor]]  # what came, what should have come
+Pairs = list[tuple[Tensor, Tensor]]  # (received, expected)
 
 
 @dataclass
 class Pending:
-    """An operation under way. ``check`` compares and gives the tensors that it had."""
+    """An operation in progress. ``check`` returns pairs of its tensors and their expected values."""
 
     step: Step
     works: list[Any]
@@ -208,7 +212,7 @@ class Pending:
 
 
 class Call:
-    """A step as one member of its group sees it."""
+    """A step from the view of one member of its group."""
 
     def __init__(self, program: Program, step: Step, group: Any, order: random.Random) -> None:
         self.program, self.step, self.group, self.order = program, step, group, order
@@ -216,20 +220,20 @@ class Call:
         self.me, self.size = group.rank(), len(self.ranks)
         self.root = self.ranks[step.root]
         self.at_root = self.me == step.root
-        # What it makes for itself, until it has begun; what it compares with later is nobody's business.
+        # True while the tensors of the operation are made. Tensors for the later comparison are not in shared memory.
         self.placing = step.placed == "all" or (step.placed == "some" and self.me % 2 == 0)
 
     def of(self, rank: int, count: int | None = None, part: int = 0) -> Tensor:
-        """What a rank of the group brings; ``part`` where it brings several."""
+        """Return the input of a rank of the group. ``part`` is its index if the rank has several."""
         salt = self.step.number * 97 + rank * 17 + part
         many = self.step.count if count is None else count
         return self.place(numbers(self.step.dtype, many, salt, reduced=bool(self.step.op)))
 
-    def everybody(self, count: int | None = None, part: int = 0) -> list[Tensor]:
+    def inputs_of_all_ranks(self, count: int | None = None, part: int = 0) -> list[Tensor]:
         return [self.of(rank, count, part) for rank in range(self.size)]
 
     def reduced(self, count: int | None = None, part: int = 0) -> Tensor:
-        return reduce(self.step.op, self.everybody(count, part))
+        return reduce(self.step.op, self.inputs_of_all_ranks(count, part))
 
     def blank(self, count: int | None = None, dtype: str = "") -> Tensor:
         wanted = self.step.count if count is None else count
@@ -238,7 +242,7 @@ class Call:
         return self.place(torch.zeros(wanted, dtype=getattr(torch, dtype or self.step.dtype)))
 
     def place(self, x: Tensor) -> Tensor:
-        """The tensor, in shared memory where this step has it and while there is room."""
+        """Move the tensor to shared memory if this rank does so in this step and the arena has room."""
         if not self.placing:
             return x
         try:
@@ -255,7 +259,7 @@ class Call:
 
 
 def reduce(op: str, inputs: list[Tensor]) -> Tensor:
-    """As reference.reduced, and for the float8 that it does not have."""
+    """Call reference.reduced, which does not support float8_e5m2."""
     if inputs[0].dtype is torch.float8_e5m2:
         return reference.reduced(op, [x.float() for x in inputs]).to(torch.float8_e5m2)
     return reference.reduced(op, inputs)
@@ -302,15 +306,15 @@ def _reduce(call: Call) -> Started:
 def _all_gather(call: Call) -> Started:
     x, outputs = call.of(call.me), [call.blank() for _ in call.ranks]
     works = call.begin(dist.all_gather, outputs, x)
-    return works, lambda: [(x, call.of(call.me)), *zip(outputs, call.everybody(), strict=True)]
+    return works, lambda: [(x, call.of(call.me)), *zip(outputs, call.inputs_of_all_ranks(), strict=True)]
 
 
 def _all_gather_single(call: Call) -> Started:
     x, output = call.of(call.me), call.blank(call.step.count * call.size)
-    if call.step.strided:  # the stacked form
+    if call.step.strided:  # the stacked form of the output
         output = output.view(call.size, call.step.count)
     works = call.begin(ALL_GATHER_SINGLE, output, x)
-    return works, lambda: [(x, call.of(call.me)), (output.view(-1), torch.cat(call.everybody()))]
+    return works, lambda: [(x, call.of(call.me)), (output.view(-1), torch.cat(call.inputs_of_all_ranks()))]
 
 
 def _all_gather_coalesced(call: Call) -> Started:
@@ -319,22 +323,22 @@ def _all_gather_coalesced(call: Call) -> Started:
     works = call.begin(dist.all_gather_coalesced, outputs, [x, y])
     return works, lambda: [
         (x, call.of(call.me)),
-        *zip([row[0] for row in outputs], call.everybody(), strict=True),
-        *zip([row[1] for row in outputs], call.everybody(33, 1), strict=True),
+        *zip([row[0] for row in outputs], call.inputs_of_all_ranks(), strict=True),
+        *zip([row[1] for row in outputs], call.inputs_of_all_ranks(33, 1), strict=True),
     ]
 
 
 def _gather(call: Call) -> Started:
     x, outputs = call.of(call.me), [call.blank() for _ in call.ranks] if call.at_root else []
     works = call.begin(dist.gather, x, outputs or None, dst=call.root)
-    return works, lambda: [(x, call.of(call.me)), *zip(outputs, call.everybody(), strict=False)]
+    return works, lambda: [(x, call.of(call.me)), *zip(outputs, call.inputs_of_all_ranks(), strict=False)]
 
 
 def _scatter(call: Call) -> Started:
-    rows = call.everybody() if call.at_root else []
+    rows = call.inputs_of_all_ranks() if call.at_root else []
     output = call.blank()
     works = call.begin(dist.scatter, output, rows or None, src=call.root)
-    return works, lambda: [(output, call.of(call.me)), *zip(rows, call.everybody(), strict=False)]
+    return works, lambda: [(output, call.of(call.me)), *zip(rows, call.inputs_of_all_ranks(), strict=False)]
 
 
 def _reduce_scatter(call: Call) -> Started:
@@ -352,7 +356,7 @@ def _reduce_scatter_single(call: Call) -> Started:
 
 
 def _all_to_all(call: Call) -> Started:
-    # Another size for each pair of ranks, where they are large enough to differ.
+    # The size differs for each pair of ranks if the tensors are large enough.
     def count(sender: int, to: int) -> int:
         return max(0, call.step.count - 5 * ((sender * 3 + to) % 4))
 
@@ -405,29 +409,29 @@ COLLECTIVES: dict[str, Callable[[Call], Started]] = {
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
-def _content(call: Call, letter: Letter) -> Tensor:
-    return numbers(letter.dtype, letter.count, call.step.number * 97 + letter.number * 13 + letter.source + 5)
+def _content(call: Call, message: Message) -> Tensor:
+    return numbers(message.dtype, message.count, call.step.number * 97 + message.number * 13 + message.source + 5)
 
 
-def _in_any_order(call: Call, letters: list[Letter]) -> list[Letter]:
-    """Letters as a receiver may ask for them: those of one sender and tag in their order, the rest in any."""
-    queues: dict[tuple[int, int], list[Letter]] = {}
-    for letter in letters:
-        queues.setdefault((letter.source, letter.tag), []).append(letter)
-    keys = [(letter.source, letter.tag) for letter in letters]
+def _in_any_order(call: Call, messages: list[Message]) -> list[Message]:
+    """Return the messages in a random order of receives. Messages with the same sender and tag keep their order."""
+    queues: dict[tuple[int, int], list[Message]] = {}
+    for message in messages:
+        queues.setdefault((message.source, message.tag), []).append(message)
+    keys = [(message.source, message.tag) for message in messages]
     call.order.shuffle(keys)
     return [queues[key].pop(0) for key in keys]
 
 
-def _mine(call: Call) -> tuple[list[tuple[Letter, Tensor]], list[tuple[Letter, Tensor]]]:
-    """(what this rank sends, what it receives), with the tensors."""
-    sent = [(letter, _content(call, letter)) for letter in call.step.letters if letter.source == call.me]
-    letters = _in_any_order(call, [letter for letter in call.step.letters if letter.to == call.me])
-    return sent, [(letter, call.blank(letter.count, letter.dtype)) for letter in letters]
+def _mine(call: Call) -> tuple[list[tuple[Message, Tensor]], list[tuple[Message, Tensor]]]:
+    """Return (messages that this rank sends, messages that it receives), with their tensors."""
+    sent = [(message, _content(call, message)) for message in call.step.messages if message.source == call.me]
+    messages = _in_any_order(call, [message for message in call.step.messages if message.to == call.me])
+    return sent, [(message, call.blank(message.count, message.dtype)) for message in messages]
 
 
-def _came(call: Call, *sides: list[tuple[Letter, Tensor]]) -> Pairs:
-    return [(tensor, _content(call, letter)) for letter, tensor in itertools.chain(*sides)]
+def _came(call: Call, *sides: list[tuple[Message, Tensor]]) -> Pairs:
+    return [(tensor, _content(call, message)) for message, tensor in itertools.chain(*sides)]
 
 
 def _burst(call: Call) -> Started:
@@ -436,11 +440,11 @@ def _burst(call: Call) -> Started:
     sends, receives = list(sent), list(received)
     while sends or receives:
         if sends and (not receives or call.order.random() < 0.5):
-            letter, x = sends.pop(0)
-            jobs.append(functools.partial(dist.isend, x, call.ranks[letter.to], call.group, letter.tag))
+            message, x = sends.pop(0)
+            jobs.append(functools.partial(dist.isend, x, call.ranks[message.to], call.group, message.tag))
         else:
-            letter, x = receives.pop(0)
-            jobs.append(functools.partial(dist.irecv, x, call.ranks[letter.source], call.group, letter.tag))
+            message, x = receives.pop(0)
+            jobs.append(functools.partial(dist.irecv, x, call.ranks[message.source], call.group, message.tag))
     return [job() for job in jobs], lambda: _came(call, sent, received)
 
 
@@ -454,26 +458,28 @@ def _batch(call: Call) -> Started:
 def _one_way(call: Call) -> Started:
     sent, received = _mine(call)
     works = []
-    for letter, x in sent:
+    for message, x in sent:
         if call.order.random() < 0.5:
-            dist.send(x, call.ranks[letter.to], call.group, letter.tag)
+            dist.send(x, call.ranks[message.to], call.group, message.tag)
         else:
-            works.append(dist.isend(x, call.ranks[letter.to], call.group, letter.tag))
-    for letter, x in received:
+            works.append(dist.isend(x, call.ranks[message.to], call.group, message.tag))
+    for message, x in received:
         if call.order.random() < 0.5:
-            assert dist.recv(x, call.ranks[letter.source], call.group, letter.tag) == call.ranks[letter.source]
+            assert dist.recv(x, call.ranks[message.source], call.group, message.tag) == call.ranks[message.source]
         else:
-            works.append(dist.irecv(x, call.ranks[letter.source], call.group, letter.tag))
+            works.append(dist.irecv(x, call.ranks[message.source], call.group, message.tag))
     return works, lambda: _came(call, sent, received)
 
 
 def _any_source(call: Call) -> Started:
-    letters, tag = call.step.letters, ANY_SOURCE_TAGS + call.step.number
+    messages, tag = call.step.messages, ANY_SOURCE_TAGS + call.step.number
     if not call.at_root:
-        sent = [(letter, _content(call, letter)) for letter in letters if letter.source == call.me]
+        sent = [(message, _content(call, message)) for message in messages if message.source == call.me]
         works = [dist.isend(x, call.root, call.group, tag) for _, x in sent]
         return works, lambda: _came(call, sent)
-    got = [call.blank() for _ in letters] if not letters else [call.blank(each.count, each.dtype) for each in letters]
+    got = (
+        [call.blank() for _ in messages] if not messages else [call.blank(each.count, each.dtype) for each in messages]
+    )
     if not call.step.asynchronous:
         sources = [call.ranks.index(dist.recv(x, group=call.group, tag=tag)) for x in got]
         return [], lambda: _by_source(call, sources, got)
@@ -482,9 +488,9 @@ def _any_source(call: Call) -> Started:
 
 
 def _by_source(call: Call, sources: list[int], got: list[Tensor]) -> Pairs:
-    waiting: dict[int, list[Letter]] = {}
-    for letter in call.step.letters:
-        waiting.setdefault(letter.source, []).append(letter)
+    waiting: dict[int, list[Message]] = {}
+    for message in call.step.messages:
+        waiting.setdefault(message.source, []).append(message)
     return [(x, _content(call, waiting[source].pop(0))) for source, x in zip(sources, got, strict=True)]
 
 
@@ -500,25 +506,25 @@ MESSAGES: dict[str, Callable[[Call], Started]] = {
 
 
 class Player:
-    """One rank of a program: its groups, its order of waiting, and what is under way."""
+    """One rank's part of a program: its groups, its order of waits, and its operations in progress."""
 
     def __init__(self, program: Program, rank: int) -> None:
-        # For all threads, and for good: catch_warnings is not for threads.
+        # Set for all threads until the process ends, because catch_warnings is not thread-safe.
         for text in (r".*_coalesced.* will be deprecated", r"`torch\.distributed.*is deprecated"):
             warnings.filterwarnings("ignore", text, FutureWarning)
         self.program, self.rank = program, rank
         self.groups = [dist.group.WORLD] + [dist.new_group(list(ranks)) for ranks in program.groups[1:]]
 
     def order(self, extra: int = -1) -> random.Random:
-        """What this rank chooses for itself."""
+        """Return the source of this rank's own random choices."""
         return random.Random(f"order {self.program.seed}/{self.rank}/{extra}")
 
     def plays(self, step: Step) -> bool:
-        """Whether this rank is in the step's group."""
+        """Return whether this rank is a member of the step's group."""
         return self.rank in self.program.groups[step.group]
 
     def start(self, step: Step, order: random.Random) -> Pending:
-        """Begin a step of ours; it is done if it is synchronous."""
+        """Start a step of this rank. A synchronous step has ended on return."""
         begin = COLLECTIVES.get(step.kind) or MESSAGES[step.kind]
         call = Call(self.program, step, self.groups[step.group], order)
         works, check = begin(call)
@@ -526,7 +532,7 @@ class Player:
         return Pending(step, works, check)
 
     def wait(self, pending: Pending, order: random.Random) -> None:
-        """Wait for it, in one of the ways that there are."""
+        """Wait for the operation in a random way."""
         works = list(pending.works)
         order.shuffle(works)
         for work in works:
@@ -539,10 +545,10 @@ class Player:
             work.wait()
 
     def check(self, pending: Pending) -> None:
-        """Compare what came; then spoil it, because nobody may look at it any more."""
+        """Compare the results. Then overwrite the tensors, because no rank may read them any more."""
         pairs = pending.check()
         for i, (got, want) in enumerate(pairs):
-            # Not .contiguous(): one element with a stride is contiguous, and has no bytes for torch all the same.
+            # Not .contiguous(): torch calls one element with a stride contiguous, but cannot view its bytes.
             if not reference.same(got.clone(memory_format=torch.contiguous_format), want):
                 raise AssertionError(self._difference(pending.step, i, got, want))
         for got, _ in pairs:
@@ -561,12 +567,12 @@ class Player:
         )
 
     def finish(self, pending: Pending, order: random.Random) -> None:
-        """Wait and compare."""
+        """Wait for the operation and compare its results."""
         self.wait(pending, order)
         self.check(pending)
 
     def play(self, steps: Sequence[Step], extra: int = -1) -> int:
-        """Our part of these steps; how many there were."""
+        """Run this rank's part of the steps, and return their number."""
         order, under_way, count = self.order(extra), [], 0
         for step in steps:
             if not self.plays(step):
@@ -580,7 +586,9 @@ class Player:
         return count
 
     def play_in_threads(self) -> int:
-        """The same with a thread for each group, none of which waits for another."""
+        """Run each group's steps in a thread of their own, and return the number of steps. The threads do not
+        synchronize.
+        """
         counts: list[int] = []
         errors: list[BaseException] = []
 

@@ -1,7 +1,7 @@
 """The shared-memory core on aarch64: cross-compiled, and run by qemu's user emulation on other machines.
 
-The stress driver plays its random operations there, and the reduction kernels must give the same bits as on x86-64.
-qemu does not emulate process_vm_readv, so the core works without it, as on systems that forbid it.
+The stress driver runs random operations there. The reduction kernels must give the same bits as on x86-64. qemu does
+not emulate process_vm_readv, so the core works without it, as on systems that forbid it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 SHM = CSRC / "shm"
-CORE = sorted(SHM.glob("*.cpp"))
+CORE = sorted([*SHM.glob("*.cpp"), *(CSRC / "platform").glob("*.cpp")])
 STRESS = sorted([*(SHM / "stress").glob("*.cpp"), *(CSRC / "stress").glob("*.cpp")])
 SUMS = SHM / "kernels" / "sums.cpp"
 
-# As setup.py has them; a warning is an error.
+# The flags of setup.py, plus -Werror.
 FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
 WRAPS = "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv"  # csrc/stress/ranks.h, csrc/shm/stress/fixture.h
 COMPILERS = {"aarch64": "aarch64-linux-gnu-g++", "x86_64": "g++"}
@@ -50,7 +50,7 @@ def _call(command: Sequence[object], timeout: float) -> str:
 
 @functools.cache
 def _build(machine: str) -> Path:
-    """The folder with both programs for this machine, made of the sources as they are."""
+    """Build both programs for this machine from the current sources, and return their folder."""
     folder = ROOT / "build" / "programs" / machine
     compiler = "g++" if machine == here else COMPILERS[machine]
     newest = max(path.stat().st_mtime for suffix in ("h", "inc") for path in CSRC.rglob(f"*.{suffix}"))
@@ -79,14 +79,14 @@ def _run(machine: str, program: str, *arguments: object, timeout: float = 400) -
 
 @pytest.mark.parametrize("ranks", ["processes", "threads"])
 def test_random_operations(ranks: str) -> None:
-    print(_run("aarch64", "stress_driver", ranks, 1, 8, 100))  # so many rounds must take every way
+    print(_run("aarch64", "stress_driver", ranks, 1, 8, 100))  # enough rounds to cover every algorithm
 
 
 @pytest.mark.skipif(here not in COMPILERS or not shutil.which("g++"), reason="nothing to compare with")
 def test_kernels_compute_the_same_on_every_processor() -> None:
     base = _run(here, "sums", "base")
     assert len(base.splitlines()) > 200
-    assert len({line.rpartition(" ")[2] for line in base.splitlines()}) > 100  # not all alike
+    assert len({line.rpartition(" ")[2] for line in base.splitlines()}) > 100  # the sums differ
     if here == "x86_64":
         assert _run("aarch64", "sums", "base").splitlines() == base.splitlines()
         if " avx2 " in Path("/proc/cpuinfo").read_text():

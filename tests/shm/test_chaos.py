@@ -1,9 +1,9 @@
-"""Ranks that die or stop in the middle of random operations over shared memory: 200 times, each time another way.
+"""Ranks that die or stop in the middle of random operations over shared memory, in 200 random runs.
 
-Every survivor must blame the right rank with the right words, soon; what does not need the victim goes on to correct
-results, what does fails from then on; `destroy_process_group` works; and nothing is left of any of it.
+The error on every survivor must name the failed rank, and must come soon. Operations without the victim continue with
+correct results. Operations with it fail from then on. `destroy_process_group` works, and no resource is left.
 
-Each run follows from its seed but for the scheduler's part: `MONARCH_TEST_SEED=<seed>` plays that one run, ten times.
+The seed determines a run, except for the scheduler: `MONARCH_TEST_SEED=<seed>` repeats one run ten times.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ pytestmark = [
 
 SEED = os.environ.get("MONARCH_TEST_SEED", "")
 RUNS = 200
-AT_ONCE = 3  # runs side by side: most of a run is waiting for the store, the timeout or the kernel
+AT_ONCE = 3  # concurrent runs: a run mostly waits for the store, the timeout or the kernel
 STEPS = 40
-DEADLINE = 60.0  # seconds for a run: longer than anything takes on a busy machine
-TIMEOUT = 4.0  # seconds; a rank that computes on a busy machine is not late
-SOON, SOME_TIME = 1.0, 5.0  # seconds from a death to errors: the median, the worst; no time-out of anything is as short
+DEADLINE = 60.0  # seconds for a run: more than a run takes on a busy machine
+TIMEOUT = 4.0  # seconds: more than a rank computes between operations on a busy machine
+# seconds from a death to the errors: limits for the median and for the worst; every timeout is longer
+SOON, SOME_TIME = 1.0, 5.0
 
 DEATHS = {"kill": "killed by signal 9", "exit": "exited with status 7"}
 
 
-# What a run is --------------------------------------------------------------------------------------------------------
+# Runs -----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Victim:
-    """Who dies when: before step ``step``, in the middle of it, or ``delay`` seconds after it has begun."""
+    """A rank that dies before step ``step``, during it, or ``delay`` seconds after its start."""
 
     rank: int
     step: int
@@ -69,14 +70,14 @@ class Victim:
 
 
 @dataclass(frozen=True)
-class Scene:
-    """One run, from its seed."""
+class Scenario:
+    """The parameters of one run, drawn from its seed."""
 
     seed: int
     how: str
     program: random_programs.Program
     victims: tuple[Victim, ...]
-    wakes: bool  # a stopped rank goes on in the end
+    wakes: bool  # whether a stopped rank is resumed at the end
 
     def __str__(self) -> str:
         who = ", ".join(f"rank {v.rank} {v.when} step {v.step} (+{v.delay * 1e6:.0f} us)" for v in self.victims)
@@ -87,12 +88,13 @@ class Scene:
         return {victim.rank for victim in self.victims}
 
 
-def _scene(seed: int) -> Scene:
+def _draw_scenario(seed: int) -> Scenario:
     pick = random.Random(f"scene {seed}")
     how = pick.choices(("kill", "exit", "stop"), (50, 25, 25))[0]
     size = pick.randint(2, 4)
-    # Who waits for a rank that waits for the stopped one may be out of patience first, and rightly blames the one that
-    # it waits for. Collectives of one group are entered in order: there only the stopped one is late.
+    # With several groups, a survivor may time out because of another survivor that waits for the stopped rank. Its
+    # error then rightly names that survivor. In one group collectives are entered in order, so only the stopped rank is
+    # late.
     only = how == "stop"
     groups = 1 if only else 3
     weights = (45, 30, 22, 3)
@@ -103,14 +105,14 @@ def _scene(seed: int) -> Scene:
         when = pick.choice(("before", "in", "after"))
         delay = {"before": 0.0, "in": pick.uniform(0, 500e-6), "after": pick.uniform(0, 50e-3)}[when]
         victims.append(Victim(rank, pick.randrange(STEPS) if when != "after" else pick.randrange(5), when, delay))
-    return Scene(seed, how, program, tuple(victims), pick.random() < 0.5)
+    return Scenario(seed, how, program, tuple(victims), pick.random() < 0.5)
 
 
-# One rank -------------------------------------------------------------------------------------------------------------
+# Survivors ------------------------------------------------------------------------------------------------------------
 
 
 class Clocks:
-    """When each rank died, in memory that outlives it."""
+    """The time of each rank's death, in memory that outlives the rank."""
 
     def __init__(self, size: int) -> None:
         self._memory = mmap.mmap(-1, 8 * size)
@@ -129,30 +131,30 @@ class Clocks:
 
 @dataclass
 class Report:
-    """What a rank has to say in the end."""
+    """The result that a rank sends at the end."""
 
-    # When, in which group, whose fault by the error's own word (None: it has none), its text.
+    # (time, group, the error's rank or None if it has none, text)
     errors: list[tuple[float, int, int | None, str]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     played: int = 0
 
 
 class Survivor:
-    """A rank that plays its part as far as it goes. A victim is one too, until its time has come."""
+    """A rank that runs the program as far as possible. A victim does the same until it dies."""
 
-    def __init__(self, scene: Scene, rank: int, clocks: Clocks) -> None:
-        self.scene, self.rank, self.clocks = scene, rank, clocks
-        self.player = random_programs.Player(scene.program, rank)
+    def __init__(self, scenario: Scenario, rank: int, clocks: Clocks) -> None:
+        self.scenario, self.rank, self.clocks = scenario, rank, clocks
+        self.player = random_programs.Player(scenario.program, rank)
         self.order = self.player.order()
         self.report = Report()
         self.broken: set[int] = set()
-        self.expected = CollectiveTimeoutError if scene.how == "stop" else RankFailedError
-        self.fate = next((victim for victim in scene.victims if victim.rank == rank), None)
+        self.expected = CollectiveTimeoutError if scenario.how == "stop" else RankFailedError
+        self.fate = next((victim for victim in scenario.victims if victim.rank == rank), None)
 
     def play(self) -> Report:
-        """All steps; then, so that nobody misses a death, an operation with every victim."""
+        """Run all steps. Then call every group again, so that each survivor sees each failure."""
         under_way: list[random_programs.Pending] = []
-        for step in self.scene.program.steps:
+        for step in self.scenario.program.steps:
             if self.fate is not None and step.number == self.fate.step:
                 self.meet(self.fate)
             if not self.player.plays(step):
@@ -165,14 +167,14 @@ class Survivor:
         while under_way:
             self.finish(under_way.pop(0))
         while self.fate is not None and not self.clocks.of(self.rank):
-            time.sleep(1e-3)  # it is only a matter of time
-        while self.fate is not None and self.scene.how != "stop":
+            time.sleep(1e-3)  # the thread that kills this process is still waiting
+        while self.fate is not None and self.scenario.how != "stop":
             time.sleep(1e-3)
-        self.last_words()
+        self.check_all_groups()
         return self.report
 
     def finish(self, pending: random_programs.Pending) -> None:
-        """An operation that was under way: it may have ended well before the death."""
+        """Finish an operation in progress. It may succeed if it ended before the death."""
         group = pending.step.group
         if group not in self.broken:
             if self.attempt(group, str(pending.step), lambda: self.player.wait(pending, self.order) or True):
@@ -187,7 +189,7 @@ class Survivor:
         self.check(pending)
 
     def is_expected(self, error: Exception) -> bool:
-        """The right class; or the RuntimeError that torch's futures, which some calls return, make of one."""
+        """Return whether the error has the expected class. torch's futures wrap it in a RuntimeError for some calls."""
         if isinstance(error, self.expected):
             return True
         return isinstance(error, RuntimeError) and f"callback: {self.expected.__name__}: " in str(error)
@@ -199,7 +201,7 @@ class Survivor:
             self.report.wrong.append(str(error))
 
     def attempt(self, group: int, what: str, call: Any) -> Any:
-        """Call it: on a broken group it must fail, on another it may break the group."""
+        """Run a call. On a failed group it must raise. On another group it may raise, and the group has then failed."""
         try:
             result = call()
             if isinstance(result, random_programs.Pending) and group in self.broken and self.active(result.step):
@@ -217,23 +219,23 @@ class Survivor:
         return result
 
     def active(self, step: random_programs.Step) -> bool:
-        """Whether there is anything for us to do: some messages of a step may all be between others."""
+        """Return whether this rank takes part in the step. A step's messages may all be between other ranks."""
         me = self.player.groups[step.group].rank()
-        return not step.letters or any(me in (letter.source, letter.to) for letter in step.letters)
+        return not step.messages or any(me in (message.source, message.to) for message in step.messages)
 
     def note(self, group: int, error: Exception) -> None:
-        now, ranks = time.monotonic(), self.scene.program.groups[group]
+        now, ranks = time.monotonic(), self.scenario.program.groups[group]
         place = getattr(error, "rank", None)
         culprit = None if place is None else ranks[place] if place >= 0 else -1
         self.report.errors.append((now, group, culprit, _in_short(error)))
         self.broken.add(group)
 
-    def last_words(self) -> None:
-        """Groups with a victim fail at whatever comes next, three times; the others work."""
-        for index, ranks in enumerate(self.scene.program.groups):
+    def check_all_groups(self) -> None:
+        """Call each group several times: every call on a group with a victim must fail, the others must succeed."""
+        for index, ranks in enumerate(self.scenario.program.groups):
             if self.rank not in ranks:
                 continue
-            group, doomed = self.player.groups[index], bool(self.scene.ranks & set(ranks))
+            group, doomed = self.player.groups[index], bool(self.scenario.ranks & set(ranks))
             other = next(r for r in ranks if r != self.rank)
             calls = [
                 lambda group=group: dist.barrier(group) or True,
@@ -247,9 +249,9 @@ class Survivor:
                 ]
             for call in calls:
                 if self.attempt(index, f"the end of group {index}", call) and doomed and index not in self.broken:
-                    self.report.wrong.append(f"group {index} works without {sorted(self.scene.ranks & set(ranks))}")
+                    self.report.wrong.append(f"group {index} works without {sorted(self.scenario.ranks & set(ranks))}")
 
-    # The victim's part --------------------------------------------------------------------------------------------
+    # Victims ------------------------------------------------------------------------------------------------------
 
     def meet(self, fate: Victim) -> None:
         if fate.when == "before":
@@ -267,27 +269,27 @@ class Survivor:
 
     def die(self) -> None:
         self.clocks.note(self.rank)
-        if self.scene.how == "exit":
+        if self.scenario.how == "exit":
             os._exit(7)
-        os.kill(os.getpid(), signal.SIGKILL if self.scene.how == "kill" else signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL if self.scenario.how == "kill" else signal.SIGSTOP)
 
 
 def _in_short(error: Exception) -> str:
-    text = str(error).partition("\n\nAt:\n")[0]  # a future's has a traceback in it
+    text = str(error).partition("\n\nAt:\n")[0]  # the text from a future includes a traceback
     return f"{type(error).__name__}: {text}"
 
 
-def _live(scene: Scene, rank: int, address: str, clocks: Clocks, connection: Connection) -> None:
+def _live(scenario: Scenario, rank: int, address: str, clocks: Clocks, connection: Connection) -> None:
     os.environ.update(
-        MONARCH_SHM="1", MONARCH_CMA_MIN_BYTES="40000", RANK=str(rank), WORLD_SIZE=str(scene.program.size)
+        MONARCH_SHM="1", MONARCH_CMA_MIN_BYTES="40000", RANK=str(rank), WORLD_SIZE=str(scenario.program.size)
     )
     torch.set_num_threads(1)
-    inherited = _left()  # of the process of the tests, which may have programs and memory of its own
+    inherited = _left()  # inherited from the test process, which may have such resources
 
     def play() -> Report:
-        init(rank, scene.program.size, address)
-        survivor = Survivor(scene, rank, clocks)
-        if scene.how == "stop":
+        init(rank, scenario.program.size, address)
+        survivor = Survivor(scenario, rank, clocks)
+        if scenario.how == "stop":
             dist.group.WORLD.set_timeout(datetime.timedelta(seconds=TIMEOUT))  # type: ignore[union-attr]
         dist.barrier()
         report = survivor.play()
@@ -295,31 +297,32 @@ def _live(scene: Scene, rank: int, address: str, clocks: Clocks, connection: Con
         return report
 
     _answer(connection, play)
-    if connection.poll(DEADLINE) and connection.recv_bytes():  # the others may still need us: until all have reported
+    # wait until all ranks have reported, because they may still need this rank
+    if connection.poll(DEADLINE) and connection.recv_bytes():
         _answer(connection, lambda: _leave(inherited))
 
 
 def _leave(inherited: dict[str, int]) -> dict[str, int]:
-    """End, and tell what is left of the others in this process."""
+    """Destroy the groups. Return the resources of other ranks that this process still has."""
     dist.destroy_process_group()
     end = time.monotonic() + 5
-    # The threads that tell of an operation's end hold its group until they have.
+    # Threads that report the end of operations keep their group until they finish.
     while (
         (left := {what: count - inherited[what] for what, count in _left().items()})
         and (left["of the dead"] or left["mappings"] > 1 + left["pidfds"])
         and time.monotonic() < end
     ):
         gc.collect()
-        # What groups that are gone still hold is given back when the next one needs memory.
+        # Memory of destroyed groups is released when the next allocation needs it.
         host = segment.this_process().host
-        host.drop_board(host.make_board(1))
+        host.free_control_block(host.allocate_control_block(1))
     return left
 
 
 def _left() -> dict[str, int]:
     links: dict[int, str] = {}
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # other threads close theirs meanwhile
+        with contextlib.suppress(FileNotFoundError):  # another thread may close its descriptor meanwhile
             links[int(entry.name)] = os.readlink(entry)
     pidfds = [fd for fd, link in links.items() if "pidfd" in link]
     watch = select.poll()
@@ -333,32 +336,32 @@ def _left() -> dict[str, int]:
     }
 
 
-# A run, seen from outside ---------------------------------------------------------------------------------------------
+# Control of runs ------------------------------------------------------------------------------------------------------
 
 
 class Run:
-    """The processes of a scene, and what came of them."""
+    """The processes of a scenario and their results."""
 
-    def __init__(self, scene: Scene) -> None:
-        self.scene, self.wrong, self.delays = scene, [], []  # type: ignore[var-annotated]
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario, self.wrong, self.delays = scenario, [], []  # type: ignore[var-annotated]
         self.reports: dict[int, Report] = {}
         self._stack = contextlib.ExitStack()
         address = self._stack.enter_context(store_file())
-        clocks = self.clocks = Clocks(scene.program.size)
+        clocks = self.clocks = Clocks(scenario.program.size)
         self.pids: list[int] = []
         self.pipes: list[Connection] = []
-        for rank in range(scene.program.size):
-            pid, pipe = _spawn(lambda pipe, rank=rank: _live(scene, rank, address, clocks, pipe))
+        for rank in range(scenario.program.size):
+            pid, pipe = _spawn(lambda pipe, rank=rank: _live(scenario, rank, address, clocks, pipe))
             self.pids.append(pid)
             self.pipes.append(pipe)
         self.deadline = time.monotonic() + DEADLINE
-        self.survivors = [rank for rank in range(scene.program.size) if rank not in scene.ranks]
+        self.survivors = [rank for rank in range(scenario.program.size) if rank not in scenario.ranks]
         self.waiting = set(self.survivors)
         self.left: dict[int, dict[str, int]] = {}
         self.phase = "play"
 
     def told(self, rank: int) -> None:
-        """A rank has something to say, or has ended."""
+        """Handle an answer of a rank, or its end."""
         self.waiting.discard(rank)
         try:
             good, answer = pickle.loads(self.pipes[rank].recv_bytes())
@@ -374,10 +377,10 @@ class Run:
             self.go_on()
 
     def go_on(self) -> None:
-        """All have answered: to the next phase."""
-        if self.phase == "play" and self.scene.how == "stop" and self.scene.wakes:
-            self.phase, self.waiting = "wake", set(self.scene.ranks)
-            for rank in self.scene.ranks:
+        """Start the next phase after all ranks have answered."""
+        if self.phase == "play" and self.scenario.how == "stop" and self.scenario.wakes:
+            self.phase, self.waiting = "wake", set(self.scenario.ranks)
+            for rank in self.scenario.ranks:
                 os.kill(self.pids[rank], signal.SIGCONT)
         elif self.phase in ("play", "wake") and not self.wrong:
             self.phase, self.waiting = "leave", set(self.reports)
@@ -387,16 +390,16 @@ class Run:
             self.phase = "done"
 
     def hang(self) -> None:
-        """Out of time: the stacks of who has not answered go to stderr."""
+        """Handle the deadline: ranks without an answer print their stacks to stderr."""
         self.wrong.append(f"{self.phase}: no answer of ranks {sorted(self.waiting)} within {DEADLINE:.0f} s")
-        for rank in self.waiting - self.scene.ranks:
+        for rank in self.waiting - self.scenario.ranks:
             os.kill(self.pids[rank], signal.SIGUSR1)
         time.sleep(1.0)
         self.phase = "done"
 
     def end(self) -> None:
-        """Leave nothing; then look at the reports."""
-        times = {rank: self.clocks.of(rank) for rank in self.scene.ranks}
+        """Kill all processes, free their resources, then check the reports."""
+        times = {rank: self.clocks.of(rank) for rank in self.scenario.ranks}
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -409,47 +412,49 @@ class Run:
             for text in dict.fromkeys(self.judge(rank, report, times)):
                 self.wrong.append(f"rank {rank}: {text}")
         timed_out = [text for report in self.reports.values() for _, _, _, text in report.errors]
-        if self.scene.how == "stop" and not any(
+        if self.scenario.how == "stop" and not any(
             re.search(r"did not enter \w+|does not go on with \w+", text) for text in timed_out
         ):
             self.wrong.append(f"nobody names the collective: {timed_out[:1]}")
         for rank, left in self.left.items():
-            living = (self.scene.program.size if self.scene.how == "stop" else len(self.reports)) - 1
+            living = (self.scenario.program.size if self.scenario.how == "stop" else len(self.reports)) - 1
             if left["memfds"] > 1 or left["pidfds"] > living or left["mappings"] > 1 + living:
                 self.wrong.append(f"rank {rank}: {left} are left, of {living} living peers")
 
     def judge(self, rank: int, report: Report, times: dict[int, float]) -> Iterator[str]:
-        """What is wrong with a report."""
+        """Yield the errors in a report."""
         yield from report.wrong
         if not report.errors:
             yield "no error"
-        woken = rank in self.scene.ranks
+        woken = rank in self.scenario.ranks
         for at, group, culprit, text in report.errors:
             blamed = re.search(r"rank (\d+) \(host [^)]*, pid (\d+)\)", text)
             if woken:
-                continue  # who was asleep may find that it was late, or that the others were
+                continue  # a resumed rank may find that it was late, or that other ranks were
             if blamed is None:
                 yield f"names nobody: {text}"
                 continue
-            ranks = self.scene.program.groups[group]
+            ranks = self.scenario.program.groups[group]
             named = ranks[int(blamed[1])]
             if named not in times or int(blamed[2]) != self.pids[named]:
                 yield f"blames rank {named}, pid {blamed[2]}: {text}"
-            elif self.scene.how != "stop" and (culprit not in (None, named) or DEATHS[self.scene.how] not in text):
+            elif self.scenario.how != "stop" and (
+                culprit not in (None, named) or DEATHS[self.scenario.how] not in text
+            ):
                 yield f"culprit {culprit}: {text}"
-            elif not 0 <= at - times[named] <= SOME_TIME + (STEPS * TIMEOUT if self.scene.how == "stop" else 0):
+            elif not 0 <= at - times[named] <= SOME_TIME + (STEPS * TIMEOUT if self.scenario.how == "stop" else 0):
                 yield f"{at - times[named]:.3f} s after the death: {text}"
         if report.errors and not woken and not self.wrong:
             at, group, _, text = report.errors[0]
             blamed = re.search(r"rank (\d+) \(host", text)
             if blamed is not None:
-                self.delays.append(at - times.get(self.scene.program.groups[group][int(blamed[1])], at))
+                self.delays.append(at - times.get(self.scenario.program.groups[group][int(blamed[1])], at))
 
 
-def _play(scenes: list[Scene]) -> list[Run]:
-    """The runs of all scenes, some side by side; one process looks after them."""
+def _play(scenarios: list[Scenario]) -> list[Run]:
+    """Run all scenarios, several at once, in one controlling process."""
     random_programs.prepare()
-    to_do, active, done = list(reversed(scenes)), [], []  # type: ignore[var-annotated]
+    to_do, active, done = list(reversed(scenarios)), [], []  # type: ignore[var-annotated]
     try:
         while to_do or active:
             while to_do and len(active) < AT_ONCE:
@@ -473,13 +478,13 @@ def _play(scenes: list[Scene]) -> list[Run]:
 
 def test_survivors_name_the_dead_rank() -> None:
     first = int(SEED or random.SystemRandom().randrange(1_000_000))
-    scenes = [_scene(first + i) for i in range(RUNS)] if not SEED else [_scene(first)] * 10
+    scenarios = [_draw_scenario(first + i) for i in range(RUNS)] if not SEED else [_draw_scenario(first)] * 10
     start = time.monotonic()
-    runs = _play(scenes)
-    kinds = {how: sum(run.scene.how == how for run in runs) for how in ("kill", "exit", "stop")}
+    runs = _play(scenarios)
+    kinds = {how: sum(run.scenario.how == how for run in runs) for how in ("kill", "exit", "stop")}
     print(f"{len(runs)} runs from seed {first} in {time.monotonic() - start:.0f} s: {kinds}")
     for title, hows in (("from a death", ("kill", "exit")), ("from a stop", ("stop",))):
-        delays = sorted(delay for run in runs if run.scene.how in hows for delay in run.delays)
+        delays = sorted(delay for run in runs if run.scenario.how in hows for delay in run.delays)
         if delays:
             median, worst = statistics.median(delays), delays[-1]
             late = delays[int(len(delays) * 0.99)]
@@ -487,5 +492,5 @@ def test_survivors_name_the_dead_rank() -> None:
                 f"{title} to an error: median {median * 1e3:.1f} ms, 99 % {late * 1e3:.1f} ms, max {worst * 1e3:.1f} ms"
             )
             assert "kill" not in hows or median <= SOON
-    failed = [f"{run.scene}\n  " + "\n  ".join(run.wrong) for run in runs if run.wrong]
+    failed = [f"{run.scenario}\n  " + "\n  ".join(run.wrong) for run in runs if run.wrong]
     assert not failed, f"{len(failed)} of {len(runs)} runs failed:\n" + "\n".join(failed[:12])

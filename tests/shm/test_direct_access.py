@@ -1,6 +1,6 @@
 """Operations directly on the callers' memory: tensors in shared memory, and process_vm_readv.
 
-Results are compared with the reference. The output of MONARCH_DEBUG=1 shows which way an operation took.
+Results are compared with the reference. The output of MONARCH_DEBUG=1 shows which mechanism an operation used.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ SEE = {"MONARCH_DEBUG": "1"}
 
 
 def _ways(text: str) -> dict[str, set[str]]:
-    """Collective -> what MONARCH_DEBUG said about it, by all ranks."""
+    """Return collective -> the mechanisms that the MONARCH_DEBUG output of all ranks names."""
     found: dict[str, set[str]] = {}
     for name, way in re.findall(r"group 0: (\w+)(?:\([^)]*\))?: (.*)", text):
         found.setdefault(name, set()).add(way)
     return found
 
 
-# Every collective, with its data where they may be --------------------------------------------------------------------
+# Every collective, with tensors in private and in shared memory -------------------------------------------------------
 
 
 def _placed(x: Tensor, where: str, rank: int) -> Tensor:
@@ -62,7 +62,7 @@ def _all(rank: int, where: str, dtype: str, n: int) -> None:
         return _placed(x, where, rank)
 
     pieces = [list(x.view(size, n).unbind()) for x in inputs]
-    for again in range(2):  # the second time with what the first has left behind
+    for again in range(2):  # the second turn runs with the state of the first
         x = put(inputs[rank])
         dist.all_reduce(x)
         assert reference.same(x, reference.reduced("SUM", inputs)), again
@@ -85,7 +85,7 @@ def _all(rank: int, where: str, dtype: str, n: int) -> None:
         x = put(torch.zeros_like(x))
         dist.all_to_all_single(x, put(inputs[rank]))
         assert reference.same(x, torch.cat([pieces[r][rank] for r in range(size)]))
-        # In place, as FSDP does: the rank's piece is a part of the whole.
+        # In place, as FSDP does: a rank's input is its part of the output.
         x = put(torch.zeros_like(x))
         mine = x.view(size, n)[rank].copy_(pieces[rank][0])
         ALL_GATHER_SINGLE(x, mine)
@@ -125,6 +125,7 @@ def test_tensors_in_shared_memory(world_size: int, dtype: str, capfd: pytest.Cap
         assert ways[name] == {SHARED}, name
 
 
+@pytest.mark.needs("process_vm_readv")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_kernel_copies(world_size: int, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(_all, world_size, "own", "bfloat16", 700_001, env=SEE | {"MONARCH_CMA_MIN_BYTES": "100000"})
@@ -137,7 +138,7 @@ def test_the_kernel_copies(world_size: int, capfd: pytest.CaptureFixture[str]) -
 
 
 def _may_read() -> bool:
-    """Whether a child may read its parent's memory, which is more than peers may."""
+    """Return whether peers may read each other's memory. A child and its parent have more rights than peers."""
     return run_ranks(_reads_rank_0, 2, backend=None)[1]
 
 
@@ -176,7 +177,7 @@ def test_algorithm_is_logged_once_and_only_with_debug(capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err == ""
 
 
-# The same bits whichever way ------------------------------------------------------------------------------------------
+# Equal bits by every mechanism ----------------------------------------------------------------------------------------
 
 
 def _bits(rank: int) -> None:
@@ -194,12 +195,12 @@ def _bits(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_same_bits_whichever_way(world_size: int) -> None:
+def test_results_have_the_same_bits_in_private_and_shared_memory(world_size: int) -> None:
     run_ranks(_bits, world_size)
 
 
 def _overlapping(rank: int) -> None:
-    """The core must not read straight from memory that it writes: such an output is private until the end."""
+    """The core must not read directly from memory that it also writes. It uses a private copy of such an output."""
     n = 400_000
     x = empty_shared(3 * n).copy_(torch.arange(3 * n) + rank * 1000)
     want = [torch.arange(n, 2 * n) + r * 1000.0 for r in range(2)]
@@ -213,19 +214,19 @@ def test_overlapping_input_and_output(capfd: pytest.CaptureFixture[str]) -> None
     assert len(_ways(capfd.readouterr().err)["all_gather"]) == 1
 
 
-# The tensors ----------------------------------------------------------------------------------------------------------
+# Lifetime of shared tensors -------------------------------------------------------------------------------------------
 
 
 def _life(rank: int) -> None:
     host = segment.this_process().host
     before = host.used()
     x = empty_shared(1000, 1000)
-    assert host.used() == before + 4_001_792  # whole pages
+    assert host.used() == before + 4_001_792  # rounded up to whole pages
     assert x.shape == (1000, 1000) and x.dtype is torch.float32 and x.is_contiguous()
     part = x[7].fill_(3)
     del x
     gc.collect()
-    assert host.used() > before and part.eq(3).all()  # a view keeps it
+    assert host.used() > before and part.eq(3).all()  # a view keeps the memory
     del part
     gc.collect()
     assert host.used() == before
@@ -244,7 +245,7 @@ def _life(rank: int) -> None:
         SharedMemoryError, match=rf"no room for {left + 4096} bytes .*MONARCH_SHM_ARENA_BYTES.*rank {rank}"
     ):
         empty_shared(left + 4096, dtype=torch.uint8)
-    assert host.used() <= before + 3 * 4096  # the tensors above that are alive
+    assert host.used() <= before + 3 * 4096  # the earlier tensors that are still alive
 
 
 def test_life_of_a_shared_tensor() -> None:
@@ -257,7 +258,7 @@ def _fork(rank: int) -> None:
     if pid == 0:
         kept = [x]
         del kept
-        y = empty_shared(100).fill_(9)  # of the child's own memory
+        y = empty_shared(100).fill_(9)  # from the child's own arena
         os._exit(0 if float(y.sum()) == 900 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     dist.all_reduce(x)
@@ -268,7 +269,7 @@ def test_a_forked_child_has_shared_memory_of_its_own() -> None:
     run_ranks(_fork, 2)
 
 
-def test_before_there_is_a_group() -> None:
+def test_shared_tensor_made_before_init_is_reduced() -> None:
     def early(rank: int, address: str) -> float:
         x = empty_shared(1_000_000).fill_(rank + 1)
         dist.init_process_group("monarch", init_method=address, rank=rank, world_size=2)
@@ -330,7 +331,8 @@ def _unreadable(rank: int) -> None:
         ):
             dist.gather(row[0].clone(), row, dst=0)
     else:
-        hole = mmap.mmap(-1, 1 << 20)  # only its middle can't be read: the core looks at both ends before it offers it
+        # only the middle is unreadable: before it offers the memory, the core tests both ends
+        hole = mmap.mmap(-1, 1 << 20)
         x = torch.frombuffer(hole, dtype=torch.uint8)
         libc = ctypes.CDLL(None, use_errno=True)
         libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -340,6 +342,7 @@ def _unreadable(rank: int) -> None:
         assert libc.mprotect(x.data_ptr() + (1 << 19), 4096, mmap.PROT_READ | mmap.PROT_WRITE) == 0
 
 
+@pytest.mark.needs("process_vm_readv")
 def test_unreadable_memory_is_named() -> None:
     if not _may_read():
         pytest.skip("this kernel does not let a process read its peers (Yama, seccomp)")
@@ -348,11 +351,11 @@ def test_unreadable_memory_is_named() -> None:
 
 def _no_privilege_to_read(rank: int, address: str) -> str:
     libc = ctypes.CDLL(None, use_errno=True)
-    if rank == 1:  # may not read anybody
+    if rank == 1:  # without capabilities this rank may not read the other's memory
         header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         assert libc.capset(header, data) == 0
     else:
-        assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE: not to be read by the unprivileged
+        assert libc.prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE=0: unprivileged processes may not read this one
     dist.init_process_group("monarch", init_method=address, rank=rank, world_size=2)
     row = [torch.zeros(1 << 20) for _ in range(2)]
     dist.all_gather(row, torch.full((1 << 20,), float(rank)))
@@ -362,7 +365,7 @@ def _no_privilege_to_read(rank: int, address: str) -> str:
 
 
 def test_a_rank_that_may_not_read(capfd: pytest.CaptureFixture[str]) -> None:
-    """Then nobody does: all ranks go the same way."""
+    """If one rank may not read, all ranks use the stage."""
     run_ranks(_no_privilege_to_read, 2, backend=None, env=SEE | {"MONARCH_CMA_MIN_BYTES": "100000"})
     (way,) = _ways(capfd.readouterr().err)["all_gather"]
     assert STAGE in way

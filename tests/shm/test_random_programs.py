@@ -1,7 +1,7 @@
-"""Random operations of all kinds over shared memory, against the reference of one process.
+"""Random operations of all kinds over shared memory, compared with a reference computed in one process.
 
-A failure names its seed; `MONARCH_TEST_SEED=<seed>` replays that one in every test here. The ordinary run plays fixed
-seeds, the slow run new ones.
+A failure reports its seed. `MONARCH_TEST_SEED=<seed>` repeats that seed in every test here. The default run uses
+fixed seeds, the slow run new ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the shared-memory core is Linux's")
 
-# Small tensors, too, are read from the memory of others.
+# With this limit, small tensors are also read directly from other ranks' memory.
 ON = {"MONARCH_SHM": "1", "MONARCH_CMA_MIN_BYTES": "40000"}
 SEED = os.environ.get("MONARCH_TEST_SEED", "")
 

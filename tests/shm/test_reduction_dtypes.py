@@ -33,11 +33,11 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def test_the_route_reduces_all_that_torch_has() -> None:
-    """A dtype that a newer torch brings belongs into the core, or here with a reason."""
+    """A dtype that a newer torch adds must be supported by the core, or be listed here with a reason."""
     found = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-    packed = {"float4_e2m1fn_x2", "float8_e8m0fnu", "complex32", "bcomplex32"}  # torch itself can't add them
+    packed = {"float4_e2m1fn_x2", "float8_e8m0fnu", "complex32", "bcomplex32"}  # torch cannot add these dtypes
     packed |= {"bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"}
-    packed |= {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}  # no tensors of these
+    packed |= {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}  # torch has no tensors of these dtypes
     missing = {str(d).removeprefix("torch.") for d in found - set(shm_backend._DTYPES)} - packed
     assert not missing
 
@@ -55,7 +55,7 @@ def _float8(rank: int, name: str, op: str) -> list[str]:
     wrong = x.view(torch.uint8) != want.view(torch.uint8)
     wrong &= ~(x.float().isnan() & want.float().isnan())
     if name == "float8_e4m3fn" and torch_version() < (2, 13):
-        wrong &= exact.abs() <= 448  # beyond its largest number it had NaN
+        wrong &= exact.abs() <= 448  # this torch gives NaN above the dtype's largest number
     return [f"{a[i].item()} {op} {b[i].item()}: {x[i].item()}, not {want[i].item()}" for i in wrong.nonzero()[:5, 0]]
 
 
@@ -65,12 +65,12 @@ def test_every_pair_of_float8(name: str, op: str) -> None:
     assert run_ranks(_float8, 2, name, op) == [[], []]
 
 
-# Integers wrap around as torch's do -----------------------------------------------------------------------------------
+# Integers wrap around as in torch -------------------------------------------------------------------------------------
 
 
 def _integers(rank: int, name: str) -> None:
     dtype = getattr(torch, name)
-    wide = {"uint16": torch.int32, "uint32": torch.int64}.get(name)  # torch computes nothing in them
+    wide = {"uint16": torch.int32, "uint32": torch.int64}.get(name)  # torch has no arithmetic for these dtypes
     ends = [torch.iinfo(dtype).min, torch.iinfo(dtype).max, 0, 1, 2, 3, 100]
     pairs = torch.tensor(list(itertools.product(ends, ends)), dtype=dtype)
     mine = pairs[:, rank].contiguous()
@@ -120,7 +120,9 @@ def test_nan_and_infinity(name: str) -> None:
 
 
 def _sixteen_bits(rank: int, name: str) -> None:
-    """Accumulated in float32 and rounded once: better than any order of 16-bit sums."""
+    """16-bit sums are accumulated in float32 and rounded once, which is more exact than any order of 16-bit
+    additions.
+    """
     size = dist.get_world_size()
     for n in (5, 10_000, 1_000_003):
         inputs = [
@@ -190,7 +192,7 @@ def _scaled_sums(rank: int, name: str) -> None:
     row, out = [torch.full((3,), rank + 1.0 + 2 * to, dtype=dtype) for to in range(2)], torch.zeros(3, dtype=dtype)
     dist.reduce_scatter(out, row, op=op)
     assert out.float().eq(1.5 + 2 * rank).all()
-    assert row[0].float().eq(rank + 1.0).all()  # the inputs are the caller's
+    assert row[0].float().eq(rank + 1.0).all()  # the caller's inputs are unchanged
     x = torch.full((5,), rank + 1.0, dtype=torch.float32)
     work = dist.all_reduce(x, op=_premultiplied(torch.tensor(2.0)), async_op=True)
     assert work is not None

@@ -1,13 +1,13 @@
 """The shared-memory core under AddressSanitizer with UBSan and under ThreadSanitizer: `make test-sanitizers`.
 
-The driver in csrc/shm/stress/ runs random operations without Python. Tests of the process group run again with the
+The driver in csrc/shm/stress/ runs random operations without Python. Tests of the process group also run with the
 extension compiled for a sanitizer. tests/transport/test_channel_sanitizers.py checks the channels between processes.
-tests/support/sanitizers.py builds all of it.
+tests/support/sanitizers.py builds the programs.
 
-A failure prints its seed; `build/sanitizers/thread/shm_stress threads SEED 1 STEPS` repeats that round.
-ThreadSanitizer does not support atomic_thread_fence. The core's two (Doorbell::ring, Group::ring) order a store before
-a load and publish no data, so it need not: it checks the release and acquire of the counters. A missing fence would
-cost a lost wake-up, which is a hang here. The model checker covers that.
+A failure prints its seed. `build/sanitizers/thread/shm_stress threads SEED 1 STEPS` repeats that round.
+ThreadSanitizer does not support atomic_thread_fence. The core has two such fences (Doorbell::ring, Group::ring),
+which order a store before a load and publish no data. ThreadSanitizer does not need them: it checks the release and
+acquire of the counters. A missing fence would lose a wake-up, which would hang here. The model checker covers that.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import pytest
 
 from tests.support import sanitizers
 
-# libtorch is not instrumented: ThreadSanitizer does not see the reference counts by which Gloo's threads and ours agree
-# who frees a work last, and takes the free for a race. Nothing of csrc/ is ever called from these functions.
-# The second: glibc frees what a thread of torch's had for its own when another one starts, long after its end.
+# libtorch is not instrumented. ThreadSanitizer does not see the reference counts that decide which thread, Gloo's or
+# ours, frees a work last. It reports that free as a race. These functions never call code of csrc/.
+# The second one: glibc frees the thread-local storage of an ended torch thread when another thread starts.
 SUPPRESSIONS = "race:c10d::ProcessGroupGloo\nrace:_dl_deallocate_tls\n"
 
 pytestmark = [
@@ -36,13 +36,14 @@ pytestmark = [
 
 # The driver -----------------------------------------------------------------------------------------------------------
 
-# Every round ends in one of four or five ways by its seed: that many rounds have each of them twice or more.
+# The seed selects one of four or five ways in which a round ends. These numbers of rounds include each at least twice.
 RUNS = [("address", "processes", 15, 200), ("address", "threads", 8, 200), ("thread", "threads", 8, 150)]
 
 
+@pytest.mark.parametrize("portable", [False, True], ids=["linux", "portable"])
 @pytest.mark.parametrize(("kind", "ranks", "rounds", "steps"), RUNS)
-def test_random_operations(kind: str, ranks: str, rounds: int, steps: int) -> None:
-    print(sanitizers.stress("shm", kind, ranks, rounds, steps))
+def test_random_operations(kind: str, ranks: str, rounds: int, steps: int, portable: bool) -> None:
+    print(sanitizers.stress("shm", kind, ranks, rounds, steps, portable=portable))
 
 
 # From Python ----------------------------------------------------------------------------------------------------------
@@ -54,13 +55,15 @@ def test_python_with_address_sanitizer() -> None:
     chosen += " or (matrix and 2 and (reduce or to_all))"
     command = [sys.executable, "-m", __name__, extension, *sanitizers.PYTEST]
     command += ["tests/process_group/test_shm_backend.py", "-k", chosen]
-    # Python keeps what it has till its end: leaks are the driver's to find.
+    # Python keeps memory until it ends, so only the driver looks for leaks.
     env = {"LD_PRELOAD": sanitizers.preload("address"), "ASAN_OPTIONS": "detect_leaks=0"}
     assert " passed" in sanitizers.checked([*prefix, *command], 400, **env)
 
 
 def test_python_with_thread_sanitizer(tmp_path: Path) -> None:
-    """Ranks started one by one: ThreadSanitizer gives up in a fork of a process that had threads, as torch has."""
+    """Start each rank as a fresh process: ThreadSanitizer fails in a fork of a process that had threads, as torch
+    does.
+    """
     prefix, extension = sanitizers.prefix("thread"), sanitizers.extension("thread")
     suppressions = tmp_path / "suppressions"
     suppressions.write_text(SUPPRESSIONS)
@@ -82,7 +85,7 @@ def test_python_with_thread_sanitizer(tmp_path: Path) -> None:
 
 
 def _import_from(extension: str) -> None:
-    """From now on monarch_backend._native is this file."""
+    """Make imports of monarch_backend._native load this file."""
 
     class Finder:
         @staticmethod

@@ -1,7 +1,8 @@
-"""Arguments and reference results of each collective in the table, for tests; one process, no process group.
+"""Arguments and reference results of each collective in the table, for tests in one process without a group.
 
-A rank gives a list of tensors, and a reference computes from the lists of all ranks what one rank receives. Its
-keys are those of `_collective_specs.COLLECTIVES`. A reference returns an empty list for a rank that receives nothing.
+A rank's input is a list of tensors. A reference computes what one rank receives from the lists of all ranks. The keys
+of the references are those of `_collective_specs.COLLECTIVES`. A reference returns an empty list for a rank that
+receives nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from monarch_backend.process_group._collective_specs import CollectiveSpec, Form
 
-Given = Sequence[Sequence[Tensor]]  # by rank
-Reference = Callable[[Given, int, int], list[Tensor]]  # of what the ranks give, for a rank, with a root
+Given = Sequence[Sequence[Tensor]]  # inputs by rank
+Reference = Callable[[Given, int, int], list[Tensor]]  # arguments: the inputs of all ranks, a rank, the root
 
-ELEMENTS = 4  # of one piece
+ELEMENTS = 4  # of each piece
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
@@ -60,7 +61,7 @@ REFERENCES: dict[str, Reference] = {
 
 
 def given_by(spec: CollectiveSpec, rank: int, size: int) -> list[Tensor]:
-    """Return what a rank gives: small integers that tell ranks, tensors and elements apart."""
+    """Return a rank's input: small integers that differ between ranks, tensors and elements."""
     large = spec.form is Form.EXCHANGE or (spec.form in (Form.PAIR, Form.PAIR_LIST) and spec.reduces)
     several = (Form.IN_PLACE_LIST, Form.PAIR_LIST, Form.TO_LISTS)
     per_rank = spec.form in (Form.FROM_LIST, Form.LISTS)
@@ -70,7 +71,7 @@ def given_by(spec: CollectiveSpec, rank: int, size: int) -> list[Tensor]:
 
 
 def options(spec: CollectiveSpec, root: int = 0) -> Any:
-    """Return the options of a call that is waited for, with this root."""
+    """Return the options of a synchronous call with this root."""
     assert spec.options is not None
     made = spec.options()
     made.asyncOp = False
@@ -83,7 +84,7 @@ def options(spec: CollectiveSpec, root: int = 0) -> Any:
 def arguments(
     spec: CollectiveSpec, mine: list[Tensor], outputs: list[Tensor], root: int, rank: int, size: int
 ) -> tuple[Any, ...]:
-    """Return the arguments of a method of the group before the options."""
+    """Return the arguments of a group's method, without the options."""
     form = spec.form
     if form is Form.NOTHING:
         return ()
@@ -107,7 +108,7 @@ def arguments(
 
 
 def call(group: dist.ProcessGroup, method: str, spec: CollectiveSpec, args: tuple[Any, ...], root: int) -> None:
-    """Call a method of a group and wait."""
+    """Call a group's method and wait for it."""
     work = getattr(group, method)(*args, *([] if spec.options is None else [options(spec, root)]))
     if work is not None:
         work.wait()

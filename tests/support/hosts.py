@@ -36,20 +36,21 @@ def _libc(name: str, *args: Any) -> None:
 
 
 class Cables:
-    """What lies between hosts. It knows nothing but the processes that keep them, so whoever is root may have a copy.
+    """The network between hosts. It needs only the pids of their processes, so any root process can use a copy.
 
-    A cut is silence: frames go to a hardware address that nobody has, or the switch's port is down.
+    A cut drops frames silently: the sender's neighbour entry has an unused hardware address, or the switch's port is
+    down.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
         self.pids = list(pids)
 
     def cut(self, sender: int, receiver: int) -> None:
-        """Nothing that the one sends reaches the other any more; the way back stays as it is."""
+        """Drop all frames from one host to another. The other direction still works."""
         self._point(sender, receiver, "02:00:00:00:ff:ff")
 
     def cut_off(self, index: int, others: Sequence[int] | None = None) -> None:
-        """Silence, both ways, between a host and these others, or all."""
+        """Drop all frames in both directions between a host and ``others``, by default all hosts."""
         if others is None:
             self.ip(-1, f"link set p{index} down")
         for other in others or ():
@@ -57,7 +58,7 @@ class Cables:
             self.cut(other, index)
 
     def heal(self, index: int, others: Sequence[int] | None = None) -> None:
-        """A host and the others hear each other again."""
+        """Restore the network between a host and ``others``, by default all hosts."""
         if others is None:
             self.ip(-1, f"link set p{index} up")
         for other in range(len(self.pids) - 1) if others is None else others:
@@ -66,7 +67,7 @@ class Cables:
                 self._point(other, index, hardware_address(index))
 
     def reset(self, index: int) -> None:
-        """All connections of this host break at once, and both sides hear of it."""
+        """Break all connections of this host at once. Both sides notice it."""
         command = ["nsenter", f"--net=/proc/{self.pids[index]}/ns/net", "ss", "-K", "-t", "state", "established"]
         subprocess.run(command, check=True, capture_output=True)
 
@@ -74,7 +75,7 @@ class Cables:
         self.ip(sender, f"neigh replace {address(receiver)} lladdr {where} dev eth0 nud permanent")
 
     def ip(self, index: int, *lines: str) -> None:
-        """Commands of ip(8), in a host."""
+        """Run commands of ip(8) in a host."""
         enter_and_run_ip(self.pids[index], *lines)
 
 
@@ -84,24 +85,24 @@ def enter_and_run_ip(pid: int, *lines: str) -> None:
 
 
 def address(index: int) -> str:
-    """The address of a host's eth0; from the range that is set aside for tests of network gear."""
+    """Return the address of a host's eth0, from the range for tests of network equipment."""
     return f"198.18.0.{10 + index}"
 
 
 def address6(index: int) -> str:
-    """The other one."""
+    """Return the IPv6 address of a host's eth0."""
     return f"fd00:198:18::{10 + index}"
 
 
 def hardware_address(index: int) -> str:
-    """Of a host's eth0."""
+    """Return the hardware address of a host's eth0."""
     return f"02:00:00:00:00:{10 + index:02x}"
 
 
 class Hosts:
-    """Hosts 0 to ``count`` - 1, each with an eth0; make them with :func:`hosts`.
+    """Hosts 0 to ``count`` - 1, each with an eth0. Use :func:`hosts` to make them.
 
-    ``own_name``: the address that each hostname has on its own host, by default eth0's.
+    ``own_name``: the address to which each hostname resolves on its own host, by default eth0's.
     """
 
     def __init__(self, count: int, own_name: str = "") -> None:
@@ -109,7 +110,7 @@ class Hosts:
         self.pids: list[int] = []
         self._pipes: list[int] = []
         self._ports = itertools.count(29500)
-        for index in range(count + 1):  # the last is the bridge's
+        for index in range(count + 1):  # the last namespace has the bridge
             self._start(self.name(index) if index < count else "switch", count)
         try:
             self._connect(count)
@@ -170,16 +171,19 @@ class Hosts:
             )
 
     def name(self, index: int) -> str:
-        """The hostname of a host."""
+        """Return the hostname of a host."""
         return f"host-{'abcdefghi'[index]}"
 
     def address(self, index: int) -> str:
-        """The address of a host's eth0."""
+        """Return the address of a host's eth0."""
         return address(index)
 
     @contextlib.contextmanager
     def lossy(self, index: int, loss: float, reorder: float, seed: int = 1) -> Iterator[list[int]]:
-        """The cable of a host loses and reorders frames. The list gets the numbers of frames sent, lost, reordered."""
+        """Make the link of a host lose and reorder frames.
+
+        The list gets the numbers of frames sent, lost and reordered.
+        """
         from tests.support import lossy_link
 
         switch, found = self.pids[-1], [0, 0, 0]
@@ -206,17 +210,17 @@ class Hosts:
 
     @property
     def cables(self) -> Cables:
-        """What lies between these hosts."""
+        """The network between these hosts."""
         return Cables(self.pids)
 
     def command(self, index: int, *words: str) -> list[str]:
-        """What runs a program on a host, in place of this one and where it is."""
+        """Return the command line that runs a program on a host, in the current directory."""
         namespaces = [f"--{name}" for name in ("net", "ipc", "uts", "mount")]
         stay = ["env", f"--chdir={os.getcwd()}"]
         return ["nsenter", f"--target={self.pids[index]}", *namespaces, "--", *stay, *words]
 
     def processes(self, index: int) -> dict[int, str]:
-        """Who runs on a host, beside what keeps it: command lines by process."""
+        """Return the command lines of the processes on a host by pid, without the process that keeps its namespaces."""
         home, found = os.readlink(f"/proc/{self.pids[index]}/ns/net"), {}
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
@@ -226,11 +230,11 @@ class Hosts:
         return found
 
     def store_address(self, index: int) -> str:
-        """An address for `init_method=` on a host, another one each time."""
+        """Return an address for `init_method=` on a host. Each call returns another one."""
         return f"tcp://{self.address(index)}:{next(self._ports)}"
 
     def enter(self, index: int) -> None:
-        """Move the calling process to a host; it must have one thread."""
+        """Move the calling process to a host. The process must have one thread."""
         for kind, flag in _NAMESPACES.items():
             fd = os.open(f"/proc/{self.pids[index]}/ns/{kind}", os.O_RDONLY)
             try:
@@ -241,7 +245,7 @@ class Hosts:
             os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 
     def close(self) -> None:
-        """End the hosts; their namespaces and links go with them."""
+        """End the hosts. Their namespaces and links end with them."""
         for pipe in self._pipes:
             os.close(pipe)
         for pid in self.pids:
@@ -254,7 +258,7 @@ class Hosts:
 
 
 def sent_bytes() -> int:
-    """What eth0 of the host of the calling process has sent so far."""
+    """Return the number of bytes that the eth0 of the calling process's host has sent."""
     with open("/proc/self/net/dev") as table:
         row = next(line for line in table if line.strip().startswith("eth0:"))
     return int(row.split(":")[1].split()[8])
@@ -262,7 +266,7 @@ def sent_bytes() -> int:
 
 @functools.cache
 def refusal() -> str:
-    """Why there can be no hosts here, or ''."""
+    """Return the reason why hosts cannot be made on this machine, or ''."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
     missing = [tool for tool in ("ip", "nsenter") if shutil.which(tool) is None]
@@ -277,7 +281,7 @@ def refusal() -> str:
 
 @contextlib.contextmanager
 def hosts(count: int, own_name: str = "") -> Iterator[Hosts]:
-    """``count`` hosts, gone afterwards; see Hosts."""
+    """Make ``count`` hosts, which end with the block. See Hosts."""
     made = Hosts(count, own_name)
     try:
         yield made
@@ -297,11 +301,11 @@ def run_on_hosts(
     together: bool = True,
     master: str = "",
 ) -> list[Any]:
-    """Run ``fn(rank, *args)`` on fresh ranks, ``placement[rank]`` being the host of each; results by rank.
+    """Run ``fn(rank, *args)`` on fresh ranks, each on host ``placement[rank]``. Return the results by rank.
 
     ``master``: the name of rank 0's host for `init_method=`, by default its address.
 
-    ``together=False`` is for ranks that die: then ``fn`` must see to it that rank 0, which has the store, ends last.
+    ``together=False`` is for ranks that die. Then ``fn`` must make sure that rank 0, which has the store, ends last.
     """
     size, address = len(placement), where.store_address(placement[0])
     if master:
@@ -312,11 +316,11 @@ def run_on_hosts(
         where.enter(placement[rank])
         init(rank, size, address, backend, group_timeout)
         dist.barrier()
-        held.append(dist.group.WORLD)  # as run_ranks does, and for the same reason
+        held.append(dist.group.WORLD)  # as in run_ranks, and for the same reason
         result = fn(rank, *args)
         if dist.is_initialized():
             if together:
-                dist.barrier()  # rank 0 has the store, and must not be the first to go
+                dist.barrier()  # rank 0 has the store, so it must not end first
             dist.destroy_process_group()
         return result
 

@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 import os
+import stat
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.ranks import KEPT_FDS, KEPT_PIDS
 
-_DRIVER = "cuda.shm."  # names of the CUDA driver's own files, which it keeps as it likes
+_DRIVER = "cuda.shm."  # prefix of the CUDA driver's own files, which it may keep
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Processes, this process's descriptors (Unix sockets among them) and /dev/shm names."""
+    """Snapshot of processes, of this process's descriptors (Unix sockets among them) and of names in /dev/shm."""
 
-    processes: frozenset[int]  # all of the machine: whose they are is asked of new ones only, since it takes long
+    processes: frozenset[int]  # of the whole machine: finding the parents takes long and is done for new processes only
     descriptors: frozenset[str]
     shared_memory: frozenset[str]
 
 
+_HAS_PROC = os.path.isdir("/proc/self")
+
+
 def _children() -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
+    if not _HAS_PROC:
+        for line in _ps("ppid="):
+            pid, parent = map(int, line.split())
+            found.setdefault(parent, []).append(pid)
+        return found
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         try:
-            with open(f"/proc/{name}/stat", "rb", buffering=0) as stat:  # thousands of times: pathlib is too slow
+            # read thousands of times, for which pathlib is too slow
+            with open(f"/proc/{name}/stat", "rb", buffering=0) as stat:
                 fields = stat.read(512).rsplit(b")", 1)[1].split()
         except (OSError, IndexError):
             continue
         found.setdefault(int(fields[1]), []).append(int(name))
     return found
+
+
+def _ps(*columns: str) -> list[str]:
+    """Lines of ps about all processes but itself. The first column is the pid."""
+    command = ["ps", "-ax", "-o", "pid=", *(word for column in columns for word in ("-o", column))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ps:
+        lines, _ = ps.communicate()
+    return [line.strip() for line in lines.splitlines() if line.split()[0] != str(ps.pid)]
 
 
 def _descendants(roots: set[int], children: dict[int, list[int]]) -> set[int]:
@@ -46,11 +65,13 @@ def _descendants(roots: set[int], children: dict[int, list[int]]) -> set[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that it has started, and that are there."""
+    """Return the running processes that this one has started."""
     return _children().get(pid, [])
 
 
 def _command(pid: int) -> str:
+    if not _HAS_PROC:
+        return next((line.partition(" ")[2][:80] for line in _ps("command=") if line.split()[0] == str(pid)), "?")
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80]
     except OSError:
@@ -58,23 +79,32 @@ def _command(pid: int) -> str:
 
 
 def take() -> Picture:
-    """A picture of now."""
+    """Take a snapshot."""
     descriptors = set()
-    for name in os.listdir("/proc/self/fd"):
+    for name in os.listdir("/dev/fd"):
         if int(name) not in KEPT_FDS:
             try:
-                target = os.readlink(f"/proc/self/fd/{name}")
+                target = os.readlink(f"/proc/self/fd/{name}") if _HAS_PROC else _kind(int(name))
             except OSError:
-                continue  # the directory's own descriptor
-            if not target.startswith("/dev/nvidia"):  # the driver keeps its own from the first use of a GPU
+                continue  # the descriptor of /proc/self/fd itself
+            if not target.startswith("/dev/nvidia"):  # the driver keeps its descriptors after the first use of a GPU
                 descriptors.add(f"{name} {target}")
     shm = {n for n in os.listdir("/dev/shm") if not n.startswith(_DRIVER)} if os.path.isdir("/dev/shm") else set()
-    processes = frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
+    if _HAS_PROC:
+        processes = frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
+    else:
+        processes = frozenset(int(line.split()[0]) for line in _ps())
     return Picture(processes, frozenset(descriptors), frozenset(shm))
 
 
+def _kind(descriptor: int) -> str:
+    """What it is, where that cannot be read from /proc."""
+    status = os.fstat(descriptor)
+    return f"{stat.S_IFMT(status.st_mode):o} {status.st_dev} {status.st_ino}"
+
+
 def _ours(pids: frozenset[int]) -> set[int]:
-    """Those of them that descend from this process, and are not kept."""
+    """Return the pids that descend from this process and are not in KEPT_PIDS."""
     if not pids:
         return set()
     children = _children()
@@ -83,7 +113,7 @@ def _ours(pids: frozenset[int]) -> set[int]:
 
 
 def left_behind(before: Picture, patience: float = 10.0) -> list[str]:
-    """What is there now and was not there before; a process that is just exiting gets ``patience`` seconds."""
+    """Return what exists now and did not exist before. A process that is exiting gets ``patience`` seconds."""
     deadline = time.monotonic() + patience
     while True:
         after = take()

@@ -20,22 +20,22 @@ from collections.abc import Iterator
 
 _ETH_P_ALL, _PACKET_OUTGOING = 3, 4
 _SIOCETHTOOL = 0x8946
-_OFFLOADS = (0x17, 0x1F, 0x25, 0x2C)  # ETHTOOL_STXCSUM, _STSO, _SGSO and _SGRO: each frame has to be complete
+_OFFLOADS = (0x17, 0x1F, 0x25, 0x2C)  # ETHTOOL_STXCSUM, _STSO, _SGSO and _SGRO: each frame must be complete
 
 
 def switch_off_offloads(interface: str) -> None:
-    """Have the kernel finish checksums and segments of what leaves through an interface of this namespace."""
+    """Have the kernel complete checksums and segments of frames that leave through an interface of this namespace."""
     import ctypes
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for command in _OFFLOADS:
             value = ctypes.create_string_buffer(struct.pack("II", command, 0), 8)
-            with contextlib.suppress(OSError):  # depends on others that are off already
+            with contextlib.suppress(OSError):  # an offload may depend on another one that is already off
                 fcntl.ioctl(control, _SIOCETHTOOL, struct.pack("16sP", interface.encode(), ctypes.addressof(value)))
 
 
 class _Way:
-    """From one interface to the other."""
+    """One direction, from one interface to the other."""
 
     def __init__(self, source: socket.socket, target: socket.socket, loss: float, reorder: float) -> None:
         self.source, self._target, self._loss, self._reorder = source, target, loss, reorder
@@ -65,7 +65,7 @@ class _Way:
             self._send(self._late.popleft()[2])  # type: ignore[arg-type]
 
     def _send(self, frame: bytes) -> None:
-        with contextlib.suppress(OSError):  # the queue is full: one more that is lost
+        with contextlib.suppress(OSError):  # the queue is full: the frame is lost, too
             self._target.send(frame)
             self.sent += 1
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Processes and descriptors that outlive a test on purpose; the leak check leaves them out.
+# Processes and descriptors that outlive a test on purpose. The leak check ignores them.
 KEPT_PIDS: set[int] = set()
 KEPT_FDS: set[int] = set()
 
@@ -36,12 +36,12 @@ _GOODBYE = b"goodbye"
 
 
 def without_gloos_lines(output: str) -> str:
-    """The standard output of a program without the lines that Gloo prints there, as torch before 2.11 lets it."""
+    """Return the output of a program without the lines that Gloo prints to stdout with torch before 2.11."""
     return re.sub(r"^\[Gloo\] Rank \d+ is connected to .*\n", "", output, flags=re.MULTILINE)
 
 
 class RankFailedError(AssertionError):
-    """At least one rank raised, died or hung; the text has every rank's story."""
+    """At least one rank raised, died or hung. The text has the error of each failed rank."""
 
 
 def _spawn(target: Callable[[Connection], None]) -> tuple[int, Connection]:
@@ -86,7 +86,7 @@ def _collect(pids: list[int], connections: list[Connection], timeout: float) -> 
             for rank in waiting.values():
                 os.kill(pids[rank], signal.SIGUSR1)
                 replies[rank] = (False, f"no answer within {timeout:.0f} s (stacks on stderr)")
-            time.sleep(1.0)  # the hung ranks print their stacks meanwhile; the test has failed already
+            time.sleep(1.0)  # time for the hung ranks to print their stacks; the test has failed already
             break
         for connection in ready:
             rank = waiting.pop(connection)  # type: ignore[arg-type]
@@ -112,13 +112,13 @@ def _kill(pids: list[int]) -> dict[int, int]:
 
 @contextlib.contextmanager
 def store_file() -> Iterator[str]:
-    """An address for `init_method=` that no other test uses, gone afterwards."""
+    """Yield an address for `init_method=` that no other test uses. Its file is deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="monarch-test-") as folder:
         yield f"file://{folder}/store"
 
 
 def init(rank: int, world_size: int, address: str, backend: str = "monarch", seconds: float = 60.0, **kw: Any) -> None:
-    """init_process_group for a test rank."""
+    """Call init_process_group for a test rank."""
     timeout = datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size, timeout=timeout, **kw)
 
@@ -134,7 +134,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` on fresh ranks and return their results by rank.
 
-    With ``backend=None`` no group is made, and ``fn`` gets the address as well: ``fn(rank, address, *args)``.
+    With ``backend=None`` no group is made, and the call is ``fn(rank, address, *args)``.
     """
     groups: list[Any] = []
     with store_file() as address:
@@ -142,17 +142,18 @@ def run_ranks(
         def body(rank: int) -> Callable[[Connection], None]:
             def run(connection: Connection) -> None:
                 os.environ.update(env or {})
-                # what torchrun would have set: tests that read it must not see the pytest process's
+                # as torchrun sets them: a function must not see those of the pytest process
                 os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
 
                 def call() -> Any:
                     if backend is None:
                         return fn(rank, address, *args)
                     init(rank, world_size, address, backend, group_timeout)
-                    # A rank that leaves at once must not leave while others still connect.
+                    # A rank that ends early must not end while other ranks still connect.
                     dist.barrier(device_ids=[rank] if backend == "nccl" else None)
-                    # Held till the process ends: a Gloo group whose last holder is a callback on one of its own
-                    # threads (PowerSGD's, say) joins that thread, and torch aborts the process.
+                    # Keep a reference until the process ends. If a callback on one of Gloo's own threads (for example
+                    # PowerSGD's) drops the last reference to a Gloo group, it joins its own thread and torch aborts the
+                    # process.
                     groups.append(dist.group.WORLD)
                     result = fn(rank, *args)
                     if dist.is_initialized():
@@ -182,7 +183,7 @@ def _script(rank: int, address: str, path: str, arguments: tuple[str, ...]) -> s
 
 
 def run_script(path: str, *arguments: str) -> str:
-    """What ``python path arguments`` would print, from a fork, which need not import torch first."""
+    """Return what ``python path arguments`` would print. A fork runs it, so torch is not imported again."""
     return str(run_ranks(_script, 1, path, arguments, backend=None)[0])
 
 
@@ -198,7 +199,8 @@ class RankPool:
             def serve(connection: Connection) -> None:
                 init(rank, world_size, address, backend, seconds=30.0)
                 while True:
-                    # An explicit goodbye: pools forked later hold copies of this pipe, so no end of file comes.
+                    # An explicit message ends the rank: pools forked later hold copies of this pipe, so closing it
+                    # would not.
                     message = connection.recv_bytes()
                     if message == _GOODBYE:
                         break
@@ -215,14 +217,14 @@ class RankPool:
         KEPT_FDS.update(c.fileno() for c in self._connections)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = HANG) -> list[Any]:
-        """Run the module-level function ``fn(rank, *args)`` on every rank; results by rank."""
+        """Run the module-level function ``fn(rank, *args)`` on every rank, and return the results by rank."""
         message = pickle.dumps(((fn.__module__, fn.__qualname__), args))
         for connection in self._connections:
             connection.send_bytes(message)
         return _collect(self._pids, self._connections, timeout)
 
     def close(self) -> None:
-        """Let the ranks destroy their group and end; kill those that don't."""
+        """Have the ranks destroy their group and end. Kill those that do not end in time."""
         for connection in self._connections:
             KEPT_FDS.discard(connection.fileno())
             with contextlib.suppress(OSError):

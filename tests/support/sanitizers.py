@@ -1,7 +1,7 @@
 """Builds of csrc/ with a sanitizer: stress drivers and the extension, in build/sanitizers/.
 
-The package's own extension is not touched. Where the compiler has no such runtime, or the kernel does not support it,
-the test skips with a reason.
+The package's own extension is not touched. If the compiler has no such sanitizer or the kernel does not support it, the
+test skips with a reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BUILD = ROOT / "build" / "sanitizers"
 CSRC = ROOT / "csrc"
 COMPILER = os.environ.get("CXX", "g++")
 
-# As setup.py has them, but for -O1 and what the sanitizers ask for. vptr wants type information that the visibility
+# The flags of setup.py, with -O1 and the sanitizers' own flags. vptr needs type information that -fvisibility=hidden
 # hides.
 FLAGS = ["-std=c++20", "-O1", "-g", "-fPIC", "-fno-omit-frame-pointer", "-ffp-contract=off", "-fvisibility=hidden"]
 KINDS = {
@@ -34,15 +34,17 @@ KINDS = {
         "-Wno-tsan",
     ],  # tsan: "atomic_thread_fence is not supported", see test_sanitizers.py
 }
-NEVER_SEEN = 4  # a driver's status when all was right, and something has not come up
+# Added for the portable core, as in setup.py.
+PORTABLE = ["-DMONARCH_PORTABLE=1", "-include", "platform/linux_names.h"]
+NEVER_SEEN = 4  # exit status of a driver that found no error but never reached one of the cases
 RUNTIMES = {"address": "libasan.so", "thread": "libtsan.so"}
 OPTIONS = {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1", "UBSAN_OPTIONS": "print_stacktrace=1"}
 
-# pytest with an extension for AddressSanitizer. Its watchdog is a thread that starts with each test: GCC 12's allocator
-# does not look after its locks at a fork, and a rank that is forked while that thread allocates hangs for ever.
+# pytest for an extension with AddressSanitizer, without pytest's watchdog. The watchdog is a thread that starts with
+# each test. GCC 12's allocator does not handle its locks at a fork, so a rank forked while that thread allocates hangs.
 PYTEST = ["pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=0"]
 
-# They let ranks that are threads share one mapping of an arena: csrc/stress/ranks.h.
+# The wraps let ranks that are threads share one mapping of an arena: csrc/stress/ranks.h.
 WRAPS = {"shm": "-Wl,--wrap=mmap,--wrap=munmap,--wrap=process_vm_readv", "channel": "-Wl,--wrap=mmap,--wrap=munmap"}
 
 PROBE = """
@@ -52,7 +54,7 @@ int main() { int x = 0; std::thread t([&x] { x = 1; }); t.join(); return x - 1; 
 
 
 def call(command: Sequence[object], timeout: float, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run it from the repository's root."""
+    """Run a command in the repository's root."""
     words = [str(word) for word in command]
     return subprocess.run(
         words, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=os.environ | env, check=False
@@ -60,7 +62,7 @@ def call(command: Sequence[object], timeout: float, **env: str) -> subprocess.Co
 
 
 def checked(command: Sequence[object], timeout: float, **env: str) -> str:
-    """What it says; fails with that if it ends with anything but 0."""
+    """Run a command and return its output. Fail with the output if the exit status is not 0."""
     done = call(command, timeout, **env)
     text = (done.stdout + done.stderr)[-20_000:]
     assert done.returncode == 0, f"{' '.join(map(str, command))}\nended with {done.returncode}:\n{text}"
@@ -69,7 +71,7 @@ def checked(command: Sequence[object], timeout: float, **env: str) -> str:
 
 @functools.cache
 def prefix(kind: str) -> list[str]:
-    """What to put before a command line for it to run under this sanitizer; skips where nothing helps."""
+    """Return the command prefix under which this sanitizer works here. Skip if there is none."""
     if not shutil.which(COMPILER):
         pytest.skip(f"no compiler {COMPILER}")
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +80,7 @@ def prefix(kind: str) -> list[str]:
         built = call([COMPILER, *FLAGS, *KINDS[kind], source, "-o", program], 60)
         if built.returncode:
             pytest.skip(f"{COMPILER} has no {kind} sanitizer: {built.stderr.strip().splitlines()[-1]}")
-        # Some kernels scatter memory more widely than older runtimes can follow ("unexpected memory mapping").
+        # Some kernels randomise addresses more than older sanitizers support ("unexpected memory mapping").
         ran = call([program], 60)
         if ran.returncode == 0:
             return []
@@ -89,7 +91,10 @@ def prefix(kind: str) -> list[str]:
 
 
 def preload(kind: str) -> str:
-    """LD_PRELOAD for Python. The C++ library beside it: the sanitizer looks for its __cxa_throw before torch does."""
+    """Return LD_PRELOAD for Python.
+
+    It includes the C++ library, because the sanitizer needs its __cxa_throw before torch loads it.
+    """
     names = [RUNTIMES[kind], "libstdc++.so.6"]
     paths = [call([COMPILER, f"-print-file-name={name}"], 60).stdout.strip() for name in names]
     if not all(os.path.isabs(path) for path in paths):
@@ -102,19 +107,24 @@ def _newest_header() -> float:
     return max(headers, Path(__file__).stat().st_mtime)
 
 
-def _compile(kind: str, sources: Sequence[Path]) -> list[Path]:
-    """The objects of these sources; only what is older than its source or than any header is made again."""
+def _folder(kind: str, portable: bool) -> Path:
+    return BUILD / (f"{kind}-portable" if portable else kind)
+
+
+def _compile(kind: str, sources: Sequence[Path], portable: bool = False) -> list[Path]:
+    """Compile these sources and return the objects. An object newer than its source and all headers is kept."""
     import pybind11
 
     headers = _newest_header()
     include = ["-I", CSRC, "-I", pybind11.get_include(), "-I", sysconfig.get_path("include")]
-    objects = [BUILD / kind / "objects" / source.relative_to(CSRC).with_suffix(".o") for source in sources]
+    flags = [*FLAGS, *KINDS[kind], *(PORTABLE if portable else [])]
+    objects = [_folder(kind, portable) / "objects" / source.relative_to(CSRC).with_suffix(".o") for source in sources]
 
     def make(source: Path, target: Path) -> None:
         if target.exists() and target.stat().st_mtime > max(headers, source.stat().st_mtime):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        checked([COMPILER, *FLAGS, *KINDS[kind], *include, "-c", source, "-o", target], 300)
+        checked([COMPILER, *flags, *include, "-c", source, "-o", target], 300)
 
     with ThreadPoolExecutor(2) as workers:
         list(workers.map(make, sources, objects))
@@ -126,32 +136,33 @@ def _sources(*folders: str) -> list[Path]:
 
 
 @functools.cache
-def driver(kind: str, name: str) -> Path:
-    """The stress driver of csrc/``name``/stress, "shm" or "channel"."""
-    folders = ["stress", "shm", *{"shm": ["shm/stress"], "channel": ["channel", "channel/stress"]}[name]]
-    target = BUILD / kind / f"{name}_stress"
-    checked([COMPILER, *KINDS[kind], *_compile(kind, _sources(*folders)), WRAPS[name], "-pthread", "-o", target], 120)
+def driver(kind: str, name: str, portable: bool = False) -> Path:
+    """Build the stress driver of csrc/``name``/stress. ``name`` is "shm" or "channel"."""
+    folders = ["stress", "platform", "shm", *{"shm": ["shm/stress"], "channel": ["channel", "channel/stress"]}[name]]
+    target = _folder(kind, portable) / f"{name}_stress"
+    objects = _compile(kind, _sources(*folders), portable)
+    checked([COMPILER, *KINDS[kind], *objects, WRAPS[name], "-pthread", "-o", target], 120)
     return target
 
 
 @functools.cache
-def memory_driver(kind: str) -> Path:
-    """The stress driver of csrc/memory/stress."""
-    target = BUILD / kind / "memory_stress"
-    objects = _compile(kind, _sources("shm", "memory", "memory/stress"))
+def memory_driver(kind: str, portable: bool = False) -> Path:
+    """Build the stress driver of csrc/memory/stress."""
+    target = _folder(kind, portable) / "memory_stress"
+    objects = _compile(kind, _sources("platform", "shm", "memory", "memory/stress"), portable)
     checked([COMPILER, *KINDS[kind], *objects, "-pthread", "-ldl", "-o", target], 120)
     return target
 
 
-def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int = 1) -> str:
-    """Run the driver and return its output. MONARCH_STRESS_SEED sets another first seed than 1.
+def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int = 1, portable: bool = False) -> str:
+    """Run the driver and return its output. MONARCH_STRESS_SEED replaces the first seed, which is 1.
 
-    Some cases depend on the scheduler: a case that one run has missed must occur in another one of the ``runs``.
+    Some cases depend on the scheduler. A case that one run has missed must occur in another one of the ``runs``.
     """
     first = int(os.environ.get("MONARCH_STRESS_SEED", "1"))
     missing: set[str] | None = None
     for seed in range(first, first + runs * rounds, rounds):
-        done = call([*prefix(kind), driver(kind, name), ranks, seed, rounds, size], 400, **OPTIONS)
+        done = call([*prefix(kind), driver(kind, name, portable), ranks, seed, rounds, size], 400, **OPTIONS)
         text = (done.stdout + done.stderr)[-20_000:]
         assert done.returncode in (0, NEVER_SEEN), f"from seed {seed}, ended with {done.returncode}:\n{text}"
         if done.returncode == 0:
@@ -165,7 +176,7 @@ def stress(name: str, kind: str, ranks: str, rounds: int, size: int, runs: int =
 
 @functools.cache
 def extension(kind: str) -> Path:
-    """monarch_backend._native."""
+    """Build monarch_backend._native."""
     folders = [
         "shm/python",
         "channel/python",
@@ -177,6 +188,7 @@ def extension(kind: str) -> Path:
         "shm",
         "memory",
         "channel",
+        "platform",
     ]  # the slowest first
     sources = _sources(*folders)
     target = BUILD / kind / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"

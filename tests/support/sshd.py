@@ -1,4 +1,4 @@
-"""Real sshd on loopback, with keys, configuration and port of its own, that ends with the test.
+"""Real sshd on loopback, with its own keys, configuration and port. It ends with the test.
 
 It serves only the user that runs the tests. The machine's own keys and configuration are not touched.
 """
@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_SEPARATION = Path("/run/sshd")  # the empty folder that sshd wants, if root runs it
+_SEPARATION = Path("/run/sshd")  # the empty folder that sshd needs when root runs it
 
 
 @dataclass(frozen=True)
 class Server:
-    """``options``: for ssh's command line, so that it knows this server and asks for nothing."""
+    """A running sshd. ``options`` make ssh accept this server without questions."""
 
     port: int
     identity: Path
@@ -32,7 +32,7 @@ class Server:
 
 @functools.cache
 def refusal() -> str:
-    """Why there can be no sshd here, or ''."""
+    """Return the reason why sshd cannot run here, or ''."""
     path = "/usr/sbin:/sbin:" + os.environ.get("PATH", "")
     missing = [tool for tool in ("sshd", "ssh", "ssh-keygen") if shutil.which(tool, path=path) is None]
     if missing:
@@ -47,7 +47,7 @@ def refusal() -> str:
 
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[Server]:
-    """One that listens."""
+    """Yield a server that accepts connections."""
     folder.mkdir(mode=0o700, exist_ok=True)
     for name in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)

@@ -11,14 +11,14 @@ import time
 import pytest
 
 PATIENCE = 30.0
-"""Seconds."""
+"""Timeout in seconds."""
 
 
 class Terminal:
-    """What has been written since the test began."""
+    """The output since the test began."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd  # as long as it captures, the descriptors 1 and 2 are files
+        self._capfd = capfd  # while it captures, descriptors 1 and 2 are files
 
     @property
     def out(self) -> str:
@@ -29,7 +29,7 @@ class Terminal:
         return _text(2)
 
     def wait(self, *lines: str, stream: str = "out") -> None:
-        """Until these lines are there."""
+        """Wait until the output has these lines."""
         deadline = time.monotonic() + PATIENCE
         while not all(line in getattr(self, stream).splitlines() for line in lines):
             assert time.monotonic() < deadline, f"not all of {lines} in\n{self.out}\nand\n{self.err}"

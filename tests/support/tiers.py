@@ -9,7 +9,7 @@ import pytest
 
 
 def slow_except(values: Iterable[Any], *kept: Any) -> list[Any]:
-    """The values of a parametrization, all but ``kept`` with the mark ``slow``."""
+    """Return the values of a parametrization. All but ``kept`` get the mark ``slow``."""
     values = list(values)
     unknown = [each for each in kept if each not in values]
     assert not unknown, f"not among the values: {unknown}"

@@ -3,8 +3,8 @@
     python -m pytest -p tests.support.torch_record --sample --record build/2.15.jsonl tests/process_group
 
 `tools/torch_tests.py` uses it (`make test-torch`). The record is a file with one JSON object in each line. The first
-line of a run describes it; the other lines have a test and an outcome, and the last outcome of a test counts. Each
-chosen test begins as "unfinished", so that a run that ended early shows.
+line of a run describes it. Each other line has a test and an outcome, and the last outcome of a test counts. Each
+chosen test starts as "unfinished", so the record of an interrupted run shows the tests without an outcome.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not in the sample, after -m and -k have chosen."""
+    """Deselect tests that are not in the sample, after -m and -k were applied."""
     if not config.getoption("--sample"):
         return
     chosen = set(sample(item.nodeid for item in items))
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sample(names: Iterable[str]) -> list[str]:
-    """Return one name of each test function: the one with the smallest CRC, whatever else is there."""
+    """Return one name of each test function: the one with the smallest CRC. Other tests do not affect the choice."""
     chosen: dict[str, str] = {}
     for name in sorted(names, key=lambda each: zlib.crc32(each.encode())):
         chosen.setdefault(name.partition("[")[0], name)
@@ -53,7 +53,7 @@ def sample(names: Iterable[str]) -> list[str]:
 
 
 def commit() -> str:
-    """Return the commit of the checkout, with a + where tracked files other than docs differ from it."""
+    """Return the commit of the checkout, with a + if tracked files other than docs differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False).stdout
@@ -63,7 +63,7 @@ def commit() -> str:
 
 
 class Record:
-    """The file of one run."""
+    """The record of one run."""
 
     def __init__(self, file: Path, sample: bool) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -82,17 +82,17 @@ class Record:
         self.out.write(json.dumps(values) + "\n")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module that skips, or cannot be imported, counts as one test."""
+        """Record a module that skips or cannot be imported as one test."""
         if report.outcome != "passed":
             self.write(test=report.nodeid, outcome=report.outcome)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Write down what was chosen."""
+        """Record every chosen test as unfinished."""
         for item in session.items:
             self.write(test=item.nodeid, outcome="unfinished")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write the worst outcome of a test's phases, after the last of them."""
+        """Record the worst outcome of a test's phases, after the last of them."""
         name = report.nodeid
         order = ["passed", "skipped", "failed"]
         self.outcomes[name] = max(self.outcomes.get(name, "passed"), report.outcome, key=order.index)

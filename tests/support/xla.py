@@ -1,6 +1,7 @@
-"""A host on this machine whose Python has torch_xla, for meshes of XLA devices. Its daemon ends with the block.
+"""Host on this machine whose Python has torch_xla, for meshes of XLA devices. Its daemon ends with the block.
 
-MONARCH_TEST_XLA_PYTHON names that Python (`make test-xla` sets it). Its torch is another release than the tests' own.
+MONARCH_TEST_XLA_PYTHON is the path of that Python (`make test-xla` sets it). Its release of torch differs from the
+tests' own.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ _ROOT = Path(__file__).parent.parent.parent
 
 
 def environment() -> dict[str, str]:
-    """Of a process of that Python."""
+    """Return the environment of a process of that Python."""
     mine = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    # XLA compiles thousands of graphs, each once: what it does not optimize is there in a third of the time.
+    # XLA compiles thousands of graphs once each. Without optimisation this takes a third of the time.
     flags = " ".join([mine.get("XLA_FLAGS", ""), *_NOT_OPTIMIZED]).strip()
     own = {"PYTHONPATH": str(_ROOT), "PJRT_DEVICE": "CPU", "XLA_FLAGS": flags}
-    return {**mine, **own, "PYTHONWARNINGS": "ignore"}  # torch_xla's own
+    return {**mine, **own, "PYTHONWARNINGS": "ignore"}  # torch_xla emits warnings
 
 
 @contextmanager
 def xla_host() -> Iterator[HostMesh]:
-    """Attached."""
+    """Attach the host."""
     with daemon() as address:
         yield attach_to_workers([address], "xla", any_torch=True, timeout=_PATIENCE)
 
 
 @contextmanager
 def daemon() -> Iterator[str]:
-    """Its address."""
+    """Start the daemon and yield its address."""
     process = subprocess.Popen(
         [PYTHON, "-c", _UP, "up", "--address", "127.0.0.1:0"], env=environment(), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, text=True, preexec_fn=_end_with_us,
@@ -58,5 +59,5 @@ def daemon() -> Iterator[str]:
 
 
 def _end_with_us() -> None:
-    """Should pytest be killed."""
+    """Have the kernel kill this process if pytest is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

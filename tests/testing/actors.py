@@ -15,22 +15,22 @@ Order = tuple[str, Any, str, tuple[Any, ...]]  # a verb, ranks (None: all), an e
 
 @dataclass
 class Here:
-    """The run that actors belong to: they are in this process, after all."""
+    """The run of the simulated actors, which all are in this process."""
 
     watch: Watch
     faults: Faults
 
 
-here: Any = None  # the Here of the run
+here: Any = None  # the `Here` of the current run
 
 
 def part(mesh: Any, ranks: Any) -> Any:
-    """A rank, a range of ranks, or all."""
+    """Return the part of a mesh with one rank, a range of ranks, or all ranks."""
     return mesh if ranks is None else mesh.slice(gpus=slice(*ranks) if isinstance(ranks, (tuple, list)) else ranks)
 
 
 class Probe(Actor):
-    """Tells what it executes."""
+    """Actor that reports each message that it executes."""
 
     def __init__(self, fragile: int | None = None) -> None:
         me = context().actor_instance
@@ -50,13 +50,13 @@ class Probe(Actor):
 
     @endpoint
     def fail(self, tag: Tag) -> Any:
-        """Raise: an error for a caller, the end of the actor without one."""
+        """Raise an exception. A caller gets it as an error; without a caller it ends the actor."""
         self._take(tag)
         raise Boom(tuple(tag))
 
     @endpoint
     def fall(self, tag: Tag, how: str) -> None:
-        """For broadcasts: end the actor or its process."""
+        """End the actor or its process, as ``how`` says. Only broadcasts use it."""
         self._take(tag)
         if how == "raise":
             raise here.faults.boom(self.key, tuple(tag))
@@ -74,7 +74,7 @@ class Probe(Actor):
 
     @endpoint
     def relay(self, tag: Tag, orders: Sequence[Order], mesh: Any) -> Any:
-        """Send to others, without waiting for them."""
+        """Send messages to other actors, without waiting for them."""
         taken = self._take(tag)
         for verb, ranks, name, args in orders:
             here.watch.send(self.sender, verb, part(mesh, ranks), name, *args)
@@ -88,7 +88,7 @@ class Probe(Actor):
 
     @endpoint
     def find(self, tag: Tag) -> Any:
-        """Send to the one actor of a name, which whoever asks first has built."""
+        """Send to the one actor of a name. The first process that asks for the actor spawns it."""
         taken = self._take(tag)
         get_or_spawn_controller("registered", Probe).add_done_callback(self._found)
         return taken
@@ -100,14 +100,14 @@ class Probe(Actor):
 
     @endpoint
     def ask(self, tag: Tag, rank: int, mesh: Any) -> Any:
-        """Ask another one, and wait."""
+        """Call another actor, and wait for its reply."""
         taken = self._take(tag)
         here.watch.send(self.sender, "call_one", part(mesh, rank), "take").result.exception()
         return taken
 
 
 class Boss(Probe):
-    """Has a crew of its own; ``says`` is what it answers to their failures."""
+    """Probe that owns other actors. ``says`` is its reply to reports of their failures."""
 
     def __init__(self, crew: str, says: Any, procs: Any, own: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Expected reports of failures: which owner gets which report, and how often. `Faults` counts and compares.
 
-Each death is a fault of its mesh unless an owner handles it. Where the result depends on a race (the last message of
-an actor and the death of its process) both outcomes are right, and the count has a minimum and a maximum.
+Each death is a fault of its mesh unless an owner handles it. If an actor's last message and the death of
+its process race, both outcomes are right. The count then has a minimum and a maximum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from tests.testing.invariants import Boom, Key, Tag, Watch
 Policy = Literal["none", "forever", "all", "twice"]
 TWICE = 2
 ANY = -1
-"""In place of a rank: which death is one too many depends on the order in which their owner hears of them."""
+"""Rank of failures above a restart limit.
+
+Which death exceeds the limit depends on the order in which the owner learns of them.
+"""
 
 
 @dataclass(eq=False)
@@ -28,14 +31,14 @@ class Mesh:
     size: int
     policy: Policy
     boss: Key | None = None  # the actor that has spawned it; None: the program
-    procs: Mesh | None = None  # of actors: where they live
-    first: int = 0  # of actors: the rank of the process in which rank 0 lives
+    procs: Mesh | None = None  # for a mesh of actors: the mesh of their processes
+    first: int = 0  # for a mesh of actors: the rank of the process with actor 0
     stopped: bool = False
     deaths: int = 0
 
 
 class Question(NamedTuple):
-    """A supervisor must be asked about an actor, if the observer's process lives long enough to tell."""
+    """A supervisor that must be asked about an actor, if the process of the observer lives long enough to report."""
 
     boss: Key
     about: Key
@@ -43,7 +46,7 @@ class Question(NamedTuple):
 
 
 class Faults:
-    """Of one simulation."""
+    """The expected failures of one simulation."""
 
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
@@ -51,25 +54,25 @@ class Faults:
         self.least: Counter[Key] = Counter()
         self.most: Counter[Key] = Counter()
         self.booms: dict[Key, set[Tag]] = defaultdict(set)  # by actor
-        self.codes: dict[Key, set[int | None]] = defaultdict(set)  # of processes, how they ended
+        self.codes: dict[Key, set[int | None]] = defaultdict(set)  # exit codes of processes
         self.aborted: set[Key] = set()
         self.asked_about: set[Key] = set()
         self.to_ask: list[Question] = []
-        self._uncertain: list[tuple[Key, str]] = []  # faults that a process tells of, if it lives long enough
+        self._uncertain: list[tuple[Key, str]] = []  # failures that a process reports if it lives long enough
         watch.simulation.on_death.append(self.process_died)
 
-    # ---- what happens
+    # ---- events
 
     def add(self, mesh: Mesh) -> Mesh:
-        """A mesh has been spawned."""
+        """Add a mesh that has been spawned."""
         self.meshes[mesh.name] = mesh
         return mesh
 
     def stop(self, mesh: Mesh) -> None:
-        """A mesh is told to stop, and all actors in it."""
+        """Record that a mesh and all actors in it are told to stop."""
         mesh.stopped = True
         for rank in (ANY, *range(mesh.size)):
-            self.least[mesh.name, rank] = 0  # its owner may not have heard of a death before
+            self.least[mesh.name, rank] = 0  # its owner may not have noticed a death before
             self._uncertain = [(key, token) for key, token in self._uncertain if key != (mesh.name, rank)]
             self.watch.trouble((mesh.name, rank), "stopped")
         for other in self.meshes.values():
@@ -77,14 +80,14 @@ class Faults:
                 self.stop(other)
 
     def boom(self, key: Key, tag: Tag, *, supervising: bool = False) -> Boom:
-        """The exception that an actor dies of."""
+        """Return the exception that ends an actor."""
         self.booms[key].add(tag)
         if not supervising:
             self._actor_died(key)
         return Boom(tag)
 
     def ends_itself(self, key: Key, how: str) -> None:
-        """An actor ends itself, or its process."""
+        """Record that an actor ends itself or its process."""
         if how == "abort":
             self.aborted.add(key)
             self._actor_died(key)
@@ -107,9 +110,9 @@ class Faults:
             self.most[mesh.name, ANY] += 1
 
     def process_died(self, process: SimulatedProcess) -> None:
-        """In whatever way."""
+        """Record the end of a process, whatever its cause."""
         if not process.mesh:
-            return  # the main program, or what serves a host
+            return  # the main program, or a daemon, agent or gateway of a host
         mesh, key = self.meshes[process.mesh], (process.mesh, process.rank)
         self.codes[key].add(process.returncode)
         for other in self.meshes.values():
@@ -118,7 +121,8 @@ class Faults:
                     self.watch.trouble((other.name, rank), "its owner is gone")
             elif other.boss is not None and (other.procs is mesh or other is mesh):
                 self.most[other.boss] = max(self.most[other.boss], 1)
-                self.watch.trouble((other.name, process.rank), "its process is gone")  # nobody builds it again
+                # its owner does not restart the actor
+                self.watch.trouble((other.name, process.rank), "its process is gone")
                 if other.procs is None or mesh.boss is None:
                     self.to_ask.append(Question(other.boss, (other.name, process.rank), other.boss))
         if mesh.stopped or mesh.boss is not None:
@@ -133,7 +137,7 @@ class Faults:
         return self.meshes[boss[0]].procs is procs and boss[1] == rank
 
     def asked(self, boss: Key, failure: MeshFailure, handled: bool) -> None:
-        """A supervisor is asked."""
+        """Record that a supervisor was asked about a failure, and whether it handled the failure."""
         self.asked_about.update((failure.mesh_name, rank) for rank in failure.ranks)
         if failure.mesh_name not in self.meshes or self.meshes[failure.mesh_name].boss != boss:
             self.watch.violations.append(f"promise 7: {boss} was asked about {failure}, which is not its own")
@@ -146,10 +150,10 @@ class Faults:
                     self.watch.trouble((mesh.name, rank), "its owner has ended")
         self.watch.trouble(boss, "did not handle a failure")
 
-    # ---- what was told
+    # ---- reported failures
 
     def compare(self, told: list[MeshFailure]) -> None:
-        """The failures that reached the program, with what should have."""
+        """Compare the failures that reached the program with the expected ones."""
         for boss, about, observer in self.to_ask:
             lost = self.watch.lost(boss) or self.watch.lost(observer) or boss in self.watch.troubled
             if about not in self.asked_about and not lost:
@@ -195,11 +199,11 @@ class Faults:
         if None in self.codes[key] and "could not be started" in death.what:
             return
         if self.codes[key] and "can't be reached" in death.what:
-            return  # as others see it that have never met it
+            return  # reported by a process that has never connected to it
         assert death.returncode in self.codes[key], f"promise 7: {death} of {key}, which ended with {self.codes[key]}"
 
     def lost_with_host(self, key: Key, death: Any) -> bool:
-        """It tells of the loss of a whole host."""
+        """Return whether the report is about the loss of a whole host."""
         return False
 
 

@@ -18,22 +18,22 @@ from monarch_backend.actor import ActorError, CancelledError, Channel, Future, P
 from monarch_backend.testing import SimulatedProcess, Simulation
 
 BOUND = 0.5
-"""Simulated seconds from the death of a process to the error of every future that waits for it, at most."""
+"""Maximum simulated seconds from the death of a process to the error of every future that waits for it."""
 
 MOST_STEPS = 1_000_000
-"""Of a run; more means that something goes round and round."""
+"""Maximum steps of a run. More steps mean an endless loop."""
 
 Key = tuple[str, int]  # an actor: its mesh and its rank there
-Tag = tuple[int, int]  # a message: its sender's number, and its own among the sender's
+Tag = tuple[int, int]  # a message: its sender's number, and its own number among the sender's messages
 
 
 class Boom(Exception):
-    """What actors raise on purpose; its argument is the tag of the message that they were told to by."""
+    """The exception that actors raise on purpose. Its argument is the tag of the message that requested it."""
 
 
 @dataclass(eq=False)
 class Sender:
-    """An actor (or the program) in one process; messages of one sender are numbered."""
+    """An actor or the program in one process. The messages of one sender are numbered."""
 
     number: int
     name: str
@@ -43,24 +43,24 @@ class Sender:
 
 @dataclass(eq=False)
 class Message:
-    """One send, to one rank or to many."""
+    """One message to one or many ranks."""
 
     sender: Sender
     tag: Tag
     what: str
-    homes: dict[Key, str]  # the receivers, and the token of the process that the sender knows each one to be in
-    one_of: bool = False  # only one of them gets it
-    must: bool = False  # nothing excuses its loss
+    homes: dict[Key, str]  # the receivers, and for each the token of the process where the sender believes it to be
+    one_of: bool = False  # only one of them receives it
+    must: bool = False  # no failure excuses its loss
     result: Any = None  # a Future, a Stream, or None
-    at_once: bool = False  # it had its error when the verb returned
-    given_up: bool = False  # cancelled, or its time was up
+    at_once: bool = False  # the result was complete when the verb returned
+    given_up: bool = False  # it was cancelled or timed out
     ran: set[Key] = field(default_factory=set)
-    unsent: set[Key] = field(default_factory=set)  # of which the caller was told that it was not sent to them
-    order: list[Key] = field(default_factory=list)  # of the ranks in the mesh that was called
+    unsent: set[Key] = field(default_factory=set)  # receivers that an error reported as "not sent"
+    order: list[Key] = field(default_factory=list)  # the receivers in the order of the called mesh's ranks
 
     @property
     def done(self) -> bool:
-        """The caller has its answer."""
+        """Whether the caller has its result."""
         result = self.result
         return result is None or (result.ready if isinstance(result, Future) else not result._open)
 
@@ -70,18 +70,18 @@ class Message:
 
 
 class Watch:
-    """Of one simulation."""
+    """Sends the messages of one simulation and checks the invariants."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self.messages: dict[Tag, Message] = {}
-        self.waiting: dict[Tag, Message] = {}  # for an answer
+        self.waiting: dict[Tag, Message] = {}  # messages without a reply so far
         self.violations: list[str] = []
-        self.dead: dict[str, float] = {}  # when, by token
-        self.built: dict[Key, str] = {}  # by actor, the token of its process
-        self.troubled: dict[Key, list[str]] = defaultdict(list)  # actors that died or were stopped: why
-        self.excused: set[Key] = set()  # of them, those that lose what was sent to them
-        self.first: dict[str, int] = {}  # of meshes of actors that are not on the whole of a mesh of processes
+        self.dead: dict[str, float] = {}  # time of death by token
+        self.built: dict[Key, str] = {}  # token of each actor's process
+        self.troubled: dict[Key, list[str]] = defaultdict(list)  # reasons why actors died or were stopped
+        self.excused: set[Key] = set()  # troubled actors that may lose messages
+        self.first: dict[str, int] = {}  # first process rank of each mesh of actors on a part of a mesh of processes
         self.executed = self.steps = 0
         self._shouted: dict[Sender, list[int]] = defaultdict(list)
         self._heard: dict[int, list[int]] = defaultdict(list)
@@ -94,13 +94,13 @@ class Watch:
     # ---- sending
 
     def sender(self, name: str) -> Sender:
-        """Whoever runs now."""
+        """Return a sender for the process that runs now."""
         return Sender(next(self._numbers), name, self.simulation.running)
 
     def send(
         self, sender: Sender, verb: str, mesh: Any, endpoint: str, *args: Any, must: bool = False, timeout: Any = None
     ) -> Message:
-        """Do it, and remember it."""
+        """Send a message and record it."""
         core, ranks = mesh._core, mesh._shape.ranks
         name = core.name
         homes = {(name, rank): core.peer(rank).token for rank in ranks}
@@ -115,15 +115,15 @@ class Watch:
             self._failed(message, error, list(homes))
             return message
         if isinstance(message.result, Future):
-            message.result.ignore()  # it may fail after the end, when the next simulation expects no log line
+            message.result.ignore()  # it may fail after the simulation, and the next simulation expects no log line
         self._remember(message)
         return message
 
     def close_streams(self) -> None:
-        """Drop what nothing has read yet: the next simulation expects no report of it."""
+        """Close streams that were not read to the end, so that the next simulation gets no report of them."""
         for message in self.messages.values():
             if message.result is not None and not isinstance(message.result, Future):
-                with contextlib.suppress(Exception):  # the simulation may be broken: it was to be
+                with contextlib.suppress(Exception):  # the simulation may be broken on purpose
                     message.result.close()
 
     def _remember(self, message: Message) -> None:
@@ -142,25 +142,25 @@ class Watch:
         heapq.heappush(self._late, (self.simulation.now + self.bound(token), tag))
 
     def bound(self, token: str) -> float:
-        """Seconds in which everybody has heard of the end of this process."""
+        """Return the seconds within which every process has noticed the end of this process."""
         return BOUND
 
     def is_cut_off(self, sender: Sender) -> bool:
-        """It may fail to reach the program."""
+        """Return whether the sender may fail to reach the program."""
         return False
 
     def overdue(self, message: Message) -> bool:
-        """Nobody else is waited for whose end may be heard of later."""
+        """Return whether the message may wait no longer: the end of no other receiver can be noticed later."""
         return True
 
     def apart(self, message: Message, key: Key) -> bool:
-        """The network may have lost it, or the answer to it, though both live."""
+        """Return whether the network may have lost the message or its reply, though sender and receiver live."""
         return False
 
-    # ---- what becomes of it
+    # ---- outcomes of messages
 
     def ran(self, key: Key, tag: Tag) -> None:
-        """An actor executes a message."""
+        """Check a message that an actor executes now."""
         self.executed += 1
         message = self.messages[tag]
         if key not in message.homes:
@@ -187,7 +187,8 @@ class Watch:
         if error is None:
             self._valued(message, keys, future.result())
         else:
-            message.given_up = message.given_up or message.what == "call items"  # the others' generators are closed
+            # the generators of the other ranks are closed
+            message.given_up = message.given_up or message.what == "call items"
             self._failed(message, error, keys)
 
     def _valued(self, message: Message, keys: list[Key], value: Any) -> None:
@@ -229,21 +230,21 @@ class Watch:
             self.violations.append(f"promise 2: the error of {message} says that it {error.delivery!r}")
             return
         if len(keys) > 1 and message.result is not None:
-            keys = [key for key in keys if self._names(error, key)]  # the others may have had it
+            keys = [key for key in keys if self._names(error, key)]  # the other ranks may have received it
         for key in keys:
             message.unsent.add(key)
             if key in message.ran:
                 self.violations.append(f"promise 2: {key} executed {message}, which was not sent: {error}")
 
     def _names(self, error: SupervisionError, key: Key) -> bool:
-        """Whether it is about this actor: of a mesh of actors, or of processes, the failure has its rank."""
+        """Return whether the failure is about this actor. Its rank is one of a mesh of actors or of processes."""
         mesh, first = error.failure.mesh_name, self.first.get(key[0], 0)
         return error.rank == (key[1] if mesh in (key[0], "?") else key[1] + first)
 
     # ---- ports
 
     def port(self) -> Any:
-        """A port of the program that whoever is told of sends to with `shout`."""
+        """Open a port of the program, to which actors send with `shout`."""
         port, receiver = Channel.open()
         self._listen(receiver)
         return port
@@ -276,34 +277,37 @@ class Watch:
     # ---- deaths
 
     def died(self, process: SimulatedProcess) -> None:
-        """A process has ended."""
+        """Record the end of a process."""
         self.dead[process.token] = self.simulation.now
         self.hurry(process.token)
 
     def hurry(self, token: str) -> None:
-        """Whoever waits for this process must hear of its end soon."""
+        """Start the time limit of every message that waits for this process."""
         for tag, message in self.waiting.items():
             if token in message.homes.values():
                 self._hurry(tag, token)
 
     def is_gone(self, token: str) -> bool:
-        """This process has ended, or will never be there."""
+        """Return whether this process has ended or will never exist."""
         return token in self.dead
 
     def lost(self, key: Key) -> bool:
-        """Whether the process has ended in which this actor was built, or it never was."""
+        """Return whether the process of this actor has ended, or the actor was never constructed."""
         return self.built.get(key) is None or self.built[key] in self.dead
 
     def trouble(self, key: Key, why: str, *, loses: bool = True) -> None:
-        """An actor has died, or was told to stop; another one in its place may get the messages that it had."""
+        """Record that an actor died or was told to stop.
+
+        With ``loses=False`` a restarted actor may get its messages.
+        """
         self.troubled[key].append(why)
         if loses:
             self.excused.add(key)
 
-    # ---- looking
+    # ---- checks
 
     def check(self) -> None:
-        """After every step."""
+        """Check the invariants after a step."""
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise AssertionError(f"{MOST_STEPS} steps, and no end: something goes round and round")
@@ -320,7 +324,7 @@ class Watch:
                 raise AssertionError(f"promise 3: {message} still waits, too long after the death of a receiver")
 
     def settled(self) -> None:
-        """When nothing is under way: every caller has its answer, and all who could get a message have it."""
+        """Check, when no event is pending, that every caller has its result and every receiver its messages."""
         for message in list(self.waiting.values()):
             if message.sender.process.alive:
                 if not message.done:
@@ -342,7 +346,7 @@ class Watch:
         return f"{len(message.ran)} executed it, {rest} did not, {dead} have died, {trouble} had trouble"
 
     def _nothing_kept(self) -> None:
-        """Nobody remembers what is over."""
+        """Check that no process keeps state of completed calls and messages."""
         for process in self.simulation.processes:
             if process.alive and process.program is not None:
                 program, router = process.program, process.program.router
@@ -382,6 +386,6 @@ class Watch:
                 self.violations.append(f"promise 3: {key} lives and never got {message}")
 
     def _never_sent(self, message: Message) -> bool:
-        """It failed at once, because somebody was known to be dead, and nobody has it."""
+        """Return whether the send failed at once because of a known death, and no receiver got the message."""
         refused = len(message.unsent) == len(message.homes) or (message.at_once and not message.ran)
         return refused and bool(message.unsent) and not message.must

@@ -1,7 +1,7 @@
-"""Random worlds with several hosts: the same workload on processes of many machines, which die and fall silent.
+"""Random worlds with several hosts: the usual workload on many hosts, of which some die or become unreachable.
 
 The invariants are those of other worlds. A host that is cut off permanently loses its processes, since its agent gets
-no messages either. Two hosts that are cut off only from each other stay, and may lose messages between them.
+no messages either. Two hosts that are cut off only from each other continue, and may lose messages between them.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from tests.testing.random_world import Plan, World
 
 HEARTBEAT, SILENCE = 1.0, 3.0
 CLOSED = SILENCE + 0.5
-"""Seconds until all have heard of a host whose processes have died. A connection is closed, and does not come back
-within one; who talks to it for the first time tries for as long as silence may last."""
+"""Seconds until every process has noticed the loss of a host whose processes have died.
+
+Its connections are closed, and are not replaced within `SILENCE`. A first connection to it is tried for as long.
+"""
 
 SILENT = HEARTBEAT + SILENCE + 1.0
-"""Seconds until all have heard of a host of which nothing is heard."""
+"""Seconds until every process has noticed the loss of a host that is silent."""
 
 LONG, SHORT = 10.0, 0.8
-"""Seconds of silence that every host notices, and that none does: connections take a while to come back."""
+"""Seconds of silence that lose a host, and seconds that never do. Reconnecting takes a while."""
 
 GONE = 2.0
-"""Seconds after the death of the controller in which all that it has started is gone: promise 8."""
+"""Seconds after the controller's death within which all that it started ends (promise 8 of docs/architecture.md)."""
 
 
 class HostsWatch(Watch):
-    """Knows which hosts were lost, and which pairs of them were cut off from each other."""
+    """Watch that knows which hosts were lost, and which pairs of hosts were cut off from each other."""
 
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation)
-        self.hit: dict[str, float] = {}  # hosts that were lost, and in how many seconds everybody knows
+        self.hit: dict[str, float] = {}  # lost hosts, and the seconds until every process knows
         self.lost_at: dict[str, float] = {}
         self.parted: set[frozenset[str]] = set()
-        self.silence = False  # there has been some: what is under way may be late
+        self.silence = False  # whether there was any: messages in flight may be late
 
     def bound(self, token: str) -> float:
         return SILENT if self.silence else self.hit.get(host_of(token), BOUND)
@@ -57,12 +59,12 @@ class HostsWatch(Watch):
             return False
         tokens = set(message.homes.values())
         if any(frozenset((here, host_of(token))) in self.parted for token in tokens):
-            return False  # which is no death: it answers late, or never
+            return False  # a cut is no death: the reply may come late or never
         late = [self._known_at(token) <= now for token in tokens if token in self.dead or host_of(token) in self.hit]
-        return bool(late) and all(late)  # who has died first may have answered before
+        return bool(late) and all(late)  # the receiver that died first may have replied before
 
     def _known_at(self, token: str) -> float:
-        """When everybody has heard of its end."""
+        """Return the time at which every process knows of the end of this process."""
         ends = self.dead.get(token, 0.0), self.lost_at.get(host_of(token), 0.0)
         return max(ends) + self.bound(token)
 
@@ -74,7 +76,7 @@ class HostsWatch(Watch):
         return token in self.dead or token not in self.simulation.by_token
 
     def lose(self, host: str, seconds: float) -> None:
-        """This host is lost from now on."""
+        """Record that this host is lost from now on."""
         self.hit[host] = max(seconds, self.hit.get(host, 0.0))
         self.lost_at.setdefault(host, self.simulation.now)
         for message in list(self.waiting.values()):
@@ -84,7 +86,7 @@ class HostsWatch(Watch):
 
 
 class HostsFaults(Faults):
-    """Processes are lost with their hosts; then nobody knows how they ended."""
+    """Expected failures with lost hosts: the exit codes of their processes remain unknown."""
 
     def __init__(self, watch: HostsWatch) -> None:
         super().__init__(watch)
@@ -99,7 +101,8 @@ class HostsFaults(Faults):
 
     def asked(self, boss: Key, failure: MeshFailure, handled: bool) -> None:
         super().asked(boss, failure, handled)
-        self.most[boss] = max(self.most[boss], int(not handled))  # perhaps of a process that was never there
+        # the failure may be that of a process that never started
+        self.most[boss] = max(self.most[boss], int(not handled))
 
     def lost_with_host(self, key: Key, death: Any) -> bool:
         return key in self._with_host and death.returncode is None and ("is lost" in death.what or "gone" in death.what)
@@ -112,7 +115,8 @@ class HostsFaults(Faults):
             self._with_host |= {(name, rank) for token, rank in tokens if host_of(token) in self.hosts.hit}
         for mesh in self.meshes.values():
             if mesh.procs is None and mesh.boss is None and mesh.policy == "none" and mesh.name != "self":
-                for key in {(mesh.name, rank) for rank in range(mesh.size)} - begun:  # the order never reached its host
+                # the command to start it never reached its host
+                for key in {(mesh.name, rank) for rank in range(mesh.size)} - begun:
                     self.most[key] += 1
                     self.least[key] += not mesh.stopped
         super().compare(told)
@@ -120,13 +124,13 @@ class HostsFaults(Faults):
 
 @dataclass(frozen=True)
 class HostsPlan:
-    """How many machines, and what is kept."""
+    """Random choices of a world: number of hosts and their network."""
 
     hosts: int
-    each: int  # processes of the large mesh on each
+    each: int  # processes of the large mesh on each host
     remote_latency: float
     branches: int
-    end: bool  # by the death of the controller
+    end: bool  # whether the run ends with the controller's death
 
     @classmethod
     def draw(cls, rng: random.Random, hosts: int | None = None) -> HostsPlan:
@@ -141,9 +145,10 @@ class HostsPlan:
 
 
 class HostsWorld(World):
-    """One run."""
+    """One random world with several hosts."""
 
-    POLICIES = (5, 3, 1, 0)  # an order that never reached its host is a death that only the controller knows of
+    # no limited restarts: only the controller counts a death whose start command never reached its host
+    POLICIES = (5, 3, 1, 0)
     watch: HostsWatch
     faults: HostsFaults
 
@@ -152,12 +157,12 @@ class HostsWorld(World):
         self.more = more
         self.faults.procs = self.procs
         self.hosts = simulation.attach(more.hosts, heartbeat=HEARTBEAT, silence=SILENCE)
-        self.left = more.hosts // 2  # that may be lost
+        self.left = more.hosts // 2  # hosts that may still be lost
 
-    # ---- what there is
+    # ---- meshes
 
     def start_procs(self, name: str, size: int, restart: Restart | None) -> Any:
-        """On all hosts, on some, or here."""
+        """Spawn the mesh on all hosts, on some hosts, or on the controller's host."""
         if name == "m":
             return self.hosts.spawn_procs({"gpus": self.more.each}, name=name, restart=restart).flatten("gpus")
         if size > self.more.hosts or self.rng.random() < 0.2:
@@ -166,7 +171,7 @@ class HostsWorld(World):
         some = self.hosts.slice(hosts=slice(first, first + size))
         return some.spawn_procs({"gpus": 1}, name=name, restart=restart).flatten("gpus")
 
-    # ---- what goes wrong
+    # ---- faults
 
     def harm(self) -> list[Callable[[], None]]:
         hosts = [
@@ -184,7 +189,7 @@ class HostsWorld(World):
         return self.hosts.slice(hosts=self.rng.randrange(self.more.hosts))
 
     def _doomed(self, seconds: float) -> HostMesh | None:
-        """One more to lose, unless that would be too many."""
+        """Return a host that is lost now, or None if too many would be lost."""
         host = self._host()
         (number,) = host.hosts or ()
         if number not in self.watch.hit:
@@ -195,7 +200,7 @@ class HostsWorld(World):
         return host
 
     def lose_host(self) -> None:
-        """It is switched off."""
+        """Kill all processes of a host, as a power failure does."""
         host = self._doomed(CLOSED)
         if host is not None:
             self.simulation.kill_hosts(host)
@@ -206,7 +211,7 @@ class HostsWorld(World):
             self.simulation.kill_agents(host)
 
     def cut_off(self) -> None:
-        """From everybody, or from the controller, for good or for a long time."""
+        """Cut a host off from all others or only from the controller, permanently or for a long time."""
         self.watch.silence = True
         host = self._doomed(SILENT)
         if host is not None:
@@ -214,14 +219,14 @@ class HostsWorld(World):
             self.simulation.cut(host, others, self.rng.choice((None, LONG)))
 
     def lose_in_a_multicast(self) -> None:
-        """While the message goes out, or the replies come back."""
+        """Lose a host while a multicast is delivered or its replies are collected."""
         mesh = self._some(self.actors["leaves"])
         self.watch.send(self.main, self.rng.choice(("call", "broadcast")), mesh, "take", self._payload())
         self.steps(self.rng.randrange(2 * len(mesh) + 4 * self.more.hosts))
         self.rng.choice((self.lose_host, self.lose_agent, self.cut_off))()
 
     def part(self) -> None:
-        """Two hosts hear nothing of each other; the controller hears both."""
+        """Cut the network between two hosts. The controller still reaches both."""
         one, other = self._host(), self._host()
         if one.hosts != other.hosts:
             self.watch.silence = True
@@ -229,12 +234,12 @@ class HostsWorld(World):
             self.simulation.cut(one, other, self.rng.choice((None, SILENCE, LONG)))
 
     def pause(self) -> None:
-        """So short that nobody takes it for a loss; nothing is lost."""
+        """Cut a host off for a time that is too short to lose it. No message is lost."""
         self.watch.silence = True
         others = self.rng.choice((None, this_host()))
         self.simulation.cut(self._host(), others, SHORT * self.rng.random())
 
-    # ---- the end
+    # ---- end of the run
 
     def end(self) -> None:
         if self.more.end:
@@ -251,7 +256,7 @@ def _is_daemon(process: SimulatedProcess) -> bool:
 
 
 def run(seed: int, hosts: int | None = None) -> HostsWorld:
-    """One run; an AssertionError, with the seed and the last steps in its notes, if a promise is broken."""
+    """Run one world. If an invariant fails, raise an AssertionError with the seed and the last steps in its notes."""
     rng = random.Random(seed)
     more = HostsPlan.draw(rng, hosts)
     plan = Plan.draw(rng, more.hosts * more.each)

@@ -1,7 +1,7 @@
 """Random worlds: which processes are spawned, which actor sends to which, which process dies when, all from one seed.
 
-`run` plays one world from beginning to end under a Watch. invariants.py has what must hold after each step.
-expected_failures.py has which failures must be reported.
+`run` runs one world from start to end under a Watch. invariants.py has the conditions that hold after each step.
+expected_failures.py has the failures that must be reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLICY_NAMES = tuple(POLICIES)
 
 @dataclass(frozen=True)
 class Plan:
-    """What kind of a run it is; the rest is drawn on the way."""
+    """Parameters of a run. The other choices are drawn during the run."""
 
     conditions: Conditions
     size: int
@@ -39,7 +39,7 @@ class Plan:
     direct: int
     most_in_one: int | None
     actions: int
-    violence: float  # share of actions that hurt
+    violence: float  # share of actions that are faults
     place: int | None
     large: int | None
 
@@ -62,9 +62,9 @@ class Plan:
 
 
 class World:
-    """One run."""
+    """One random world."""
 
-    POLICIES: tuple[int, ...] = (5, 2, 1, 2)  # how often the large mesh of processes has each of them
+    POLICIES: tuple[int, ...] = (5, 2, 1, 2)  # weight of each restart policy for the large mesh of processes
 
     def __init__(self, simulation: Simulation, plan: Plan, faults: Faults | None = None) -> None:
         self.simulation, self.plan = simulation, plan
@@ -72,15 +72,15 @@ class World:
         self.faults = faults or Faults(Watch(simulation))
         self.watch = self.faults.watch
         self.main = self.watch.sender("main")
-        self.tight = plan.window is not None  # who may wait for whom has to be thought of
-        self.waiting = ""  # what actors of this world wait for while they work, once one does
+        self.tight = plan.window is not None  # with small windows, circular waits must be avoided
+        self.waiting = ""  # the one reason for which actors of this world wait during a message
         self.procs: dict[str, Any] = {}
         self.actors: dict[str, Any] = {}
         self.port = self.watch.port()
         self.late = 0
-        self.promises: list[tuple[str, Any]] = []  # futures that have to be done at last
+        self.promises: list[tuple[str, Any]] = []  # futures that must be complete at the end
 
-    # ---- what there is
+    # ---- meshes
 
     def spawn_procs(self, name: str, size: int, policy: Policy = "none") -> None:
         self.faults.add(Mesh(name, size, policy))
@@ -118,7 +118,7 @@ class World:
         self.faults.add(Mesh("registered", 1, "none", procs=self.faults.add(Mesh("self", 1, "none"))))
 
     def spawn_late(self) -> None:
-        """Actors on some of the processes, of which some may be dead."""
+        """Spawn actors on some of the processes. Some of these may be dead."""
         self.late += 1
         name, home = f"late-{self.late}", self.faults.meshes["m"]
         first = self.rng.randrange(home.size)
@@ -131,10 +131,10 @@ class World:
         self.promises.append((f"{name}.initialized", self.actors[name].initialized))
         self.watch.send(self.main, "call", self._some(self.actors[name]), "take")
 
-    # ---- what happens
+    # ---- events
 
     def play(self) -> None:
-        """From beginning to end."""
+        """Run the world from start to end."""
         try:
             self.spawn()
             for _ in range(self.plan.actions):
@@ -148,7 +148,7 @@ class World:
             self.watch.close_streams()
 
     def advance(self) -> None:
-        """A little, or until much has happened, or not at all."""
+        """Advance the simulation by a random number of steps, by a random time, or not at all."""
         chance = self.rng.random()
         if chance < 0.3:
             self.steps(self.rng.randrange(self.plan.size))
@@ -158,19 +158,19 @@ class World:
             self.simulation.run(0.2)
 
     def steps(self, count: int) -> None:
-        """So many things happen."""
+        """Run ``count`` steps of the simulation."""
         for _ in range(count):
             if not self.simulation.step():
                 return
 
     def act(self) -> None:
-        """Something."""
+        """Do one random action."""
         calls = [self.one, self.one, self.many, self.many, self.burst, self.relay, self.relay, self.ask, self.lead]
         others = [self.give_up, self.shout, self.find, self.spawn_late]
         self.rng.choice(self.harm() if self.rng.random() < self.plan.violence else calls + others)()
 
     def harm(self) -> list[Callable[[], None]]:
-        """What hurts, the more often the more often it is there."""
+        """Return the faults to choose from. Frequent faults are listed twice."""
         return [
             self.kill,
             self.kill,
@@ -185,7 +185,7 @@ class World:
         return self.actors[self.rng.choices(("leaves", "relays"), (5, 1))[0]]
 
     def _some(self, mesh: Any) -> Any:
-        """All of a mesh, or a slice, mostly without those that are known to be dead."""
+        """Return a mesh or a slice of it, mostly without the ranks that are known to be dead."""
         size = len(mesh)
         if self.rng.random() < 0.3:
             first = self.rng.randrange(size)
@@ -239,7 +239,7 @@ class World:
         return orders
 
     def relay(self) -> None:
-        """An actor sends to others. Where windows are small, none that others wait for."""
+        """An actor sends to other actors. With small windows only actors that receive no waiting calls do so."""
         leaves = self.actors["leaves"]
         via = self.actors["relays"] if self.tight or self.rng.random() < 0.5 else leaves
         verb = self.rng.choice(("call_one", "broadcast"))
@@ -252,7 +252,11 @@ class World:
             self.watch.send(self.main, verb, self._some(relays), "ask", self.rng.randrange(len(leaves)), leaves)
 
     def _may_wait(self, what: str) -> bool:
-        """Whoever waits for an answer of one who waits for room waits for ever: the simulation has one stack."""
+        """Return whether actors may wait for ``what``.
+
+        The simulation has one stack. A wait for a reply and a wait for stream credit on it could block each other
+        without end.
+        """
         self.waiting = self.waiting or what
         return self.waiting == what
 
@@ -265,19 +269,19 @@ class World:
             self.watch.send(self.main, "call_one", self.actors["boss"], "lead", orders)
 
     def shout(self) -> None:
-        """Some answer through a port of the program."""
+        """Some actors send to a port of the program."""
         verb = self.rng.choice(("call", "broadcast"))
         self.watch.send(self.main, verb, self._some(self._mesh()), "shout", self.port, self._payload())
 
     def find(self) -> None:
-        """Some look for the actor of which there is one."""
+        """Some actors look for an actor that exists once."""
         if not self.tight:
             mesh = self._mesh()
             first = self.rng.randrange(len(mesh))
             self.watch.send(self.main, "broadcast", part(mesh, (first, first + 3)), "find")
 
     def give_up(self) -> None:
-        """Cancel, or have no patience."""
+        """Cancel a call, or let it time out."""
         mesh = self._some(self._mesh())
         if self.rng.random() < 0.5:
             message = self.watch.send(self.main, "call", mesh, "take")
@@ -288,14 +292,14 @@ class World:
             message = self.watch.send(self.main, "call", mesh, "take", timeout=self.rng.choice((1e-4, 1e-2)))
             message.given_up = True
 
-    # ---- what goes wrong
+    # ---- faults
 
     def kill(self) -> None:
         name = self.rng.choices(("m", "w", "boss-procs"), (6, 1, 1))[0]
         self.simulation.kill(self._one(self.procs.get(name, self.procs["m"])))
 
     def kill_in_a_multicast(self) -> None:
-        """One that has others below it, while the message goes down or the replies come up."""
+        """Kill a process that relays a multicast, while the message is delivered or its replies are collected."""
         mesh = self._some(self.actors["leaves"])
         self.watch.send(self.main, self.rng.choice(("call", "broadcast")), mesh, "take", self._payload())
         self.steps(self.rng.randrange(2 * self.plan.size))
@@ -312,7 +316,7 @@ class World:
                 self.watch.send(self.main, "call", some, "take")
 
     def stop(self) -> None:
-        """A mesh in the middle of it all."""
+        """Stop a mesh while it is in use."""
         what = self.rng.choice((self.procs, self.actors))
         name = "w" if what is self.procs else "relays"
         if self.rng.random() < 0.2:
@@ -320,7 +324,7 @@ class World:
             self.faults.stop(self.faults.meshes[name])
             self.promises.append((f"{name}.{how}()", getattr(what[name], how)()))
 
-    # ---- the end
+    # ---- end of the run
 
     def _survivors(self, mesh: Any) -> Any:
         core, watch = mesh._core, self.watch
@@ -328,7 +332,7 @@ class World:
         return mesh.without(lost) if len(lost) < len(mesh) else None
 
     def epilogue(self) -> None:
-        """Whoever is left works as if nothing had happened."""
+        """Check that the remaining actors work as before the faults."""
         for mesh in self.actors.values():
             survivors = self._survivors(mesh)
             if survivors is not None:
@@ -341,7 +345,7 @@ class World:
         self.faults.compare(self.simulation.faults)
 
     def end(self) -> None:
-        """Stop it all; nothing is left, and nobody calls that a failure."""
+        """Stop all meshes. Check that nothing is left and that no stop is reported as a failure."""
         told = len(self.simulation.faults)
         for name in sorted(self.procs, key=lambda name: not name.startswith("boss")):
             self.faults.stop(self.faults.meshes[name])
@@ -359,7 +363,7 @@ class World:
 
 
 def run(seed: int, size: int | None = None) -> World:
-    """One run; an AssertionError, with the seed and the last steps in its notes, if a promise is broken."""
+    """Run one world. If an invariant fails, raise an AssertionError with the seed and the last steps in its notes."""
     plan = Plan.draw(random.Random(seed), size)
     simulation = Simulation(
         seed,

@@ -9,7 +9,7 @@ from monarch_backend.testing import Simulation
 
 
 def digest_of(worlds: Any, *arguments: int) -> str:
-    """Of all that happens in ``worlds.run(*arguments)``; ``worlds`` is a module of random worlds."""
+    """Return a digest of all events in ``worlds.run(*arguments)``. ``worlds`` is a module of random worlds."""
     digest = hashlib.sha256()
 
     class Listening(Simulation):

@@ -1,8 +1,8 @@
-"""Many random worlds in interpreters of their own, without pytest; a crash prints its stacks.
+"""Runner of many random worlds in separate interpreters, without pytest. A crash prints its stacks.
 
 ``python -m tests.testing.seed_runner FIRST LAST [SIZE...] [--wide]`` runs the seeds before LAST, with each size in
 turn. A size is a number of processes, "any" for a size from the seed, or a number of hosts, as "hosts:64" or
-"hosts:any". With ``--wide``, one interpreter for each processor.
+"hosts:any". With ``--wide``, it starts one interpreter for each processor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOSTS = "hosts:"
 
 
 def run(first: int, last: int, *sizes: str) -> None:
-    """One after the other."""
+    """Run the seeds in this interpreter, one after the other."""
     for seed in range(first, last):
         size = sizes[seed % len(sizes)] if sizes else "any"
         try:
@@ -40,7 +40,7 @@ def _run_one(seed: int, size: str) -> None:
 
 
 def run_in_interpreters(seeds: range, *sizes: str, seconds: float | None = SECONDS) -> None:
-    """All of them, in as many interpreters as there are processors. Raises AssertionError with what one said."""
+    """Run the seeds in one interpreter for each processor. Raise AssertionError with the output of one that failed."""
     count = len(os.sched_getaffinity(0))
 
     def part(number: int) -> None:
@@ -54,7 +54,7 @@ def run_in_interpreters(seeds: range, *sizes: str, seconds: float | None = SECON
 
 
 def main() -> None:
-    """From the command line."""
+    """Run the command line."""
     first, last, *sizes = [word for word in sys.argv[1:] if word != "--wide"]
     if "--wide" in sys.argv:
         run_in_interpreters(range(int(first), int(last)), *sizes, seconds=None)

@@ -1,4 +1,4 @@
-"""The invariants of docs/architecture.md after each step of random runs; and that the checks can fail."""
+"""The invariants of docs/architecture.md hold after each step of random runs, and broken code violates them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.testing import random_world
 from tests.testing.seed_runner import run_in_interpreters
 
 SEEDS = 60
-MANY_SEEDS, BIG_CHUNK = int(os.environ.get("MONARCH_TEST_SEEDS", "500")), 250  # make test-seeds: 5,000
+MANY_SEEDS, BIG_CHUNK = int(os.environ.get("MONARCH_TEST_SEEDS", "500")), 250  # `make test-seeds` runs 5,000
 SMALL = ("any", "12", "24", "12", "24", "48")
-"""Five of six worlds are small: as many ways through the code, and five times as many seeds an hour."""
+"""Five of six worlds are small. They reach as many branches of the code, with five times as many seeds an hour."""
 
 
 def test_invariants_hold_in_random_worlds() -> None:
@@ -48,9 +48,7 @@ def test_invariants_hold_with_256_processes() -> None:
 
 
 def test_failure_names_its_seed_and_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        FlowControl, "refill", lambda *_: None
-    )  # credit that was given back is lost: senders wait for ever
+    monkeypatch.setattr(FlowControl, "refill", lambda *_: None)  # refilled credit is lost, so senders wait without end
     _, error = _first_failure(range(20), size=20)
     (told,) = error.__notes__
     seed, *steps = told.splitlines()
@@ -59,11 +57,11 @@ def test_failure_names_its_seed_and_last_steps(monkeypatch: pytest.MonkeyPatch) 
     assert all(" ms  " in step for step in steps)
 
 
-# ---- the checks can fail: each of these breaks the code in one place
+# ---- each of these breaks the code in one place, and a check must fail
 
 
 def _unordered(router: Router, peer: Any, frame: Any, combiner: Any) -> bool:
-    """What comes is taken when it comes, though not twice."""
+    """Handle frames in the order of arrival, but none twice."""
     if peer.held.setdefault(frame.seq, frame) is not frame:
         return False
     router._take(peer, frame, combiner)
@@ -71,7 +69,7 @@ def _unordered(router: Router, peer: Any, frame: Any, combiner: Any) -> bool:
 
 
 def _taken_twice(router: Router, peer: Any, frame: Any, combiner: Any) -> Any:
-    """What has a number that was there before is taken again."""
+    """Handle a frame again that repeats an earlier sequence number."""
     if frame.seq > peer.received:
         return _IN_ORDER(router, peer, frame, combiner)
     router._take(peer, frame, combiner)

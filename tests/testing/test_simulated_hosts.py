@@ -1,4 +1,4 @@
-"""Hosts in the simulator: the invariants with hosts, that checks can fail, and the effect of single faults."""
+"""Hosts in the simulator: the invariants hold, broken code violates them, and single faults have the right effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUIET = Conditions(late=0.0, kept_back=0.0, crossing=0.0)
 
 
 class Counter(Actor):
-    """Counts what it is sent."""
+    """Actor that counts its messages."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -51,7 +51,7 @@ class Counter(Actor):
 
     @endpoint
     def spawn_on(self, mesh: Any) -> None:
-        """Have an actor of its own in each process of ``mesh``."""
+        """Spawn an actor of its own in each process of ``mesh``."""
         self.crew = mesh.spawn("crew", Counter)
 
     @endpoint
@@ -68,17 +68,17 @@ def _mesh(simulation: Simulation, hosts: int, each: int = 1, **options: Any) -> 
     return machines, procs, counters
 
 
-# ---- the promises
+# ---- the promises of docs/architecture.md
 
 
-def test_promises() -> None:
+def test_invariants_hold_in_random_host_worlds() -> None:
     run_in_interpreters(range(SEEDS), "hosts:any", "hosts:4")
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, BIG_CHUNK))
-def test_promises_of_many_seeds(first: int) -> None:
+def test_invariants_hold_in_host_worlds_of_many_seeds(first: int) -> None:
     run_in_interpreters(range(first, first + BIG_CHUNK), *SIZES)
 
 
@@ -94,7 +94,7 @@ def test_the_same_seed_is_the_same_run() -> None:
     assert digest_of(random_hosts_world, 3, 6) != digest_of(random_hosts_world, 4, 6)
 
 
-# ---- the checks can fail: each of these breaks the code in one place
+# ---- each of these breaks the code in one place, and a check must fail
 
 
 def _forgets_the_last(gateway: Gateway, frame: Any) -> int:
@@ -103,7 +103,7 @@ def _forgets_the_last(gateway: Gateway, frame: Any) -> int:
 
 
 def _gives_up(gateway: Gateway, link: int, frame: Any) -> None:
-    """What finds no room is lost."""
+    """Drop frames that find the link full."""
     gateway._links.send(link, *frame._replace(body=[frame.body]))
 
 
@@ -227,7 +227,7 @@ def test_the_agent_of_a_host_dies() -> None:
 
 
 def test_permanent_silence_loses_the_host() -> None:
-    """Both sides notice when the bound is over; what is there ends, and nothing that was under way ran twice."""
+    """Both sides notice after the silence limit: the caller gets an error, and the lost host's processes end."""
     with Simulation(1, QUIET) as simulation:
         machines, _, counters = _mesh(simulation, 3)
         [process] = simulation.processes_of(counters.slice(hosts=1))
@@ -257,7 +257,7 @@ def test_pause_loses_no_message(seed: int) -> None:
 
 
 def test_cut_between_two_hosts() -> None:
-    """They lose each other, and the controller neither; what they have not begun goes on when the network is back."""
+    """The two hosts lose each other, and the controller loses neither."""
     with Simulation(1, QUIET) as simulation:
         machines, _, counters = _mesh(simulation, 3)
         one, other = counters.slice(hosts=0), counters.slice(hosts=1)
@@ -271,7 +271,7 @@ def test_cut_between_two_hosts() -> None:
 
 @pytest.mark.parametrize("when", ["before they meet", "afterwards"])
 def test_hosts_behind_an_unreachable_gateway(when: str) -> None:
-    """What they say goes through the controller's own host, both ways."""
+    """Their messages pass through the controller's own host, in both directions."""
     with Simulation(1, QUIET) as simulation:
         machines, _, direct = _mesh(simulation, 1)
         assert simulation.hosts is not None
@@ -328,7 +328,10 @@ def test_ranks_go_on_on_another_host() -> None:
 
 
 def test_actors_of_a_replaced_process_end() -> None:
-    """Their owner hears of the successor first, stops the actors, and then hears that the process has ended."""
+    """Their owner first learns of the successor and stops the actors.
+
+    Later it learns that the old process has ended.
+    """
     with Simulation(1, QUIET) as simulation:
         machines, _, counters = _mesh(simulation, 2)
         homes = machines.spawn_procs({"gpus": 2}, name="homes", restart=Restart(backoff=0.001))
@@ -348,7 +351,7 @@ def test_actors_of_a_replaced_process_end() -> None:
 
 
 def test_a_host_is_lost_while_all_ranks_are_started_anew() -> None:
-    """Each successor is started once: what was started in vain would run on, unknown to anybody."""
+    """Each successor is started once. A second start would leave a process that no owner knows."""
     with Simulation(1, QUIET) as simulation:
         policy = Restart("all", max_restarts=100, within=1e9, backoff=0.5, most_backoff=0.5)
         machines, procs, counters = _mesh(simulation, 4, 2, restart=policy)
@@ -365,7 +368,10 @@ def test_a_host_is_lost_while_all_ranks_are_started_anew() -> None:
 
 
 def test_the_controllers_own_gateway_dies() -> None:
-    """With it all ways to other hosts are gone: what is there ends, and what is here goes on."""
+    """All routes to other hosts are lost with it.
+
+    Processes there end, and processes on the controller's host continue.
+    """
     with Simulation(1, QUIET) as simulation:
         _, procs, counters = _mesh(simulation, 3)
         here = this_host().spawn_procs({"gpus": 2}, name="here").spawn("near", Counter)

@@ -47,7 +47,7 @@ QUIET = Conditions(late=0.0, kept_back=0.0, crossing=0.0)
 
 
 class Recorder(Actor):
-    """Remembers what it is sent."""
+    """Actor that records its messages."""
 
     def __init__(self) -> None:
         self.taken: list[Any] = []
@@ -82,7 +82,7 @@ class Recorder(Actor):
 
     @endpoint
     def wait(self, seconds: float | None) -> None:
-        """For what never comes."""
+        """Wait for a message that never arrives."""
         _, receiver = Channel.open()
         receiver.recv().get(seconds)
 
@@ -92,7 +92,7 @@ class Recorder(Actor):
 
 
 class Parent(Actor):
-    """Has processes of its own."""
+    """Actor that owns processes."""
 
     def __init__(self) -> None:
         self.procs = this_host().spawn_procs({"gpus": 2}, name="children")
@@ -104,7 +104,7 @@ class Parent(Actor):
 
 
 class Friend(Actor):
-    """Knows others from its beginning."""
+    """Actor that gets a mesh of other actors when it is constructed."""
 
     def __init__(self, others: Any) -> None:
         self.others = others
@@ -115,7 +115,7 @@ class Friend(Actor):
 
 
 class Later(Actor):
-    """Async, which the simulator does not run."""
+    """Actor with an async endpoint, which the simulator does not run."""
 
     @endpoint
     async def take(self) -> None: ...
@@ -140,7 +140,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 @pytest.mark.slow
 def test_the_same_seed_is_the_same_run_in_another_process() -> None:
-    """Also where strings have other hashes, so that sets have another order."""
+    """Another hash seed changes the order of sets."""
     code = "from tests.testing.test_simulator import _digest; print(_digest(3))"
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", code]
@@ -154,7 +154,7 @@ def test_the_same_seed_is_the_same_run_in_another_process() -> None:
     assert digest("4711") == digest("0")
 
 
-def test_one_thread_no_process_no_time() -> None:
+def test_simulation_uses_one_thread_and_no_real_time() -> None:
     before, started = threading.active_count(), time.process_time()
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
     processes = children.read_text() if children.exists() else ""
@@ -166,7 +166,7 @@ def test_one_thread_no_process_no_time() -> None:
         assert len(simulation.processes) == 257
         simulation.run(24 * 3600.0)
         assert simulation.now > 24 * 3600.0
-    assert time.process_time() - started < 60.0  # a day has passed
+    assert time.process_time() - started < 60.0  # a day of simulated time
 
 
 def test_all_substitutions_are_undone() -> None:
@@ -195,7 +195,8 @@ def _fail_in(simulation: Simulation, state: Callable[[], list[Any]]) -> None:
     with simulation:
         assert state()[:6] == [2, 6, 5, 7, 3, 4]
         assert runtime.program() is simulation.controller.program
-        simulation.controller.program.wait(CreditWaiter(), 0.0)  # Ctrl-C is its own from now on
+        # this first wait installs the simulated program's SIGINT handler
+        simulation.controller.program.wait(CreditWaiter(), 0.0)
         raise ZeroDivisionError
 
 
@@ -212,7 +213,7 @@ def test_simulation_ends_with_its_with_block() -> None:
 # ---- frames
 
 
-def test_each_pair_in_order_others_in_any() -> None:
+def test_messages_are_ordered_within_each_pair_only() -> None:
     with Simulation(5, Conditions(late=0.5)) as simulation:
         _, actors = _mesh(8)
         port, receiver = Channel.open()
@@ -232,7 +233,7 @@ def test_each_pair_in_order_others_in_any() -> None:
         assert list(actors.give.call().get().values()) == [list(range(20))] * 8
     for rank in range(8):
         assert [i for r, i in heard if r == rank] == list(range(20))
-    assert heard != sorted(heard, key=lambda answer: answer[1])  # the ranks did not take turns
+    assert heard != sorted(heard, key=lambda answer: answer[1])  # the ranks did not run in turn
 
 
 def test_payloads_are_copies() -> None:
@@ -250,7 +251,7 @@ def test_payloads_are_copies() -> None:
 
 
 class _Sink:
-    """Takes what comes to a process in the place of its router."""
+    """Receives the events of a process in place of its router."""
 
     def __init__(self, process: Any) -> None:
         self.events: list[Any] = []
@@ -258,7 +259,7 @@ class _Sink:
 
     @property
     def told(self) -> list[Any]:
-        """Kinds, and what frames carry."""
+        """Return the kind of each event, or the content of a frame."""
         return [event[8] if event[1] > 0 else Kind(event[1]).name for event in self.events]
 
 
@@ -274,14 +275,14 @@ def _send(process: Any, link: int, body: bytes) -> bool:
     return sent
 
 
-def test_last_words_come_before_the_end() -> None:
+def test_last_frames_of_a_process_precede_its_exit() -> None:
     with Simulation(0, QUIET) as simulation:
         one, _, _, heard = _pair(simulation)
         link = one.links.connect("2" * 32)
         for word in (b"famous", b"last", b"words"):
             _send(one, link, word)
         one.die(-9)
-        assert _send(one, link, b"from beyond")  # as to the dead: nothing happens
+        assert _send(one, link, b"from beyond")  # a send by a dead process has no effect
         simulation.run()
         assert heard.told == ["MET", b"famous", b"last", b"words", "GONE"]
         assert heard.events[-1][2:] == ("killed by signal 9", False)
@@ -310,7 +311,7 @@ def test_messages_to_dead_and_unknown_processes() -> None:
         assert one.links.connect("3" * 32) == -1
         _send(one, link, b"too late")
         other.die(0, orderly=True)
-        assert one.links.connect("2" * 32) == link  # it has not heard of the end
+        assert one.links.connect("2" * 32) == link  # it has not noticed the end
         assert _send(one, link, b"to nobody")
         simulation.run()
         assert heard.told == ["MET", "GONE"]
@@ -371,7 +372,7 @@ def test_a_killed_process() -> None:
             simulation.kill(simulation.controller)
 
 
-def test_one_that_ends_itself() -> None:
+def test_actor_that_kills_its_process_is_reported() -> None:
     with Simulation() as simulation:
         _, actors = _mesh(2)
         error = actors.slice(gpus=1).end.call_one().exception()
@@ -387,7 +388,7 @@ def test_restarts() -> None:
         actors.take.call(1).get()
         simulation.kill(procs.slice(gpus=0))
         simulation.run(0.5)
-        assert [process.rank for process in simulation.processes_of(procs)] == [1]  # the other one is yet to start
+        assert [process.rank for process in simulation.processes_of(procs)] == [1]  # the successor has not started yet
         simulation.run(2.0)
         assert actors.give.call().get().item(gpus=0) == []
         assert len(simulation.processes) == 4
@@ -396,7 +397,10 @@ def test_restarts() -> None:
 
 @pytest.mark.parametrize("most", [process_restarts.MAX_REPLACED_RANKS, 10])
 def test_restart_of_all_is_reported_once_to_each(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not once for each rank, which would be the square of a large mesh; nor to those that it has killed."""
+    """Each other process gets one report for all ranks. One report for each rank would be quadratic in the mesh's size.
+
+    Killed processes get no report.
+    """
     monkeypatch.setattr(process_restarts, "MAX_REPLACED_RANKS", most)
     told: dict[str, list[int]] = {}
     with Simulation(1, QUIET) as simulation:
@@ -424,7 +428,7 @@ def test_restart_of_all_is_reported_once_to_each(most: int, monkeypatch: pytest.
 
 
 def test_killed_process_ends_before_its_successor_starts() -> None:
-    """As with a fork server, which kills and forks in the order of what it is told; a signal is not waited for."""
+    """Like a fork server, the simulator kills and starts processes in the order of its commands."""
     for seed in range(20):
         with Simulation(seed, Conditions(late=0.5, starting=0.0)) as simulation:
             procs, actors = _mesh(4, restart=Restart("all", max_restarts=9, backoff=0.0))
@@ -442,7 +446,7 @@ def test_killed_process_ends_before_its_successor_starts() -> None:
 
 
 @pytest.mark.parametrize("what", ["unstartable", "dies_at_start"])
-def test_processes_that_never_come(what: str) -> None:
+def test_process_that_fails_to_start_is_reported(what: str) -> None:
     with Simulation(0, Conditions(**{what: 1.0})) as simulation:  # type: ignore[arg-type]
         procs, actors = _mesh(1)
         assert isinstance(actors.take.call_one(1).exception(), SupervisionError)
@@ -482,7 +486,7 @@ def test_stop_without_failure() -> None:
         assert not simulation.faults
 
 
-# ---- waiting
+# ---- waits
 
 
 def test_time_limits_are_of_simulated_time() -> None:
@@ -521,7 +525,7 @@ def test_a_wait_that_is_cancelled() -> None:
         simulation.run()
         assert simulation.now == pytest.approx(1.0, abs=0.1)
         assert isinstance(call.exception(), CancelledError)
-        assert actors.take.call_one(1).get() == 0  # it takes the next one
+        assert actors.take.call_one(1).get() == 0  # the actor handles the next message
 
 
 def test_process_that_dies_while_waiting() -> None:
@@ -570,7 +574,7 @@ def test_async_actors_are_refused() -> None:
         _mesh(1, Later)
 
 
-# ---- looking
+# ---- inspection of a simulation
 
 
 def test_run_and_step() -> None:
@@ -616,7 +620,7 @@ def test_deaths_are_reported() -> None:
         assert dead == ["gpus 1 of workers"]
 
 
-def test_the_trace_is_for_people() -> None:
+def test_trace_names_messages_and_events() -> None:
     with Simulation(steps=400, direct=2, fanout=2) as simulation:
         procs, actors = _mesh(7)
         actors.take.call(1).get()

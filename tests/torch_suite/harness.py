@@ -1,7 +1,7 @@
-"""pytest's side of torch's suite: the list of tests, and a process that runs them.
+"""Harness of torch's suite in pytest: the list of tests, and a server process that runs them.
 
-Reads names from the file without importing it, starts and stops server.py, and turns its replies into outcomes.
-test_distributed.py and skips.py decide which outcome is good.
+It reads the names from torch's file without importing it, starts and stops server.py, and turns its replies into
+outcomes. test_distributed.py and skips.py decide which outcomes are accepted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tests.support.ranks import KEPT_FDS, KEPT_PIDS
 from tests.torch_suite.server import suite_path
 
 ROOT = Path(__file__).parents[2]
-# Seconds that the ranks of one test get. The longest takes 2 s on two cores; torch's own limit is 300 s.
+# Timeout in seconds for the ranks of one test. The longest test takes 2 s on two cores; torch's own limit is 300 s.
 HANG = 60.0
-# The server ends a hung test by itself; when nothing comes for so much longer, it hangs too.
+# The server ends a hung test by itself. If no reply arrives for this much longer, the server hangs, too.
 SILENCE = 60.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one test: "passed", "skipped" or "failed"; why, and what was printed."""
+    """Outcome of one test: "passed", "skipped" or "failed", with the reason and the output."""
 
     status: str
     why: str
@@ -39,17 +39,20 @@ class Outcome:
 
 
 def test_names() -> list[str]:
-    """The names of the suite's tests, in the file's order, as unittest sees them."""
+    """Return the names of the suite's tests as unittest sees them, in the file's order."""
     tree = ast.parse(suite_path().read_text())
     suite = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "DistributedTest")
     base = next(n for n in suite.body if isinstance(n, ast.ClassDef) and n.name == "_DistTestBase")
     methods = [n for n in base.body if isinstance(n, ast.FunctionDef) and n.name.startswith("test")]
-    # A name that the file uses twice is one method.
+    # If the file defines a name twice, the class has one method of that name.
     return list(dict.fromkeys(method.name + suffix for method in methods for suffix in _suffixes(method)))
 
 
 def _suffixes(method: ast.FunctionDef) -> list[str]:
-    """What torch's @parametrize appends to a name, "_size_2_flag_True"; the lowest decorator comes first."""
+    """Return the suffixes that torch's @parametrize appends, such as "_size_2_flag_True".
+
+    The lowest decorator comes first.
+    """
     axes = []
     calls = [d for d in method.decorator_list if isinstance(d, ast.Call)]
     for call in reversed(calls):
@@ -60,7 +63,7 @@ def _suffixes(method: ast.FunctionDef) -> list[str]:
 
 
 class Suite:
-    """The suite for one backend, loaded in a process of its own; every test runs once and is remembered."""
+    """The suite for one backend, loaded in a process of its own. Each test runs once, and its outcome is cached."""
 
     def __init__(self, backend: str, world_size: int = 2, hang: float = HANG) -> None:
         self.backend = backend
@@ -88,21 +91,21 @@ class Suite:
         self.names: list[str] = self._receive()
 
     def _environment(self) -> dict[str, str]:
-        # One thread per rank: two ranks on a small machine would otherwise fight for the cores.
-        # No GPU: torch skips the whole suite on a machine with one, and this is about the CPU route.
-        # A warning is only a warning in the ranks, as where torch runs its suite; "error" is pytest's filter for us.
+        # One thread per rank: two ranks on a small machine would otherwise compete for the cores.
+        # No GPU: torch skips the whole suite on a machine with a GPU, and these tests are about the CPU route.
+        # Warnings stay warnings in the ranks, as in torch's own runs. The filter "error" is for our tests in pytest.
         chosen = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "default"}
-        # The suite reads these; what a launcher or another test left there is not meant for it.
+        # The suite reads these variables. Values from a launcher or another test are not meant for it.
         dropped = ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG", "MONARCH_DEBUG")
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
-        # It leaves files behind; in a folder that goes away they harm nobody.
+        # The suite leaves files behind, so it gets a folder that is deleted.
         return {**kept, **chosen, "TMPDIR": f"{self._folder.name}/tmp", "TEMP_DIR": self._folder.name}
 
     def _receive(self) -> Any:
         with contextlib.suppress(EOFError, ConnectionError):
             if self._connection.poll(self._silence):
                 return self._connection.recv()
-            self._server.send_signal(signal.SIGUSR1)  # prints its stacks
+            self._server.send_signal(signal.SIGUSR1)  # makes the server print its stacks
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(1.0)
         output = self.output()
@@ -110,11 +113,11 @@ class Suite:
         raise AssertionError(f"the server of torch's suite for {self.backend} hung or died; its output:\n{output}")
 
     def run(self, name: str) -> Outcome:
-        """The outcome of one test; from memory if it ran before."""
+        """Return the outcome of one test. Run the test unless it ran before."""
         if name not in self.outcomes:
             found = self._run(name)
-            # torch's profiler, which has nothing to do with a backend, ends the process where a machine keeps it from
-            # starting in time ("insufficient time for warmup").
+            # torch's profiler ends the process on a machine that delays its start ("insufficient time for warmup").
+            # This has nothing to do with a backend, so the test runs again.
             died_in_the_profiler = found.status == "failed" and "libkineto::" in found.output
             self.outcomes[name] = self._run(name) if died_in_the_profiler else found
         return self.outcomes[name]
@@ -125,11 +128,11 @@ class Suite:
         return Outcome(status, why, self.output() if status == "failed" else "")
 
     def output(self) -> str:
-        """The end of what the running test printed."""
+        """Return the end of the running test's output."""
         return self._log.read_text(errors="replace")[-20_000:]
 
     def close(self) -> None:
-        """End the server and whatever is left of its ranks; there is nothing in them to save."""
+        """End the server and its remaining ranks. They have no state to save."""
         if self._connection.closed:
             return
         KEPT_FDS.discard(self._connection.fileno())

@@ -1,13 +1,13 @@
-"""The skip reasons of torch's suite that are accepted, and why. Any other reason fails the test.
+"""Accepted skip reasons of torch's suite, each with an explanation. Any other reason fails the test.
 
-A skip because the suite does not know this backend's name is not accepted: it belongs in substitutions.py.
+A skip because the suite does not know this backend's name is not accepted. It needs an entry in substitutions.py.
 """
 
 from __future__ import annotations
 
 import re
 
-# (the reason as the suite gives it, why it holds for backend "monarch")
+# (the suite's reason, why it holds for backend "monarch")
 ACCEPTED = (
     (
         r"Need at least \d+ (CUDA|accelerator) devices|(CUDA|accelerator) is not available\.",
@@ -39,10 +39,10 @@ ACCEPTED = (
 
 
 def why(reason: str) -> str:
-    """Why we accept the suite's reason; "" if we don't."""
+    """Return our explanation of the suite's reason, or "" if the reason is not accepted."""
     return next((ours for pattern, ours in ACCEPTED if re.fullmatch(pattern, reason)), "")
 
 
 def for_world_size(reason: str) -> bool:
-    """True if more ranks would let the test run."""
+    """Return whether the test would run with more ranks."""
     return "world size" in reason

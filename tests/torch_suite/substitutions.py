@@ -1,9 +1,8 @@
-"""What is changed in torch's distributed_test.py before it runs, and why: "monarch" gets what "gloo" gets.
+"""Changes of torch's distributed_test.py before it runs, with their reasons: "monarch" is treated like "gloo".
 
-The file decides by name what a backend can do, and skips silently for a name it doesn't know. Here are the
-changes of its text, each with its reason, and the mentions of Gloo that stay. Nothing else may change the suite:
-no test, tolerance, timeout or expectation. `unmatched` and `unreviewed` are empty as long as torch's file is the
-one that was read.
+The file decides by a backend's name what the backend can do, and silently skips tests for unknown names. This module
+lists the changes of its text, and the lines that mention Gloo and stay. No test, tolerance, timeout or expectation may
+change. `unmatched` and `unreviewed` return nothing as long as torch's file is one of those that were reviewed.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Substitution:
-    """``old`` becomes ``new``, everywhere; ``counts`` is how often torch 2.9 to 2.15 write ``old``.
+    """Replacement of ``old`` by ``new`` everywhere. ``counts`` has the numbers of ``old`` in torch 2.9 to 2.15.
 
-    No line is added or taken, so that a traceback names torch's own lines.
+    No line is added or removed, so tracebacks have torch's own line numbers.
     """
 
     old: str
@@ -25,12 +24,11 @@ class Substitution:
     reason: str
 
 
-# The features that torch's common_distributed.py lists by backend name, as sets; "monarch" joins them.
-# "plugin" is torch's own place for backends that are not built in: it makes `require_backend_is_available` look
-# no further than the name.
+# The features that torch's common_distributed.py lists by backend name, as sets. "monarch" is added to them. "plugin"
+# is torch's set for backends that are not built in: for these `require_backend_is_available` checks only the name.
 FEATURES = ("gpu", "cuda", "ddp", "subgroup", "plugin")
 
-# Names that the changed file uses and that the harness puts beside its own.
+# Names that the changed file uses. server.py adds them to the module.
 NAMES = {"TITLES": {"monarch": "shm"}}
 
 SUBSTITUTIONS = (
@@ -96,7 +94,7 @@ SUBSTITUTIONS = (
     ),
 )
 
-# Lines that name Gloo and stay: (pattern of the whole line, reason).
+# Lines that mention Gloo and stay: (pattern of the whole line, reason).
 KEPT = (
     (r"#.*", "comments"),
     (r'dist\.Backend\(\["gloo"\]\)', "a call that must raise whatever the backend"),
@@ -111,20 +109,20 @@ KEPT = (
 
 
 def apply(source: str) -> str:
-    """Torch's file with every substitution made."""
+    """Return torch's file with all substitutions."""
     for substitution in SUBSTITUTIONS:
         source = source.replace(substitution.old, substitution.new)
     return source
 
 
 def unmatched(source: str) -> list[str]:
-    """The substitutions that torch's file has more or less often than the releases that were read."""
+    """Return the substitutions whose number in torch's file differs from that of the reviewed releases."""
     found = ((s, source.count(s.old)) for s in SUBSTITUTIONS)
     return [f"{s.old!r}: {n} times, expected {s.counts} ({s.reason})" for s, n in found if n not in s.counts]
 
 
 def unreviewed(source: str) -> list[str]:
-    """The lines of torch's file that name Gloo and are neither substituted nor listed in KEPT."""
+    """Return the lines of torch's file that mention Gloo and are neither substituted nor listed in KEPT."""
     left = []
     for number, line in enumerate(apply(source).splitlines(), 1):
         if not re.search(r"\"gloo\"|Backend\.GLOO", line) or "monarch" in line:

@@ -16,7 +16,7 @@ from tests.torch_suite.harness import Outcome, Suite
 
 NAMES = harness.test_names()
 
-# Release of torch -> tests that Gloo passes there on two ranks, kept true by test_recorded_number_is_gloos.
+# Release of torch -> number of tests that Gloo passes on two ranks. test_recorded_number_is_gloos checks the numbers.
 GLOO_PASSES = {(2, 9): 93, (2, 13): 91, (2, 14): 91, (2, 15): 91}
 
 GetSuite = Callable[..., Suite]
@@ -24,7 +24,7 @@ GetSuite = Callable[..., Suite]
 
 @pytest.fixture(scope="session")
 def suite() -> Iterator[GetSuite]:
-    """``suite(backend, world_size)``, loaded when first asked for."""
+    """Return ``suite(backend, world_size)``. It loads each suite at its first use."""
     loaded: dict[tuple[str, int], Suite] = {}
 
     def get(backend: str = "monarch", world_size: int = 2) -> Suite:
@@ -61,7 +61,7 @@ def test_every_test_is_collected(suite: GetSuite) -> None:
 def test_a_hung_test_fails_with_its_stacks() -> None:
     impatient = Suite("monarch", hang=0.2)
     try:
-        outcome = impatient.run("test_monitored_barrier_gloo")  # waits 2 s for a rank that doesn't come
+        outcome = impatient.run("test_monitored_barrier_gloo")  # waits 2 s for a rank that never joins
     finally:
         impatient.close()
     assert outcome.status == "failed"

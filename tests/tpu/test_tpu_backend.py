@@ -1,9 +1,9 @@
-"""Device "tpu" of the torch-tpu package: found by what that package registers, tested with a stand-in for it.
+"""Device "tpu" of the torch-tpu package: how its registrations are found, tested with a stand-in for the package.
 
-torch-tpu 0.2 renames PrivateUse1 to "tpu" and, if it sees a TPU, registers a compiled `c10d::Backend` under the
-names "tpu_dist" and "tpu". The stand-ins register the same way: torch's FakeProcessGroup, which is compiled and
-takes tensors of any device, and a recorder, which shows what arrives. Both live in forked ranks, because a
-renamed device can't be taken back. The real package is used as far as it goes without a TPU.
+torch-tpu 0.2 renames PrivateUse1 to "tpu". If it sees a TPU, it registers a compiled `c10d::Backend` under the names
+"tpu_dist" and "tpu". There are two stand-ins that register in the same way. One is torch's FakeProcessGroup, which is
+compiled and takes tensors of any device. The other is a recorder of its calls. Both are used in forked ranks, because
+the renaming of a device cannot be undone. The real package is tested as far as it works without a TPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ needs_device = pytest.mark.skipif(
 
 
 class _Recorder:
-    """A process group that notes the collectives it is given; every work is done at once."""
+    """A process group that records its collectives. Every work is done at once."""
 
     def __init__(self, *created_with: Any) -> None:
         self.created_with = created_with
@@ -64,11 +64,11 @@ def _fake(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
     return FakeProcessGroup._create_internal(rank, size)
 
 
-_kernels: list[torch.library.Library] = []  # they are gone when it is
+_kernels: list[torch.library.Library] = []  # the kernels are removed when their library is freed
 
 
 def _add_kernels() -> None:
-    """What the fake group and functional collectives do to tensors, for a device without memory."""
+    """Register kernels of the fake group and of functional collectives, for a device without memory."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_copy_from", lambda source, target, non_blocking=False: target, "PrivateUse1")
     library.impl("zero_", lambda tensor: tensor, "PrivateUse1")
@@ -79,7 +79,7 @@ def _add_kernels() -> None:
 
 def _load_stand_in(create: Callable[..., Any]) -> None:
     backend_registration._setup_privateuseone_for_python_backend("tpu")
-    for name in ("tpu_dist", "tpu"):  # the order of torch-tpu's loader: the first one becomes the default
+    for name in ("tpu_dist", "tpu"):  # in the order of torch-tpu's loader: the first name becomes the default
         dist.Backend.register_backend(name, create, devices=["tpu"])
     assert dist.Backend.default_device_backend_map["tpu"] == "tpu_dist"
 
@@ -97,10 +97,10 @@ def _created(rank: int, address: str) -> str:
 
     _load_stand_in(create)
     init(rank, 2, address, seconds=17.0)
-    [first] = made  # with the group, because C++ callers may ask for it before any tensor comes
+    [first] = made  # created with the group, because C++ callers may ask for the backend before the first tensor
     store, *rest = first.created_with
     assert rest == [rank, 2, timedelta(seconds=17)]
-    store.set(f"from {rank}", "hello")  # a store of its own, which works
+    store.set(f"from {rank}", "hello")  # the backend has a working store of its own
     store.wait([f"from {1 - rank}"], timedelta(seconds=20))
     group = dist.new_group([1, 0], timeout=timedelta(seconds=9))
     assert made[1].created_with[1:] == (rank, 2, timedelta(seconds=9))
@@ -124,7 +124,7 @@ def test_the_package_s_group_is_made_with_ours(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err.count(f"group 0: {route}") == 2
 
 
-# torch 2.13 renames these and warns about the old names
+# torch 2.13 renames these two and warns about the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -155,7 +155,7 @@ def _arrives(rank: int, address: str) -> None:
         assert recorder.calls.pop()[0] == name
     assert recorder.calls == []
     x = torch.full((2,), float(rank + 1))
-    dist.all_reduce(x)  # the CPU's tensors take Gloo, in the same group
+    dist.all_reduce(x)  # CPU tensors use Gloo in the same group
     dist.barrier()
     assert x.tolist() == [3.0, 3.0]
     assert recorder.calls == []
@@ -163,7 +163,7 @@ def _arrives(rank: int, address: str) -> None:
 
 
 @needs_device
-def test_every_collective_arrives_there() -> None:
+def test_every_collective_reaches_the_tpu_group() -> None:
     run_ranks(_arrives, 2, backend=None)
 
 
@@ -174,13 +174,13 @@ def _compiled(rank: int, address: str) -> None:
     group = dist.group.WORLD
     assert group.bound_device_id == torch.device("tpu:0")
     assert group._get_backend(torch.device("tpu")).name() == "fake"
-    # CommDebugMode counts what passes torch's dispatcher, where the compiled base class finds the same group.
+    # CommDebugMode counts the calls of torch's dispatcher, where the compiled base class finds the same group.
     counted = CommDebugMode()
     for mode in (contextlib.nullcontext(), counted):
         with mode:
             for call in CALLS.values():
                 call(_on_tpu(), _on_tpu())
-    assert counted.get_total_counts() == len(CALLS) - 3  # it does not count send, recv and barrier
+    assert counted.get_total_counts() == len(CALLS) - 3  # CommDebugMode does not count send, recv and barrier
     assert funcol.all_reduce(_on_tpu(), "sum", group).device.type == "tpu"
     mesh = init_device_mesh("tpu", (2,))
     assert mesh.get_group() is group
@@ -258,7 +258,8 @@ dist.destroy_process_group()
 
 @pytest.mark.skipif(not INSTALLED, reason="torch-tpu is not installed here")
 def test_real_package_registers_the_same_names() -> None:
-    env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1"}  # or it asks a cloud's metadata server for half a minute
+    # otherwise the package waits half a minute for a cloud's metadata server
+    env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1"}
     done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("tpu -> tpu_dist (")

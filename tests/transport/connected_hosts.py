@@ -17,7 +17,7 @@ QUICK = Timeouts(heartbeat=0.05, silence=1.0, patience=2.0, pause=0.01)
 
 
 class Side:
-    """One of two hosts, and what it has heard."""
+    """One of two hosts: its connection manager, received frames, and connections that came up or were lost."""
 
     def __init__(self, *secrets: bytes, bounds: Timeouts = QUICK, **options: Any) -> None:
         self.frames: queue.Queue[tuple[bytes, bytes]] = queue.Queue()
@@ -41,7 +41,7 @@ def together(sides: Callable[..., Side], **options: Any) -> tuple[Side, Side, Pe
 
 
 def reset(side: Side, remote: PeerConnection) -> None:
-    """On the thread: as a network does it, to both."""
+    """Reset the connection of both sides, as a network failure does. Call this on the manager's thread."""
     if remote.connection is not None:
         connection = remote.connection
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

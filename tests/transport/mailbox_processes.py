@@ -37,7 +37,7 @@ class Flags:
         return self._memory[number] != 0
 
     def tell(self, number: int, yes: bool) -> None:
-        """Answer a question; `answer_to` waits for it."""
+        """Raise a flag with a yes or no, which `answer_to` waits for and returns."""
         self._memory[number] = 1 + yes
 
     def answer_to(self, number: int) -> bool:
@@ -71,7 +71,7 @@ class MailboxProcess:
         flags.raise_(UP + rank)
 
     def connect(self, rank: int) -> int:
-        """The link to a rank, once it is up."""
+        """Connect to a rank once its mailbox has started, and return the link."""
         self.flags.wait(UP + rank)
         link = self.mailbox.connect(self.tokens[rank])
         assert link >= 0
@@ -119,7 +119,7 @@ class MailboxProcess:
         return events
 
     def next_link(self) -> int:
-        """The link of the next process that connects."""
+        """Return the link of the next process that connects."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             left = deadline - time.monotonic()
@@ -134,7 +134,7 @@ class MailboxProcess:
 
     def used(self) -> int:
         """Return the bytes of the arena in use, after unused ones are released."""
-        self.host.drop_board(self.host.make_board(1))
+        self.host.free_control_block(self.host.allocate_control_block(1))
         return self.host.used()
 
 
@@ -144,7 +144,7 @@ Role = Callable[[MailboxProcess], Any]
 def play(*roles: Role, dying: Sequence[int] = (), arena: int = 64 << 20, share: int = 1 << 62) -> list[Any]:
     """Run each role in its own process. Return the results of those that do not die, by rank.
 
-    Processes that have ended stay zombies until all have answered, so that the others can see how they ended.
+    Processes that have ended stay zombies until all have answered, so that other processes can read how they ended.
     """
     tokens = [secrets.token_hex(16) for _ in roles]
     flags = Flags()
@@ -156,7 +156,7 @@ def play(*roles: Role, dying: Sequence[int] = (), arena: int = 64 << 20, share: 
                 roles[rank](process)
                 os._exit(0)
             _answer(pipe, lambda: roles[rank](process))
-            pipe.poll(TIMEOUT_S)  # stays there for the others until all are through
+            pipe.poll(TIMEOUT_S)  # stay until all roles have ended, because the others may still use this mailbox
 
         return run
 

@@ -42,12 +42,12 @@ def _mine() -> Hello:
     return Hello(OTHER, SESSION, 9)
 
 
-# Where it comes from --------------------------------------------------------------------------------------------------
+# Sources of the secret ------------------------------------------------------------------------------------------------
 
 
 def test_the_user_secret_is_made_once_and_is_the_users_alone(tmp_path: Path) -> None:
     folder = tmp_path / "state" / "monarch_backend"
-    old = os.umask(0)  # whatever the user's is
+    old = os.umask(0)  # the file modes must not depend on the user's umask
     try:
         secret = user_secret(folder)
     finally:
@@ -58,7 +58,7 @@ def test_the_user_secret_is_made_once_and_is_the_users_alone(tmp_path: Path) -> 
     assert stat.S_IMODE((folder / "secret").stat().st_mode) == 0o600
 
 
-def test_the_user_secret_stands_where_state_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_secret_is_in_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
     assert user_secret() == read_secret(tmp_path / "xdg" / "monarch_backend" / "secret")
     monkeypatch.delenv("XDG_STATE_HOME")
@@ -100,7 +100,7 @@ def test_a_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> No
     assert len(read_secret(path)) == 32
 
 
-def test_a_file_of_several(tmp_path: Path) -> None:
+def test_secret_file_holds_several_secrets(tmp_path: Path) -> None:
     known = [new_secret() for _ in range(3)]
     path = tmp_path / "secret"
     path.write_text("".join(f"{secret.hex()}\n" for secret in known))
@@ -158,7 +158,7 @@ def test_names_of_secrets_tell_them_apart() -> None:
     assert name_of(SECRET) == name_of(SECRET) and len(name_of(SECRET)) == 8
 
 
-# Who gets through -----------------------------------------------------------------------------------------------------
+# Accepted peers -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("binding", [b"", b"x" * 64])
@@ -177,7 +177,7 @@ def test_handshake_authenticates_both_sides(binding: bytes) -> None:
     assert SECRET not in hello + answer + proof
 
 
-def test_one_of_two_jobs_is_meant() -> None:
+def test_server_selects_the_secret_of_the_client() -> None:
     both = [new_secret(), new_secret()]
     for secret in both:
         caller, called = HandshakeClient(secret, _mine()), HandshakeServer({name_of(known): known for known in both})
@@ -186,7 +186,7 @@ def test_one_of_two_jobs_is_meant() -> None:
         assert called.secret == secret
 
 
-# Who does not ---------------------------------------------------------------------------------------------------------
+# Refused peers --------------------------------------------------------------------------------------------------------
 
 
 def test_an_unknown_secret_is_refused_with_a_reason() -> None:
@@ -240,7 +240,8 @@ def test_name_of_the_secret_alone_is_no_proof() -> None:
         liar.hear(answer)
     with pytest.raises(HandshakeError, match="could not prove"):
         called.check(bytes(PROOF_BYTES))
-    imposter = HandshakeServer({name_of(SECRET): new_secret()})  # and the other way round
+    # a server without the secret is refused by the client, too
+    imposter = HandshakeServer({name_of(SECRET): new_secret()})
     imposter.hear(caller.hello())
     with pytest.raises(HandshakeError, match="is another machine in between"):
         caller.hear(imposter.answer(_mine()))
@@ -253,7 +254,7 @@ def test_replayed_proof_is_refused() -> None:
     answer = called.answer(_mine())
     proof = caller.hear(answer)
     called.check(proof)
-    _, again = _pair()  # a connection of somebody who has heard all that
+    _, again = _pair()  # a new connection on which the recorded messages are replayed
     assert again.hear(hello) == Refusal.NONE
     assert again.answer(_mine()) != answer
     with pytest.raises(HandshakeError):
@@ -273,7 +274,7 @@ def test_reflected_proof_is_refused() -> None:
         called.check(answer[-PROOF_BYTES:])
     with pytest.raises(HandshakeError):
         called.hear(answer[:HELLO_BYTES]) and called.check(answer[-PROOF_BYTES:])
-    # Two calls of the same host, one used to answer the other.
+    # Two handshakes of one server: the proof from one is sent to the other.
     oracle = HandshakeServer({name_of(SECRET): SECRET})
     oracle.hear(caller.hello())
     proof = oracle.answer(Hello(ONE, SESSION))[-PROOF_BYTES:]
@@ -281,7 +282,7 @@ def test_reflected_proof_is_refused() -> None:
         called.check(proof)
 
 
-def test_a_proof_before_the_answer_is_none() -> None:
+def test_proof_before_the_answer_is_refused() -> None:
     caller, called = _pair()
     with pytest.raises(HandshakeError):
         called.check(bytes(PROOF_BYTES))
@@ -290,8 +291,8 @@ def test_a_proof_before_the_answer_is_none() -> None:
         called.check(auth._proof(SECRET, b"caller", caller.hello(), b"", b""))
 
 
-def test_every_byte_counts() -> None:
-    """Whatever somebody in between changes, one of the two hangs up."""
+def test_handshake_with_any_changed_byte_fails() -> None:
+    """A change of any byte in transit makes one of the two sides refuse the handshake."""
     for place in range(HELLO_BYTES):
         caller, called = _pair()
         hello = bytearray(caller.hello())

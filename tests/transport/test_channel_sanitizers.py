@@ -19,10 +19,11 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="the channels' core is Linux's"),
 ]
 
-# Runs of fewer than fifteen rounds need not cover all cases: ThreadSanitizer makes readers too slow for some.
+# Runs of fewer than fifteen rounds may miss cases: ThreadSanitizer makes readers too slow for some.
 RUNS = [("address", "processes", 15, 200), ("address", "threads", 15, 150), ("thread", "threads", 14, 120)]
 
 
+@pytest.mark.parametrize("portable", [False, True], ids=["linux", "portable"])
 @pytest.mark.parametrize(("kind", "ranks", "rounds", "messages"), RUNS)
-def test_random_frames(kind: str, ranks: str, rounds: int, messages: int) -> None:
-    print(sanitizers.stress("channel", kind, ranks, rounds, messages, runs=3))
+def test_random_frames(kind: str, ranks: str, rounds: int, messages: int, portable: bool) -> None:
+    print(sanitizers.stress("channel", kind, ranks, rounds, messages, runs=3, portable=portable))

@@ -1,4 +1,4 @@
-"""Connections between hosts, on loopback: each frame once and in order, whatever breaks; strangers are refused."""
+"""Connections between hosts, on loopback: each frame arrives once and in order; unauthenticated peers are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from monarch_backend._transport.network.connection import PeerConnection, Timeou
 from tests.transport.connected_hosts import QUICK, Side, reset, together
 
 
-def test_both_ways(sides: Callable[..., Side]) -> None:
+def test_frames_arrive_in_both_directions(sides: Callable[..., Side]) -> None:
     here, there, out, back = together(sides)
     assert (out.who, back.who) == (there.tcp.who, here.tcp.who)
     large = os.urandom(3 << 20)
@@ -28,7 +28,7 @@ def test_both_ways(sides: Callable[..., Side]) -> None:
     assert here.frames.get(timeout=10) == (b"back", b"")
 
 
-def test_more_than_may_be_under_way(sides: Callable[..., Side]) -> None:
+def test_frames_beyond_the_window_arrive_in_order(sides: Callable[..., Side]) -> None:
     here, there, out, _ = together(sides, bounds=Timeouts())
     block = bytes(8 << 20)
     for number in range(20):
@@ -50,8 +50,8 @@ def test_broken_connections_neither_lose_nor_repeat_frames(sides: Callable[..., 
     assert there.lost.empty()
 
 
-def test_a_proof_that_is_lost(sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One side takes the session as agreed upon, the other has never heard of it: it begins on the next connection."""
+def test_session_survives_a_lost_proof(sides: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has the session and the server lost its proof. The session begins on the next connection."""
     check, failed = HandshakeServer.check, threading.Event()
 
     def fails_once(called: HandshakeServer, proof: bytes) -> None:
@@ -67,8 +67,8 @@ def test_a_proof_that_is_lost(sides: Callable[..., Side], monkeypatch: pytest.Mo
     assert failed.is_set() and here.lost.empty() and there.up.empty()
 
 
-def test_a_session_that_is_over_does_not_begin_anew(sides: Callable[..., Side]) -> None:
-    """Also where the caller has never heard a word in it: what it has sent may have come."""
+def test_ended_session_is_not_resumed(sides: Callable[..., Side]) -> None:
+    """Also if the client has received nothing in the session: its frames may already have been handled."""
     here, there, out, back = together(sides, bounds=Timeouts(heartbeat=60.0, silence=180.0))
     here.tcp.send(out, b"once", [])
     assert there.frames.get(timeout=10) == (b"once", b"")
@@ -77,15 +77,15 @@ def test_a_session_that_is_over_does_not_begin_anew(sides: Callable[..., Side]) 
     assert there.lost.get(timeout=10) is back and there.frames.empty()
 
 
-def test_goodbye(sides: Callable[..., Side]) -> None:
+def test_hang_up_ends_the_session_at_the_peer(sides: Callable[..., Side]) -> None:
     here, there, out, back = together(sides)
     here.tcp.hang_up(out)
     assert there.lost.get(timeout=10) is back
     assert back.lost == "it has ended the session"
 
 
-def test_one_that_closes_and_does_not_come_back(sides: Callable[..., Side]) -> None:
-    """As the kernel does it for a process that is killed."""
+def test_closed_connection_is_lost_before_the_silence_limit(sides: Callable[..., Side]) -> None:
+    """The kernel closes the connection in the same way when a process is killed."""
     here, there, out, back = together(sides, bounds=Timeouts(silence=60.0))
     assert out.connection is not None
     assert there.tcp is not here.tcp
@@ -100,7 +100,7 @@ def test_silence_is_noticed_within_the_bound(sides: Callable[..., Side]) -> None
     here, there, out, back = together(sides)
     stuck = threading.Event()
     begun = time.monotonic()
-    there.tcp.call_soon(lambda: stuck.wait(20))  # its thread reads nothing and says nothing
+    there.tcp.call_soon(lambda: stuck.wait(20))  # its thread neither reads nor writes
     try:
         assert here.lost.get(timeout=10) is out
         assert time.monotonic() - begun < QUICK.silence + 5 * QUICK.heartbeat + 0.5
@@ -108,7 +108,7 @@ def test_silence_is_noticed_within_the_bound(sides: Callable[..., Side]) -> None
         assert "nothing was heard from it" in out.lost
     finally:
         stuck.set()
-    assert there.lost.get(timeout=10) is back  # which it can't take up again
+    assert there.lost.get(timeout=10) is back  # the other side has ended the session
 
 
 def test_wrong_secret_is_reported(sides: Callable[..., Side]) -> None:
@@ -130,7 +130,7 @@ def test_connect_to_a_closed_port(sides: Callable[..., Side]) -> None:
 
 
 def test_silent_connection_is_replaced(sides: Callable[..., Side]) -> None:
-    """As when its other end was reset while the network was cut: nothing ever comes, and nothing says so."""
+    """The first connection is not closed and never delivers a byte, as if its other end was reset during a cut."""
     secret, bounds = new_secret(), Timeouts(heartbeat=0.05, silence=0.3, patience=10.0, pause=0.01)
     here, there = sides(secret, bounds=bounds), sides(secret, bounds=bounds)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -172,7 +172,7 @@ def _resident() -> int:
 
 
 def _announce(remote: PeerConnection, prefix: int, body: int) -> None:
-    """The head of the next frame, and nothing of the frame."""
+    """Send only the header of the next frame."""
     with remote.lock:
         assert remote.connection is not None
         head = remote.session._head(session.DATA, remote.session.sent + 1, prefix, body)

@@ -24,11 +24,11 @@ class Waited:
         self.ready = False
 
 
-def test_a_gate_that_another_one_opens_first_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_opened_by_another_thread_first_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     what, real = Waited(), threading.Lock
 
     class Overtaken:
-        """Between the moment in which a waiter has it and the one in which it gives it back, another opens it."""
+        """A lock that another thread releases between a waiting thread's `acquire` and its `release`."""
 
         def __init__(self) -> None:
             self._lock = real()
@@ -40,9 +40,9 @@ def test_a_gate_that_another_one_opens_first_is_open(monkeypatch: pytest.MonkeyP
             if timeout is None:
                 return self._lock.acquire()
             what.ready = True
-            event_loop.release(what)  # it is ready
+            event_loop.release(what)  # the result is ready
             assert self._lock.acquire(timeout=60)
-            event_loop.release(what)  # and once more: a message that came a moment later
+            event_loop.release(what)  # a second release by the next message, a moment later
             return True
 
         def release(self) -> None:

@@ -25,13 +25,13 @@ def _setting(value: bytes) -> bytes:
         b"",
         b"\xc1",
         b"\xdd\xff\xff\xff\xff",
-        b"\xa3\xff\xfe\xfd",  # no UTF-8: msgspec raises no DecodeError of its own
+        b"\xa3\xff\xfe\xfd",  # invalid UTF-8, for which msgspec raises no DecodeError
         b"\x93\xa7setting\xa1\xff\x01",
         b"\x98" + b"\xa3\xff\xfe\xfd" * 8,
         b"\x91" * 200_000,
-        _setting(b"\x91" * 200_000 + b"\xc0"),  # deeper than the stack
-        _setting(b"\x81\x91\x81\x01\x01\x01"),  # a key without a hash
-        _setting(b"\xd7\xff" + b"\xff" * 8),  # a time that never was
+        _setting(b"\x91" * 200_000 + b"\xc0"),  # nested deeper than the stack allows
+        _setting(b"\x81\x91\x81\x01\x01\x01"),  # an unhashable key
+        _setting(b"\xd7\xff" + b"\xff" * 8),  # a timestamp that is out of range
         bytes(MAX_CONTROL_BYTES + 1),
     ],
     ids=range(11),
@@ -74,7 +74,7 @@ def test_frame_larger_than_memory_is_replaced_by_a_memory_error_of_its_size() ->
     with pytest.raises(FrameError, match="lacks"):
         whole.frame(1, 0)
     half = Assembly(_head([size - 4, 4], 1))
-    half._missing = 0  # no test sends so many bytes
+    half._missing = 0  # pretend that the last piece is complete: no test sends this many bytes
     *head, body, buffers = half.frame(9, 8)
     assert (head, buffers) == ([9, 1, 2, 3, 4, 5, 8, b"prefix"], None)
     assert size_of(body, buffers) == size_of(own(body), None) == size

@@ -25,7 +25,7 @@ def token(host: int, process: int) -> str:
 
 
 class Process:
-    """One of a host: its far links, and what has come for it."""
+    """A process of a host: its remote links, and the events that it has received."""
 
     def __init__(self, host: Host, number: int) -> None:
         self.token, self.host, self.pid = token(host.number, number), host, 100 * host.number + number
@@ -71,7 +71,7 @@ class Host:
         self.processes: dict[int, Process] = {}
         self.inbox: deque[tuple[Any, ...]] = deque()
         self.mine: list[Envelope] = []
-        self.full = 0  # times that there is no room
+        self.full = 0  # how many sends find the link full
         self.dropped: list[int] = []
         self.gateway = Gateway(
             self, self.token, number, self._to_host, self.mine.append, self._later, branches=world.branches,
@@ -123,14 +123,17 @@ class Host:
 
 
 class World:
-    """Hosts, and wires between them; `run` moves everything until nothing moves."""
+    """Hosts and the simulated network between them. `run` delivers all frames until none is left."""
 
     def __init__(self, count: int, seed: int = 0, branches: int = DEFAULT_FANOUT, gate: int = 0) -> None:
-        """``gate``: the host through which those before it and those after it reach each other."""
+        """Connect ``count`` hosts.
+
+        With ``gate``, hosts before and after that number reach each other only through it.
+        """
         self.gate = gate
         self.random, self.branches = random.Random(seed), branches
         self.soon: deque[Callable[[], Any]] = deque()
-        self.much_later: deque[Callable[[], Any]] = deque()  # when nothing else moves
+        self.much_later: deque[Callable[[], Any]] = deque()  # run when no frame is in flight
         self.lost: set[str] = set()
         self.cuts: set[frozenset[str]] = set()
         self.carried = 0
@@ -170,7 +173,7 @@ class World:
         prefix, body = wire.popleft()
         scratch = bytearray(body)
         self.by_id[there].gateway.arrived(prefix, memoryview(scratch))
-        scratch[:] = bytes(len(scratch))  # whoever still looks at it sees that it is gone
+        scratch[:] = bytes(len(scratch))  # a view that is still used after the call shows zeros
 
     def run_to_rest(self) -> None:
         while self.step():
@@ -194,7 +197,7 @@ class World:
                 self._cut(host, lost, why)
 
     def cut(self, one: int, other: int) -> None:
-        """They lose each other."""
+        """Cut the network between two hosts, so that each reports the other lost."""
         hosts = self.by_id[f"{one:08x}"], self.by_id[f"{other:08x}"]
         self.cuts.add(frozenset(host.id for host in hosts))
         for host, lost in (hosts, hosts[::-1]):
@@ -226,7 +229,7 @@ def test_two_processes_exchange_frames() -> None:
 
 
 def test_early_frames_wait_for_the_connected_event() -> None:
-    """Down a tree it comes through other hosts, and the word comes straight."""
+    """A multicast frame travels through other hosts and can arrive before the direct MET event."""
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     assert one.links.connect(two.token) == LINK_PENDING
@@ -239,19 +242,19 @@ def test_early_frames_wait_for_the_connected_event() -> None:
     assert one.bodies() == [b"early"]
 
 
-def test_one_that_is_not_there_refuses() -> None:
+def test_connect_to_a_missing_process_is_refused() -> None:
     world = World(2)
     one = world.process(1, 1)
     assert one.links.connect(token(2, 99)) == LINK_PENDING
-    assert one.links.connect(token(3, 1)) == LINK_PENDING  # nor is that host
+    assert one.links.connect(token(3, 1)) == LINK_PENDING  # this host does not exist either
     world.run()
     assert sorted(event[2] for event in one.told(Kind.REFUSED)) == [token(2, 99), token(3, 1)]
-    assert one.links.connect(token(2, 99)) == LINK_PENDING  # asked again
+    assert one.links.connect(token(2, 99)) == LINK_PENDING  # a refused process can be looked up again
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_order_and_ends(seed: int) -> None:
-    """Frames of a pair keep their order, and the word of an end comes after all of them, once."""
+def test_exit_is_reported_once_after_frames_in_order(seed: int) -> None:
+    """Frames between two processes keep their order. The report of an end arrives after all of them, exactly once."""
     world = World(3, seed)
     processes = [world.process(host, number) for host in (1, 2, 3) for number in (1, 2)]
     dying, others = processes[0], processes[1:]
@@ -280,7 +283,7 @@ def test_order_and_ends(seed: int) -> None:
             assert gone == []
 
 
-def test_a_cast_goes_once_to_each_host() -> None:
+def test_multicast_is_sent_once_to_each_host() -> None:
     world = World(3)
     one = world.process(1, 1)
     others = [world.process(host, number) for host in (2, 3) for number in (1, 2, 3)]
@@ -289,7 +292,7 @@ def test_a_cast_goes_once_to_each_host() -> None:
     while one.host.inbox:
         one.host.read()
     assert [len(world.wires["00000001", there]) for there in ("00000002", "00000003")] == [1, 1]
-    world.by_id["00000003"].full = 1  # then each when there is room
+    world.by_id["00000003"].full = 1  # then each host sends when its link has room
     world.run()
     for seq, other in enumerate(others, 1):
         assert other.told(Kind.CALL) == [
@@ -303,7 +306,7 @@ def test_lost_host_is_reported_to_all_connected_processes() -> None:
     one.meet(two)
     three.meet(one)
     assert one.links.connect(token(2, 2)) == LINK_PENDING
-    one.host.read()  # which is on its way
+    one.host.read()  # the lookup is in flight
     world.lose(2, "host beta is lost")
     world.run()
     assert [event[2] for event in one.told(Kind.GONE)] == ["host beta is lost"]
@@ -319,7 +322,7 @@ def test_abandoned_process_gets_a_report_when_it_connects() -> None:
     one.host.read()
     world.lose(2, "host beta is lost")
     world.run()
-    world.lost.clear()  # it was out of reach of the other one only
+    world.lost.clear()  # the host still runs and was unreachable only from the other host
     assert two.links.connect(one.token) == LINK_PENDING
     world.run()
     [(_, _, whom, why)] = two.told(Kind.REFUSED)
@@ -340,7 +343,8 @@ def test_frames_with_a_forged_sender_are_dropped() -> None:
     world = World(2)
     host = world.by_id["00000001"]
     link = host.links[token(1, 1)]
-    word = envelope.word(envelope.CALL, token(2, 1), token(1, 2))  # of somebody else
+    # an envelope with the token of another process as sender
+    word = envelope.word(envelope.CALL, token(2, 1), token(1, 2))
     host.inbox.append((link, *word))
     host.inbox.append((link, *envelope.word(envelope.MET, token(2, 1), token(1, 1))))
     host.read()
@@ -368,7 +372,7 @@ def test_tokens_know_their_host() -> None:
     assert host_of(token(0xABC, 1)) == "00000abc"
 
 
-def test_one_that_dies_before_its_call_is_answered() -> None:
+def test_process_that_dies_while_it_connects_is_reported() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     assert one.links.connect(two.token) == LINK_PENDING
@@ -389,7 +393,7 @@ def test_remote_processes_are_unreachable_without_the_gateway() -> None:
     assert one.links.connect(token(2, 1)) == -1
 
 
-def test_two_meet_through_a_third_host() -> None:
+def test_processes_connect_through_a_third_host() -> None:
     world = World(3, gate=2)
     one, two = world.process(1, 1), world.process(3, 1)
     link = one.meet(two)
@@ -398,7 +402,7 @@ def test_two_meet_through_a_third_host() -> None:
     world.run()
     assert (one.bodies(), two.bodies()) == ([b"hello back"], [b"hello"])
     assert one.links.connect(token(3, 99)) == LINK_PENDING
-    assert one.links.connect(token(9, 1)) == LINK_PENDING  # which the host between does not know
+    assert one.links.connect(token(9, 1)) == LINK_PENDING  # a host that the host between does not know
     world.run()
     assert sorted(event[2] for event in one.told(Kind.REFUSED)) == [token(3, 99), token(9, 1)]
     world.kill(two)
@@ -406,7 +410,7 @@ def test_two_meet_through_a_third_host() -> None:
     assert [event[2] for event in one.told(Kind.GONE)] == ["killed"]
 
 
-def test_a_bad_frame_costs_no_other_one() -> None:
+def test_misaddressed_frame_is_dropped_alone() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     link = one.meet(two)
@@ -422,7 +426,7 @@ def test_a_bad_frame_costs_no_other_one() -> None:
 
 
 def test_two_links_between_a_process_and_its_gateway() -> None:
-    """Both have called at the same time."""
+    """A process and its gateway have connected to each other at the same time."""
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     host = one.host

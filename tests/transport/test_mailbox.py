@@ -1,4 +1,4 @@
-"""`_native.Mailbox`: frames between processes, blocks that stay in place, deaths, and the turn to read."""
+"""`_native.Mailbox`: frames between processes, blocks that are not copied, deaths, and the turn to read."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from tests.transport.mailbox_processes import (
     until,
 )
 
-INLINE = 16 << 10  # csrc/channel/frame.h: a larger payload goes in a block
-KEPT = 64 << 10  # csrc/channel/python/bind.cpp: a smaller one is copied
+INLINE = 16 << 10  # csrc/channel/frame.h: a larger payload is put in a block
+KEPT = 64 << 10  # csrc/channel/python/bind.cpp: a smaller payload is copied by the receiver
 RING = 128 << 10
 LINE = 64
 
@@ -152,7 +152,7 @@ def test_process_without_descriptors_connects_later() -> None:
     assert used < 0.3, f"it took {used:.2f} s of a processor to wait for half a second"
 
 
-# As the sender gives it, and as it arrives.
+# The body that the sender passes, and the bytes that arrive.
 BODIES: dict[str, tuple[Any, bytes]] = {
     "bytes": (b"body", b"body"),
     "nothing": (None, b""),
@@ -174,7 +174,7 @@ BUFFERS: dict[str, tuple[Any, list[bytes] | None]] = {
 
 
 def test_all_frame_fields_arrive_unchanged() -> None:
-    """All bodies with all buffers, with all other fields at their least and their largest."""
+    """Send every body with every kind of buffers, and the other fields with their minimum and maximum."""
     cases = [(body, buffers) for body in BODIES for buffers in BUFFERS]
     least = (0, 0, 0, 0, 0, 0)
     most = (255, 2**64 - 1, 2**64 - 1, 2**64 - 1, 2**32 - 1, 2**32 - 1)
@@ -204,8 +204,8 @@ def test_all_frame_fields_arrive_unchanged() -> None:
 
 
 def test_payloads_around_the_inline_and_retain_sizes() -> None:
-    """What is kept is a view of the sender's memory; what is copied belongs to the receiver."""
-    own = 8 + 8  # the table: of the body and one buffer
+    """A retained payload is a view of the sender's memory. A copied payload belongs to the receiver."""
+    own = 8 + 8  # the table of sizes, for the body and one buffer
     sizes = [edge - own + more for edge in (LINE, INLINE, KEPT) for more in (-65, -64, -63, -1, 0, 1, 63, 64, 65)]
     sizes = [size for size in sizes if size >= 0]
 
@@ -255,7 +255,7 @@ def test_invalid_frames_are_refused_without_side_effects() -> None:
     play(sender, receiver)
 
 
-def test_a_cast_is_copied_once_and_numbered_for_each() -> None:
+def test_multicast_is_copied_once_and_numbered_per_receiver() -> None:
     size = 1 << 20
 
     def caster(process: MailboxProcess) -> None:
@@ -283,7 +283,7 @@ def test_a_cast_is_copied_once_and_numbered_for_each() -> None:
     play(caster, receiver, receiver, receiver)
 
 
-# Blocks that stay where they lie --------------------------------------------------------------------------------------
+# Blocks that are not copied -------------------------------------------------------------------------------------------
 
 
 def test_retained_payload_outlives_later_frames_and_its_sender() -> None:
@@ -301,7 +301,7 @@ def test_retained_payload_outlives_later_frames_and_its_sender() -> None:
         for i in range(count):
             kept.append(process.read()[0])
             if i % 3 == 0:
-                kept.pop(len(kept) // 2)  # room in the middle for what comes next
+                kept.pop(len(kept) // 2)  # free a block in the middle, for later frames
             process.flags.raise_(i)
         (gone,) = process.read_until_gone()
         assert gone[2:] == ("killed by signal 9", False)
@@ -346,12 +346,12 @@ def test_full_arena_refuses_sends_until_release() -> None:
         sent = 0
         while process.send(link, seq=sent, buffers=[_text(size, sent)]):
             sent += 1
-        assert sent == 3  # and a ring
+        assert sent == 3  # three blocks and a ring fill the arena
         used = process.used()
         assert not process.send(link, buffers=[_text(size)])
         assert not process.mailbox.multicast([(link, 0, 0, 0)] * 2, 1, 0, 0, b"", b"", [_text(size)])
         assert process.used() == used
-        assert process.send(link, seq=sent, body=b"small")  # needs none
+        assert process.send(link, seq=sent, body=b"small")  # a small frame needs no block
         process.flags.raise_(0)
         until(lambda: process.send(link, seq=sent + 1, buffers=[_text(size, sent + 1)]), "room")
 
@@ -371,7 +371,10 @@ def test_full_arena_refuses_sends_until_release() -> None:
 
 
 def test_unread_payloads_of_one_receiver_are_limited_to_its_share() -> None:
-    """A share of the arena for what one receiver has not read; what is larger goes when it has read everything."""
+    """Unread blocks of one receiver take at most its share.
+
+    A larger block is sent when the receiver has read all others.
+    """
     size, share = 300_000, 1 << 20
 
     def sender(process: MailboxProcess) -> None:
@@ -381,7 +384,7 @@ def test_unread_payloads_of_one_receiver_are_limited_to_its_share() -> None:
             sent += 1
         assert sent == 3
         assert not process.mailbox.multicast([(awake, 0, 0, 0), (asleep, 0, 0, 0)], 1, 0, 0, b"", b"", [_text(size)])
-        assert process.send(asleep, seq=sent, body=b"small")  # lies in the ring
+        assert process.send(asleep, seq=sent, body=b"small")  # in the ring, not in a block
         for i in range(20):
             until(lambda i=i: process.send(awake, seq=i, buffers=[_text(size, i)]), "room")  # type: ignore[misc]
         until(lambda: process.send(awake, seq=20, buffers=[_text(3 * share, 20)]), "room for more than a share")
@@ -402,7 +405,7 @@ def test_unread_payloads_of_one_receiver_are_limited_to_its_share() -> None:
 
 
 def test_receivers_keep_at_most_half_of_an_arena() -> None:
-    """The rest of it is for what is on its way; more than that is copied."""
+    """The other half is for frames in flight. The receiver copies payloads beyond its half."""
     size, arena = 400_000, 2 << 20
 
     def sender(process: MailboxProcess) -> None:
@@ -418,7 +421,7 @@ def test_receivers_keep_at_most_half_of_an_arena() -> None:
             held.append(frame.buffers[0])  # type: ignore[index]
             del frame
             if i == 3:
-                del held[0]  # a kept one: the next is kept again
+                del held[0]  # a retained one: the next payload can be retained again
             process.flags.raise_(i)
         assert [type(buffer) for buffer in held] == [memoryview, bytearray, bytearray, memoryview, bytearray]
         assert [bytes(buffer) for buffer in held] == [_text(size, i) for i in (1, 2, 3, 4, 5)]
@@ -441,7 +444,7 @@ def test_a_full_ring_keeps_the_order() -> None:
         assert kept_back > 0
         assert RING - 1000 < unread <= RING
         process.flags.raise_(0)
-        process.read()  # each read also sends waiting frames
+        process.read()  # each read also sends frames of the backlog
         assert process.mailbox.kept_back() == 0
         assert process.mailbox.unread(link) == 0
 
@@ -462,7 +465,7 @@ def test_unread_counts_lines_of_frames() -> None:
         link = process.connect(1)
         assert process.mailbox.unread(link) == 0
         assert process.send(link)
-        assert process.mailbox.unread(link) == 2 * LINE  # the header; the table
+        assert process.mailbox.unread(link) == 2 * LINE  # the header and the table
         assert process.send(link, body=bytes(LINE - 8))
         assert process.mailbox.unread(link) == 4 * LINE
         assert process.send(link, body=bytes(INLINE))  # in a block
@@ -495,7 +498,7 @@ def test_dropped_link_releases_its_backlog() -> None:
         assert process.send(link, buffers=[bytes(100_000)])
         assert process.used() == used
         process.flags.raise_(0)
-        (frame,) = process.read()  # the other direction is as it was
+        (frame,) = process.read()  # the other direction still works
         assert frame.body == b"%d" % (sent - 1)
 
     def receiver(process: MailboxProcess) -> None:
@@ -537,7 +540,7 @@ def test_busy_sender_does_not_starve_others() -> None:
     assert looks <= 2
 
 
-# The ends of processes ------------------------------------------------------------------------------------------------
+# Ends of processes ----------------------------------------------------------------------------------------------------
 
 
 def _end_by_signal(process: MailboxProcess) -> None:
@@ -562,7 +565,7 @@ def _end_in_peace(process: MailboxProcess) -> None:
     ],
 )
 def test_exit_is_reported_after_the_last_frames(end: Callable[[MailboxProcess], None], told: tuple[str, bool]) -> None:
-    count = 600  # more than one look brings
+    count = 600  # more than one read returns
 
     def dying(process: MailboxProcess) -> None:
         link = process.connect(1)
@@ -586,7 +589,7 @@ def test_exit_is_reported_after_the_last_frames(end: Callable[[MailboxProcess], 
             assert events[i][9][0] == _text(70_000, i)
         assert events[-1][2:] == told
         link = events[-1][0]
-        assert process.send(link)  # without a receiver
+        assert process.send(link)  # succeeds, though no process receives it
         assert process.send(link, buffers=[bytes(100_000)])
         assert process.mailbox.unread(link) == 0
         until(lambda: process.used() < used, "the dead one's ring and what it had not read")
@@ -645,11 +648,11 @@ def test_read_blocks_are_released_without_further_sends() -> None:
 
 
 ATTEMPTS = 200
-STARTED, CONNECTED, TWO, SENT = 10, 500, 1000, 1  # flags
+STARTED, CONNECTED, TWO, SENT = 10, 500, 1000, 1  # numbers of flags
 
 
 def _connected_at_once(process: MailboxProcess) -> MailboxProcess:
-    """Both ranks connect to each other at the same time, with new hosts, until both find two links."""
+    """Connect both ranks to each other at the same time, with new hosts, until each has two links."""
     me, other = process.rank, 1 - process.rank
     for attempt in range(ATTEMPTS):
         tokens = [f"{token[:28]}{attempt:04x}" for token in process.tokens]
@@ -671,7 +674,7 @@ def _connected_at_once(process: MailboxProcess) -> MailboxProcess:
 
 
 def test_exit_is_reported_after_both_links_are_drained() -> None:
-    count = 300  # more than one look brings
+    count = 300  # more than one read returns
 
     def dying(process: MailboxProcess) -> None:
         one = _connected_at_once(process)
@@ -707,7 +710,7 @@ def test_connect_without_space_for_a_ring_fails_cleanly() -> None:
         process.flags.raise_(2)
 
     def silent(process: MailboxProcess) -> None:
-        process.flags.wait(2)  # reads nothing
+        process.flags.wait(2)  # meanwhile it reads nothing
 
     def third(process: MailboxProcess) -> None:
         process.flags.wait(0)
@@ -762,7 +765,10 @@ def test_one_thread_at_a_time_has_the_turn() -> None:
 
 
 def test_threads_hand_over_the_turn_without_losing_frames() -> None:
-    """Several threads of a process ask another one; whoever has the turn takes the others' answers as well."""
+    """Several threads of a process call another process.
+
+    The thread with the turn also reads the replies for the others.
+    """
     threads, calls = 4, 200
 
     def asker(process: MailboxProcess) -> int:
@@ -812,7 +818,7 @@ class _Standby:
     def __init__(self, mailbox: Any) -> None:
         self._mailbox = mailbox
         self.events: list[Any] = []
-        self.turns: list[float] = []  # when they began
+        self.turns: list[float] = []  # start times of its turns
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
@@ -850,7 +856,8 @@ def test_the_standby_takes_over_soon_and_gives_way_at_once() -> None:
         return overs, ways
 
     overs, ways = _alone(role)
-    assert min(overs) >= 0.001  # a tick, so that readers who come and go are not disturbed
+    # the standby thread waits for one tick, so that it does not disturb threads that take the turn often
+    assert min(overs) >= 0.001
     assert statistics.median(overs) < 0.1
     assert statistics.median(ways) < 0.1
 
@@ -889,7 +896,7 @@ def test_close_ends_the_standby(leads: bool) -> None:
     _alone(role)
 
 
-# What ends a wait -----------------------------------------------------------------------------------------------------
+# Ends of waits --------------------------------------------------------------------------------------------------------
 
 
 def test_a_wait_ends_at_its_time() -> None:
@@ -904,7 +911,7 @@ def test_a_wait_ends_at_its_time() -> None:
 
 @pytest.mark.parametrize("oversubscribed", [False, True])
 def test_wake_ends_a_wait(oversubscribed: bool) -> None:
-    """Also one that begins only later; but not the one after it."""
+    """A wake before the wait starts ends it, too. It does not end a second wait."""
 
     def role(process: MailboxProcess) -> None:
         process.mailbox.set_oversubscribed(oversubscribed)
@@ -925,7 +932,7 @@ def test_wake_ends_a_wait(oversubscribed: bool) -> None:
 
 
 def test_a_signal_ends_a_wait() -> None:
-    """Python runs its handlers between two waits; what a handler raises ends the loop."""
+    """Python runs its signal handlers between two waits. An exception of a handler ends the loop."""
 
     class InterruptedHereError(Exception):
         pass
@@ -933,7 +940,7 @@ def test_a_signal_ends_a_wait() -> None:
     def role(process: MailboxProcess) -> None:
         seen: list[int] = []
         signal.signal(signal.SIGALRM, lambda number, _: seen.append(number))
-        # Again and again: the first may come before the wait begins.
+        # Repeat the signal, because the first one may arrive before the wait starts.
         signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
         with process.turn():
             assert process.mailbox.receive(None) == []
@@ -942,7 +949,7 @@ def test_a_signal_ends_a_wait() -> None:
         raised: list[int] = []
 
         def interrupt(number: int, frame: object) -> None:
-            if not raised:  # a busy machine may have the next one strike before its timer is stopped
+            if not raised:  # on a busy machine the next signal may arrive before the timer is stopped
                 raised.append(number)
                 raise InterruptedHereError
 
@@ -961,16 +968,17 @@ def test_a_signal_ends_a_wait() -> None:
 
 
 def test_a_signal_comes_before_the_sleep() -> None:
-    """While the wait spins, say: what its handler does is done before, and ends the wait as ever."""
+    """A signal that arrives before the wait sleeps, for example while it spins. Its handler runs, and the wait ends."""
 
     class InterruptedHereError(Exception):
         pass
 
     def role(process: MailboxProcess) -> None:
-        strike, receive = ctypes.PyDLL(None)["raise"], process.mailbox.receive  # a signal without a word to Python
+        # raises a signal without running Python's handlers
+        strike, receive = ctypes.PyDLL(None)["raise"], process.mailbox.receive
 
         def strike_and_wait() -> list[Any]:
-            """No step of Python's is between the two, at which handlers would run."""
+            """Call both from C, so that Python cannot run a handler in between."""
             return list(itertools.chain(map(strike, [signal.SIGALRM]), map(receive, [TIMEOUT_S])))
 
         def interrupt(number: int, frame: object) -> None:
@@ -984,14 +992,14 @@ def test_a_signal_comes_before_the_sleep() -> None:
             with pytest.raises(InterruptedHereError):
                 strike_and_wait()
             process.mailbox.wake()
-            assert receive(TIMEOUT_S) == []  # and it goes on as before
+            assert receive(TIMEOUT_S) == []  # the mailbox still works
         assert time.monotonic() - start < TIMEOUT_S
 
     _alone(role)
 
 
 def test_waiting_and_large_copies_leave_the_interpreter_to_others() -> None:
-    enough = 300_000  # more than a thread counts in its turns before the other one waits
+    enough = 300_000  # more than the counter reaches in its share of the interpreter before the other thread waits
 
     def sender(process: MailboxProcess) -> int:
         link = process.connect(1)
@@ -1018,7 +1026,7 @@ def test_waiting_and_large_copies_leave_the_interpreter_to_others() -> None:
 
     def receiver(process: MailboxProcess) -> None:
         process.flags.wait(0)
-        process.flags.wait(1)  # while the other one waits
+        process.flags.wait(1)  # while the sender waits
         assert process.send(0)
         process.read()
 
@@ -1026,7 +1034,7 @@ def test_waiting_and_large_copies_leave_the_interpreter_to_others() -> None:
 
 
 def test_early_connection_is_accepted_once_the_mailbox_exists() -> None:
-    """Whoever has chosen a process's token may call as soon as that listens."""
+    """A process that knows a token can connect as soon as the host with that token listens."""
     token = secrets.token_hex(16)
     late, host = _native.Host(16 << 20, token), _native.Host(16 << 20)
     mailbox = _native.Mailbox(host, False)
@@ -1042,7 +1050,7 @@ def test_early_connection_is_accepted_once_the_mailbox_exists() -> None:
 
 
 def test_host_without_a_mailbox_can_be_abandoned() -> None:
-    """By a fork of the process, say, which has no threads of it."""
+    """A forked child abandons such a host, for example: the host's threads do not exist in the child."""
     host = _native.Host(16 << 20, secrets.token_hex(16))
     before = len(os.listdir("/proc/self/fd"))
     host.abandon()

@@ -16,7 +16,7 @@ REF = 8
 
 
 class Tree:
-    """One process of host 1 and those of all other hosts, which have met it."""
+    """A process of host 1 that is connected to processes of all other hosts."""
 
     def __init__(self, count: int, branches: int, seed: int = 0, each: int = 1, gate: int = 0) -> None:
         self.world = World(count, seed, branches, gate)
@@ -39,7 +39,7 @@ class Tree:
         assert other.links.send(link, Kind.REPLY, 0, ref, 0, rank, 0, status, text, [bytearray(text)])
 
     def replies(self, ref: int = REF) -> list[tuple[int, bytes, bytes]]:
-        """Ranks, statuses and bodies, of those that came together and those that came alone."""
+        """Return rank, status and body of each reply, combined or single."""
         found: list[tuple[int, bytes, bytes]] = []
         for event in self.root.events:
             if event[3] != ref:
@@ -52,7 +52,7 @@ class Tree:
         return found
 
     def frames(self) -> int:
-        """Frames of gateways that have begun to travel so far."""
+        """Return the number of frames that gateways have sent so far."""
         return self.world.carried
 
     def at(self, host: int) -> list[bytes]:
@@ -78,7 +78,7 @@ def test_one_copy_for_each_host(count: int, branches: int) -> None:
     started = [len(tree.world.wires["00000001", there]) for there in tree.world.by_id]
     assert sum(started) == branches
     tree.world.run()
-    assert tree.frames() - before == 2 * (count - 1)  # and a word of its arrival
+    assert tree.frames() - before == 2 * (count - 1)  # one copy and one acknowledgement for each host
     for rank, other in enumerate(tree.others):
         [event] = other.told(Kind.CALL)
         assert event[2:] == (7, 0, 1, rank, 0, b"prefix", b"body", [b"beside"])
@@ -96,7 +96,8 @@ def test_replies_come_together(seed: int) -> None:
             tree.world.run_to_rest()
     before = tree.frames()
     tree.world.run_to_rest()
-    assert tree.frames() - before <= 19  # nobody's moment was over: each host has sent once, those that had to
+    # no aggregation delay has ended, so each host has sent at most one frame of combined replies
+    assert tree.frames() - before <= 19
     tree.world.run()
     assert sorted(tree.replies()) == [(rank, b"", b"%d" % rank) for rank in range(len(tree.others))]
     assert not [event for event in tree.root.events if event[1] == Kind.REPLY]
@@ -146,7 +147,10 @@ def test_items_of_a_generator_are_not_counted() -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_hosts_lost_during_a_multicast(seed: int) -> None:
-    """Those that are left get each message, in whatever order; frames are numbered, so twice is as good as once."""
+    """Each remaining host gets each message, in any order.
+
+    Repeats are allowed, since receivers drop repeated numbers.
+    """
     tree = Tree(16, 2, seed)
     world, chance = tree.world, tree.world.random
     lost: set[int] = set()
@@ -170,8 +174,8 @@ def test_hosts_lost_during_a_multicast(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_replies_find_another_way(seed: int) -> None:
-    """Two hosts that lose each other, and nobody else, cost no reply."""
+def test_replies_arrive_despite_cuts_between_hosts(seed: int) -> None:
+    """Two hosts that lose each other, while all others reach both, cost no reply."""
     tree = Tree(16, 2, seed)
     world, chance = tree.world, tree.world.random
     tree.multicast()
@@ -187,8 +191,8 @@ def test_replies_find_another_way(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_hosts_are_lost_with_the_replies_of_others(seed: int) -> None:
-    """Those who have replied live, and so does who waits for all of them."""
+def test_lost_hosts_lose_no_replies_of_other_hosts(seed: int) -> None:
+    """Every reply of a remaining process arrives, though hosts that carry replies of others are lost."""
     tree = Tree(16, 2, seed, gate=seed % 2 * 3)
     world, chance = tree.world, tree.world.random
     lost: set[int] = set()
@@ -243,7 +247,7 @@ def test_reply_before_death_counts(seed: int) -> None:
 
 
 def test_two_hosts_without_a_link_report_once() -> None:
-    """Each was to pass it on to the other, once, and those above them were lost."""
+    """Each of two hosts without a link may have to pass the multicast to the other. Each tries once, so frames end."""
     tree = Tree(16, 2, 182)
     world = tree.world
     for seed in range(300):
@@ -305,7 +309,7 @@ def test_report_of_an_end_follows_frames_in_flight(seed: int) -> None:
 
 @pytest.mark.parametrize(("count", "gate"), [(6, 2), (40, 2), (40, 5), (12, 12)])
 def test_hosts_behind_another_one(count: int, gate: int) -> None:
-    """They get it from the one before them, which gets it once."""
+    """A host behind a gate gets the multicast from the gate, which gets one copy."""
     tree = Tree(count, 3, gate=gate)
     before = tree.frames()
     tree.multicast()
@@ -348,8 +352,8 @@ def test_many_seeds() -> None:
     for seed in range(1000, 1500):
         test_hosts_behind_another_one_are_lost(seed)
         test_hosts_lost_during_a_multicast(seed)
-        test_replies_find_another_way(seed)
-        test_hosts_are_lost_with_the_replies_of_others(seed)
+        test_replies_arrive_despite_cuts_between_hosts(seed)
+        test_lost_hosts_lose_no_replies_of_other_hosts(seed)
 
 
 def test_unanswered_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ Run = Callable[..., list[Any]]
 
 
 class End:
-    """A rank's: its side, the session with the other one, and the pretended NIC, if it is one."""
+    """One rank: its side, its connection to the other rank, and its fake NIC if it has one."""
 
     def __init__(self, side: Side, remote: PeerConnection, fabric: Any) -> None:
         self.side, self.remote, self.fabric = side, remote, fabric
@@ -56,7 +56,7 @@ class End:
         assert body[:6] == b"pickle"
 
     def meet(self) -> None:
-        """By NICs, both ways."""
+        """Exchange frames until NICs carry them in both directions."""
         self.send(b"meet", MIB)
         self.receive(b"meet", MIB)
         assert until(lambda: self.remote.nics.ready, 30)
@@ -65,14 +65,14 @@ class End:
 
 
 def numbers(nbytes: int, seed: int) -> bytes:
-    """That repeat after 251, so that no power of two looks alike."""
+    """Return bytes with a period of 251, so that no two blocks of a power-of-two size are equal."""
     one = bytes((i * 7 + seed) & 0xFF for i in range(251))
     return (one * (nbytes // 251 + 1))[:nbytes]
 
 
 @pytest.fixture(params=["pretended", pytest.param("verbs", marks=pytest.mark.verbs)])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    """``run(fn, *args)``: two fresh processes that have met; results by rank."""
+    """Return ``run(fn, *args)``, which runs ``fn`` in two new, connected processes. It returns the results by rank."""
     devices = two_devices() if request.param == "verbs" else []
 
     def start(fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -125,7 +125,7 @@ def test_sizes_there_and_back(run: Run) -> None:
 
 
 def _storm(rank: int, end: End, count: int) -> int:
-    peer_monitor.RECONNECT_AFTER_CLOSE_S = 20.0  # in the guest a handshake takes more than one
+    peer_monitor.RECONNECT_AFTER_CLOSE_S = 20.0  # a handshake takes more than a second in the virtual machine
     mine = [random.Random(1000 * rank + i).choice((0, 3000, MIB, 3 * MIB)) for i in range(count)]
     other = [random.Random(1000 * (1 - rank) + i).choice((0, 3000, MIB, 3 * MIB)) for i in range(count)]
     for number, nbytes in enumerate(mine):
@@ -138,14 +138,14 @@ def _storm(rank: int, end: End, count: int) -> int:
     return end.remote.nics.frames_sent
 
 
-def test_a_storm_in_which_connections_break(run: Run) -> None:
-    """Each frame once, in order, with the right bytes; most of them by RDMA."""
+def test_broken_connections_lose_no_frame_under_load(run: Run) -> None:
+    """Each frame arrives once, in order and unchanged, though connections break. RDMA carries most of them."""
     assert all(rdma_parts > 10 for rdma_parts in run(_storm, 60))
 
 
 def _killed(rank: int, end: End, reader: bool) -> None:
     if rank == 1 and end.fabric is not None:
-        end.fabric.at_once = False  # its NIC does nothing any more
+        end.fabric.at_once = False  # its NIC stops working
     if rank == 0:
         for number in range(4):
             end.send(b"%d" % number, 8 * MIB)
@@ -169,7 +169,7 @@ def _killed(rank: int, end: End, reader: bool) -> None:
 
 @pytest.mark.parametrize("reader", [True, False])
 def test_sender_killed_during_an_rdma_read(run: Run, reader: bool) -> None:
-    """The other one hears of it as it does without NICs, has what was whole, and leaves nothing registered."""
+    """The other rank notices as early as without NICs. It has every complete frame, and leaves no memory registered."""
     with pytest.raises(AssertionError) as told:
         run(_killed, reader)
     text = str(told.value)
@@ -186,13 +186,14 @@ def _cut(rank: int, end: End) -> tuple[int, float]:
         end.send(b"%d" % number, 4 * MIB)
         end.receive(b"%d" % number, 4 * MIB)
     took, session = time.monotonic() - began, end.remote.session
-    assert until(lambda: session.acknowledged == session.sent, 60), end  # who closes sends no more
+    # closing the connection would drop unacknowledged frames
+    assert until(lambda: session.acknowledged == session.sent, 60), end
     return end.remote.nics.read, took
 
 
 @pytest.mark.verbs
 def test_messages_over_a_cut_link_end_in_time(run: Run, request: pytest.FixtureRequest) -> None:
-    """The hosts still reach each other, by another network than that of the NICs: frames go there."""
+    """Frames go over TCP, because the hosts still reach each other by another network than that of the NICs."""
     if not CABLE.exists() or "pretended" in request.node.name:
         pytest.skip("only the guest has a cable that can be cut")
     try:

@@ -1,6 +1,6 @@
 """Large frames that the other host's NIC reads, over fake NICs that copy; both hosts are in this process.
 
-The guarantees are those without NICs: each frame once and in order, whatever breaks. Wire layouts are at the end.
+The guarantees are those of TCP: each frame arrives once and in order. Tests of the wire layouts are at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Make = Callable[..., tuple[Side, Side, PeerConnection, PeerConnection]]
 
 @pytest.fixture
 def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
-    """This process has a NIC."""
+    """Give this process a fake NIC."""
     made = Fabric()
     gid = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
     facts = [PortFacts("fake0", 1, "ACTIVE", True, (gid,), -1)]
@@ -58,7 +58,10 @@ def fabric(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fabric]:
 
 @pytest.fixture
 def make(fabric: Fabric, sides: Callable[..., Side]) -> Iterator[Make]:
-    """Two hosts with NICs, that have met over them; in the end nothing is registered and no engine is there."""
+    """Return a function that connects two hosts with NICs.
+
+    Afterwards check that no registration and no engine is left.
+    """
     made: list[Side] = []
 
     def meet(**options: Any) -> tuple[Side, Side, PeerConnection, PeerConnection]:
@@ -76,7 +79,7 @@ def make(fabric: Fabric, sides: Callable[..., Side]) -> Iterator[Make]:
 
 
 def connect(here: Side, there: Side, out: PeerConnection, nbytes: int = 2 * MIB) -> None:
-    """Before it is connected a frame goes as ever."""
+    """Send a frame, which asks for queue pairs, and wait for them. TCP carries this frame."""
     here.tcp.send(out, b"first", [bytes(nbytes)], 1)
     assert there.frames.get(timeout=20) == (b"first", bytes(nbytes))
     assert until(lambda: out.nics.ready)
@@ -84,14 +87,14 @@ def connect(here: Side, there: Side, out: PeerConnection, nbytes: int = 2 * MIB)
 
 
 def numbers(nbytes: int, seed: int) -> bytearray:
-    """That repeat after 251, so that no power of two looks alike."""
+    """Return bytes with a period of 251, so that no two blocks of a power-of-two size are equal."""
     one = bytes((i * 7 + seed) & 0xFF for i in range(251))
     return bytearray((one * (nbytes // 251 + 1))[:nbytes])
 
 
 @contextlib.contextmanager
 def running(fabric: Fabric) -> Iterator[None]:
-    """The NICs work, each a while after it was told to."""
+    """Run the queued work requests of the fake NICs on a thread, each after a random delay."""
     ended = threading.Event()
 
     def run() -> None:
@@ -110,7 +113,7 @@ def running(fabric: Fabric) -> Iterator[None]:
 
 @contextlib.contextmanager
 def warnings() -> Iterator[list[str]]:
-    """Of the log."""
+    """Yield the list of warnings that the package logs in the block."""
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -126,10 +129,10 @@ def receive(side: Side) -> tuple[bytes, bytes]:
     return side.frames.get(timeout=30)
 
 
-# What arrives ---------------------------------------------------------------------------------------------------------
+# Delivery -------------------------------------------------------------------------------------------------------------
 
 
-def test_sizes_around_the_least(make: Make) -> None:
+def test_frames_around_the_minimum_size_arrive(make: Make) -> None:
     here, there, out, _ = make()
     for nbytes in (1, 64 * KIB, MIB - 1, MIB, MIB + 1, 3 * MIB + 5, 40 * MIB, 100 * MIB):
         sent = numbers(nbytes, nbytes % 7)
@@ -139,7 +142,7 @@ def test_sizes_around_the_least(make: Make) -> None:
 
 
 def test_pickles_and_small_parts_stay_on_the_connection(make: Make, fabric: Fabric) -> None:
-    """Pickles, however large, and small parts; and empty ones are nowhere."""
+    """Pickles of any size and small parts are sent by TCP. Empty parts are not sent."""
     here, there, out, back = make()
     read: list[int] = []
     registered = fabric.nics[0].register
@@ -152,7 +155,7 @@ def test_pickles_and_small_parts_stay_on_the_connection(make: Make, fabric: Fabr
     assert receive(there) == (b"mixed", b"".join((pickle, b"more of it", *parts)))
     assert until(lambda: out.nics.frames_sent == 1)
     whole = 5 * MIB + len(b"more of it") + 100 + 2 * 64 * KIB - 1
-    assert sorted(read) == [64 * KIB, 2 * MIB, whole]  # the last is what it is read into
+    assert sorted(read) == [64 * KIB, 2 * MIB, whole]  # the last one is the reader's buffer
     here.tcp.send(out, b"", [pickle], 0)
     assert receive(there)[1] == pickle
     assert out.nics.frames_sent == back.nics.read == 1
@@ -186,7 +189,7 @@ def test_both_ways_in_order(make: Make, fabric: Fabric, tls: bool) -> None:
 
 
 def test_memory_is_given_back(make: Make, fabric: Fabric) -> None:
-    """Whatever is sent, only what is read into stays registered: on two queue pairs of each side nothing piles up."""
+    """Only the reader's buffer stays registered. Each side has two queue pairs, and neither keeps old entries."""
     here, there, out, _ = make()
     [nic] = fabric.nics
     for number in range(40):
@@ -218,12 +221,12 @@ def test_a_body_for_several_hosts_is_registered_once(make: Make, fabric: Fabric,
         for side, _ in fleet:
             assert receive(side) == (b"cast", body)
     assert until(lambda: all(remote.nics.frames_sent for _, remote in fleet))
-    assert nic.opened - before <= 1 + len(fleet)  # and what each reads into
+    assert nic.opened - before <= 1 + len(fleet)  # one registration for the payload, and one buffer for each reader
     for side, _ in fleet:
         side.tcp.close()
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
+# Failures -------------------------------------------------------------------------------------------------------------
 
 
 def test_broken_connections_neither_lose_nor_repeat_frames(make: Make, fabric: Fabric) -> None:
@@ -243,7 +246,7 @@ def test_broken_connections_neither_lose_nor_repeat_frames(make: Make, fabric: F
 
 @pytest.mark.parametrize("side", ["here", "there"])
 def test_connection_break_during_an_rdma_read(make: Make, fabric: Fabric, side: str) -> None:
-    """It comes by the next connection as ever; and what is still read writes to nobody's memory."""
+    """The frame arrives by the next connection. The old RDMA read, which may still run, writes to unused memory."""
     here, there, out, back = make()
     fabric.at_once = False
     here.tcp.send(out, b"one", [numbers(2 * MIB, 1)], 1)
@@ -258,7 +261,7 @@ def test_connection_break_during_an_rdma_read(make: Make, fabric: Fabric, side: 
 
 
 def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once as ever, with one warning on each side; and later by NICs again."""
+    """The frame arrives once, by TCP, with one warning on each side. NICs carry later frames again."""
     here, there, out, _ = make()
     expose = here.tcp.rdma_sender._nics.expose  # type: ignore[union-attr]
 
@@ -284,7 +287,7 @@ def test_a_read_that_is_refused(make: Make, fabric: Fabric, monkeypatch: pytest.
 
 
 def again(here: Side, there: Side, out: PeerConnection) -> None:
-    """By NICs, soon after one frame has asked for it."""
+    """Send frames until NICs carry them again. The first frame asks for new queue pairs."""
     before = out.nics.frames_sent
     connected = False
     for number in range(100):
@@ -312,7 +315,7 @@ def test_a_nic_that_goes_down_and_comes_back(make: Make, fabric: Fabric, monkeyp
 
 @pytest.mark.parametrize("spare", [0, 3 * MIB])
 def test_memory_that_cannot_be_locked(make: Make, fabric: Fabric, spare: int) -> None:
-    """That of the sender, or that which is read into."""
+    """The sender's memory cannot be registered, or with ``spare`` the reader's buffer cannot."""
     here, there, out, _ = make()
     [nic] = fabric.nics
     nic.memory = sum(each.nbytes for each in nic.registered.values()) + spare
@@ -335,7 +338,7 @@ def test_a_read_that_never_ends(make: Make, fabric: Fabric, monkeypatch: pytest.
 
 
 def test_heartbeats_continue_during_an_rdma_read(make: Make, fabric: Fabric) -> None:
-    """For longer than either may be silent; frames behind it wait, and those of the other direction do not."""
+    """The read takes longer than the allowed silence. Frames behind it wait; frames of the other direction do not."""
     here, there, out, back = make(bounds=Timeouts(heartbeat=0.05, silence=0.6, patience=5.0, pause=0.01))
     fabric.at_once = False
     here.tcp.send(out, b"large", [numbers(2 * MIB, 1)], 1)
@@ -352,7 +355,7 @@ def test_heartbeats_continue_during_an_rdma_read(make: Make, fabric: Fabric) -> 
 
 
 def test_goodbye_during_an_rdma_read(make: Make, fabric: Fabric) -> None:
-    """What was sent before comes before."""
+    """Frames sent before the goodbye arrive before it."""
     here, there, out, back = make()
     fabric.at_once = False
     here.tcp.send(out, b"lent", [numbers(2 * MIB, 1)], 1)
@@ -364,7 +367,7 @@ def test_goodbye_during_an_rdma_read(make: Make, fabric: Fabric) -> None:
     assert receive(there) == (b"lent", numbers(2 * MIB, 1))
     assert receive(there) == (b"behind", b"")
     assert there.lost.get(timeout=10) is back and back.lost == "it has ended the session"
-    assert not any(reading.body)  # to which a NIC could still write
+    assert not any(reading.body)  # the abandoned buffer, to which the NIC could still write
     fabric.run()
     assert there.frames.empty()
 
@@ -398,7 +401,7 @@ def test_fork_during_an_rdma_read(make: Make, fabric: Fabric) -> None:
 
 
 def test_one_thread_serves_both_directions() -> None:
-    """Both directions begin at once; two threads would hear of one end."""
+    """Both directions start at once. With two threads, both would receive the same completions."""
     nics, begun = rdma_reader.Nics(b"who", lambda _: None), threading.Barrier(8)
 
     def start() -> None:
@@ -415,12 +418,12 @@ def test_one_thread_serves_both_directions() -> None:
     assert not nics.start()
 
 
-# Those who have none --------------------------------------------------------------------------------------------------
+# Peers without NICs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_one_without_nics_or_of_an_older_release(fabric: Fabric, sides: Callable[..., Side], who: int) -> None:
-    """It greets as one that knows nothing of it, and is told nothing of it."""
+def test_frames_to_a_peer_without_rdma_use_the_connection(fabric: Fabric, sides: Callable[..., Side], who: int) -> None:
+    """A side without RDMA does not offer it in its handshake, and gets no RDMA messages."""
     secret = new_secret()
     here, there = (sides(secret, bounds=PATIENT, offers_rdma=index != who) for index in range(2))
     out = here.tcp.call(there.tcp.listen("127.0.0.1"), secret)
@@ -466,12 +469,12 @@ print([name for name in sys.modules if name.startswith("monarch_backend.rdma")])
 """
 
 
-def test_rdma_is_not_imported_in_vain() -> None:
+def test_rdma_is_not_imported_by_an_idle_gateway() -> None:
     done = subprocess.run([sys.executable, "-c", _GATEWAY], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-# Layouts --------------------------------------------------------------------------------------------------------------
+# Wire layouts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -492,7 +495,7 @@ def test_rdma_is_not_imported_in_vain() -> None:
         rdma_frame_header.pack([Part(i, 1, b"") for i in range(90)])[:-1],
     ],
 )
-def test_parts_that_cannot_be(prefix: bytes) -> None:
+def test_invalid_parts_are_a_session_error(prefix: bytes) -> None:
     with pytest.raises(SessionError):
         rdma_frame_header.unpack(prefix, 100)
 
@@ -505,7 +508,7 @@ def test_too_many_parts() -> None:
 
 
 def test_peer_without_nics_refuses_rdma_frames(sides: Callable[..., Side]) -> None:
-    """Nor is anybody's word believed: the connection is over, and the session goes on with another one."""
+    """A peer that sends one nevertheless loses its connection. The session continues on the next connection."""
     here, there, out, _ = together(sides)
     with out.lock:
         frame = out.session.rdma_frame(rdma_frame_header.pack([Part(0, 5, b"r")]), b"prefix", [b"12345"], [])

@@ -1,7 +1,7 @@
-"""A router by itself, without links: a sender that waits for credit is woken, whenever the credit arrives.
+"""Waits for credit in a router without links: the sender is woken whenever the credit arrives.
 
-Only the mechanism, with hooks that place an event at the moment that matters. tests/actor/test_backpressure.py has
-processes, and tests/testing/ simulated ones.
+Hooks place each event at the critical moment. tests/actor/test_backpressure.py tests with processes, and tests/testing/
+with simulated processes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from monarch_backend._transport.local.peer import CreditWaiter, Peer, PeerGoneEr
 from monarch_backend._transport.local.router import Router
 
 PATIENCE = 10.0
-"""Seconds after which what was waited for never comes."""
+"""Seconds after which a wait has failed."""
 
 
 class _Timer:
     def cancel(self) -> None:
-        """There is no time here."""
+        """Do nothing, since no timer runs here."""
 
 
 class _NoLinks:
@@ -32,11 +32,11 @@ class _NoLinks:
 
 
 class _WaitsForEverError(Exception):
-    """Nobody would tell it any more."""
+    """Raised by a wait that no event would end."""
 
 
 def _router_with(wait: Callable[[CreditWaiter], object]) -> tuple[Router, Peer]:
-    """And another process, to which all places are taken."""
+    """Return a router, and a peer for which it has no credit."""
 
     def waited(room: CreditWaiter, _seconds: float | None, _whole: bool) -> bool:
         if not room.ready:
@@ -79,7 +79,7 @@ def test_a_death_while_a_sender_waits() -> None:
 
 
 def test_two_senders_that_begin_to_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second begins where the first has made what it waits for, and has not said so yet."""
+    """The second thread starts to wait when the first has created its waiter and not yet registered it."""
     second_waits, ends = threading.Event(), []
 
     def wait(room: CreditWaiter) -> None:

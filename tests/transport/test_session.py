@@ -39,11 +39,11 @@ def _head(parts: list[Any]) -> Head:
 
 
 class Side:
-    """A session, a pipe of bytes towards it, and what it has taken: it reads as a gateway does."""
+    """A session, its incoming bytes, and the frames that it has received. It reads as a gateway does."""
 
     def __init__(self, rng: random.Random, name: str) -> None:
         self.session, self.rng, self.name = Session(), rng, name
-        self.wire = bytearray()  # towards the other side, not arrived yet
+        self.wire = bytearray()  # in flight to this side
         self.inbox = bytearray()
         self.sent: list[tuple[bytes, bytes]] = []
         self.taken: list[tuple[bytes, bytes]] = []
@@ -70,7 +70,7 @@ class Side:
             end = HEAD_BYTES + head.prefix + head.body
             if len(self.inbox) < end:
                 if head.kind == DATA:
-                    self.session.is_next(head)  # where to read the body to: asked before it is there
+                    self.session.is_next(head)  # the buffer for the body is chosen before the body has arrived
                 return
             if head.kind == DATA and self.session.take(head):
                 middle = HEAD_BYTES + head.prefix
@@ -88,7 +88,7 @@ def _arrive(source: Side, target: Side, count: int) -> None:
 
 
 def _break(one: Side, other: Side) -> None:
-    """What is under way is lost, and so is half of a frame that has come."""
+    """Drop all bytes in flight and all incomplete frames, as a broken connection does."""
     for side in (one, other):
         side.wire.clear()
         side.inbox.clear()
@@ -145,7 +145,7 @@ def test_frames_arrive_once_and_in_order_despite_breaks(monkeypatch: pytest.Monk
             one, other = _play(seed, 700)
             assert one.taken == other.sent and other.taken == one.sent
             assert len(one.sent) > 20 and one.said_bye and other.said_bye
-            for side in (one, other):  # all that was sent has been acknowledged by the last word
+            for side in (one, other):  # one last acknowledgement covers every frame
                 side.session.hear(read_head((other if side is one else one).session.acknowledgement()))
                 assert side.session.unacknowledged == 0 and not side.session._kept
         except BaseException:
@@ -173,7 +173,7 @@ def test_acknowledgements_limit_the_unacknowledged_frames() -> None:
 
 def test_full_window_still_sends_one_frame() -> None:
     one = Session()
-    whole = bytes(1 << 30)  # not touched, so not there
+    whole = bytes(1 << 30)  # never written, so the kernel commits no memory for it
     one.send(b"", [memoryview(whole)])
     assert one.full
     one.hear(Head(ACK, 0, 0, 0, 1))
@@ -198,7 +198,7 @@ def test_any_head_acknowledges() -> None:
         other.take(_head(one.send(b"p", [b"b"])))
     one.hear(_head(other.send(b"", [])))
     assert one.unacknowledged == 0
-    one.hear(Head(ACK, 0, 0, 0, 1))  # an old one says nothing new
+    one.hear(Head(ACK, 0, 0, 0, 1))  # an old acknowledgement changes nothing
     assert one.unacknowledged == 0
 
 
@@ -211,11 +211,13 @@ def test_parts_of_any_type_are_counted_in_bytes() -> None:
     assert other.take(head)
 
 
-# What goes wrong ------------------------------------------------------------------------------------------------------
+# Failures -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_frame_is_taken_with_its_last_byte() -> None:
-    """Asking whether it is the next one, when its head comes, takes nothing: the connection may break in its body."""
+    """`is_next`, called when the header arrives, changes nothing, because the connection may break before the body is
+    complete.
+    """
     one, other = Session(), Session()
     head = _head(one.send(b"p", [b"body"]))
     assert other.is_next(head) and other.is_next(head)
@@ -225,7 +227,10 @@ def test_a_frame_is_taken_with_its_last_byte() -> None:
 
 
 def test_rdma_frame_is_kept_whole_until_acknowledged() -> None:
-    """It counts as any frame does, and whoever could not read it gets all of it, by the same connection or the next."""
+    """It counts like any frame.
+
+    After a failed read the sender sends all of it, on the same connection or the next one.
+    """
     one, other = Session(), Session()
     [_, rest] = one.rdma_frame(b"notes", b"prefix", [b"here", b"there"], [b"here"])
     assert rest == b"here"
@@ -257,7 +262,7 @@ def test_a_missing_frame_is_an_error() -> None:
     assert other.received == 0
 
 
-def test_acknowledgements_of_frames_that_never_were_are_an_error() -> None:
+def test_acknowledgement_of_an_unsent_frame_is_an_error() -> None:
     one = Session()
     one.send(b"", [])
     with pytest.raises(SessionError, match="has received frame 2 of 1"):
@@ -317,7 +322,7 @@ def test_bad_heads_are_errors_of_the_session(data: bytes) -> None:
         read_head(data)
 
 
-def test_the_largest_head_is_one() -> None:
+def test_head_with_the_largest_sizes_is_valid() -> None:
     assert read_head(_raw(prefix=MAX_PREFIX_BYTES, body=MAX_BODY_BYTES)) == Head(
         DATA, MAX_PREFIX_BYTES, MAX_BODY_BYTES, 1, 0
     )

@@ -33,7 +33,7 @@ DAY = datetime.timedelta(days=1)
 
 
 class Meeting:
-    """A caller, a called one, and a way between them without sockets; ``errors`` has what each of them said."""
+    """A TLS client and server connected in memory without sockets. ``errors`` has the errors of both."""
 
     def __init__(self, client: ssl.SSLContext, server: ssl.SSLContext, name: str | None = None) -> None:
         self.ways = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -58,7 +58,7 @@ class Meeting:
 
 
 def _memories() -> list[str]:
-    """Descriptors of memory without a name: what other tests of this process may have, too."""
+    """Return the targets of this process's open descriptors. Anonymous memory files are among them."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -68,7 +68,7 @@ def _memories() -> list[str]:
     return sorted(found)
 
 
-# Of a secret ----------------------------------------------------------------------------------------------------------
+# Certificates derived from a secret -----------------------------------------------------------------------------------
 
 
 def test_two_sides_with_the_secret_connect() -> None:
@@ -83,7 +83,7 @@ def test_a_secret_has_one_authority_and_each_process_a_key() -> None:
     secret = bytes(range(32))
     numbers = [_tls._authority_key(of).private_numbers().private_value for of in (secret, secret, bytes(32))]
     assert numbers[0] == numbers[1] != numbers[2]
-    # RFC 5869 by hand, and a number that hosts of other versions must come to as well.
+    # RFC 5869 computed by hand. Hosts of other versions must derive the same number.
     extracted = hmac.digest(b"", secret, "sha256")
     block = hmac.digest(extracted, b"monarch_backend TLS CA 1\1", "sha256")
     block += hmac.digest(extracted, block + b"monarch_backend TLS CA 1\2", "sha256")
@@ -104,7 +104,7 @@ def test_another_secret_is_refused_by_both() -> None:
     ours, others = Tls.of_secret(new_secret()), Tls.of_secret(new_secret())
     caller, _ = Meeting(ours.client, others.server).errors
     assert isinstance(caller, ssl.SSLCertVerificationError)
-    trusting = others.client  # a caller that would talk to anybody: it is the called one that refuses
+    trusting = others.client  # a client that accepts every certificate, so that the server must refuse
     trusting.verify_mode = ssl.CERT_NONE
     caller, called = Meeting(trusting, ours.server).errors
     assert caller is None and isinstance(called, ssl.SSLCertVerificationError)
@@ -145,7 +145,7 @@ def test_no_tickets_and_no_sessions_to_resume() -> None:
     one, other = Tls.of_secret(secret), Tls.of_secret(secret)
     assert other.server.num_tickets == 0
     meeting = Meeting(one.client, other.server)
-    assert meeting.ways[1].pending == 0  # nothing comes after the handshake
+    assert meeting.ways[1].pending == 0  # the server sends nothing after the handshake
     meeting.talk()
     assert meeting.caller.session is None or not meeting.caller.session.has_ticket
 
@@ -229,7 +229,7 @@ def test_over_sockets_that_do_not_block() -> None:
         assert called.recv(100) == b"hello"
 
 
-# What binds TLS to the handshake of the secret ------------------------------------------------------------------------
+# Binding of TLS to the handshake of the secret ------------------------------------------------------------------------
 
 
 def test_channel_binding_covers_both_certificates() -> None:
@@ -243,7 +243,10 @@ def test_channel_binding_covers_both_certificates() -> None:
 
 
 def test_man_in_the_middle_with_a_job_certificate_is_refused() -> None:
-    """Whoever ends TLS on both sides with a leaf of its own passes all bytes on, and the handshake fails."""
+    """A man in the middle that ends TLS on both sides with its own leaf certificate can only forward bytes.
+
+    The handshake fails.
+    """
     secret = new_secret()
     one, other, middle = (Tls.of_secret(secret) for _ in range(3))
     left, right = Meeting(one.client, middle.server), Meeting(middle.client, other.server)
@@ -256,11 +259,11 @@ def test_man_in_the_middle_with_a_job_certificate_is_refused() -> None:
         caller.hear(called.answer(Hello(b"b" * 16, b"s" * 16)))
 
 
-# Of files -------------------------------------------------------------------------------------------------------------
+# Certificates from files ----------------------------------------------------------------------------------------------
 
 
 class Authority:
-    """A CA of the user's own, in files as an organisation would hand them out."""
+    """A user's own CA whose certificates and keys are files, as an organisation provides them."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self.folder, self.path = folder, folder / f"{name}.pem"
@@ -298,7 +301,7 @@ class Authority:
         path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, host: str, *, age: datetime.timedelta = DAY, passphrase: bytes | None = None) -> tuple[Path, Path]:
-        """A certificate that ended ``age - 2 * DAY`` ago, and its key."""
+        """Write a certificate that expires at ``2 * DAY - age`` from now, and its key. Return their paths."""
         key = ec.generate_private_key(ec.SECP256R1())
         start = datetime.datetime.now(datetime.timezone.utc) - age
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])

@@ -1,4 +1,4 @@
-"""Skip without torch_xla, which needs its own release of torch: `make test-xla` makes that environment.
+"""Skip without torch_xla, which needs its own release of torch. `make test-xla` makes an environment with both.
 
 Tests run on PJRT's CPU client: one device for one process, or two devices for one process in SPMD mode. More than one
 rank needs a TPU.
@@ -23,8 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def torch_xla_imported() -> None:
-    """Import it once, for all ranks that are forked later; its client starts in the ranks, with the first tensor."""
+    """Import torch_xla once, for all ranks that are forked later. Its client starts in a rank with the first tensor."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch_xla's own
+        warnings.simplefilter("ignore")  # torch_xla emits warnings
         import torch_xla  # noqa: F401

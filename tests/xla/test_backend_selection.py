@@ -1,6 +1,6 @@
 """Selection of the XLA route and its rules for several devices, without torch_xla.
 
-The group behind the route is a recorder. tests/xla/test_xla_backend.py runs the real one.
+A recorder replaces torch_xla's group. tests/xla/test_xla_backend.py tests with the real group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.support.ranks import run_ranks
 
 
 class _Recorder:
-    """Stands for torch_xla's ProcessGroupXla: notes what is called."""
+    """Replaces torch_xla's ProcessGroupXla and records the called methods."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -49,7 +49,7 @@ def _make(ranks: list[int], size: int, options: Any = None) -> tuple[xla_backend
 @pytest.mark.parametrize(
     ("ranks", "options", "mesh"),
     [
-        ([], None, [[0, 1, 2, 3]]),  # torch gives the default group no list
+        ([], None, [[0, 1, 2, 3]]),  # torch passes no list of ranks for the default group
         ([0, 1, 2, 3], None, [[0, 1, 2, 3]]),
         ([1, 3], None, [[1, 3]]),
         ([2], None, [[0], [1], [2], [3]]),
@@ -58,7 +58,7 @@ def _make(ranks: list[int], size: int, options: Any = None) -> tuple[xla_backend
 )
 @pytest.mark.usefixtures("world_of_4")
 def test_mesh_defines_the_participants(ranks: list[int], options: Any, mesh: list[list[int]]) -> None:
-    # The meshes of torch_xla's own new_group; an empty one would mean all devices, for every group.
+    # The meshes that torch_xla's own new_group sets. An empty mesh would mean all devices, for every group.
     assert _make(ranks, len(ranks) or 4, options)[1]._mesh == mesh
 
 
@@ -75,7 +75,7 @@ def test_collectives_that_ignore_the_subgroup_are_refused_there(name: str) -> No
 
 
 @pytest.mark.usefixtures("world_of_4")
-def test_reduce_and_all_to_all_single_too() -> None:
+def test_reduce_and_all_to_all_single_on_a_subgroup_are_refused() -> None:
     part, recorder = _make([1, 3], 2)
     total = SimpleNamespace(reduceOp=dist.ReduceOp.SUM)
     for call in (lambda: part.reduce([], total), lambda: part.alltoall_base(None, None, [], [], None)):
@@ -98,7 +98,7 @@ def test_a_group_without_its_ranks_is_refused() -> None:
 
 @pytest.mark.usefixtures("world_of_4")
 def test_unknown_attributes_are_absent() -> None:
-    # c10d asks for optional ones with hasattr; passing them on would offer what ProcessGroup only inherits.
+    # c10d asks for optional methods with hasattr. Forwarding would offer methods that ProcessGroup only inherits.
     group, _ = _make([], 4)
     assert not hasattr(group, "supports_coalescing")
     assert not hasattr(group, "_register_on_completion_hook")

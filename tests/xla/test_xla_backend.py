@@ -92,7 +92,7 @@ def _run_case(rank: int, name: str, watched: bool) -> None:
     with CommDebugMode() if watched else contextlib.nullcontext():
         got = CASES[name]("xla")
     assert got.device.type == "xla"
-    assert got.cpu().tolist() == [1.0, 2.0, 3.0, 4.0]  # of one rank, whatever the collective
+    assert got.cpu().tolist() == [1.0, 2.0, 3.0, 4.0]  # with one rank the result of every collective is its input
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -102,13 +102,13 @@ def test_collective(pool: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in CASES if "functional" not in n])
 def test_collective_while_a_dispatch_mode_watches(pool: Any, name: str) -> None:
-    # torch has no XLA kernels for its c10d operators: XLA tensors must not take the dispatcher then either.
+    # torch has no XLA kernels for its c10d operators, so XLA tensors must bypass the dispatcher in this case, too.
     pool(1).run(_run_case, name, True)
 
 
 def _send_and_receive(rank: int) -> list[float]:
     x, y = _x("xla"), torch.zeros(4, device="xla")
-    dist.isend(x, 0).wait()  # with one rank only oneself; torch_xla permutes, so this does not block
+    dist.isend(x, 0).wait()  # one rank can only send to itself; torch_xla uses a permutation, which does not block
     dist.irecv(y, 0).wait()
     return y.cpu().tolist()
 
@@ -239,7 +239,7 @@ def _settings(rank: int) -> None:
     dist.all_reduce(_x("xla"))
     dist.all_reduce(_x("cpu"))
     group._wait_for_pending_works()
-    assert [info.op_type for info in seen] == ["allreduce"]  # only Gloo's: XLA has no moment of completion
+    assert [info.op_type for info in seen] == ["allreduce"]  # only the call through Gloo: XLA reports no completion
 
 
 def test_group_wide_settings_pass_the_xla_route_by() -> None:
@@ -250,7 +250,7 @@ def _subgroups(rank: int) -> None:
     import torch_xla.distributed.xla_backend as theirs
 
     dist.all_reduce(_x("xla"))
-    # torch_xla's own new_group knows none of these, and replaces torch's for everybody
+    # torch_xla's own new_group knows none of these options, and it replaces torch's function for all callers
     group = dist.new_group([0], group_desc="ours", use_local_synchronization=True)
     assert group.group_desc == "ours"
     x = _x("xla")
@@ -263,7 +263,7 @@ def _subgroups(rank: int) -> None:
     dist.destroy_process_group()
     dist.init_process_group("xla", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     assert isinstance(dist.new_group([0]), theirs.ProcessGroupXla)
-    assert dist.new_group([0])._mesh == [[0]]  # torch_xla's function again: only it sets the mesh
+    assert dist.new_group([0])._mesh == [[0]]  # torch_xla's function is back: only it sets the mesh
     dist.destroy_process_group()
 
 
@@ -272,7 +272,7 @@ def test_subgroups_and_torch_s_own_new_group() -> None:
 
 
 def _two_worlds(rank: int) -> str:
-    xla_backend._is_alone = lambda: False  # type: ignore[assignment] # as where clients do know each other
+    xla_backend._is_alone = lambda: False  # type: ignore[assignment] # as if the clients knew each other
     with pytest.raises(NoRouteError) as caught:
         dist.all_reduce(_x("xla"))
     y = torch.ones(2)
@@ -282,7 +282,7 @@ def _two_worlds(rank: int) -> str:
 
 
 def test_devices_that_are_not_the_ranks_are_refused() -> None:
-    # torch_xla would sum over the devices that it counts and say nothing.
+    # torch_xla would sum over the devices that it counts, without an error.
     for text in run_ranks(_two_worlds, 2):
         assert "torch_xla counts 1 devices and this one is number 0" in text
         assert "torch.distributed counts 2 ranks" in text
@@ -294,7 +294,7 @@ def _numbers(rank: int, device: str, *size: int) -> torch.Tensor:
 
 
 def _each_way(rank: int, device: str) -> list[Any]:
-    """What each collective of two ranks makes of these numbers."""
+    """Return the results of each collective of two ranks for these numbers."""
     x, wide = _numbers(rank, device, 4), _numbers(rank, device, 2, 3)
     found = []
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT):
@@ -311,7 +311,7 @@ def _each_way(rank: int, device: str) -> list[Any]:
     found += [funcol.all_reduce(x, op, group) + 0 for op in ("sum", "avg")]
     found += [funcol.all_gather_tensor(wide, 1, group) + 0, funcol.reduce_scatter_tensor(x, "sum", 0, group) + 0]
     found += [funcol.broadcast(x, 1, group) + 0]
-    mine = dist.new_group([rank], use_local_synchronization=True)  # torch_xla's own would sum over all
+    mine = dist.new_group([rank], use_local_synchronization=True)  # torch_xla's own new_group would sum over all ranks
     found.append(funcol.all_reduce(x, "sum", mine) + 0)
     return [None if each is None else each.cpu().tolist() for each in found]
 
@@ -323,7 +323,7 @@ def _changed(x: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> torch.Tens
 
 
 def _through_the_host(rank: int) -> tuple[list[Any], list[Any]]:
-    dist.all_reduce(_x("xla"))  # the first one opens the route, and functional ones after it take it
+    dist.all_reduce(_x("xla"))  # the first collective opens the route, which functional collectives then use
     return _each_way(rank, "xla"), _each_way(rank, "cpu")
 
 
@@ -340,7 +340,7 @@ def _says_once(rank: int) -> None:
 
 def test_route_through_the_host_is_logged_once(capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(_says_once, 2)
-    assert capfd.readouterr().err.count("collectives of XLA tensors go through the host") == 2  # by each rank
+    assert capfd.readouterr().err.count("collectives of XLA tensors go through the host") == 2  # once for each rank
 
 
 def _ddp(rank: int) -> list[float]:
@@ -372,7 +372,7 @@ def _spmd(rank: int) -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch_xla's own, about the switch and about torch's DTensor
+        warnings.simplefilter("ignore")  # torch_xla warns about the switch and about torch's DTensor
         torch_xla.runtime.use_spmd()
         assert torch_xla.runtime.global_runtime_device_count() == 2
         mesh = init_device_mesh("xla", (2,))

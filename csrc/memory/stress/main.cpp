@@ -115,7 +115,7 @@ void send_junk(std::uint16_t port, unsigned seed) {
     std::minstd_rand random(seed);
     char junk[200];
     for (char& byte : junk) byte = static_cast<char>(random());
-    (void)!send(fd, junk, random() % sizeof junk, MSG_NOSIGNAL);
+    (void)!send(fd, junk, random() % sizeof junk, no_signal);
   }
   close(fd);
 }

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Checks the models in this folder with spin: `check.py [--slow] [NAME ...]`; see README.md.
+"""Check the models in this folder with spin: `check.py [--slow] [NAME ...]`; see README.md.
 
-Every case says what must come out: "holds", or what spin must find wrong. A checker that cannot fail proves nothing:
-mutants, among them the defects that the code once had, must be rejected.
+Every case has an expected result: "holds", or the error that spin must find. Mutants must be rejected, among them the
+defects that the code once had. This shows that the checker can find errors.
 """
 
 import argparse
@@ -24,7 +24,7 @@ STUCK = "invalid end state"
 
 @dataclass(frozen=True)
 class Case:
-    """One model with its parameters, and what must come out."""
+    """One model with its parameters and its expected result."""
 
     name: str
     expected: str
@@ -32,17 +32,17 @@ class Case:
     kinds: tuple[int, ...] = ()
     flags: tuple[str, ...] = ()
     model: str = "group.pml"
-    slow: bool = False  # more than some seconds
+    slow: bool = False  # takes more than ten seconds
 
     def defines(self) -> list[str]:
-        """Its parameters, for spin's preprocessor."""
+        """Return the parameters as options of spin's preprocessor."""
         kinds = [f"-DK{i}={kind}" for i, kind in enumerate(self.kinds, 1)]
         return [f"-DN={self.ranks}", *kinds, *(f"-D{flag}" for flag in self.flags)]
 
 
 @dataclass
 class Outcome:
-    """What came out."""
+    """Result of a case."""
 
     found: str
     states: int = 0
@@ -50,7 +50,8 @@ class Outcome:
     text: str = field(default="", repr=False)
 
 
-# Kinds: 0 in slots; 1-3 large, so many chunks; 5-7 the same in two shots; + 16 chunks twice as wide; 8 direct reads.
+# Kinds: 0: in slots; 1-3: large, with this number of chunks; 5-7: the same in two shots; + 16: chunks twice as wide;
+# 8: direct reads.
 MIXED = (0, 1, 0, 5)
 LARGE = (7, 0, 3, 0)
 WIDTHS = (1, 18, 5, 22)
@@ -108,12 +109,12 @@ CASES = [*QUICK, *SLOW]
 
 
 def missing() -> str:
-    """What is not on this machine, or ''."""
+    """Return the names of missing tools, or ''."""
     return ", ".join(tool for tool in ("spin", "gcc") if shutil.which(tool) is None)
 
 
 def run(case: Case) -> Outcome:
-    """Explores all states of a case."""
+    """Explore all states of a case."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
 
@@ -135,7 +136,7 @@ def run(case: Case) -> Outcome:
 
 
 def main() -> int:
-    """Runs what the command line asks for; 1 where something came out otherwise."""
+    """Run the selected cases. Return the exit status: 1 if a result is not the expected one, 2 if a tool is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slow", action="store_true", help="three ranks as well: some minutes")
     parser.add_argument("names", nargs="*", help="only cases with one of these in their name")

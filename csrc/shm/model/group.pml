@@ -1,11 +1,16 @@
-// The flag protocol of ../group.cpp (operations, bell, deaths, time-outs) for the model checker spin; README.md says
-// what each step stands for and how to run it. One worker per rank: `pc` is where it is, every d_step below is one
-// atomic step, and after each of them any other rank (or watcher, or death) may go on.
+// Model of the flag protocol of ../group.cpp (operations, doorbell, deaths, time-outs) for the model checker spin.
+// README.md explains the abstractions and how to run it. Each rank is one worker, and `pc` is its position. A d_step is
+// one atomic step. After each step any rank or watcher may take the next one, and a rank may die.
 //
-// Parameters (-D): N ranks; K1..K6 the kinds of the operations, all ranks call the same; DEATHS, TIMEOUTS how many
-// there may be in a run; EXITS: ranks that are through with their operations, or failed, end their process cleanly.
-// Without more it is the code as it stands. QUIET_TAKEN is an idea, M_... are mutants: wrong on purpose, or as the code
-// once was.
+// Parameters (-D):
+//   N                  number of ranks
+//   K1..K6             kinds of the operations; all ranks call the same sequence
+//   DEATHS, TIMEOUTS   largest number of each in a run
+//   EXITS              a rank exits cleanly after its last operation or after a failure
+//   STAGE              units of the stage
+//   QUIET_TAKEN        an idea that the code does not use: publish `taken` without ring()
+//   M_...              mutants: wrong on purpose, or the code before a correction
+// Without QUIET_TAKEN and M_... the model matches the code.
 
 #ifndef N
 #define N 2
@@ -18,18 +23,18 @@
 #endif
 
 #ifndef M_NO_RETRY
-#define RETRY  // one more look between finding a fault and acting
+#define RETRY  // look once more between finding a failure and acting on it
 #endif
 #ifndef M_NO_REREAD
-#define REREAD  // what a rank said before its end is read when its end is known
+#define REREAD  // after seeing that a rank has ended, load its culprit word again
 #endif
 
 #ifndef STAGE
 #define STAGE 2  // units, a power of two
 #endif
 
-// Kinds: 0 in slots; 1..3 large, so many chunks of one unit of the stage; + 4: in two shots (all_reduce); + 16: chunks
-// of two units; 8: direct reads.
+// Kinds: 0: in slots; 1..3: large, with this number of chunks of one unit of the stage; + 4: in two shots (all_reduce);
+// + 16: chunks of two units; 8: direct reads.
 #define none 99
 #ifndef K1
 #define K1 0
@@ -63,7 +68,7 @@
 #else
 #define which(s) ((s) & 1)
 #endif
-// A chunk's first unit in the stage, and its end among all units since the group was made.
+// The first unit of a chunk in the stage, and its end, counted in units since the group was made.
 #ifdef M_ONE_BUFFER
 #define unit(k) 0
 #else
@@ -71,45 +76,45 @@
 #endif
 #define end_of(k) (base + ((k) + 1) * stride)
 
-// Boards: written by their rank only (index: rank).
+// Control blocks: rank i writes only the entries with index i.
 byte entered[N], filled[N], reduced[N], taken[N];
-byte culprit[N];  // 0, or kind * 16 + rank + 1 (0 for nobody)
+byte culprit[N];  // 0: not failed; otherwise kind * 16 + culprit rank + 1, or kind * 16 without a culprit
 #define k_dead 1
 #define k_left 2
 #define k_late 3
 
-// Data carry the number of their operation, or the end of their chunk; `writing` while they are being written.
+// A datum is the number of its operation, or the end of its chunk. During a write it is `writing`.
 #define writing 255
-byte slots[2 * N];          // with header and table
-byte stage_in[STAGE * N];   // what the rank filled in
-byte stage_sum[STAGE * N];  // its reduced slice; a one-shot operation fills both
-byte memory[N];             // the caller's tensors: the operation that may read them, 0 once the caller has them back
+byte slots[2 * N];          // data, header and table
+byte stage_in[STAGE * N];   // the rank's input
+byte stage_sum[STAGE * N];  // the rank's reduced slice; a one-shot operation fills both
+byte memory[N];             // the caller's tensors: the operation that may read them, 0 after the return to the caller
 
-// What a rank is reading of all others now.
+// Bit set of what a rank is reading from all peers now.
 #define r_units(k) ((stride == 2 -> 3 : 1) << unit(k))
 #define r_slot(s) (1 << which(s))
 #define r_in(k) (r_units(k) << 2)
 #define r_sum(k) (r_units(k) << 6)
 #define r_memory 1024
 short reading[N];
-bit bad[N];  // what it read from a caller's memory was no longer what it should be
+bit bad[N];  // the rank has read a caller's memory that was not, or no longer, valid
 
-// Doorbells (index: rank). `ring_count` has changed since the rank loaded it; the rank is in the futex.
+// Doorbells (index: rank). ring_count: it has changed since the rank loaded it. asleep: the rank is in futex wait.
 bit sleepers[N], ring_count[N], asleep[N];
 
-// Processes. gone: as the kernel knows. known: Peer::state. news: departures() != departures_.
+// Processes. gone: the true state, 1 dead, 2 exited. known: Peer::state. news: departures() != departures_.
 byte gone[N], known[N * N];
 bit news[N], over[N];
 byte deaths = DEATHS, timeouts = TIMEOUTS;
-bit timed_out;  // for the properties only
+bit timed_out;  // used by assertions only
 
 #ifdef M_NO_FENCE
-// Store buffers: a store that the others do not see yet.
+// Store buffers: a store that other ranks do not see yet.
 byte pending[N], value[N];
 #define store(counter, id, v) pending[me] = id; value[me] = v
 #define drained (pending[me] == 0)
 #else
-// A store with a fence behind it is one step: before it leaves the store buffer its rank does nothing else.
+// A store followed by a fence is one step: the rank takes no other step until the store has left the store buffer.
 #define store(counter, id, v) counter[me] = v
 #define drained true
 #endif
@@ -121,7 +126,7 @@ byte pending[N], value[N];
 #define all_others(test) (test((me + 1) % 3) && test((me + 2) % 3))
 #define some_other(test) (test((me + 1) % 3) || test((me + 2) % 3))
 #endif
-// REREAD: a rank that has ended may have said something since find_failure read its word.
+// REREAD: a rank that has ended may have stored its culprit word after find_failure loaded it.
 #if defined(REREAD) && !defined(M_BLAME_LAST)
 #define unheard (said == 0 && culprit[i] != 0)
 #else
@@ -138,8 +143,9 @@ byte pending[N], value[N];
 
 #define first_other (me == 0 -> 1 : 0)
 
-// all_reach and any_rank_failed are one step each: counters only grow and culprit is written once, so a loop over
-// the ranks that says "all" is right at its last load, "not all" at its failing load, "nobody" at its first load.
+// all_reach and any_rank_failed are one step each: counters only grow and culprit is written once. So the result of
+// their loop is true at one moment: "all reached" at the last load, "not all" at the failing load, "none has failed" at
+// the first load.
 #define t_entered(r) (entered[r] >= s)
 #define t_taken(r) (taken[r] + STAGE >= end_of(f))
 #define t_filled(r) (filled[r] >= end_of(r_))
@@ -170,7 +176,7 @@ mtype = { look, enter, check, plan, fill, fill_end, reduce, reduce_end, take, ta
           ring, wake, news_1, news_2, find, said_1, said_2, fail, returned,
           pause, sleep, sleeping, expire, idle, stopped };
 
-// Where the operation stands when a look begins.
+// Progress of the operation at the start of a look (`st`).
 #define queued 0
 #define entering 1
 #define moving 2
@@ -178,7 +184,7 @@ mtype = { look, enter, check, plan, fill, fill_end, reduce, reduce_end, take, ta
 #define direct_2 4
 #define direct_3 5
 
-// What is left of this pass through move()'s loop, from `from` on; all of it local.
+// The rest of this pass through the loop of move(), starting at `from`. It has only local effects.
 inline go_on(from) {
   pc = from;
   do
@@ -194,7 +200,7 @@ inline go_on(from) {
   od
 }
 
-// The look is over and the operation is not.
+// A look has ended, and the operation has not.
 inline not_yet() {
   if
   :: moved -> awake(); pc = look
@@ -209,13 +215,13 @@ inline awake() {
   fi;
   moved = 0;
   if
-  :: verdict != 0 -> verdict = 0; news[me] = 1  // RETRY: it could move after all; ask again when it cannot
+  :: verdict != 0 -> verdict = 0; news[me] = 1  // RETRY: the rank could advance; check again when it cannot
   :: else
   fi
 }
 
 inline end_well() {
-  assert(!bad[me]);  // right data
+  assert(!bad[me]);  // the data are correct
   assert(all_others(t_entered));
   what = r_memory;
   assert(!is_direct || all_others(t_unread));
@@ -258,7 +264,8 @@ inline next_to_ring() {
 proctype worker(byte me) {
   mtype pc = look, then = look;
   byte s = 1, kind = K1, st = queued;
-  byte base, f, r_, t;  // base: of the next operation's chunks, then of this one's
+  // base: end of earlier operations' chunks, aligned when this one starts; f, r_, t: chunks filled, reduced, taken
+  byte base, f, r_, t;
   bit moved, again, announced, poisoned, lost;
   byte i, said, verdict;
   short what;
@@ -295,7 +302,7 @@ proctype worker(byte me) {
        st = entering; moved = 1;
        ring_then(check)
      }
-  // step(): compare, plan, take from slots. One long read of all slots from the moment that all have entered.
+  // step(): compare, plan, take from slots. This is one long read of all slots, which starts when all have entered.
   :: d_step { pc == check ->
        if
        :: all_others(t_entered) ->
@@ -393,7 +400,7 @@ proctype worker(byte me) {
        ring_then(pass_end)
      }
 
-  // Direct reads: reduce my slice from the others' memory, take theirs, return when all have taken.
+  // Direct reads: reduce this rank's slice from the peers' memory, take the peers' slices, return when all have taken.
   :: d_step { pc == read_1 || (pc == read_2 && all_others(t_reduced)) ->
        reading[me] = r_memory;
        lost = some_other(t_gone);
@@ -404,7 +411,7 @@ proctype worker(byte me) {
        pc = (pc == read_1 -> read_1_end : read_2_end)
      }
   :: d_step { pc == read_2 && !all_others(t_reduced) -> not_yet() }
-  :: d_step { (pc == read_1_end || pc == read_2_end) && drained && !lost ->  // it says that it read all
+  :: d_step { (pc == read_1_end || pc == read_2_end) && drained && !lost ->  // the read succeeds
        reading[me] = 0;
 #ifndef M_NO_TRUST
        if
@@ -421,18 +428,18 @@ proctype worker(byte me) {
          fi
        fi
      }
-  :: d_step { (pc == read_1_end || pc == read_2_end) && (lost || some_other(t_gone)) ->  // no such process
+  :: d_step { (pc == read_1_end || pc == read_2_end) && (lost || some_other(t_gone)) ->  // the read fails: no process
        reading[me] = 0;
        lost = 0; poisoned = 1; bad[me] = 0;
        pc = news_1
      }
-  // The caller that has its memory back may have freed it: the read fails, and the first cause is looked for.
+  // A failed rank's caller may have freed its memory. Then the read fails, and the reader looks for the first cause.
   :: d_step { (pc == read_1_end || pc == read_2_end) && bad[me] && !lost && drained ->
        reading[me] = 0;
 #ifndef M_NO_CAUSE
        if
        :: some_other(t_gave_up) -> poisoned = 1; bad[me] = 0; pc = news_1
-       :: else -> assert(false)  // blames one that lives for memory that can't be read
+       :: else -> assert(false)  // would blame a rank that is alive for unreadable memory
        fi
 #else
        assert(false)
@@ -450,8 +457,8 @@ proctype worker(byte me) {
        what = 0
      }
 
-  // ring(): the load of `sleepers` and the change of `ring_count` are one step: what comes between can only add a wake-up
-  // for nothing.
+  // ring(): the load of `sleepers` and the change of `ring_count` are one step. A step between them could only add a
+  // spurious wake-up.
   :: d_step { pc == ring && (drained || !hears(i)) ->  // an atomic read-modify-write drains the store buffer
        if
        :: hears(i) -> ring_count[i] = 1; pc = wake
@@ -460,7 +467,7 @@ proctype worker(byte me) {
      }
   :: d_step { pc == wake -> asleep[i] = 0; pc = ring; next_to_ring() }
 
-  // Faults
+  // Failures
   :: d_step { pc == news_1 -> pc = (news[me] -> find : news_2) }
   :: d_step { pc == news_2 -> pc = (some_other(t_gave_up) -> find : pause) }
   :: d_step { pc == find -> news[me] = 0; i = first_other; pc = said_1 }
@@ -505,16 +512,16 @@ proctype worker(byte me) {
   :: d_step { pc == fail && drained ->
        what = (verdict & 15) - 1;
        assert(verdict >> 4 != k_dead || gone[what] == 1);
-       assert(timed_out || verdict >> 4 == k_dead);  // never an innocent one: who leaves has done its part
+       assert(timed_out || verdict >> 4 == k_dead);  // a rank that exited has done its part and is never blamed
 #ifdef REREAD
-       // The first cause: who said that it was another's fault is not blamed, dead or not.
+       // The first cause is reported: a rank that named a culprit is not blamed itself, dead or not.
        assert(timed_out || culprit[what] == 0);
 #endif
        store(culprit, 5, verdict);
        verdict = 0; what = 0;
        ring_then(returned)
      }
-  :: d_step { pc == returned ->  // the caller has its memory back and writes to it
+  :: d_step { pc == returned ->  // the call has returned, and the caller writes to its tensor
        memory[me] = 0;
        if
        :: reading[0] == r_memory -> bad[0] = 1
@@ -536,8 +543,8 @@ proctype worker(byte me) {
        pc = idle
      }
 
-  // wait() and FutexWaiter. `heard` is loaded and the sleep announced in one step: a change of `ring_count` between the two
-  // can only wake. A look that found nothing has no effect, so looks while spinning are looks that come later.
+  // wait() and FutexWaiter. Loading `ring_count` and announcing the sleep are one step: a change between the two can
+  // only cause a wake-up. A look that finds nothing has no effect, so a look while spinning equals a later look.
   :: d_step { pc == pause && drained ->
        if
        :: announced -> pc = sleep
@@ -577,7 +584,7 @@ proctype worker(byte me) {
        pc = fail
      }
 
-  // The end
+  // Ends of processes
   :: d_step { deaths > 0 && pc != stopped && drained ->
        deaths--;
        gone[me] = 1; over[me] = 1;
@@ -603,7 +610,7 @@ proctype worker(byte me) {
   od
 }
 
-// Host::watch: state, departures and the bell in one step; seen apart, each is only later than the one before.
+// Host::watch: the stores of state, departures and doorbell are one step. Separate stores would only be seen later.
 proctype watcher(byte me) {
 end:
   do

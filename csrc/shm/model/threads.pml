@@ -1,13 +1,13 @@
-// Two threads of one process wait for two operations in a row of one group (../group.cpp: wait, advance, the mutex;
-// ../futex_waiter.h: FutexWaiter::wait), and a peer that rings when it has entered each. Whoever gets the mutex moves the
-// operations of both. It is taken with try_lock, but for the look between announcing the sleep and sleeping, which waits
-// for it; M_TRY_LOOK is the code as it once was.
+// Model of two threads of one process that wait for two successive operations of one group (../group.cpp: wait,
+// advance, the mutex; ../futex_waiter.h: FutexWaiter::wait). A peer enters each operation and rings. The thread that
+// has the mutex advances the operations of both threads. A thread takes the mutex with try_lock. Only the look between
+// announcing the sleep and sleeping waits for it. M_TRY_LOOK is the code before this correction.
 
-byte entered;        // by the peer
-byte front = 1;      // of the queue; the operations before it are done
+byte entered;        // operations that the peer has entered
+byte front = 1;      // first operation of the queue; earlier ones are done
 bit locked;
 byte sleepers;
-bit ring_count[2], asleep[2];  // one doorbell, two sleepers: whether `ring_count` has changed since this thread loaded it
+bit ring_count[2], asleep[2];  // one doorbell, two sleepers; ring_count: it has changed since this thread loaded it
 
 mtype = { look, try, step_1, unlock, finish_ring, futex, sleeping, idle };
 
@@ -35,7 +35,7 @@ proctype thread(byte me) {
        :: else -> pc = unlock
        fi
      }
-  :: d_step { pc == finish_ring ->  // by the process for itself
+  :: d_step { pc == finish_ring ->  // the process rings its own doorbell
        if
        :: sleepers != 0 -> ring_count[0] = 1; ring_count[1] = 1; asleep[0] = 0; asleep[1] = 0
        :: else

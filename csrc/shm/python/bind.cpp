@@ -90,11 +90,11 @@ std::unique_ptr<ArenaBuffer> make_arena_buffer(std::shared_ptr<Host> host, std::
 }
 
 std::shared_ptr<Group> make_group(std::shared_ptr<Host> host, int rank, std::vector<std::shared_ptr<Peer>> peers,
-                                  std::vector<std::uint64_t> boards, std::uint64_t read_from, std::string label) {
+                                  std::vector<std::uint64_t> control_blocks, std::uint64_t read_from, std::string label) {
   for (std::size_t r = 0; r < peers.size(); ++r) {
     if ((static_cast<int>(r) == rank) == (peers[r] != nullptr)) throw py::value_error("a peer for every rank but one's own");
   }
-  return std::make_shared<Group>(std::move(host), rank, std::move(peers), std::move(boards), read_from, std::move(label));
+  return std::make_shared<Group>(std::move(host), rank, std::move(peers), std::move(control_blocks), read_from, std::move(label));
 }
 
 // Names and properties of the collectives, for a test that Python has the same.
@@ -123,8 +123,8 @@ void bind_shared_memory(py::module_& m) {
       .def("connect", [](Host& host, const std::string& token, double seconds) { return host.connect(token, seconds); },
            py::arg("token"), py::arg("seconds") = 1.0, Release())
       .def("accepted", &Host::accepted, Release())
-      .def("make_board", &Group::make_board, Release())
-      .def("drop_board", [](Host& host, std::uint64_t offset) { host.arena().release(offset); })
+      .def("allocate_control_block", &Group::allocate_control_block, Release())
+      .def("free_control_block", [](Host& host, std::uint64_t offset) { host.arena().release(offset); })
       .def("used", [](Host& host) { return host.arena().used(); })
       .def("size", [](Host& host) { return host.arena().mapping().size(); })
       .def("die_with_peer", &Host::die_with_peer, Release())
@@ -144,7 +144,7 @@ void bind_shared_memory(py::module_& m) {
       .def("forget", [](Operation& op) { op.keep.reset(); });
 
   py::class_<Group, std::shared_ptr<Group>>(m, "ShmGroup", "A group of ranks on this host.")
-      .def(py::init(&make_group), py::arg("host"), py::arg("rank"), py::arg("peers"), py::arg("boards"),
+      .def(py::init(&make_group), py::arg("host"), py::arg("rank"), py::arg("peers"), py::arg("control_blocks"),
            py::arg("read_from"), py::arg("label"), Release())
       .def("run",
            [](Group& group, int collective, int dtype, int op, int root, std::uint64_t bytes, const Addresses& in,

@@ -1,5 +1,9 @@
 #include "shm/stress/fixture.h"
 
+#include "platform/system.h"
+
+#if !defined(MONARCH_PORTABLE)
+
 #include <algorithm>
 #include <cstring>
 
@@ -21,7 +25,8 @@ ssize_t __wrap_process_vm_readv(pid_t pid, const iovec* to, unsigned long tos, c
 
 namespace monarch::stress {
 
-bool can_read_others() {
+bool can_read(bool threads) {
+  if (threads) return true;
   const int secret = 42;
   const pid_t reader = fork();
   if (reader == 0) {
@@ -34,3 +39,13 @@ bool can_read_others() {
 }
 
 }  // namespace monarch::stress
+
+#else
+
+namespace monarch::stress {
+
+bool can_read(bool) { return false; }
+
+}  // namespace monarch::stress
+
+#endif

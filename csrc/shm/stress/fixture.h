@@ -1,4 +1,4 @@
-// State that the ranks of this driver share, in place of a store: tokens and boards. stress/ranks.h runs the ranks and
+// State that the ranks of this driver share, in place of a store: tokens and control blocks. stress/ranks.h runs the ranks and
 // lets them wait for each other. Nothing here depends on collectives.
 //
 // The driver is also linked with --wrap=process_vm_readv: reads of another thread's memory are copied by the driver,
@@ -19,11 +19,12 @@ class Coverage;
 // In memory that all ranks share; zero at first.
 struct Fixture : RankSync {
   std::array<std::array<char, 32>, max_ranks> tokens;
-  std::array<std::array<std::uint64_t, max_ranks>, max_groups> boards;
+  std::array<std::array<std::uint64_t, max_ranks>, max_groups> control_blocks;
   Coverage* coverage;
 };
 
-// Whether this system lets a process read the memory of another one that is not its child.
-bool can_read_others();
+// Whether ranks can read each other's private memory. Threads copy it. A process reads the memory of another one that
+// is not its child, where the system permits that.
+bool can_read(bool threads);
 
 }  // namespace monarch::stress

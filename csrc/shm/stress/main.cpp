@@ -216,7 +216,8 @@ void end_forked(RankDriver& driver, const Round& round) {
     int kept = 0;
     for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
       std::error_code gone;
-      kept += std::filesystem::read_symlink(entry, gone).string().find("memfd:monarch") != std::string::npos;
+      const std::string target = std::filesystem::read_symlink(entry, gone).string();
+      for (const char* arena : {"memfd:monarch", "/dev/shm/monarch-"}) kept += target.find(arena) != std::string::npos;
     }
     _exit(kept);
   }
@@ -281,9 +282,8 @@ int main(int argc, char** argv) {
   const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 0;
   const int rounds = argc > 3 ? std::atoi(argv[3]) : 10, steps = argc > 4 ? std::atoi(argv[4]) : 200;
   Coverage& coverage = Coverage::make();
-  // Threads copy themselves: shm/stress/fixture.h.
-  const bool reads = threads || can_read_others();
-  if (!reads) std::printf("no process may read another's memory here\n");
+  const bool reads = can_read(threads);
+  if (!reads) std::printf("no rank may read another's memory here\n");
   for (int i = 0; i < rounds; ++i) {
     const Round round(seed + static_cast<std::uint64_t>(i), threads, steps);
     std::size_t operations = 0;

@@ -81,7 +81,7 @@ void RankDriver::open(const std::vector<GroupSpec>& specs, int barrier) {
     const int rank = specs[g].rank_of(rank_);
     if (rank < 0) continue;
     // Full until the others have closed the groups before these as well.
-    while ((fixture_.boards[g][rank] = Group::make_board(*host_, static_cast<int>(specs[g].ranks.size()))) == 0) usleep(100);
+    while ((fixture_.control_blocks[g][rank] = Group::allocate_control_block(*host_, static_cast<int>(specs[g].ranks.size()))) == 0) usleep(100);
   }
   fixture_.arrive_and_wait(barrier, ranks_);
   for (std::size_t g = 0; g < specs.size(); ++g) {
@@ -94,10 +94,10 @@ void RankDriver::open(const std::vector<GroupSpec>& specs, int barrier) {
       peers.push_back(r == rank_ ? nullptr : host_->accepted(token, 0));
       if (r != rank_ && !peers.back()) die("rank " + std::to_string(r) + " is gone");
     }
-    std::vector<std::uint64_t> boards(fixture_.boards[g].begin(), fixture_.boards[g].begin() + size);
-    groups_.back() = std::make_shared<Group>(host_, rank, std::move(peers), std::move(boards), read_from_, "");
+    std::vector<std::uint64_t> control_blocks(fixture_.control_blocks[g].begin(), fixture_.control_blocks[g].begin() + size);
+    groups_.back() = std::make_shared<Group>(host_, rank, std::move(peers), std::move(control_blocks), read_from_, "");
   }
-  fixture_.arrive_and_wait(barrier + 1, ranks_);  // the boards in `fixture` may be written again
+  fixture_.arrive_and_wait(barrier + 1, ranks_);  // the control blocks in `fixture` may be written again
 }
 
 void RankDriver::close() {

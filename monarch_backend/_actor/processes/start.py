@@ -18,6 +18,7 @@ from monarch_backend._actor.processes.stuck_readers import StuckReaders
 from monarch_backend._actor.processes.worker_plan import Plan
 from monarch_backend._actor.restart_policy import Restart, RestartLimiter, check_policy
 from monarch_backend._core import env as settings
+from monarch_backend._core import platform
 from monarch_backend._core.extension_points import extension
 from monarch_backend._logs.log_collector import LogCollector
 from monarch_backend._logs.mesh_log import MeshLog
@@ -152,7 +153,7 @@ class ProcessStarter:
         if bootstrap is not None:
             packed = cloudpickle.dumps(functools.partial(extension("bootstrap"), _packed(bootstrap)))
         count = core.extent.nelements
-        processors = len(os.sched_getaffinity(0))
+        processors = platform.usable_cpus()
         environment = {**settings.without_secrets(os.environ), **(env or {})}
         path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
         imports, main_of_program = _with_dtensors(), main_module()

@@ -6,7 +6,6 @@ their memory. csrc/memory/wire.h defines the protocol, handshake.h the authentic
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import msgspec
 
 from monarch_backend import _native
 from monarch_backend._actor.runtime import Runtime
+from monarch_backend._core import platform
 from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
@@ -239,7 +239,7 @@ class Tcp(Route):
 
 def _streams(encrypted: bool) -> int:
     """Return the number of connections. With TLS, more streams than half the CPUs would only take turns."""
-    return max(1, min(STREAMS_PER_PEER, len(os.sched_getaffinity(0)) // 2)) if encrypted else STREAMS_PER_PEER
+    return max(1, min(STREAMS_PER_PEER, platform.usable_cpus() // 2)) if encrypted else STREAMS_PER_PEER
 
 
 def _numeric(name: str) -> list[str]:

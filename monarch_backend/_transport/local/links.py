@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from monarch_backend import _native
-from monarch_backend._core import env
+from monarch_backend._core import env, platform
 from monarch_backend._core.limits import explained
 
 ARENA_BYTES = 4 << 30
@@ -102,7 +101,7 @@ class Links(Protocol):
 
 def few_processors() -> bool:
     """Whether there are too few processors for a process and its gateway, two threads each, to wait by spinning."""
-    return len(os.sched_getaffinity(0)) < 4
+    return platform.usable_cpus() < 4
 
 
 class LocalLinks:

@@ -51,7 +51,7 @@ class RetryQueue:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._waiting: deque[tuple[int, Callable[[], bool]]] = deque()  # link, send
+        self.waiting: deque[tuple[int, Callable[[], bool]]] = deque()  # link, send
 
     def add(self, send: Callable[[], bool], link: int = -1) -> None:
         """Retry ``send`` until it returns True.
@@ -59,26 +59,23 @@ class RetryQueue:
         Sends on one link keep their order. A link without space does not delay other links.
         """
         with self._router.lock:
-            self._waiting.append((link, send))
-            if len(self._waiting) == 1:
+            self.waiting.append((link, send))
+            if len(self.waiting) == 1:
                 self._router.later(0.001, self._retry)
 
     def _retry(self) -> None:
         with self._router.lock:
             self.run()
-            if self._waiting:
+            if self.waiting:
                 self._router.later(0.001, self._retry)
 
     def run(self) -> None:
         """Try each send once."""
         with self._router.lock:
             full: set[int] = set()
-            for _ in range(len(self._waiting)):
-                link, send = self._waiting.popleft()
+            for _ in range(len(self.waiting)):
+                link, send = self.waiting.popleft()
                 if link in full or not send():
-                    self._waiting.append((link, send))
+                    self.waiting.append((link, send))
                     if link >= 0:
                         full.add(link)
-
-    def __len__(self) -> int:
-        return len(self._waiting)

@@ -382,7 +382,7 @@ class Router:
                 log.exception("a message could not be handled; the program continues without it")
             except BaseException as error:
                 interrupt = error
-        if self._retries:
+        if self._retries.waiting:
             self._retries.run()
         if interrupt is not None:
             raise interrupt
@@ -448,7 +448,7 @@ class Router:
     @property
     def stuck(self) -> bool:
         """Whether a send waits for space in shared memory."""
-        return bool(self._retries)
+        return bool(self._retries.waiting)
 
     def wake(self) -> None:
         """Wake the reading thread. Replaced by the wake of the progress loop, if there is one."""

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._core import platform
 from monarch_backend._core.limits import start_thread
 from monarch_backend._transport.network.auth import (
     HandshakeError,
@@ -112,8 +113,8 @@ class Tcp:
         self.selector = selectors.DefaultSelector()
         self._soon: deque[Callable[[], None]] = deque()
         self.timers: list[tuple[float, Callable[[], None]]] = []
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self.selector.register(self._wake_fd, selectors.EVENT_READ, None)
+        self._wake_read, self._wake_write = platform.wake_descriptors()
+        self.selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._listeners: list[socket.socket] = []
         self.is_closed = False
         self._thread = threading.Thread(target=self._run, name="monarch-hosts", daemon=True)
@@ -207,7 +208,7 @@ class Tcp:
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError, BlockingIOError):
-            os.eventfd_write(self._wake_fd, 1)
+            os.write(self._wake_write, platform.WAKE)
 
     def _watch(self, listener: socket.socket) -> None:
         self.selector.register(listener, selectors.EVENT_READ, listener)
@@ -252,7 +253,7 @@ class Tcp:
     def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         try:
             if key.data is None:
-                os.eventfd_read(self._wake_fd)
+                os.read(self._wake_read, 4096)
             elif isinstance(key.data, Connection):
                 if not key.data.gone:
                     self._ready(key.data, events)
@@ -279,7 +280,8 @@ class Tcp:
         for listener in self._listeners:
             listener.close()
         self.selector.close()
-        os.close(self._wake_fd)
+        for fd in {self._wake_read, self._wake_write}:
+            os.close(fd)
 
     def lose(self, remote: PeerConnection, why: str) -> None:
         if self.remotes.pop(remote.id, None) is None:

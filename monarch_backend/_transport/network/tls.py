@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import os
 import ssl
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from monarch_backend._core import platform
 from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._transport.network.auth import name_of
 
@@ -212,7 +214,15 @@ def _in_memory(data: bytes) -> Iterator[str]:
     """Provide data under a path, because OpenSSL reads keys from files only. The file is anonymous memory.
 
     It is truncated before it is closed: another thread may fork meanwhile, and the child inherits the descriptor.
+    Systems without such memory get a temporary file that only this user can read.
     """
+    if not platform.HAS_MEMFD:
+        with tempfile.NamedTemporaryFile(prefix="monarch-") as file:
+            file.write(data)
+            file.flush()
+            yield file.name
+            file.truncate(0)
+        return
     descriptor = os.memfd_create("monarch_tls", os.MFD_CLOEXEC)
     try:
         os.fchmod(descriptor, 0o600)

@@ -9,7 +9,7 @@ from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._patches import features
 
 
-def install_first(own: Any) -> Replacement:
+def install_at_first_trace(own: Any) -> Replacement:
     """Install the rows for traces at dynamo's first trace for any backend; their imports take a second."""
 
     def __call__(self: Any, *args: Any, skip: int = 0, **options: Any) -> Any:

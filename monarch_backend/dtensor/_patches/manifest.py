@@ -113,7 +113,7 @@ _DTENSORS = (
     _semantics(
         f"{_DTENSOR}.from_local", f"{_SEMANTICS}.dtensor_api:_from_local",
         "The local tensor is each worker's; a tensor of the controller is sent.",
-        "controller/test_rank0_helpers.py::test_a_plain_loss_beside_a_dtensor_says_what_to_do",
+        "controller/test_rank0_helpers.py::test_error_for_a_plain_loss_with_a_dtensor_has_a_remedy",
     ),
     _semantics(
         f"{_DTENSOR}.to_local", f"{_SEMANTICS}.dtensor_api:_to_local",
@@ -143,7 +143,7 @@ _DTENSORS = (
     _semantics(
         f"{_TENSOR}.parallel.api:parallelize_module", f"{_SEMANTICS}.parallel_modules:_parallelize",
         "Parameters that no plan names go to the workers at the first call.",
-        "controller/test_module_placement.py::test_what_no_style_takes_is_trained_on_the_workers", swaps_code=True,
+        "controller/test_module_placement.py::test_parameters_outside_the_plan_train_on_workers", swaps_code=True,
     ),
     _semantics(
         f"{_TENSOR}._api:compute_global_tensor_info", f"{_SEMANTICS}.dtensor_api:_whole_of_shards",
@@ -158,7 +158,7 @@ _DTENSORS = (
     _cache(
         f"{_TENSOR}._redistribute:redistribute_local_tensor", f"{_CACHES}.redistribute_cache:_redistribute",
         "torch plans a redistribution anew in 60 us each time; and has no way between kinds of partial values.",
-        "dispatch/test_redistribute_cache.py::test_repeated_it_gives_what_torch_gives", swaps_code=True,
+        "dispatch/test_redistribute_cache.py::test_repeated_redistribution_gives_the_values_of_torch", swaps_code=True,
     ),
     _cache(
         f"{_TENSOR}._dtensor_spec:DTensorSpec.__init__", f"{_CACHES}.scalar_spec_cache:_made",
@@ -256,7 +256,7 @@ _CHECKPOINTS = (
         "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
         f"{_SEMANTICS}.rank0_helpers:_of_one_rank",
         "DistributedDataParallel is for a program on each rank: an error says so.",
-        "controller/test_rank0_helpers.py::test_distributed_data_parallel_says_what_to_do",
+        "controller/test_rank0_helpers.py::test_distributed_data_parallel_error_has_a_remedy",
     ),
 )  # fmt: skip
 
@@ -267,7 +267,7 @@ _NUMBERS = "The generator of GPUs is the controller's, for all workers."
 _DEVICE = "The device is the workers' own, which each has set."
 _CUDA = (
     _semantics(
-        "torch.cuda:_lazy_init", f"{_SEEDS}:_device_for_whom",
+        "torch.cuda:_lazy_init", f"{_SEEDS}:_skip_init_on_controller",
         "A device among a function's arguments may be the workers'.",
         f"{_GPU}::test_a_program_makes_tensors_by_their_device",
     ),
@@ -361,7 +361,7 @@ _FSDP2 = (
 CORE = (
     *_MESHES, *_RANKS, *_DTENSORS, *_NUMBER_OPERANDS, *_FIXES_OF_SHARDINGS,
     _semantics(
-        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_HERE}.first_trace:install_first",
+        "torch._dynamo.convert_frame:ConvertFrameAssert.__call__", f"{_HERE}.first_trace:install_at_first_trace",
         "The rows for traces are applied with the first trace; dynamo takes a second to import.",
         "compile/test_compile.py::test_a_trace_for_another_backend_installs_what_it_needs",
     ),
@@ -385,7 +385,7 @@ _COMPILE = (
     _fix(
         "torch._subclasses.meta_utils:MetaConverter._backward_error", f"{_SEMANTICS}.graph_inputs:_with_history",
         "DTensor's sharding cache takes no symbols.",
-        "compile/test_dynamic_sizes.py::test_other_sizes", upstream="not reported",
+        "compile/test_dynamic_sizes.py::test_captured_functions_accept_other_sizes", upstream="not reported",
     ),
     _semantics(
         f"{_DYNAMO}.builder:_automatic_dynamic", f"{_SEMANTICS}.graph_inputs:_static",
@@ -393,7 +393,8 @@ _COMPILE = (
     ),
     _semantics(
         f"{_DYNAMO}.builder:get_fake_value", f"{_SEMANTICS}.graph_inputs:_or_with_sizes",
-        "A trace that fails with symbols begins anew with sizes.", "compile/test_dynamic_sizes.py::test_other_sizes",
+        "A trace that fails with symbols begins anew with sizes.",
+        "compile/test_dynamic_sizes.py::test_captured_functions_accept_other_sizes",
     ),
     _semantics(
         f"{_DYNAMO}.tensor:TensorVariable.var_getattr", f"{_SEMANTICS}.graph_breaks:_attribute",
@@ -430,6 +431,12 @@ _COMPILE = (
     _semantics(
         "torch._subclasses.meta_utils:MetaTensorDescriber.describe_tensor", f"{_SEMANTICS}.graph_inputs:_describe",
         "A trace has the sizes of the ranks that it stands for.", _UNEVEN,
+    ),
+    _semantics(
+        "torch._functorch._aot_autograd.subclass_utils:_find_attr_matching_outer_metadata",
+        f"{_SEMANTICS}.trace_sizes:whole_sizes",
+        "The size of a sharded result is not its shard's, though both are equal on the traced rank.",
+        "compile/test_compile.py::test_result_with_one_row_has_the_sizes_of_the_whole", since=(2, 14),
     ),
     _fix(
         f"{_DTENSOR}.__tensor_unflatten__", f"{_SEMANTICS}.traced_views:_strided_again",

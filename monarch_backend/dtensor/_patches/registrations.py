@@ -165,17 +165,17 @@ _OPERATOR_HANDLERS = (
         _HANDLERS, ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default"),
         f"{_HERE}.installation",
         "A value is that of the whole tensor, not of a rank's shard. On other meshes it is the local tensor's.",
-        "ops/test_operations.py::test_what_a_number_is",
+        "ops/test_operations.py::test_values_read_by_the_controller_match_torch",
     ),
     _of_meshes(
         _HANDLERS, "monarch_backend.dtensor._rng.random_ops:handlers", f"{_HERE}.installation",
         "Each worker draws its part of a single process' random numbers.",
-        "ops/test_random_numbers.py::test_filled_in_place",
+        "ops/test_random_numbers.py::test_inplace_random_fills_match_a_single_process",
     ),
     _of_meshes(
         _HANDLERS, f"{_OPS}.convolution:HANDLERS", f"{_HERE}.installation",
         "torch sends rows to neighbours from this rank; the workers have any placement.",
-        "ops/test_convolution.py::test_any_placement",
+        "ops/test_convolution.py::test_convolution_of_any_placement_matches_torch",
     ),
     _of_meshes(
         _HANDLERS, f"{_OPS}.grad_scaler:HANDLERS", f"{_HERE}.installation",
@@ -185,7 +185,7 @@ _OPERATOR_HANDLERS = (
     _of_meshes(
         _HANDLERS, f"{_OPS}.normalization:HANDLERS", f"{_HERE}.installation",
         "torch has no shardings for batches and groups that are normalised.",
-        "ops/test_normalization.py::test_of_all_of_a_batch",
+        "ops/test_normalization.py::test_norm_layers_of_a_sharded_batch_match_a_single_process",
     ),
     _of_meshes(
         _HANDLERS, f"{_OPS}.fused_optimizers:HANDLERS", f"{_HERE}.installation",
@@ -194,7 +194,7 @@ _OPERATOR_HANDLERS = (
     _fix(
         _HANDLERS, f"{_OPS}.decomposed_losses:HANDLERS", f"{_HERE}.installation",
         "torch runs losses on shards with a shard's count, and has no shardings for shifts and index_add_.",
-        "ops/test_losses.py::test_as_in_a_single_process",
+        "ops/test_losses.py::test_losses_match_a_single_process",
     ),
     _fix(
         _HANDLERS, ("aten.argmin.default", "aten.argmax.default"), _SHARDINGS,
@@ -224,7 +224,7 @@ _OPERATOR_HANDLERS = (
         ),
         _SHARDINGS,
         "`loss_parallel` looks up weights of ignored labels, and its exit would remove our handlers.",
-        "ops/test_losses.py::test_of_parallel_classes_with_weights_and_labels_that_do_not_count",
+        "ops/test_losses.py::test_loss_parallel_with_weights_and_ignored_labels",
     ),
 )  # fmt: skip
 
@@ -234,7 +234,7 @@ _NORMS = (
     "aten.linalg_vector_norm.default", "aten.norm.Scalar", "aten.linalg__powsum.default", "aten._foreach_norm.Scalar",
 )  # fmt: skip
 _NORM = "Norms of the ranks' parts, and largest values of parts of a sum, cannot be reduced as torch does."
-_NORM_TEST = "ops/test_normalization.py::test_norms_of_what_several_ranks_have_are_not_added"
+_NORM_TEST = "ops/test_normalization.py::test_norms_over_sharded_dimensions_match_torch"
 
 _STRATEGIES_OF_OPERATORS = (
     _fix(

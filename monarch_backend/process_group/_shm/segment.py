@@ -103,7 +103,7 @@ def empty_shared(*size: int | torch.Size | tuple[int, ...], dtype: torch.dtype |
     until its last view is gone.
 
     Raises SharedMemoryError if MONARCH_SHM_ARENA_BYTES has no room for it, ValueError for a negative size, and
-    NotImplementedError on systems without memfd.
+    NotImplementedError on systems without shared memory.
 
     >>> import monarch_backend
     >>> x = monarch_backend.empty_shared(2, 3).fill_(1)
@@ -116,7 +116,7 @@ def empty_shared(*size: int | torch.Size | tuple[int, ...], dtype: torch.dtype |
     if any(length < 0 for length in shape):
         raise ValueError(f"empty_shared: a tensor can't have the shape {list(shape)}")
     if not hasattr(_native, "Host"):
-        raise NotImplementedError("this system has no memfd: tensors in shared memory are for Linux")
+        raise NotImplementedError("tensors in shared memory need Linux or macOS")
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")

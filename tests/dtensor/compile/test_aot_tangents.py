@@ -50,7 +50,7 @@ INPUTS: dict[str, Callable[[Any], Any]] = {
 def test_one_of_the_results_is_enough(mesh_of: Callable[[str], Any], name: str, given: str) -> None:
     program, step = PROGRAMS[name], captured(PROGRAMS[name], fullgraph=True)
     for at in range(len(program(WHOLE))):
-        for _ in range(2):  # also with what is known by then
+        for _ in range(2):  # the second time with known signatures
             ours, alone = INPUTS[given](mesh_of).detach().requires_grad_(), WHOLE.clone().requires_grad_()
             for way, x in ((step, ours), (program, alone)):
                 way(x)[at].sum().backward()
@@ -58,8 +58,8 @@ def test_one_of_the_results_is_enough(mesh_of: Callable[[str], Any], name: str, 
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_after_a_graph_break(mesh_of: Callable[[str], Any]) -> None:
-    """What the second graph takes no gradient of is a result of the first one."""
+def test_backward_after_a_graph_break_matches_torch(mesh_of: Callable[[str], Any]) -> None:
+    """The first graph has results for which the second graph computes no gradient."""
 
     def program(x: Any, y: Any) -> Any:
         hidden, other = x * 2, y.sigmoid()
@@ -79,7 +79,7 @@ def test_after_a_graph_break(mesh_of: Callable[[str], Any]) -> None:
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_gradient_of_the_host_goes_there(mesh_of: Callable[[str], Any], at: int) -> None:
-    """Beside one that nobody has."""
+    """One result gets the host's gradient, and the others get none."""
     x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]).requires_grad_()
     given = torch.randn(5, 6)
     captured(lambda x: (x * 2, x * 3, x * 5), fullgraph=True)(x)[at].backward(given)
@@ -87,7 +87,7 @@ def test_a_gradient_of_the_host_goes_there(mesh_of: Callable[[str], Any], at: in
 
 
 def test_two_meshes_in_one_step(mesh_of: Callable[[str], Any]) -> None:
-    """Of one set of processes: each gradient goes to its own."""
+    """Both meshes are of one set of processes. Each gradient goes to the mesh of its input."""
     of_all, of_part = INPUTS["uneven rows"](mesh_of), INPUTS["columns of a part"](mesh_of)
     step = captured(lambda x, y: (x * 2, y * 3), fullgraph=True)
     for at in range(2):
@@ -98,7 +98,7 @@ def test_two_meshes_in_one_step(mesh_of: Callable[[str], Any]) -> None:
 
 
 def test_unused_tangents_are_not_materialized(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits may be large."""
+    """A tangent may be as large as the logits here."""
     monkeypatch.setattr(aot_tangents, "distribute_tensor", None)
     monkeypatch.setattr(aot_tangents, "SAMPLE_SIZE", 8)
     looked: list[Any] = []
@@ -161,7 +161,7 @@ def test_a_backward_after_one_that_raised(mesh_of: Callable[[str], Any]) -> None
 
 
 def test_a_plain_result_that_becomes_a_part_of_a_dtensor(mesh_of: Callable[[str], Any]) -> None:
-    """Its gradient is a DTensor then, of an operation on both."""
+    """A DTensor operation on both tensors gives the plain result a DTensor as gradient."""
     net, weight = torch.nn.Linear(6, 6), torch.randn(6, 4)
     ours = put_module(copy.deepcopy(net), mesh_of("2"))
     placed = distribute_tensor(weight, mesh_of("2"), [Shard(1)])

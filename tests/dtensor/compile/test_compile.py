@@ -48,7 +48,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support"),
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch hides it, but only from programs
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch hides it, but not in tests
 ]
 
 
@@ -69,7 +69,7 @@ def captured(function: Callable[..., Any], inductor: bool = False, **options: An
 
 
 def training(loss_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A step of a model, its optimizer and a batch."""
+    """Return a training step. It is called with a model, its optimizer and a batch."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
         loss = loss_of(model, batch)
@@ -82,12 +82,12 @@ def training(loss_of: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[.
 
 
 def whole(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """As captured; raises where there would be more than one graph."""
+    """Capture a function, and raise if it needs more than one graph."""
     return captured(function, fullgraph=True, **options)
 
 
 def records(mesh: Any, step: Callable[[], Any]) -> int:
-    """How many records it writes."""
+    """Return the number of records that a step writes."""
     sink = workers_of(mesh).sink
     before = sink.records
     step()
@@ -95,7 +95,7 @@ def records(mesh: Any, step: Callable[[], Any]) -> int:
 
 
 def two_layers(mesh: Any) -> tuple[nn.Module, nn.Module]:
-    """On the mesh, and of a single process."""
+    """Return a model on the mesh, and an equal one of a single process."""
     reference = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     ours = copy.deepcopy(reference)
     return parallelize_module(ours, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}), reference
@@ -159,12 +159,12 @@ def test_an_optimizer_step(two: Any, inductor: bool) -> None:
         theirs.step()
         mine.zero_grad()
         theirs.zero_grad()
-    assert counts[1:] == [1, 1, 1]  # the first makes the state
+    assert counts[1:] == [1, 1, 1]  # the first step creates the optimizer's state
     for one, other in zip(ours.parameters(), reference.parameters(), strict=True):
         same(one, other)
 
 
-@pytest.mark.slow  # that of the language model is it, too
+@pytest.mark.slow  # the language model's test also has a whole step
 def test_a_whole_training_step(two: Any) -> None:
     ours, reference = two_layers(two)
     mine, theirs = torch.optim.SGD(ours.parameters(), lr=0.1), torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -196,7 +196,7 @@ def _gradient(results: Any, of: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_the_language_model_is_four_records_a_step(two: Any, train_lm: Any, inductor: bool) -> None:
-    """Vocabulary, heads and hidden units sharded, activations by tokens: all of them in the two graphs."""
+    """Vocabulary, heads and hidden units are sharded, activations by tokens. Two graphs hold all of it."""
     reference = train_lm.Transformer(16, 1, 2, 8)
     ours = copy.deepcopy(reference)
     train_lm.tensor_parallel(ours, two)
@@ -205,7 +205,7 @@ def test_the_language_model_is_four_records_a_step(two: Any, train_lm: Any, indu
     attention.rope = there(attention.rope)
     kind = (
         torch.optim.AdamW if inductor else torch.optim.SGD
-    )  # AdamW takes the longest to trace: test_an_optimizer_step
+    )  # AdamW takes the longest to trace, and test_an_optimizer_step covers it
     mine, theirs = (kind(each.parameters(), lr=0.01) for each in (ours, reference))
 
     def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -227,7 +227,7 @@ def test_the_language_model_is_four_records_a_step(two: Any, train_lm: Any, indu
 
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_each_rank_has_its_own_numbers(two: Any, inductor: bool) -> None:
-    """Which rows a rank keeps, and which words of a vocabulary it has, is the only thing that differs."""
+    """Ranks differ only in the rows that they keep, and in the words of their vocabulary shards."""
     x = torch.randn(8, 16)
     there = distribute_tensor(x, two, [Replicate()])
     same(whole(lambda x: (x * 2).redistribute(placements=[Shard(0)]), inductor=inductor)(there), x * 2)
@@ -245,7 +245,7 @@ def test_each_rank_has_its_own_numbers(two: Any, inductor: bool) -> None:
 
 
 def test_rows_of_an_embedding_that_are_reduced_elsewhere(two: Any) -> None:
-    """By the same function after a graph break, in eager code, in another graph; and what is found is as it was."""
+    """The rows are reduced after a graph break, in eager code, or in another graph. The results stay the same."""
     words, ids = torch.randn(16, 8).requires_grad_(), torch.randint(0, 16, (4, 6))
     ours, there = distribute_tensor(words.detach(), two, [Shard(0)]).requires_grad_(), distribute_tensor(ids, two)
     whole_of = lambda rows: rows.redistribute(placements=[Replicate()]).sin()  # noqa: E731
@@ -333,7 +333,7 @@ def test_results_that_are_views_of_other_ranks_rows(mesh_of: Any, rows: int) -> 
             same(here, mine, 0)
             assert here.placements[0].is_replicate()
             parts = DTensor.from_local(here.detach().to_local(), mesh, [Shard(0), *here.placements[1:]])
-            same(parts, torch.cat([mine, mine]), 0)  # both rows of ranks have it
+            same(parts, torch.cat([mine, mine]), 0)  # both rows of the mesh have the values
         sum((each * each).sum() for each in found).backward()
         sum((each * each).sum() for each in expected).backward()
         same(there.grad, x.grad)
@@ -350,7 +350,7 @@ def test_gradients_through_a_result_that_is_a_view(two: Any) -> None:
 
 @pytest.fixture
 def reported(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
-    """What torch's own logs have said of graph breaks and recompilations."""
+    """Return the graph breaks and recompilations that torch has logged."""
     torch._logging.set_logs(graph_breaks=True, recompiles=True)
     yield lambda: capfd.readouterr().err
     torch._logging.set_logs()
@@ -367,7 +367,7 @@ def test_other_sizes_are_other_graphs(two: Any, dynamic: bool | None, reported: 
 
 
 def test_views_that_come_in_with_other_sizes(two: Any) -> None:
-    """A layer of unequal shards is a graph break, and its result a view: dynamo has no guards for a view's sizes."""
+    """A layer of unequal shards breaks the graph, and its result is a view. Dynamo has no guards for a view's sizes."""
     alone = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     model = captured(parallelize_module(copy.deepcopy(alone), two, plan))
@@ -424,7 +424,7 @@ def test_graph_breaks_are_reported_and_work(two: Any, reported: Callable[[], str
 
 
 class Words(nn.Module):
-    """A vocabulary and hidden units that no mesh of these tests divides."""
+    """A vocabulary and hidden units that no mesh of these tests divides evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ class Words(nn.Module):
 
 @pytest.mark.parametrize(("name", "inductor"), [pytest.param("2", True, marks=pytest.mark.slow), ("3", False)])
 def test_a_training_step_with_shards_of_unequal_sizes(mesh_of: Callable[[str], Any], name: str, inductor: bool) -> None:
-    """Forward, backward and optimizer are a record each, whatever the sizes, and the numbers a single process's."""
+    """Forward, backward and optimizer are one record each for all sizes. The values equal a single process's."""
     mesh, reference = mesh_of(name), Words()
     ours = parallelize_module(copy.deepcopy(reference), mesh, reference.plan())
     mine, theirs = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (ours, reference))
@@ -458,7 +458,9 @@ def test_a_training_step_with_shards_of_unequal_sizes(mesh_of: Callable[[str], A
         counts.append(records(mesh, lambda: losses.append(compiled(ours, mine, there))))  # noqa: B023
         torch.manual_seed(turn)
         same(losses[0], step(reference, theirs, ids))
-    assert counts[2:] == [5, 5]  # the first make the state; and what the reference drew is told the workers
+    # The first steps create the optimizer's state.
+    # One record of five sends the generator's state, which the reference's draws change.
+    assert counts[2:] == [5, 5]
     for one, other in zip(ours.parameters(), reference.parameters(), strict=True):
         same(one, other)
 
@@ -471,8 +473,8 @@ def moved(x: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize(("name", "dims"), [("2", [0]), ("3", [0]), ("2x2", [0, 1]), ("2x2", [0, 0])])
 def test_shards_of_unequal_sizes(mesh_of: Callable[[str], Any], name: str, dims: list[int]) -> None:
-    """Moved, viewed, drawn and added up; by a graph for each class of ranks and one record for all."""
-    mesh, x = mesh_of(name), torch.randn(4 if name == "3" else 5, 7)  # of 4 rows the third rank has none
+    """Shards are moved, viewed, drawn and summed, with a graph for each rank class and one record for all."""
+    mesh, x = mesh_of(name), torch.randn(4 if name == "3" else 5, 7)  # the third of three ranks has no row
     there = distribute_tensor(x, mesh, [Shard(dim) for dim in dims])
     step = whole(moved)
     for turn in range(2):
@@ -483,6 +485,21 @@ def test_shards_of_unequal_sizes(mesh_of: Callable[[str], Any], name: str, dims:
         for mine, theirs in zip(found, expected, strict=True):
             same(mine, theirs)
     assert [records(mesh, lambda: step(there)) for _ in range(2)] == [1, 1]
+
+
+def test_result_with_one_row_has_the_sizes_of_the_whole(two: Any) -> None:
+    """The traced rank has all of it, the other rank has nothing."""
+    x = torch.randn(1, 4).requires_grad_()
+    there = distribute_tensor(x.detach(), two, [Shard(0)]).requires_grad_()
+    step = whole(lambda x: x.sin() * 2)
+    for _ in range(2):
+        found, expected = step(there), x.sin() * 2
+        assert found.shape == expected.shape
+        assert found.stride() == expected.stride()
+        same(found, expected)
+        (mine,) = torch.autograd.grad(found.square().sum(), there)
+        same(mine, torch.autograd.grad(expected.square().sum(), x)[0])
+        assert mine.shape == x.shape
 
 
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
@@ -499,7 +516,7 @@ def test_gradients_with_other_strides_of_shards_of_unequal_sizes(two: Any, induc
 
 
 def test_a_step_of_some_of_the_ranks(mesh_of: Callable[[str], Any]) -> None:
-    """The others have nothing, and what comes afterwards finds them where they were left."""
+    """The other ranks do nothing, and a later random operation finds their state unchanged."""
     mesh, first = mesh_of("3"), workers_of(mesh_of("3")).first
     few, x, after = DeviceMesh("cpu", [first, first + 1]), torch.ones(5, 6), torch.ones(7, 3)
     step = whole(lambda x: F.dropout(x, 0.5).redistribute(placements=[Replicate()]) * 2)
@@ -516,12 +533,12 @@ def test_a_rank_of_another_class_that_fails(two: Any) -> None:
     step = whole(lookup)
     same(step(table, good), lookup(table, good).full_tensor())
     with pytest.raises(RemoteOpError, match="rank 1"):
-        value(step(table, bad))  # before a collective in which rank 0 is
+        value(step(table, bad))  # rank 1 fails before a collective that rank 0 enters
     same(step(table, good), lookup(table, good).full_tensor())
 
 
 def test_sizes_that_turn_out_unequal_inside(two: Any) -> None:
-    """Of what comes in equal, and each number of rows is a graph of its own."""
+    """Equal inputs become unequal shards inside the step. Each number of rows makes another graph."""
     step = whole(lambda x: (x * 2).redistribute(placements=[Shard(0)]) * x.shape[0], dynamic=True)
     for rows in (5, 7, 6, 5):
         x = torch.randn(rows, 3)
@@ -561,7 +578,7 @@ def test_too_many_classes_of_ranks_are_left_to_eager_code(
 
 
 def test_graphs_that_do_not_fit_together() -> None:
-    """Ranks would wait for each other in other collectives, or have other results."""
+    """Ranks would wait for each other in different collectives, or would return different results."""
 
     def traced(function: Callable[..., Any]) -> Any:
         return make_fx(lambda x: pytree.tree_leaves(function(x)), tracing_mode="fake")(torch.ones(4, 2))
@@ -580,7 +597,7 @@ def test_graphs_that_do_not_fit_together() -> None:
 
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "inductor"])
 def test_random_numbers_are_those_of_a_single_process(two: Any, inductor: bool) -> None:
-    """To the last bit, on sharded, replicated and plain tensors, forward and backward, and those that come after."""
+    """Equal to the last bit: draws for sharded, replicated and plain tensors, forward and backward, and later draws."""
 
     def step(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
         x, y, z = F.dropout(x, 0.5), F.dropout(F.dropout(y, 0.25), 0.5), F.dropout(z, 0.1)
@@ -645,8 +662,8 @@ def test_random_numbers_that_depend_on_values_are_left_to_eager_code(two: Any, r
     there = distribute_tensor(weights, two, [Shard(0)])
     for what, program, tensor, given in (
         ("multinomial", lambda x: torch.multinomial(x * 2, 2) + 1, weights, there),
-        ("bernoulli", lambda x: torch.bernoulli(x) + 1, x, distribute_tensor(x, two, [Shard(0)])),  # in another order
-        ("bernoulli", lambda x: torch.bernoulli(x) + 1, weights, there.full_tensor()),  # of no DTensor
+        ("bernoulli", lambda x: torch.bernoulli(x) + 1, x, distribute_tensor(x, two, [Shard(0)])),  # other strides
+        ("bernoulli", lambda x: torch.bernoulli(x) + 1, weights, there.full_tensor()),  # no DTensor
     ):
         results = []
         for run, argument in ((captured(program), given), (program, given), (program, tensor)):
@@ -661,7 +678,7 @@ def test_random_numbers_that_depend_on_values_are_left_to_eager_code(two: Any, r
 def test_plain_tensors_with_their_own_random_numbers_are_left_to_eager_code(
     mesh_of: Callable[[str], Any], reported: Callable[[], str]
 ) -> None:
-    with this_host().spawn_procs({"x": 2}) as procs:  # whose numbers differ from then on
+    with this_host().spawn_procs({"x": 2}) as procs:  # new ones, as own_random_numbers lasts
         mesh = procs.device_mesh("cpu")
         own_random_numbers(mesh)
         x = distribute_tensor(torch.ones(40), mesh, [Replicate()]).to_local()
@@ -680,13 +697,13 @@ def test_failure_on_a_rank_is_raised_with_the_programs_line(two: Any, inductor: 
     table = distribute_tensor(torch.randn(5, 4), two, [Replicate()])
     good, bad = (distribute_tensor(torch.tensor(ids), two, [Shard(0)]) for ids in ([1, 2], [1, 7]))
     step = whole(lookup, inductor=inductor)
-    result = step(table, bad)  # rank 1 fails before a collective in which rank 0 is
+    result = step(table, bad)  # rank 1 fails before a collective that rank 0 enters
     with pytest.raises(RemoteOpError, match="rank 1") as raised:
         value(result)
     assert "test_compile.py" in raised.value.issued_at
     if not inductor:
         assert "found = F.embedding(ids, table)" in str(raised.value)
-    dependent = step(table + result.sum(), good)  # of which rank 1 has nothing: it takes part all the same
+    dependent = step(table + result.sum(), good)  # rank 1 has no valid input, but still joins the collective
     with pytest.raises(RemoteOpError, match="rank 1"):
         value(dependent)
     same(step(table, good), lookup(table, good).full_tensor())
@@ -741,14 +758,14 @@ def test_a_library_that_a_killed_worker_has_left_half_written_is_made_again(
     assert not broken.exists()
 
 
-def test_options_that_there_are_not(two: Any) -> None:
+def test_unknown_options_are_refused(two: Any) -> None:
     there = distribute_tensor(torch.ones(8, 16), two, [Shard(0)])
     with pytest.raises(Exception, match="the options are inductor"):
         torch.compile(lambda x: x + 1, backend=compile_backend.monarch, options={"fast": True})(there)
 
 
 def test_a_step_that_prints_in_the_middle(two: Any, capfd: Any) -> None:
-    """Two graphs, with the program between them, forward and backward."""
+    """Two graphs with eager code between them, forward and backward."""
     ours, reference = two_layers(two)
 
     def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -769,7 +786,7 @@ def test_a_step_that_prints_in_the_middle(two: Any, capfd: Any) -> None:
             same(mine.grad, theirs.grad)  # type: ignore[arg-type]
     torch._logging.set_logs()
     said, log = capfd.readouterr()
-    assert len(set(said.splitlines())) == 1 and said.count("loss") == 4  # ours says what the reference does
+    assert len(set(said.splitlines())) == 1 and said.count("loss") == 4  # both models print the same
     assert "Graph break" in log
 
 
@@ -889,7 +906,7 @@ WITH_HOSTS = {
     ],
 )
 def test_a_hosts_tensor_is_each_ranks_own_part(mesh_of: Any, name: str, mesh_name: str, placements: Any) -> None:
-    """In a captured step: of shards of equal sizes, of others, and where some ranks have nothing."""
+    """A captured step with equal shards, with unequal shards, and with ranks that have no rows."""
     mesh, calculate = mesh_of(mesh_name), WITH_HOSTS[name]
     for rows in (4, 3, 1):
         torch._dynamo.reset()
@@ -929,7 +946,7 @@ def test_embeddings_of_a_hosts_words(two: Any, words: int, inductor: bool) -> No
     "rate", [pytest.param(0.1, marks=pytest.mark.slow), torch.tensor(0.1)], ids=["a number", "a tensor"]
 )
 def test_gradients_are_clipped_and_the_rate_follows_a_schedule(two: Any, rate: Any) -> None:
-    """Clipping is a graph of its own between backward and optimizer. A rate that is a number is traced for each."""
+    """Clipping is a separate graph between backward and optimizer. A rate that is a number is traced for each value."""
     ours, reference = two_layers(two)
     x = torch.randn(8, 16)
     there = distribute_tensor(x, two, [Replicate()]).to_local()
@@ -980,12 +997,11 @@ class Attends(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What comes of it."""
         return checkpoint(self._inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def test_a_checkpoint_around_attention(two: Any) -> None:
-    """torch has marked it as random, also where it draws nothing."""
+    """torch marks attention as random even if it draws nothing."""
     reference = Attends()
     ours = parallelize_module(copy.deepcopy(reference), two, {"q": ColwiseParallel(), "o": RowwiseParallel()})
     x = torch.randn(2, 5, 16)
@@ -1007,7 +1023,7 @@ def test_a_checkpoint_around_attention(two: Any) -> None:
 
 
 def test_a_captured_step_has_no_second_derivative(mesh_of: Callable[[str], Any]) -> None:
-    """It is refused: without a word, what comes of the first gradient would be left out of the second."""
+    """The second derivative raises. Otherwise it would silently lack the part that the first gradient contributes."""
     x = distribute_tensor(torch.arange(1.0, 5), mesh_of("2"), [Shard(0)]).requires_grad_()
     step = torch.compile(lambda x: (x * x * x).sum(), backend="monarch", options={"inductor": False})
     [gradient] = torch.autograd.grad(step(x), x)
@@ -1021,7 +1037,7 @@ def test_a_captured_step_has_no_second_derivative(mesh_of: Callable[[str], Any])
 
 @pytest.mark.parametrize("placements", [(Shard(2), Shard(1)), (Shard(1), Shard(2)), (Shard(2), Shard(2))], ids=str)
 def test_a_result_that_is_a_view_of_shards_of_two_dimensions(mesh_of: Callable[[str], Any], placements: Any) -> None:
-    """Which of the mesh's dimensions has divided first, it has from the trace."""
+    """The trace has the order in which the mesh dimensions shard the result."""
     whole, weights = torch.randn(5, 4, 6), torch.randn(120)
 
     def program(x: Any) -> Any:
@@ -1041,7 +1057,7 @@ def test_a_result_that_is_a_view_of_shards_of_two_dimensions(mesh_of: Callable[[
 
 
 def test_an_empty_tensor_of_the_step_begins_a_cat(two: Any) -> None:
-    """As key-value caches begin, also sharded by heads."""
+    """As at the start of a key-value cache, also sharded by heads."""
 
     def begin(x: Any, dim: int) -> Any:
         return torch.cat([torch.tensor([], dtype=x.dtype, device=x.device), x, x], dim) * 2
@@ -1058,7 +1074,7 @@ def test_an_empty_tensor_of_the_step_begins_a_cat(two: Any) -> None:
 
 
 def test_a_constant_of_the_step_is_sharded_by_rank(two: Any) -> None:
-    """FakeTensorMode calculates with constants of at most one element."""
+    """FakeTensorMode evaluates constants of at most one element."""
 
     def between(x: Any) -> Any:
         return torch.cat([torch.tensor([[], []]), x], 1) + 1
@@ -1144,8 +1160,8 @@ def test_a_trace_for_another_backend_installs_what_it_needs(
 
 
 def test_inductor_compiles_on_the_workers(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's default backend, whose options are not sent."""
-    compile_there = functools.partial(compile_backend.monarch, options={"inductor": False})  # which takes a while
+    """torch's default backend compiles on the workers, but its options are not sent."""
+    compile_there = functools.partial(compile_backend.monarch, options={"inductor": False})  # inductor takes long
     monkeypatch.setattr(compile_backend, "monarch", compile_there)
     x = distribute_tensor(torch.ones(2), two, [Replicate()])
     before = compile_backend.statistics["calls"]
@@ -1167,10 +1183,10 @@ class Layers(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, of its treespecs
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch warns about its treespecs
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_program_is_transformed_to_tensor_parallel(mesh_of: Callable[[str], Any], strict: bool) -> None:
-    """torch makes a mesh of its own there, of the program's first ranks, and traces each redistribution."""
+    """torch makes a mesh of the program's first ranks, and traces each redistribution."""
     mesh_of("2")
     model, x = Layers(32).eval(), torch.randn(7, 10)
     plan = {"first": ColwiseParallel, "last": RowwiseParallel}
@@ -1196,7 +1212,7 @@ class Dropped(nn.Module):
 
 @pytest.mark.parametrize("name", ["2", "3"])
 def test_dropout_of_plain_shards_is_that_of_a_single_process(mesh_of: Callable[[str], Any], name: str) -> None:
-    """Between parallel layers in their default form, forward and backward."""
+    """Dropout between parallel layers with default layouts, forward and backward."""
     alone = Dropped()
     ours = parallelize_module(
         copy.deepcopy(alone), mesh_of(name), {"first": ColwiseParallel(), "last": RowwiseParallel()}
@@ -1211,7 +1227,7 @@ def test_dropout_of_plain_shards_is_that_of_a_single_process(mesh_of: Callable[[
 
 
 def test_plain_shards_that_come_in_draw_their_part_of_the_whole(two: Any) -> None:
-    """A captured step is made for what its inputs are shards of, and says what its results are."""
+    """A captured step is traced for the origins of its inputs, and records the origins of its results."""
     step = captured(lambda x: (F.dropout(x + 1, 0.5), x * 2))
     x = torch.zeros(6, 4)
     for placement in (Shard(0), Shard(1), Replicate()):
@@ -1224,7 +1240,7 @@ def test_plain_shards_that_come_in_draw_their_part_of_the_whole(two: Any) -> Non
 
 
 def test_dropout_of_computed_shards_runs_in_eager_code(two: Any) -> None:
-    """Where which elements of the whole a rank has is not known. Eager code draws other numbers and warns."""
+    """It is not known which elements of the whole a rank has. Eager code draws other numbers and warns."""
 
     def drop_columns(x: Any) -> Any:
         return F.dropout(x.to_local().flip(0), 0.5)

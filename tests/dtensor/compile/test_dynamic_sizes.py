@@ -1,6 +1,6 @@
 """Captured steps with other sizes or other shardings have the values of a single process at each call.
 
-A second size makes dynamo use symbols, with which some code cannot be traced.
+After a second size dynamo uses symbolic sizes, and some code cannot be traced with these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.dtensor.values import same
 from tests.support.tiers import slow_except
 
 CALLS = ((6, Shard(0)), (9, Shard(0)), (12, Shard(0)), (7, Shard(0)), (6, Shard(1)), (9, Replicate()))
-"""Rows on three ranks: of one size, of two others, of unequal ones."""
+"""Rows and placements on three ranks: one size, two more sizes, unequal shards, and other placements."""
 WEIGHT = torch.randn(6, 6, 3, generator=torch.Generator().manual_seed(7))
 
 
@@ -57,7 +57,7 @@ SELDOM: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", slow_except([*OFTEN, *SELDOM], "view", "redistribute"))
-def test_other_sizes(mesh_of: Callable[[str], Any], name: str) -> None:
+def test_captured_functions_accept_other_sizes(mesh_of: Callable[[str], Any], name: str) -> None:
     function = {**OFTEN, **SELDOM}[name]
 
     def program(x: Any) -> Any:
@@ -84,8 +84,8 @@ def test_other_sizes(mesh_of: Callable[[str], Any], name: str) -> None:
     torch._dynamo.reset()
 
 
-def test_sharded_otherwise_and_then_of_another_size(mesh_of: Callable[[str], Any]) -> None:
-    """Of the call before the whole has the same size, and the shards have another."""
+def test_captured_function_accepts_other_placements_and_sizes(mesh_of: Callable[[str], Any]) -> None:
+    """The second call has the size of the first one, but smaller shards."""
     torch._dynamo.reset()
     captured = torch.compile(lambda x: x + x.sin(), backend="monarch", options={"inductor": False})
     for rows, placement in ((4, Replicate()), (4, Shard(0)), (6, Shard(0)), (3, Shard(0)), (4, Shard(1))):
@@ -95,8 +95,8 @@ def test_sharded_otherwise_and_then_of_another_size(mesh_of: Callable[[str], Any
         same(found, x + x.sin())
 
 
-def test_behind_a_graph_break(mesh_of: Callable[[str], Any]) -> None:
-    """What comes in has a history there, and a size that is a symbol."""
+def test_gradient_across_a_graph_break_matches_torch(mesh_of: Callable[[str], Any]) -> None:
+    """After the break the input has an autograd history and a symbolic size."""
     torch._dynamo.reset()
 
     def program(x: Any) -> Any:

@@ -68,7 +68,7 @@ def test_plain_values_are_saved_and_loaded(mesh_of: Callable[[str], Any], tmp_pa
 
 
 def test_a_checkpoint_is_torchs_own(mesh_of: Callable[[str], Any], tmp_path: Path) -> None:
-    """A program without a controller reads it, as this one does for host tensors."""
+    """A program without a controller can read and write such a checkpoint. Here host tensors act for that program."""
     whole = torch.randn(5, 3)
     dcp.save({"x": distribute_tensor(whole, mesh_of("2"), [Shard(0)])}, checkpoint_id=tmp_path / "a")
     plain = {"x": torch.zeros(5, 3)}
@@ -80,14 +80,12 @@ def test_a_checkpoint_is_torchs_own(mesh_of: Callable[[str], Any], tmp_path: Pat
     assert value(state["x"]).equal(whole + 1)
 
 
-def test_a_checkpoint_becomes_a_file_of_torch_save_and_comes_of_one(
-    mesh_of: Callable[[str], Any], tmp_path: Path
-) -> None:
-    """Their planners are given nothing, and put in what the checkpoint has."""
+def test_checkpoint_converts_to_and_from_a_torch_save_file(mesh_of: Callable[[str], Any], tmp_path: Path) -> None:
+    """The planners of format_utils start with an empty state dict and fill it from the checkpoint."""
     whole, one, two = torch.randn(4, 3), tmp_path / "one.pt", tmp_path / "two"
     saved = {"model": {"w": distribute_tensor(whole, mesh_of("2"), [Shard(0)])}, "step": 3}
     dcp.save(saved, checkpoint_id=tmp_path)
-    importlib.reload(format_utils)  # as in a program that imports it when there is a mesh already
+    importlib.reload(format_utils)  # as in a program that imports it after a mesh exists
     format_utils.dcp_to_torch_save(tmp_path, one)
     loaded = torch.load(one)
     assert loaded["step"] == 3 and loaded["model"]["w"].equal(whole)
@@ -197,7 +195,7 @@ def test_mismatched_checkpoint_is_an_error_and_the_mesh_stays_usable(
 def test_after_a_check_that_failed_the_earlier_checkpoint_stays(
     mesh_of: Callable[[str], Any], tmp_path: Path, held: list[bool], how: str
 ) -> None:
-    """What such a check was to warn of is not what the checkpoint is to have."""
+    """A failed check means that the values may be wrong, so they must not replace the earlier checkpoint."""
     mesh = mesh_of("2")
     whole = torch.arange(6.0)
     x = distribute_tensor(whole, mesh, [Shard(0)])
@@ -208,10 +206,10 @@ def test_after_a_check_that_failed_the_earlier_checkpoint_stays(
     with pytest.raises(RemoteOpError, match=rf"_assert_async.* raised on rank {held.index(False)} "):
         saved(how, {"x": x}, tmp_path)
     assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
-    if how == "async_save":  # whose future is no reading
+    if how == "async_save":  # its future is not a read, so the failure has not been raised yet
         with pytest.raises(RemoteOpError, match="_assert_async"):
             workers_of(mesh).synchronize()
-    saved(how, {"x": x}, tmp_path)  # told once
+    saved(how, {"x": x}, tmp_path)  # the failure is raised only once
     x.zero_()
     dcp.load({"x": x}, checkpoint_id=tmp_path)
     same(x, torch.full((6,), -1.0), 0)

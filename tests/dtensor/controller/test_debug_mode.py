@@ -50,7 +50,9 @@ GOES_ON = "30.0 [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]"
     ("", "the read", "the read"),
     pytest.param("0", "the read", "the read", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_an_operation_raises_at_itself(run_script: Callable[..., Run], value: str, where: str, check: str) -> None:
+def test_debug_mode_raises_at_the_failed_operation(
+    run_script: Callable[..., Run], value: str, where: str, check: str
+) -> None:
     ended = run_script(SCRIPT, env={"MONARCH_DEBUG": value})
     assert ended.out.splitlines() == [f"{where} | {OPERATION}", f"{check} | {CHECK}", GOES_ON], ended.err
     assert ended.returncode == 0

@@ -20,12 +20,12 @@ from tests.dtensor.conftest import DEVICE
 from tests.dtensor.values import same, value
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
-WHOLE = torch.arange(5.0 * 4 * 3).view(5, 4, 3)  # of which no mesh here can share all dimensions evenly
+WHOLE = torch.arange(5.0 * 4 * 3).view(5, 4, 3)  # no mesh here splits all dimensions evenly
 PLACEMENTS: list[list[Placement]] = [[S0, S1, S2], [S2, R, S0], [S0, S0, S1], [R, S1, S1], [S0, S0, S0]]
 
 
 def shard(whole: torch.Tensor, placements: Any, sizes: Any, at: Any) -> torch.Tensor:
-    """What the process at this place has of it."""
+    """Return the shard of the process with these coordinates."""
     for placement, size, index in zip(placements, sizes, at, strict=True):
         if isinstance(placement, Shard):
             chunks = whole.chunk(size, placement.dim)
@@ -35,7 +35,7 @@ def shard(whole: torch.Tensor, placements: Any, sizes: Any, at: Any) -> torch.Te
 
 
 def shards_are(x: Any, placements: Any, whole: torch.Tensor = WHOLE) -> None:
-    """Each process has its own."""
+    """Assert that each process has the shard that the placements give it."""
     mesh = x.device_mesh
     found = run(mesh, lambda x: x.to_local(), x).get()
     places = itertools.product(*map(range, mesh.shape))
@@ -140,12 +140,12 @@ def test_groups_of_other_meshes_are_refused(mesh_of: Callable[[str], Any]) -> No
     with pytest.raises(MeshMismatchError, match=r"give a group of the tensor's own mesh, .*dtensor\.move"):
         funcol.all_reduce(x.to_local(), "sum", others)
     with pytest.raises(MeshMismatchError, match=r"default group is the \d+ ranks of all meshes .* the 2 of procs-"):
-        sum_over(x, None)  # an average by dist.get_world_size() would be wrong without a word
+        sum_over(x, None)  # otherwise an average by dist.get_world_size() would be wrong without an error
     assert sum_over(x, mesh_of("2").get_group()) == [2, 4]
 
 
 def test_tensors_of_other_meshes_are_refused(mesh_of: Callable[[str], Any]) -> None:
-    """Also what each rank of the other mesh has, which no DTensor says where it is."""
+    """Also a plain tensor of the other mesh's workers is refused, although no DTensor names its mesh."""
     theirs = distribute_tensor(torch.arange(5.0), mesh_of("3"), [S0]).full_tensor()
     for placement in (R, S0):
         with pytest.raises(
@@ -169,14 +169,14 @@ def test_meshes_by_ranks_are_of_one_and_of_those_that_run(mesh_of: Callable[[str
 
 @pytest.fixture
 def ended() -> tuple[Any, Any]:
-    """The mesh of processes that have ended, and their group."""
+    """Return the mesh and the group of processes that have ended."""
     with this_host().spawn_procs({"x": 1}) as procs:
         mesh = procs.device_mesh("cpu")
         group = mesh.get_group()
     return mesh, group
 
 
-def test_ranks_that_have_ended_are_nobodys(ended: tuple[Any, Any], mesh_of: Callable[[str], Any]) -> None:
+def test_ended_ranks_are_refused(ended: tuple[Any, Any], mesh_of: Callable[[str], Any]) -> None:
     mesh, group = ended
     with pytest.raises(MeshClosedError, match=r"ranks \[\d+\] have ended.*procs\.device_mesh\(\)"):
         DeviceMesh("cpu", mesh.mesh.tolist())

@@ -33,7 +33,7 @@ from tests.dtensor.values import same
 
 
 def out_of_range(mesh: Any, rows: list[int]) -> Any:
-    """Each rank looks up its own row in a table of three: those who have a 5 fail."""
+    """Look up one row for each rank in a table of three rows. Ranks with row 5 fail."""
     workers = workers_of(mesh)
     indices = workers.put_by_rank([torch.tensor([row]) for row in rows])
     return failing_lookup.look_up(indices, workers.put(torch.randn(3, 2)))
@@ -71,7 +71,7 @@ def test_failure_of_one_rank_before_a_collective_does_not_hang(mesh_of: Callable
     failed = out_of_range(mesh, [0, 5, 1])
     whole = DTensor.from_local(failed, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
     with pytest.raises(RemoteOpError, match="raised on rank 1 "):
-        whole.tolist()  # rank 0 has a value, and it is not the right one
+        whole.tolist()  # rank 0 has a value, but a wrong one
     with pytest.raises(RemoteOpError, match="raised on rank 1 "):
         (whole + 1).sum().item()
     same(distribute_tensor(torch.ones(6), mesh, [Shard(0)]).sum(), torch.tensor(6.0))
@@ -87,7 +87,7 @@ def test_failed_write_invalidates_aliases(
     for each in (first, whole, whole.view(8), whole + 1):
         with pytest.raises(RemoteOpError, match="raised on rank 1 "):
             each.tolist()
-    if DEVICE != "xla":  # whose tensors do not say where in a storage they are
+    if DEVICE != "xla":  # an XLA tensor has no known offset in a storage
         same(rest, torch.zeros(3, 2))
 
 
@@ -100,7 +100,7 @@ def test_failed_inplace_op_invalidates_its_tensor(mesh_of: Callable[[str], Any])
 
 
 def check(mesh: Any, held: list[bool]) -> None:
-    """It fails on the ranks that have a False, and has no result."""
+    """Start a check that fails on the ranks with False. It has no result."""
     torch._assert_async(workers_of(mesh).put_by_rank([torch.tensor(each) for each in held]))
 
 
@@ -115,7 +115,7 @@ def test_failed_check_raises_once_at_the_next_read(mesh_of: Callable[[str], Any]
     with pytest.raises(RemoteOpError, match=f"{CHECK} raised on rank {held.index(False)} ") as caught:
         x.tolist()
     assert "torch._assert_async(workers_of(mesh)" in caught.value.issued_at
-    assert "raised as well" not in str(caught.value)  # the same on both ranks is one
+    assert "raised as well" not in str(caught.value)  # equal failures on both ranks are reported as one
     same(x, torch.ones(4))
     workers_of(mesh).synchronize()
 
@@ -180,7 +180,7 @@ def test_several_failed_checks_are_one_error(mesh_of: Callable[[str], Any]) -> N
 
 
 def test_first_failure_on_any_rank_is_the_cause(mesh_of: Callable[[str], Any]) -> None:
-    """Rank 0 has zeros from rank 1, and its check fails for them."""
+    """Rank 0 receives zeros for the failed values of rank 1, so its check fails too."""
     mesh = mesh_of("2")
     whole = DTensor.from_local(out_of_range(mesh, [0, 5]), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
     torch._assert_async((whole != 0).all().to_local())
@@ -250,7 +250,7 @@ def test_operation_on_tensors_of_two_meshes_is_refused(mesh_of: Callable[[str], 
 
 def test_program_that_is_a_rank_cannot_be_a_controller(monkeypatch: Any) -> None:
     assert dist.is_initialized()
-    monkeypatch.setattr(controller_process_group, "_universe", None)  # so the default group is somebody else's
+    monkeypatch.setattr(controller_process_group, "_universe", None)  # as if the program had made the default group
     with pytest.raises(RemoteTensorError, match="destroy_process_group"):
         controller_process_group.universe()
 
@@ -289,15 +289,15 @@ def test_unread_failure_is_logged_at_the_end_of_the_mesh(capfd: pytest.CaptureFi
     procs = this_host().spawn_procs({"x": 2})
     mesh = procs.device_mesh("cpu")
     failed = out_of_range(mesh, [0, 5])
-    workers_of(mesh).line.ask("pid")()  # they have come here
+    workers_of(mesh).line.ask("pid")()  # wait until the workers have executed the lookup
     procs.stop().get(30)
     said = [""]
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         said[0] += capfd.readouterr().err
         return "no read has reported it: IndexError" in said[0]
 
-    until(is_told, "what has failed: a process's last words come behind its end")
+    until(is_reported, "what has failed: a process's last words come behind its end")
     assert f"{failing_lookup.OPERATION} raised on rank 1 " in said[0]
     del failed
 
@@ -329,7 +329,7 @@ def test_unread_failure_is_logged_at_program_end(run_script: Callable[..., Run],
 
 
 def test_program_with_dead_workers_ends(run_script: Callable[..., Run]) -> None:
-    """What it has not sent is nobody's."""
+    """The commands that were not sent before the death are dropped without an error."""
     kill = """
     from monarch_backend.dtensor import run
     os.kill(list(run(mesh, os.getpid).get().values())[1], signal.SIGKILL)
@@ -342,7 +342,7 @@ def test_program_with_dead_workers_ends(run_script: Callable[..., Run]) -> None:
 
 
 def test_end_with_pending_operations_is_no_failure(capfd: pytest.CaptureFixture[str]) -> None:
-    """Some workers have come further than others by then, and wait for them."""
+    """At that time some workers have executed more operations than others, and wait for them."""
     for _ in range(3):
         procs = this_host().spawn_procs({"x": 2})
         x = distribute_tensor(torch.ones(8, 4), procs.device_mesh("cpu"), [Shard(0)])

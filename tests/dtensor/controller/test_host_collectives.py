@@ -1,4 +1,4 @@
-"""Collectives of the controller's own plain tensors: each rank of a group has their values."""
+"""Collectives of the controller's plain tensors: each rank of the group contributes the same values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_all_reduce_of_the_controllers_tensor_gives_each_ranks_value(mesh_of: An
     expected = [REDUCTIONS[op](each, size) for each in VALUES]
     is_bitwise = op.name.startswith("B")
     for dtype in [*INTEGERS, *(() if is_bitwise else FLOATS)]:
-        if dtype.is_complex and op not in (R.SUM, R.AVG):  # which torch itself refuses
+        if dtype.is_complex and op not in (R.SUM, R.AVG):  # torch itself refuses these
             continue
         x = torch.tensor(VALUES, dtype=dtype)
         assert dist.all_reduce(x, op, group=group) is None
@@ -76,7 +76,7 @@ def test_gathers_of_the_controllers_tensor_have_it_from_each_rank(mesh_of: Any) 
     for sizes in ((3, 2), (3, 1, 2)):
         whole = torch.zeros(sizes)
         whole.view(3, 1, 2)[0] = x
-        dist.all_gather_into_tensor(whole, whole.view(3, 1, 2)[0], group=group)  # a part of the output is the input
+        dist.all_gather_into_tensor(whole, whole.view(3, 1, 2)[0], group=group)  # the input is a part of the output
         assert whole.flatten().tolist() == [1, 2] * 3
     coalesced = [[torch.zeros(1, 2), torch.zeros(1)] for _ in range(3)]
     dist.all_gather_coalesced(coalesced, [x, torch.ones(1)], group=group)
@@ -117,7 +117,7 @@ def test_reduce_broadcast_and_gather_of_the_controllers_tensor(mesh_of: Any) -> 
 
 
 def test_objects_of_the_controller_are_each_ranks(mesh_of: Any) -> None:
-    """Also from a rank that is not the controller's own number: torch would unpickle an empty buffer."""
+    """The source may differ from the controller's own rank, where torch itself would unpickle an empty buffer."""
     group = mesh_of("2").get_group()
     found: list[Any] = [None, None]
     dist.all_gather_object(found, {"a": 1}, group=group)

@@ -23,7 +23,7 @@ def remote(mesh_of: Any) -> Any:
     return distribute_tensor(torch.arange(6.0), mesh_of("2"), [Replicate()]).to_local()
 
 
-def test_in_place(remote: Any) -> None:
+def test_host_tensor_is_changed_in_place_by_a_remote_tensor(remote: Any) -> None:
     host = torch.ones(6)
     before = host._version
     assert host.add_(remote, alpha=2) is host
@@ -40,14 +40,14 @@ def test_view_of_a_host_tensor(remote: Any) -> None:
     assert host.tolist() == [[0] * 6, [0, 1, 2, 3, 4, 5], [0] * 6]
 
 
-def test_lists(remote: Any) -> None:
+def test_foreach_operation_changes_host_tensors(remote: Any) -> None:
     hosts = [torch.ones(6), torch.zeros(6)]
     torch._foreach_add_(hosts, [remote, remote])
     assert [each.tolist() for each in hosts] == [[1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5]]
 
 
 def test_sums_of_a_programs_own(mesh_of: Any) -> None:
-    """A loss that is added up, a table of counts, a DTensor into rows of a host's: with history, where there is one."""
+    """Update host tensors in place: a summed loss, a table of counts, rows set from a DTensor. Autograd works."""
     weight = distribute_tensor(torch.arange(4.0), mesh_of("2"), [Shard(0)]).requires_grad_()
     loss, counts, rows = torch.zeros(()), torch.zeros(3, dtype=torch.long), torch.zeros(2, 4)
     for _ in range(2):
@@ -68,13 +68,13 @@ def test_rows_of_a_table_here_by_indices_there(mesh_of: Any) -> None:
     same(table[:, 0].gather(0, there.to_local()[:1]), table[:, 0].gather(0, index[:1]))
 
 
-def test_results_that_are_given(remote: Any) -> None:
+def test_out_argument_can_be_a_host_tensor(remote: Any) -> None:
     out = torch.empty(6)
     assert torch.mul(remote, 2, out=out) is out
     assert out.tolist() == [0, 2, 4, 6, 8, 10]
 
 
-def test_a_remote_one_that_changes_by_a_host_s(remote: Any) -> None:
+def test_remote_tensor_is_changed_in_place_by_a_host_tensor(remote: Any) -> None:
     host = torch.ones(6)
     assert remote.add_(host) is remote
     same(remote, torch.arange(6.0) + 1, 0)
@@ -82,7 +82,7 @@ def test_a_remote_one_that_changes_by_a_host_s(remote: Any) -> None:
 
 
 def test_a_parameter_that_no_plan_names_is_trained(remote: Any) -> None:
-    """As a norm that a plan leaves out: it stays on the controller, its gradient is remote."""
+    """As for a norm that a plan leaves out: the parameter stays on the controller, and its gradient is remote."""
     weight = nn.Parameter(torch.ones(6))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     for _ in range(2):
@@ -103,11 +103,11 @@ def test_running_values_of_a_norm_that_stays_here(mesh_of: Any) -> None:
     assert not torch.equal(ours.running_mean, torch.zeros(4))
 
 
-# What is sent ---------------------------------------------------------------------------------------------------
+# Transfers to the workers ---------------------------------------------------------------------------------------
 
 
 class Sent(list[Any]):
-    """Sizes of the controller's tensors that go to the workers: one number to all, a list for each its own."""
+    """Sizes of host tensors sent to workers: a number for a tensor sent to all, a list for one tensor per worker."""
 
     def __init__(self, mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         line = workers_of(mesh).line
@@ -154,7 +154,7 @@ def test_a_local_tensor_beside_a_distributed_one_is_sent_once_and_by_shards(
         (lambda x: torch.cat([x, host], 1), [12, 12]),
         (lambda x: host.t() @ x, [12, 12]),
         (lambda x: torch.nn.functional.mse_loss(x, host), [12, 12]),
-        (lambda x: x + host[0], 4),  # all of them need all of it
+        (lambda x: x + host[0], 4),  # each worker needs all elements
     ):
         same(calculate(x), calculate(torch.ones(6, 4)))
         assert sent == [parts]
@@ -189,7 +189,7 @@ def test_backward_reuses_host_tensors_of_its_forward(
 def test_host_tensor_changed_without_a_new_version_is_sent_again(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a batch that a loader fills in place: torch's version of it stays, and each forward gets what is there."""
+    """As for a batch that a loader fills in place: torch's version is unchanged, but each forward gets new values."""
     mesh, array = mesh_of("2"), np.ones((4, 3), dtype=np.float32)
     host, w = torch.from_numpy(array), distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)]).requires_grad_()
     sent, version = Sent(mesh, monkeypatch), host._version
@@ -224,7 +224,7 @@ def test_copies_are_forgotten(mesh_of: Callable[[str], Any], monkeypatch: pytest
 def test_expanded_host_tensor_counts_with_its_bytes_on_workers(
     mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One number here, a matrix there."""
+    """The host tensor holds one number, and its copy on a worker holds a matrix."""
     monkeypatch.setattr(host_tensor_cache, "MAX_CACHED_BYTES", 4000)
     mesh, one = mesh_of("2"), torch.ones(1, 1)
     x = distribute_tensor(torch.ones(20, 20), mesh, [Replicate()]).requires_grad_()

@@ -1,6 +1,6 @@
 """C++ that reads the untyped address of a remote tensor gets zeros, and Python gets an error.
 
-On systems without such an address it is 0, and the end of the program names the tensor.
+On systems without such an address it is 0, and the message of the crash explains the access.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from monarch_backend.dtensor._torch_internals.invalid_access import AddressUsedE
 from tests.actor.script_runner import Run
 from tests.dtensor.data_pointer import address_of
 
-PART = 1 << 26  # mapped at a time
-WITH_GIL = ctypes.pythonapi.memcmp  # any library's functions, with the GIL
+PART = 1 << 26  # bytes that are mapped at a time
+WITH_GIL = ctypes.pythonapi.memcmp  # ctypes holds the GIL during calls of these functions
 NO_GIL = ctypes.CDLL(None).memcmp
 for function in (WITH_GIL, NO_GIL):
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -50,7 +50,7 @@ def ones() -> Any:
 
 
 def read(x: Any, function: Any, size: int = 4) -> None:
-    """As an extension with the GIL, or without."""
+    """Read the address as an extension does that holds the GIL, or that releases it."""
     function(address_of(x), address_of(x) + PART * 3, size)
     raise AssertionError("went on")
 
@@ -74,7 +74,7 @@ def test_another_thread_has_its_own_errors() -> None:
             assert isinstance(each.exception(), NotReadableError)
 
 
-def test_a_thread_without_the_gil_has_words_and_the_main_thread_the_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_access_without_the_gil_is_printed_and_raised_in_main_thread(capfd: pytest.CaptureFixture[str]) -> None:
     x = ones()
     thread = threading.Thread(target=lambda: NO_GIL(address_of(x), address_of(x) + PART, 4))
     with pytest.raises(NotReadableError):
@@ -88,7 +88,7 @@ def test_a_thread_without_the_gil_has_words_and_the_main_thread_the_error(capfd:
 
 
 def test_thread_that_waits_for_the_main_thread_gets_each_report(capfd: pytest.CaptureFixture[str]) -> None:
-    """One use has nobody who could close what it opened."""
+    """The main thread blocks in join(), so it cannot close the memory that the first use has opened."""
     x, others = ones(), [ones() for _ in range(3)]
     found: list[Any] = []
 
@@ -116,7 +116,7 @@ def start_and_join(thread: threading.Thread) -> None:
 
 
 def test_threads_without_python(capfd: pytest.CaptureFixture[str]) -> None:
-    """As OpenMP's."""
+    """Threads that C creates, as OpenMP does."""
     pthread, told = ctypes.CDLL(None), []
     addresses = [ctypes.c_void_p(address_of(each)) for each in (ones(), ones())]
     for address in addresses:
@@ -127,15 +127,15 @@ def test_threads_without_python(capfd: pytest.CaptureFixture[str]) -> None:
         ):
             try:
                 assert act() == 0
-            except NotReadableError as error:  # C has come back by then
+            except NotReadableError as error:  # raised after C has returned
                 told.append(error)
     assert len(told) == 2
     said = capfd.readouterr().err.splitlines()
     assert [NOTE in line for line in said] == [True, True], said
 
 
-GIVEN_UP: dict[str, Callable[[Any, Any], Any]] = {
-    "who asks whether there is an attribute": lambda x, use: ctypes.pythonapi.PyObject_HasAttrString(
+DROPPED_ERRORS: dict[str, Callable[[Any, Any], Any]] = {
+    "hasattr": lambda x, use: ctypes.pythonapi.PyObject_HasAttrString(
         ctypes.py_object(type("Asked", (), {"__getattr__": lambda self, name: use(x)})()), b"name"
     ),
     "another error that is set for the thread": lambda x, use: (
@@ -145,18 +145,18 @@ GIVEN_UP: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", GIVEN_UP)
+@pytest.mark.parametrize("way", DROPPED_ERRORS)
 def test_dropped_error_does_not_hide_the_next(way: str) -> None:
     x = ones()
     with contextlib.suppress(NotReadableError, KeyError):
-        GIVEN_UP[way](x, lambda x, *_: WITH_GIL(address_of(x), address_of(x), 4))
+        DROPPED_ERRORS[way](x, lambda x, *_: WITH_GIL(address_of(x), address_of(x), 4))
     for each in (x, x * 2, x):
         with pytest.raises(NotReadableError):
             read(each, WITH_GIL)
 
 
 class Finalised:
-    """Python that runs when C++ has come back, before the line goes on."""
+    """An argument with a finaliser: it runs Python after C++ has returned, before the calling line continues."""
 
     def __init__(self, of: Any) -> None:
         self._as_parameter_ = address_of(of)
@@ -214,7 +214,7 @@ def test_a_tensor_that_is_resized_has_an_address_as_before(mesh_of: Callable[[st
     expected = RESIZED[way](torch.arange(4.0))
     found = RESIZED[way](x)
     assert found.shape == expected.shape
-    if way in ("resize_", "resize_ again", "a view", "set_"):  # the others have no values
+    if way in ("resize_", "resize_ again", "a view", "set_"):  # the other ways define no values
         assert found[:3].tolist() == expected[:3].tolist()
     for each in (x, found, found + 1):
         with pytest.raises(NotReadableError):
@@ -264,7 +264,10 @@ def test_two_tensors_have_two_addresses() -> None:
 
 
 def is_closed(x: Any) -> bool:
-    """Whether nothing is mapped at this tensor's address, nor near it: it is one mapping with all that is behind."""
+    """Return whether the tensor's address and all memory near it are unmapped.
+
+    They belong to one inaccessible mapping that continues for more than 512 GiB after the address.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, access, *_ = line.split()
         start, end = (int(each, 16) for each in span.split("-"))
@@ -308,7 +311,7 @@ def test_other_objects_have_no_address(wrong: object) -> None:
 def test_bytes_that_the_system_chooses_are_not_taken_for_the_right_one(
     monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """An allocator's address has a 1 in it in one process of a hundred."""
+    """In about one process of a hundred an allocator's address contains a byte 1."""
     found = tensor_impl_layout.places()
     assert found is not None
     asked = tensor_impl_layout._may_say_resizable
@@ -344,7 +347,7 @@ NOTE = "where nothing is. If C++ asked a tensor of a mesh's workers for its unty
 NEAR = "ctypes.string_at(16, 1)  # the line"
 OTHERS = {
     "far": "ctypes.string_at(1 << 46, 1)  # the line",
-    "no address": "ctypes.string_at(0xdeadbeefdeadbeef, 1)  # the line",  # which the kernel tells as 0
+    "no address": "ctypes.string_at(0xdeadbeefdeadbeef, 1)  # the line",  # the kernel reports this address as 0
     "sent": "os.kill(os.getpid(), signal.SIGSEGV)  # the line",
 }
 LINE = re.compile(r'script\.py", line (\d+) in <module>')
@@ -370,7 +373,8 @@ AFTERWARDS = {
     "a handler that comes later": "faulthandler.disable(); faulthandler.enable()\n"
     f'simulated_mesh((2,), ("x",)){CAUGHT}',
     "no handler any more": f'faulthandler.disable(); simulated_mesh((2,), ("x",)){CAUGHT}',
-    # The main thread blocks in C until the other thread has ended: an error it got before could come a second time.
+    # The main thread blocks in C until the other thread has ended.
+    # Otherwise it could unmap the page during the other thread's access, which would then raise a second error.
     "a second interpreter": "import _thread, _xxsubinterpreters as several\nseveral.destroy(several.create())\n"
     "libc = ctypes.CDLL(None)\nlibc.memcmp.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t]\n"
     "reader, writer = os.pipe()\nsys.setswitchinterval(60)\n"
@@ -393,9 +397,7 @@ LATER = "faulthandler.disable(); faulthandler.enable(); simulated_mesh((2,), ('x
 
 
 @pytest.mark.parametrize("read", [NEAR, OTHERS["far"], OTHERS["sent"]], ids=["near", "far", "sent"])
-def test_two_handlers_that_have_each_other_for_the_one_before_come_to_an_end(
-    run_script: Callable[..., Run], read: str
-) -> None:
+def test_fault_handlers_that_chain_to_each_other_terminate(run_script: Callable[..., Run], read: str) -> None:
     run = run_script(SCRIPT.replace("READ", f"{LATER}\n{read}").replace("WHEN", ""))
     assert run.returncode == -signal.SIGSEGV and run.err.count("Segmentation fault") in (1, 2), run.err
     assert (NOTE in run.err) == (read == NEAR)
@@ -419,7 +421,7 @@ def ended(run_script: Callable[..., Run], read: str, when: str = "") -> Run:
 
 
 def line_of(said: str, read: str, when: str = "") -> bool:
-    """Whether the line of Python that led there is told."""
+    """Return whether the output names the line of Python that caused the access."""
     lines = SCRIPT.replace("READ", read).replace("WHEN", when).splitlines()
     found = LINE.search(said)
     return found is not None and lines[int(found[1]) - 1].endswith("# the line")
@@ -434,7 +436,7 @@ def test_read_at_address_0_is_explained(run_script: Callable[..., Run]) -> None:
 
 
 @pytest.mark.parametrize("read", OTHERS.values(), ids=OTHERS.keys())
-def test_another_segmentation_fault_is_another_matter(run_script: Callable[..., Run], read: str) -> None:
+def test_other_segmentation_faults_have_no_note(run_script: Callable[..., Run], read: str) -> None:
     run = ended(run_script, read)
     assert NOTE not in run.err
     assert line_of(run.err, read)
@@ -489,7 +491,7 @@ for first in (library.first, library.first_of_storage):
 
 
 @pytest.mark.slow
-def test_an_extension(run_script: Callable[..., Run], tmp_path: Path) -> None:
+def test_access_by_a_cpp_extension_raises(run_script: Callable[..., Run], tmp_path: Path) -> None:
     source, library = tmp_path / "first.cpp", tmp_path / "first.so"
     source.write_text(EXTENSION)
     paths = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]

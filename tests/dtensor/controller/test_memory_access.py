@@ -1,4 +1,4 @@
-"""Each way to the memory of a remote tensor returns its values or raises. None crashes the program."""
+"""Each kind of access to the memory of a remote tensor returns its values or raises. None crashes the program."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 def test_access_to_the_memory_itself_is_refused(mesh_of: Callable[[str], Any], way: str, kind: str) -> None:
     x = KINDS[kind](distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)]))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's TypedStorage
+        warnings.simplefilter("ignore")  # torch warns about its TypedStorage
         with pytest.raises(NotReadableError, match=r"in other processes.*\.numpy\(\).*monarch_backend\.dtensor\.run"):
             REFUSED[way](x)
 
@@ -99,7 +99,7 @@ def test_functions_that_read_values_get_them(mesh_of: Callable[[str], Any]) -> N
 
 
 def test_the_interface_of_gpus(mesh_of: Callable[[str], Any]) -> None:
-    """numba and CuPy ask every object whether it has one."""
+    """numba and CuPy read this attribute of every object."""
     x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)])
     assert not hasattr(x, "__cuda_array_interface__") and not hasattr(x.to_local(), "__cuda_array_interface__")
     on_gpus = x.to_local()
@@ -125,11 +125,11 @@ def test_storage_reports_its_size(mesh_of: Callable[[str], Any]) -> None:
 
 
 def test_c_plus_plus_that_asks_for_the_memory(mesh_of: Callable[[str], Any]) -> None:
-    """`_to_dlpack` is such: it would give 0 away."""
+    """C++ gets an error instead of address 0. `_to_dlpack` is an example of such C++."""
     x = distribute_tensor(WHOLE, mesh_of("2"), [Shard(0)])
     made = [x, x.detach(), x.view(12), x.redistribute(placements=[Replicate()]), x.add_(1), x.full_tensor()]
     made += [(x * 2).to_local(), x.to_local()[1:], nn.Parameter(x).detach(), torch.cat([x, x]), x.split(2, 1)[1]]
-    made += [x * 2 for _ in range(3)]  # the first is made by Python, what is known already perhaps by C++
+    made += [x * 2 for _ in range(3)]  # Python makes the first; C++ may make the others, as the operation is known
     made += [torch.compile(lambda x: x * 2, backend="monarch", options={"inductor": False})(x), x[x > 0]]
     for each in made:
         with pytest.raises(RuntimeError, match="Cannot access data pointer of Tensor"):
@@ -142,7 +142,7 @@ def test_c_plus_plus_that_asks_for_the_memory(mesh_of: Callable[[str], Any]) -> 
 
 
 def test_tensors_of_a_process_have_their_memory(mesh_of: Callable[[str], Any]) -> None:
-    """Here, and on the workers, where they are DTensors of torch's own."""
+    """On the controller and on the workers, where they are torch's own DTensors, plain tensors have memory."""
     here = torch.ones(3)
     assert here.data_ptr() == here.untyped_storage().data_ptr() != 0
     assert torch.equal(torch.from_dlpack(here), here)

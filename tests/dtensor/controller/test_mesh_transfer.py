@@ -35,7 +35,7 @@ def test_from_any_placements_to_any(mesh_of: Callable[[str], Any], source: str, 
             assert value(moved).equal(whole)
 
 
-def test_a_sum_that_is_not_done_is_done_first(mesh_of: Callable[[str], Any]) -> None:
+def test_partial_tensor_is_reduced_before_its_transfer(mesh_of: Callable[[str], Any]) -> None:
     a, b = torch.randn(4, 6), torch.randn(6, 3)
     partial = distribute_tensor(a, mesh_of("2"), [Shard(1)]) @ distribute_tensor(b, mesh_of("2"), [Shard(0)])
     assert partial.placements == (Partial(),)
@@ -72,7 +72,7 @@ def test_to_another_mesh_of_the_same_processes(all_procs: Any) -> None:
 
 
 class Traffic:
-    """All bytes of messages that this process sends and of replies that it gets."""
+    """Counts the bytes of messages that this process sends and of replies that it receives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nbytes = 0
@@ -91,13 +91,13 @@ class Traffic:
 
 
 def test_no_value_passes_the_controller(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The messages that it sends and gets are as long for a tensor of 4 MB as for one of 384 bytes."""
+    """The controller's messages and replies are about as long for a tensor of 4 MiB as for one of 384 bytes."""
     here, there = mesh_of("2"), mesh_of("3")
     seen = Traffic(monkeypatch)
     lengths = []
     for rows in (6, 1 << 16):
         x = zeros(rows, 16, device_mesh=here, placements=[Shard(0)])
-        move(x, there, [Shard(0)])  # whatever is connected, defined and imported the first time
+        move(x, there, [Shard(0)])  # the first move connects, defines and imports
         workers_of(there).synchronize()
         before = seen.nbytes
         x.add_(1)
@@ -107,7 +107,7 @@ def test_no_value_passes_the_controller(mesh_of: Callable[[str], Any], monkeypat
         assert moved.sum().item() == rows * 16
     before = seen.nbytes
     distribute_tensor(torch.ones(1 << 16, 16), here, [Shard(0)])
-    assert seen.nbytes - before > 4 << 20  # what does pass here is seen
+    assert seen.nbytes - before > 4 << 20  # the count includes values that the controller does send
     assert lengths[0] > 100
     assert lengths[1] < lengths[0] + 10_000
 
@@ -120,7 +120,7 @@ def test_earlier_failure_is_raised_where_the_moved_tensor_is_read(mesh_of: Calla
     with pytest.raises(RemoteOpError, match=f"have not come: .*{failing_lookup.OPERATION}"):
         moved.tolist()
     assert (move(x, mesh_of("3")) + 1).sum().item() == 12
-    nothing_is_left(mesh_of("2"), mesh_of("3"))
+    assert_inboxes_are_empty(mesh_of("2"), mesh_of("3"))
 
 
 def test_failed_transfer_leaves_no_buffers_on_other_workers() -> None:
@@ -162,8 +162,8 @@ def test_failed_transfer_leaves_no_buffers_on_other_workers() -> None:
     assert len(inbox._forgotten) == MAX_FORGOTTEN
 
 
-def nothing_is_left(*meshes: Any) -> None:
-    """The last reader's word may still be on its way."""
+def assert_inboxes_are_empty(*meshes: Any) -> None:
+    """Assert that no transfer is left in the inboxes. The message that ends the last read may still be on its way."""
     for mesh in meshes:
         assert any(set(run(mesh, worker_functions.left_in_inboxes).get().values()) == {0} for _ in range(1000))
 
@@ -173,7 +173,7 @@ def test_transfers_leave_no_buffers(mesh_of: Callable[[str], Any]) -> None:
     x = zeros(8, 8, device_mesh=here, placements=[Shard(0)])
     for _ in range(3):
         assert move(x, there, [Shard(0)]).sum().item() == 0
-    nothing_is_left(here, there)
+    assert_inboxes_are_empty(here, there)
 
 
 def test_transfers_that_are_refused(mesh_of: Callable[[str], Any]) -> None:

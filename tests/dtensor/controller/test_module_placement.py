@@ -27,7 +27,7 @@ from tests.support.tiers import slow_except
 
 PLAN: Any = {"block.up": ColwiseParallel(), "block.down": RowwiseParallel()}
 PLAIN = {"first.weight", "first.bias", "block.norm.weight", "block.norm.bias", "norm.weight", "norm.bias"}
-"""What PLAN does not name."""
+"""Parameters that PLAN does not name."""
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(7))
 
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Its first layer, of which a plan need not know, has a host's tensor; its last one has buffers."""
+    """A net with a first layer that PLAN omits and that gets a host tensor, and a last layer with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def pair(mesh: Any, plan: Any = PLAN) -> tuple[nn.Module, nn.Module]:
-    """A net on the mesh, and the same one of a single process."""
+    """Return a net on the mesh, and an equal net of a single process."""
     alone = Net()
     return parallelize_module(copy.deepcopy(alone), mesh, plan), alone
 
@@ -74,7 +74,7 @@ def alike(ours: nn.Module, alone: nn.Module) -> None:
 
 
 class Traffic:
-    """What goes to the workers and back, but for what the optimizer has as numbers."""
+    """Counts of host tensors sent to the workers, of requests with replies, and of records."""
 
     def __init__(self, workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent = self.asked = self.records = 0
@@ -93,11 +93,11 @@ class Traffic:
         monkeypatch.setattr(workers, "write", counted("records", write), raising=False)
 
 
-# By itself ------------------------------------------------------------------------------------------------------
+# Placement at the first call ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_what_no_style_takes_is_trained_on_the_workers(mesh_of: Callable[[str], Any], options: Any) -> None:
+def test_parameters_outside_the_plan_train_on_workers(mesh_of: Callable[[str], Any], options: Any) -> None:
     ours, alone = pair(mesh_of("2"))
     known = dict(ours.named_parameters())
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.01, eps=1e-3, **options) for net in (ours, alone)]
@@ -117,7 +117,7 @@ def test_step_sends_the_batch_without_waiting(mesh_of: Callable[[str], Any], mon
     step(ours, optimizer, 0)
     traffic = Traffic(workers_of(mesh_of("2")), monkeypatch)
     step(ours, optimizer, 1)
-    assert traffic.sent == 2  # the batch, and the sum of it
+    assert traffic.sent == 2  # the batch and its row sums
     assert traffic.asked == 0
     before = traffic.records
     step(ours, optimizer, 2)
@@ -125,7 +125,7 @@ def test_step_sends_the_batch_without_waiting(mesh_of: Callable[[str], Any], mon
 
 
 def test_each_call_of_parallelize_module_is_for_the_rest_of_its_module(mesh_of: Callable[[str], Any]) -> None:
-    """As plans for each block are: a later one still distributes what an earlier one left, and sends only shards."""
+    """As with one plan for each block: a later call distributes what earlier calls left on the controller."""
     mesh, alone = mesh_of("2"), Net()
     ours = copy.deepcopy(alone)
     parallelize_module(ours, mesh, {"first": ColwiseParallel(output_layouts=Replicate())})
@@ -146,7 +146,7 @@ def test_fully_shard_of_a_parallelized_module(mesh_of: Callable[[str], Any]) -> 
     ours = parallelize_module(copy.deepcopy(alone), mesh["tp"], PLAN)
     fully_shard(ours, mesh=mesh["dp"])
     x = torch.randn(4, 6)
-    alone.norm.eval()  # its mean would be of a rank's rows
+    alone.norm.eval()  # in training mode its mean would cover the rows of one rank only
     ours.norm.eval()
     ours(shard_batch(x, mesh["dp"])).square().mean().backward()
     alone(x).square().mean().backward()
@@ -193,7 +193,7 @@ def test_copied_module_is_placed_separately(mesh_of: Callable[[str], Any]) -> No
         assert copied.first.weight is not ours.first.weight
 
 
-# What else there is to do with it -------------------------------------------------------------------------------
+# Other uses of a placed module ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def called(mesh_of: Callable[[str], Any]) -> tuple[nn.Module, nn.Module]:
     return ours, alone
 
 
-def test_its_state_is_saved_and_loaded(called: tuple[nn.Module, nn.Module], tmp_path: Any) -> None:
+def test_state_of_a_placed_module_is_saved_and_loaded(called: tuple[nn.Module, nn.Module], tmp_path: Any) -> None:
     ours, alone = called
     file = io.BytesIO()
     torch.save({name: each for name, each in ours.state_dict().items() if name in PLAIN}, file)
@@ -273,7 +273,7 @@ def test_captured_steps_accept_a_placed_module(
     ours, alone = pair(mesh_of("2"))
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (ours, alone)]
     WHEN[when](ours, mesh_of("2"))
-    if when == "first eagerly":  # running values
+    if when == "first eagerly":  # the eager call has changed the running values
         alone(X)
     captured = HOW[how](ours, backend="monarch", fullgraph=how != "itself", options={"inductor": False})
     calls = compile_backend.statistics["calls"]
@@ -319,7 +319,7 @@ def test_gradients_that_there_were_go_to_the_workers_as_well(mesh_of: Callable[[
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
 def test_fused_step_reduces_partial_gradients(mesh_of: Callable[[str], Any], kind: Any) -> None:
-    """The gradients of a sharded batch."""
+    """A sharded batch gives partial gradients."""
     options = {"lr": 0.1, "fused": True, **({"momentum": 0.9} if kind is torch.optim.SGD else {})}
     alone = nn.Linear(6, 3)
     ours, x = put_module(copy.deepcopy(alone), mesh_of("2")), torch.randn(4, 6)
@@ -336,12 +336,12 @@ def test_fused_step_reduces_partial_gradients(mesh_of: Callable[[str], Any], kin
 @pytest.mark.slow
 @pytest.mark.parametrize("to_none", [True, False])
 def test_second_trace_with_gradients(mesh_of: Callable[[str], Any], to_none: bool) -> None:
-    """DTensors, of parameters that are none."""
+    """Plain parameters already have DTensors as gradients when the module is traced again."""
     torch._dynamo.reset()
     alone = Block()
     ours = put_module(copy.deepcopy(alone), mesh_of("2"))
     captured = torch.compile(ours, backend="monarch", options={"inductor": False})
-    for rows in (4, 6, 3):  # each of another graph
+    for rows in (4, 6, 3):  # each size makes another graph
         x = torch.randn(rows, 6)
         same(captured(distribute_tensor(x, mesh_of("2"), [Replicate()])), alone(x))
         for net in (captured, alone):
@@ -361,7 +361,7 @@ def test_dynamo_has_the_table_where_plain_tensors_are_noted() -> None:
     assert kinds[RemoteTensor] is graph_inputs._wrap_tensor
 
 
-# By hand --------------------------------------------------------------------------------------------------------
+# Placement by put_module ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
@@ -419,11 +419,11 @@ def test_a_mesh_of_ranks_is_none_of_a_controller(mesh_of: Callable[[str], Any]) 
         put_module(nn.Linear(2, 2), Mesh())  # type: ignore[arg-type]
 
 
-# Gradients and mixtures -----------------------------------------------------------------------------------------
+# Gradients and modules partly on the controller -----------------------------------------------------------------
 
 
 def test_gradients_go_back_to_layers_of_the_controller(mesh: Any) -> None:
-    """What a layer here has calculated becomes a DTensor: its parameters are trained as any."""
+    """The output of a layer on the controller becomes a DTensor, and the layer's parameters get their gradients."""
     here, alone = nn.Linear(4, 4), nn.Linear(4, 4)
     alone.load_state_dict(here.state_dict())
     x, weight = torch.randn(6, 4), torch.randn(4, 3)

@@ -28,7 +28,7 @@ def test_calculating(sizes: bool) -> None:
     values = [per_rank_int.values_of(each) for each in calculated]
     assert values == [(5, 10), (3, 6), (6, 3), (4, 21), (2, 3), (0, 1), (-4, -7)]
     assert torch.sym_max(one, 5).node.values == (5, 7)
-    assert per_rank_int.values_of(one - of(3, 6, sizes=sizes)) is None  # 1 everywhere: a plain number
+    assert per_rank_int.values_of(one - of(3, 6, sizes=sizes)) is None  # 1 on all ranks, so a plain number
     assert one - of(3, 6, sizes=sizes) == 1
 
 
@@ -50,7 +50,7 @@ def test_a_branch_on_a_coordinate_raises(mesh_of: Any) -> None:
         for ask in (lambda n: n == 0, lambda n: n != 0, lambda n: n < 1, lambda n: n == 1, bool, int):
             with pytest.raises(RankDependentError, match="one controller runs this program for all ranks"):
                 assert ask(number)
-        assert number != 7  # on all ranks
+        assert number != 7  # true on all ranks
         assert number < 2
 
 
@@ -60,8 +60,8 @@ def test_only_torch_may_compare_sizes() -> None:
         with pytest.raises(RankDependentError):
             assert ask(sizes)
     assert sizes == of(2, 1, 0, sizes=True)
-    assert sizes != 7  # on all ranks
-    assert not _hint_proves_even_shard(sizes, 2)  # torch's: "size % chunks == 0"
+    assert sizes != 7  # true on all ranks
+    assert not _hint_proves_even_shard(sizes, 2)  # torch's check "size % chunks == 0"
     with pytest.raises(RankDependentError):
         _hint_proves_even_shard(of(2, 1, 0), 2)
 
@@ -73,7 +73,7 @@ def test_value_computed_from_a_coordinate_is_no_size() -> None:
 
 
 def test_shards_of_uneven_sizes_on_all_ranks_and_none(mesh_of: Any) -> None:
-    """Of 4 rows on 3 ranks the last has none: torch compares such sizes with 0 and 1 in many places."""
+    """With 4 rows on 3 ranks the last rank has none. torch compares such sizes with 0 and 1 in many places."""
     mesh, whole = mesh_of("3"), torch.randn(4, 6)
     x = distribute_tensor(whole, mesh, [Shard(0)])
     assert x.to_local().shape[0].node.values == (2, 2, 0)
@@ -87,7 +87,7 @@ def test_shards_of_uneven_sizes_on_all_ranks_and_none(mesh_of: Any) -> None:
 def test_plain_tensors_of_uneven_sizes_have_columns_and_no_row_that_some_ranks_lack(mesh_of: Any) -> None:
     whole = torch.arange(15.0).view(5, 3)
     local = distribute_tensor(whole, mesh_of("2"), [Shard(0)]).to_local()
-    mine = whole[:3]  # of the first rank, whose values are read
+    mine = whole[:3]  # the shard of the first rank, from which values are read
     same(local[:, 1], mine[:, 1])
     same(local.select(1, -1), mine.select(1, -1))
     same(local.unbind(1)[2] + local.sum(1), mine.unbind(1)[2] + mine.sum(1))
@@ -153,7 +153,7 @@ def test_plain_tensors_of_workers_are_changed_where_each_rank_is(mesh_of: Any, i
 
 @pytest.mark.parametrize("what", INDICES)
 def test_tensors_of_the_controller_are_not_one_ranks_part(mesh_of: Any, what: str) -> None:
-    """torch has an IndexError about SymInt, and calculates with 7777777."""
+    """torch itself raises an IndexError about SymInt, or calculates with 7777777."""
     mesh = mesh_of("2")
     number = mesh.get_local_rank()
     with pytest.raises(
@@ -214,8 +214,8 @@ def test_gradients_with_numbers_of_each_rank(mesh_of: Any) -> None:
         torch.ones(3, requires_grad=True) * mesh.get_local_rank()
 
 
-def test_negations_that_torch_has_not_calculated_yet_are_its_own(mesh_of: Any) -> None:
-    """Imaginary parts of conjugates have the bit that marks numbers of ranks, too."""
+def test_lazy_negation_is_not_taken_for_a_per_rank_integer(mesh_of: Any) -> None:
+    """The negative bit marks per-rank integers. torch itself sets it for imaginary parts of conjugates."""
     mesh_of("2")
     z = torch.tensor([1 + 2j, 3 - 4j])
     y, out = z.conj().imag, torch.empty(2)

@@ -1,4 +1,4 @@
-"""Modules that processes have imported before a mesh is made of them."""
+"""Modules that processes import before a mesh is made of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from monarch_backend.actor import Actor, endpoint, this_host
 
 
 class Modules(Actor):
-    """Of its process."""
+    """Reports the imported modules of its process."""
 
     @endpoint
     def has(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Torch helpers that run on rank 0 or on each rank: the controller runs them, or says what to do instead."""
+"""torch's helpers that run on rank 0 or on each rank: the controller runs them, or its error names an alternative."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def test_a_whole_state_dict_is_the_controllers(mesh_of: Callable[[str], Any]) -> None:
-    """It sends each worker its shard, and broadcasts nothing."""
+    """The controller sends each worker its shard, and broadcasts nothing."""
     mesh = mesh_of("2")
     kinds: dict[str, Callable[[], nn.Module]] = {
         "plan": lambda: parallelize_module(nn.Linear(6, 5), mesh, ColwiseParallel()),
@@ -55,7 +55,7 @@ def test_a_whole_state_dict_of_a_module_without_values(mesh_of: Callable[[str], 
 
 
 def test_keys_of_a_whole_state_dict(mesh_of: Callable[[str], Any]) -> None:
-    """Are looked at as ever."""
+    """torch checks the keys as usual."""
     module = parallelize_module(nn.Linear(6, 4), mesh_of("2"), ColwiseParallel())
     wanted = nn.Linear(6, 4).state_dict()
     with pytest.raises(RuntimeError, match="bias"):
@@ -83,7 +83,7 @@ def test_a_whole_state_of_an_optimizer(mesh_of: Callable[[str], Any]) -> None:
         same(optimizer.state[ours]["exp_avg"], state.state[reference]["exp_avg"])
 
 
-# Pictures -------------------------------------------------------------------------------------------------------
+# Visualisation --------------------------------------------------------------------------------------------------
 
 DRAWN = importlib.import_module("torch.distributed.tensor.debug._visualize_sharding")
 
@@ -99,7 +99,7 @@ DRAWN = importlib.import_module("torch.distributed.tensor.debug._visualize_shard
 def test_a_picture_of_a_dtensor_is_drawn_once(
     mesh_of: Callable[[str], Any], monkeypatch: Any, capsys: Any, sizes: Any, placements: Any, expected: Any
 ) -> None:
-    """By rows, which ranks have them. torch draws with another package, which need not be here."""
+    """The picture shows the ranks that hold each range of rows. A fake replaces tabulate, which torch uses to draw."""
     fake = types.ModuleType("tabulate")
     fake.__spec__ = importlib.util.spec_from_loader("tabulate", None)
     monkeypatch.setitem(sys.modules, "tabulate", fake)
@@ -115,17 +115,17 @@ def test_a_picture_of_a_dtensor_is_drawn_once(
     assert rows == expected
 
 
-# Data parallel modules, and losses that are no DTensors ---------------------------------------------------------
+# Data parallel modules, and losses that are not DTensors --------------------------------------------------------
 
 
-def test_distributed_data_parallel_says_what_to_do(mesh_of: Callable[[str], Any]) -> None:
+def test_distributed_data_parallel_error_has_a_remedy(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     for options in ({}, {"device_mesh": mesh}, {"process_group": mesh.get_group()}):
         with pytest.raises(RemoteTensorError, match=r"distribute_module\(module, mesh\).*fully_shard"):
             nn.parallel.DistributedDataParallel(nn.Linear(2, 2), **options)
 
 
-def test_what_it_says_is_right(mesh_of: Callable[[str], Any]) -> None:
+def test_remedy_for_distributed_data_parallel_works(mesh_of: Callable[[str], Any]) -> None:
     alone, x = nn.Linear(3, 2), torch.randn(5, 3)
     alone(x).square().mean().backward()
     module = nn.Linear(3, 2)
@@ -136,7 +136,7 @@ def test_what_it_says_is_right(mesh_of: Callable[[str], Any]) -> None:
         same(ours.grad, reference.grad)
 
 
-def test_a_plain_loss_beside_a_dtensor_says_what_to_do(mesh_of: Callable[[str], Any]) -> None:
+def test_error_for_a_plain_loss_with_a_dtensor_has_a_remedy(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)]).requires_grad_()
     for add in (lambda plain, whole: plain + whole, lambda plain, whole: whole + plain):
@@ -159,7 +159,7 @@ def test_a_plain_loss_that_all_ranks_have_beside_a_dtensor(mesh_of: Callable[[st
 
 
 def test_a_tensor_of_a_size_that_differs_by_rank(mesh_of: Callable[[str], Any]) -> None:
-    """It is made of one that is there: torch's own functions are C++ that takes one size."""
+    """The tensor is made from an existing one, because torch's factory functions in C++ take one size for all ranks."""
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(5), mesh, [Shard(0)]).to_local()
     made = DTensor.from_local(x.new_zeros(x.shape[0]) + 1, mesh, [Shard(0)], shape=(5,), stride=(1,))

@@ -1,4 +1,4 @@
-"""Functions as SPMD code on the workers: they get local DTensors, and the controller gets the results."""
+"""Functions that run as SPMD code on the workers: they get local DTensors, and the controller gets the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.dtensor.values import same, value
 
 
 def values(of: Any) -> list[Any]:
-    """By rank."""
+    """Return the values in the order of ranks."""
     assert isinstance(of, ValueMesh)
     return list(of.values())
 
@@ -193,7 +193,7 @@ def test_plain_result_tensors_return_as_values(mesh_of: Callable[[str], Any]) ->
 def test_result_can_be_awaited_or_ignored(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2")
     with contextlib.suppress(RemoteOpError):
-        workers_of(mesh).synchronize()  # what other tests have not asked for
+        workers_of(mesh).synchronize()  # raise failures that other tests have left unread
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
 
     async def wait() -> Any:
@@ -208,12 +208,12 @@ def test_result_can_be_awaited_or_ignored(mesh_of: Callable[[str], Any]) -> None
         run(mesh, lambda x: [x + 1, x + 2], x)
     workers.synchronize()
     gc.collect()
-    x.add_(1)  # with this batch they are let go
+    x.add_(1)  # the workers drop them with this batch
     assert workers.ask("count") == held
 
 
 def test_run_does_not_wait_for_its_result(mesh_of: Callable[[str], Any]) -> None:
-    """What is issued after it comes after it, and sees what it has done."""
+    """Operations issued after run() execute after the function and see its changes."""
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
 
@@ -242,7 +242,7 @@ def test_inconsistent_results_raise(mesh_of: Callable[[str], Any]) -> None:
 
 
 def test_exception_names_its_rank_and_ends_collectives_of_others(mesh: Any) -> None:
-    ranks = [int(rank) - workers_of(mesh).first for rank in mesh.mesh.flatten()]  # as the workers have them
+    ranks = [int(rank) - workers_of(mesh).first for rank in mesh.mesh.flatten()]  # numbered as on the workers
     last = ranks[-1]
     with pytest.raises(RemoteOpError, match="ValueError: on purpose") as caught:
         run(mesh, worker_functions.fails_on, last, None).get(60)
@@ -252,7 +252,7 @@ def test_exception_names_its_rank_and_ends_collectives_of_others(mesh: Any) -> N
     x = distribute_tensor(torch.ones(12, 4), mesh, [Shard(0), Shard(1)][: mesh.ndim])
     assert x.sum().item() == 48
     assert x.redistribute(placements=[Replicate()] * mesh.ndim).sum().item() == 48
-    if len(ranks) == workers_of(mesh).size:  # the default group is of all of them
+    if len(ranks) == workers_of(mesh).size:  # the default group has all workers
         assert values(run(mesh, worker_functions.sum_of_ranks).get()) == [sum(ranks)] * len(ranks)
 
 
@@ -313,7 +313,7 @@ def test_failed_argument_raises_its_own_failure(mesh_of: Callable[[str], Any]) -
 
 def test_unread_failure_is_logged(mesh_of: Callable[[str], Any], caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.suppress(RemoteOpError):
-        workers_of(mesh_of("2")).synchronize()  # what other tests have not asked for
+        workers_of(mesh_of("2")).synchronize()  # raise failures that other tests have left unread
     run(mesh_of("2"), worker_functions.fails_on, 0, None)
     workers_of(mesh_of("2")).synchronize()
     gc.collect()
@@ -321,7 +321,7 @@ def test_unread_failure_is_logged(mesh_of: Callable[[str], Any], caplog: pytest.
 
 
 def test_dead_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ma, "unhandled_fault_hook", lambda _: None)  # nobody supervises this one
+    monkeypatch.setattr(ma, "unhandled_fault_hook", lambda _: None)  # this mesh has no supervisor
     with this_host().spawn_procs({"x": 2}) as procs:
         mesh = procs.device_mesh("cpu")
 
@@ -348,7 +348,7 @@ def test_unpicklable_argument_is_named(mesh_of: Callable[[str], Any]) -> None:
         run(mesh_of("2"), lambda x, y: x, x, {"fine": x, "lock": threading.Lock()})
 
 
-# What torch can do ----------------------------------------------------------------------------------------------
+# Features of torch ----------------------------------------------------------------------------------------------
 
 
 class Clipped(torch.autograd.Function):
@@ -414,7 +414,7 @@ def test_function_writes_its_own_checkpoint(mesh_of: Callable[[str], Any], tmp_p
     assert value(x).equal(whole)
 
 
-# Data -----------------------------------------------------------------------------------------------------------
+# Data loading ---------------------------------------------------------------------------------------------------
 
 
 class Squares(Dataset[torch.Tensor]):
@@ -437,9 +437,10 @@ _loaders: dict[str, Any] = {}
 
 
 def next_batch(name: str, mesh: Any) -> Any:
-    """On each worker: its part of the next batch. Only the workers see the data."""
+    """Return this worker's part of the next batch. Only the workers read the data."""
     if name not in _loaders:
-        sampler: Any = DistributedSampler(Squares(), shuffle=False)  # of torch.distributed's ranks, as anywhere
+        # The sampler uses torch.distributed's ranks, as in an SPMD program.
+        sampler: Any = DistributedSampler(Squares(), shuffle=False)
         _loaders[name] = iter(DataLoader(Squares(), batch_size=2, sampler=sampler))
     local = next(_loaders[name], None)
     return None if local is None else DTensor.from_local(local, mesh, [Shard(0)])
@@ -454,7 +455,7 @@ def test_data_loader_on_the_workers(mesh_of: Callable[[str], Any]) -> None:
 
 
 def epoch(mesh: Any, data: Any) -> Any:
-    """On each worker: a line of the mesh's second dimension reads the same rows, each line its own."""
+    """Read all batches on each worker. Workers with the same "dp" coordinate read the same rows."""
     sampler: Any = DistributedSampler(data, mesh["dp"].size(), mesh.get_local_rank("dp"), shuffle=False)
     loader = DataLoader(data, batch_size=2, sampler=sampler)
     return [DTensor.from_local(batch, mesh, [Shard(0), Replicate()]) for batch in loader]
@@ -469,4 +470,4 @@ def test_a_sharded_sampler_on_a_mesh_of_two_dimensions(all_procs: Any) -> None:
     assert all(batch.placements == (Shard(0), Replicate()) for batch in batches)
     seen = [row for batch in batches for row in (batch.float() @ weight).tolist()]
     assert sorted(seen) == [[i, i * i] for i in range(16)]
-    assert [row[0] for row in batches[0].tolist()] == [0, 2, 1, 3]  # by turns, as torch's sampler deals them
+    assert [row[0] for row in batches[0].tolist()] == [0, 2, 1, 3]  # torch's sampler assigns rows to ranks in turn

@@ -63,7 +63,7 @@ PROFILES: dict[str, dict[str, Any]] = {
 
 
 def profiles() -> Iterator[str]:
-    """The name of each, as long as it holds."""
+    """Set each profile in turn, and yield its name while it is set."""
     for name, options in PROFILES.items():
         with torch._tensor_str.printoptions():
             torch.set_printoptions(**options)
@@ -71,7 +71,7 @@ def profiles() -> Iterator[str]:
 
 
 def shown(x: DTensor) -> str:
-    """The part that is torch's of a tensor; the mesh and the placements follow it."""
+    """Return the part of the text that torch makes for a tensor. The mesh and the placements follow it."""
     text, end = repr(x), f", device_mesh={x.device_mesh}, placements={x.placements})"
     assert text.startswith("DTensor(") and text.endswith(end)
     assert str(x) == text == f"{x}"
@@ -90,7 +90,7 @@ def test_values_are_printed_as_torch_prints_them(mesh_of: Callable[[str], Any], 
 
 @pytest.mark.parametrize("size", [(), (3,), (12,), (40, 50)], ids=str)
 def test_repr_of_a_tensor_with_gradient(mesh_of: Callable[[str], Any], size: tuple[int, ...]) -> None:
-    """A long line is broken before what follows the numbers."""
+    """A long line is broken before the text that follows the numbers."""
     whole = filled(*size)
     x = distribute_tensor(whole, mesh_of("2"), [Replicate()]).requires_grad_()
     mine = whole.clone().requires_grad_()
@@ -110,7 +110,7 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def test_of_a_function_of_ones_own(mesh_of: Callable[[str], Any]) -> None:
+def test_repr_names_a_custom_autograd_function(mesh_of: Callable[[str], Any]) -> None:
     x = distribute_tensor(filled(3), mesh_of("2"), [Replicate()]).requires_grad_()
     assert shown(Doubled.apply(x)) == repr(Doubled.apply(filled(3).requires_grad_()))  # type: ignore[no-untyped-call]
 
@@ -125,9 +125,9 @@ def test_with_another_default_dtype(mesh_of: Callable[[str], Any]) -> None:
         torch.set_default_dtype(before)
 
 
-def test_of_sums_that_are_not_added_up_yet(mesh_of: Callable[[str], Any]) -> None:
+def test_repr_of_partial_sums_shows_the_total(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2x2")
-    whole = torch.arange(3000.0).view(60, 50)  # whose sums are exact in any order
+    whole = torch.arange(3000.0).view(60, 50)  # sums of these are exact in any order
     total = distribute_tensor(whole, mesh, [Shard(0), Shard(1)]).sum(0)
     assert any(isinstance(each, Partial) for each in total.placements)
     assert shown(total) == repr(whole.sum(0))

@@ -1,4 +1,4 @@
-"""End of the processes of a mesh: issued operations are executed, failures are reported, and nothing blocks it."""
+"""End of a mesh's processes: issued operations are executed, failures are reported, and nothing blocks the end."""
 
 from __future__ import annotations
 
@@ -23,36 +23,39 @@ from tests.dtensor import worker_functions
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same
 
-SAID = "aten._assert_async.default raised on rank {} "
+FAILURE_TEXT = "aten._assert_async.default raised on rank {} "
 
 
 @pytest.fixture
 def procs() -> Iterator[ProcMesh]:
-    """Two, whose operations leave only when somebody reads or stops them."""
+    """Two processes. Only a read or their stop sends their operations."""
     made = this_host().spawn_procs({"x": 2})
-    workers_of(made.device_mesh("cpu")).line.later = lambda *_: None  # what the end does not send is never sent
+    workers_of(made.device_mesh("cpu")).line.later = lambda *_: None  # no timer sends operations
     yield made
     made.stop(timeout=0.1).get(30)
 
 
 def ones(procs: ProcMesh) -> DTensor:
-    """On workers that have come so far."""
+    """Return a tensor after the workers have executed all earlier commands."""
     x = distribute_tensor(torch.ones(4), procs.device_mesh("cpu"), [Shard(0)])
     same(x, torch.ones(4))
     return x
 
 
-def is_said(capfd: pytest.CaptureFixture[str], *ranks: int) -> str:
-    """What the processes have written, once all of these have said it: it may come after their end."""
-    said = ""
+def wait_for_failures(capfd: pytest.CaptureFixture[str], *ranks: int) -> str:
+    """Return the output of the processes, once it has the failures of these ranks.
+
+    The output may arrive after the processes have ended.
+    """
+    output = ""
 
     def found() -> bool:
-        nonlocal said
-        said += capfd.readouterr().err
-        return all(SAID.format(rank) in said for rank in ranks)
+        nonlocal output
+        output += capfd.readouterr().err
+        return all(FAILURE_TEXT.format(rank) in output for rank in ranks)
 
-    until(found, "it is said")
-    return said
+    until(found, "the failures are printed")
+    return output
 
 
 def check(x: DTensor, wanted: float) -> None:
@@ -60,7 +63,7 @@ def check(x: DTensor, wanted: float) -> None:
 
 
 def write(folder: Path, x: DTensor) -> None:
-    """What this rank has, where others find it."""
+    """Write the values of this rank's shard into the folder."""
     (folder / str(dist.get_rank())).write_text(str(x.to_local().tolist()))
 
 
@@ -69,7 +72,7 @@ def written(folder: Path) -> dict[str, str]:
 
 
 def wait_and_write(folder: Path, gate: Path, x: DTensor) -> None:
-    """As write, once the gate is there."""
+    """Wait until the gate file exists, then write."""
     while not gate.exists():
         time.sleep(0.01)
     write(folder, x)
@@ -107,23 +110,23 @@ def test_last_operations_run_and_their_failures_are_reported(
     check(x, 2.0)
     check(x, 3.0)
     STOPS[how](procs)
-    is_said(capfd, 0, 1)
+    wait_for_failures(capfd, 0, 1)
     with pytest.raises(MeshClosedError, match="have ended"):
         x.tolist()
 
 
-def test_collectives_of_the_last_moment_are_done(procs: ProcMesh, capfd: pytest.CaptureFixture[str]) -> None:
-    """The groups end after those who have still something to do with them."""
+def test_collectives_before_stop_are_executed(procs: ProcMesh, capfd: pytest.CaptureFixture[str]) -> None:
+    """The groups end after the last collectives have used them."""
     x = ones(procs)
     for _ in range(30):
         total = (x + 1).sum().redistribute(placements=[Replicate()])
     torch._assert_async(total.to_local() != 8)
     procs.stop().get(30)
-    is_said(capfd, 0, 1)
+    wait_for_failures(capfd, 0, 1)
 
 
 def test_the_end_right_after_a_function_that_has_failed(procs: ProcMesh) -> None:
-    """The workers are about to meet in new groups."""
+    """After the failure the workers are about to form new groups."""
     x = ones(procs)
     with pytest.raises(RemoteOpError, match="on purpose"):
         run(x.device_mesh, worker_functions.fails_on, 1, x).get(30)
@@ -141,7 +144,7 @@ def test_last_remote_call_runs_to_its_end(procs: ProcMesh, tmp_path: Path) -> No
 def test_operations_after_a_running_call_are_executed(
     procs: ProcMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The workers are told how it has ended before they are told to end."""
+    """The workers are informed of the call's end before they receive the message to stop."""
     folder, gate = tmp_path / "written", tmp_path / "gate"
     folder.mkdir()
     x = ones(procs)
@@ -153,10 +156,10 @@ def test_operations_after_a_running_call_are_executed(
     assert not stopped[0].ready and not stopped[1].ready
     gate.touch()
     for each in stopped:
-        each.get(9)  # else they are waited for in vain, for 10 seconds
+        each.get(9)  # otherwise the stop would wait for 10 seconds without effect
     assert written(folder) == {"0": "[1.0, 1.0]", "1": "[1.0, 1.0]"}
     assert (tmp_path / "1").read_text() == "[2.0, 2.0]"
-    is_said(capfd, 0)
+    wait_for_failures(capfd, 0)
 
 
 def test_tensors_in_mesh_transfer_arrive(procs: ProcMesh, mesh_of: Callable[[str], Any]) -> None:
@@ -177,7 +180,7 @@ def pids(procs: ProcMesh) -> list[int]:
     return list(run(procs.device_mesh("cpu"), os.getpid).get(30).values())
 
 
-def test_a_dead_worker_holds_up_no_end(procs: ProcMesh, deaths: list[MeshFailure]) -> None:
+def test_dead_worker_does_not_delay_stop(procs: ProcMesh, deaths: list[MeshFailure]) -> None:
     x = ones(procs)
     os.kill(pids(procs)[1], signal.SIGKILL)
     x.sum().full_tensor()
@@ -199,7 +202,7 @@ def test_call_on_a_dead_worker_does_not_delay_shutdown(
 
 
 def test_stuck_worker_delays_shutdown_only_until_the_timeout(procs: ProcMesh, tmp_path: Path) -> None:
-    """Nor does one that is in the middle of a function."""
+    """One worker is stopped by a signal, and both are in the middle of a function."""
     x = ones(procs)
     victim = pids(procs)[0]
     run(x.device_mesh, wait_and_write, tmp_path, tmp_path / "never", x).ignore()
@@ -211,7 +214,7 @@ def test_stuck_worker_delays_shutdown_only_until_the_timeout(procs: ProcMesh, tm
 def test_full_command_stream_does_not_delay_shutdown(
     procs: ProcMesh, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """There is room for no further message, and the last ones are done nevertheless."""
+    """No further message fits into the stream, and the last operations are executed nevertheless."""
     gate = tmp_path / "gate"
     x = ones(procs)
     run(x.device_mesh, wait_and_write, tmp_path, gate, x)
@@ -223,4 +226,4 @@ def test_full_command_stream_does_not_delay_shutdown(
     stopped = procs.stop()
     gate.touch()
     stopped.get(30)
-    is_said(capfd, 0)
+    wait_for_failures(capfd, 0)

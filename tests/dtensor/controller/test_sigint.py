@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_no_operation_is_lost(tmp_path: Path) -> None:
+def test_interrupts_lose_no_operation(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM.replace("INTERRUPTS", str(INTERRUPTS)))
     root = Path(__file__).parents[3]

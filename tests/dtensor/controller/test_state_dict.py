@@ -24,7 +24,7 @@ from tests.dtensor.values import same, value
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-TIMES = 5  # a worker may be done with a collective by chance before it changes what that reads
+TIMES = 5  # repetitions, because a worker may by chance finish a collective before its input changes
 
 
 class Net(nn.Module):
@@ -66,7 +66,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-# What a collective reads ----------------------------------------------------------------------------------------
+# Inputs of collectives ------------------------------------------------------------------------------------------
 
 GATHERED: dict[str, Callable[[Any, Any], Any]] = {
     "whole": lambda x, mesh: x.redistribute(mesh, [Replicate()]),
@@ -114,7 +114,7 @@ def test_full_state_dict_is_independent_of_the_model(mesh_of: Callable[[str], An
 
 
 def test_optimizer_does_not_change_a_loaded_full_state(mesh_of: Callable[[str], Any]) -> None:
-    """torch writes what it receives into the DTensors that are there, the replicated ones among them."""
+    """torch writes the loaded state into existing DTensors, including replicated ones."""
     model, other = planned(mesh_of("2")), planned(mesh_of("2"))
     optimizer, its_optimizer = trained(model), trained(other)
     whole: Any = get_optimizer_state_dict(model, optimizer, options=FULL)
@@ -134,7 +134,7 @@ def test_optimizer_does_not_change_a_loaded_full_state(mesh_of: Callable[[str], 
 def test_a_module_on_meta_gets_a_whole_state_dict(
     mesh_of: Callable[[str], Any], kind: str, options: StateDictOptions
 ) -> None:
-    """Without `to_empty`: torch assigns it."""
+    """`to_empty` is not needed, because torch assigns the loaded tensors."""
     mesh = mesh_of("2")
     wanted = Net().state_dict()
     with torch.device("meta"):
@@ -147,14 +147,14 @@ def test_a_module_on_meta_gets_a_whole_state_dict(
 
 
 def test_copy_into_a_meta_tensor_does_nothing(mesh_of: Callable[[str], Any]) -> None:
-    """As of a tensor of this process; load_state_dict() copies, and warns where that does nothing."""
+    """As for a tensor of this process. load_state_dict() copies, and warns that the copy does nothing."""
     meta, larger = torch.empty(4, device="meta"), torch.empty(5, device="meta")
     x = distribute_tensor(torch.ones(4), mesh_of("2"), [Replicate()]).to_local()
     assert meta.copy_(x) is meta and meta.is_meta
     with pytest.raises(RuntimeError, match=r"expanded size|must match"):
         larger.copy_(x)
     saved = planned(mesh_of("2"))
-    trained(saved)  # the buffer goes to the workers with the first call
+    trained(saved)  # the first call places the buffer on the workers
     with torch.device("meta"):
         model = Net()
     with pytest.warns(UserWarning, match="no-op"):

@@ -27,7 +27,7 @@ FIVE = torch.arange(5.0)
 
 @pytest.fixture(params=[{"dp": 0}, {"dp": 1}, {"tp": 1}], ids=["first row", "last row", "last column"])
 def part(request: pytest.FixtureRequest, all_procs: dict[str, ProcMesh]) -> Any:
-    """A mesh of two of four processes."""
+    """A mesh of two of the four processes."""
     if "2x2" not in all_procs:
         pytest.skip("there are no 2x2 processes in this run")
     return all_procs["2x2"].slice(**request.param).device_mesh(DEVICE)
@@ -138,7 +138,7 @@ def _trained(model: nn.Module, x: Any) -> list[Any]:
 
 @pytest.mark.parametrize("how", ["plain", "fsdp"])
 def test_training(part: Any, how: str) -> None:
-    """Parameters, running values and what an optimizer keeps are a single process's, with all rows on each member."""
+    """Parameters, running values and optimizer state equal those of a single process. Each member has all rows."""
     torch.manual_seed(3)
     expected, model, x = Model(), Model(), torch.randn(8, 4)
     model.load_state_dict(expected.state_dict())
@@ -155,7 +155,7 @@ def test_training(part: Any, how: str) -> None:
 
 @pytest.mark.parametrize("where", ["of the controller", "of all workers", "of its own members"])
 def test_plain_tensor_on_a_sub_mesh(part: Any, where: str) -> None:
-    """As SequenceParallel does with a norm's parameters; its gradient goes back the same way."""
+    """As SequenceParallel does with a norm's parameters. The gradient goes to the plain tensor's own place."""
     plain = torch.zeros(5)
     if where == "of all workers":
         plain = workers_of(part).put(plain)
@@ -184,7 +184,7 @@ def test_a_norm_between_sharded_layers_is_trained(part: Any) -> None:
 
 
 def test_a_tensor_of_all_is_not_changed_by_members_only(part: Any) -> None:
-    """Who is no member would keep the old values, and one of them might be read."""
+    """The other ranks would keep the old values, and a read could return those."""
     x, of_all = distribute_tensor(FIVE, part, [Replicate()]).to_local(), workers_of(part).put(torch.zeros(5))
     for change in (lambda: of_all.add_(x), lambda: of_all[:].copy_(x), lambda: torch._foreach_mul_([of_all], [x])):
         with pytest.raises(RemoteTensorError, match=r"they would keep the old values\. Make a new"):
@@ -233,7 +233,7 @@ def test_a_module_that_all_have_is_put_on_members(part: Any, mesh_of: Callable[[
 @pytest.mark.parametrize("where", ["of this process", "of all workers"])
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed", "plain"])
 def test_overflow_on_a_member_is_known_to_all(part: Any, where: str, distributed: bool) -> None:
-    """As GradScaler asks; its flag is all workers' on a mesh of GPUs."""
+    """As GradScaler does. On a mesh of GPUs its flag is a tensor of all workers."""
     gradient: Any = distribute_tensor(torch.tensor([1.0, torch.inf]), part, [Shard(0)])
     if not distributed:
         gradient = gradient.full_tensor()
@@ -264,6 +264,6 @@ def test_parameters_of_fully_shard_are_the_members_only(part: Any) -> None:
 
 
 def test_all_processes_have_the_same_as_before(mesh_of: Callable[[str], Any]) -> None:
-    """Of a mesh with all of them nothing is told apart."""
+    """Tensors of a mesh with all processes have no rank classes."""
     local = ones(5, device_mesh=mesh_of("2x2"), placements=[Replicate()] * 2).to_local()
     assert local._meta.classes is None  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ def _threads_take_turns_often() -> Iterator[None]:
 
 
 def at_once(work: Any) -> list[Any]:
-    """What ``work(thread)`` returns on each of some threads, which begin at the same time."""
+    """Return the results of ``work(thread)`` on several threads that start at the same time."""
     together = threading.Barrier(THREADS)
 
     def begin(thread: int) -> Any:
@@ -37,7 +37,7 @@ def at_once(work: Any) -> list[Any]:
 
 
 def test_threads_run_new_operations_at_the_same_time(mesh_of: Any) -> None:
-    """Each has shapes of its own, so that the threads find out about new operations at the same time."""
+    """Each thread has different shapes, so the threads meet new operations at the same time."""
     mesh = mesh_of("2")
 
     def calculated(x: Any, step: int) -> Any:

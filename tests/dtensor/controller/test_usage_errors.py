@@ -1,4 +1,4 @@
-"""Wrong use of a controller's tensors raises at once, with an error of this package that says what to do."""
+"""Wrong use of a controller's tensors raises at once. The errors are this package's and name a remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import value
 
 S0 = Shard(0)
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch has new names for some collectives
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch deprecates old names of collectives
 
 # Collectives ----------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ INTO: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any, Any], Any]]] = {
         lambda out, x, group: dist.all_gather_coalesced([[each] for each in out], [x], group=group),
     ),
 }
-"""What makes the outputs, and the collective of [0, 1] on rank 0 and [2, 3] on rank 1."""
+"""A function that makes the outputs, and the collective. Its input is [0, 1] on rank 0 and [2, 3] on rank 1."""
 RESULTS: dict[str, Any] = {
     "all_gather": [[0, 1], [2, 3]],
     "all_gather_into_tensor": [0, 1, 2, 3],
@@ -60,13 +60,13 @@ RESULTS: dict[str, Any] = {
     "all_reduce_coalesced": [0, 0],
     "all_gather_coalesced": [[0, 1], [2, 3]],
 }
-"""On rank 0."""
+"""Expected outputs on rank 0."""
 BESIDE_OTHERS = r"of a tensor of the controller beside tensors of workers: .*Distribute the tensor first"
 
 
 @pytest.fixture
 def shards(mesh_of: Callable[[str], Any]) -> Any:
-    """[0, 1] and [2, 3]."""
+    """[0, 1] on rank 0 and [2, 3] on rank 1."""
     return distribute_tensor(torch.arange(4.0), mesh_of("2"), [S0]).to_local()
 
 
@@ -76,7 +76,7 @@ def here(size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", INTO)
 def test_collectives_into_tensors_of_the_controller(name: str, shards: Any, mesh_of: Callable[[str], Any]) -> None:
-    """They would stay what they are: the error of a collective of them."""
+    """The collective could not change host tensors, so they are refused as outputs."""
     outputs, call = INTO[name]
     out = outputs(here)
     with pytest.raises(RemoteTensorError, match=BESIDE_OTHERS):
@@ -86,7 +86,7 @@ def test_collectives_into_tensors_of_the_controller(name: str, shards: Any, mesh
 
 @pytest.mark.parametrize("name", INTO)
 def test_collectives_of_tensors_of_the_controller(name: str, shards: Any, mesh_of: Callable[[str], Any]) -> None:
-    """Where the outputs are on the workers."""
+    """Host tensors are refused as inputs too, if the outputs are on the workers."""
     outputs, call = INTO[name]
     with pytest.raises(RemoteTensorError, match=BESIDE_OTHERS):
         call(outputs(shards.new_zeros), here(2), mesh_of("2").get_group())
@@ -125,7 +125,7 @@ def test_collectives_of_dtensors(shards: Any, mesh_of: Callable[[str], Any]) -> 
 
 
 def test_names_of_collectives_are_torchs() -> None:
-    """A name that torch no longer has would be another one, which nobody stands in for."""
+    """torch must have each name. Otherwise it has renamed a collective, and the new name is not replaced."""
     assert not {name for name in controller_process_group._COLLECTIVES if not hasattr(dist.ProcessGroup, name)}
 
 
@@ -151,7 +151,7 @@ TWO_MESHES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("other", ["2x2", "tp"])
 @pytest.mark.parametrize("what", TWO_MESHES)
 def test_two_meshes_in_one_operation(mesh_of: Callable[[str], Any], what: str, other: str) -> None:
-    """Of other processes, and of the same."""
+    """The other mesh has other processes ("2x2") or the same ones ("tp")."""
     one, there = (mesh_of("2x2"), mesh_of("2x2")["tp"]) if other == "tp" else (mesh_of("2"), mesh_of(other))
     x, y = (distribute_tensor(torch.arange(6.0), each, [S0] * each.ndim) for each in (one, there))
     with pytest.raises(MeshMismatchError, match=r"of procs-\d+ and .* are different.*monarch_backend\.dtensor\.move"):
@@ -236,14 +236,14 @@ if __name__ == "__main__":
 
 
 def test_values_of_the_only_mesh_after_its_end(run_script: Callable[..., Run]) -> None:
-    """In a program of its own: here are others, and torch's default group with them."""
+    """The script is a separate program, because this one has other meshes and torch's default group."""
     ended = run_script(AFTER_THE_LAST)
     assert ended.out.split("\n") == ["end", ""], ended.out + ended.err
     assert ended.returncode == 0, ended.err
 
 
 def test_groups_go_with_their_meshes() -> None:
-    """torch finds a group by its name while somebody has a tensor or a mesh of it, and no longer."""
+    """torch finds a group by its name only while a tensor or a mesh of the group exists."""
     gc.collect()
     before = set(controller_process_group._made)
     with this_host().spawn_procs({"x": 1}) as procs:
@@ -257,7 +257,7 @@ def test_groups_go_with_their_meshes() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the processes of this host have GPUs")
 def test_a_mesh_of_gpus_of_processes_without() -> None:
-    """The program goes on, and has another mesh of these processes."""
+    """After the error the program can make another mesh of these processes."""
     with this_host().spawn_procs({"x": 2}) as procs:
         with pytest.raises(RemoteTensorError) as told:
             procs.device_mesh("cuda")

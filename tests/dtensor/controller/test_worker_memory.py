@@ -21,7 +21,7 @@ from tests.dtensor.conftest import workers_of
 
 
 def held(mesh: Any) -> list[int]:
-    """Tensors on each worker, after everything that was sent."""
+    """Return the number of tensors on each worker, after all sent commands."""
     gc.collect()
     workers = workers_of(mesh)
     workers.synchronize()
@@ -41,7 +41,10 @@ def test_an_unreachable_tensor_is_gone_with_the_next_batch(mesh_of: Callable[[st
 
 
 def _peak_from_now() -> int:
-    """Forget the process's peak, and give back what the C library keeps; its memory now, in bytes."""
+    """Reset the process's peak memory, and return the C library's free memory to the system.
+
+    The result is the current memory of the process in bytes.
+    """
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _in_status("VmRSS")
@@ -63,12 +66,12 @@ def test_large_tensors_that_are_unreachable_do_not_wait_for_the_end_of_a_batch(
         return (x * 0.5 + 1).clamp(0, 4)
 
     step = torch.compile(change, backend="monarch", options={"inductor": False}) if captured else change
-    step(step(x)).sum().item()  # its signatures
+    step(step(x)).sum().item()  # define the signatures
     before = run(mesh, _peak_from_now).get().values()
     y = x
     for _ in range(480):
         y = step(y)
-    assert y.min().item() == 2  # two GiB have been made of it, in few batches
+    assert y.min().item() == 2  # few batches have made two GiB of results on each worker
     peaks = run(mesh, _in_status, "VmHWM").get().values()
     for peak, memory in zip(peaks, before, strict=True):
         assert peak - memory < 256 * mi, "_stream.DEAD, and the holes that the C library leaves"
@@ -134,14 +137,14 @@ def test_an_int_that_counts_is_part_of_the_record(mesh_of: Callable[[str], Any])
 
 
 def known_to(mesh: Any) -> list[int]:
-    """Signatures on each worker, after everything that was sent."""
+    """Return the number of signatures on each worker, after all sent commands."""
     workers = workers_of(mesh)
     workers.synchronize()
     return workers.ask("known")  # type: ignore[no-any-return]
 
 
 def forget_almost_all(workers: Any) -> None:
-    """What other tests have taught."""
+    """Forget signatures that other tests have defined."""
     while dispatch._known[workers] > 8:
         dispatch._forget_half(workers)
 

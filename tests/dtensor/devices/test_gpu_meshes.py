@@ -1,7 +1,7 @@
 """Meshes of "cuda" from a controller without a GPU.
 
-Workers that accept "cuda" for the CPU execute the records, and a single process gives the expected values. `make
-test-gpu` runs the same tests on GPUs. A simulated mesh is enough where no values are needed.
+Workers that execute "cuda" on the CPU run the records, and a single process gives the expected values. `make
+test-gpu` runs the same tests on GPUs. Tests that read no values use a simulated mesh.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ gpu = [
 
 @pytest.fixture(scope="module", params=[pytest.param("cpu", marks=without_gpu), pytest.param("gpu", marks=gpu)])
 def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Of two processes that take "cuda" for the CPU; or of one for each GPU."""
+    """A mesh of two processes that execute "cuda" on the CPU, or of one process for each GPU."""
     with pytest.MonkeyPatch.context() as patch, this_host().spawn_procs({"x": _GPUS or 2}) as procs:
         if request.param == "cpu":
             patch.setattr(worker, "Executor", ExecutorWithoutGpu)
@@ -65,7 +65,7 @@ def mesh(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(scope="module", params=[pytest.param("cpu", marks=without_gpu), pytest.param("gpu", marks=gpu)])
 def grid(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Two by two, as `mesh`; on fewer than four GPUs, two by one or one by one."""
+    """A mesh as `mesh`, but two by two. With fewer than four GPUs it is two by one or one by one."""
     sizes = {"a": min(2, _GPUS or 2), "b": 2 if not _GPUS or _GPUS >= 4 else 1}
     with pytest.MonkeyPatch.context() as patch, this_host().spawn_procs(sizes) as procs:
         if request.param == "cpu":
@@ -74,25 +74,25 @@ def grid(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 @pytest.fixture
-def genuine(mesh: Any) -> Any:
-    """A mesh on which functions get DTensors of their own: those of "cuda" need a GPU."""
+def gpu_mesh(mesh: Any) -> Any:
+    """A mesh of GPUs, for functions that get local DTensors: those on "cuda" need a GPU."""
     if not _GPUS:
         pytest.skip("no GPU that torch can use: run `make test-gpu` on a machine with one")
     return mesh
 
 
 @pytest.fixture
-def nowhere() -> Iterator[Any]:
-    """A simulated mesh of GPUs, of which nothing is left."""
+def simulated() -> Iterator[Any]:
+    """A simulated mesh of GPUs that is removed after the test."""
     made = simulated_mesh((2,), ("x",), "cuda")
     yield made
     controller_process_group._owners.remove(workers_of(made))
 
 
 @pytest.fixture
-def recorded(nowhere: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Target and named arguments of each signature that is new on `nowhere`."""
-    workers, found = workers_of(nowhere), []
+def recorded(simulated: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Target and named arguments of each new signature on `simulated`."""
+    workers, found = workers_of(simulated), []
     own = workers.define
     monkeypatch.setattr(
         workers, "define", lambda target, *rest: (found.append((target, rest[1])), own(target, *rest))[1]
@@ -166,7 +166,10 @@ def test_a_gpus_worker_knows_the_operators() -> None:
 
 
 def test_a_worker_does_attention_again_where_the_graph_was_lost() -> None:
-    """As an operator, below autograd, which is where torch calls it."""
+    """The backward pass of attention recomputes if the graph of the forward pass is missing.
+
+    The test calls the forward operator below autograd, as torch does.
+    """
     library = torch.library.Library("monarch_test", "DEF")
     library.define("forward(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
     library.impl("forward", lambda q, k, v: attention_module.forward(q, k, v, 0.0, True), "CPU")
@@ -211,13 +214,13 @@ def test_optimizers(mesh: Any, kind: Any, options: dict[str, Any], how: str) -> 
     assert all(each.device.type == "cuda" for each in optimizer.state[ours].values() if isinstance(each, DTensor))
 
 
-def test_fused_optimizer_sends_only_records(nowhere: Any, recorded: Any, monkeypatch: Any) -> None:
-    parameter = nn.Parameter(distribute_tensor(torch.randn(4, 3), nowhere, [Shard(0)]))
+def test_fused_optimizer_sends_only_records(simulated: Any, recorded: Any, monkeypatch: Any) -> None:
+    parameter = nn.Parameter(distribute_tensor(torch.randn(4, 3), simulated, [Shard(0)]))
     parameter.grad = torch.ones_like(parameter)
-    monkeypatch.setattr(workers_of(nowhere).line, "put", lambda *_: pytest.fail("a message"))
+    monkeypatch.setattr(workers_of(simulated).line, "put", lambda *_: pytest.fail("a message"))
     optimizer = torch.optim.AdamW([parameter], fused=True)
     for _ in range(2):
-        with nowhere:  # there are several meshes of GPUs
+        with simulated:  # several meshes of GPUs exist
             optimizer.step()
     assert is_on_gpu(optimizer.state[parameter]["step"])
     assert "aten._fused_adamw_.default" in [target for target, _ in recorded]
@@ -266,7 +269,7 @@ def test_an_embedding_that_fails_leaves_no_mask_to_the_next_one(mesh: Any) -> No
 
 def test_tensors_that_cpp_code_makes_for_the_cpu_are_on_the_gpu(mesh: Any) -> None:
     x = distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]).requires_grad_()
-    x.sum().backward()  # the gradient is an expanded one, of which C++ makes a dense one where it has the parameter
+    x.sum().backward()  # C++ makes the expanded gradient dense, on the device where it believes the parameter is
     local = x.to_local().detach()
     assert is_on_gpu(x.grad, local.new_zeros(3), torch.zeros_like(local), local.half().type_as(local))
     made = torch.autograd.grad(local.requires_grad_().expand(2, *local.shape).sum(), local)
@@ -322,10 +325,10 @@ def test_tensors_of_this_process_go_to_where_the_others_are(mesh: Any) -> None:
 
 
 @without_gpu
-def test_ambiguous_mesh_of_a_factory_is_an_error(mesh: Any, nowhere: Any) -> None:
+def test_ambiguous_mesh_of_a_factory_is_an_error(mesh: Any, simulated: Any) -> None:
     assert torch.zeros(1, device="cuda")._meta.workers is workers_of(mesh)  # type: ignore[attr-defined]
-    with nowhere:
-        assert torch.zeros(1, device="cuda")._meta.workers is workers_of(nowhere)  # type: ignore[attr-defined]
+    with simulated:
+        assert torch.zeros(1, device="cuda")._meta.workers is workers_of(simulated)  # type: ignore[attr-defined]
     first, second = (simulated_mesh((2,), ("x",), "cuda") for _ in range(2))
     real = controller_process_group._owners[:]
     controller_process_group._owners[:] = [workers_of(first), workers_of(second)]
@@ -335,7 +338,7 @@ def test_ambiguous_mesh_of_a_factory_is_an_error(mesh: Any, nowhere: Any) -> Non
         with second:
             assert torch.zeros(1, device="cuda")._meta.workers is workers_of(second)  # type: ignore[attr-defined]
         rows = distribute_tensor(torch.zeros(4), second, [_StridedShard(0, split_factor=2)])
-        assert rows.full_tensor()._meta.workers is workers_of(second)  # whose places torch makes with a device only
+        assert rows.full_tensor()._meta.workers is workers_of(second)  # torch makes its offsets by device type only
         controller_process_group._owners.clear()
         with pytest.raises(RemoteTensorError, match="no mesh has one"):
             torch.zeros(1, device="cuda")
@@ -368,7 +371,7 @@ def test_autocast(mesh: Any, dtype: torch.dtype) -> None:
     put_module(nn.Sequential(layer, norm), mesh)
     there = distribute_tensor(x, mesh, [Replicate()]).to_local()
     with torch.autocast("cuda", dtype):
-        assert F.linear(x, weight).dtype == torch.float32  # of this process's CPU
+        assert F.linear(x, weight).dtype == torch.float32  # a tensor of this process's CPU
         product = layer(there)
         assert product.dtype == dtype and is_on_gpu(product)
         assert {each.dtype for each in (product.softmax(-1), norm(product), product.pow(2))} == {torch.float32}
@@ -385,7 +388,7 @@ def test_autocast(mesh: Any, dtype: torch.dtype) -> None:
 @pytest.mark.slow
 @without_gpu
 def test_what_a_captured_step_leaves_to_eager_code(mesh: Any) -> None:
-    """Ways between devices, autocast and attention with dropout: values, devices and dtypes are eager code's."""
+    """Copies between devices, autocast and attention with dropout have values, devices and dtypes of eager code."""
     x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)])
 
     def in_half(x: Any) -> Any:
@@ -415,8 +418,8 @@ def test_what_a_captured_step_leaves_to_eager_code(mesh: Any) -> None:
 
 
 @without_gpu
-def test_autocast_of_a_captured_step_as_a_whole(nowhere: Any) -> None:
-    x = distribute_tensor(torch.ones(4, 4), nowhere, [Replicate()]).to_local()
+def test_autocast_of_a_captured_step_as_a_whole(simulated: Any) -> None:
+    x = distribute_tensor(torch.ones(4, 4), simulated, [Replicate()]).to_local()
     with torch.autocast("cuda", torch.bfloat16):
         assert torch.compile(lambda x: x @ x, backend="monarch")(x).dtype == torch.bfloat16
         with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="leave the step to eager code"):
@@ -435,13 +438,13 @@ def test_what_a_captured_step_makes_is_made_on_the_workers_gpu(mesh: Any) -> Non
     same(found, value(x) + torch.arange(8) + 1)
 
 
-def test_autocast_casts_for_each_operator(nowhere: Any) -> None:
+def test_autocast_casts_for_each_operator(simulated: Any) -> None:
     names = {each._schema.name.removeprefix("aten::") for each in autocast.operators("cuda")}
     rules = autocast_rules.CUDA
     assert names >= rules.lower | rules.widest | rules.refused
     others = names - rules.lower - rules.widest - rules.refused
     assert others >= {"softmax", "log_softmax", "layer_norm", "exp", "pow", "sum", "prod", "cumsum", "nll_loss", "norm"}
-    there = [distribute_tensor(torch.rand(2, 2), nowhere, [Replicate()]).to_local().detach() for _ in range(2)]
+    there = [distribute_tensor(torch.rand(2, 2), simulated, [Replicate()]).to_local().detach() for _ in range(2)]
     with torch.autocast("cuda", torch.float16):
         lower = there[0] @ there[1]
         assert torch.atan2(lower, lower).dtype == torch.float16
@@ -468,11 +471,11 @@ def test_the_loss_is_scaled_and_what_overflows_is_not_done(mesh: Any) -> None:
     same(ours, alone)
 
 
-# All of it ------------------------------------------------------------------------------------------------------
+# Whole models ---------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward net, of which each process may have some of the heads."""
+    """Attention and a feed-forward net. Each process may have some of the heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -529,13 +532,13 @@ def test_training(mesh: Any, way: Callable[[nn.Module, Any], nn.Module]) -> None
 
 
 @without_gpu
-def test_an_activation_checkpoint_keeps_the_state_of_the_workers_generator(nowhere: Any) -> None:
-    x = distribute_tensor(torch.ones(4), nowhere, [Replicate()]).to_local().requires_grad_()
+def test_an_activation_checkpoint_keeps_the_state_of_the_workers_generator(simulated: Any) -> None:
+    x = distribute_tensor(torch.ones(4), simulated, [Replicate()]).to_local().requires_grad_()
     states: list[list[int]] = []
 
     def draws(x: Any) -> Any:
         states.append(torch.cuda.get_rng_state().tolist())
-        torch.cuda.manual_seed(len(states))  # as if it had drawn something
+        torch.cuda.manual_seed(len(states))  # as if it had drawn numbers
         return x.sin()
 
     torch.cuda.manual_seed(5)
@@ -600,11 +603,11 @@ def test_random_numbers(mesh: Any) -> None:
     assert not torch.equal(F.dropout(x, 0.5), F.dropout(x, 0.5))
 
 
-# Around it ------------------------------------------------------------------------------------------------------
+# Checkpoints, errors, transfers and functions -------------------------------------------------------------------
 
 
-def test_a_checkpoint(genuine: Any, tmp_path: Path) -> None:
-    models = [fully_shard(Block(), mesh=genuine) for _ in range(2)]
+def test_a_checkpoint(gpu_mesh: Any, tmp_path: Path) -> None:
+    models = [fully_shard(Block(), mesh=gpu_mesh) for _ in range(2)]
     states = []
     for model in models:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -652,9 +655,9 @@ def test_a_model_on_a_grid_of_replicas_and_shards(grid: Any) -> None:
         same(ours, reference, 1e-4)
 
 
-def test_tensors_go_from_mesh_to_mesh(genuine: Any, grid: Any) -> None:
+def test_tensors_go_from_mesh_to_mesh(gpu_mesh: Any, grid: Any) -> None:
     whole = torch.randn(6, 4)
-    x = distribute_tensor(whole, genuine, [Shard(0)]).requires_grad_()
+    x = distribute_tensor(whole, gpu_mesh, [Shard(0)]).requires_grad_()
     moved = move(x * 2, grid, [Shard(1), Shard(0)])
     assert is_on_gpu(moved)
     same(moved, whole * 2)
@@ -671,13 +674,13 @@ def test_functions_of_the_workers_with_plain_tensors(mesh: Any) -> None:
     same(x, whole * 2)
 
 
-def test_functions_of_the_workers(genuine: Any) -> None:
+def test_functions_of_the_workers(gpu_mesh: Any) -> None:
     whole = torch.randn(6, 4)
-    x = distribute_tensor(whole, genuine, [Shard(0)])
-    devices = {device for device, *_ in run(genuine, worker_functions.where_it_is, x).get().values()}
-    assert devices == {f"cuda:{rank}" for rank in range(genuine.size())} or devices == {"cuda:0"}
-    run(genuine, worker_functions.doubled_in_place, x).get()
+    x = distribute_tensor(whole, gpu_mesh, [Shard(0)])
+    devices = {device for device, *_ in run(gpu_mesh, worker_functions.where_it_is, x).get().values()}
+    assert devices == {f"cuda:{rank}" for rank in range(gpu_mesh.size())} or devices == {"cuda:0"}
+    run(gpu_mesh, worker_functions.doubled_in_place, x).get()
     same(x, whole * 2)
     with pytest.raises(RemoteOpError, match="on purpose"):
-        run(genuine, worker_functions.fails).get()
+        run(gpu_mesh, worker_functions.fails).get()
     same(x + 1, whole * 2 + 1)

@@ -1,7 +1,6 @@
 """Meshes of XLA devices: workers with torch_xla's torch, a controller with a newer torch and without torch_xla.
 
-In `make test-xla` the other tests below tests/dtensor run on such workers, too (xla_selection.py). These tests need
-XLA.
+`make test-xla` also runs other tests below tests/dtensor on such workers (xla_selection.py). The tests here need XLA.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ X = torch.arange(12.0).view(4, 3)
 
 @pytest.fixture
 def mesh(mesh_of: Any) -> Any:
-    """Of two XLA devices."""
+    """A mesh of two XLA devices."""
     return mesh_of("2")
 
 
 @pytest.fixture
 def there(mesh: Any) -> Any:
-    """X, by rows."""
+    """X, sharded by rows."""
     return distribute_tensor(X, mesh, [Shard(0)])
 
 
-# Without any ----------------------------------------------------------------------------------------------------
+# Without XLA devices --------------------------------------------------------------------------------------------
 
 
 def test_processes_without_torch_xla_are_refused() -> None:
@@ -66,7 +65,7 @@ def test_processes_without_torch_xla_are_refused() -> None:
 
 def test_functions_of_torch_have_one_case_for_spmd() -> None:
     for each in xla_spmd.FUNCTIONS:
-        stand_in = each.__globals__.get(f"_monarch_{each.__name__}")  # where a controller has diverted it
+        stand_in = each.__globals__.get(f"_monarch_{each.__name__}")  # the patch, if a controller has installed it
         cells = [] if stand_in is None else [cell.cell_contents for cell in stand_in.__closure__]
         own = next((cell for cell in cells if inspect.isfunction(cell) and "xla" in cell.__code__.co_consts), each)
         assert own.__code__.co_consts.count("xla") == 1, each
@@ -76,7 +75,7 @@ def test_functions_of_torch_have_one_case_for_spmd() -> None:
 
 def test_decompositions_per_device_are_found() -> None:
     aten, x = torch.ops.aten, torch.rand(4, 3)
-    for each, device in ((aten.mm.default, "CPU"), (aten.dropout.default, "XLA")):  # torch has the latter for all
+    for each, device in ((aten.mm.default, "CPU"), (aten.dropout.default, "XLA")):  # torch has dropout for all
         assert decompositions.is_there(each, device)
     given = x, x + 1, [3], x.mean(1, keepdim=True), x.std(1, keepdim=True), x[0], x[1], [True] * 3
     operator = aten.native_layer_norm_backward.default
@@ -87,7 +86,7 @@ def test_decompositions_per_device_are_found() -> None:
 
 @pytest.mark.parametrize("kind", ["cuda", "xla"])
 def test_shapes_that_torch_finds_on_the_device_only(kind: str) -> None:
-    # What was gathered of uneven shards is made dense, in C++ that switches to a device that is not here.
+    # The gathered shards are uneven. C++ makes them dense and switches to a device that this process lacks.
     if torch.cuda.is_available():
         pytest.skip("this process has a GPU")
     mesh = simulated_mesh((2, 2), ("a", "b"), kind)
@@ -100,7 +99,7 @@ def test_shapes_that_torch_finds_on_the_device_only(kind: str) -> None:
 
 @pytest.mark.parametrize("name", list(op_overrides.REPLACED))
 def test_corrected_operators_match_torch(name: str) -> None:
-    """With its second argument by position and by name."""
+    """The second argument is given by position and by name."""
     operator, corrected = op_functions.find(name), op_functions.find(op_overrides.REPLACED[name])
     names = [each.name for each in operator._schema.arguments]
     known: dict[str, Any] = {
@@ -150,28 +149,28 @@ def test_each_exception_names_a_test() -> None:
 
 
 @pytest.fixture
-def nowhere(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A mesh of XLA devices with nobody behind it: what stands for its tensors here can be looked at."""
-    monkeypatch.setattr(groups, "_owners", [])  # those of real processes would be the only ones that count
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A simulated mesh of XLA devices, for the metadata of its tensors."""
+    monkeypatch.setattr(groups, "_owners", [])  # otherwise only meshes of real processes would count
     return simulated_mesh((2,), ("x",), "xla")
 
 
-def test_autocast_matches_torch_xla(nowhere: Any) -> None:
+def test_autocast_matches_torch_xla(simulated: Any) -> None:
     rules = autocast_rules.XLA
     names = {each._schema.name.removeprefix("aten::") for each in autocast.operators("xla")}
     assert names >= rules.lower | rules.widest
     layer, x = nn.Linear(3, 3), torch.ones(3, 3)
-    put_module(layer, nowhere)
-    there = distribute_tensor(x, nowhere, [Replicate()]).to_local().detach()
+    put_module(layer, simulated)
+    there = distribute_tensor(x, simulated, [Replicate()]).to_local().detach()
     with torch.autocast("xla"):
         lower = layer(there)
-        assert lower.dtype == torch.bfloat16 and F.linear(x, x).dtype == torch.float32  # of this process's CPU
+        assert lower.dtype == torch.bfloat16 and F.linear(x, x).dtype == torch.float32  # a tensor of this process's CPU
         assert {each.dtype for each in (F.relu(there), F.max_pool2d(there[None], 2))} == {torch.bfloat16}
         assert {each.dtype for each in (lower.softmax(-1), lower.pow(2), lower.prod())} == {torch.float32}
         assert torch.cat([lower, lower]).dtype == torch.bfloat16
         assert torch.cat([lower, there]).dtype == torch.float32
         assert (there.double() @ there.double()).dtype == torch.float64
-        assert there.exp().dtype == torch.float32 and (lower * 2).dtype == torch.bfloat16  # it has no rule for these
+        assert there.exp().dtype == torch.float32 and (lower * 2).dtype == torch.bfloat16  # no rule for these
         with torch.autocast("xla", enabled=False):
             assert layer(there).dtype == torch.float32
         with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="leave the step to eager code"):
@@ -179,8 +178,8 @@ def test_autocast_matches_torch_xla(nowhere: Any) -> None:
     assert layer(there).dtype == torch.float32
 
 
-def test_a_captured_step_leaves_ways_between_devices_to_eager_code(nowhere: Any) -> None:
-    x = distribute_tensor(torch.ones(4), nowhere, [Replicate()]).to_local()
+def test_a_captured_step_leaves_ways_between_devices_to_eager_code(simulated: Any) -> None:
+    x = distribute_tensor(torch.ones(4), simulated, [Replicate()]).to_local()
     for program, kind in ((lambda x: (x * 2).cpu(), "cpu"), (lambda x: (x * 2).to("xla"), "xla")):
         torch._dynamo.reset()
         assert torch.compile(program, backend="monarch")(x).device.type == kind
@@ -193,7 +192,7 @@ def test_a_captured_step_leaves_ways_between_devices_to_eager_code(nowhere: Any)
 
 
 class TestXla:
-    """With workers."""
+    """Tests that need workers with XLA devices."""
 
     pytestmark = with_workers
 
@@ -218,7 +217,7 @@ class TestXla:
 
     @pytest.mark.parametrize("how", ["read", "collective", "function"])
     def test_graphs_that_differ_only_in_which_tensor_is_used_where(self, mesh: Any, how: str) -> None:
-        """torch_xla does the second of each hash by the executable of the first."""
+        """torch_xla runs the second graph with an equal hash by the executable of the first."""
         given = [torch.rand(3, 5), torch.rand(3, 5)]
         there = [distribute_tensor(each, mesh, [Replicate()]) for each in given]
         ends: dict[str, Any] = {
@@ -294,14 +293,14 @@ class TestXla:
             same(ours, reference)
 
     def test_rows_are_looked_up_by_computed_indices(self, there: Any) -> None:
-        """torch_xla ends the process, or reduces nothing: dtensor/_worker/xla/op_overrides.py."""
+        """Without the overrides torch_xla ends the process or reduces nothing: dtensor/_worker/xla/op_overrides.py."""
         for find in (
             lambda x: x.sort(0, descending=True)[1][:2, 0], lambda x: x.topk(2, 0)[1][:, 1], lambda x: x.argsort(0)[0],
             lambda x: x.max(0)[1], lambda x: x.min(0)[1], lambda x: x.cummax(0)[1][:, 0], lambda x: x.kthvalue(2, 0)[1],
         ):  # fmt: skip
             same(there.index_select(0, find(there)), X.index_select(0, find(X)), 0)
             same(F.embedding(find(there), there), F.embedding(find(X), X), 0)
-            with torch.inference_mode():  # in which torch does not say what an operator is made of
+            with torch.inference_mode():  # here torch does not decompose the operator
                 same(there.index_select(0, find(there)), X.index_select(0, find(X)), 0)
         step = torch.compile(lambda x: x[x.argsort(0, descending=True)[:2, 0]] * 2, backend="monarch")
         same(step(there), X.flip(0)[:2] * 2, 0)
@@ -344,7 +343,7 @@ class TestXla:
     ) -> None:
         mesh = mesh_of("2x2")
         same(distribute_tensor(X, mesh, [Shard(1), Shard(0)]).full_tensor(), X)
-        cpus = all_procs["2x2"].device_mesh("cpu")  # whose workers are new, and must leave the groups of the others
+        cpus = all_procs["2x2"].device_mesh("cpu")  # a new mesh, which must leave the groups of the other
         for failing, other in ((cpus, mesh), (mesh, cpus)):
             for each in (failing, other):
                 same(distribute_tensor(X, each, [Shard(1), Shard(0)]).full_tensor(), X)
@@ -354,15 +353,15 @@ class TestXla:
                 same(distribute_tensor(X, each, [Shard(1), Shard(0)]).full_tensor(), X)
 
     def test_unread_results_run_after_a_number_of_records(self, mesh: Any) -> None:
-        before, *_ = run(mesh, worker_functions.do_after, 200).get().values()
+        before, *_ = run(mesh, worker_functions.set_max_recorded_words, 200).get().values()
         try:
             x = distribute_tensor(X, mesh, [Replicate()]).to_local()
-            first = list(run(mesh, worker_functions.done_so_far).get().values())
+            first = list(run(mesh, worker_functions.execution_count).get().values())
             for _ in range(300):
                 x = x * 1.0
-            assert list(run(mesh, worker_functions.done_so_far).get().values()) > first
+            assert list(run(mesh, worker_functions.execution_count).get().values()) > first
         finally:
-            run(mesh, worker_functions.do_after, before).get()
+            run(mesh, worker_functions.set_max_recorded_words, before).get()
         assert value(x).equal(X)
 
     def test_code_of_the_page_runs(self, tmp_path: Path) -> None:

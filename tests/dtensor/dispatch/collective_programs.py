@@ -13,14 +13,17 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
 Case = Callable[[Any, Any, Any, int], list[Any]]
-"""Of a tensor of 12 rows, a group, the place ``r`` in it, and its size ``n``."""
+"""Function of a tensor with 12 rows, a group, the rank ``r`` in the group, and the group's size ``n``."""
 
 
 def uneven(r: Any, n: int) -> tuple[list[Any], list[Any]]:
-    """How many rows come from each rank, and go to each: s to rank s and one more, and what is left to the last."""
+    """Return how many rows each rank sends here, and how many go to each rank.
+
+    Rank s receives s + 1 rows from each rank, and the last rank receives the remaining rows.
+    """
     goes = [s + 1 for s in range(n - 1)]
     goes.append(12 - sum(goes))
-    at = goes[-1] - n  # beyond what the others' rule gives to the last
+    at = goes[-1] - n  # the last rank's rows beyond the rule for the other ranks
     mine = r + 1 + at * (r // (n - 1))
     return [mine] * n, goes
 
@@ -45,7 +48,7 @@ def all_to_all_single_uneven(x: Any, group: Any, r: Any, n: int) -> list[Any]:
 
 
 def nothing_to_the_first(x: Any, group: Any, r: Any, n: int) -> list[Any]:
-    """And so the first has an empty result."""
+    """The first rank gets an empty result."""
     mine = (r + n - 2) // (n - 1) * (12 // (n - 1))  # 0 for the first
     out = x.new_empty(mine * n, *x.shape[1:])
     dist.all_to_all_single(out, x, [mine] * n, [0] + [12 // (n - 1)] * (n - 1), group=group)
@@ -124,7 +127,7 @@ def functional_coalesced(x: Any, group: Any, r: Any, n: int) -> list[Any]:
 
 
 def in_place(x: Any, group: Any, r: Any, n: int) -> list[Any]:
-    """A view sees what is written; the controller does not wait for it."""
+    """A view of a changed tensor has the new values, and the controller does not wait for the write."""
     name = group.group_name
     first, second, third = x.clone(), x * 2, x + r
     rows = first[1:3]
@@ -148,18 +151,18 @@ CASES: dict[str, Case] = {
 
 
 def by_rank(name: str, x: Any, mesh: Any) -> list[Any]:
-    """On a rank: what comes of it here."""
+    """Return this rank's results of a case."""
     results = CASES[name](x, mesh.get_group(), mesh.get_local_rank(), mesh.size())
     return [each.tolist() for each in results]
 
 
 def values(*tensors: Any) -> list[Any]:
-    """On a rank: what it has of these."""
+    """Return this rank's values of the tensors."""
     return [each.tolist() for each in tensors]
 
 
 def all_reduced_in_part(x: Any, ranks: list[int]) -> list[Any]:
-    """On a rank: of a group of some."""
+    """All-reduce in a group of some ranks, and return this rank's result."""
     group = dist.new_group(ranks)
     out = x.clone()
     if dist.get_rank() in ranks:

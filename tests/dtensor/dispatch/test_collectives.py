@@ -21,8 +21,8 @@ from tests.dtensor.values import same
 from tests.support.tiers import slow_except
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch has new names for some collectives
-    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),  # and can't trace all of them
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # torch deprecates old names of collectives
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace"),  # dynamo cannot trace some of them
 ]
 
 MESHES = ("2", "3", "2x2 dp", "2x2 tp")
@@ -35,7 +35,7 @@ def made(mesh_of: Callable[[str], Any], name: str) -> Any:
 
 
 def shards(mesh: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """12 rows on each rank, of numbers that no other has."""
+    """Return 12 rows on each rank, with numbers that no other rank has."""
     whole = torch.arange(12.0 * 2 * mesh.size()).view(-1, 2).to(dtype)
     return distribute_tensor(whole, mesh, [Shard(0)]).to_local()
 
@@ -47,7 +47,7 @@ def by_rank(case: Callable[..., list[Any]], x: Any, mesh: Any) -> list[Any]:
 
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("case", collective_programs.CASES)
-def test_values_are_those_of_ranks(mesh_of: Callable[[str], Any], case: str, name: str) -> None:
+def test_collectives_give_the_values_of_ranks(mesh_of: Callable[[str], Any], case: str, name: str) -> None:
     mesh = made(mesh_of, name)
     for dtype in DTYPES.values():
         x = shards(mesh, dtype)
@@ -56,14 +56,14 @@ def test_values_are_those_of_ranks(mesh_of: Callable[[str], Any], case: str, nam
 
 
 CAPTURED = set(collective_programs.CASES) - {
-    "all_to_all_single_uneven", "functional_all_to_all_uneven", "nothing_to_the_first",  # ints that differ by rank
+    "all_to_all_single_uneven", "functional_all_to_all_uneven", "nothing_to_the_first",  # sizes differ by rank
     "all_reduce_coalesced", "all_reduce_coalesced_max", "all_gather_coalesced",  # torch traces none of these
 }  # fmt: skip
-"""Of which the collective is captured."""
+"""Cases with a collective that a captured step contains."""
 
 
 @pytest.mark.parametrize("case", slow_except(collective_programs.CASES, "in_place", "functional_coalesced"))
-def test_in_a_captured_step(mesh_of: Callable[[str], Any], case: str) -> None:
+def test_collectives_in_a_captured_step_give_the_values_of_ranks(mesh_of: Callable[[str], Any], case: str) -> None:
     mesh = mesh_of("2")
     expected = list(run(mesh, collective_programs.by_rank, case, shards(mesh), mesh).get().values())
     torch._dynamo.reset()
@@ -86,7 +86,7 @@ def test_ranks_outside_of_a_group(mesh_of: Callable[[str], Any]) -> None:
 
 
 def test_rank_without_the_operand_does_not_block_others(mesh_of: Callable[[str], Any]) -> None:
-    """The others get zeros from it, and who reads is told."""
+    """The other ranks receive zeros from it, and a read of the result raises."""
     mesh = mesh_of("2")
     workers = workers_of(mesh)
     table = workers.put(torch.ones(3, 2))
@@ -109,10 +109,12 @@ def test_splits_that_do_not_match_name_the_line(mesh_of: Callable[[str], Any]) -
     with pytest.raises(RemoteOpError, match="make the ranks' calls agree") as caught:
         out.tolist()
     assert "dist.all_to_all_single(out, x, [5, 7]" in caught.value.issued_at
-    same(x, shards(mesh), 0)  # what it was to send is there
+    same(x, shards(mesh), 0)  # the sent tensor is unchanged
 
 
-def test_of_many_sizes_some_are_forgotten(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signature_cache_of_collectives_is_bounded(
+    mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh = mesh_of("2")
     workers = workers_of(mesh)
     monkeypatch.setattr(collectives_module, "SIGNATURE_CACHE_SIZE", 8)

@@ -1,4 +1,4 @@
-"""Values that one process refuses raise for shards too, at the next read. They never give wrong numbers."""
+"""Values that a single process refuses raise for shards too, at the next read. They never give wrong results."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_index_that_is_out_of_range_in_a_captured_step(
 def test_a_label_that_is_out_of_range_of_a_parallel_loss(mesh_of: Callable[[str], Any], kind: str) -> None:
     mesh = mesh_of("2")
     x = distribute_tensor(WIDE, mesh, [Shard(1)])
-    with loss_parallel():  # which is not over where something raises in it
+    with loss_parallel():  # no failure is raised inside, because loss_parallel would stay on
         failed = F.cross_entropy(x, distribute_tensor(BAD[kind], mesh, [Replicate()]))
     with pytest.raises(RemoteOpError, match="out of bounds"):
         read(failed)
@@ -108,7 +108,7 @@ def test_a_label_that_is_out_of_range_of_a_parallel_loss(mesh_of: Callable[[str]
 
 
 def test_results_of_an_index_out_of_range_have_failed(mesh_of: Callable[[str], Any]) -> None:
-    """Also the table that is trained with it: no step is made of zeros."""
+    """Also the table that is trained with the index has failed, because no step may use zeros."""
     mesh = mesh_of("2")
     table = torch.nn.Parameter(distribute_tensor(TABLE, mesh, [Shard(0)]))
     optimizer = torch.optim.SGD([table], lr=0.1)
@@ -147,7 +147,7 @@ def test_parts_of_a_sum_are_looked_at_together(mesh_of: Callable[[str], Any]) ->
     parts = distribute_tensor(torch.full((4, 2), 0.75), mesh, [Shard(0)]) - distribute_tensor(
         torch.full((4, 2), 0.5), mesh, [Shard(0)]
     )
-    total = parts.sum(0)  # 1.0, and each rank has 0.5
+    total = parts.sum(0)  # the sum is 1.0, and each rank has 0.5
     assert total.placements == (Partial(),)
     same(F.binary_cross_entropy(total, torch.ones(2)), torch.tensor(0.0))
     with pytest.raises(RemoteOpError, match="between 0 and 1"):
@@ -167,7 +167,7 @@ def test_invalid_probability_in_a_captured_step_is_an_error(mesh_of: Callable[[s
 
 @pytest.mark.parametrize("values", [[-1], [-1, -3, 2], [0, -2]])
 def test_one_hot_of_negative_numbers(mesh_of: Callable[[str], Any], values: list[int]) -> None:
-    """How many classes there are is read: that reading raises."""
+    """one_hot reads the number of classes, and this read raises."""
     mesh, x = mesh_of("2"), torch.tensor(values)
     with pytest.raises(RuntimeError, match="non-negative"):
         F.one_hot(x)

@@ -1,4 +1,4 @@
-"""``out=`` with remote tensors has the sizes of the result afterwards, or is refused."""
+"""An ``out=`` tensor on the workers has the sizes of the result after the operation, or the operation raises."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ def test_sizes_that_differ_by_rank_are_no_empty_ones(mesh_of: Callable[[str], An
 
 MATRIX = torch.tensor([[4.0, 1.0], [1.0, 3.0]])
 ALSO: dict[str, tuple[torch.Tensor, Callable[..., Any], list[tuple[Any, torch.dtype]]]] = {
-    # C++ makes another one, of this process, for what it finds out beside.
+    # C++ makes another tensor, in this process, for a second result.
     "inv": (MATRIX, lambda x, out: torch.linalg.inv(x, out=out), [((2, 2), torch.float32)]),
     "cholesky": (MATRIX, lambda x, out: torch.linalg.cholesky(x, out=out), [((2, 2), torch.float32)]),
     "eigvalsh": (MATRIX, lambda x, out: torch.linalg.eigvalsh(x, out=out), [(2, torch.float32)]),
-    # Sizes that values decide.
+    # Sizes that depend on values.
     "nonzero": (WHOLE, lambda x, out: torch.nonzero(x, out=out), [((5, 2), torch.long)]),
     "masked_select": (WHOLE, lambda x, out: torch.masked_select(x, x > 3, out=out), [(2, torch.float32)]),
-    # Lists, of operators that return nothing.
+    # Lists of tensors for operators that return nothing.
     "split": (
         WHOLE,
         lambda x, *out: torch.split_with_sizes_copy(x, [1, 2], out=list(out)),
         [((1, 2), torch.float32), ((2, 2), torch.float32)],
     ),
     "unbind": (WHOLE, lambda x, *out: torch.unbind_copy(x, 1, out=list(out)), [(3, torch.float32)] * 2),
-    # Beside tensors of this process.
+    # With host tensors as other arguments.
     "a number of the host": (WHOLE, lambda x, out: torch.mul(x, torch.tensor(2.0), out=out), [((3, 2), torch.float32)]),
     "an index of the host": (
         WHOLE,

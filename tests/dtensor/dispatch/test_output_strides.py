@@ -1,4 +1,4 @@
-"""Results have the strides that the controller computed, whatever a device's kernel makes of its input's strides."""
+"""Results have the strides that the controller computed, for any strides that a device's kernel returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch_norm(x: Any) -> Any:
     return F.batch_norm(x, None, None, training=True)
 
 
-# Of each torch's own function says another order for what is transposed than CPUs return.
+# For a transposed input, torch's meta function of each gives other strides than CPU kernels return.
 RESULTS: dict[str, Callable[[Any], Any]] = {
     "batch_norm": batch_norm,
     "logsigmoid": F.logsigmoid,
@@ -51,7 +51,7 @@ def order_there(x: Any) -> list[int]:
 
 
 def check(x: Any, expected: torch.Tensor) -> None:
-    """The values; and that workers have the strides that are said here, so that what is a view here is one there."""
+    """Assert that values are equal and that workers have the controller's strides, so that views agree."""
     same(x, expected, 1e-4)
     local = x._local_tensor
     for found in run(x.device_mesh, order_there, x).get().values():
@@ -65,7 +65,7 @@ def test_results(mesh_of: Callable[[str], Any], name: str) -> None:
     x = transposed()
     for placement in (Shard(0), Replicate()):
         ours = distribute_tensor(x, mesh_of("2"), [placement])
-        for _ in range(2):  # the first time workers look, from then on they know
+        for _ in range(2):  # the first call looks at the workers' strides, the second one knows them
             check(RESULTS[name](ours), RESULTS[name](x))
 
 
@@ -94,7 +94,7 @@ def test_captured_steps(mesh_of: Callable[[str], Any], inductor: bool) -> None:
 
 @pytest.mark.parametrize("placement", [Shard(0), Replicate(), Shard(2)], ids=str)
 def test_channels_last(mesh_of: Callable[[str], Any], placement: Any) -> None:
-    """A convolution keeps them last, and so does its gradient."""
+    """A convolution keeps the channels last, and so does its gradient."""
     x, weight = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last), torch.randn(2, 3, 3, 3)
     ours = distribute_tensor(x, mesh_of("2"), [placement]).requires_grad_()
     weight_there = distribute_tensor(weight, mesh_of("2"), [Replicate()])
@@ -116,7 +116,7 @@ beside.register_fake(lambda x: (torch.empty_like(x), 3))
 
 
 def defined() -> None:
-    """On a worker, who imports this file for it."""
+    """Do nothing. The call makes a worker import this file, which defines the operator."""
 
 
 def test_a_captured_operator_that_returns_no_tensor_beside_one(mesh_of: Callable[[str], Any]) -> None:

@@ -33,12 +33,12 @@ WITH_A_NUMBER: dict[str, Callable[[Any, Any], Any]] = {
     "where": lambda x, n: torch.where(x == x, x, n),
 }  # fmt: skip
 NOT_COMPLEX = ("rsub", "gt", "eq")
-"""torch's DTensor can't hash a complex "Scalar"."""
+"""Operators for which torch's DTensor cannot hash a complex "Scalar"."""
 
 
 @pytest.fixture
 def ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The operators that were done in a remembered way."""
+    """The operators that have run from a cached plan."""
     done: list[Any] = []
     own = RedispatchPlan.results
 
@@ -52,7 +52,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """The result's value, or None for an error: of the workers' it is heard when it is read."""
+    """Return the result's value, or None for an error. Errors of workers are raised by the read."""
     try:
         return value(function(*args))
     except (RuntimeError, OverflowError, TypeError):
@@ -60,7 +60,7 @@ def attempt(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def exactly(found: Any, expected: Any) -> None:
-    """The same dtype and bits, also of zeros; but for what is no number."""
+    """Assert the same dtype and bits, including signed zeros. NaNs may have any bits."""
     assert (found is None) == (expected is None)
     if expected is None:
         return
@@ -76,8 +76,8 @@ def exactly(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", slow_except(WITH_A_NUMBER, "mul", "eq"))
-def test_numbers_of_all_kinds_behind_each_other(mesh_of: Any, name: str) -> None:
-    """1, 1.0, True and 1+0j are equal, hash alike and are four different operands; so are 0.0 and -0.0."""
+def test_equal_numbers_of_different_types_are_distinct(mesh_of: Any, name: str) -> None:
+    """1, 1.0, True and 1+0j are equal and hash alike, but are four different operands. So are 0.0 and -0.0."""
     of, mesh = WITH_A_NUMBER[name], mesh_of("2")
     numbers = [each for each in NUMBERS if not (isinstance(each, complex) and name in NOT_COMPLEX)]
     for dtype in DTYPES:
@@ -94,7 +94,7 @@ def test_numbers_that_are_too_large_are_errors_also_behind_others(mesh_of: Any) 
 
 
 def test_tensors_without_dimensions_are_no_python_numbers(mesh_of: Any) -> None:
-    """They have the same spec, and another part in what the result's dtype is."""
+    """Both have the same spec, but differ in type promotion."""
     whole = torch.ones(4, dtype=torch.float32)
     x = distribute_tensor(whole, mesh_of("2"), [Shard(0)])
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_a_number_beside_each_placement_and_mesh(mesh: Any) -> None:
 
 
 def test_a_number_beside_a_sum_over_ranks(mesh_of: Any) -> None:
-    """Which a product keeps, and another operation does not."""
+    """A product keeps the sum partial, and an addition does not."""
     whole = torch.arange(24.0).view(4, 6)
     for _ in range(2):
         total = distribute_tensor(whole, mesh_of("2"), [Shard(0)]).sum(0)
@@ -148,7 +148,7 @@ def test_grad_modes_between_the_same_operations(mesh_of: Any) -> None:
         for _ in range(2):
             with torch.no_grad():
                 found = of(x)
-                assert found.grad_fn is None and found.requires_grad == found._is_view()  # as torch's DTensor has it
+                assert found.grad_fn is None and found.requires_grad == found._is_view()  # as in torch's DTensor
             found = of(x)
             assert found.requires_grad and found.grad_fn is not None
             assert not of(x.detach()).requires_grad
@@ -227,7 +227,7 @@ def test_cat_with_equal_and_other_placements(mesh: Any, ways: list[Any]) -> None
 
 
 def test_plain_value_in_place_of_a_dtensor(mesh_of: Any) -> None:
-    """A host's tensor, or other values of what is no part of a sharding."""
+    """An operand may be a host tensor, and numbers that do not affect the sharding may change."""
     whole, mesh = torch.arange(16.0).view(4, 4), mesh_of("2")
     x = distribute_tensor(whole, mesh, [Shard(0)])
     for _ in range(3):
@@ -259,7 +259,7 @@ def test_explicit_redistribution_context_sees_cached_plans(mesh_of: Any, ways: l
     with ExplicitRedistributionContext(), pytest.raises(RuntimeError, match="Implicit redistribution"):
         torch.cat([x, x])
     with ExplicitRedistributionContext():
-        same(x.view(16), torch.arange(16.0))  # it moves nothing
+        same(x.view(16), torch.arange(16.0))  # this redistributes nothing
     with CommDebugMode() as counted:
         torch.cat([x, x])
     assert counted.get_total_counts() == 2
@@ -268,9 +268,11 @@ def test_explicit_redistribution_context_sees_cached_plans(mesh_of: Any, ways: l
 
 def test_torch_accepts_the_substitute_op_info(mesh_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(redispatch_cache.OpInfo, "torchs", lambda self: asked.append(True) or self.own())
+    make = redispatch_cache.OpInfo.torchs
+    monkeypatch.setattr(redispatch_cache.OpInfo, "torchs", lambda self: asked.append(True) or make(self))
     x = distribute_tensor(torch.ones(4, 6), mesh_of("2"), [Shard(0)])
-    x.view(4, 3, 2)
+    for _ in range(2):
+        x.view(4, 3, 2)
     asked.clear()
     same(x.view(4, 3, 2), torch.ones(4, 3, 2))
     assert not asked
@@ -282,7 +284,7 @@ NUMBER = TensorMeta(torch.Size([]), (), torch.int64)
 
 
 def torchs(*args: Any, **options: Any) -> DTensorSpec:
-    """As torch makes it."""
+    """Return a spec that torch's own constructor makes."""
     made = DTensorSpec.__new__(DTensorSpec)
     DTensorSpec.__init__.__wrapped__(made, *args, **options)  # type: ignore[attr-defined]
     return made

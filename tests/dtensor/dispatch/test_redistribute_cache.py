@@ -24,13 +24,13 @@ EVEN, UNEVEN = (12, 6), (10, 7)
 
 
 def known(mesh: Any) -> dict[Any, Any]:
-    """The redistributions of its workers: recorded ones, and how often others were tried."""
+    """Return the mesh's cache: recorded redistributions, and the number of tries of others."""
     return workers_of(mesh).kept.setdefault("redistributions", {})  # type: ignore[no-any-return]
 
 
 @pytest.fixture
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of steps of those that were repeated."""
+    """The number of steps of each repeated redistribution."""
     seen: list[int] = []
     own = Recorded.repeat
 
@@ -43,7 +43,9 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "size"), [("3", UNEVEN), ("2x2", EVEN)], ids=["uneven", "even"])
-def test_repeated_it_gives_what_torch_gives(mesh_of: Any, name: str, size: Any, repeated: list[int]) -> None:
+def test_repeated_redistribution_gives_the_values_of_torch(
+    mesh_of: Any, name: str, size: Any, repeated: list[int]
+) -> None:
     mesh = mesh_of(name)
     known(mesh).clear()
     for before, after in itertools.product(itertools.product(ONE, repeat=mesh.ndim), repeat=2):
@@ -72,7 +74,7 @@ def test_partial_values(line: Any, repeated: list[int]) -> None:
     ("3", False), ("2x2", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("3", "2x2"))
 ], ids=["3-eager", "2x2-eager", "3-captured", "2x2-captured"])  # fmt: skip
 def test_from_one_kind_of_partial_to_another(mesh_of: Any, name: str, compiled: bool) -> None:
-    """torch joins sums and averages as one kind of them, and has no way from the other."""
+    """torch combines sums and averages as one kind of partial, but cannot convert the other one."""
     mesh = mesh_of(name)
 
     def together(x: Any) -> Any:
@@ -98,7 +100,7 @@ def test_one_operation_for_even_shards_that_are_gathered(repeated: list[int]) ->
 
 
 def test_rows_of_a_table_are_those_of_each_lookup(line: Any, repeated: list[int]) -> None:
-    """Which rows a rank has not is no part of what is repeated."""
+    """The mask of rows that a rank lacks is not cached."""
     words = torch.randn(7, 2)
     ours = distribute_tensor(words, line, [Shard(0)])
     for at in range(MAX_TRIES + 2):
@@ -136,7 +138,7 @@ def test_an_equal_mesh_has_groups_of_its_own() -> None:
 
 def test_a_slice_that_is_asked_for_again_is_the_same_mesh(repeated: list[int]) -> None:
     mesh = simulated_mesh((2, 2), ("dp", "tp"))
-    slices = [mesh["tp"], mesh["tp"]]  # as of two layers, each with a parallelize_module of its own
+    slices = [mesh["tp"], mesh["tp"]]  # as for two layers, each with its own call of parallelize_module
     assert slices[0] is not slices[1] and slices[0] == slices[1]
     shards = [distribute_tensor(torch.ones(8, 2), each, [Shard(0)]) for each in slices]
     for _ in range(MAX_TRIES):
@@ -147,7 +149,7 @@ def test_a_slice_that_is_asked_for_again_is_the_same_mesh(repeated: list[int]) -
     assert len(repeated) == times + 2
 
 
-def test_only_so_many_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redistribute_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redistribute_cache, "CACHE_SIZE", 2)
     mesh = simulated_mesh((2,), ("x",))
     for rows in (2, 4, 6, 8, 10):
@@ -173,7 +175,7 @@ def test_a_mesh_that_is_flattened_later_gathers_at_once() -> None:
 @pytest.mark.parametrize("sizes", [(3, 5, 5), (4, 5, 6), (5, 6, 4), (2, 4, 7), (1, 3, 2)], ids=str)
 @pytest.mark.parametrize("by", [(1, 2), (2, 1), (1, 0), (0, 2)], ids=str)
 def test_views_of_shards_that_were_exchanged(line: Any, sizes: tuple[int, ...], by: tuple[int, int]) -> None:
-    """Where a size does not divide, ranks exchange more than they keep, and what they keep is to lie in order."""
+    """If the size is not divisible, ranks exchange more rows than they keep. The kept rows must be contiguous."""
     whole = torch.randn(sizes)
     for learns in (False, True):
         x = distribute_tensor(whole, line, [Shard(by[0])]).requires_grad_(learns)

@@ -15,20 +15,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from monarch_backend.dtensor import RankDependentError
 from tests.dtensor.values import same
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo reads .grad
 
 WHOLE = torch.arange(20.0).view(5, 4) / 10
 
 
 @pytest.fixture
 def rows(mesh_of: Callable[[str], Any]) -> Any:
-    """Each slice's rows, on that slice by columns."""
+    """The rows of each slice, sharded by columns within the slice."""
     mesh = mesh_of("2x2")
     return DTensor.from_local(distribute_tensor(WHOLE, mesh, [Shard(0), Shard(1)]).to_local(), mesh["tp"], [Shard(1)])
 
 
 def together(mesh: Any, tensor: Any) -> Any:
-    """All rows, of what each slice has."""
+    """Return all rows from the tensor of each slice."""
     return DTensor.from_local(tensor.full_tensor(), mesh["dp"], [Shard(0)])
 
 
@@ -56,7 +56,7 @@ def test_operations(mesh_of: Callable[[str], Any], rows: Any, operation: Callabl
 def test_numbers_and_matrices(mesh_of: Callable[[str], Any], rows: Any) -> None:
     mesh, weight = mesh_of("2x2"), torch.randn(4, 6)
     assert str(rows.shape) == "torch.Size([{3 3 2 2}, 4])"
-    same(rows.full_tensor(), WHOLE[:3])  # the first rank's
+    same(rows.full_tensor(), WHOLE[:3])  # from the first rank, whose slice has three rows
     assert "Shard(dim=1)" in str(rows)
     for placement in (Shard(0), Shard(1), Replicate()):
         same(together(mesh, rows @ distribute_tensor(weight, mesh["tp"], [placement])), WHOLE @ weight)
@@ -86,7 +86,7 @@ def test_operations_sharded_differently_on_each_slice(mesh_of: Callable[[str], A
     mesh = mesh_of("2x2")
     local = distribute_tensor(WHOLE[:3], mesh, [Shard(0), Replicate()]).to_local()
     x = DTensor.from_local(local, mesh["tp"], [Replicate()])
-    by_rows = x.redistribute(placements=[Shard(0)])  # of two rows each rank has one; of one, the first has it
+    by_rows = x.redistribute(placements=[Shard(0)])  # two rows: one on each rank; one row: on the first rank
     with pytest.raises(RankDependentError, match=r"in another way on each slice.*Redistribute"):
         by_rows @ by_rows.t()
     same(together(mesh, x @ x.t().sum(1)), torch.cat([WHOLE[:2] @ WHOLE[:2].sum(0), WHOLE[2:3] @ WHOLE[2]]))

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", list(CASES))
 @pytest.mark.parametrize("on", ["3", pytest.param("2x2", marks=pytest.mark.slow)])
-def test_of_few_rows(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
+def test_operations_with_few_rows_match_torch(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
     (size, of), mesh = CASES[name], mesh_of(on)
     for there in itertools.product([*map(Shard, range(min(len(size), 3))), Replicate()], repeat=mesh.ndim):
         theirs = torch.randn(size, requires_grad=True)
@@ -69,7 +69,7 @@ def test_recurrent_layers_of_a_batch_that_ranks_do_not_share_evenly(line: Any, k
     alone, x = kind(6, 8, batch_first=True), torch.randn(5, 4, 6)
     expected = alone(x)[0]
     ours = distribute_module(alone, line)
-    with line if DEVICE != "cpu" else contextlib.nullcontext():  # where the first state is made
+    with line if DEVICE != "cpu" else contextlib.nullcontext():  # torch makes the first state by device type
         same(ours(distribute_tensor(x, line, [Shard(0)]))[0], expected)
 
 
@@ -84,7 +84,7 @@ def test_gathered_tensor_keeps_its_dimension_order(mesh: Any) -> None:
 
 @pytest.mark.parametrize("rows", [4, 1])
 def test_weight_norm(mesh_of: Callable[[str], Any], rows: int) -> None:
-    """Whose kernel divides by the number of rows."""
+    """The kernel of weight_norm divides by the number of rows."""
     x = torch.randn(5, 3)
     ours, alone = (nn.utils.parametrizations.weight_norm(nn.Linear(3, rows)) for _ in range(2))
     ours.load_state_dict(alone.state_dict())

@@ -1,7 +1,7 @@
-"""Torch's operator database through DTensor: the outcome of each operator, sample and placement.
+"""torch's operator database through DTensor: the outcome of each operator, sample and placement.
 
-As a script, the reference in torch's LocalTensorMode: ``python -m tests.dtensor.ops.op_db OUT NAME...``. It needs its
-own process, because a controller replaces functions that the mode needs.
+As a script it calculates the reference in torch's LocalTensorMode: ``python -m tests.dtensor.ops.op_db OUT NAME...``.
+The reference needs a separate process, because a controller replaces functions that the mode needs.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from tests.dtensor.torch_test_modules import common_dtensor, op_db
 SAMPLES, PLACEMENTS, RANKS = 3, 4, 2
 
 GOODNESS = {"ok": 2, "no strategy": 1, "error": 1, "wrong": 0}
-"""An error is better than a wrong value: someone hears of it."""
+"""Outcomes in order: higher is better. An error is better than a wrong value, because the user notices it."""
 
 WITHOUT_VALUES = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-"""Their results have shapes; what stands in them is what was in the memory."""
+"""Operators with uninitialised results. Only the shapes of their results are compared."""
 
 Outcome = tuple[str, str]
-"""Of one sample in one placement: a key of GOODNESS, and torch's words."""
+"""Outcome of one sample in one placement: a key of GOODNESS, and torch's error message."""
 
 
 def operators() -> dict[str, Any]:
-    """By name, all that take float32 on a CPU."""
+    """Return all operators that support float32 on a CPU, by name."""
     found = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
     return {".".join(filter(None, (op.name, op.variant_test_name))): op for op in found}
 
 
 def outcomes(names: Iterable[str], mesh: Any, fetch: Callable[[Any], Any], around: Any) -> dict[str, list[Outcome]]:
-    """Of each operator, in the same order whoever asks; an empty list where no sample has a tensor to distribute.
+    """Return the outcomes of each operator, in the same order for each caller.
 
-    ``fetch``: the values of a local tensor of this mesh; ``around``: the context in which DTensors are used.
+    An operator's list is empty if no sample has a tensor to distribute. ``fetch`` returns the values of a local tensor
+    of this mesh. ``around`` returns the context in which DTensors are used.
     """
     known = operators()
     with warnings.catch_warnings():
@@ -56,7 +57,7 @@ def _outcomes(op: Any, mesh: Any, fetch: Any, around: Any) -> Iterator[Outcome]:
         args = [sample.input, *sample.args]
         try:
             expected = _alone(op, args, sample.kwargs)
-        except Exception:  # a sample of something that must fail
+        except Exception:  # the sample must fail
             continue
         with around():
             converter = common_dtensor.DTensorConverter(mesh, args, sample.kwargs)  # type: ignore[arg-type]
@@ -93,13 +94,13 @@ def _outcome(op: Any, args: Any, kwargs: Any, expected: Any, mesh: Any, fetch: A
 
 
 def worse(ours: list[Outcome], reference: list[Outcome]) -> list[tuple[Outcome, Outcome]]:
-    """What we do worse than the reference, with what the reference does."""
+    """Return the outcomes that are worse than the reference, each with the reference's outcome."""
     pairs = zip(ours, reference, strict=True)
     return [(mine, other) for mine, other in pairs if GOODNESS[mine[0]] < GOODNESS[other[0]]]
 
 
 def reference(names: Iterable[str]) -> dict[str, list[Outcome]]:
-    """By torch's LocalTensorMode, in this process, which is no controller."""
+    """Return the outcomes in torch's LocalTensorMode. This process must not be a controller."""
     from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -115,7 +116,7 @@ def reference(names: Iterable[str]) -> dict[str, list[Outcome]]:
 
 
 def main() -> None:
-    """``OUT NAME...``: writes JSON there."""
+    """Write the reference outcomes of the operators NAME... as JSON to the file OUT."""
     out, *names = sys.argv[1:]
     with contextlib.redirect_stdout(sys.stderr):
         found = reference(names)

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 SIZES = (1, 2, 3, 4, 4, 5, 6, 8)
 
 DRAWS = ("dropout", "rand", "uniform_", "bernoulli", "normal_", "exponential_")
-"""Statements with one of these are among the results: what nobody uses is not in a captured step, and draws nothing."""
+"""Results of statements with one of these are returned. A captured step drops unused statements, and their draws."""
 
 
 def place(tensor: Any, *placements: Any) -> Any:
-    """A DTensor with these placements, as many of them as its mesh has dimensions."""
+    """Redistribute a DTensor to the first of these placements, one for each mesh dimension."""
     if not isinstance(tensor, DTensor):
         return tensor
     return tensor.redistribute(placements=placements[: tensor.device_mesh.ndim])
@@ -33,10 +33,9 @@ NAMES = {"torch": torch, "F": F, "place": place, "Shard": Shard, "Replicate": Re
 
 @dataclass
 class Program:
-    """``inputs``: the shape of each, ``statements``: lines that name their results, ``results``: what is returned.
+    """A program. ``inputs``: their shapes; ``statements``: lines that name their results; ``results``: returned names.
 
-    ``hosts``, ``constants``: the shapes of tensors of the host, wherever the inputs are: arguments, and what it has
-    from outside.
+    ``hosts``, ``constants``: shapes of tensors that stay on the host. Hosts are arguments, constants are globals.
     """
 
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -50,19 +49,19 @@ class Program:
         return f"def program({', '.join([*self.inputs, *self.hosts])}):\n" + "".join(f"    {line}\n" for line in lines)
 
     def function(self) -> Callable[..., Any]:
-        """The program, compiled by Python."""
+        """Return the program as a Python function."""
         names = {**NAMES, **self.tensors("constants")}
         exec(self.text(), names)
         return names["program"]
 
     def tensors(self, kind: str) -> dict[str, torch.Tensor]:
-        """The ``inputs``, ``hosts`` or ``constants``, on the host; the same each time."""
+        """Return the ``inputs``, ``hosts`` or ``constants`` as host tensors, with the same values each time."""
         drawn = torch.Generator().manual_seed(len(kind))
         return {name: torch.randn(shape, generator=drawn) for name, shape in getattr(self, kind).items()}
 
 
 class Writer:
-    """Writes one program. ``holds``: also asked of each statement, with its line; False leaves it out."""
+    """Writes one program. ``holds`` is called with each statement, and drops it by returning False."""
 
     def __init__(self, seed: int, ndim: int, length: int, holds: Callable[[str], bool] = lambda _: True) -> None:
         self.random, self.ndim, self.length, self.holds = random.Random(seed), ndim, length, holds
@@ -111,7 +110,7 @@ class Writer:
         self.floats.append(name)
 
     def _host_shape(self) -> tuple[int, ...]:
-        """Of what goes with an input."""
+        """Return a shape that broadcasts with an input."""
         shape = self.program.inputs[self.random.choice(self.floats)]
         part = shape[self.random.randint(0, len(shape)) :] if self.random.random() < 0.4 else shape
         return tuple(1 if self.random.random() < 0.2 else size for size in part)
@@ -129,12 +128,12 @@ class Writer:
         return self.random.randrange(-ndim, ndim)
 
     def like(self, name: str) -> str:
-        """Another one that goes with it."""
+        """Return the name of a tensor that broadcasts with this one."""
         fitting = [each for each in self.floats if _broadcast(self.shape(each), self.shape(name))]
         return self.random.choice(fitting)
 
     def host(self, name: str) -> str:
-        """One of the host's that goes with it; where there is none, a number."""
+        """Return the name of a host tensor that broadcasts with this one, or a number if there is none."""
         fitting = [each for each in self.hosts if _broadcast(self.shape(each), self.shape(name))]
         return self.random.choice(fitting) if fitting else "torch.tensor(0.5)"
 
@@ -144,7 +143,7 @@ class Writer:
         return ", ".join(self.random.choice(kinds) for _ in range(self.ndim))
 
     def sizes(self, name: str) -> list[int]:
-        """Of another shape of as many numbers."""
+        """Return another shape with the same number of elements."""
         shape = list(self.shape(name))
         for _ in range(self.random.randint(1, 2)):
             if len(shape) > 1 and self.random.random() < 0.6:
@@ -170,7 +169,10 @@ Statement = Callable[[Writer, str], str]
 
 
 def _of_one(text: str) -> Statement:
-    """Of expressions, with | between them; what follows one after a semicolon changes its result, {name}."""
+    """Return a statement that writes one of these expressions, which | separates.
+
+    Code after a semicolon changes the expression's result, {name}.
+    """
     forms = [f"{{name}} = {each.strip()}" for each in text.split("|")]
 
     def write(writer: Writer, name: str) -> str:

@@ -15,13 +15,13 @@ PLACES = [
     (Replicate(), Replicate()), (Shard(0), Replicate()), (Shard(0), Shard(0)), (Shard(3), Replicate()),
     (Replicate(), Shard(0)), (Replicate(), Shard(1)), (Shard(1), Shard(0)), (Shard(1), Shard(1)),
 ]  # fmt: skip
-"""Of image and weight."""
+"""Placements of image and weight."""
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["straight", "transposed"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_any_placement(line: Any, bias: bool, transposed: bool, groups: int) -> None:
+def test_convolution_of_any_placement_matches_torch(line: Any, bias: bool, transposed: bool, groups: int) -> None:
     function = torch.conv_transpose2d if transposed else torch.conv2d
     options: dict[str, Any] = {"stride": 2, "padding": 1, "groups": groups}
     image, weight = torch.randn(5, 4, 6, 6), torch.randn(4, 4 if transposed else 4 // groups, 3, 3)
@@ -40,7 +40,9 @@ def test_any_placement(line: Any, bias: bool, transposed: bool, groups: int) -> 
 
 @pytest.mark.parametrize(("here", "there"), PLACES)
 @pytest.mark.parametrize("name", ["2", pytest.param("2x2", marks=pytest.mark.slow)])
-def test_in_a_captured_step(mesh_of: Callable[[str], Any], name: str, here: Any, there: Any) -> None:
+def test_convolution_in_a_captured_step_matches_torch(
+    mesh_of: Callable[[str], Any], name: str, here: Any, there: Any
+) -> None:
     def step(x: Any, w: Any) -> Any:
         y = torch.conv2d(x, w, padding=1).relu()
         return y.detach(), y.square().sum()

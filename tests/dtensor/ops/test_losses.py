@@ -42,7 +42,7 @@ LOSSES: dict[str, Callable[[Any, str], Any]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_as_in_a_single_process(mesh_of: Callable[[str], Any], name: str) -> None:
+def test_losses_match_a_single_process(mesh_of: Callable[[str], Any], name: str) -> None:
     mesh, loss = mesh_of("2"), LOSSES[name]
     for rows in (4, 5):
         for how in ("mean", "sum", "none"):
@@ -60,8 +60,8 @@ def test_as_in_a_single_process(mesh_of: Callable[[str], Any], name: str) -> Non
 
 @pytest.mark.parametrize("name", ["3", "2x2"])
 @pytest.mark.parametrize("how", ["mean", "none"])
-def test_of_sequences_that_are_sharded(mesh_of: Callable[[str], Any], name: str, how: str) -> None:
-    """A language model's loss: what is flattened is sharded with strides."""
+def test_loss_of_sharded_sequences_matches_a_single_process(mesh_of: Callable[[str], Any], name: str, how: str) -> None:
+    """As in a language model: flattening batch and length makes strided shards."""
     mesh = mesh_of(name)
     for batch, length in ((2, 4), (7, 3), (1, 2)):
         logits, labels = torch.randn(batch, length, 5), torch.randint(0, 5, (batch, length))
@@ -80,7 +80,7 @@ def test_of_sequences_that_are_sharded(mesh_of: Callable[[str], Any], name: str,
                 same(x.grad, alone.grad)
 
 
-def test_of_weighted_classes_that_are_sharded(mesh_of: Callable[[str], Any]) -> None:
+def test_loss_of_weighted_sharded_classes_matches_a_single_process(mesh_of: Callable[[str], Any]) -> None:
     mesh, labels = mesh_of("2x2"), torch.tensor([1, 0, -100, 2, 5])
     weight, alone = WEIGHT[0], X.clone().requires_grad_()
     expected = F.cross_entropy(alone, labels, weight)
@@ -99,7 +99,7 @@ def test_of_weighted_classes_that_are_sharded(mesh_of: Callable[[str], Any]) -> 
         same(x.grad, alone.grad)
 
 
-def test_over_two_dimensions(mesh_of: Callable[[str], Any]) -> None:
+def test_losses_on_two_mesh_dimensions_match_a_single_process(mesh_of: Callable[[str], Any]) -> None:
     mesh = mesh_of("2x2")
     for loss in (LOSSES["mse"], LOSSES["cross_entropy"]):
         alone = X.clone().requires_grad_()
@@ -110,8 +110,8 @@ def test_over_two_dimensions(mesh_of: Callable[[str], Any]) -> None:
             same(x.grad, alone.grad)
 
 
-def test_after_torchs_own_way_to_do_them(mesh_of: Callable[[str], Any]) -> None:
-    """`loss_parallel` has its own for the time, and takes away what it finds."""
+def test_losses_after_loss_parallel_match_a_single_process(mesh_of: Callable[[str], Any]) -> None:
+    """`loss_parallel` registers its own handlers, and at its end removes the handlers of these operators."""
     mesh, loss = mesh_of("2"), LOSSES["cross_entropy"]
     with loss_parallel():
         x = distribute_tensor(X[:4], mesh, [Shard(1)])
@@ -139,17 +139,15 @@ def test_fill_into_a_partial_sum(mesh_of: Callable[[str], Any]) -> None:
     assert total.placements == (Partial(),)
     same(torch.empty_like(total).fill_(3), torch.full((5,), 3.0))
     for value in (2, torch.tensor(3.0)):
-        total.fill_(value)  # not by each rank, of which each would have all of it
+        total.fill_(value)  # if each rank wrote the value, the sum would be a multiple of it
         assert total.placements == (Partial(),)
         same(total, torch.full((5,), float(value)))
 
 
 @pytest.mark.parametrize("how", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignored", [-100, 0, 2])
-def test_of_parallel_classes_with_weights_and_labels_that_do_not_count(
-    mesh_of: Callable[[str], Any], ignored: int, how: str
-) -> None:
-    """torch looks up the weight of -100."""
+def test_loss_parallel_with_weights_and_ignored_labels(mesh_of: Callable[[str], Any], ignored: int, how: str) -> None:
+    """torch looks up the weight even of the label -100."""
     labels = torch.where(LABELS == -100, ignored, LABELS)
     for rows in (2, 5):
         alone = X[:rows].clone().requires_grad_()

@@ -18,7 +18,7 @@ from tests.dtensor.values import same, value
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch1d": (lambda: nn.BatchNorm1d(4), (6, 4)),
     "batch2d": (lambda: nn.BatchNorm2d(4), (6, 4, 3, 3)),
-    "two channels": (lambda: nn.BatchNorm2d(2), (6, 2, 3, 3)),  # of 3 ranks one has none
+    "two channels": (lambda: nn.BatchNorm2d(2), (6, 2, 3, 3)),  # one of 3 ranks has no channel
     "cumulative": (lambda: nn.BatchNorm1d(4, momentum=None), (6, 4)),
     "instance": (lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True), (6, 4, 3, 3)),
     "group": (lambda: nn.GroupNorm(2, 4), (5, 4, 3, 3)),
@@ -29,7 +29,7 @@ ONE = [Shard(0), Shard(1), Replicate()]
 
 
 def sharded(_name: str, module: nn.Module, mesh: Any) -> None:
-    """Each parameter by its first dimension; buffers are whole on each rank."""
+    """Shard each parameter by its first dimension. Buffers stay whole on each rank."""
     for name, each in list(module.named_parameters(recurse=False)):
         module.register_parameter(name, nn.Parameter(distribute_tensor(each, mesh, [Shard(0)] * mesh.ndim)))
 
@@ -51,7 +51,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "kept"), CASES)
 @pytest.mark.parametrize("on", ["3", pytest.param("2x2", marks=pytest.mark.slow)])
-def test_of_all_of_a_batch(mesh_of: Callable[[str], Any], on: str, name: str, kept: str) -> None:
+def test_norm_layers_of_a_sharded_batch_match_a_single_process(
+    mesh_of: Callable[[str], Any], on: str, name: str, kept: str
+) -> None:
     (make, size), mesh = NORMS[name], mesh_of(on)
     for placements in itertools.product(ONE, repeat=mesh.ndim):
         alone, x = make(), torch.randn(size)
@@ -82,7 +84,9 @@ def test_of_all_of_a_batch(mesh_of: Callable[[str], Any], on: str, name: str, ke
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4, affine=True)], ids=str)
 @pytest.mark.parametrize("on", MESHES)
-def test_of_a_batch_that_is_here(mesh_of: Callable[[str], Any], on: str, layer: nn.Module) -> None:
+def test_norm_layers_of_a_host_batch_match_a_single_process(
+    mesh_of: Callable[[str], Any], on: str, layer: nn.Module
+) -> None:
     alone = copy.deepcopy(layer)
     ours, x = distribute_module(copy.deepcopy(alone), mesh_of(on)), torch.randn(5, 4, 3)
     for net in (ours, alone):
@@ -108,7 +112,7 @@ LENGTHS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", list(LENGTHS))
 @pytest.mark.parametrize("on", MESHES)
-def test_norms_of_what_several_ranks_have_are_not_added(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
+def test_norms_over_sharded_dimensions_match_torch(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
     mesh = mesh_of(on)
     for placements in itertools.product(ONE, repeat=mesh.ndim):
         x = torch.randn(5, 4)

@@ -1,6 +1,6 @@
 """Each operator of torch's database gives the result of torch's LocalTensorMode, or a better one.
 
-The ordinary run takes some samples of each kind, the slow run all. op_db.py is what both sides run.
+The ordinary run takes some operators of each kind, the slow run all. Both sides run op_db.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.dtensor.ops.op_db import Outcome
 from tests.dtensor.values import value
 
 EXCEPTIONS: dict[str, str] = {}
-"""Operators that may do less than in LocalTensorMode, two at the most, and why."""
+"""Operators that may have worse outcomes than in LocalTensorMode, at most two, with the reason."""
 PARTS = 8
-"""Of the database: a test of all of it would take longer than a test may."""
+"""Number of parts of the database. One test of all operators would exceed the time limit of a test."""
 
 SOME = [
     "add", "bernoulli", "cat", "gather", "index_put", "matmul", "max.reduction_with_dim", "nn.functional.conv2d",
@@ -34,7 +34,7 @@ SOME = [
 
 
 class Reference:
-    """Another process, which asks torch's LocalTensorMode about the same operators."""
+    """Process that runs the same operators in torch's LocalTensorMode."""
 
     def __init__(self, names: Sequence[str], out: Path) -> None:
         root = Path(__file__).parents[3]
@@ -54,25 +54,25 @@ class Reference:
         self._process.wait()
 
     def outcomes(self) -> dict[str, list[Outcome]]:
-        """Waits for them."""
+        """Wait for the process, and return its outcomes."""
         assert self._process.wait() == 0, self._said.read_text()[-2000:]
         found: dict[str, list[Any]] = json.loads(self._out.read_text())
         return {name: [(kind, words) for kind, words in each] for name, each in found.items()}
 
 
 def fetch(found: Any) -> Any:
-    """The values of what an operator has returned."""
+    """Return the values of an operator's result."""
     return value(found) if isinstance(found, torch.Tensor) else found
 
 
 def kind_of(outcomes: list[Outcome]) -> str:
-    """Of an operator."""
+    """Return the kind of an operator's outcomes."""
     kinds = {kind for kind, _ in outcomes} - {"ok"}
     return " and ".join(sorted(kinds)) if kinds else "ok" if outcomes else "nothing to convert"
 
 
 def compare(names: Sequence[str], mesh: Any, folder: Path) -> None:
-    """Prints both tables, and fails where an operator does less that is no exception."""
+    """Print both tables, and fail if an operator outside EXCEPTIONS has a worse outcome."""
     with Reference(names, folder / "reference.json") as process:
         ours = op_db.outcomes(names, mesh, fetch, contextlib.nullcontext)
         theirs = process.outcomes()
@@ -87,11 +87,11 @@ def compare(names: Sequence[str], mesh: Any, folder: Path) -> None:
     }
     print(f"worse: {len(worse)}", *table.values(), sep="\n")
     assert worse.keys() <= EXCEPTIONS.keys(), table
-    # That nothing was compared, or next to nothing succeeded, would pass as well.
+    # Without this check the test would pass if it compared nothing or if almost all operators failed.
     assert sum(kind_of(each) == "ok" for each in ours.values()) > len(names) * 3 // 4
 
 
-def test_some_of_each_kind(mesh_of: Any, tmp_path: Path) -> None:
+def test_sampled_operators_match_torch(mesh_of: Any, tmp_path: Path) -> None:
     known = op_db.operators()
     compare([name for name in SOME if name in known], mesh_of("2"), tmp_path)
 
@@ -99,7 +99,7 @@ def test_some_of_each_kind(mesh_of: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
-def test_all(mesh_of: Any, tmp_path: Path, part: int) -> None:
+def test_all_operators_match_torch(mesh_of: Any, tmp_path: Path, part: int) -> None:
     compare(list(op_db.operators())[part::PARTS], mesh_of("2"), tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_exceptions_are_few_and_are_operators() -> None:
 
 
 def test_comparison_detects_wrong_results(mesh_of: Any) -> None:
-    """A wrong result, a missing sharding and an error are told apart from what is right."""
+    """A wrong result, a missing sharding strategy and an error are distinguished from a correct result."""
 
     class Wrong:
         def __init__(self, function: Any) -> None:

@@ -22,12 +22,12 @@ EVEN, UNEVEN = (12, 6), (10, 7)
 
 
 def placements(mesh: Any) -> list[list[Any]]:
-    """All of them, for a tensor of two dimensions."""
+    """Return all placements of a tensor with two dimensions."""
     return [list(each) for each in itertools.product(ONE, repeat=mesh.ndim)]
 
 
 @pytest.mark.parametrize("size", [EVEN, UNEVEN], ids=["even", "uneven"])
-def test_what_is_distributed_comes_back_and_is_where_it_belongs(mesh: Any, size: Any) -> None:
+def test_distributed_tensor_has_its_values_and_placements(mesh: Any, size: Any) -> None:
     whole = torch.randn(size)
     for here in placements(mesh):
         there = distribute_tensor(whole, mesh, here)
@@ -67,7 +67,7 @@ def test_shards_of_unequal_sizes_are_of_one_tensor(mesh: Any, size: Any) -> None
         local = distribute_tensor(whole, mesh, placements).to_local()
         again = DTensor.from_local(local, mesh, placements)
         same(again, whole, 0)
-        assert again.stride() == whole.stride() or 1 in size  # equal shards are by torch's own rule
+        assert again.stride() == whole.stride() or 1 in size  # equal shards have strides by torch's own rule
     if 1 not in size:
         turned = distribute_tensor(whole.t(), mesh, [Shard(0)] * mesh.ndim).to_local()
         assert DTensor.from_local(turned, mesh, [Shard(0)] * mesh.ndim).stride() == whole.t().stride()
@@ -139,7 +139,7 @@ def test_views(mesh: Any) -> None:
 
 @pytest.mark.parametrize("size", [(10, 7), (12, 6), (6, 2, 2), (2, 6, 4)], ids=str)
 def test_dimension_sharded_over_two_mesh_dimensions(mesh_of: Callable[[str], Any], size: Any) -> None:
-    """torch looks whether each of them shares it evenly, not both."""
+    """torch checks that each mesh dimension splits the size evenly, but not that both together do."""
     mesh, x = mesh_of("2x2"), torch.randn(size)
     count = x.numel()
     for sizes in [(-1,), (2, -1), (2, 2, -1), (count // 2, 2), (6, 2, -1), (-1, 3), (4, -1)]:
@@ -207,13 +207,13 @@ WHOLE: dict[str, Callable[[Any], Any]] = {
     "attention": lambda x: F.scaled_dot_product_attention(*[(x * 1)[None]] * 3),
     "cross_entropy": lambda x: F.cross_entropy(x, x.argmax(1)).item(),
 }
-"""Operators that torch's autograd says in others."""
+"""Operators that torch's autograd decomposes into others."""
 
 
 @pytest.mark.parametrize("name", list(WHOLE))
 @pytest.mark.parametrize("on", ["3", pytest.param("2x2", marks=pytest.mark.slow)])
 def test_in_inference_mode(mesh_of: Callable[[str], Any], on: str, name: str) -> None:
-    """Where there is no autograd, they come as they are."""
+    """Without autograd these operators are not decomposed."""
     mesh = mesh_of(on)
     x, of = torch.randn(UNEVEN), WHOLE[name]
     for here in placements(mesh):
@@ -267,7 +267,7 @@ def test_attention(line: Any) -> None:
         same(mine.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-def test_what_a_number_is(mesh: Any) -> None:
+def test_values_read_by_the_controller_match_torch(mesh: Any) -> None:
     whole = torch.randn(UNEVEN)
     for here in placements(mesh):
         x = distribute_tensor(whole, mesh, here)
@@ -302,7 +302,7 @@ def test_dimensions_that_are_counted_from_the_end(line: Any) -> None:
             same(x.cumprod(dim), whole.cumprod(dim))
     whole = torch.randn(4, 6)
     part = distribute_tensor(whole, line, [Shard(1)]).sum(1)
-    part.fill_(2)  # not by each rank: theirs are parts of a sum
+    part.fill_(2)  # each rank has a term of the sum, so the ranks must not all write the value
     same(part, torch.full((4,), 2.0))
 
 
@@ -320,7 +320,7 @@ WRITING: list[Callable[[Any], Any]] = [
 
 @pytest.mark.parametrize("rows", [4, 5])
 def test_writes_into_rows_change_the_tensor(mesh_of: Callable[[str], Any], rows: int) -> None:
-    """Also where the rows are those of several ranks, which are gathered for it."""
+    """Also if several ranks have the rows, which are then gathered for the write."""
     for write, (name, here) in itertools.product(WRITING, [("2", [Shard(0)]), ("2x2", [Shard(0), Shard(1)])]):
         theirs = torch.randn(rows, 4, requires_grad=True)
         ours = distribute_tensor(theirs.detach(), mesh_of(name), here).requires_grad_()

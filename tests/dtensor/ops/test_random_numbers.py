@@ -33,7 +33,7 @@ from tests.dtensor.conftest import DEVICE
 from tests.dtensor.ops.test_operations import EVEN, UNEVEN, placements
 from tests.dtensor.values import same, value
 
-SMALL, LARGE = (5, 5), (37, 29)  # a normal number is left over after one; the other's words are skipped here
+SMALL, LARGE = (5, 5), (37, 29)  # SMALL leaves one normal number over; for LARGE the controller skips generator words
 SIZES = [EVEN, UNEVEN, SMALL, LARGE]
 FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "uniform": lambda x: x.uniform_(-1, 2),
@@ -50,12 +50,12 @@ FILLS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def equal(ours: Any, reference: torch.Tensor) -> None:
-    """To the last bit: of another number it would be a different one."""
+    """Assert equality to the last bit, because any difference means that another number was drawn."""
     torch.testing.assert_close(value(ours), reference.detach(), atol=0, rtol=0)
 
 
 def same_program(program: Callable[[torch.Tensor], list[Any]], ours: torch.Tensor, plain: torch.Tensor) -> None:
-    """Both runs have the same values and leave the generator in the same state."""
+    """Assert that both runs have the same values and leave the generator in the same state."""
     torch.manual_seed(5)
     mine = [value(each) for each in program(ours)]
     state = torch.get_rng_state()
@@ -67,7 +67,7 @@ def same_program(program: Callable[[torch.Tensor], list[Any]], ours: torch.Tenso
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_filled_in_place(mesh: Any, size: Any) -> None:
+def test_inplace_random_fills_match_a_single_process(mesh: Any, size: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         kept = []
         for fill in FILLS.values():
@@ -79,7 +79,7 @@ def test_filled_in_place(mesh: Any, size: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_of_other_dtypes(line: Any, dtype: torch.dtype) -> None:
+def test_random_numbers_of_other_dtypes_match_a_single_process(line: Any, dtype: torch.dtype) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         return [x.uniform_().clone(), x.normal_().clone(), x.bernoulli_(0.5).clone(), torch.randint_like(x, 9)]
 
@@ -89,7 +89,7 @@ def test_of_other_dtypes(line: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [UNEVEN, SMALL, pytest.param(LARGE, marks=pytest.mark.slow)], ids=str)
-def test_made_like_another(mesh: Any, size: Any) -> None:
+def test_random_like_functions_match_a_single_process(mesh: Any, size: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         return [
             torch.rand_like(x), torch.rand(2), torch.randn_like(x), torch.randn_like(x, dtype=torch.float64),
@@ -148,7 +148,7 @@ def test_factories(mesh: Any) -> None:
             equal(mine, theirs)
 
 
-def test_in_memory_order_of_the_whole(line: Any) -> None:
+def test_random_fills_of_views_follow_the_memory_order(line: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         return [x.t().normal_().clone(), x[:, 1:4].normal_().clone(), x.t().uniform_().clone(), x.clone()]
 
@@ -172,7 +172,7 @@ def test_dropout_and_its_gradient(mesh: Any, training: bool) -> None:
         same_program(program, distribute_tensor(whole, mesh, here), whole)
 
 
-def test_of_a_tensor_that_is_to_be_summed(line: Any) -> None:
+def test_random_functions_of_a_partial_tensor_match_a_single_process(line: Any) -> None:
     a, b = torch.ones(12, 6), torch.ones(6, 4)
     partial = distribute_tensor(a, line, [Shard(1)]) @ distribute_tensor(b, line, [Shard(0)])
     assert partial.placements == (Partial(),)  # type: ignore[attr-defined]
@@ -279,7 +279,7 @@ def test_activation_checkpoints_drop_the_same_again(line: Any, reentrant: bool) 
     same_program(program, distribute_tensor(whole, line, [Shard(0)]), whole)
 
 
-def test_a_generator_of_ones_own(line: Any) -> None:
+def test_user_generator_matches_a_single_process(line: Any) -> None:
     def program(x: torch.Tensor) -> list[Any]:
         own = torch.Generator().manual_seed(77)
         kept = [x.normal_(generator=own).clone(), x.uniform_().clone(), x.normal_(generator=own).clone()]
@@ -289,7 +289,7 @@ def test_a_generator_of_ones_own(line: Any) -> None:
         same_program(program, distribute_tensor(torch.zeros(size), line, [Shard(0)]), torch.zeros(size))
 
 
-def test_some_of_the_processes_and_then_all(all_procs: Any) -> None:
+def test_random_numbers_on_mesh_and_slice_match_a_single_process(all_procs: Any) -> None:
     procs = all_procs["2x2"]
     whole, half = procs.device_mesh(DEVICE), procs.slice(dp=1).device_mesh(DEVICE)
 
@@ -309,7 +309,7 @@ def test_some_of_the_processes_and_then_all(all_procs: Any) -> None:
 
 
 def drawn(local: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
-    """What each rank draws with a plain tensor, in this order: made, dropped, in place, and by its values."""
+    """Return each rank's draws from a plain tensor: new, by dropout, in place, and by the tensor's values."""
     draws = [
         torch.randn_like(local), F.dropout(local), local.clone().uniform_(), torch.bernoulli(local / 2),
         torch.native_dropout(local, 0.5, True)[0],
@@ -320,7 +320,7 @@ def drawn(local: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[Any]:
-    """Processes of which nobody has asked for other numbers on each."""
+    """Processes for which no test has called `own_random_numbers`."""
     procs = this_host().spawn_procs({"x": 2})
     yield procs.device_mesh("cpu")
     procs.stop().get(30)
@@ -336,14 +336,14 @@ def test_plain_remote_tensors_have_the_same_numbers_on_all_ranks(fresh: Any) -> 
 
 @pytest.fixture(scope="module")
 def fresh_square() -> Iterator[Any]:
-    """As `fresh`, in two dimensions."""
+    """As `fresh`, with a mesh of two dimensions."""
     procs = this_host().spawn_procs({"dp": 2, "tp": 2})
     yield procs.device_mesh("cpu")
     procs.stop().get(30)
 
 
 def drawn_of(x: Any) -> list[Any]:
-    """By element-wise operations and without them, in place and not, and in another order in memory."""
+    """Draw after element-wise operations and without them, in place and not, and in another memory order."""
     return [
         F.dropout(torch.relu(x) + 1), x.clone().uniform_(), torch.rand_like(x.double()), torch.randn_like(x * 2),
         torch.bernoulli(torch.sigmoid(x)), torch.zeros_like(x).bernoulli_(torch.sigmoid(x)), torch.normal(x, 2.0),
@@ -369,13 +369,13 @@ def test_plain_shards_draw_their_part_of_a_single_process_numbers(fresh_square: 
         return [*found, torch.rand(1)]
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none of these draws other numbers
+        warnings.simplefilter("error")  # a warning would mean that a draw differs from a single process
         same_program(program, distribute_tensor(x, fresh_square, of), x)
 
 
 @pytest.mark.parametrize(("of", "is_sharded"), [([Shard(0)], True), ([Shard(1)], False), ([Shard(2)], False)])
 def test_masks_for_each_sample_are_those_of_a_single_process(fresh: Any, of: Any, is_sharded: bool) -> None:
-    """As stochastic depth draws them, for shards of samples, and for shards of features, which have all samples."""
+    """Stochastic depth draws such masks. Shards of samples have some samples, shards of features have all."""
     x = torch.ones(5, 4, 6)
 
     def drop_samples(x: Any) -> list[Any]:
@@ -414,7 +414,7 @@ def test_dropout_between_parallel_layers_is_that_of_a_single_process(fresh: Any,
 
 
 class Attention(nn.Module):
-    """Heads of tensor parallel layers with local outputs; ``attend`` draws."""
+    """Attention heads between tensor parallel layers with local outputs. ``attend`` draws random numbers."""
 
     def __init__(self, attend: Callable[[Any, Any, Any], Any], heads: int) -> None:
         super().__init__()
@@ -423,7 +423,6 @@ class Attention(nn.Module):
         self.last = nn.Linear(2 * heads, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output."""
         q, k, v = (layer(x).view(*x.shape[:2], -1, 2).transpose(1, 2) for layer in self.qkv)
         return self.last(self.attend(q, k, v).transpose(1, 2).reshape(*x.shape[:2], -1))  # type: ignore[no-any-return]
 
@@ -475,7 +474,7 @@ FOLLOWED: dict[str, Callable[[Any], Any]] = {
     "foreach": lambda x: torch._foreach_mul([x, x + 1], 2)[1],
     "data": lambda x: x.data.detach() + 1,
 }
-"""Operations with the shards of a whole of (4, 3, 8), sharded over the first or last dimension."""
+"""Operations on the shards of a tensor of size (4, 3, 8), sharded over the first or last dimension."""
 
 
 @pytest.mark.parametrize("dim", [0, 2])
@@ -548,7 +547,7 @@ def test_lists_of_tensors_have_each_its_own_origin(fresh: Any) -> None:
     assert [each._meta.origin for each in (one, other, third)] == [shard._meta.origin, None, shard._meta.origin]
 
 
-def test_a_shard_with_one_number_everywhere_is_a_shard_still(fresh: Any) -> None:
+def test_filled_copy_of_a_shard_keeps_its_origin(fresh: Any) -> None:
     shard = distribute_tensor(torch.ones(5, 2), fresh, [Shard(0)]).to_local()
     filled = torch.empty_like(shard).copy_(torch.tensor(2.0))
     assert filled._meta.origin == shard._meta.origin
@@ -558,8 +557,8 @@ def test_a_shard_with_one_number_everywhere_is_a_shard_still(fresh: Any) -> None
 def test_dropout_of_permuted_shards_differs_with_a_warning(
     fresh: Any, use_reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The elements of the whole that a rank has after a flip of the sharded dimension are not followed."""
-    monkeypatch.setattr(random_ops, "_warned", set())  # a line is warned of once
+    """After a flip of the sharded dimension it is not known which elements of the whole a rank has."""
+    monkeypatch.setattr(random_ops, "_warned", set())  # each line warns only once
     layer = parallelize_module(nn.Linear(8, 64), fresh, ColwiseParallel())
     masks: list[torch.Tensor] = []
 
@@ -572,7 +571,7 @@ def test_dropout_of_permuted_shards_differs_with_a_warning(
     torch.manual_seed(2)
     with pytest.warns(UserWarning, match=r"test_random_numbers\.py(.|\n)*use_local_output=False"):
         checkpoint(hidden, x, use_reentrant=use_reentrant).sum().backward()
-    first, again = masks  # the second one is of the recomputation
+    first, again = masks  # the recomputation draws the second mask
     equal(again, first)
     assert not torch.equal(first[:, :32], first[:, 32:])
     expected = DTensor.from_local(layer.bias.grad.to_local(), fresh, [Shard(0)])
@@ -598,11 +597,11 @@ ORIGINS: dict[str, tuple[Callable[[Any, Any, Any, Any], Any], Any]] = {
     "out": (lambda s, r, dp, tp: torch.add(s, 1, out=r), (0, 1, 2, 3)),
     "one number": (lambda s, r, dp, tp: s.new_empty(()), None),
 }  # fmt: skip
-"""What is made of a shard over both dimensions and of a replica, and by rank whose shards it is made of."""
+"""Tensors made from a shard over both dimensions and from a replica, with the expected streams by rank."""
 
 
 def written_into(s: Any, r: Any, dp: Any, tp: Any) -> dict[str, tuple[Any, Any]]:
-    """By c10d, and through views."""
+    """Return tensors that c10d collectives and views have changed, with the expected streams by rank."""
     one, row, scattered, gathered = s.clone(), r.clone(), r.new_empty(2, 4), [r.clone(), r.clone()]
     dist.all_reduce(one, group=dp)
     row[:2] = s[:2]
@@ -627,7 +626,7 @@ def test_the_shards_that_a_plain_tensor_is_computed_from_are_known(fresh_square:
     def streams(tensor: Any) -> Any:
         return None if tensor._meta.origin is None else tensor._meta.origin.streams
 
-    for _ in range(2):  # known signatures, too
+    for _ in range(2):  # the second time with known signatures
         found = {what: streams(make(*shard_and_replica(), *groups)) for what, (make, _) in ORIGINS.items()}
         assert found == {what: expected for what, (_, expected) in ORIGINS.items()}
         written = written_into(*shard_and_replica(), *groups)
@@ -648,7 +647,7 @@ def test_dropout_after_the_sum_of_shards_draws_the_same_mask_on_all_ranks(fresh:
 
 
 def test_sampling_from_plain_tensors_matches_a_single_process(fresh: Any) -> None:
-    """As text that is sampled from the logits of a tensor-parallel model."""
+    """As for text that is sampled from the logits of a tensor parallel model."""
 
     def program(x: torch.Tensor) -> list[Any]:
         changed = torch.zeros_like(x)
@@ -668,7 +667,8 @@ def test_sampling_from_plain_tensors_matches_a_single_process(fresh: Any) -> Non
 def test_generators_agree_after_ranks_draw_different_counts(fresh: Any) -> None:
     whole = torch.tensor([[0.1, 0.1], [90.0, 70.0]])
     rows = distribute_tensor(whole, fresh, [Shard(0)]).to_local()
-    # Parts of a sum differ by rank and have one mask. poisson draws until it has enough.
+    # Partial values differ by rank but must use the same random numbers.
+    # The values determine how many numbers poisson draws.
     local = DTensor.from_local(rows, fresh, [Partial()]).to_local()
     same_program(lambda x: [torch.poisson(x), torch.rand(1), torch.randn_like(x)], local, whole[:1])
     one, other = value(DTensor.from_local(torch.randn_like(local), fresh, [Shard(0)])).chunk(2)
@@ -691,7 +691,7 @@ def test_a_replicated_activation_of_tensor_parallelism_stays_one(fresh: Any) -> 
 
 @pytest.fixture
 def own_mesh() -> Iterator[Any]:
-    """Processes of a test of its own: what it asks of them lasts."""
+    """Processes for one test, because a call of `own_random_numbers` cannot be undone."""
     procs = this_host().spawn_procs({"dp": 2, "tp": 2})
     yield procs.device_mesh("cpu")
     procs.stop().get(30)
@@ -722,7 +722,7 @@ def test_ranks_with_other_data_draw_other_numbers_if_asked_to(own_mesh: Any) -> 
 
 
 def test_shards_of_ranks_with_other_data_draw_other_numbers_on_each(own_mesh: Any) -> None:
-    """Ranks with other batches, which `own_random_numbers` told apart, have other shards of a layer, too."""
+    """Ranks with other batches (`own_random_numbers`) also draw other numbers for their shards of a layer."""
     own_random_numbers(own_mesh["dp"])
     local = distribute_tensor(torch.ones(4, 64), own_mesh["tp"], [Shard(1)]).to_local()
     masks = value(DTensor.from_local(F.dropout(local), own_mesh, [Shard(0)] * 2)).chunk(4)
@@ -806,7 +806,7 @@ def test_the_generator_moves_as_the_operation_would(name: str, dtype: torch.dtyp
     for size, kept in itertools.product([1, 15, 16, 47, 48, 49, 1000, 1003, 70001], [0, 1]):
         for whole in (torch.empty(size, dtype=dtype), torch.empty(2 * size, dtype=dtype)[::2]):
             torch.manual_seed(size)
-            torch.randn(2 * kept + kept)  # an odd number of them: one more is kept for the next
+            torch.randn(2 * kept + kept)  # an odd count, so one normal number is kept for the next draw
             before = cpu_generator.state_of(generator)
             cpu_generator.Move((name,), whole.shape, whole.stride(), dtype).make(generator, fill)
             moved = cpu_generator.state_of(generator)

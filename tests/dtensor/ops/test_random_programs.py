@@ -1,6 +1,6 @@
 """Random programs: a single process, eager code on workers and a captured step have the same values.
 
-A statement that raises is left out if the error says what to do. MONARCH_TEST_SEED=7 replays one program.
+A statement that raises is left out if the error names a remedy. MONARCH_TEST_SEED=7 replays one program.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ pytestmark = [
 ]
 
 MESHES = ("2", "3", "2x2", "2x2 tp", LAST_ROW)
-SAYS_WHAT_TO_DO = ("redistribut", "does not have a sharding strategy", "not support", "cannot be evenly sharded")
-"""torch's own words, of what its DTensors have not. Ours are a RemoteTensorError."""
+UNSUPPORTED_ERROR_TEXTS = (
+    "redistribut",
+    "does not have a sharding strategy",
+    "not support",
+    "cannot be evenly sharded",
+)
+"""Texts in torch's errors for features that DTensor lacks. Such errors of this package are RemoteTensorErrors."""
 
 
 class OnMesh:
-    """A program, and its inputs there. Each statement is tried there before it becomes one of the program's."""
+    """A program with its inputs on a mesh. Each statement is tried on the mesh before the program gets it."""
 
     def __init__(self, seed: int, mesh_of: Callable[[str], Any], names: Sequence[str]) -> None:
         self.seed, self._random = seed, random.Random(seed)
@@ -49,7 +54,7 @@ class OnMesh:
         self._writer.write()
 
     def inputs(self, *, there: bool) -> dict[str, torch.Tensor]:
-        """All arguments: what is there or here, and what is always here."""
+        """Return all arguments: inputs on the mesh (``there``) or the host, and tensors that are always on the host."""
         found = self.program.tensors("inputs")
         for name, tensor in found.items():
             if there:
@@ -72,9 +77,9 @@ class OnMesh:
             value(self._there[line.split(" = ")[0]])
         except Exception as error:
             self._there = before
-            if isinstance(error, RemoteTensorError) or any(each in str(error) for each in SAYS_WHAT_TO_DO):
+            if isinstance(error, RemoteTensorError) or any(each in str(error) for each in UNSUPPORTED_ERROR_TEXTS):
                 return False
-            raise AssertionError(f"{line}\nafter\n{self}\nsays in no way what to do") from error
+            raise AssertionError(f"{line}\nafter\n{self}\nraises an error that names no unsupported feature") from error
         return True
 
     def __str__(self) -> str:
@@ -82,11 +87,14 @@ class OnMesh:
         return f"{self.mesh}, {self.placements}, {self.program.inputs}, {hosts}\n{self.program.text()}"
 
     def left_out(self) -> int:
-        """The result that has no part in the loss; in half of the programs there is none."""
+        """Return the index of the result that is not in the loss. In half of the programs no result has this index."""
         return random.Random(self.seed).randrange(2 * len(self.program.results))
 
     def written(self) -> int | None:
-        """The result that is written into after the call. What is placed may be a copy, or not."""
+        """Return the index of the result that is written into after the call.
+
+        It is None for a program with `place`, which may return a copy or its argument.
+        """
         if "place(" in self.program.text():
             return None
         return random.Random(self.seed).randrange(len(self.program.results))
@@ -95,9 +103,9 @@ class OnMesh:
 def values(
     function: Callable[..., Any], inputs: dict[str, torch.Tensor], written: int | None = None, left_out: int = -1
 ) -> dict[str, torch.Tensor | None]:
-    """Of its results, of the gradients of its inputs, and of all of them after one of the results was written into.
+    """Return results, input gradients, and all tensors again after one result was written into.
 
-    ``left_out``: the result of which there are no gradients.
+    ``written``: the index of that result; ``left_out``: the index of the result that is not in the loss.
     """
     torch.manual_seed(7)
     results = function(**inputs)
@@ -120,7 +128,7 @@ def copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def writable(function: Callable[..., Any], inputs: dict[str, torch.Tensor], at: int) -> tuple[bool, bool]:
-    """Whether the result there can be written into, and, if so, whether all inputs and other results stay the same."""
+    """Return whether the result can be written into, and whether inputs and other results have other memory."""
     torch.manual_seed(7)
     results = function(**inputs)
     result = results[at]
@@ -130,7 +138,7 @@ def writable(function: Callable[..., Any], inputs: dict[str, torch.Tensor], at: 
     try:
         with torch.no_grad():
             result.mul_(3)
-    except RuntimeError:  # torch writes into nothing that has one number in several places
+    except RuntimeError:  # torch refuses to write into a tensor with overlapping elements
         return False, apart
     return True, apart
 
@@ -142,25 +150,25 @@ def check(seed: int, mesh_of: Callable[[str], Any], names: Sequence[str], captur
     program, written = on.program.function(), on.written()
     may_write, apart = (False, False) if written is None else writable(program, on.inputs(there=False), written)
     ways: list[Callable[..., Any]] = [program]
-    # Dynamo has the sizes from before in-place views, of plain tensors, too.
+    # Dynamo uses the sizes from before an in-place view, also for plain tensors.
     if captured and not any(each in on.program.text() for each in (".unsqueeze_(", ".t_(")):
         torch._dynamo.reset()
         ways.append(torch.compile(program, backend="monarch", options={"inductor": False}))
     for way in ways:
-        # Who writes into what a captured step returns as a view of an argument or another result writes into a copy.
+        # A captured step may return a copy in place of a view of an argument or of another result.
         at = written if may_write and (apart or way is program) else None
         reference = values(program, on.inputs(there=False), at, on.left_out())
         what = f"MONARCH_TEST_SEED={seed} {'eager' if way is program else 'captured'}, {on}"
         try:
             ours = values(way, on.inputs(there=True), at, on.left_out())
         except Exception as error:
-            if way is program and any(each in str(error) for each in SAYS_WHAT_TO_DO):
-                return  # of a gradient, which is not tried statement by statement
+            if way is program and any(each in str(error) for each in UNSUPPORTED_ERROR_TEXTS):
+                return  # a gradient raised, which is not tried statement by statement
             raise AssertionError(what) from error
         for name, expected in reference.items():
             found = ours[name]
             if expected is None and found is not None and way is not program:
-                expected = torch.zeros_like(found)  # as captured, what has no part in the loss has gradients of zeros
+                expected = torch.zeros_like(found)  # a captured step gives tensors outside the loss gradients of zeros
             assert (found is None) == (expected is None), f"{name} of {what}"
             if found is not None:
                 torch.testing.assert_close(
@@ -173,7 +181,7 @@ def check(seed: int, mesh_of: Callable[[str], Any], names: Sequence[str], captur
 
 
 def seeds(few: int) -> Any:
-    """One that was asked for, or so many."""
+    """Return the seed of MONARCH_TEST_SEED, or the first ``few`` seeds."""
     asked = os.environ.get("MONARCH_TEST_SEED")
     return range(few) if asked is None else [int(asked)]
 
@@ -200,7 +208,7 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VIEWS)
 def test_results_that_are_views_of_unequal_shards(mesh_of: Callable[[str], Any], name: str) -> None:
-    """Each rank's is at another place in its own memory."""
+    """The view starts at another offset in each rank's memory."""
     whole = torch.randn(5, 3)
 
     def program(x: Any) -> Any:
@@ -218,7 +226,7 @@ def test_results_that_are_views_of_unequal_shards(mesh_of: Callable[[str], Any],
 
 
 def test_parts_of_a_host_tensor_that_are_kept_for_backward(mesh_of: Callable[[str], Any]) -> None:
-    """They are sent because they are results; what the others' numbers are is known only then."""
+    """The parts are results of the forward graph, so they are sent. Only then are the graph's values numbered."""
     host = torch.randn(4, 2, 1)
 
     def program(x: Any, h: Any) -> Any:

@@ -76,7 +76,7 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_inplace_change_before_a_redistribution_is_kept(mesh_of: Callable[[str], Any], name: str) -> None:
-    """Where torch would place it in another way first."""
+    """torch itself would redistribute the tensor before the change."""
     for placements in (*PLACEMENTS.values(), (Shard(1), Replicate()), (Shard(0), Shard(0))):
         ours, alone = placed(mesh_of("2x2"), X, placements), X.clone()
         for each in (ours, alone):
@@ -127,7 +127,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(mesh_of: Callable[[str], Any], name: str) -> None:
-    """In training, and in the other mode, in which attention takes a fast path."""
+    """Modules in training mode and in evaluation mode, where attention takes a fast path."""
     x, found = X.view(4, 2, 6), []
     for there in (False, True):
         torch.manual_seed(1)
@@ -154,7 +154,7 @@ def test_sequences_of_unequal_lengths(mesh_of: Callable[[str], Any]) -> None:
             module = distribute_module(module, mesh_of("2"))
         packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 3, 1, 1]), batch_first=True)
         found.append([packed.data, packed.batch_sizes])
-        with mesh_of("2"):  # the first state is made on the device, of which there are other meshes
+        with mesh_of("2"):  # torch makes the first state by device type, and other meshes have the same type
             result, lengths = nn.utils.rnn.pad_packed_sequence(module(packed)[0], batch_first=True)
         module.zero_grad()
         result.square().sum().backward()
@@ -180,7 +180,7 @@ def test_distributions_look_at_their_arguments(mesh_of: Callable[[str], Any]) ->
         torch.manual_seed(2)
         normal = torch.distributions.Normal(x, x.exp(), validate_args=True)
         categories = torch.distributions.Categorical(logits=x, validate_args=True)
-        with mesh_of("2"):  # numbers are drawn on the device, of which there are other meshes
+        with mesh_of("2"):  # torch draws numbers by device type, and other meshes have the same type
             found.append([normal.rsample(), categories.sample(), categories.entropy()])
         with pytest.raises(ValueError, match="Normal"):
             torch.distributions.Normal(x, x, validate_args=True)
@@ -278,7 +278,7 @@ def test_indexed_write_into_a_view_of_rows(mesh_of: Callable[[str], Any], view: 
 
 
 def test_foreach_changes_of_rows_of_one_tensor(mesh_of: Callable[[str], Any]) -> None:
-    """Of which several are rows of the same tensor, again and again; and each is a change to autograd."""
+    """The list has several rows of one tensor, and is changed repeatedly. Autograd must see each change."""
     here = torch.arange(24.0).view(4, 6)
     there = distribute_tensor(here, mesh_of("3"), [Shard(0)])
     for x in (here, there):
@@ -304,7 +304,7 @@ def test_a_list_that_was_changed_is_not_differentiated(mesh_of: Callable[[str], 
 
 
 def test_the_same_bytes_in_several_dtypes(mesh_of: Callable[[str], Any]) -> None:
-    """One after the other: what is known of one is not said of another."""
+    """Views in several dtypes, one after another: a cached view of one dtype must not be used for another."""
     here = torch.randn(4, 6)
     for placement in (Replicate(), Shard(0)):
         there = distribute_tensor(here, mesh_of("3"), [placement])
@@ -323,7 +323,7 @@ VIEWS_OF_NOTHING: list[Callable[[Any], Any]] = [
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0, 3)])
 def test_views_of_nothing(mesh_of: Callable[[str], Any], shape: tuple[int, ...]) -> None:
-    """torch's own way to a view's sharding does not come to an end."""
+    """torch's own search for a view's sharding does not end."""
     for placements in ([Replicate()], [Shard(0)], [Shard(len(shape) - 1)]):
         x = distribute_tensor(torch.zeros(shape), mesh_of("3"), placements)
         for view in VIEWS_OF_NOTHING:
@@ -345,7 +345,7 @@ def test_a_table_of_which_a_rank_has_no_rows(mesh_of: Callable[[str], Any], rows
 
 @pytest.mark.parametrize("name", ["mul", "mul_", "div", "div_"])
 def test_a_list_by_one_number_that_is_a_sum_over_ranks(mesh_of: Callable[[str], Any], name: str) -> None:
-    """Each of the list is placed in its own way."""
+    """Each tensor of the list has its own placement."""
     mesh, here = mesh_of("3"), [torch.rand(4, 6), torch.rand(4, 6)]
     operation = getattr(torch, f"_foreach_{name}")
     expected = [each.clone() for each in here]

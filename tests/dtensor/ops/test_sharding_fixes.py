@@ -44,7 +44,6 @@ def test_gathering_fewer_rows_than_there_are(mesh_of: Callable[[str], Any]) -> N
 
 
 def test_gradient_of_scatter_add_is_gathered(mesh_of: Callable[[str], Any]) -> None:
-    """The gradient of what is added is gathered."""
     mesh, x, index = mesh_of("2"), torch.randn(10, 2), torch.randint(10, (10, 2))
     there = distribute_tensor(index, mesh, [Shard(1)])
 
@@ -196,7 +195,7 @@ def test_bits_are_shifted(mesh_of: Callable[[str], Any]) -> None:
 
 
 def test_rows_of_a_table_that_a_rank_has_not(mesh_of: Callable[[str], Any]) -> None:
-    """What keeps a sum over ranks is done with them before they are added up."""
+    """Operations that accept partial sums use the looked-up rows before the ranks' rows are added up."""
     index = torch.tensor([0, 3, 3, 5])
 
     def calculate(table: Any) -> Any:
@@ -285,7 +284,7 @@ def test_unreferenced_rows_are_not_kept(mesh_of: Callable[[str], Any]) -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,)])
 def test_rows_of_a_sharded_table_by_an_index_of_any_dimensions(mesh_of: Callable[[str], Any], shape: Any) -> None:
-    """torch indexes by its mask of them, and reads one that is a single number: of which rank?"""
+    """torch indexes by its mask of the rows. For a single index it reads the mask, which differs by rank."""
     table, mesh = torch.randn(5, 4), mesh_of("2")
     rows = distribute_tensor(table, mesh, [Shard(0)]).requires_grad_()
     alone = table.clone().requires_grad_()
@@ -302,7 +301,7 @@ def test_rows_of_a_sharded_table_by_an_index_of_any_dimensions(mesh_of: Callable
 @pytest.mark.slow
 @pytest.mark.parametrize("by_frequency", [True, False], ids=["by frequency", "plain"])
 def test_the_gradient_of_rows_that_were_looked_up(mesh_of: Callable[[str], Any], by_frequency: bool) -> None:
-    """By how often, also where each rank has some of the indices; and of a table by rows in both dimensions."""
+    """Gradients may be scaled by frequency, indices may be sharded, and both mesh dimensions may shard the rows."""
     mesh, table = mesh_of("2x2"), torch.randn(10, 4)
     index = torch.tensor([[1, 2, 3], [2, 9, 9], [0, 1, 4], [7, 7, 7], [5, 6, 1]])
     alone = table.clone().requires_grad_()
@@ -341,13 +340,13 @@ STRIDED = [
     ((6, 6), 0, (36,)), ((4, 6), 1, (24,)), ((2, 4, 3), 1, (2, 12)), ((2, 4, 3), 1, (8, 3)),
     ((2, 4, 3), 1, (2, 4, 3, 1)),
 ]  # fmt: skip
-"""Sizes, the dimension of which ranks have parts of parts, and sizes of a view."""
+"""Sizes, the dimension that is sharded with strides, and the sizes of a view."""
 
 
 @pytest.mark.parametrize(("sizes", "dim", "after"), STRIDED)
 def test_views_of_what_is_sharded_with_strides(mesh_of: Callable[[str], Any], sizes: Any, dim: int, after: Any) -> None:
     mesh, whole = mesh_of("2x2"), torch.randn(sizes)
-    places = (_StridedShard(dim, split_factor=2), Shard(dim))  # as fully_shard has it of what is parallelized so
+    places = (_StridedShard(dim, split_factor=2), Shard(dim))  # as fully_shard places a parallelized parameter
     alone, ours = whole.clone().requires_grad_(), distribute_tensor(whole, mesh, places).requires_grad_()
     same(ours, whole, 0)
     same(ours.view(after), whole.view(after), 0)
@@ -358,11 +357,11 @@ def test_views_of_what_is_sharded_with_strides(mesh_of: Callable[[str], Any], si
 
 
 def test_the_gradient_of_attention_where_a_rank_would_get_no_heads(mesh_of: Callable[[str], Any]) -> None:
-    """A gradient that is a sum over ranks would be scattered by heads, of which four ranks' share leaves one none."""
+    """A partial gradient would be scattered by heads, and four heads on three ranks leave one rank without heads."""
     mesh, whole, weight = mesh_of("3"), torch.randn(2, 4, 5, 8), torch.randn(8, 6)
 
     def project(x: Any, w: Any) -> Any:
-        return F.scaled_dot_product_attention(x, x, x) @ w  # by columns: the gradient of what goes in is a sum
+        return F.scaled_dot_product_attention(x, x, x) @ w  # w is sharded by columns, so x gets a partial gradient
 
     alone, ours = whole.clone().requires_grad_(), distribute_tensor(whole, mesh, [Replicate()]).requires_grad_()
     expected, found = project(alone, weight), project(ours, distribute_tensor(weight, mesh, [Shard(1)]))
@@ -378,12 +377,12 @@ GROUPS: dict[str, tuple[tuple[int, ...], tuple[int, ...], bool]] = {
     "3 by 2": ((2, 8, 16), (16, 8), True),
     "2 by 2": ((16, 8), (8, 16), True),
 }
-"""Dimensions of the matrices, and whether rows of one are of several groups."""
+"""Sizes of both matrices, and whether ``offs`` splits one of them into groups."""
 
 
 @pytest.mark.parametrize("dims", GROUPS)
 def test_grouped_mm_of_float32_has_a_single_process_values(mesh_of: Callable[[str], Any], dims: str) -> None:
-    """Mixtures of experts of float32: kernels take them, torch's meta function does not."""
+    """Mixtures of experts may use float32. The kernels accept it, but torch's meta function does not."""
     mesh, (one, other, has_groups) = mesh_of("2"), GROUPS[dims]
     offsets = torch.tensor([3, 8], dtype=torch.int32) if has_groups else None
     a, b = torch.randn(one, requires_grad=True), torch.randn(other, requires_grad=True)

@@ -27,14 +27,23 @@ from tests.dtensor.torch_test_modules import common_dtensor
 DTensorTestBase, with_comms = common_dtensor.DTensorTestBase, common_dtensor.with_comms
 
 
+def keep_process_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable `destroy_process_group`, which torch's `with_comms` calls after an exception.
+
+    Later tests use the same groups.
+    """
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group=None: None)
+
+
 class ControllerTestBase(common_dtensor.LocalDTensorTestBase):  # type: ignore[misc]
-    """As torch's base for LocalTensorMode; the ranks are worker processes."""
+    """torch's base class for LocalTensorMode, with worker processes as ranks."""
 
     mesh_of: Callable[[str], Any]
 
     @pytest.fixture(autouse=True)
-    def _meshes(self, mesh_of: Callable[[str], Any]) -> None:
+    def _meshes(self, mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
         self.mesh_of = mesh_of
+        keep_process_groups(monkeypatch)
 
     @property
     def world_size(self) -> int:
@@ -61,10 +70,10 @@ class ControllerTestBase(common_dtensor.LocalDTensorTestBase):  # type: ignore[m
         return self.mesh_of("2")
 
     def init_pg(self, eager_init: Any, backend: str | None = None) -> None:
-        """There is one, the meshes'."""
+        """Do nothing, because the meshes have a process group."""
 
     def destroy_pg(self, device_id: int | None = None) -> None:
-        """It stays, for other tests."""
+        """Do nothing, because other tests use the process group."""
 
 
 class OpsTest(DTensorTestBase):  # type: ignore[misc]
@@ -118,7 +127,7 @@ class OpsTest(DTensorTestBase):  # type: ignore[misc]
 
 
 class RulesTest(DTensorTestBase):  # type: ignore[misc]
-    """torch's validators of single rules, forwards and backwards; and that they see a wrong one."""
+    """torch's validators of single sharding rules, forward and backward, which must also detect a wrong rule."""
 
     @with_comms
     def test_rules(self) -> None:
@@ -192,10 +201,27 @@ def _with_controller(suite: Any) -> Any:
     return made
 
 
+class FailingTest(DTensorTestBase):  # type: ignore[misc]
+    """A test that raises."""
+
+    @with_comms
+    def test_raises(self) -> None:
+        raise ZeroDivisionError
+
+
 OpsFromController = _with_controller(OpsTest)
 RulesFromController = _with_controller(RulesTest)
 ModulesFromController = _with_controller(ModulesTest)
-OpsTest.__test__ = RulesTest.__test__ = ModulesTest.__test__ = False
+OpsTest.__test__ = RulesTest.__test__ = ModulesTest.__test__ = FailingTest.__test__ = False
+
+
+def test_failed_test_keeps_the_process_groups(mesh_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    group = mesh_of("2").get_group()
+    keep_process_groups(monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        _with_controller(FailingTest)("test_raises").test_raises()
+    assert dist.is_initialized()
+    assert mesh_of("2").get_group() is group
 
 
 def test_barrier_waits_for_the_workers_and_raises_failures(mesh_of: Callable[[str], Any]) -> None:
@@ -205,5 +231,5 @@ def test_barrier_waits_for_the_workers_and_raises_failures(mesh_of: Callable[[st
     failed = failing_lookup.look_up(workers.put(torch.tensor([5])), workers.put(torch.randn(3, 2)))
     with pytest.raises(RemoteOpError, match=failing_lookup.OPERATION):
         dist.barrier()
-    dist.barrier()  # it has been told
+    dist.barrier()  # the failure has been raised
     del failed

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 OURS = "monarch_backend"
 BOOKKEEPING = ("torch.library:", "torch._library.", "torch.jit._builtins:", "torch.ops:")
-"""Tables of torch about its other tables, with which kernels are removed, and an index of operators that is filled."""
+"""Tables that are left out: torch's bookkeeping of its other tables, and an index of operators that fills on use."""
 CONTAINERS = (dict, set, list)
 FAKES = "shapes of fake tensors"
 SETTERS = ("_set_", "_ensure", "_dispatch_tls_set", "_register")
@@ -63,7 +63,7 @@ def text(key: Any) -> str:
 
 
 def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
-    """Let ``note`` see the arguments of each call of a function."""
+    """Call ``note`` with the arguments of each call of a function."""
     own = getattr(owner, name)
 
     @functools.wraps(own)
@@ -100,7 +100,7 @@ def watch_library() -> None:
 
 
 def is_of_fake() -> bool:
-    """Whether torch itself registers a fake as a kernel of the key Meta."""
+    """Return whether torch itself is registering a fake as a kernel of the key Meta."""
     frame: Any = sys._getframe(3)
     while frame is not None:
         if frame.f_code.co_name == "_register_fake":
@@ -190,7 +190,7 @@ def kernels() -> dict[str, set[str]]:
     """Return the operators with a kernel, by dispatch key."""
     found = {}
     for key in torch._C.DispatchKey.__members__:
-        with contextlib.suppress(RuntimeError):  # a mark of where a range of keys begins
+        with contextlib.suppress(RuntimeError):  # not a key, but the start of a range of keys
             found[key] = set(torch._C._dispatch_get_registrations_for_dispatch_key(key))
     return found
 
@@ -251,7 +251,7 @@ def made_up() -> None:
     """Make an entry of each kind that no row names."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("aten::sigmoid", lambda x: x, "Negative")
-    library.m.impl("sinh", "Negative", lambda x: x, False)  # past Library.impl
+    library.m.impl("sinh", "Negative", lambda x: x, False)  # without Library.impl
     torch.serialization._package_registry.append((0, made_up, made_up))
     torch.library.register_fake("aten::sigmoid", lambda x: x, allow_override=True)
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
@@ -271,6 +271,8 @@ kept: list[Any] = []
 
 def main(program: str) -> None:
     warnings.simplefilter("ignore")
+    if hasattr(dist.Backend, "_ensure_backend_registered"):  # torch 2.14 and later register Gloo at its first use
+        dist.Backend._ensure_backend_registered("gloo")
     watch_library()
     watch_settings()
     containers = tables()

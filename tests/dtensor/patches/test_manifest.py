@@ -121,6 +121,8 @@ print(json.dumps(changed(before, names())))
 
 COMPARE_SHARDS = """
 import torch, torch.distributed as dist
+from monarch_backend import _native
+_native.park_threads_at_exit()  # Gloo's threads drop tensors, and abort if the interpreter is ending then
 from monarch_backend.dtensor._patches import installation
 installation.install()
 from torch.distributed.device_mesh import init_device_mesh
@@ -207,7 +209,7 @@ def test_controller_replaces_exactly_the_rows_of_its_manifest() -> None:
 def test_program_with_the_backend_only_has_at_most_six_replaced_names() -> None:
     found = json.loads(run(COMPARE + PLAIN, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
     wanted = sorted(row.target for row in C10D if row.is_for(torch_version.torch_version()))
-    listed = [name for name in wanted if not name.endswith(":new_group")]  # of torch_xla only
+    listed = [name for name in wanted if not name.endswith(":new_group")]  # only for torch_xla
     assert found == listed
     assert len(wanted) <= 6
     assert all(sum(row.is_for(release) for row in C10D) <= 6 for release in ((2, 9), (2, 13), (2, 14), (2, 15)))
@@ -223,7 +225,7 @@ def test_meshes_of_other_backends_get_torchs_own_functions() -> None:
 
 
 def test_other_meshes_compare_the_shards_of_all_ranks(tmp_path: Path) -> None:
-    """Rank 0 has equal shards, and torch asks rank 1."""
+    """Rank 0 has equal shards, and torch must compare those of rank 1 too."""
     script = tmp_path / "compare.py"
     script.write_text(COMPARE_SHARDS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]

@@ -1,6 +1,6 @@
-"""Each entry that is made in a table of torch has a row, and each row names entries that are made.
+"""Each entry that the package makes in a table of torch has a row, and each row names entries that are made.
 
-registrations_probe.py records them in a new process. The page with the rows is generated from the manifests.
+registrations_probe.py records the entries in a new process. The page with the rows is generated from the manifests.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RELEASE = torch_version.torch_version()
 PLAIN = _c10d_manifest.REGISTRATIONS
 ALL = (*PLAIN, *registrations.CONTROLLER, *registrations.WORKER)
 IN_METADATA = "entry points "
-"""Beginning of the tables that are no objects: see `test_entry_points_of_torch_have_rows`."""
+"""Prefix of tables in package metadata, which are no Python objects: see `test_entry_points_of_torch_have_rows`."""
 MAKES_ENTRIES = re.compile(
     r"torch\.library\.(?:Library|define|impl|register_\w+|custom_op)\(|_register_device_module\(|Backend\.register_backend\("
     r"|register_op_strategy|register_prop_rule\(|register_sharding\(|_register_single_dim_pointwise\("
@@ -36,7 +36,7 @@ MAKES_ENTRIES = re.compile(
     r"|\._custom_op_handlers|\.op_(?:single_dim_)?strategy_funcs|\.op_to_\w+|\brules\[\S+\] = "
     r"|trace_rules\.add\(|_type_dispatch_impl\(|traceable_tensor_subclasses\.add\(|world\.pg_map\["
 )
-"""Code that makes an entry in a table of torch, or has the table."""
+"""Code that makes an entry in a table of torch, or that refers to the table."""
 MAKES_NONE = {
     "monarch_backend.dtensor._per_rank.shard_origins",  # looks up which operators have a strategy
     "monarch_backend.dtensor._torch_internals.own_handlers",  # takes a handler out while torch runs its own code
@@ -45,7 +45,7 @@ MAKES_NONE = {
 
 
 class Made(NamedTuple):
-    """Entries of one table that a program has changed. ``own``: numbers of torch's own values, by entry."""
+    """Entries of one table that a program has changed. ``own``: ids of torch's own values, by entry."""
 
     names: Sequence[str]
     changed: frozenset[str]
@@ -55,7 +55,7 @@ class Made(NamedTuple):
 
 @functools.cache
 def made_by(program: str) -> tuple[Made, ...]:
-    """Return what a program of registrations_probe.py makes, by table."""
+    """Return the entries that a program of registrations_probe.py makes, by table."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.dtensor.patches.registrations_probe", program],
         capture_output=True, text=True, timeout=500, check=False, cwd=ROOT,
@@ -69,7 +69,7 @@ def made_by(program: str) -> tuple[Made, ...]:
 
 
 def named_entries(row: Registration) -> Iterator[str]:
-    """Yield the entries that a row names, as a table of C++ and as one of Python has them."""
+    """Yield the entries that a row names, in the forms of C++ tables and of Python tables."""
     if not isinstance(row.entries, str):
         yield from row.entries
         return
@@ -82,7 +82,7 @@ def named_entries(row: Registration) -> Iterator[str]:
 
 
 def entries_of(row: Registration, made: Made) -> set[str]:
-    """Return the entries of a table that a row stands for."""
+    """Return the entries of a table that a row covers."""
     known = {each for pattern in named_entries(row) for each in fnmatch.filter(made.every, pattern)}
     own = {made.own[each] for each in row.like if each in made.own}
     return known | {each for each, number in made.own.items() if number in own}
@@ -99,7 +99,10 @@ def without_row(made: Iterable[Made], rows: Iterable[Registration]) -> list[str]
 
 
 def not_made(made: Sequence[Made], rows: Iterable[Registration]) -> list[str]:
-    """Return what rows name and no program makes: tables, and entries that are torch's own in all of a row's tables."""
+    """Return the tables and entries that rows name and no program makes.
+
+    An entry counts if it is torch's own in all of the row's tables.
+    """
     found = []
     for row in rows:
         if not row.is_for(RELEASE) or row.tables[0].startswith(IN_METADATA):
@@ -118,7 +121,7 @@ def test_entries_of_a_controller_have_rows() -> None:
 
 
 def test_entries_of_a_worker_have_rows() -> None:
-    rows = (*PLAIN, *registrations.WORKER, *registrations.CONTROLLER)  # it imports a new operator
+    rows = (*PLAIN, *registrations.WORKER, *registrations.CONTROLLER)  # a worker imports a new operator, too
     assert without_row(made_by("worker"), rows) == []
 
 
@@ -168,7 +171,7 @@ def test_entry_points_of_torch_have_rows() -> None:
 
 
 def test_modules_that_make_entries_are_named_by_a_row() -> None:
-    """Also those that need a GPU or torch_xla, which no program here runs."""
+    """Modules that need a GPU or torch_xla are included, although no program here runs them."""
     found = set()
     for path in (ROOT / "monarch_backend").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)

@@ -157,7 +157,7 @@ FORMS = {
     "DTensor.share_memory_": "self",
     "DTensor.__dlpack__": "self stream max_version dl_device copy",
 }
-"""Parameters of torch's own function, by the name of the place. What a type of C has inherited has none to look at."""
+"""Parameters of each replaced function of torch, by name. Functions of C types have no parameters to check."""
 FORMS_BY_RELEASE: tuple[tuple[Release, dict[str, str]], ...] = (
     ((2, 14), {"DTensor.__dlpack__": "self stream max_version dl_device copy read_only"}),
     (
@@ -172,7 +172,7 @@ FORMS_BY_RELEASE: tuple[tuple[Release, dict[str, str]], ...] = (
         },
     ),
 )
-"""What has changed from a release on."""
+"""Parameters that differ from a release on."""
 for _since, _forms in FORMS_BY_RELEASE:
     if _since <= RELEASE:
         FORMS.update(_forms)
@@ -196,7 +196,7 @@ def name_of(where: Any, name: str) -> str:
 
 
 def places_of(rows: Sequence[Patch]) -> dict[str, Any]:
-    """By the name of each place torch's own object there; of what a subclass or a base class overrides, too."""
+    """Return torch's own object for each replaced name, including names that a subclass or a base class overrides."""
     found: dict[str, Any] = {}
     for row in rows:
         if not row.is_for(RELEASE):
@@ -222,43 +222,44 @@ def places_of(rows: Sequence[Patch]) -> dict[str, Any]:
             found.update({name_of(own, each): inspect.getattr_static(own, each) for each in ours})
         else:
             found[name_of(where, name)] = own
-    found["FSDPState._root_pre_forward"] = FSDPState._root_pre_forward  # which a state's subclass overrides
+    found["FSDPState._root_pre_forward"] = FSDPState._root_pre_forward  # overridden by a subclass of the state
     return found
 
 
 PLACES = places_of(manifest.MESH)
 
 
-def test_this_list_is_complete() -> None:
+def test_list_of_parameters_has_each_replaced_function() -> None:
     assert set(PLACES) == set(FORMS) | OF_C
 
 
 @pytest.mark.parametrize("place", sorted(FORMS))
-def test_torchs_own_function_has_the_form_that_we_rely_on(place: str) -> None:
+def test_replaced_function_has_the_expected_parameters(place: str) -> None:
     own = PLACES[place]
     own = own.__func__ if isinstance(own, (staticmethod, classmethod)) else own
-    if isinstance(own, types.WrapperDescriptorType):  # C's own, which has no module
+    if isinstance(own, types.WrapperDescriptorType):  # a method of C, without a module
         assert own.__objclass__ is torch._C.TensorBase
         return
     assert own.__module__.split(".")[0] == "torch", "it is not torch's own that was replaced"
-    if inspect.isbuiltin(own):  # of a build for GPUs, which says no parameters
+    if inspect.isbuiltin(own):  # in a build for GPUs: a C function without a signature
         assert own is torch._C._cuda_exchangeDevice
         return
     assert " ".join(inspect.signature(own).parameters) == FORMS[place]
 
 
-def test_torch_says_that_it_has_no_sharding_in_the_way_that_is_looked_for() -> None:
-    """By the class of the error, and, where something would have to stay where it is, by its words."""
+def test_errors_for_missing_shardings_are_the_expected_ones() -> None:
+    """The fallback looks for the class of the error, and for its text if a tensor would have to be redistributed."""
     assert "raise NotImplementedError(" in inspect.getsource(sharding_prop.ShardingPropagator)
     said = "".join(map(inspect.getsource, (utils.expand_to_full_mesh_op_strategy, tensor_ops, view_ops)))
-    assert not [words for words in replicate_fallback._GATHERED if words not in said]
+    since = replicate_fallback._GATHERED_SINCE if RELEASE >= (2, 14) else ()
+    assert not [words for words in (*replicate_fallback._GATHERED, *since) if words not in said]
     assert "costs.index(min(costs))" in inspect.getsource(sharding_prop), "what raises that, where no way is left"
     slow = inspect.getsource(op_dispatch.OpDispatcher._propagate_op_sharding_dispatch_slow_path)
     assert "out = op_call.decompose(*args, **kwargs)" in slow, "what it returns may be the result itself"
     assert slow.rstrip().endswith(") from e")
 
 
-def test_an_index_of_masks_is_sharded_by_what_we_correct() -> None:
+def test_strategy_of_index_put_is_our_fix() -> None:
     known = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[torch.ops.aten.index_put_.default]
     assert dataclasses.is_dataclass(known) and known.func.__module__ == sharding_fixes.__name__
     own = inspect.signature(tensor_ops.index_put_single_dim_strategy)
@@ -266,14 +267,14 @@ def test_an_index_of_masks_is_sharded_by_what_we_correct() -> None:
     assert callable(op_dispatch.as_strided_handler)
 
 
-def test_a_whole_is_found_of_one_shard_and_the_mesh() -> None:
+def test_global_shape_is_computed_from_a_shard_and_the_mesh() -> None:
     own = patches.originals["torch.distributed.tensor._api:compute_global_tensor_info"]
     assert own is torch._C._DTensor_compute_global_tensor_info
     mesh = simulated_mesh((2, 3), ("x", "y"))
     assert own(torch.empty(2, 5), mesh, (Shard(0), Shard(1))) == ([4, 15], [15, 1])
 
 
-def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
+def test_functions_with_swapped_code_have_the_expected_parameters() -> None:
     swapped = [patches.originals[row.target] for row in manifest.MESH if row.swaps_code and row.is_for(RELEASE)]
     forms = {function.__name__: " ".join(inspect.signature(function).parameters) for function in swapped}
     assert forms == {
@@ -297,7 +298,7 @@ def test_functions_that_are_diverted_have_the_form_that_we_rely_on() -> None:
 
 
 def test_a_dtensor_is_made_by_new_alone() -> None:
-    """`__init__`, which ours leaves out, only has something to do where torch exports."""
+    """Our constructor leaves out `__init__`, which has an effect only while torch exports."""
     x = distribute_tensor(torch.ones(4, 2), simulated_mesh((2,), ("x",)), [Shard(0)])
     made = DTensor.__new__(DTensor, x._local_tensor, x._spec, requires_grad=True)
     assert made._spec is x._spec and made._local_tensor is x._local_tensor and made.requires_grad
@@ -339,7 +340,7 @@ def test_a_mesh_names_its_groups_by_dimension_and_a_slice_has_those_of_its_root(
 
 
 def test_parallelize_module_calls_itself_for_each_style() -> None:
-    """So only the outermost call is the user's."""
+    """Only the outermost call is the user's."""
     make = parallel_modules._parallelize
     seen: list[bool] = []
 
@@ -434,7 +435,7 @@ def test_torch_names_a_new_group_by_the_function_that_workers_replace() -> None:
 
 
 def test_masks_of_sharded_rows_are_kept_in_their_placement() -> None:
-    """Captured steps use them at once, and what fails leaves none: see `_torch_masks`."""
+    """Captured steps use the masks at once, and a failing lookup leaves none: see `embedding_mask`."""
     placement, rows = _MaskPartial(offset_shape=torch.Size([4])), torch.ones(2, 3)
     placement.mask_buffer.materialize_mask(torch.tensor([True, False]))
     placement.mask_buffer.apply_mask(rows)
@@ -465,17 +466,20 @@ _OF_OPAQUE = "CustomClassObjectVariable" if RELEASE >= (2, 14) else "TorchScript
 _OF_ATTRIBUTES = "tp_getattro_impl" if RELEASE >= (2, 14) else "var_getattr"
 FORMS_OF_COMPILE[f"{_OF_OPAQUE}.call_method"] = "self tx name args kwargs"
 FORMS_OF_COMPILE[f"TensorVariable.{_OF_ATTRIBUTES}"] = "self tx name"
+if RELEASE >= (2, 14):
+    _OF_AOT = "torch._functorch._aot_autograd.subclass_utils"
+    FORMS_OF_COMPILE[f"{_OF_AOT}._find_attr_matching_outer_metadata"] = "a inner_keys metadata_fn"
 
 
 @pytest.mark.parametrize("name", sorted(FORMS_OF_COMPILE))
-def test_what_traces_of_classes_of_ranks_replace_has_the_form_that_we_rely_on(name: str) -> None:
-    trace_installation.install()  # one of them is a classmethod, whose form depends on it
+def test_functions_replaced_in_traces_have_the_expected_parameters(name: str) -> None:
+    trace_installation.install()  # one is a classmethod, and its form depends on the installation
     own = {**PLACES, **places_of(manifest.COMPILE)}[name]
     own = own.__func__ if isinstance(own, (staticmethod, classmethod)) else own
     assert " ".join(inspect.signature(own).parameters) == FORMS_OF_COMPILE[name]
 
 
-def test_the_dimension_of_an_input_that_a_sharded_dimension_of_its_view_is_made_of() -> None:
+def test_sharded_dimension_of_a_view_maps_to_its_input() -> None:
     mesh = simulated_mesh((2, 2), ("x", "y"))
     base = distribute_tensor(torch.ones(4, 6, 8), mesh, [Shard(0), Replicate()])
 
@@ -485,7 +489,7 @@ def test_the_dimension_of_an_input_that_a_sharded_dimension_of_its_view_is_made_
 
     whole = torch.ones(4, 6, 8)
     assert [of(whole[1], dim) for dim in (0, 1)] == [1, 2]
-    assert of(whole[1].view(-1), 0) == 1  # its outermost
+    assert of(whole[1].view(-1), 0) == 1  # the outermost dimension
     assert [of(whole[2:].transpose(1, 2), dim) for dim in (1, 2)] == [2, 1]
     assert of(whole.view(4, 2, 3, 8), 1) == 1
     with pytest.raises(RemoteTensorError, match=r"dimension 1 is sharded like none of the input.*clone"):
@@ -493,7 +497,7 @@ def test_the_dimension_of_an_input_that_a_sharded_dimension_of_its_view_is_made_
 
 
 def test_torch_traces_in_a_context_of_its_own_and_says_what_a_trace_changes() -> None:
-    """And what `_torch_compile.in_classes` reads of it. Sizes and strides are what a guard of a tensor is made of."""
+    """Attributes that `tracing_state` and `trace_backends` read exist. Guards of a tensor use its sizes and strides."""
     assert hasattr(ShapeEnv(), "tracked_fakes")
     assert functorch.force_non_lazy_backward_lowering is False
     fields = {each.name for each in dataclasses.fields(ViewAndMutationMeta)}
@@ -519,7 +523,7 @@ def test_the_table_of_reductions_is_the_one_that_is_looked_into(mesh: Any) -> No
         assert {reductions.LINEAR_REDUCTION_OP_MAP[each] for each in anys} == {"max"}
     x = distribute_tensor(torch.ones(6, 6), mesh, [Shard(0)] * mesh.ndim) > 0
     found = set(x.any().placements), set(x.any(0).placements)
-    wanted = Partial("max") if RELEASE < (2, 14) else Replicate()  # later ones gather it first
+    wanted = Partial("max") if RELEASE < (2, 14) else Replicate()  # later releases gather x first
     assert found == ({wanted}, {wanted})
 
 
@@ -566,7 +570,7 @@ def test_schemas_say_which_arguments_are_numbers() -> None:
 
 
 def test_composite_operators_decompose_as_expected() -> None:
-    """Without autograd it comes as it is, and its own kernel for autograd is called."""
+    """Without autograd a composite operator is not decomposed, so its own kernel for autograd is called."""
     linear = decompositions.made_of_others(torch.ops.aten.linear.default)
     x = torch.randn(3, 2)
     assert linear is not None
@@ -584,7 +588,7 @@ def test_parts_of_a_norm() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["_compile.compile_backend", "_patches.fixes.view_writeback"])
 def test_every_patch_is_in_place_in_either_order_of_imports(first: str) -> None:
-    """Torch's entry point imports `compile_backend` first where a step is captured before there is a mesh."""
+    """torch's entry point imports `compile_backend` first if a step is captured before a mesh exists."""
     program = f"""
 import monarch_backend.dtensor.{first}
 from monarch_backend.dtensor._controller import controller_mesh

@@ -1,7 +1,7 @@
 """Random models and training loops from a seed, as source text that one process and DTensors both run.
 
 A model is a list of layers for batches of [rows, places, width], or of words. Its optimizer and the parts of a step
-are chosen too. Numbers have 64 bits, so that only wrong results differ.
+are chosen too. Values are float64, so that only wrong results differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTHS = (4, 5, 6, 8, 12)
 
 
 class Net(nn.Sequential):
-    """With a forward that is in no file of torch's: those dynamo leaves out."""
+    """A sequence with a forward method outside torch's files, because dynamo does not trace methods in those."""
 
     def forward(self, x: Any) -> Any:
         for each in self:
@@ -29,28 +29,28 @@ class Net(nn.Sequential):
 
 
 class Residual(Net):
-    """Its input, and what layers make of it."""
+    """Adds the input to the output of the layers."""
 
     def forward(self, x: Any) -> Any:
         return x + super().forward(x)
 
 
 class Again(Net):
-    """Calculated again for backward."""
+    """Recomputes its activations in backward."""
 
     def forward(self, x: Any) -> Any:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class Across(Net):
-    """A layer that takes channels first."""
+    """Transposes batches for a layer that takes channels before places."""
 
     def forward(self, x: Any) -> Any:
         return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
 class Attention(nn.Module):
-    """Of places to each other. A bias of keys would have gradients of zero, and what is left is rounding."""
+    """Attention between places. Keys have no bias, because its gradients would be zero except for rounding errors."""
 
     def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
 
 class Gated(nn.Module):
-    """Two ways up and one down."""
+    """Feed-forward layer: the product of two linear layers, one of them activated, goes into a third."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Gated(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Parameters of its own, and buffers that a step changes."""
+    """Has parameters outside any submodule, and buffers that each training step changes."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ OF_A_WHOLE_BATCH = [
     "Across(nn.BatchNorm1d({d}))", "Across(nn.InstanceNorm1d({d}))", "Scaled({d})", "nn.Dropout(0.3)",
     "nn.Dropout(0.5)", "nn.Dropout1d(0.4)", "nn.AlphaDropout(0.2)",
 ]  # fmt: skip
-# None that takes a gradient's sign, or all but: some are zero but for rounding.
+# No optimizer that uses mainly the signs of gradients, because some gradients are zero except for rounding errors.
 OPTIMIZERS = [
     "SGD({p}, lr=0.1)", "SGD({p}, lr=0.1, momentum=0.9)",
     "SGD({p}, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)",
@@ -126,9 +126,10 @@ CLIPS = [None, None, {"norm_type": 2.0}, {"norm_type": 1.0, "foreach": True}, {"
 
 @dataclass
 class Training:
-    """``words``: how many there are, 0 where batches are numbers; ``parts``: of a step, whose gradients add up.
+    """A training. ``words``: size of the vocabulary, or 0 if batches are numbers.
 
-    ``passing``: what is handed on in the middle; ``frozen``: the number of a parameter that does not learn.
+    ``parts``: number of batches per step, with gradients that add up. ``passing``: the object that is copied or
+    reloaded after the second step. ``frozen``: index of a parameter that is not trained.
     """
 
     seed: int
@@ -147,7 +148,7 @@ class Training:
     passing: str
 
     def model(self) -> Net:
-        """The same each time."""
+        """Return a new model, with the same parameters each time."""
         torch.manual_seed(self.seed)
         net = Net(*(eval(each, dict(NAMES)) for each in self.layers)).double()
         if self.is_tied:
@@ -158,7 +159,7 @@ class Training:
         return net
 
     def batch(self, number: int) -> list[torch.Tensor]:
-        """What goes in, and what is to come out."""
+        """Return inputs and targets."""
         drawn: dict[str, Any] = {"generator": torch.Generator().manual_seed(100 + number)}
         numbers = {"dtype": torch.float64, **drawn}
         where = (ROWS, PLACES)
@@ -168,14 +169,14 @@ class Training:
         return [x, torch.randn(*where, self.last, **numbers)]
 
     def loss(self, net: Any, x: Any, y: Any) -> Any:
-        """A mean over all places."""
+        """Return the mean over all places."""
         out = net(x)
         if self.kind == "cross_entropy":
             return F.cross_entropy(out.flatten(0, 1), y.flatten())
         return F.mse_loss(out, y) if self.kind == "mse" else out.square().mean()
 
     def optimized(self, parameters: list[Any]) -> tuple[Any, Any]:
-        """The optimizer, and its schedule if there is one."""
+        """Return the optimizer, and its schedule or None."""
         optimizer = eval(f"torch.optim.{self.optimizer.format(p='p')}", {"torch": torch, "p": parameters})
         if not self.schedule:
             return optimizer, None
@@ -183,7 +184,7 @@ class Training:
         return optimizer, eval(made, {"torch": torch, "o": optimizer})
 
     def clipped(self, parameters: list[Any]) -> Any:
-        """Their gradients are, if it is wanted; returns the norm that they had."""
+        """Clip the gradients as the training does, and return their norm before that."""
         if self.clip == "values":
             nn.utils.clip_grad_value_(parameters, 0.01)
         elif self.clip is not None:
@@ -192,7 +193,7 @@ class Training:
 
 
 def write(seed: int, *, is_whole: bool) -> Training:
-    """``is_whole``: with layers that look at a whole batch."""
+    """Choose a training. ``is_whole``: also with layers that need the whole batch."""
     r = random.Random(seed)
     width, words = r.choice(WIDTHS), r.choice((0, 0, 7, 12))
     layers, d = _layers(r, width, LAYERS + (OF_A_WHOLE_BATCH if is_whole else []))
@@ -206,7 +207,7 @@ def write(seed: int, *, is_whole: bool) -> Training:
     bias = ", bias=False" if is_tied or r.random() < 0.5 else ""
     layers.append(f"nn.Linear({width if is_tied else d}, {last}{bias})")
     optimizer = r.choice(OPTIMIZERS)
-    learns_by_a_tensor = "torch.tensor" in optimizer  # which torch has no foreach for
+    learns_by_a_tensor = "torch.tensor" in optimizer  # torch has no foreach for a rate that is a tensor
     how = r.choice(["", "", ", foreach=True", ", foreach=False", ", fused=True"])
     if (how == ", fused=True" and not optimizer.startswith(FUSED)) or learns_by_a_tensor:
         how = ", foreach=False" if learns_by_a_tensor else ""
@@ -220,7 +221,7 @@ def write(seed: int, *, is_whole: bool) -> Training:
 
 
 def _layers(r: random.Random, width: int, kinds: list[str]) -> tuple[list[str], int]:
-    """Some, and the width behind them."""
+    """Return some layers, and the width of their output."""
     layers: list[str] = []
 
     def one() -> str:

@@ -30,14 +30,14 @@ pytestmark = pytest.mark.skipif(
     torch_version() < manifest.FSDP2.since, reason=f"FSDP2 in a controller needs torch {NEEDED}"
 )
 
-WIDTH, HIDDEN = 8, 15  # the hidden one is even for no mesh here
+WIDTH, HIDDEN = 8, 15  # no mesh that uses HIDDEN splits it evenly
 ROWS = 24
 STEPS = 3
-FOREACH = None if DEVICE == "xla" else True  # which torch has for no XLA tensor
+FOREACH = None if DEVICE == "xla" else True  # torch has no foreach for XLA tensors
 
 
 class Block(nn.Module):
-    """As of a transformer, without the attention."""
+    """A transformer block without the attention."""
 
     def __init__(self, hidden: int = HIDDEN, *, saves: bool = False) -> None:
         super().__init__()
@@ -48,12 +48,11 @@ class Block(nn.Module):
         return self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What it adds to its input."""
         return x + (checkpoint(self._inner, x, use_reentrant=False) if self.saves else self._inner(x))
 
 
 class Net(nn.Module):
-    """Blocks, with a layer before and one behind them."""
+    """Blocks between a first and a last layer."""
 
     def __init__(self, blocks: int = 2, **options: Any) -> None:
         super().__init__()
@@ -62,7 +61,6 @@ class Net(nn.Module):
         self.last = nn.Linear(WIDTH, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The last layer's output."""
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
@@ -70,24 +68,23 @@ class Net(nn.Module):
 
 
 def sharded(model: Any, mesh: Any, **options: Any) -> Any:
-    """Each block by itself, then the rest."""
+    """Shard each block, then the rest."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
 def mean(loss: torch.Tensor, mesh: Any) -> Any:
-    """Of the ranks' losses."""
+    """Return the mean of the ranks' losses."""
     return DTensor.from_local(loss.detach(), mesh, [Partial("avg")] * mesh.ndim).full_tensor()
 
 
 def loss_of(model: Any, x: Any) -> Any:
-    """What is trained."""
+    """Return the loss that the tests train."""
     return model(x).square().mean()
 
 
 def adam(model: Any, **options: Any) -> torch.optim.Optimizer:
-    """Its optimizer."""
     return torch.optim.AdamW(model.parameters(), lr=0.05, **options)
 
 
@@ -98,7 +95,7 @@ def train(
     optimizer: Callable[[Any], torch.optim.Optimizer] = adam,
     tolerance: float = 1e-5,
 ) -> None:
-    """Some steps of both, on the same batches: the same losses, gradients and, in the end, parameters."""
+    """Train both on the same batches. They must have equal losses, gradients and, at the end, parameters."""
     ours, theirs = optimizer(model), optimizer(reference)
     for _ in range(STEPS):
         x = torch.randn(ROWS, WIDTH)
@@ -116,13 +113,13 @@ def train(
 
 
 def alike(model: Any, reference: Any, tolerance: float = 1e-5) -> None:
-    """The parameters are equal."""
+    """Assert that the parameters are equal."""
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert isinstance(mine, DTensor)
         same(mine, other, tolerance)
 
 
-# What it computes ------------------------------------------------------------------------------------------------
+# Results ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,7 +176,7 @@ def test_with_tensor_parallelism(mesh_of: Any, hidden: int) -> None:
 
 @pytest.mark.slow
 def test_replicated_sharded_and_tensor_parallel(cube: Any) -> None:
-    """Two dimensions of three for fully_shard, the third for parallelize_module."""
+    """fully_shard uses two of the three dimensions, parallelize_module uses the third."""
     mesh, reference = cube.device_mesh(DEVICE), Net(hidden=12)
     *data, tp = mesh.mesh_dim_names
     model = copy.deepcopy(reference)
@@ -240,7 +237,7 @@ def test_made_on_no_device_and_filled_on_the_workers(mesh_of: Any) -> None:
     torch.manual_seed(7)
     reference = Net()
     torch.manual_seed(7)
-    for module in model.modules():  # in the order in which they are made
+    for module in model.modules():  # in the order of construction
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     alike(model, reference, 0)
@@ -253,7 +250,7 @@ def test_mixed_precision(mesh_of: Any) -> None:
     model = sharded(copy.deepcopy(reference), mesh, mp_policy=policy)
     x = torch.randn(ROWS, WIDTH)
     loss_of(model, shard_batch(x, mesh)).backward()
-    for half in x.chunk(2):  # what each rank does
+    for half in x.chunk(2):  # the calculation of each rank
         params = {name: param.bfloat16() for name, param in reference.named_parameters()}
         functional_call(reference, params, half.bfloat16()).square().mean().backward()
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
@@ -314,7 +311,7 @@ def test_explicit_prefetching(mesh_of: Any) -> None:
 
 
 class Tied(nn.Module):
-    """Tokens, attention, and the tokens' table once more."""
+    """A model with a token table, attention, and the table again as its output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +320,7 @@ class Tied(nn.Module):
         self.out.weight = self.table.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of saying them again."""
+        """Return the loss of predicting the same tokens."""
         x = self.table(tokens)
         x = x + self.attention(x, x, x, need_weights=False)[0]
         return F.cross_entropy(self.out(x).flatten(0, 1), tokens.flatten())
@@ -361,7 +358,7 @@ def test_without_training(mesh_of: Any, mode: Any) -> None:
         with mode():
             rows = model(shard_batch(x, mesh))
         same(DTensor.from_local(rows, mesh, [Shard(0)]), reference(x))
-    model.reshard()  # else the optimizer would get the whole parameters, as torch has it
+    model.reshard()  # otherwise the optimizer would get the whole parameters, as in torch itself
     train(model, mesh, reference)
 
 
@@ -392,14 +389,14 @@ def test_parameters_that_are_distributed_already(mesh_of: Any) -> None:
     assert model.last.weight.to_local().shape == model.last.weight._local_tensor.shape
 
 
-# What goes to the workers ----------------------------------------------------------------------------------------
+# Transfers to the workers ----------------------------------------------------------------------------------------
 
 
 def test_buffers_are_changed_on_the_workers(mesh_of: Any) -> None:
     mesh, reference = mesh_of("2"), nn.Sequential(nn.Linear(WIDTH, 6), nn.BatchNorm1d(6))
     model = fully_shard(copy.deepcopy(reference), mesh=mesh)
     x = torch.randn(ROWS, WIDTH)
-    model(x)  # all ranks see the whole batch
+    model(x)  # all ranks get the whole batch
     reference(x)
     same(model[1].running_mean, reference[1].running_mean)  # type: ignore[arg-type,index]
     assert model[1].num_batches_tracked.item() == 1  # type: ignore[index,union-attr,operator]
@@ -457,16 +454,16 @@ def test_state_is_loaded(mesh_of: Any) -> None:
     train(again, mesh, reference)
 
 
-# What it costs ---------------------------------------------------------------------------------------------------
+# Memory and messages ---------------------------------------------------------------------------------------------
 
 
 def bytes_of(workers: Any) -> int:
-    """In the live storages of the worker that has most."""
+    """Return the bytes of live storages on the worker that has the most."""
     return max(workers.ask("live_bytes"))
 
 
 def bytes_before(workers: Any) -> int:
-    """As bytes_of, without the models of other tests, whose hooks hold them until Python collects garbage."""
+    """Return bytes_of after freeing other tests' models, whose hooks keep them alive until Python collects garbage."""
     gc.collect()
     return bytes_of(workers)
 
@@ -491,13 +488,13 @@ def test_workers_have_the_memory_of_one_layer(mesh_of: Any, reshard: bool) -> No
         loss_of(model, shard_batch(torch.randn(2, WIDTH), mesh)).backward()
         gradients = sum(param.grad is not None for param in model.parameters())
         assert gradients == len(list(model.parameters()))
-        own = blocks * layer / 2 * (1 if step == 0 else 2)  # with the last step's gradients
+        own = blocks * layer / 2 * (1 if step == 0 else 2)  # the second step also has the gradients of the first
         whole = [(each - own) / layer for each in forward]
         assert len(whole) == len(backward) == blocks
-        if reshard:  # a layer, and what was gathered for it, which FSDP keeps until the next has been
+        if reshard:  # a gathered layer, and its gather buffer, which FSDP keeps until the next gather
             assert max(whole) < 2.7  # an activation is a tenth of a layer here
             assert whole[-1] - whole[0] < 0.6
-            # and in backward the next one that was gathered, its gradient, and what is reduced of it
+            # Backward also holds the next gathered layer, its gradient and the reduced gradient.
             assert max(each - own for each in backward) / layer < blocks / 2 + 4
         else:
             assert whole[-1] - whole[0] > blocks - 1.5
@@ -525,24 +522,24 @@ def test_the_memory_is_freed_with_the_model(mesh_of: Any) -> None:
     loss_of(model, shard_batch(torch.randn(2, WIDTH), mesh)).backward()
     assert bytes_of(workers) > before + LARGE * WIDTH
     del model
-    gc.collect()  # hooks and states of FSDP hold each other
+    gc.collect()  # hooks and states of FSDP refer to each other
     assert bytes_of(workers) <= before
 
 
 class Records:
-    """Counts what is written to the workers of a mesh."""
+    """Counts the records that are written to the workers of a mesh."""
 
     def __init__(self, mesh: Any) -> None:
         self._sink, self._before = workers_of(mesh).sink, 0
 
     def __call__(self) -> int:
-        """Since the last call."""
+        """Return the number since the last call."""
         before, self._before = self._before, self._sink.records
         return self._before - before
 
 
 def steps(mesh: Any, records: Records, **options: Any) -> list[tuple[int, int]]:
-    """Of each step the records, and the signatures that were not known."""
+    """Return the number of records and of new signatures in each step."""
     model = sharded(Net(), mesh, **options)
     optimizer, found = adam(model), []
     for _ in range(5):
@@ -560,7 +557,7 @@ def steps(mesh: Any, records: Records, **options: Any) -> list[tuple[int, int]]:
 def test_a_step_has_the_same_records_each_time_and_no_new_signature(mesh_of: Any, name: str) -> None:
     mesh = mesh_of(name)
     found = steps(mesh, Records(mesh))
-    # In the second step parameters are gathered again that had never been freed in the first.
+    # In the second step, parameters are gathered again that the first step had never freed.
     assert [misses for _, misses in found[2:]] == [0, 0, 0]
     assert found[2][0] == found[3][0] == found[4][0] > 0
 

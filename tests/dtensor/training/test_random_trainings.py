@@ -1,6 +1,6 @@
 """Random trainings: a model in any placement has the losses, gradients and parameters of a single process.
 
-MONARCH_TEST_SEED=7 replays one.
+MONARCH_TEST_SEED=7 replays one training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from monarch_backend.dtensor import put_module, shard_batch
 from tests.dtensor.conftest import LAST_ROW, part_of
-from tests.dtensor.ops.test_random_programs import SAYS_WHAT_TO_DO, seeds
+from tests.dtensor.ops.test_random_programs import UNSUPPORTED_ERROR_TEXTS, seeds
 from tests.dtensor.training import random_trainings
 from tests.dtensor.training.random_trainings import Training
 from tests.dtensor.values import value
@@ -32,12 +32,12 @@ pytestmark = [
 ]
 
 
-class Way:
-    """How a model is placed, and its batches. What is chosen is noted."""
+class ModelPlacement:
+    """Placement of a model and of its batches. All choices are noted for failure messages."""
 
     meshes: tuple[str, ...] = ("2", "3", "2x2", "2x2 tp", LAST_ROW)
     is_whole = True
-    """The batch, for what looks at all of it or draws numbers."""
+    """Whether layers may need the whole batch or draw random numbers."""
     captures: tuple[str, ...] = ("", "", "step", "module")
 
     def __init__(self, chosen: random.Random, mesh_of: Callable[[str], Any]) -> None:
@@ -58,25 +58,25 @@ class Way:
         raise NotImplementedError
 
     def mean(self, loss: Any) -> Any:
-        """Of the whole batch."""
+        """Return the loss of the whole batch from the loss of a step."""
         return loss
 
-    def goes_with(self, training: Training) -> bool:
-        """Whether the two are to have the same values."""
+    def supports(self, training: Training) -> bool:
+        """Return whether the training must have the values of a single process."""
         text = str(training)
-        # A captured checkpoint keeps what it has drawn, and writes running values once. What is drawn behind a batch
-        # norm is in the order of memory that dynamo believes in.
+        # A captured checkpoint keeps its random numbers, and changes running values only once.
+        # Numbers that are drawn after a batch norm follow the memory order that dynamo assumes.
         is_drawn = "BatchNorm" in text and ("Dropout" in text or "Again" in text)
         return not (self.capture and (is_drawn or training.passing == "deepcopy"))
 
 
-class Partition(Way):
-    """Every parameter anywhere, batches by rows, by places or whole; or from the host."""
+class Partition(ModelPlacement):
+    """Each parameter in any placement. Batches are sharded by rows or places, replicated, or on the host."""
 
     def place(self, net: nn.Module) -> nn.Module:
         self.by = [self.pick("batch", [Shard(0), Shard(0), Replicate(), Shard(1)]) for _ in range(self.mesh.ndim)]
         self.is_here = self.pick("from the host", [False, False, True])
-        known: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
+        known: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
 
         def partition(name: str, module: nn.Module, mesh: Any) -> None:
             for key, each in module.named_parameters(recurse=False):
@@ -94,7 +94,7 @@ class Partition(Way):
         return tensors if self.is_here else [distribute_tensor(each, self.mesh, self.by) for each in tensors]
 
 
-class Put(Way):
+class Put(ModelPlacement):
     """Plain parameters, the same on all ranks."""
 
     def place(self, net: nn.Module) -> nn.Module:
@@ -105,8 +105,8 @@ class Put(Way):
         return [distribute_tensor(each, self.mesh, self.by) for each in tensors]
 
 
-class Plan(Way):
-    """torch's styles, for some of the layers that they know; the rest goes to the workers by itself."""
+class Plan(ModelPlacement):
+    """torch's styles for some layers that they support. The other parameters go to the workers at the first call."""
 
     def place(self, net: nn.Module) -> nn.Module:
         self.line = self.mesh[self.mesh.mesh_dim_names[-1]] if self.mesh.ndim > 1 else self.mesh
@@ -132,18 +132,18 @@ class Plan(Way):
             return None
         if kind is None:
             return None
-        first = self.pick("before", before if self.is_there else [Replicate()])  # what is no DTensor is said to be that
+        first = self.pick("before", before if self.is_there else [Replicate()])  # plain inputs count as Replicate
         return kind(input_layouts=first, output_layouts=self.pick("after", after), use_local_output=False)
 
     def batch(self, *tensors: torch.Tensor) -> Any:
         return [distribute_tensor(each, self.line, [Replicate()]) for each in tensors] if self.is_there else tensors
 
-    def goes_with(self, training: Training) -> bool:
-        return not training.is_tied and super().goes_with(training)  # torch places each place of it by itself
+    def supports(self, training: Training) -> bool:
+        return not training.is_tied and super().supports(training)  # torch would untie its weights
 
 
-class Sharded(Way):
-    """`fully_shard`, of some of its layers and the rest."""
+class Sharded(ModelPlacement):
+    """`fully_shard` of some layers, then of the rest."""
 
     meshes = ("2", "3", "2x2", LAST_ROW)
     is_whole = False
@@ -163,11 +163,11 @@ class Sharded(Way):
     def mean(self, loss: Any) -> Any:
         return DTensor.from_local(loss.detach(), self.mesh, [Partial("avg")] * self.mesh.ndim).full_tensor()
 
-    def goes_with(self, training: Training) -> bool:
-        return training.passing != "deepcopy" and "max_norm" not in str(training)  # which is of a rank's own words
+    def supports(self, training: Training) -> bool:
+        return training.passing != "deepcopy" and "max_norm" not in str(training)  # max_norm sees one rank's words
 
 
-class Alone(Way):
+class Alone(ModelPlacement):
     """A single process."""
 
     def __init__(self) -> None:
@@ -180,21 +180,21 @@ class Alone(Way):
         return tensors
 
 
-WAYS = (Partition, Partition, Plan, Plan, Sharded, Put)
+MODEL_PLACEMENTS = (Partition, Partition, Plan, Plan, Sharded, Put)
 
 
 class Run:
-    """One training in one way. ``found``: whatever it has calculated, by name."""
+    """One training with one placement of its model. ``found`` has all calculated values by name."""
 
-    def __init__(self, training: Training, way: Way) -> None:
-        self.training, self.way = training, way
+    def __init__(self, training: Training, placement: ModelPlacement) -> None:
+        self.training, self.placement = training, placement
         self.found: dict[str, torch.Tensor | None] = {}
-        self.net: Any = way.place(training.model())
+        self.net: Any = placement.place(training.model())
         self._prepare()
         options: dict[str, Any] = {"backend": "monarch", "options": {"inductor": False}}
-        if way.capture == "module":
+        if placement.capture == "module":
             self.net.compile(**options)
-        self._loss = torch.compile(training.loss, **options) if way.capture == "step" else training.loss
+        self._loss = torch.compile(training.loss, **options) if placement.capture == "step" else training.loss
         torch.manual_seed(9)
         for step in range(3):
             self._step(step)
@@ -212,9 +212,9 @@ class Run:
     def _step(self, step: int) -> None:
         self.optimizer.zero_grad(set_to_none=self.training.to_none)
         for part in range(self.training.parts):
-            loss = self._loss(self.net, *self.way.batch(*self.training.batch(step * 10 + part)))
+            loss = self._loss(self.net, *self.placement.batch(*self.training.batch(step * 10 + part)))
             loss.backward()
-            self._note(f"loss {step}.{part}", self.way.mean(loss))
+            self._note(f"loss {step}.{part}", self.placement.mean(loss))
         self._note(f"norm {step}", self.training.clipped(self.parameters))
         for name, each in self.net.named_parameters():
             self._note(f"{name}.grad {step}", each.grad)
@@ -237,8 +237,8 @@ class Run:
     def _end(self) -> None:
         self.net.eval()
         with torch.no_grad():
-            loss = self.training.loss(self.net, *self.way.batch(*self.training.batch(99)))
-        self._note("in the end", self.way.mean(loss))
+            loss = self.training.loss(self.net, *self.placement.batch(*self.training.batch(99)))
+        self._note("in the end", self.placement.mean(loss))
         for name, each in [*self.net.named_parameters(), *self.net.named_buffers()]:
             self._note(f"{name} in the end", each)
         for at, each in enumerate(self.parameters):
@@ -248,23 +248,23 @@ class Run:
 
 def check(seed: int, mesh_of: Callable[[str], Any]) -> None:
     chosen = random.Random(seed)
-    way = chosen.choice(WAYS)(chosen, mesh_of)
-    training = random_trainings.write(seed, is_whole=way.is_whole)
-    if not way.goes_with(training):
+    placement = chosen.choice(MODEL_PLACEMENTS)(chosen, mesh_of)
+    training = random_trainings.write(seed, is_whole=placement.is_whole)
+    if not placement.supports(training):
         return
     expected = Run(training, Alone()).found
     torch._dynamo.reset()
     try:
-        found = Run(training, way).found
+        found = Run(training, placement).found
     except Exception as error:
-        if any(each in str(error) for each in SAYS_WHAT_TO_DO):
+        if any(each in str(error) for each in UNSUPPORTED_ERROR_TEXTS):
             return
-        raise AssertionError(f"MONARCH_TEST_SEED={seed} {way.notes}\n{training}") from error
+        raise AssertionError(f"MONARCH_TEST_SEED={seed} {placement.notes}\n{training}") from error
     for name, wanted in expected.items():
-        what = f"{name} of MONARCH_TEST_SEED={seed} {way.notes}\n{training}"
+        what = f"{name} of MONARCH_TEST_SEED={seed} {placement.notes}\n{training}"
         mine = found[name]
-        if wanted is None or mine is None:  # as captured, what has no part in the loss has gradients of zeros
-            assert mine is wanted or (way.capture and mine is not None and not mine.any()), what
+        if wanted is None or mine is None:  # a captured step gives tensors outside the loss gradients of zeros
+            assert mine is wanted or (placement.capture and mine is not None and not mine.any()), what
             continue
         torch.testing.assert_close(
             mine.to(wanted.dtype), wanted, atol=1e-6, rtol=1e-5, msg=lambda said, what=what: f"{what}: {said}"

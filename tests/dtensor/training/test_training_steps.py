@@ -29,13 +29,13 @@ from tests.dtensor.torch_test_modules import common_dtensor
 from tests.dtensor.values import same, value
 
 STEPS = 3
-WORDS, WIDTH = 12, 12  # by 2, by 3 and by 4
+WORDS, WIDTH = 12, 12  # divisible by 2, 3 and 4
 
 Loss = Callable[[nn.Module, torch.Tensor], Any]
 
 
 class Net(nn.Module):
-    """A word's number to the next one's, by way of everything that a plan can name."""
+    """Predicts the next word from each word, by all kinds of layers that a plan can name."""
 
     def __init__(self, *, again: bool = False) -> None:
         super().__init__()
@@ -46,28 +46,28 @@ class Net(nn.Module):
         self.again = again
 
     def block(self, x: Any) -> Any:
-        """What is calculated again, where that is wanted."""
+        """Return the output of the layers that may be recomputed in backward."""
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
     def forward(self, words: Any) -> Any:
-        """For each word the numbers of all."""
+        """Return for each word the logits of all words."""
         x = self.embedding(words)
         x = checkpoint(self.block, x, use_reentrant=False) if self.again else self.block(x)
         return self.out(x)
 
 
 def words(seed: int) -> torch.Tensor:
-    """A batch; of as many tokens as all meshes can share evenly."""
+    """Return a batch with a number of tokens that all meshes split evenly."""
     return torch.randint(0, WORDS, (12, 13), generator=torch.Generator().manual_seed(seed))
 
 
 def cross_entropy(net: nn.Module, batch: torch.Tensor) -> Any:
-    """Of the next word."""
+    """Return the loss of predicting the next word."""
     return F.cross_entropy(net(batch[:, :-1].contiguous()).flatten(0, 1), batch[:, 1:].flatten())
 
 
 def train(net: nn.Module, optimizer: Any, loss: Loss = cross_entropy, between: Any = None) -> list[Any]:
-    """The losses of STEPS steps. ``between``: what is done with the parameters before each of them changes."""
+    """Return the losses of STEPS steps. ``between`` gets the net before each change of its parameters."""
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -81,7 +81,7 @@ def train(net: nn.Module, optimizer: Any, loss: Loss = cross_entropy, between: A
 
 
 def equally(ours: nn.Module, mine: list[Any], alone: nn.Module, theirs: list[Any], tolerance: float = 1e-4) -> None:
-    """Both were trained alike."""
+    """Assert that both trainings had equal losses and parameters."""
     assert mine == pytest.approx(theirs, rel=tolerance)
     assert mine[0] != mine[-1]
     for (name, one), other in zip(ours.named_parameters(), alone.parameters(), strict=True):
@@ -94,14 +94,14 @@ def equally(ours: nn.Module, mine: list[Any], alone: nn.Module, theirs: list[Any
 def both(
     ours: nn.Module, alone: nn.Module, optimizer: Any = None, loss: Loss = cross_entropy, between: Any = None
 ) -> None:
-    """Trains both, and compares."""
+    """Train both, and compare them."""
     make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
     mine = train(ours, make(ours.parameters()), loss, between)
     equally(ours, mine, alone, train(alone, make(alone.parameters()), loss, between))
 
 
 def last(mesh: Any) -> Any:
-    """Of a mesh its dimension for tensor parallelism."""
+    """Return the mesh's dimension for tensor parallelism."""
     return mesh[mesh.mesh_dim_names[-1]]
 
 
@@ -113,7 +113,7 @@ SEQUENCE_PLAN: dict[str, Any] = {
     "out": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
 }
 PLAIN_PLAN: dict[str, Any] = {
-    "embedding": ColwiseParallel(output_layouts=Replicate()),  # the other dimension of the table
+    "embedding": ColwiseParallel(output_layouts=Replicate()),  # shards the other dimension of the table
     "up": ColwiseParallel(),
     "down": RowwiseParallel(),
     "out": ColwiseParallel(output_layouts=Replicate()),
@@ -178,7 +178,7 @@ def test_inputs_and_outputs_are_prepared(mesh: Any) -> None:
 
 
 def test_a_batch_in_parts(mesh: Any) -> None:
-    """Data-parallel without any wrapper: the parameters on all ranks, each with its part of the batch."""
+    """Data parallel without a wrapper: each rank has all parameters, and its part of the batch."""
     alone = Net()
     ours = copy.deepcopy(alone)
     distribute_module(ours, mesh)
@@ -215,7 +215,7 @@ def test_the_loss_of_sharded_classes(mesh: Any) -> None:
         return found
 
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (ours, alone)]
-    with loss_parallel(), mesh:  # it makes a tensor by the name of a device, which several sets of workers have
+    with loss_parallel(), mesh:  # loss_parallel makes a tensor by device type, which several meshes share
         mine = train(ours, optimizers[0], loss)
     equally(ours, mine, alone, train(alone, optimizers[1], loss))
 
@@ -255,7 +255,11 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
     (torch.optim.ASGD, {"lr": 1e-2}),
 ]
-"""All of torch's that its DTensor can do: Rprop writes into what a mask selects, LBFGS is given other losses."""
+"""All of torch's optimizers that DTensor supports.
+
+Rprop is left out, because it writes into elements that a mask selects. LBFGS is left out, because it gets other
+losses than in a single process.
+"""
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 CASES = [
     pytest.param(kind, {**options, how: on}, id=f"{kind.__name__}{i}-{how if on else 'for-loop'}")
@@ -270,8 +274,8 @@ def test_optimizers(mesh_of: Any, kind: Any, options: Any) -> None:
     alone, mesh = Net(), mesh_of("2")
     ours = parallelize_module(copy.deepcopy(alone), mesh, SEQUENCE_PLAN)
     for parameter in ours.parameters():
-        assert isinstance(parameter, DTensor)  # torch's foreach has no mixture
-    # ASGD makes its step's number by the name of the parameter's device, which several sets of workers have.
+        assert isinstance(parameter, DTensor)  # torch's foreach cannot mix DTensors with plain tensors
+    # ASGD makes its step count by device type, which several meshes share.
     with mesh if kind is torch.optim.ASGD else contextlib.nullcontext():
         both(ours, alone, lambda parameters: kind(parameters, **options))
 
@@ -290,7 +294,7 @@ def test_fused_step_with_padded_gradients(mesh_of: Any, kind: Any) -> None:
 
 
 def _weight_after(kind: Any, options: Any, weight: Any, x: Any, move: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Three steps; after the first one the optimizer's states are where ``move`` has them."""
+    """Return the weight after three steps. After the first one ``move`` redistributes the optimizer's states."""
     parameter = nn.Parameter(weight)
     optimizer = kind([parameter], fused=True, **options)
     for number in range(3):
@@ -306,7 +310,7 @@ def _weight_after(kind: Any, options: Any, weight: Any, x: Any, move: Callable[[
 @pytest.mark.parametrize("there", PLACES, ids=str)
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused_step_changes_state_in_place(mesh_of: Any, kind: Any, there: Any) -> None:
-    """torch makes a momentum like the first gradient, which lies elsewhere than its parameter."""
+    """torch makes a momentum like the first gradient, which may have another placement than its parameter."""
     mesh, options = mesh_of("2"), {"lr": torch.tensor(0.1) if kind is torch.optim.AdamW else 0.1}
     if kind is torch.optim.SGD:
         options |= {"momentum": 0.9, "nesterov": True}
@@ -345,7 +349,7 @@ def test_gradients_are_clipped(mesh: Any, norm: float, foreach: bool) -> None:
 def test_gradients_on_several_meshes_are_clipped_by_one_norm(
     mesh_of: Any, all_procs: Any, norm: float, foreach: bool
 ) -> None:
-    """Sub-meshes of one mesh, also of ranks that have nothing of each other's, and plain tensors beside them."""
+    """Gradients on sub-meshes of one mesh, also with disjoint ranks, and beside plain tensors."""
     mesh, values = mesh_of("2x2"), [torch.randn(4, 4), torch.randn(6), torch.randn(5, 3)]
     rows = [all_procs["2x2"].slice(dp=at).device_mesh(DEVICE) for at in range(2)]
     places = {
@@ -371,13 +375,13 @@ def test_gradients_on_several_meshes_are_clipped_by_one_norm(
 
 
 def scaled_on(mesh: Any) -> Any:
-    """GradScaler makes its numbers by the name of the gradients' device, which several sets of workers may have."""
+    """Return a context for GradScaler, which makes tensors by the gradients' device type. Meshes may share the type."""
     return mesh if DEVICE != "cpu" else contextlib.nullcontext()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["for-loop", "fused"])
 def test_overflow_in_one_shard_skips_the_step_on_all(mesh: Any, fused: bool) -> None:
-    """As one process does it: the others' shards stay as they were, too, whichever of the gradients comes first."""
+    """As in a single process, an overflow in any gradient leaves the shards of all parameters unchanged."""
     names = {"bias": [Replicate()] * mesh.ndim, "first": [Shard(0)] * mesh.ndim, "second": [Shard(1)] * mesh.ndim}
     values = {"bias": torch.randn(5), "first": torch.randn(8, 5), "second": torch.randn(5, 8)}
     overflows = [None, ("first", (7, 0)), None, ("second", (0, 7)), ("bias", (2,)), None]
@@ -415,7 +419,10 @@ def test_overflow_in_one_shard_skips_the_step_on_all(mesh: Any, fused: bool) -> 
 @pytest.mark.parametrize("overflows", ["norm.weight", "up.weight", "down.bias"])
 @pytest.mark.parametrize("is_put", [True, False])
 def test_overflow_with_plain_and_distributed_gradients(mesh_of: Any, overflows: str, is_put: bool, fused: bool) -> None:
-    """Gradients are DTensors and plain tensors; these on the workers, or here if no whole model was parallelized."""
+    """Some gradients are DTensors, others plain tensors.
+
+    The plain ones are on the workers (``is_put``), or on the controller if only parts of the model were parallelized.
+    """
     alone, mesh = Net(), mesh_of("2")
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     ours = copy.deepcopy(alone)
@@ -451,7 +458,7 @@ def test_overflow_with_plain_and_distributed_gradients(mesh_of: Any, overflows: 
 
 
 def test_a_sum_that_overflows_where_no_part_does(mesh: Any) -> None:
-    """The gradient of a replicated weight is one of partial values, until somebody needs the sum."""
+    """The gradient of a replicated weight stays partial until an operation needs the sum."""
     weight, x = torch.full((2, 1), 1.0), torch.full((12, 2), 2e38 / 6)
     ours, alone = nn.Parameter(distribute_tensor(weight, mesh, [Replicate()] * mesh.ndim)), nn.Parameter(weight.clone())
     rows = distribute_tensor(x, mesh, [Shard(0)] * mesh.ndim)
@@ -501,7 +508,7 @@ def test_learning_rates_change(mesh_of: Any, schedule: Any) -> None:
 
         def step(_: Any, steps: Any = steps, optimizer: Any = optimizer) -> None:
             rates[-1].append(optimizer.param_groups[0]["lr"])
-            optimizer._opt_called = True  # the schedule is asked before the step here
+            optimizer._opt_called = True  # here the schedule steps before the optimizer
             steps.step()
 
         losses.append(train(net, optimizer, between=step))
@@ -535,7 +542,7 @@ def test_embeddings_by_words_and_by_width(mesh: Any, dim: int) -> None:
 
     def loss(net: nn.Module, batch: torch.Tensor) -> Any:
         found = net(batch % 11)
-        if net is ours and dim == 0:  # torch keeps the mask of what a rank does not have for one use only
+        if net is ours and dim == 0:  # torch keeps the mask of missing rows for one use only
             found = found.redistribute(mesh, [Replicate()] * mesh.ndim)
         return found.square().mean()
 
@@ -553,7 +560,7 @@ def test_a_copy_trains_on_its_own(mesh: Any) -> None:
 
 
 def test_weights_are_made_on_the_workers(mesh: Any) -> None:
-    """From the meta device: the shapes first, memory only on the workers, and only each one's own."""
+    """Parameters start on the meta device. Memory is allocated only on the workers, and only for their shards."""
     alone = Net()
     with torch.device("meta"):
         ours = Net()

@@ -22,11 +22,11 @@ ModelArgs, Transformer = common_dtensor.ModelArgs, common_dtensor.Transformer
 STEPS, BATCH = 3, 4
 
 Split = Callable[[torch.Tensor], Any]
-"""From a batch of the controller to what the model takes."""
+"""Function that turns a batch of the controller into the model's input."""
 
 
 def tensor_parallel(model: Any, mesh: Any, **options: Any) -> Split:
-    """By torch's own plan for this model."""
+    """Parallelize by torch's own plan for this model."""
     options = {"use_seq_parallel": False, **options}
     Transformer.parallelize(model, mesh[mesh.mesh_dim_names[-1]], **options)
     return lambda batch: batch
@@ -43,7 +43,7 @@ def local_attention(model: Any, mesh: Any) -> Split:
 
 
 def _replicated(model: Any, mesh: Any) -> None:
-    distribute_module(model, mesh)  # it makes two of a weight that is there twice
+    distribute_module(model, mesh)  # this makes two parameters of a tied weight
     if model.model_args.weight_tying:
         model.output.weight = model.tok_embeddings.weight
 
@@ -56,13 +56,13 @@ def data_parallel(model: Any, mesh: Any) -> Split:
 
 
 def data_parallel_on_all(model: Any, mesh: Any) -> Split:
-    """As data_parallel, by both dimensions of the mesh."""
+    """As data_parallel, over both dimensions of the mesh."""
     _replicated(model, mesh)
     return lambda batch: distribute_tensor(batch, mesh, [Shard(0)] * mesh.ndim)
 
 
 def fully_sharded(model: Any, mesh: Any) -> Split:
-    """FSDP2: each layer by itself, then the rest."""
+    """FSDP2: shard each layer, then the rest."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -70,7 +70,7 @@ def fully_sharded(model: Any, mesh: Any) -> Split:
 
 
 def fully_sharded_and_tensor_parallel(model: Any, mesh: Any) -> Split:
-    """FSDP2 over the first dimension of the mesh, of what torch's plan shards over the last."""
+    """FSDP2 over the first dimension of the mesh, and torch's plan over the last."""
     tensor_parallel(model, mesh)
     return fully_sharded(model, mesh[mesh.mesh_dim_names[0]])
 
@@ -83,7 +83,10 @@ WAYS = [
 
 
 def losses(model: Any, split: Split, mean: Any = None) -> list[float]:
-    """Of each step of training; all get the same batches. ``mean``: a mesh whose ranks have losses of their own."""
+    """Train, and return the loss of each step. All calls use the same batches.
+
+    ``mean``: a mesh if its ranks have different losses, which are then averaged.
+    """
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
@@ -100,7 +103,7 @@ def losses(model: Any, split: Split, mean: Any = None) -> list[float]:
     return [each.item() for each in found]
 
 
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # of the plan's: nobody writes into it
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")  # no code writes into this view
 @pytest.mark.parametrize("tied", slow_except([True, False], True), ids=["tied", "untied"])
 @pytest.mark.parametrize(("name", "way"), WAYS, ids=[f"{name}-{way.__name__}" for name, way in WAYS])
 def test_transformer_trains_as_in_a_single_process(mesh_of: Any, name: str, way: Any, tied: bool) -> None:
@@ -109,7 +112,7 @@ def test_transformer_trains_as_in_a_single_process(mesh_of: Any, name: str, way:
     mesh = mesh_of(name)
     split = way(ours, mesh)
     own = way in (fully_sharded, fully_sharded_and_tensor_parallel)
-    with mesh:  # positions are made on the device, of which there are other meshes
+    with mesh:  # torch makes positions by device type, which several meshes share
         found = losses(ours, split, mesh if own else None)
     assert found == pytest.approx(losses(alone, lambda batch: batch), rel=1e-4)
     for (where, mine), theirs in zip(ours.named_parameters(), alone.parameters(), strict=True):

@@ -27,7 +27,7 @@ def call(
 
 
 def last_of(argument: Any) -> int:
-    """The last operand in it."""
+    """Return the last operand of an argument."""
     is_, what = argument
     if is_ == "list":
         return max(map(last_of, what), default=-1)
@@ -102,7 +102,7 @@ def test_failure_names_the_record_and_leaves_the_others() -> None:
 
 
 @pytest.mark.parametrize("words", [[7], [7, 0, 1], [0], [0, 4, 1], [0, -1], ["no number"]])
-def test_words_that_are_cut_off_are_nobodys(words: list[Any]) -> None:
+def test_truncated_records_are_not_executed(words: list[Any]) -> None:
     tensors: dict[int, Any] = {1: "a"}
     assert run(words, {7: call(lambda each: each, ("tensor", 0))}, tensors) == 0 if words != ["no number"] else True
     assert tensors == {1: "a"}
@@ -128,7 +128,7 @@ def test_records_keep_no_references_to_operands() -> None:
 
 
 class Workers:
-    """Whose words stay here."""
+    """A worker set that keeps the words written to it."""
 
     def __init__(self, limit: int = 100) -> None:
         self.words: list[Any] = []
@@ -192,7 +192,7 @@ A, B = torch.ones(2, 3), torch.ones(2, 3)
         (_aten.cat.default, ([A, B], 1), {}),
     ],
 )
-def test_the_quickest_way_to_an_operator_does_the_same(operator: Any, args: Any, kwargs: Any) -> None:
+def test_fast_op_lookup_gives_the_results_of_the_operator(operator: Any, args: Any, kwargs: Any) -> None:
     found = fast_op_lookup.quickest(operator, args, kwargs)
     assert found is not operator._op, "torch has a function for it"
     copies = [each.clone() if isinstance(each, torch.Tensor) else each for each in args]
@@ -203,7 +203,7 @@ def test_the_quickest_way_to_an_operator_does_the_same(operator: Any, args: Any,
 @pytest.mark.parametrize(
     ("operator", "args"),
     [
-        (_aten.add.Scalar, (A, 2)),  # torch.add of these is add.Tensor
+        (_aten.add.Scalar, (A, 2)),  # torch.add of these arguments is add.Tensor
         (_aten._to_copy.default, (A,)),
         (torch.ops._c10d_functional.wait_tensor.default, (A,)),
     ],

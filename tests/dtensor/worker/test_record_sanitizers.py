@@ -20,8 +20,8 @@ def test_with_address_sanitizer() -> None:
     command = [sys.executable, "-m", "tests.shm.test_sanitizers", extension, *sanitizers.PYTEST]
     names = ("worker/test_command_records", "controller/test_per_rank_int", "controller/test_errors")
     command += [f"tests/dtensor/{name}.py" for name in (*names, "controller/test_worker_memory")]
-    # The sanitizer keeps what is freed, 256 MiB of it, in the workers too: how much they have at once can not be told.
+    # The sanitizer keeps up to 256 MiB of freed memory, in the workers too, so tests cannot measure peak memory.
     command += ["-k", "not thousand and not large_tensors", "-m", "not slow"]
-    # Python keeps what it has till its end: leaks are not to be told from that.
+    # Python keeps its objects until it ends, and the sanitizer would report these as leaks.
     env = {"LD_PRELOAD": sanitizers.preload("address"), "ASAN_OPTIONS": "detect_leaks=0"}
     assert " passed" in sanitizers.checked([*prefix, *command], 400, **env)

@@ -20,7 +20,7 @@ SHARD, STRIDED = Shard(1), _StridedShard(1, split_factor=2)
 
 
 def _padded(size: int, rank: int) -> torch.Tensor:
-    """A shard of that rank, of three."""
+    """Return the shard of that rank of three."""
     return SHARD._select_split_tensor(_whole(size), 3, rank, with_padding=False)
 
 
@@ -59,7 +59,7 @@ def test_compat_functions_match_torch(name: str) -> None:
                 assert torch.equal(one, other) and one.is_contiguous() == other.is_contiguous(), (size, rank)
 
 
-def test_none_is_without_a_test_and_a_new_torch_needs_none() -> None:
+def test_each_replacement_has_a_test_and_new_torch_needs_none() -> None:
     assert {place.partition(":")[2] for place in torch_compat._REPLACED} == set(CASES)
     assert torch_compat.replaced() == {}, "this torch has them itself"
     assert torch_version.torch_version() >= torch_compat.NEWEST

@@ -1,4 +1,4 @@
-"""Two hosts on two devices that reach each other, once with each verbs package."""
+"""Fixtures: two hosts on two connected devices, once with each verbs package."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.rdma.verbs.peers import Peer, two_devices
 
 Start = Callable[..., Peer]
 CABLE = Path("/run/cable")
-"""Of the guest: cuts it and mends it."""
+"""Program of the test guest that takes the cable down or up."""
 
 
 @pytest.fixture(params=["pyverbs", "ibverbs"])
 def binding(request: pytest.FixtureRequest) -> str:
-    """The package; skips where it or a device is missing."""
+    """Return the package's name. Skips if the package or a device is missing."""
     name = str(request.param)
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
@@ -34,7 +34,7 @@ def devices() -> list[str]:
 
 @pytest.fixture
 def start(binding: str) -> Iterator[Start]:
-    """``start(name, device)``: one more host."""
+    """Yield ``start(name, device)``, which starts one more host."""
     peers: list[Peer] = []
 
     def make(name: str, device: str, **settings: Any) -> Peer:
@@ -58,7 +58,7 @@ def asking(start: Start, devices: list[str]) -> Peer:
 
 @pytest.fixture
 def cable() -> Iterator[Callable[[str], None]]:
-    """``cable("down")``; it is up again afterwards."""
+    """Yield ``cable``: ``cable("down")`` cuts the link. The link is up again at the end."""
     if not CABLE.exists():
         pytest.skip("only the guest has a cable that can be cut")
 

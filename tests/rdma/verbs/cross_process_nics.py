@@ -1,7 +1,7 @@
-"""Fake NICs, one for each process: the kernel moves the bytes, by process_vm_readv and process_vm_writev.
+"""Fake NICs, one for each process. The kernel moves the bytes, by process_vm_readv and process_vm_writev.
 
-For the ordinary run of tests with two processes. They do not check keys, as fabric.py does, and do not reach memory
-of a (pretended) GPU.
+They serve the default run of tests with two processes. Unlike fabric.py, these NICs check no keys. They cannot access
+memory of fake GPUs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass
-class Manners:
-    """Of this process's NIC, from when they are set."""
+class NicBehaviour:
+    """Behaviour of this process's NIC, from the moment that a test sets a field."""
 
-    fails: int = 0  # of so many requests nothing is heard from the other side
-    silent: bool = False  # queue pairs that are made do nothing
-    unreachable: bool = False  # there is no way to others
-    memory: int = 1 << 60  # bytes that can be registered at a time
-    takes_gpus: bool = False  # their memory can be registered, though nobody reaches it then
+    fails: int = 0  # this many requests fail as if the peer did not answer
+    silent: bool = False  # new queue pairs do not run work requests
+    unreachable: bool = False  # connections fail with ENETUNREACH
+    memory: int = 1 << 60  # largest registration in bytes
+    takes_gpus: bool = False  # GPU memory can be registered, although no NIC can access it
 
 
-manners = Manners()
+behaviour = NicBehaviour()
 
 
 class _Range(ctypes.Structure):
@@ -49,16 +49,16 @@ class _Range(ctypes.Structure):
 
 
 def use() -> None:
-    """From now on this process has such a NIC, and no other."""
+    """Replace the NICs of this process by one fake NIC."""
     address = bytes(10) + b"\xff\xff" + os.getpid().to_bytes(4, "big")
     facts = [PortFacts("across0", 1, "ACTIVE", True, (Gid(1, ROCE_V2, address),), -1)]
     open_device.discovery.usable = lambda *_: facts  # type: ignore[assignment]
     engine.available = verbs.available = lambda *_, **__: None  # type: ignore[assignment]
-    engine.load = lambda _="": Across()  # type: ignore[assignment]
+    engine.load = lambda _="": FakeBinding()  # type: ignore[assignment]
 
 
-class Across:
-    """As Binding."""
+class FakeBinding:
+    """The binding of the fake NIC."""
 
     def open_nic(self, device: str, completions: int) -> _Nic:
         return _Nic(device, completions)
@@ -66,12 +66,12 @@ class Across:
 
 class _Registered:
     def __init__(self, nbytes: int) -> None:
-        if nbytes > manners.memory:
+        if nbytes > behaviour.memory:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         self.lkey = self.rkey = next(_numbers)
 
     def close(self) -> None:
-        """Nothing is kept of it."""
+        """Nothing to release."""
 
 
 class _Nic:
@@ -104,7 +104,7 @@ class _Nic:
             os.eventfd_write(self.fd, 1)
 
     def register(self, address: int, nbytes: int, access: int) -> _Registered:
-        if _native.gpu_device_of(address) >= 0 and not manners.takes_gpus:
+        if _native.gpu_device_of(address) >= 0 and not behaviour.takes_gpus:
             raise OSError(errno.EFAULT, "Bad address")
         return _Registered(nbytes)
 
@@ -122,13 +122,13 @@ class _Pair:
     def __init__(self, nic: _Nic) -> None:
         self._nic, self.number = nic, next(_numbers)
         self._pid = 0
-        self._broken, self._silent = False, manners.silent
+        self._broken, self._silent = False, behaviour.silent
 
     def initialize(self, port: int, access: int) -> None:
-        """Nothing has to be."""
+        """Nothing to initialize."""
 
     def connect(self, path: Path) -> None:
-        if manners.unreachable:
+        if behaviour.unreachable:
             raise OSError(errno.ENETUNREACH, "Network is unreachable")
         self._pid = int.from_bytes(path.gid[12:], "big")
 
@@ -144,8 +144,8 @@ class _Pair:
     def _do(self, work: Work) -> int:
         if not work.nbytes:
             return 0 if _lives(self._pid) else RETRIES
-        if manners.fails:
-            manners.fails -= 1
+        if behaviour.fails:
+            behaviour.fails -= 1
             return RETRIES
         assert work.opcode in (READ, WRITE), "atomics are not carried"
         move = _libc.process_vm_readv if work.opcode == READ else _libc.process_vm_writev
@@ -155,7 +155,7 @@ class _Pair:
         return RETRIES if ctypes.get_errno() == errno.ESRCH else REMOTE_ACCESS
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Nothing to release: no request is in progress."""
 
 
 def _lives(pid: int) -> bool:

@@ -1,7 +1,7 @@
 """Fake libibverbs for one process: devices whose queue pairs move memory in order, when a test lets them.
 
-It is as strict as hardware: a queue has room for a fixed number of work requests, keys are checked, and only signaled
-or failed requests complete.
+The fakes are as strict as hardware. A queue has room for a fixed number of work requests, keys are checked, and only
+signaled or failed requests complete.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Registered:
     access: int
     lkey: int
     rkey: int
-    shift: int = 0  # from its addresses to those that this process may touch: of memory of a GPU
+    shift: int = 0  # offset from GPU addresses to addresses that this process can access
     mapped: mmap.mmap | None = None
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class FakePair:
             del self.nic.fabric.pairs[self.number]
 
     def step(self) -> bool:
-        """The next work request."""
+        """Run the next work request. Return whether there was one."""
         if not self.posted or self.path is None or (self.silent and self.posted[0].nbytes):
             return False
         work = self.posted.popleft()
@@ -152,7 +152,7 @@ class FakeNic:
         self.completions: deque[Completion] = deque()
         self.armed = False
         self.opened = self.closed = 0
-        self.left = False  # open, since it could not be closed
+        self.left = False  # still open because it could not be closed
         self.memory = fabric.memory
         self.message = fabric.message
         fabric.nics.append(self)
@@ -218,7 +218,7 @@ class FakeNic:
 
 @dataclass
 class Fabric:
-    """All devices of the test; it is a Binding itself. ``at_once``: work requests are done when they are posted."""
+    """The devices of a test, and their binding. With ``at_once``, work requests run when they are posted."""
 
     at_once: bool = True
     depth: int = 1024
@@ -226,13 +226,14 @@ class Fabric:
     memory: int = 1 << 40
     message: int = 1 << 30
     dead: bool = False
-    stuck: bool = False  # queue pairs can't be destroyed, and their devices not closed
-    removed: bool = False  # and memory not unregistered
-    silent: bool = False  # pairs that are made take work requests, and that is all
-    gpus: list[tuple[int, int, int]] = field(default_factory=list)  # addresses, bytes, where they really are
+    stuck: bool = False  # queue pairs cannot be destroyed, and devices cannot be closed
+    removed: bool = False  # memory cannot be deregistered either
+    silent: bool = False  # new queue pairs accept work requests but do not run them
+    # address, bytes, and address that this process can access
+    gpus: list[tuple[int, int, int]] = field(default_factory=list)
     peer_memory: bool = False
     dma_buf: bool = False
-    stingy: bool = False  # with keys: of memory that is registered anew it is the first that is free
+    stingy: bool = False  # a new registration gets the first free key
     unreachable: set[bytes] = field(default_factory=set)
     nics: list[FakeNic] = field(default_factory=list)
     pairs: dict[int, FakePair] = field(default_factory=dict)
@@ -244,12 +245,12 @@ class Fabric:
         return FakeNic(self, device, completions)
 
     def fail_if(self, condition: bool) -> None:
-        """As a device does that was removed or reset."""
+        """Raise the error of a device that was removed or reset."""
         if condition:
             raise OSError(errno.EIO, "Input/output error")
 
     def forget(self) -> None:
-        """What could not be destroyed."""
+        """Drop queue pairs and devices that could not be destroyed."""
         with self.lock:
             self.pairs = {number: pair for number, pair in self.pairs.items() if not pair.closed}
             for nic in self.nics:
@@ -258,7 +259,7 @@ class Fabric:
                     os.close(nic.fd)
 
     def run(self, most: int = 1 << 60) -> int:
-        """Do what is posted, in turns."""
+        """Run posted work requests, one of each queue pair in turn."""
         done = 0
         with self.lock:
             while done < most and sum(pair.step() for pair in list(self.pairs.values())):

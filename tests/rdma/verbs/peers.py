@@ -1,7 +1,7 @@
-"""Forked processes that stand for hosts: each has an engine on a device of its own, and runs commands.
+"""Forked processes that stand for hosts: each has an engine on its own device and runs commands.
 
-A fork is cheap where importing torch takes ten seconds. Functions for them are at module level, and get the process's
-`Host`.
+A fork is fast, whereas an import of torch takes ten seconds. The commands are functions at module level. Their first
+argument is the process's `Host`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from monarch_backend._verbs.discovery import survey
 from monarch_backend._verbs.engine import Segment
 
 PATIENCE = 60.0
-"""Seconds for anything; the guest has one processor."""
+"""Limit in seconds for any operation. The guest has one processor."""
 
 _forks = multiprocessing.get_context("fork")
 
 
 def two_devices() -> list[str]:
-    """The names of verbs devices that can be used; skips where there are not two."""
+    """Return the names of usable verbs devices. Skips if there are fewer than two."""
     if reason := available():
         pytest.skip(reason)
     found = sorted({port.device for port in survey() if port.active})
@@ -46,13 +46,15 @@ def two_devices() -> list[str]:
 
 
 def crossed(what: str) -> int:
-    """Bytes of the guest's cable, as the reader's end counts them."""
+    """Return the bytes that crossed the guest's cable, counted at the reader's end."""
     return int(Path("/sys/class/net/v0/statistics", f"{what}_bytes").read_text())
 
 
 def lock_at_most(nbytes: int) -> None:
-    """This process, from before it has other threads. It stays who it is, for others let nobody else in; what goes is
-    the privilege that lifts the limit.
+    """Limit the memory that this process may lock. Call this before other threads start.
+
+    The process keeps its user, because other processes refuse another user. It drops only the privilege that lifts
+    the limit.
     """
     assert len(os.listdir("/proc/self/task")) == 1, "a privilege is a thread's own"
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (nbytes, resource.RLIM_INFINITY))
@@ -74,7 +76,7 @@ class Memory:
         self.nbytes = nbytes
 
     def fill(self, seed: int) -> None:
-        """With bytes that say where they are."""
+        """Fill the memory with bytes that depend on their offset."""
         block = bytes((seed + i * 7 + (i >> 8)) & 0xFF for i in range(min(self.nbytes, 1 << 16)))
         for start in range(0, self.nbytes, len(block)):
             self.view[start : start + len(block)] = block[: self.nbytes - start]
@@ -83,7 +85,7 @@ class Memory:
 
 
 class Outcome:
-    """What `done` was called with, and how often."""
+    """The argument of `done`, the number of its calls, and the calling thread."""
 
     def __init__(self) -> None:
         self._got: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -96,7 +98,7 @@ class Outcome:
         self._got.put(outcome)
 
     def wait(self, patience: float = PATIENCE) -> Any:
-        """Raises what is an error."""
+        """Wait for the outcome, and raise it if it is an error."""
         outcome = self._got.get(timeout=patience)
         if isinstance(outcome, BaseException):
             raise outcome
@@ -105,7 +107,7 @@ class Outcome:
 
 @dataclass
 class Host:
-    """In the forked process."""
+    """State of the forked process."""
 
     engine: Engine
     memory: dict[str, Memory] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class Host:
     def transfer(
         self, peer: str, kind: Any, region: bytes, segments: list[Segment], memory: str, patience: float = PATIENCE
     ) -> None:
-        """And wait for it."""
+        """Run a transfer and wait for its end."""
         done = Outcome()
         self.engine.transfer(peer, kind, Region.from_bytes(region), segments, self.memory[memory].view, done)
         done.wait(patience)
@@ -126,7 +128,7 @@ class Host:
 
 
 class Peer:
-    """A forked process, from here. Its functions get its Host first."""
+    """A forked process, as the test sees it. Functions that it runs get its Host as first argument."""
 
     def __init__(self, name: str, device: str, binding: str, environment: dict[str, Any] | None = None) -> None:
         self.name = name
@@ -140,11 +142,11 @@ class Peer:
         self._lock = threading.Lock()
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have it done; `end` has the result."""
+        """Start a function in the process. `end` returns its result."""
         self._pipe.send((function, arguments))
 
     def end(self, patience: float = PATIENCE) -> Any:
-        """What it returned; raises what it raised, with its traceback noted."""
+        """Return the function's result, or raise its error, caused by the text of its traceback."""
         if not self._pipe.poll(patience):
             raise TimeoutError(f"{self.name} has not answered within {patience} s")
         ok, outcome = self._pipe.recv()
@@ -158,23 +160,23 @@ class Peer:
         return self.end(patience)
 
     def wants(self, patience: float = PATIENCE) -> str:
-        """Whom its engine wants dialed."""
+        """Return the name of the peer to which the process's engine wants to connect."""
         if not self._dials.poll(patience):
             raise TimeoutError(f"{self.name} has dialed nobody")
         return str(self._dials.recv())
 
     def dials_waiting(self) -> bool:
-        """It wants somebody dialed."""
+        """Return whether the engine wants to connect to a peer."""
         return bool(self._dials.poll(0))
 
     def kill(self) -> None:
-        """As a crash would."""
+        """Kill the process, as a crash would."""
         assert self.process.pid
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(PATIENCE)
 
     def close(self) -> None:
-        """End the process cleanly, if it can."""
+        """End the process, cleanly if possible."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         self.process.join(PATIENCE)
@@ -203,7 +205,7 @@ def _live(pipe: Any, dials: Any, settings: Settings) -> None:
 
 
 def until(holds: Callable[[], bool], patience: float = PATIENCE) -> bool:
-    """It does, in time."""
+    """Wait until ``holds()`` is true. Return False after ``patience`` seconds."""
     deadline = time.monotonic() + patience
     while not holds():
         if time.monotonic() > deadline:
@@ -212,7 +214,7 @@ def until(holds: Callable[[], bool], patience: float = PATIENCE) -> bool:
     return True
 
 
-# ---- what hosts are told
+# ---- functions that run in hosts
 
 
 def offer(host: Host, peer: str) -> bytes:
@@ -253,13 +255,13 @@ def content(host: Host, name: str, start: int, end: int) -> bytes:
 
 
 def move(host: Host, peer: str, kind: str, region: bytes, segments: list[Segment], memory: str) -> None:
-    """Segments with offsets into the memory instead of addresses."""
+    """Run a transfer whose segments have offsets into the local memory instead of addresses."""
     base = host.memory[memory].address
     host.transfer(peer, kind, region, [(far, base + near, nbytes) for far, near, nbytes in segments], memory)
 
 
 def introduce(asking: Peer, owner: Peer) -> None:
-    """Carry the offer there and the answer back."""
+    """Carry the connection offer to the owner, and the owner's answer back."""
     answer = owner(accept, asking.name, asking(offer, owner.name))
     asking(connect, owner.name, answer)
 

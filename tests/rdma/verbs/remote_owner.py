@@ -18,7 +18,7 @@ MI = 1 << 20
 
 
 class FarOwner:
-    """``buffer``: a handle of its memory as this process would have got it."""
+    """An owner. ``buffer`` is a handle of its memory, as this process would have received it."""
 
     def __init__(self, fabric: Fabric, token: str, nbytes: int = 4 * MI, yields: bool = True) -> None:
         self.fabric, self.token = fabric, token
@@ -40,7 +40,7 @@ class FarOwner:
             self.asking.connect(self.token, self.owner.accept("asking", self.asking.offer(self.token)))
 
     def until_up(self) -> FarOwner:
-        """Connected, so that no transfer takes a thread."""
+        """Connect, so that no transfer needs a worker thread."""
         self.connect()
         assert until(lambda: self.fabric.run() >= 0 and self.asking.connected(self.token))
         return self

@@ -1,4 +1,6 @@
-"""Wrong keys, released regions, dead peers, cut links, locked-memory limits: what is reported, and what continues."""
+"""Wrong keys, released regions, dead peers, cut links and locked-memory limits: reported errors, and what still
+works.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def _wait(host: Host, name: str, patience: float = peers.PATIENCE) -> Any:
 
 
 def _good_and_bad(host: Host, good: bytes, bad: bytes, nbytes: int) -> list[str]:
-    """Both under way on the same queue pairs; what became of each."""
+    """Start good and bad reads on the same queue pairs. Return their names."""
     names = ["bad" if i == 3 else f"good {i}" for i in range(8)]
     for name in names:
         _start(host, name, "read", bad if name == "bad" else good, nbytes)
@@ -66,7 +68,7 @@ def test_a_wrong_key_fails_its_own_transfer_and_no_other(owner: Peer, asking: Pe
     region = owner(peers.expose, "there", MI, 1)
     peers.introduce(asking, owner)
     names = asking(_good_and_bad, region, _wrong(region), MI)
-    assert asking.wants() == "owner"  # the queue pair broke; the others are done on the next
+    assert asking.wants() == "owner"  # the bad read broke the queue pair, and the other reads continue on a new one
     peers.introduce(asking, owner)
     outcomes = asking(_outcomes, names)
     assert outcomes.pop("bad") == "remote access error"
@@ -95,7 +97,8 @@ def test_a_region_that_is_only_to_be_read_is_not_written(owner: Peer, asking: Pe
     peers.introduce(asking, owner)
     with pytest.raises(ValueError, match="read-only"):
         asking(peers.move, "owner", "write", region, [(0, 0, MI)], "here")
-    with pytest.raises(VerbsError, match="remote access error"):  # whoever says otherwise is not believed
+    # the owner refuses a handle that falsely claims to be writable
+    with pytest.raises(VerbsError, match="remote access error"):
         asking(peers.move, "owner", "write", _writable(region), [(0, 0, MI)], "here")
     assert owner(peers.digest, "there") == before
 
@@ -120,7 +123,7 @@ def _times(host: Host, count: int) -> list[tuple[str, float]]:
 
 
 def test_an_owner_that_dies_in_the_middle_is_noticed_by_the_device(owner: Peer, asking: Peer) -> None:
-    """Without a word from anybody else: the retries run out."""
+    """No process reports the death: the NIC's retries run out."""
     region = owner(peers.expose, "there", 64 * MI, 1)
     peers.introduce(asking, owner)
     asking(_start_many, region, 64 * MI, 8)
@@ -151,7 +154,7 @@ def test_report_of_a_death_ends_transfers_at_once(owner: Peer, asking: Peer) -> 
 
 
 class _Stream:
-    """Reads without end: something is always under way, however fast the guest is."""
+    """An endless loop of reads, so that a read is always in progress, however fast the guest is."""
 
     def __init__(self, host: Host, region: bytes, nbytes: int) -> None:
         self.memory = host.memory.setdefault("here", peers.Memory(nbytes))
@@ -197,7 +200,7 @@ def _advances(host: Host) -> bool:
 
 
 def test_short_link_loss_harms_no_transfer(owner: Peer, asking: Peer, cable: Any) -> None:
-    """The device sends again what was lost; if it gives up at once, the engine connects again."""
+    """The device retransmits lost packets. If it gives up at once, the engine connects again."""
     _start_streams(owner, asking)
     cable("down")
     cable("up")
@@ -223,17 +226,16 @@ def test_a_connection_that_broke_is_made_again_and_the_transfers_end_well(
     assert asking(peers.digest, "here") == owner(peers.digest, "there")
 
 
-def test_a_link_that_stays_dead_is_reported_in_seconds_in_the_devices_words(
-    owner: Peer, asking: Peer, cable: Any
-) -> None:
+def test_dead_link_is_reported_within_seconds(owner: Peer, asking: Peer, cable: Any) -> None:
     region = _start_streams(owner, asking)
     cable("down")
     began = time.monotonic()
-    assert asking.wants(60) == "owner"  # some 2 s by the NIC's settings, and the guest has one processor for all
+    # about 2 s by the NIC's settings, and more because all processes share one processor
+    assert asking.wants(60) == "owner"
     broke = time.monotonic() - began
     try:
         peers.introduce(asking, owner)
-    except VerbsError as refused:  # where the kernel sees that there is no way, it says so at once
+    except VerbsError as refused:  # if the kernel has no route, it reports that at once
         asking(peers.gone, "owner", str(refused))
     [error] = set(asking(_stop))
     took = time.monotonic() - began
@@ -253,16 +255,16 @@ def _introduced(asking: Peer, owner: Peer) -> bool:
     return True
 
 
-def _become_nobody(host: Host, limit: int) -> None:
-    """Before the device is opened: the kernel does not let whoever opened it become somebody else."""
+def _drop_privileges(host: Host, limit: int) -> None:
+    """Change the user. This precedes the opening of the device, because the kernel forbids it afterwards."""
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
-    os.setresuid(65534, 65534, 65534)  # with it goes the privilege that lifts the limit
+    os.setresuid(65534, 65534, 65534)  # this also drops the privilege that lifts the limit
 
 
 def test_locked_memory_limit_error_names_the_remedy(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", 32 * MI, 1)
     asking(peers.allocate, "here", 32 * MI)
-    asking(_become_nobody, 2 * MI)
+    asking(_drop_privileges, 2 * MI)
     with pytest.raises(VerbsError, match=r"cannot register 33554432 bytes .* 2097152 bytes: raise it .*ulimit -l"):
         asking(peers.move, "owner", "read", region, [(0, 0, 32 * MI)], "here")
     with pytest.raises(VerbsError, match=r"LimitMEMLOCK=infinity"):
@@ -270,12 +272,13 @@ def test_locked_memory_limit_error_names_the_remedy(owner: Peer, asking: Peer) -
 
 
 def _small_ones(host: Host, region: bytes, count: int) -> tuple[int, int]:
-    """Each in memory of its own that fits below the limit alone; how many were kept at most."""
+    """Read into new memory ``count`` times. Return the largest number of cached registrations, and of memories."""
     most = 0
     for _ in range(count):
         memory = host.memory["small"] = peers.Memory(512 << 10)
         host.transfer("owner", "read", region, [(0, memory.address, 4096)], "small")
-        kept = host.memory.setdefault(f"kept {len(host.memory)}", memory)  # alive, so it is the limit that counts
+        # kept alive, so that only the limit ends registrations
+        kept = host.memory.setdefault(f"kept {len(host.memory)}", memory)
         assert kept is memory
         most = max(most, len(host.engine._opened[0].cache))
     return most, len(host.memory)
@@ -283,11 +286,11 @@ def _small_ones(host: Host, region: bytes, count: int) -> tuple[int, int]:
 
 def test_cached_registrations_are_evicted_at_the_memory_limit(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", MI, 1)
-    asking(_become_nobody, 4 * MI)
+    asking(_drop_privileges, 4 * MI)
     peers.introduce(asking, owner)
     most, alive = asking(_small_ones, region, 20)
     assert alive > 20
-    assert most <= 8  # of 512 KiB
+    assert most <= 8  # each has 512 KiB
 
 
 def _resident() -> int:
@@ -295,7 +298,7 @@ def _resident() -> int:
 
 
 def _register_and_drop(host: Host, region: bytes, times: int) -> tuple[int, int]:
-    """By turns for others and for ourselves; growth in bytes, and registrations that are left."""
+    """Register memory for peers and for own transfers. Return the growth in bytes, and the bytes still registered."""
     cache = host.engine.devices()[0].cache
     before = 0
     for i in range(times // 2):
@@ -342,7 +345,7 @@ def _use_in_child(host: Host) -> str:
 
 
 def test_fork_keeps_registrations_and_queue_pairs_of_its_parent(owner: Peer, asking: Peer) -> None:
-    """Its parent's registration is still there, and its parent's queue pairs are."""
+    """A child that releases and closes everything leaves the parent's registration and queue pairs intact."""
     region = owner(peers.expose, "there", MI, 1)
     peers.introduce(asking, owner)
     asking(peers.allocate, "here", MI)
@@ -371,7 +374,7 @@ def _end_all_in_child(host: Host) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_an_owner_that_has_answered_and_died_is_reported_in_the_completion_s_words(owner: Peer, asking: Peer) -> None:
+def test_owner_death_after_its_connect_reply_is_reported(owner: Peer, asking: Peer) -> None:
     region = owner(peers.expose, "there", MI, 1)
     asking(_start_many, region, MI, 2)
     assert asking.wants() == "owner"

@@ -26,7 +26,7 @@ Make = Callable[..., Two]
 
 @pytest.fixture
 def posted(monkeypatch: pytest.MonkeyPatch) -> Posted:
-    """By device, queue pair and bytes, in order; without what only shows that a connection works."""
+    """(device, queue pair, bytes) of all posted requests, without the empty requests that test a connection."""
     found: Posted = []
     post = FakePair.post
 
@@ -40,7 +40,7 @@ def posted(monkeypatch: pytest.MonkeyPatch) -> Posted:
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch, posted: Posted) -> Iterator[Make]:
-    """``on(nodes, ...)``: two hosts, each with a device at each of these nodes, that have met."""
+    """``on(nodes, ...)``: two connected hosts, each with one device at each of these NUMA nodes."""
     made: list[Two] = []
 
     def make(nodes: list[int], **settings: Any) -> Two:
@@ -58,21 +58,21 @@ def on(monkeypatch: pytest.MonkeyPatch, posted: Posted) -> Iterator[Make]:
 
 
 @pytest.fixture
-def lies_on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """All memory, from now on; the machine has three nodes."""
+def set_memory_node(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that sets the NUMA node of all memory. Distances are larger the more node numbers differ."""
     monkeypatch.setattr(engine, "distance", lambda a, b: 10 if a == b or -1 in (a, b) else 10 + 10 * abs(a - b))
     return lambda node: monkeypatch.setattr(engine, "node_of_memory", lambda _: node)
 
 
-def small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of these are hundreds of times as large otherwise."""
+def lower_size_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower the limits for large transfers, which are hundreds of times larger otherwise."""
     monkeypatch.setattr(engine, "STRIPING_MIN_BYTES", 64 * KI)
     monkeypatch.setattr(work_requests, "LEAST_PIECE", 4 * KI)
     monkeypatch.setattr(queue_pair, "BATCH_BYTES", 4 * KI)
 
 
 def used(posted: Posted) -> dict[str, int]:
-    """Bytes by device."""
+    """Return the bytes that were posted to each device."""
     found: Counter[str] = Counter()
     for name, _, nbytes in posted:
         found[name] += nbytes
@@ -89,12 +89,17 @@ def used(posted: Posted) -> dict[str, int]:
     ],
 )
 def test_large_transfers_share_the_nearest_devices(
-    on: Make, lies_on: Callable[[int], None], posted: Posted, monkeypatch: pytest.MonkeyPatch, node: int, near: set[str]
+    on: Make,
+    set_memory_node: Callable[[int], None],
+    posted: Posted,
+    monkeypatch: pytest.MonkeyPatch,
+    node: int,
+    near: set[str],
 ) -> None:
-    """That at node 5 is nearest to nobody; to memory whose node is not known all are as near."""
-    small_is_large(monkeypatch)
+    """The device at node 5 is never the nearest. If the memory's node is unknown, all devices are equally near."""
+    lower_size_limits(monkeypatch)
     two = on([2, 0, 5, 2])
-    lies_on(node)
+    set_memory_node(node)
     for kind in ("read", "write"):
         two.start([(0, 0, 192 * KI)], kind).wait()
         assert used(posted) == dict.fromkeys(near, 192 * KI // len(near))
@@ -104,11 +109,11 @@ def test_large_transfers_share_the_nearest_devices(
 
 @pytest.mark.parametrize(("node", "near"), [(0, {"fake1"}), (2, {"fake0", "fake3"})])
 def test_a_small_one_takes_one_of_the_nearest(
-    on: Make, lies_on: Callable[[int], None], posted: Posted, node: int, near: set[str]
+    on: Make, set_memory_node: Callable[[int], None], posted: Posted, node: int, near: set[str]
 ) -> None:
-    """The same each time for the same memory, which is registered with that one only."""
+    """Transfers of one memory always use the same device, and the memory is registered with this device only."""
     two = on([2, 0, 5, 2])
-    lies_on(node)
+    set_memory_node(node)
     for _ in range(8):
         two.start([(0, 0, 4 * KI)]).wait()
     [taken] = used(posted)
@@ -117,11 +122,11 @@ def test_a_small_one_takes_one_of_the_nearest(
 
 
 def test_small_transfers_rotate_over_queue_pairs_of_the_near_device(
-    on: Make, lies_on: Callable[[int], None], posted: Posted
+    on: Make, set_memory_node: Callable[[int], None], posted: Posted
 ) -> None:
-    """Though those of the others stand between them."""
+    """Queue pairs of both devices alternate in the engine's list, and only those of the near device are used."""
     two = on([0, 1], queue_pairs=3)
-    lies_on(1)
+    set_memory_node(1)
     for _ in range(12):
         two.start([(0, 0, 8)]).wait()
     numbers = [number for name, number, _ in posted if name == "fake1"]
@@ -132,12 +137,12 @@ def test_small_transfers_rotate_over_queue_pairs_of_the_near_device(
 
 
 def test_very_large_transfers_use_all_queue_pairs_of_near_devices(
-    on: Make, lies_on: Callable[[int], None], posted: Posted, monkeypatch: pytest.MonkeyPatch
+    on: Make, set_memory_node: Callable[[int], None], posted: Posted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small_is_large(monkeypatch)
+    lower_size_limits(monkeypatch)
     monkeypatch.setattr(work_requests, "LANE_SHARE", 32 * KI)
     two = on([1, 0, 1], queue_pairs=2)
-    lies_on(1)
+    set_memory_node(1)
     two.start([(0, 0, 256 * KI)]).wait()
     shares: Counter[tuple[str, int]] = Counter()
     for name, number, nbytes in posted:
@@ -148,7 +153,7 @@ def test_very_large_transfers_use_all_queue_pairs_of_near_devices(
 
 
 def processors() -> dict[int, set[int]]:
-    """Of each node, those that this process may use."""
+    """Return the processors of each node that this process may use."""
     mine, found = os.sched_getaffinity(0), {}
     for folder in NODES.glob("node[0-9]*"):
         parts = [part.split("-") for part in (folder / "cpulist").read_text().strip().split(",") if part]
@@ -162,8 +167,8 @@ def processors() -> dict[int, set[int]]:
 def test_a_process_that_is_bound_to_a_node_takes_the_device_there(
     on: Make, posted: Posted, monkeypatch: pytest.MonkeyPatch, order: list[int]
 ) -> None:
-    """By what the kernel says of its memory, which comes to lie there. If it is the only one, another is pretended."""
-    small_is_large(monkeypatch)  # which would go by both
+    """The kernel reports the node of the process's memory. If the machine has one node, a second one is simulated."""
+    lower_size_limits(monkeypatch)  # large enough for both devices, if both were near
     bound_to, before = processors(), os.sched_getaffinity(0)
     touched = Memory(1)
     touched.fill(1)
@@ -176,7 +181,7 @@ def test_a_process_that_is_bound_to_a_node_takes_the_device_there(
         os.sched_setaffinity(0, allowed)
         try:
             two.here = Memory(256 * KI)
-            two.here.fill(1)  # whoever touches a page first has it near
+            two.here.fill(1)  # the first write to a page places it on the processor's node
             if node_of_memory(two.here.address) != node:
                 pytest.skip("a policy for memory is in the way")
         finally:

@@ -55,7 +55,7 @@ def test_messages_survive_an_encode_decode_round_trip(message: Any) -> None:
 
 @pytest.mark.parametrize("message", [OFFER, ANSWER, REGION])
 def test_corrupt_bytes_at_any_position_are_refused(message: Any) -> None:
-    """Cut anywhere, any byte changed: a clear error or another message of the same kind, nothing else."""
+    """Truncated or changed bytes give a VerbsError or another message of the same kind."""
     data = pack(message)
     for end in range(len(data)):
         with pytest.raises(VerbsError):
@@ -113,11 +113,11 @@ def test_infiniband_goes_by_lid_within_a_subnet_and_by_gid_beyond() -> None:
     assert not same.is_global
     [routed] = ways(port(1, 5), port(2, 6))
     assert routed.is_global
-    assert not ways(port(1, 5), port(1, 0))  # no subnet manager has been there
+    assert not ways(port(1, 5), port(1, 0))  # LID 0: no subnet manager has configured the port
     assert not ways(port(1, 5), endpoint((ROCE_V2, v4("10.0.0.1"))))
 
 
-# ---- what /sys says
+# ---- devices in /sys
 
 
 def make_port(
@@ -220,7 +220,7 @@ def test_defaults_when_the_environment_is_silent() -> None:
     assert from_environment({"MONARCH_RDMA_GID_INDEX": "3"}).gid_index == 3
 
 
-def test_an_error_has_the_completion_s_words_and_travels() -> None:
+def test_completion_error_has_its_status_and_pickles() -> None:
     error = errors.completion_error("read", 12, 0x81, "rxe0", "host 2")
     assert "read failed: transport retry counter exceeded (peer host 2, device rxe0, vendor code 0x81)" in str(error)
     again = pickle.loads(pickle.dumps(error))
@@ -256,7 +256,7 @@ def test_provider_package_is_imported_lazily() -> None:
 
 
 def test_no_adapter_leans_on_the_packages_enums() -> None:
-    """pyverbs 59 has renamed the module that pyverbs 44 has them in."""
+    """pyverbs 59 renamed the module with the enums of pyverbs 44."""
     for name in ("pyverbs", "ibverbs"):
         source = Path(provider.__file__).with_name(f"{name}.py").read_text()
         imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}

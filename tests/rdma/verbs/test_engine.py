@@ -27,7 +27,7 @@ KI = 1 << 10
 
 
 class Two:
-    """An owner and an engine that asks it, in one process."""
+    """An owner and an engine that accesses its memory, in one process."""
 
     def __init__(self, fabric: Fabric, connects: bool = True, **settings: Any) -> None:
         self.fabric, self.connects = fabric, connects
@@ -90,10 +90,10 @@ def two(ports: list[PortFacts]) -> Iterator[Callable[..., Two]]:
 
 @pytest.mark.parametrize(("depth", "completions"), [(20, 50), (1, 1), (1024, 1 << 16)])
 def test_thousands_of_segments_never_overflow_a_queue(two: Callable[..., Two], depth: int, completions: int) -> None:
-    """The pretended device asserts it; every batch has one signal, at its end."""
+    """The fake device checks the queue's limits. Each batch has one signaled request, at its end."""
     fabric = Fabric(at_once=False, depth=depth, completions=completions)
     pair = two(fabric, queue_pairs=4)
-    count = 2000 if depth > 1 else 1000  # one at a time takes its time
+    count = 2000 if depth > 1 else 1000  # one request at a time is slow
     segments = [(i * 50, (i * 50 + 50 * 997) % (count * 50), 40) for i in range(count)]
     done = pair.start(segments)
     while not done.calls:
@@ -162,7 +162,7 @@ def test_reused_key_does_not_reach_dropped_memory(two: Callable[..., Two]) -> No
     assert len(pair.fabric.nics[0].registered) <= 4, "what did not fit is taken back"
 
 
-def test_keys_are_remembered_so_long() -> None:
+def test_rkey_quarantine_forgets_the_oldest_keys() -> None:
     retired = RkeyQuarantine()
     for rkey in range(MAX_KEYS + 5):
         retired.add(rkey, 4096 * rkey, 4096)
@@ -196,7 +196,8 @@ def test_a_wrong_key_is_one_request_s_failure(two: Callable[..., Two]) -> None:
     while not pair.asking.connected("owner"):
         fabric.run()
     bad = pair.expose()
-    pair.owner.release(pair.region)  # `pair.region` is a copy without its owner's part: released by its id
+    # `pair.region` is a copy without the owner's registration, so the owner finds it by its id
+    pair.owner.release(pair.region)
     before, broken, after = (pair.start([(0, 0, 8)], region=r) for r in (bad, pair.region, bad))
     added = Outcome()
     pair.asking.atomic("owner", "fetch_add", bad, 8, 5, 0, added)
@@ -240,11 +241,11 @@ def test_a_connection_that_breaks_again_is_reported_in_the_completion_s_words(tw
         pair.start([(0, 0, 8)]).wait()
     assert caught.value.status == "transport retry counter exceeded"
     fabric.dead = False
-    pair.start([(0, 0, 8)]).wait()  # and the next one begins anew
+    pair.start([(0, 0, 8)]).wait()  # the next transfer makes a new connection
 
 
 def test_stuck_queue_pair_is_replaced(two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soft-RoCE's after its cable was cut: it neither does a work request nor fails it."""
+    """The queue pair neither runs a work request nor fails it, as in soft-RoCE after a cable was cut."""
     monkeypatch.setattr(connection, "MIN_SILENCE_S", 0.05)
     fabric = Fabric()
     pair = two(fabric, timeout=1, retries=1)
@@ -252,7 +253,7 @@ def test_stuck_queue_pair_is_replaced(two: Callable[..., Two], monkeypatch: pyte
     assert pair.dialed.acquire(timeout=10)
     mute, *_ = (each for each in fabric.pairs.values() if each.depth > 1)
     mute.silent = True
-    both = [pair.start([(8 * i, 8 * i, 8)]) for i in range(2)]  # they take turns
+    both = [pair.start([(8 * i, 8 * i, 8)]) for i in range(2)]  # the two transfers use different queue pairs
     for done in both:
         done.wait()
     assert pair.dialed.acquire(timeout=10)
@@ -451,7 +452,7 @@ def test_large_transfers_use_every_device(ports: list[PortFacts], two: Callable[
 
 
 def test_a_peer_is_not_forgotten_when_others_have_taken_all_places(two: Callable[..., Two]) -> None:
-    """One completion queue serves all peers: who found it full is served when it is not any more."""
+    """One completion queue serves all peers. A peer that found it full continues when it has room again."""
     fabric = Fabric(at_once=False, depth=64, completions=8)
     pair = two(fabric, queue_pairs=1)
     second = Outcome()
@@ -472,7 +473,7 @@ def test_a_peer_is_not_forgotten_when_others_have_taken_all_places(two: Callable
 def test_queue_pairs_that_cannot_be_destroyed(
     two: Callable[..., Two], caplog: pytest.LogCaptureFixture, under_way: str
 ) -> None:
-    """As those of a device that was removed or reset."""
+    """A device that was removed or reset has such queue pairs."""
     fabric = Fabric(at_once=False)
     pair = two(fabric, queue_pairs=1)
     first = pair.start([(0, 0, 8)])
@@ -496,7 +497,7 @@ def test_queue_pairs_that_cannot_be_destroyed(
     assert all(re.match(r"verbs: queue pair \d+ of fake0 cannot be destroyed", words) for words in said)
     assert 1 <= len(said) == len(set(said))
     fabric.dead = False
-    again = pair.start([(0, 0, 200 * KI)])  # by others, while the device may go on with the old ones
+    again = pair.start([(0, 0, 200 * KI)])  # on new queue pairs, because the device may still use the old ones
     assert until(lambda: fabric.run() >= 0 and again.calls == 1)
     again.wait()
     pair.here = Memory(256 * KI)
@@ -546,7 +547,7 @@ def test_destroy_after_device_removal_is_tolerated(two: Callable[..., Two], capl
 def test_completions_that_cannot_be_read_are_tried_again_with_the_next_transfer(
     two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And not without end by the engine's thread."""
+    """The engine's thread does not retry in a loop."""
     fabric = Fabric(at_once=False)
     pair = two(fabric)
     first = pair.start([(0, 0, 8)])
@@ -570,7 +571,7 @@ def test_completions_that_cannot_be_read_are_tried_again_with_the_next_transfer(
 def test_a_device_is_not_closed_while_an_offer_is_accepted(
     two: Callable[..., Two], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As at the end of a process that a peer is just about to connect to."""
+    """This happens when a process ends while a peer connects to it."""
     pair = two(connects=False)
     offer, owner = pair.asking.offer("owner"), pair.owner
     begun, waits, go_on = threading.Event(), threading.Event(), threading.Event()

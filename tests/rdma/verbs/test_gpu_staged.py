@@ -1,6 +1,6 @@
-"""GPU memory over NICs that do not reach it, through pinned memory of both hosts.
+"""GPU memory over NICs that cannot access it, through pinned memory of both hosts.
 
-GPUs are pretended. NICs are pretended in the ordinary run (cross_process_nics.py) and real where devices exist.
+GPUs are fakes. NICs are fakes in the default run (cross_process_nics.py), and real if two devices exist.
 tests/rdma/test_gpu_memory.py tests what all routes share.
 """
 
@@ -37,7 +37,7 @@ from monarch_backend._verbs import Region, VerbsError
 from monarch_backend._verbs.wire_format import RegionRecord
 from monarch_backend.actor import ActorError, ActorMesh, endpoint
 from monarch_backend.rdma import RDMABuffer
-from tests.actor.actors import held_up, pid_of
+from tests.actor.actors import pid_of, stopped_processes
 from tests.actor.support import Faults
 from tests.rdma import pretended_gpu
 from tests.rdma.actors import as_tensor, fill, no_python_in, pattern, two_processes
@@ -52,11 +52,11 @@ Pair = tuple[ActorMesh, ActorMesh]
 
 
 class StagedProcess(DeviceProcess):
-    """Knows its NIC, and what it has lent."""
+    """A process that can change its fake NIC and count its leases of pinned memory."""
 
     @endpoint
-    def nic(self, **manners: Any) -> None:
-        cross_process_nics.manners.__dict__.update(manners)
+    def nic(self, **behaviour: Any) -> None:
+        cross_process_nics.behaviour.__dict__.update(behaviour)
 
     @endpoint
     def lent(self) -> int:
@@ -68,14 +68,14 @@ class StagedProcess(DeviceProcess):
 
     @endpoint
     def may_take_tcp(self, buffer: RDMABuffer) -> None:
-        """As between hosts, where MONARCH_RDMA_TRANSPORT does not say that it must be verbs."""
+        """Allow TCP as the fallback, as between hosts without MONARCH_RDMA_TRANSPORT=verbs."""
         routes = engine().routes
         far = VerbsWithTcpFallback(routes._gpu_nics, routes._tcp, routes._warn_of_tcp, program().run_in_thread)
         routes._chosen[buffer._handle.token, True, True] = far
 
     @endpoint
     def many(self, buffers: list[RDMABuffer], rounds: int) -> bool:
-        """Read and write all of them at the same time, again and again."""
+        """Write and read all buffers at the same time, ``rounds`` times."""
         for seed in range(rounds):
             sources = [fill(self.mine("tensor", b.size()), pattern(b.size(), seed)) for b in buffers]
             for future in [b.write_from(s) for b, s in zip(buffers, sources, strict=True)]:
@@ -89,7 +89,9 @@ class StagedProcess(DeviceProcess):
 
     @endpoint
     def words_with_a_server(self) -> list[int]:
-        """What becomes of requests, in this process alone: see test_late_or_invalid_staging_requests_have_no_effect."""
+        """Send staging requests to a server in this process: see
+        test_late_or_invalid_staging_requests_have_no_effect.
+        """
         return _words_with_a_server()
 
 
@@ -101,12 +103,12 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.fixture
 def fresh(faults: Faults) -> Iterator[Pair]:
-    """That may die, on NICs that do what they are told."""
+    """Processes that a test may kill, with fake NICs whose behaviour it can change."""
     pretended_gpu.library()
     yield from two_processes("gpu nic", StagedProcess)
 
 
-# ---- what it does
+# ---- transfers
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -121,7 +123,7 @@ def test_staged_reads_and_writes(pair: Pair, size: int) -> None:
 
 
 def test_many_at_once(pair: Pair) -> None:
-    """More than there are slots, and connections for the words."""
+    """More transfers at once than there are slots and connections for staging requests."""
     owner, reader = pair
     buffers = [owner.own.call_one("tensor", size).get() for size in (SIZES * 2)]
     assert reader.many.call_one(buffers, 4).get(120)
@@ -145,7 +147,7 @@ def test_the_owner_runs_no_python_meanwhile(pair: Pair) -> None:
 def test_reason_for_staging_is_logged(fresh: Pair) -> None:
     owner, reader = fresh
     buffer = owner.own.call_one("tensor", 100).get()
-    (said,) = reader.says.call_one(buffer).get()
+    (said,) = reader.debug_lines.call_one(buffer).get()
     assert "verbs, staged through pinned memory of both hosts: cannot register 100 bytes of a GPU with across0" in said
     assert "by peer memory: Bad address" in said and "by dma-buf: " in said
     owner.drop.call_one(buffer).get()
@@ -153,11 +155,11 @@ def test_reason_for_staging_is_logged(fresh: Pair) -> None:
 
 @pytest.mark.parametrize("size", [100, 9 * MIB + 5])
 def test_staging_when_one_nic_reaches_its_gpu(fresh: Pair, size: int) -> None:
-    """The other one's does not, and finds that out with the first transfer."""
+    """The owner's NIC can register GPU memory. The reader's NIC cannot, which the first transfer finds out."""
     owner, reader = fresh
     owner.nic.call_one(takes_gpus=True).get()
     buffer = owner.own.call_one("tensor", size).get()
-    said = reader.says.call_one(buffer).get()
+    said = reader.debug_lines.call_one(buffer).get()
     assert len(said) == 2 and said[0].endswith(": verbs")
     assert f"verbs, staged through pinned memory of both hosts: cannot register {size} bytes of a GPU" in said[1]
     assert reader.read.call_one(buffer).get()
@@ -171,7 +173,7 @@ def test_staging_when_one_nic_reaches_its_gpu(fresh: Pair, size: int) -> None:
         owner.drop.call_one(each).get()
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
@@ -188,7 +190,9 @@ def test_a_connection_of_the_nics_that_breaks(fresh: Pair, write: bool) -> None:
 
 @pytest.mark.verbs
 def test_a_cable_is_cut(faults: Faults, cable: Any) -> None:
-    """The words still arrive. The transfer fails by itself, and the next one is right."""
+    """Staging requests still arrive, but the transfer fails without a timeout. A transfer after the repair is
+    correct.
+    """
     pretended_gpu.library()
     processes = two_processes("gpu verbs", StagedProcess)
     owner, reader = next(processes)
@@ -205,7 +209,7 @@ def test_a_cable_is_cut(faults: Faults, cable: Any) -> None:
 
 
 def test_stuck_nic_times_out_and_later_transfers_are_right(fresh: Pair) -> None:
-    """Whoever gives up gets his memory back, and what comes later is right."""
+    """A transfer that times out or is cancelled releases its memory, and later transfers are correct."""
     owner, reader = fresh
     buffer = owner.own.call_one("tensor", 9 * MIB).get()
     reader.nic.call_one(silent=True).get()
@@ -218,13 +222,13 @@ def test_stuck_nic_times_out_and_later_transfers_are_right(fresh: Pair) -> None:
     assert reader.read.call_one(buffer, "tensor", 3).get(30)
 
 
-def test_given_up_while_its_owner_stands_still(fresh: Pair) -> None:
-    """What was asked for arrives late: it is not what comes in the answer of the next one."""
+def test_cancelled_read_of_a_stopped_owner_leaves_the_next_right(fresh: Pair) -> None:
+    """The owner answers a cancelled request late. The reader must not take this answer for that of the next request."""
     owner, reader = fresh
     first, second = owner.own.call_one("tensor", 9 * MIB, 1).get(), owner.own.call_one("tensor", 9 * MIB, 2).get()
     assert reader.read.call_one(first).get(), "they have met"
     for _ in range(4):
-        with held_up(pid_of(owner)):
+        with stopped_processes(pid_of(owner)):
             assert reader.cancel_after.call_one(first, 0.1).get(30) == "CancelledError"
         assert reader.read.call_one(second, "tensor", 2).get(30)
     assert reader.read.call_one(first).get()
@@ -232,7 +236,7 @@ def test_given_up_while_its_owner_stands_still(fresh: Pair) -> None:
 
 @pytest.mark.parametrize("why", ["no way", "no locked memory", "nothing is lent"])
 def test_tcp_is_used_where_staging_is_impossible(fresh: Pair, why: str) -> None:
-    """TCP is taken, and what was lent is given back."""
+    """Transfers use TCP, and the owner's leases end."""
     owner, reader = fresh
     buffer = owner.own.call_one("tensor", 5 * MIB).get()
     if why == "no way":
@@ -264,7 +268,7 @@ def test_lease_of_a_dead_reader_is_taken_back(fresh: Pair, faults: Faults) -> No
     faults.next()
 
 
-# ---- its parts
+# ---- parts of the route
 
 
 def test_pieces() -> None:
@@ -305,7 +309,7 @@ def test_freed_slots_go_to_the_waiting_transfer() -> None:
 
 
 def _words_with_a_server() -> list[int]:
-    """Refusals, and what the last slot has at the end."""
+    """Send valid and invalid requests, and check the slot's bytes at the end. Return the refusals."""
     array = fill(pretended_gpu.Array(1000), pattern(1000))
     buffer, fixed = RDMABuffer(array), RDMABuffer(pretended_gpu.Array(8, readonly=True))
     memory = _native.PinnedMemory(0, 4 * 512)
@@ -348,7 +352,7 @@ def _words_with_a_server() -> list[int]:
 
 
 def test_late_or_invalid_staging_requests_have_no_effect(pair: Pair) -> None:
-    """Nor do those for a slot that there is not, nor to or from what was not registered for that."""
+    """Requests with an unknown slot, outside the registration, or that write to read-only memory are also refused."""
     _, reader = pair
     wrong = [NO_STAGING] * 6 + [OUT_OF_RANGE, READ_ONLY]
     assert reader.words_with_a_server.call_one().get() == [0, *wrong, 0, DROPPED, NO_STAGING]

@@ -26,7 +26,7 @@ PAGE = os.sysconf("SC_PAGESIZE")
 
 
 class Gpu:
-    """One allocation: of a memfd, at addresses that nobody may touch."""
+    """One GPU allocation: a memfd, with addresses that the process cannot access."""
 
     def __init__(self, pages: int, offset: int = 0, nbytes: int = 0) -> None:
         self.size = pages * PAGE
@@ -67,7 +67,7 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Gpu]]:
-    """``gpu(pages, ...)``: memory that the driver knows; of each a dma-buf can be had."""
+    """Yield ``gpu(pages, ...)``, which makes memory that the fake driver knows and can export as a dma-buf."""
     made: list[Gpu] = []
 
     def make(*words: int, **other: int) -> Gpu:

@@ -1,4 +1,4 @@
-"""Transfers in flight on fake devices: which thread sees their completion, and each way to end."""
+"""Transfers in flight on fake devices: which thread sees their completion, and every way in which they end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ GID = Gid(1, ROCE_V2, bytes(10) + b"\xff\xff" + bytes([10, 0, 0, 1]))
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Make]:
-    """``far(fabric)``: an owner that is connected already."""
+    """Yield ``far(fabric)``, which makes a connected owner."""
     monkeypatch.setattr(open_device.discovery, "usable", lambda _: [PortFacts("fake0", 1, "ACTIVE", True, (GID,), -1)])
     made: list[FarOwner] = []
 
@@ -69,7 +69,7 @@ def far(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iter
 
 
 class Worker:
-    """Does what is posted, as a device would, on a thread of its own."""
+    """Runs posted work requests on a thread of its own, as a device would."""
 
     def __init__(self, fabric: Fabric) -> None:
         self._fabric, self._stop = fabric, threading.Event()
@@ -89,7 +89,7 @@ class Worker:
 
 
 def announced(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with each time that the device tells the engine's thread of a completion."""
+    """Return a list that grows each time the device wakes the engine's thread with a completion event."""
     found: list[int] = []
     nic = owner.asking.devices()[0].nic
     take = nic.take_event
@@ -97,8 +97,10 @@ def announced(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def nobody_is_told(owner: FarOwner) -> None:
-    """Of the next completion: as after one that was announced, with nothing but quiet requests since."""
+def disarm_completion_events(owner: FarOwner) -> None:
+    """Disarm the devices, so that the next completion wakes no thread. This is the state after an event and polled
+    requests.
+    """
     for device in owner.asking.devices():
         with owner.asking._lock:
             device.armed = device.nic.armed = False  # type: ignore[attr-defined]
@@ -113,7 +115,7 @@ def moved_by_threads(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[A
 
 def test_waiting_thread_polls_without_waking_the_engine(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = far()
-    assert owner.buffer[:8].read_into(bytearray(8)).get(10) is None  # what was announced once is heard
+    assert owner.buffer[:8].read_into(bytearray(8)).get(10) is None  # consumes a pending completion event
     time.sleep(3 * completion_poller.SWEEP_INTERVAL_S)
     told, by_threads = announced(owner, monkeypatch), moved_by_threads(owner, monkeypatch)
     for nbytes in (1, 8, 64 * KI, MI):
@@ -162,7 +164,9 @@ def test_spinning_wait_does_not_sleep(far: Make, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("yields", [False, True])
 def test_polling_thread_yields_to_others(far: Make, monkeypatch: pytest.MonkeyPatch, yields: bool) -> None:
-    """Where there is one processor, with each look; else now and then, for the GIL."""
+    """With one processor the thread yields after every poll. Otherwise it yields after several polls, to release the
+    GIL.
+    """
     monkeypatch.setattr(completion_poller, "SLEEP_COST_S", 10.0)
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False), yields=yields)
@@ -180,15 +184,15 @@ def test_polling_thread_yields_to_others(far: Make, monkeypatch: pytest.MonkeyPa
     )
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     future.get(10)
     looks = said[said.index("let") : len(said) - said[::-1].index("let")].count("look")
     assert looks == 3 * (1 if yields else completion_poller._LOOKS_WITH_GIL)
     assert owner.holds(into, 8)
 
 
-def test_one_at_a_time_looks_for_long(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others sleep, and are told."""
+def test_only_one_waiting_thread_polls(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread polls. The others sleep until it wakes them."""
     owner = far(Fabric(at_once=False), yields=False)
     completions = owner.asking._completions
     monkeypatch.setattr(completions, "_worth_it", lambda _: 60.0)
@@ -220,7 +224,7 @@ def test_polling_time_adapts_to_the_device(far: Make) -> None:
     assert worth(future) == pytest.approx(completion_poller.SLEEP_COST_S + 2 * MI * open_device.FIRST_PACE)
     owner.fabric.run()
     future.get(10)
-    device.pace = 1.0  # a byte a second
+    device.pace = 1.0  # seconds per byte
     future = owner.buffer[:MI].read_into(into)
     assert worth(future) == completion_poller.SLEEP_COST_S, "beside what this takes a sleep is little"
     owner.fabric.run()
@@ -235,7 +239,7 @@ def test_polling_time_adapts_to_the_device(far: Make) -> None:
 def test_a_device_that_stays_as_fast_is_not_timed_each_time(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, into = far(), torch.zeros(MI, dtype=torch.uint8)
     for _ in range(3):
-        owner.buffer[:MI].read_into(into).get(10)  # registered
+        owner.buffer[:MI].read_into(into).get(10)  # the memory is registered after this
     device = owner.asking.devices()[0]
     device.took(device.pace * MI, MI)
     looks: list[int] = []
@@ -252,22 +256,22 @@ def test_a_device_that_stays_as_fast_is_not_timed_each_time(far: Make, monkeypat
 
 
 def test_late_completions_do_not_change_the_polling_time(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what the engine's thread finds when it sweeps, nor what somebody's first look does."""
+    """Completions that the engine's sweep or a caller's first poll finds may be late, so they are not timed."""
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False))
     device, into = owner.asking.devices()[0], torch.zeros(MI, dtype=torch.uint8)
-    first = owner.buffer[:MI].read_into(into)  # and it is registered
+    first = owner.buffer[:MI].read_into(into)  # this transfer also registers the memory
     owner.fabric.run()
     first.get(10)
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     heard = threading.Event()
     owner.asking.call_soon(heard.set)
     assert heard.wait(10), "and of what it was told before"
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     completions = owner.asking._completions
 
     def hear(device: Any) -> None:
-        """Of a lane that was made meanwhile, say: what else the engine's thread finds by that it must not time."""
+        """Poll on an event of another lane. The engine's thread must not time the completions that it finds there."""
         with owner.asking._lock:
             device.nic.take_event()
             device.armed = False
@@ -277,21 +281,20 @@ def test_late_completions_do_not_change_the_polling_time(far: Make, monkeypatch:
     device.pace = pace = 1e-15
     for find in (lambda future: future.done(), lambda _: owner.asking._look()):
         future = owner.buffer[:MI].read_into(into)
-        nobody_is_told(owner)
+        disarm_completion_events(owner)
         owner.fabric.run()
         assert until(lambda find=find, future=future: (find(future), future.ready)[1])
         assert device.pace == pace
     future = owner.buffer[:MI].read_into(into)
-    nobody_is_told(owner)
-    monkeypatch.setattr(
-        completion_poller.os, "sched_yield", lambda: owner.fabric.run()
-    )  # and its first looks were in vain
+    disarm_completion_events(owner)
+    # The first polls find nothing.
+    monkeypatch.setattr(completion_poller.os, "sched_yield", lambda: owner.fabric.run())
     future.get(10)
     assert device.pace == pytest.approx(pace * open_device.SLOWER)
 
 
 class Counted:
-    """A lock that counts how often this thread takes it when it does not have it."""
+    """A lock that counts this thread's acquisitions, without those of a lock that it already holds."""
 
     def __init__(self, lock: Any) -> None:
         self._lock, self._thread, self.taken = lock, threading.get_ident(), 0
@@ -312,18 +315,18 @@ class Counted:
         self.release()
 
 
-def test_a_small_one_takes_a_lock_twice_and_looks_at_no_clock(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either is a system call in guests without a vdso, and each takes as long as the transfer there."""
+def test_small_transfer_locks_twice_and_reads_no_clock(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In guests without a vdso both are system calls, and each takes as long as the transfer."""
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner, into = far(), torch.zeros(8, dtype=torch.uint8)
     action = RDMAAction().read_remote(into, owner.buffer[:8])
-    action.submit().get(10)  # registered, and its sweep is to come
+    action.submit().get(10)  # registers the memory and schedules the sweep
     engine = owner.asking
     lock = Counted(engine._lock)
     monkeypatch.setattr(engine, "_lock", lock)
     monkeypatch.setattr(engine._completions, "_lock", lock)
     monkeypatch.setattr(engine.devices()[0].cache, "_lock", lock)
-    looks: list[int] = []  # threads that have looked
+    looks: list[int] = []  # threads that read a clock
     for name in ("perf_counter", "monotonic"):
         clock = getattr(time, name)
         monkeypatch.setattr(time, name, lambda clock=clock: (looks.append(threading.get_ident()), clock())[1])
@@ -352,7 +355,7 @@ def test_an_action_s_plan_is_made_once(far: Make, monkeypatch: pytest.MonkeyPatc
     futures = [action.submit() for _ in range(5)]
     assert [future.get(10) for future in futures] == [None] * 5
     assert len(planned) == made
-    into.resize_(1 << 20)  # other memory
+    into.resize_(1 << 20)  # the tensor has other memory now
     into.zero_()
     action.submit().get(10)
     assert owner.holds(into.numpy(), 64)
@@ -364,15 +367,15 @@ def test_an_action_s_plan_is_made_once(far: Make, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
-def test_one_tensor_again_and_again(far: Make, monkeypatch: pytest.MonkeyPatch, write: bool) -> None:
-    """What its transfer has to find out is found out twice, and once more after each change."""
+def test_repeated_transfer_of_a_tensor_reuses_its_plan(far: Make, monkeypatch: pytest.MonkeyPatch, write: bool) -> None:
+    """The first two transfers of a tensor make plans, and so does the first after each change of the tensor."""
     owner, mine = far(), torch.zeros(4, 16, dtype=torch.uint8)
     there = torch.frombuffer(owner.memory.view, dtype=torch.uint8)[:64].view(4, 16)
     buffer, planned, plan = owner.buffer[:64], [], owner.route.planned
     monkeypatch.setattr(owner.route, "planned", lambda *of: (planned.append(of), plan(*of))[1])
 
     def moves(count: int = 1) -> int:
-        """All bytes, to which another number is added each time; how many plans were made for it."""
+        """Change and move all bytes, ``count`` times. Return the number of plans that were made."""
         before = len(planned)
         for number in range(count):
             source = mine if write else there
@@ -399,7 +402,7 @@ def test_one_tensor_again_and_again(far: Make, monkeypatch: pytest.MonkeyPatch, 
     mine.untyped_storage().resize_(32)
     with pytest.raises(ValueError, match="was freed"):
         (buffer.write_from if write else buffer.read_into)(mine)
-    mine.untyped_storage().resize_(1 << 20)  # to other memory, perhaps
+    mine.untyped_storage().resize_(1 << 20)  # the memory may have another address
     assert moves(3) <= 2
     assert buffer.read_into(mine, timeout=10).get() is None, "with a timeout it is another kind of transfer"
     owner.asking.give_up(owner.token, "a connection may be gone by then")
@@ -446,13 +449,13 @@ def test_finished_transfer_keeps_no_objects_alive(far: Make) -> None:
         ended = weakref.ref(future)
         del future
         assert ended() is None
-        into.append(1)  # nobody holds it where it is
+        into.append(1)  # raises BufferError if the transfer still holds the memory
     finally:
         gc.enable()
 
 
 def test_cancel_races_with_completion(far: Make) -> None:
-    """Who of the two comes first sees to the end: it is done or cancelled, and nothing is left of it."""
+    """A transfer is either completed or cancelled, by the thread that comes first, and leaves no pending state."""
     owner = far(Fabric(at_once=False))
     outcomes: list[str] = []
 
@@ -478,7 +481,7 @@ def test_cancel_races_with_completion(far: Make) -> None:
 
 
 def test_cancel_waits_for_a_completion_in_progress(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An atomic's value is put down by the thread that hears of the end, and no longer when `cancel` has returned."""
+    """The thread that sees the completion writes an atomic's value. `cancel` returns only after this write."""
     owner = far(Fabric(at_once=False))
     landing, go_on, put = threading.Event(), threading.Event(), action_module._put
 
@@ -507,7 +510,7 @@ def test_cancel_waits_for_a_completion_in_progress(far: Make, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("timeout", [None, 1000.0])
-def test_get_s_time_is_that_of_looking_and_of_sleeping(
+def test_timeout_of_get_includes_polling_and_sleeping(
     far: Make, monkeypatch: pytest.MonkeyPatch, timeout: float | None
 ) -> None:
     owner = far(Fabric(at_once=False))
@@ -531,7 +534,7 @@ def test_get_s_time_is_that_of_looking_and_of_sleeping(
 
 
 def test_cancelled_transfer_holds_no_resources(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also not for as long as it had to end by itself."""
+    """Its memory and future are released before CANCEL_GRACE_S, the time for the transfer to end by itself, is over."""
     monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False))
     gc.collect()
@@ -557,7 +560,7 @@ def _is_held(data: bytearray) -> bool:
     return False
 
 
-def test_a_done_atomic_of_an_action_does_not_keep_where_its_value_went(far: Make) -> None:
+def test_completed_atomic_does_not_keep_its_result_array_alive(far: Make) -> None:
     import numpy as np
 
     owner, into = far(), np.zeros(1, dtype=np.int64)
@@ -570,7 +573,7 @@ def test_a_done_atomic_of_an_action_does_not_keep_where_its_value_went(far: Make
 
 
 def test_owner_that_ends_during_registration_fails_fast(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody dials it anew: that would take ten seconds to fail."""
+    """The engine does not connect to the dead owner again, which would take ten seconds to fail."""
     owner, register, dialed = far(Fabric(at_once=False)), engine_module._register, []
 
     def then_it_is_gone(*of: Any) -> None:
@@ -594,7 +597,7 @@ def test_fork_does_not_wait_for_transfers(far: Make) -> None:
     there, back = os.pipe()
     child = os.fork()
     if not child:
-        signal.alarm(20)  # it may hang
+        signal.alarm(20)  # ends the child if it hangs
         try:
             for ask in (future.cancel, future.get):
                 try:
@@ -612,7 +615,7 @@ def test_fork_does_not_wait_for_transfers(far: Make) -> None:
 
 
 def test_wake_of_a_closed_engine_writes_to_no_reused_descriptor(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No new descriptor gets the number of the closed one before the write is done."""
+    """No new descriptor gets the number of the closed one before the wake's write is done."""
     owner, opened, write, written = far(), [], os.eventfd_write, []
 
     def closed_meanwhile(fd: int, value: int) -> None:
@@ -722,7 +725,9 @@ def test_callback_may_start_but_not_await_a_transfer(far: Make, monkeypatch: pyt
 
 @pytest.mark.parametrize("by_thread", [False, True])
 def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.MonkeyPatch, by_thread: bool) -> None:
-    """It would wait, on the thread that has to notice the end; also of one that a thread of ours does."""
+    """The callback runs on the thread that must see the end, so it would wait for ever. Also if a worker runs the
+    transfer.
+    """
     monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     slow = far(Fabric(at_once=False))
     first = slow.buffer[:8].read_into(bytearray(8))
@@ -746,12 +751,12 @@ def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.Mo
     program().call_soon(lambda: cancelling(None))
     assert "reads messages, and can't wait for a transfer" in said.get(timeout=10)
     assert not second.ready, "nothing was given up"
-    with Worker(slow.fabric):  # whoever does it may not have begun yet
+    with Worker(slow.fabric):  # the worker may not have started the transfer
         assert second.get(10) is None
 
 
 def test_cancel_needs_no_timer(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads messages, and would see to it, may stand still."""
+    """`cancel` also ends the transfer if the thread that reads messages and runs timers is stopped."""
     monkeypatch.setattr(transfer, "CANCEL_GRACE_S", 0.05)
     monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False))
@@ -824,7 +829,7 @@ def test_slow_registration_uses_a_thread_once(far: Make, monkeypatch: pytest.Mon
     assert len(by_threads) == 1
 
 
-# ---- ends before the time
+# ---- cancellation and timeouts
 
 
 def test_cancel_returns_after_posted_work_has_ended(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -866,7 +871,7 @@ def test_stuck_connection_is_closed(far: Make, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """``clocks.pop()()``: the time of the last transfer is over, and not before, however busy the machine is."""
+    """``clocks.pop()()`` ends the timeout of the last transfer. It never ends earlier, however busy the machine is."""
     progress, due = program().progress, []
     later = progress.later
 
@@ -874,7 +879,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
         if getattr(call, "__func__", None) is not transfer.Transfer._time_is_over:
             return later(seconds, call)
         due.append(call)
-        return later(600, call)  # which the transfer cancels when it has ended
+        return later(600, call)  # the transfer cancels this timer when it ends
 
     monkeypatch.setattr(progress, "later", held)
     return due
@@ -907,7 +912,7 @@ def test_deadline_before_the_start(far: Make, monkeypatch: pytest.MonkeyPatch) -
 def test_a_timeout_while_all_threads_are_taken(
     far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]]
 ) -> None:
-    """Owners that stand still may have taken them: nobody else is late for that."""
+    """Stopped owners may occupy all worker threads. This delays no timeout of other transfers."""
     monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     monkeypatch.setattr("monarch_backend._rdma.routes.verbs.ask", lambda *_: b"\x01")
     slow, bad, go = far(Fabric(at_once=False)), far(), threading.Event()
@@ -951,7 +956,7 @@ def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: 
 
     def late(*args: Any) -> Any:
         found = begin(*args)
-        slow.fabric.run()  # this one is done, and fails for nobody
+        slow.fabric.run()  # completes this part
         assert ended.wait(10), "its time is over, while the next part is still to be begun"
         return found
 
@@ -968,7 +973,7 @@ def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: 
 
 
 def test_get_returns_in_time_with_many_under_way(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits looks himself, for so long in all and not for each of them."""
+    """The waiting thread polls for a limited total time, not for this time per part."""
     monkeypatch.setattr(completion_poller, "SLEEP_COST_S", 0.2)
     monkeypatch.setattr(transfer, "MAX_POLL_S", 0.2)
     slow, action = far(Fabric(at_once=False), yields=False), RDMAAction()
@@ -996,7 +1001,7 @@ def test_buffers_that_begin_at_one_address(far: Make) -> None:
 
 
 def test_an_action_looks_up_each_memory_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not once for each part: that grows with the square of their number."""
+    """Repeated lookups for each part would take time that grows with the square of the number of parts."""
     owner, count = far(), 2000
     looked = {module: [] for module in (verbs, transfer_plan)}  # type: dict[Any, list[int]]
     for module, addresses in looked.items():
@@ -1014,7 +1019,7 @@ def test_an_action_looks_up_each_memory_once(far: Make, monkeypatch: pytest.Monk
     for _ in range(2):
         action.submit().get(60)
         assert torch.cat(into).numpy().tobytes() == bytes(owner.memory.view[: count * 64])
-        for addresses in looked.values():  # to find the memory of each part, and to register it
+        for addresses in looked.values():  # one lookup finds the memory of each part, and one registers it
             assert sorted(addresses) == sorted(each.data_ptr() for each in into)
             addresses.clear()
 
@@ -1036,12 +1041,13 @@ def test_timers_of_transfers_that_are_done_are_taken_back(far: Make) -> None:
 
 
 LONG = 20.0
-"""Seconds that are slept through unless Ctrl-C ends the sleep."""
+"""Duration in seconds of a sleep that Ctrl-C must end."""
 
 
 def test_ctrl_c_arrives_between_steps(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, begun = far(), []
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as it is if nobody has waited yet
+    # the handler of a program that has not waited yet
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     post = FakePair.post
 
     def interrupted(pair: FakePair, works: Any) -> None:
@@ -1065,7 +1071,7 @@ def test_ctrl_c_arrives_between_steps(far: Make, monkeypatch: pytest.MonkeyPatch
     assert not program().interrupts.noted
 
 
-def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_raised_after_the_poll(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     owner = far(Fabric(at_once=False))
     before, retire, struck = signal.getsignal(signal.SIGINT), SendQueuePair.retire, []
@@ -1075,7 +1081,7 @@ def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) 
         found = retire(lane, id_)
         if not struck and threading.current_thread() is threading.main_thread():
             struck.append(1)
-            signal.raise_signal(signal.SIGINT)  # and its request would never be over
+            signal.raise_signal(signal.SIGINT)  # if it interrupted retire(), the request would never end
         return found
 
     def look_and_stay() -> None:
@@ -1083,7 +1089,7 @@ def test_ctrl_c_comes_after_looking(far: Make, monkeypatch: pytest.MonkeyPatch) 
         time.sleep(LONG)
 
     monkeypatch.setattr(SendQueuePair, "retire", interrupted)
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     owner.fabric.run()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
@@ -1154,16 +1160,18 @@ def test_no_reconnect_for_cancelled_transfers(far: Make, monkeypatch: pytest.Mon
 
 
 def test_one_queue_pair_breaks_and_the_other_never_ends(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever looks himself finds the first, and sleeps: another one has to know of the deadline of the second."""
+    """The waiting thread sees one queue pair break, then sleeps. The engine's thread must enforce the other's
+    deadline.
+    """
     monkeypatch.setattr(completion_poller, "SWEEP_INTERVAL_S", 60.0)
     monkeypatch.setattr(connection, "DRAIN_TIMEOUT_S", 0.2)
     owner = far(Fabric(at_once=False))
     futures = [owner.buffer[:8].read_into(bytearray(8)) for _ in range(2)]
     first, second = [pair for pair in owner.fabric.pairs.values() if pair.posted]
-    nobody_is_told(owner)
+    disarm_completion_events(owner)
     awake = threading.Event()
     owner.asking.call_soon(awake.set)
-    assert awake.wait(10)  # and then it sleeps
+    assert awake.wait(10)  # the engine's thread sleeps after this
     owner.fabric.dead = True
     with owner.fabric.lock:
         assert first.step()
@@ -1189,7 +1197,7 @@ def test_a_broken_connection_is_made_again(far: Make) -> None:
 
 
 class OtherWay:
-    """As Tcp, of which it is seen what it was asked for; ``route`` goes there from these NICs."""
+    """Stands in for Tcp and records its calls. ``route`` falls back to it from the owner's NICs."""
 
     name = "tcp"
 
@@ -1259,9 +1267,7 @@ def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("outcome", [DONE, LOST, FAILED, LATE])
-def test_that_another_one_takes_tcp_does_not_repeat_an_atomic(
-    far: Make, monkeypatch: pytest.MonkeyPatch, outcome: int
-) -> None:
+def test_switch_to_tcp_does_not_repeat_an_atomic(far: Make, monkeypatch: pytest.MonkeyPatch, outcome: int) -> None:
     owner = far()
     other = OtherWay(owner)
     ended = Result(outcome, 0, 0, 7, "it is said why")
@@ -1269,7 +1275,7 @@ def test_that_another_one_takes_tcp_does_not_repeat_an_atomic(
     def change(*_: Any) -> Result:
         other.route.recover(
             ReadWriteOp(other.handle, False, ((0, 0, 8),)), NO_WAY, cancel_scope(None), None
-        )  # of another thread
+        )  # as from another thread
         return ended
 
     monkeypatch.setattr(owner.route, "change", change)
@@ -1308,7 +1314,9 @@ def test_unstarted_transfer_may_use_tcp(far: Make, monkeypatch: pytest.MonkeyPat
 
 
 def test_tcp_is_used_when_local_queue_pairs_fail_to_connect(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer has answered, and has its ends ready: that the NIC here fails then is no loss of the peer."""
+    """The peer's queue pairs are ready after its answer. If the local NIC then fails, the peer is not reported as
+    lost.
+    """
     owner = far(Fabric(at_once=False))
     again = threading.Event()
 
@@ -1334,7 +1342,7 @@ def test_tcp_is_used_when_local_queue_pairs_fail_to_connect(far: Make, monkeypat
 
 @pytest.mark.parametrize("late", ["the offer", "the answer"])
 def test_late_connect_reply_ends_no_transfer(far: Make, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
-    """Another one has led to a connection meanwhile, on which an atomic is under way: TCP would do it again."""
+    """Another attempt connected, and an atomic is in progress on that connection. TCP would run the atomic twice."""
     owner = far(Fabric(at_once=False))
     ended: list[Result] = []
     part = AtomicOp(owner.buffer._handle, FETCH_ADD, 0, 1, 0, lambda _: None)
@@ -1355,7 +1363,7 @@ def test_late_connect_reply_ends_no_transfer(far: Make, monkeypatch: pytest.Monk
     assert ended[0].outcome == DONE
 
 
-# ---- where large transfers go
+# ---- lanes of large transfers
 
 
 @pytest.mark.parametrize(("nbytes", "lanes"), [(MI, 1), (16 * MI, 1), (64 * MI, 2)])

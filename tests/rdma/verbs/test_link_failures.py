@@ -1,4 +1,4 @@
-"""RDMABuffer between two processes with a NIC each when the link is cut or the NIC refuses a request.
+"""RDMABuffer between two processes with a NIC each: a cut link, and requests that the NIC refuses.
 
 test_connection_failures.py tests the engine alone.
 """
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 class Stream:
-    """Reads again and again, by a thread of its own."""
+    """Reads a buffer repeatedly, on a thread of its own."""
 
     def __init__(self, buffer: RDMABuffer) -> None:
         self._buffer, self._into = buffer, torch.zeros(buffer.size(), dtype=torch.uint8)
@@ -59,7 +59,7 @@ class Stream:
 
 
 class Tried(Process):
-    """Says what becomes of transfers."""
+    """A process that reports the results of transfers."""
 
     stream: Stream
 
@@ -77,12 +77,12 @@ class Tried(Process):
 
     @endpoint
     def own_again(self) -> RDMABuffer:
-        """The memory that was registered last."""
+        """Register the last registered memory again."""
         return RDMABuffer(self.last)
 
     @endpoint
-    def beside(self, good: RDMABuffer, bad: RDMABuffer) -> list[str]:
-        """Of eight at the same time, of which the fourth is bad."""
+    def read_good_and_bad(self, good: RDMABuffer, bad: RDMABuffer) -> list[str]:
+        """Start eight reads at the same time, the fourth with the bad handle. Return their results."""
         buffers = [bad if number == 3 else good for number in range(8)]
         into = [self.mine("tensor", each.size()) for each in buffers]
         futures = [each.read_into(there, timeout=60) for each, there in zip(buffers, into, strict=True)]
@@ -117,13 +117,13 @@ def test_transfers_use_the_link(route: str) -> None:
 
 
 def test_a_cable_is_cut_during_a_stream_of_reads(pair: Pair, cable: Callable[[str], None]) -> None:
-    """For a moment, and until somebody is told so. What is read is right, or an error; afterwards it is right."""
+    """Cut the link briefly, then until a read fails. A read is correct or raises, and is correct after the repair."""
     owner, reader = pair
     buffer = owner.own.call_one("tensor", 2 * MIB).get()
     reader.begin_stream.call_one(buffer).get()
 
     def goes_on() -> None:
-        """With a read that has begun since."""
+        """Wait for reads that started after this call."""
         right, _ = reader.progress.call_one().get()
         until(lambda: reader.progress.call_one().get()[0] > right + 2, "reads come through", 60)
 
@@ -142,7 +142,7 @@ def test_a_cable_is_cut_during_a_stream_of_reads(pair: Pair, cable: Callable[[st
 
 
 def with_other_keys(buffer: RDMABuffer) -> RDMABuffer:
-    """As one would forge it."""
+    """Change the keys of a handle, as a forger would."""
     region = Region.from_bytes(buffer._handle.verbs)
     region.record.keys[:] = [key ^ 0x5A00 for key in region.record.keys]
     return RDMABuffer._of(buffer._handle._replace(verbs=region.to_bytes()))
@@ -153,7 +153,7 @@ def test_a_wrong_key_is_refused_and_harms_no_other(pair: Pair) -> None:
     buffer = owner.own.call_one("tensor", MIB).get()
     forged = with_other_keys(buffer)
     assert reader.read.call_one(buffer).get(60), "they have met"
-    found = reader.beside.call_one(buffer, forged).get(60)
+    found = reader.read_good_and_bad.call_one(buffer, forged).get(60)
     assert found.pop(3).startswith("RDMAError: ")
     assert found == ["right"] * 7
     for call in (reader.write.call_one(forged), reader.add.call_one(forged, 1)):
@@ -163,7 +163,7 @@ def test_a_wrong_key_is_refused_and_harms_no_other(pair: Pair) -> None:
 
 
 def test_handle_of_dropped_memory_is_refused(pair: Pair) -> None:
-    """Though the same memory is registered again, at the same address."""
+    """The old handle is refused although the same memory is registered again at the same address."""
     owner, reader = pair
     stale = owner.own.call_one("tensor", MIB).get()
     assert reader.read.call_one(stale).get(60)
@@ -178,19 +178,19 @@ def test_handle_of_dropped_memory_is_refused(pair: Pair) -> None:
 
 
 def limited(device: str, nbytes: int) -> None:
-    """The bootstrap of a process that may lock so much memory."""
+    """Bootstrap a process that may lock this much memory."""
     take("verbs", device)
     lock_at_most(nbytes)
 
 
 @pytest.fixture
-def poor() -> Iterator[Callable[[str], ActorMesh]]:
-    """``poor(device)``: a process on it that may lock 4 MiB."""
+def start_limited_process() -> Iterator[Callable[[str], ActorMesh]]:
+    """Yield ``start_limited_process(device)``, which starts a process on the device that may lock 4 MiB."""
     made = []
 
     def make(device: str) -> ActorMesh:
         made.append(this_host().spawn_procs({"gpus": 1}, bootstrap=functools.partial(limited, device, 4 * MIB)))
-        return made[-1].spawn("poor", Tried, "verbs")
+        return made[-1].spawn("limited", Tried, "verbs")
 
     yield make
     for procs in made:
@@ -204,7 +204,7 @@ def is_refused(call: Any, text: str) -> None:
 
 
 def is_right(owner: ActorMesh, reader: ActorMesh, buffer: RDMABuffer, seed: int) -> None:
-    """Read, written and read again; and so is a number in it."""
+    """Write the buffer, read it back, and run an atomic on it. Check each result."""
     reader.write.call_one(buffer, "tensor", seed).get(60)
     assert owner.shows.call_one(buffer.size(), seed).get(60)
     assert reader.read.call_one(buffer, "tensor", seed).get(60)
@@ -212,9 +212,11 @@ def is_right(owner: ActorMesh, reader: ActorMesh, buffer: RDMABuffer, seed: int)
     assert reader.add.call_one(buffer, 0).get(60) == [first]
 
 
-def test_a_reader_that_may_lock_little(pair: Pair, poor: Callable[[str], ActorMesh]) -> None:
-    """What does not fit below the limit is an error that says so, each time; what does is right, between and after."""
-    owner, reader = pair[0], poor(nics("verbs")[1])
+def test_a_reader_that_may_lock_little(pair: Pair, start_limited_process: Callable[[str], ActorMesh]) -> None:
+    """A transfer beyond the limit raises an error that names the limit, each time. Transfers within the limit are
+    correct.
+    """
+    owner, reader = pair[0], start_limited_process(nics("verbs")[1])
     large, small = (owner.own.call_one("tensor", size).get(60) for size in (16 * MIB, MIB))
     for seed in (2, 3):
         for call in (reader.read.call_one(large), reader.write.call_one(large, "tensor", 5)):
@@ -223,9 +225,9 @@ def test_a_reader_that_may_lock_little(pair: Pair, poor: Callable[[str], ActorMe
     assert pair[1].read.call_one(large).get(60), "nothing was written to it"
 
 
-def test_an_owner_that_may_lock_little(pair: Pair, poor: Callable[[str], ActorMesh]) -> None:
-    """Its memory that does not fit is not to be had over verbs, and what does is."""
-    owner, reader = poor(nics("verbs")[0]), pair[1]
+def test_an_owner_that_may_lock_little(pair: Pair, start_limited_process: Callable[[str], ActorMesh]) -> None:
+    """Memory beyond the limit cannot be accessed over verbs. Memory within the limit can."""
+    owner, reader = start_limited_process(nics("verbs")[0]), pair[1]
     large, small = (owner.own.call_one("tensor", size).get(60) for size in (16 * MIB, MIB))
     for seed in (2, 3):
         for call in (reader.read.call_one(large), reader.write.call_one(large)):

@@ -127,13 +127,13 @@ def _at(made: ctypes.Structure) -> int:
 
 
 class Driver:
-    """A device with a queue of each kind, and what was asked of it."""
+    """A fake device with a queue of each kind. It records all calls."""
 
     def __init__(self) -> None:
         self.posted: list[dict[str, Any]] = []
-        self.completions: list[tuple[int, int, int, int]] = []  # id, status, number, vendor
+        self.completions: list[tuple[int, int, int, int]] = []  # id, status, queue pair number, vendor error
         self.armed = 0
-        self.result = 0  # of the next calls
+        self.result = 0  # result of the next calls
         self._kept = (Poll(self._poll), Arm(self._arm), Post(self._post))
         self.context = Context(poll=self._kept[0], arm=self._kept[1], post=self._kept[2])
         self.channel = Channel(_at(self.context), FD, 1)
@@ -182,7 +182,7 @@ class Driver:
 
 
 def holder(of: ctypes.Structure | int) -> Any:
-    """An object with a pointer to that in its memory, as the packages' objects have one, among others."""
+    """Return an object whose memory contains this pointer among others, like the objects of the verbs packages."""
     return ctypes.c_void_p(of if isinstance(of, int) else _at(of))
 
 
@@ -278,7 +278,7 @@ def test_a_pair_ends_with_its_queue() -> None:
 
 
 def test_poll_in_a_finalizer_loses_no_completion() -> None:
-    """Tuples are made of what was polled, which may start a collection, in which anything may happen."""
+    """poll() creates tuples, which may start a garbage collection. A finalizer may then call poll() as well."""
     driver = Driver()
     queue, inner = driver.queue(), []
 
@@ -305,7 +305,7 @@ def test_poll_in_a_finalizer_loses_no_completion() -> None:
 
 
 class MadeNow:
-    """A sequence of work requests that nobody keeps."""
+    """A sequence that creates a work request on each access and keeps none."""
 
     def __len__(self) -> int:
         return 3
@@ -340,7 +340,7 @@ def test_other_objects_are_not_found() -> None:
     other = Driver()
     pair = _native.VerbsQueuePair.find
     assert pair(holder(driver.qp), NUMBER + 1, queue) is None
-    assert pair(holder(driver.qp), NUMBER, other.queue()) is None  # it completes elsewhere
+    assert pair(holder(driver.qp), NUMBER, other.queue()) is None  # the queue pair completes on another queue
     assert pair(holder(driver.cq), NUMBER, queue) is None
     driver.qp.qp_type = 4
     assert pair(holder(driver.qp), NUMBER, queue) is None
@@ -349,7 +349,7 @@ def test_other_objects_are_not_found() -> None:
     assert native_queues.queue_pair(holder(driver.qp), NUMBER, None) is None
 
 
-def test_words_that_are_no_addresses_do_no_harm() -> None:
+def test_invalid_addresses_find_no_queue() -> None:
     driver, page = Driver(), mmap.mmap(-1, mmap.PAGESIZE)
     gone = ctypes.addressof(ctypes.c_char.from_buffer(page))
     page.close()
@@ -406,7 +406,7 @@ static_assert(IBV_WR_ATOMIC_CMP_AND_SWP == 5 && IBV_WR_ATOMIC_FETCH_AND_ADD == 6
 
 
 def test_the_structs_are_those_of_the_header(tmp_path: Path) -> None:
-    """libibverbs's own, where it is installed (libibverbs-dev)."""
+    """The header is libibverbs' own, if libibverbs-dev is installed."""
     compiler = os.environ.get("CXX", "c++")
     source = tmp_path / "layout.cpp"
     source.write_text("#include <infiniband/verbs.h>\n")
@@ -452,7 +452,7 @@ def test_both_packages_queues_are_found(start: Start, devices: list[str]) -> Non
 
 @pytest.mark.verbs
 def test_package_functions_are_the_fallback(start: Start, devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_queues, "completion_queue", lambda *_: None)  # before the processes are forked
+    monkeypatch.setattr(native_queues, "completion_queue", lambda *_: None)  # before the processes fork
     owner, asking = start("owner", devices[1]), start("asking", devices[0])
     _there_and_back(owner, asking)
     assert asking(_are_compiled) == (False, False)

@@ -95,7 +95,7 @@ def test_a_storage_that_got_other_memory_is_registered_anew(nic: FakeNic) -> Non
 
 
 def test_cache_entry_belongs_to_one_object(nic: FakeNic) -> None:
-    """Another one may have its id, address and length: a registration is not that of its memory."""
+    """Another object may get the same id, address and length. It must not get the first object's registration."""
     cache = MemoryCache(nic, 2, 1 << 40)
     memory = Memory(KI)
     whole = allocation_of(memory.view)
@@ -112,8 +112,8 @@ def test_cache_entry_belongs_to_one_object(nic: FakeNic) -> None:
 
 
 @pytest.mark.parametrize("seen", [False, True])
-def test_one_that_is_given_up_in_that_moment_is_not_taken(nic: FakeNic, seen: bool) -> None:
-    """Just before its new user is there, or just after: without a lock either may be, and it is closed once."""
+def test_registration_evicted_during_take_is_not_used(nic: FakeNic, seen: bool) -> None:
+    """Without a lock, the cache may close just before or just after it adds a user. It closes the registration once."""
     cache = MemoryCache(nic, 2, 1 << 40)
     memory = Memory(KI)
     entry = use(cache, memory.view)

@@ -23,7 +23,7 @@ from tests.rdma.verbs.peers import PATIENCE, Memory, Outcome, until
 
 
 class Other(NamedTuple):
-    """A peer of another user."""
+    """Peers of a second user of the engine."""
 
     name: str
 
@@ -69,7 +69,7 @@ def test_last_user_closes_the_engine(fabric: Fabric) -> None:
     shared_engine.borrow(Other, print)
     assert engine.devices()
     assert not shared_engine.give_back(str)
-    assert not shared_engine.give_back(str)  # twice is as good as once
+    assert not shared_engine.give_back(str)  # a second call has no effect
     assert engine.devices()
     assert shared_engine.give_back(Other)
     with pytest.raises(VerbsError, match="closed"):
@@ -100,7 +100,7 @@ class _Handle(NamedTuple):
 
 
 def test_the_program_ends_and_others_stay(fabric: Fabric) -> None:
-    """Its registrations go; the engine, which others use, does not."""
+    """Its registrations end. The engine stays open, because others use it."""
     memory = Memory(4096)
     whole = _Whole(memory.address, memory.nbytes, memory.view)
     verbs = Verbs(None, _Registry(whole))  # type: ignore[arg-type]
@@ -115,11 +115,11 @@ def test_the_program_ends_and_others_stay(fabric: Fabric) -> None:
 
 
 _before_forks: list[Callable[[], None]] = []
-os.register_at_fork(before=lambda: [call() for call in _before_forks])  # the last to be registered is the first called
+os.register_at_fork(before=lambda: [call() for call in _before_forks])  # the hook that was registered last runs first
 
 
 def _in_fork(holds: Callable[[], bool]) -> bool:
-    """In a forked child."""
+    """Return whether ``holds()`` is true in a forked child."""
     pid = os.fork()
     if pid == 0:
         code = 2
@@ -132,13 +132,15 @@ def _in_fork(holds: Callable[[], bool]) -> bool:
     return code == 0
 
 
-def test_a_fork_has_none(fabric: Fabric) -> None:
+def test_forked_child_has_no_engine(fabric: Fabric) -> None:
     shared_engine.borrow(str, print)
     assert _in_fork(lambda: shared_engine._engine is None and not shared_engine._dials)
 
 
 def test_memory_that_is_gone_is_not_registered_when_a_process_forks(fabric: Fabric) -> None:
-    """malloc has its notes there; the engine's thread, which ends the registration, has something else to do."""
+    """malloc keeps records in freed memory, which the child needs. The engine's thread is too busy to end the
+    registration.
+    """
     engine = shared_engine.borrow(str, print)
     [device] = engine.devices()
     [nic] = fabric.nics
@@ -179,7 +181,9 @@ def test_a_callback_of_the_engine_s_thread_forks(fabric: Fabric) -> None:
 
 
 def test_fork_does_not_close_its_parents_engine(fabric: Fabric) -> None:
-    """Whatever it calls, and lets go of; a thread of the parent's holds the engine's lock."""
+    """The child calls everything that ends resources, and drops all objects. A thread of the parent holds the
+    engine's lock.
+    """
     engine = shared_engine.borrow(str, print)
     memory, array = Memory(100), np.zeros(1000)
     region = engine.expose(memory.address, 100, memory.view)
@@ -219,7 +223,9 @@ def test_fork_does_not_close_its_parents_engine(fabric: Fabric) -> None:
 
 @pytest.mark.parametrize("how", ["expose", "transfer"])
 def test_devices_outlive_a_concurrent_registration(fabric: Fabric, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """The engine is closed meanwhile: that waits, and who registers hears of it. The fixture looks at what is open."""
+    """A close during a registration waits for it, and the registering thread gets an error. The fixture checks for
+    leaks.
+    """
     engine = shared_engine.borrow(str, lambda _: None)
     memory, other = Memory(100), Memory(100)
     region = engine.expose(other.address, 100, other.view)
@@ -231,7 +237,7 @@ def test_devices_outlive_a_concurrent_registration(fabric: Fabric, monkeypatch: 
     def slow(self: Any, *args: Any) -> Any:
         registers.set()
         assert goes_on.wait(60)
-        seen.append(ended.wait(0.5))  # long enough for an end that does not wait
+        seen.append(ended.wait(0.5))  # longer than a close that does not wait
         return real(self, *args)
 
     def close(self: Any) -> None:

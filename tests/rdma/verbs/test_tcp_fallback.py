@@ -1,6 +1,7 @@
-"""Default route between two hosts: verbs where their NICs reach each other, else TCP with one warning.
+"""Default route between two hosts: verbs if their NICs reach each other, else TCP with one warning.
 
-Verbs is used again once the NICs reach each other. Every transfer is correct meanwhile, and every atomic runs once.
+Transfers return to verbs when the NICs reach each other again. Every transfer in between is correct, and every atomic
+runs once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Cable = Callable[[str], None]
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Of one host, which has the owner's NIC."""
+    """Start a job with one host, which has the owner's NIC. Yield the path of its file."""
     owner, _ = nics("verbs")
     with new_mark() as mark:
         env = {MARK: mark, "MONARCH_RDMA_DEVICES": owner, "MONARCH_RDMA_TIMEOUT": "14"}
@@ -48,7 +49,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For programs that are forked here: NICs are tried again after half a second, and a dead way is found as fast."""
+    """Settings for forked programs: NICs are tried again after half a second, and a broken link is found as quickly."""
     _, reader = nics("verbs")
     monkeypatch.delenv("MONARCH_RDMA_TRANSPORT", raising=False)
     monkeypatch.setenv("MONARCH_RDMA_DEVICES", reader)
@@ -56,8 +57,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "RETRY_INTERVAL_S", 0.5)
 
 
-class Said(logging.Handler):
-    """The warnings of this program about TCP."""
+class TcpWarnings(logging.Handler):
+    """Collects the program's warnings about TCP."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -70,7 +71,7 @@ class Said(logging.Handler):
 
 
 class Asking:
-    """Reads known bytes of a process of the other host, and counts there."""
+    """Reads known bytes of a process on the other host, and runs atomics there."""
 
     def __init__(self, owner: ActorMesh) -> None:
         self.owner = owner
@@ -79,7 +80,7 @@ class Asking:
         self.expected, self.added = pattern(MIB), 0
 
     def goes_by(self) -> str:
-        """The route, once a read and an atomic are over, which are right."""
+        """Run a read and an atomic, and check their results. Return the route."""
         into = torch.zeros(MIB, dtype=torch.uint8)
         self.buffer.read_into(into, timeout=30).get()
         assert torch.equal(into, self.expected)
@@ -88,7 +89,7 @@ class Asking:
         return self.buffer.backend
 
     def until_verbs(self) -> None:
-        """By transfers, which go on meanwhile; then they cross the cable."""
+        """Run transfers until they use verbs, then check that the data crosses the cable."""
         until(lambda: self.goes_by() == "verbs", "NICs are taken again", 60)
         before = crossed("rx")
         assert self.goes_by() == "verbs"
@@ -97,8 +98,8 @@ class Asking:
 
 @contextmanager
 def asking(path: Path, owners: int = 1) -> Iterator[tuple[list[str], list[Asking]]]:
-    """What is said, and one who asks for each owner."""
-    said, procs = Said(), Job.load(path).state().there.spawn_procs({"gpus": owners})
+    """Yield the list of warnings, and one reader for each owner."""
+    said, procs = TcpWarnings(), Job.load(path).state().there.spawn_procs({"gpus": owners})
     all_of_them = procs.spawn("owner", Process, "kernel")
     made = [Asking(all_of_them.slice(gpus=i)) for i in range(owners)]
     yield said.lines, made
@@ -108,7 +109,7 @@ def asking(path: Path, owners: int = 1) -> Iterator[tuple[list[str], list[Asking
 
 
 def lose_the_way() -> None:
-    """The ports are up, and what goes to the owner's address comes to nobody; until the cable is put up again."""
+    """Let packets to the owner's address reach no host, with all ports up, until the cable is put up again."""
     nobody = ["10.77.0.2", "lladdr", "02:00:00:00:00:99", "dev", "v0", "nud", "permanent"]
     subprocess.run(["ip", "neigh", "replace", *nobody], check=True)
 
@@ -131,7 +132,7 @@ def _no_way(path: Path, cable: Cable) -> list[str]:
 
 
 def test_two_nics_that_are_up_and_do_not_reach_each_other(job: Path, cable: Cable) -> None:
-    """With a connection that is there, and without; before and afterwards verbs is taken."""
+    """One owner has a connection and the other has none. Transfers use verbs before the loss and after the repair."""
     said = in_program(_no_way, job, cable, timeout=200)
     assert len(set(said)) == 2, "one for each process"
     assert all("transport retry counter exceeded" in line for line in said)
@@ -147,7 +148,7 @@ def _held(path: Path) -> list[str]:
 
 @pytest.mark.usefixtures("cable")
 def test_an_owner_that_does_not_answer(job: Path) -> None:
-    """It runs no Python: its memory is served, and it does not come to a connection of the NICs."""
+    """The owner runs no Python: native threads serve its memory over TCP, but the NICs cannot connect."""
     [said] = in_program(_held, job, timeout=200)
     assert "has not answered within" in said
 
@@ -165,7 +166,7 @@ def _no_port(path: Path, cable: Cable, looked: bool) -> list[str]:
 
 @pytest.mark.parametrize("looked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["never", "not any more"])
 def test_no_port_is_up_here(job: Path, cable: Cable, looked: bool) -> None:
-    """With the first transfer; and perhaps when somebody first wanted to know about it."""
+    """No port is up at the first transfer. In one case the route was queried before, while a port was up."""
     [said] = in_program(_no_port, job, cable, looked, timeout=200)
     assert "no port is both ACTIVE" in said
 
@@ -174,7 +175,7 @@ def _little_memory(path: Path) -> list[str]:
     lock_at_most(MIB // 2)
     with asking(path) as (said, [it]):
         assert it.goes_by() == "tcp"
-        for _ in range(3):  # by either, since NICs do reach each other, and take what is small
+        for _ in range(3):  # over either route, because the NICs reach each other and small memory can be registered
             it.goes_by()
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         it.until_verbs()

@@ -31,7 +31,7 @@ def test_reads_and_writes_move_the_right_bytes(owner: Peer, asking: Peer) -> Non
 
 
 def test_scattered_segments_change_only_their_bytes(owner: Peer, asking: Peer) -> None:
-    """Thousands of small ones, far more than a queue pair takes at once; neighbours and none between them."""
+    """Thousands of small segments, far more than a queue pair holds at once. Some are empty."""
     nbytes, count = 4 * MI, 5000
     seed = random.Random(11)
     starts = sorted(seed.sample(range(nbytes // 512), count))
@@ -69,7 +69,7 @@ def test_atomics_of_several_hosts_add_up(start: Start, devices: list[str]) -> No
     region = owner(peers.expose, "there", 64)
     for asker in askers:
         peers.introduce(asker, owner)
-        asker.begin(_add, region, 700)  # more than there are slots for values
+        asker.begin(_add, region, 700)  # more than there are slots for results
     seen = sorted(value for asker in askers for value in asker.end())
     assert seen == [3 * i for i in range(2100)]
     assert int.from_bytes(owner(peers.content, "there", 8, 16), "little") == 6300
@@ -114,7 +114,7 @@ def test_devices_are_opened_at_first_use(owner: Peer, asking: Peer) -> None:
 
 
 def _counted(host: Host) -> None:
-    """From now on, count by device what is posted."""
+    """Count the bytes that are posted to each lane from now on."""
     host.posted = {}
     for lane in host.engine._links["owner"].lanes:
         post = lane.pair.post
@@ -137,7 +137,7 @@ def test_a_large_transfer_uses_all_queue_pairs_of_all_devices(start: Start, devi
     region = owner(peers.expose, "there", nbytes, 9)
     asking(peers.allocate, "here", nbytes)
     peers.introduce(asking, owner)
-    asking(peers.move, "owner", "read", region, [(0, 0, 1)], "here")  # all lanes are proved, soon
+    asking(peers.move, "owner", "read", region, [(0, 0, 1)], "here")  # after this, all lanes are tested soon
     asking(_counted)
     asking(peers.move, "owner", "read", region, [(0, 0, nbytes)], "here")
     assert asking(peers.digest, "here") == owner(peers.digest, "there")
@@ -183,8 +183,8 @@ def test_two_hosts_ask_each_other_at_the_same_time(owner: Peer, asking: Peer) ->
 
 
 @pytest.mark.parametrize("prefix", ["0000:0000:0000:0000:0000:ffff", "fd77", "fe80"])
-def test_every_kind_of_address_is_a_way(start: Start, devices: list[str], prefix: str) -> None:
-    """RoCEv2 over IPv4, over IPv6, and over the addresses of the link."""
+def test_every_gid_type_connects(start: Start, devices: list[str], prefix: str) -> None:
+    """RoCEv2 over IPv4, IPv6 and link-local addresses."""
     from monarch_backend._verbs.discovery import survey
 
     index = {}

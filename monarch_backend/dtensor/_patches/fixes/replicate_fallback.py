@@ -49,7 +49,13 @@ _GATHERED_BEFORE = (
     "Attempted to flatten unevenly sharded dimension", "Attempted to unflatten unevenly sharded dimension",
 )  # fmt: skip
 """Such texts of torch before 2.13."""
-_REFUSED = (*_GATHERED, *(_GATHERED_BEFORE if torch_version() < (2, 13) else ()))
+_GATHERED_SINCE = ("no valid sharding strategy for the input placements",)
+"""Such texts of torch 2.14 and later: a tensor with a sum over ranks is written by ``out=``."""
+_REFUSED = (
+    *_GATHERED,
+    *(_GATHERED_BEFORE if torch_version() < (2, 13) else ()),
+    *(_GATHERED_SINCE if torch_version() >= (2, 14) else ()),
+)
 _PARTS = "_local_tensor", "_spec"
 _said: set[Any] = set()
 _OUT_OF_PLACE = {

@@ -26,7 +26,7 @@ def _handle(own: Any) -> Replacement:
     return _get_device_handle
 
 
-def _device_for_whom(own: Any) -> Replacement:
+def _skip_init_on_controller(own: Any) -> Replacement:
     def _lazy_init() -> None:
         # Each function of torch with a device argument calls it, also for the workers' device.
         if torch.cuda.is_available() or not controller_process_group.is_controller():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller import controller_mesh
@@ -36,3 +37,22 @@ def seen_arguments(own: Any) -> Any:
             op_info.local_args = pytree.tree_map_only(torch.SymInt, seen, op_info.local_args)
 
     return redistribute_local_args
+
+
+def whole_sizes(own: Any) -> Any:
+    """Layer over `_find_attr_matching_outer_metadata`: sizes of a sharded result are those of the trace.
+
+    torch reads them from the shard in each call if the traced shard is as large as the whole. With one row on two
+    ranks, this holds for the first rank only.
+    """
+
+    def _find_attr_matching_outer_metadata(a: Any, inner_keys: Any, *, metadata_fn: Any) -> str | None:
+        is_sharded = isinstance(a, DTensor) and any(
+            not (each.is_replicate() or each.is_partial()) for each in a.placements
+        )
+        if is_sharded and controller_mesh.workers_of(tracing_state.real(a.device_mesh)) is not None:
+            return None
+        found: str | None = own(a, inner_keys, metadata_fn=metadata_fn)
+        return found
+
+    return _find_attr_matching_outer_metadata
