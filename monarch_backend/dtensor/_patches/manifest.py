@@ -336,7 +336,7 @@ _FSDP2 = (
     _semantics(
         f"{_FSDP}._fsdp_param_group:FSDPParam", f"{_FSDP_MAKERS}:_param",
         "A subclass of FSDPParam, whose shard is each worker's own.",
-        "training/test_fsdp.py::test_three_ranks_of_which_some_have_less_or_nothing",
+        "training/test_fsdp.py::test_three_ranks_of_which_some_have_less_or_nothing", since=releases.FSDP2,
     ),
     _semantics(
         f"{_FSDP}._fsdp_param:_chunk_with_empty", f"{_FSDP_MAKERS}:_chunk",
@@ -345,7 +345,7 @@ _FSDP2 = (
     ),
     _semantics(
         f"{_FSDP}._fsdp_param_group:FSDPParamGroup", f"{_FSDP_MAKERS}:_group",
-        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process",
+        _ON_WORKERS, "training/test_fsdp.py::test_values_are_those_of_a_single_process", since=releases.FSDP2,
     ),
     _semantics(
         f"{_FSDP}._fsdp_collectives:_get_dim0_padded_size", f"{_FSDP_MAKERS}:_padded_size",
