@@ -462,13 +462,13 @@ void Group::set_reason(const std::string& text) {
   std::memcpy(reason.data() + 1, text.data() + 1, length - 1);
   reason[length] = '\0';
   // The first byte comes last: if this process is killed in between, its peers see no text and not a part of one.
-  std::atomic_ref(reason[0]).store(text[0], std::memory_order_release);
+  __atomic_store_n(&reason[0], text[0], __ATOMIC_RELEASE);  // not std::atomic_ref, which older releases of libc++ lack
 }
 
 // Text of the failure on a rank; the text of how the rank ended follows it.
 std::string Group::reason(int rank) const {
   auto& text = control_block(rank).reason;
-  if (std::atomic_ref(text[0]).load(std::memory_order_acquire) == '\0') return "";
+  if (__atomic_load_n(&text[0], __ATOMIC_ACQUIRE) == '\0') return "";
   return std::string(text.data(), strnlen(text.data(), text.size())) + ", and ";
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from monarch_backend._core import platform
 from monarch_backend.actor import (
     ActorError,
     ActorMesh,
@@ -201,9 +202,13 @@ def test_death_of_a_rank_ends_collectives_of_others(where: str, faults: Faults) 
 
 
 def assert_names(text: str, rank: int, pid: int) -> None:
-    """Assert that the text names the rank, the host, the pid and the signal."""
+    """Assert that the text names the rank, the host, the pid and the signal.
+
+    Without a pidfd the fork server may have reaped the process, and the signal is not known.
+    """
     assert str(rank) in text and HOST in text and str(pid) in text, text
-    assert "signal 9" in text or "SIGKILL" in text, text
+    unknown = not platform.HAS_PIDFD and "gone (how it ended is not known here)" in text
+    assert "signal 9" in text or "SIGKILL" in text or unknown, text
 
 
 def test_survivors_form_a_smaller_group(faults: Faults) -> None:

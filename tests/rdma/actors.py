@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from monarch_backend import rdma
+from monarch_backend import _native, rdma
 from monarch_backend._rdma import registrations
 from monarch_backend._rdma.routes import cuda_ipc
 from monarch_backend.actor import Actor, ActorMesh, endpoint, this_host
@@ -33,7 +33,7 @@ class RouteCase:
     name: str  # value of RDMABuffer.backend
     environment: dict[str, str] = field(default_factory=dict)
     shared: bool = False  # the memory comes from rdma.empty
-    way: int = 1  # value of enum CopyMethod (csrc/memory/same_host.h)
+    way: int = 2 if _native.is_portable else 1  # enum CopyMethod (csrc/memory/same_host.h): thread or kernel
     device: bool = False  # both sides use memory of a fake GPU
     refuses: str = ""  # functions that the fake GPU's driver refuses
     nic: bool = False  # a fake NIC, which cannot access GPU memory

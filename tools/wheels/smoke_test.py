@@ -71,10 +71,14 @@ assert _native.__file__.startswith(sys.prefix), _native.__file__
 assert isinstance(_native.cpu_features(), list)
 words = bytearray(624 * 8)
 assert _native.skip_mt19937(words, 1, 624) >= 1
+features = _native.kernel_features()
+assert features["futex"], features
+assert _native.boot_id()
+one, other = _native.Host(1 << 20), _native.Host(1 << 20)
+assert one.connect(other.token)
+del one, other
 if sys.platform == "linux":
-    features = _native.kernel_features()
-    assert features["memfd_create"] and features["futex"], features
-    assert _native.boot_id()
+    assert features["memfd_create"], features
     from monarch_backend._hosts.daemon import Daemon
     daemon = Daemon(bytes(32))
     daemon.start("127.0.0.1", 0)
