@@ -743,7 +743,9 @@ def test_killed_controller_leaves_no_process(how: str, start: Start, interpreter
     """Workers, their child processes and nested workers end; after SIGKILL also the controller's own fork server."""
     number = signal.SIGUSR1 if how == "os._exit" else signal.Signals[how]
     begin = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(4))\n"
-    run = start(begin + DYING, "threading.Event().wait()", own_server=how == "SIGKILL")
+    # Short waits: Python calls no handler for a signal that comes just before the system call of a wait, until it ends.
+    wait = "import time\nwhile True: time.sleep(0.1)"
+    run = start(begin + DYING, wait, own_server=how == "SIGKILL")
     run.read_until("ready")
     pids = pids_in(run)
     assert set(pids) == {"rank0", "rank1", "child", "daemon", "nested"} | ({"server"} if how == "SIGKILL" else set())
