@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import cloudpickle
 import pytest
@@ -24,23 +24,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(spawning)
 
 PATIENCE = 60.0
-
-
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    """One server for the tests that leave it alive."""
-    host = Host()
-    host.run(lambda: None)
-    yield host
-    host.spawner.close()
-
-
-@pytest.fixture
-def own_host() -> Iterator[Host]:
-    """A server for one test, which may end it."""
-    host = Host()
-    yield host
-    host.spawner.close()
 
 
 class Output:

@@ -43,23 +43,6 @@ cloudpickle.register_pickle_by_value(spawning)
 QUICKLY = 2.0  # promise 8 of docs/architecture.md: seconds until no process is left
 
 
-@pytest.fixture(scope="module")
-def host() -> Iterator[Host]:
-    """Yield a server for the tests that do not end it."""
-    host = Host()
-    host.run(lambda: None)
-    yield host
-    host.spawner.close()
-
-
-@pytest.fixture
-def own_host() -> Iterator[Host]:
-    """Yield a server for one test, which may kill it."""
-    host = Host()
-    yield host
-    host.spawner.close()
-
-
 def nothing() -> None:
     pass
 
