@@ -23,7 +23,7 @@ AREAS ?=
 # among them), and parametrizations of each test. They are few, because XLA compiles each graph.
 ON_XLA ?= tests/dtensor
 PER_TEST ?= 1
-# Of make test-portable.
+# make test-portable: paths of the tests.
 PORTABLE_TESTS ?= tests/core tests/mesh tests/processes tests/actor tests/rdma tests/test_readme.py \
     tests/dtensor/controller/test_device_mesh.py tests/dtensor/controller/test_memory_access.py \
     $(patsubst %,tests/process_group/test_%.py,smoke collectives fast_paths object_collectives point_to_point shm_backend tensor_lists work)
@@ -43,8 +43,7 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(wildcard csrc/*.cpp csrc/*.h
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --config-settings editable_mode=compat -e '.[dev]'
 	touch $@
 
-# The core without what only Linux has, as macOS gets it, in a second environment: .venv-portable/bin/python.
-build-portable: $(PORTABLE)/.installed  ## the core as macOS has it, in a second environment, .venv-portable
+build-portable: $(PORTABLE)/.installed  ## build the core without Linux-only system calls, in a second environment, .venv-portable
 
 $(PORTABLE)/.installed: $(STAMP) tools/portable_env.py
 	$(BIN)/python tools/portable_env.py --dir $(PORTABLE)

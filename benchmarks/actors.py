@@ -49,7 +49,7 @@ from _actor_runners import (
 from _machine_report import Others, machine
 
 CHOICES = ("round_trip", "pipelined", "cast", "tensor", "start", "death", "memory")
-SIDE_BY_SIDE = 8  # largest mesh of which all peers have one at the same time; larger ones need too much memory
+SIDE_BY_SIDE = 8  # largest mesh that all peers start at the same time; more would need too much memory
 MIB = 64
 WORKER_BYTES = 250e6  # assumed memory of a worker if it was not measured
 Values = list[float]

@@ -803,7 +803,7 @@ def _storm(rank: int, rounds: int) -> dict[str, int]:
             if waits:
                 work.wait()
             else:
-                works.append(work)  # a second wait of Gloo's work would block for ever
+                works.append(work)  # a second wait for the same Gloo work would never return
             expected.append((got, number))
         if number % 20 == 19:
             x = torch.full((20_000,), float(rank))

@@ -141,7 +141,7 @@ def _no_store(rank: int, address: str, port: int) -> None:
 
 
 def test_silent_server_times_out() -> None:
-    # A stopped process, or another service. torch's own client would wait for ever.
+    # The server is a stopped process or another service. torch's own client would never time out.
     with _elsewhere("GO; signal.pause()") as port:
         run_ranks(_no_store, 1, port, backend=None)
 

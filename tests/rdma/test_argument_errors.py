@@ -493,7 +493,7 @@ sys.modules["last"] = Last()
 
 
 def test_a_transfer_that_takes_a_thread_at_the_end_of_python() -> None:
-    """The interpreter starts no threads at its end, so a transfer that needs one fails instead of waiting for ever."""
+    """The interpreter starts no threads at its end. A transfer that needs one raises an error, and does not hang."""
     done = subprocess.run(
         [sys.executable, "-c", LAST], capture_output=True, text=True, timeout=60, env=dict(os.environ)
     )

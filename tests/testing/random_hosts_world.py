@@ -1,4 +1,4 @@
-"""Random worlds with several hosts: the usual workload on many hosts, of which some die or become unreachable.
+"""Random worlds with several hosts: the usual workload, while some hosts die or become unreachable.
 
 The invariants are those of other worlds. A host that is cut off permanently loses its processes, since its agent gets
 no messages either. Two hosts that are cut off only from each other continue, and may lose messages between them.

@@ -725,8 +725,9 @@ def test_callback_may_start_but_not_await_a_transfer(far: Make, monkeypatch: pyt
 
 @pytest.mark.parametrize("by_thread", [False, True])
 def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.MonkeyPatch, by_thread: bool) -> None:
-    """The callback runs on the thread that must see the end, so it would wait for ever. Also if a worker runs the
-    transfer.
+    """A callback runs on the thread that completes transfers, so a wait in it would be a deadlock.
+
+    The same is true if a worker thread runs the transfer.
     """
     monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
     slow = far(Fabric(at_once=False))
