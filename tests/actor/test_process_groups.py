@@ -135,14 +135,13 @@ def test_late_rank_of_a_failed_init_joins_the_next(faults: Faults, tmp_path: Pat
 
             from tests.actor.support import pass_gate
 
-            store: Any = c10d.TCPStore
+            class StoreAfterTheGate(c10d.TCPStore):
+                def __init__(self, *args: Any, is_master: bool = False, **options: Any) -> None:
+                    if not is_master:
+                        pass_gate(name)
+                    super().__init__(*args, is_master=is_master, **options)
 
-            def after_the_gate(*args: Any, is_master: bool = False, **options: Any) -> Any:
-                if not is_master:
-                    pass_gate(name)
-                return store(*args, is_master=is_master, **options)
-
-            c10d.TCPStore = after_the_gate  # type: ignore[assignment,misc]
+            c10d.TCPStore = StoreAfterTheGate  # type: ignore[misc]
 
         with this_host().spawn_procs({"gpus": 2}, bootstrap=held) as procs:
             error = procs.process_group(backend="carrier_pigeon").exception(PATIENCE)
