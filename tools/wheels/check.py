@@ -26,8 +26,7 @@ from macholib.SymbolTable import SymbolTable
 from tools.wheels.commands import status_and_output
 from tools.wheels.targets import PLATFORMS, Target
 
-MAX_INSTALLED_BYTES = {True: 5_000_000, False: 6_500_000}
-"""On Linux, and elsewhere: an extension for macOS contains the C++ library, 1 MB."""
+MAX_INSTALLED_BYTES = 5_000_000
 
 ENTRY = "PyInit__native"
 
@@ -146,9 +145,8 @@ def check_wheel(path: Path, folder: Path) -> Iterator[str]:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         yield from check_names(target, names)
         size = sum(info.file_size for info in archive.infolist())
-        most = MAX_INSTALLED_BYTES[target.platform.is_linux]
-        if size > most:
-            yield f"takes {size / 1e6:.1f} MB installed, more than {most / 1e6}"
+        if size > MAX_INSTALLED_BYTES:
+            yield f"takes {size / 1e6:.1f} MB installed, more than {MAX_INSTALLED_BYTES / 1e6}"
         extension = f"monarch_backend/_native{target.extension}"
         if extension in names:
             data = archive.read(extension)

@@ -44,7 +44,8 @@ def compiler(platform: Platform, debian: DebianPackages, folder: Path) -> tuple[
         unwinder = debian.unpacked("libgcc-s1", platform.debian, GCC_SUITE) / "lib" / triplet / "libgcc_s.so.1"
         link += ["-nostdlib++", "-Wl,--as-needed", str(standard), str(unwinder)]
     else:
-        link += ["-Wl,-x"]  # no names of local symbols, which -s leaves
+        # No names of local symbols, which -s leaves, and no part of the C++ library that nothing uses.
+        link += ["-Wl,-x", "-Wl,-dead_strip"]
         link += ["-undefined", "dynamic_lookup"]  # Python's functions are in the program that loads the extension
     script = folder / f"c++-{platform.name}"
     script.parent.mkdir(parents=True, exist_ok=True)
