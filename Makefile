@@ -66,7 +66,7 @@ test-nightly: $(STAMP) $(VENV)/.wheels  ## random programs, all of torch's opera
 
 # Without fork each process imports torch, so these take longer than with `make test`.
 test-portable: $(PORTABLE)/.installed  ## the code for macOS: the portable core, and no fork, /proc, memfd and so on
-	MONARCH_PORTABLE=1 $(PORTABLE)/bin/python -m pytest -m "not slow and not gpu and not xla and not verbs" --durations=10 $(PORTABLE_TESTS)
+	MONARCH_PORTABLE=1 $(PORTABLE)/bin/python -m tests.halves -m "not slow and not gpu and not xla and not verbs" --durations=10 -- $(PORTABLE_TESTS)
 
 test-sanitizers: $(STAMP)  ## the C++ core under AddressSanitizer, UBSan and ThreadSanitizer
 	$(BIN)/python -m pytest -m slow tests/shm/test_sanitizers.py tests/transport/test_channel_sanitizers.py tests/rdma/test_sanitizers.py tests/dtensor/worker/test_record_sanitizers.py

@@ -1,7 +1,7 @@
-"""Runner of all tests in two parallel runs of pytest: `python -m tests.halves -m "not slow" --durations=25`.
+"""Runner of tests in two parallel runs of pytest: `python -m tests.halves -m "not slow" --durations=25`.
 
 Many tests wait for a timeout, and the other half uses the processor meanwhile. The folders of the second half are
-listed below, so that the order of tests is the same in every run. Use pytest directly to run a part of the tests.
+listed below, so that the order of tests is the same in every run. Paths after `--` run in place of all tests.
 """
 
 from __future__ import annotations
@@ -21,19 +21,27 @@ NO_TESTS = 5
 """Exit status of pytest if it ran no tests."""
 
 
-def halves() -> tuple[list[str], list[str]]:
-    """Return the arguments of the two runs. Each folder and each file with tests is in one of them."""
-    tops = sorted({HERE / path.relative_to(HERE).parts[0] for path in HERE.glob("*/**/test_*.py")})
-    first = [str(path) for path in [*tops, *sorted(HERE.glob("test_*.py"))] if path.name not in SECOND]
-    return first, [str(HERE / name) for name in SECOND]
+def all_tests() -> list[Path]:
+    """Return each folder and each file of this folder that has tests."""
+    tops = {HERE / path.relative_to(HERE).parts[0] for path in HERE.glob("*/**/test_*.py")}
+    return [*sorted(tops), *sorted(HERE.glob("test_*.py"))]
 
 
-def run(arguments: Sequence[str], log: Path) -> int:
-    """Run both halves and return pytest's exit status.
+def halves(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Return the paths of the first run and of the second."""
+    in_second = [path.absolute().relative_to(HERE).parts[0] in SECOND for path in paths]
+    return (
+        [path for path, second in zip(paths, in_second, strict=True) if not second],
+        [path for path, second in zip(paths, in_second, strict=True) if second],
+    )
+
+
+def run(arguments: Sequence[str], paths: Sequence[Path], log: Path) -> int:
+    """Run both halves of the paths and return pytest's exit status. Without paths, run all tests.
 
     The output of the second half is written to the log, and printed after the first half has ended.
     """
-    first, second = halves()
+    first, second = halves(paths or all_tests())
     command = [sys.executable, "-m", "pytest", *arguments]
     log.parent.mkdir(exist_ok=True)
     with log.open("wb") as out:
@@ -67,4 +75,6 @@ def _follow(log: Path, writer: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:], HERE.parent / "build" / "second-half.log"))
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    chosen = [Path(name) for name in sys.argv[split + 1 :]]
+    sys.exit(run(sys.argv[1:split], chosen, HERE.parent / "build" / "second-half.log"))

@@ -20,6 +20,7 @@ FEATURES: dict[str, bool] = {
     "abstract sockets": platform.HAS_ABSTRACT_SOCKETS,
     "affinity": platform.HAS_AFFINITY,
     "process_vm_readv": not _native.is_portable,
+    "verbs": hasattr(_native, "VerbsCompletionQueue"),
     "GPU drivers": not platform.IS_PORTABLE,
     "/proc": os.path.isdir("/proc/self"),
 }

@@ -20,6 +20,8 @@ from tests.rdma.verbs import peers
 from tests.rdma.verbs.conftest import Start
 from tests.rdma.verbs.peers import Host
 
+pytestmark = pytest.mark.needs("verbs")
+
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 FD, ENTRIES, NUMBER, RC = 1234, 63, 0x1A2B3C, 2
 
