@@ -252,4 +252,7 @@ def test_processes_with_a_live_group_end_quietly(faults: Faults, capfd: pytest.C
         procs.process_group().get(PATIENCE)
         trainers = procs.spawn("trainers", Trainer)
         assert values(trainers.all_reduce.call(0.0)) == [[1.0]] * 2
-    assert capfd.readouterr() == ("", "")
+    out, err = capfd.readouterr()
+    assert not err
+    # Gloo of torch 2.9 prints a line in each rank.
+    assert not [line for line in out.splitlines() if "[Gloo] Rank" not in line]

@@ -24,6 +24,7 @@ from monarch_backend._actor.execution.message_queue import MessageQueue
 from monarch_backend._actor.processes import stop as process_stop
 from monarch_backend._actor.processes import stuck_readers
 from monarch_backend._actor.runtime import program
+from monarch_backend._core import platform
 from monarch_backend._processes.spawner import Exited
 from monarch_backend._transport.local import tuning
 from monarch_backend.actor import (
@@ -67,6 +68,8 @@ DEATHS = {
     "0": 0,
     "3": 3,
 }
+SIGNAL_SEEN_BY_OTHERS = {signal.SIGKILL} if platform.HAS_PROC else {signal.SIGKILL, None}
+"""What a process that is not the owner learns of a kill. On macOS it sees the end of a connection only."""
 
 
 @pytest.fixture
@@ -418,7 +421,8 @@ def test_death_reaches_third_parties_in_other_processes(pair: ProcMesh, faults: 
         error = future.exception(PATIENCE)
     assert isinstance(error, ActorError) and isinstance(error.__cause__, SupervisionError)
     cause = error.__cause__
-    assert (cause.rank, cause.pid, cause.host, cause.signal) == (1, pid, HOST, signal.SIGKILL)
+    assert (cause.rank, cause.pid, cause.host) == (1, pid, HOST)
+    assert cause.signal in SIGNAL_SEEN_BY_OTHERS
     assert cause.delivery == "unknown"
     faults.next()
     again = is_cause.wait_for_other.call_one(victim, Channel.open()[0], "unused").exception(PATIENCE)
@@ -439,7 +443,8 @@ def test_third_party_waits_for_a_stopped_process(dies: bool, pair: ProcMesh, fau
                 os.kill(pid, signal.SIGKILL)
                 error = future.exception(PATIENCE)
                 assert isinstance(error, ActorError) and isinstance(error.__cause__, SupervisionError)
-                assert (error.__cause__.rank, error.__cause__.signal) == (1, signal.SIGKILL)
+                assert error.__cause__.rank == 1
+                assert error.__cause__.signal in SIGNAL_SEEN_BY_OTHERS
                 faults.next()
                 return
         open_gate()

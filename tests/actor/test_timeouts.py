@@ -13,6 +13,7 @@ import torch
 
 from monarch_backend._core.timeouts import MAX_TIMEOUT_S, check_timeout
 from monarch_backend.actor import Actor, Future, endpoint, this_host
+from monarch_backend.dtensor._patches.releases import CONTROLLER
 from monarch_backend.hosts import attach, attach_to_workers
 from monarch_backend.job import LocalJob, ProcessJob, SPMDJob, host_mesh_from_env
 from monarch_backend.rdma import RDMAAction, RDMABuffer
@@ -102,8 +103,11 @@ def test_every_entry_point_refuses_bad_timeouts(echoes: Any, tmp_path: Any) -> N
 
 
 def test_process_meshes_refuse_bad_timeouts(procs: Any) -> None:
+    calls = [procs.stop, procs.process_group]
+    if torch.torch_version.TorchVersion(torch.__version__) >= CONTROLLER:
+        calls.append(procs.device_mesh)
     for value, error in BAD:
-        for call in (procs.stop, procs.process_group, procs.device_mesh):
+        for call in calls:
             with pytest.raises(error, match="timeout="):
                 call(timeout=value)
 
