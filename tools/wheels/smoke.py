@@ -36,9 +36,11 @@ SMOKE_TEST = Path(__file__).with_name("smoke_test.py")
 ENTER_ROOT = """
 set -e
 for name in proc dev sys; do mkdir -p "$0/$name"; mount --rbind "/$name" "$0/$name"; done
+touch "$0/etc/hosts"
+mount --bind /etc/hosts "$0/etc/hosts"
 exec chroot "$0" "$@"
 """
-"""The mounts are in a namespace of this process and end with it."""
+"""The mounts are in a namespace of this process and end with it. torchrun needs the names in /etc/hosts."""
 
 
 class Machine:
@@ -80,6 +82,8 @@ def foreign_pip(target: Target, packages: Path) -> list[str]:
     platforms.append(f"--platform=manylinux2014_{machine}")
     abis = [f"--abi={abi}" for abi in (f"cp{digits}", "abi3", "none")]
     options = ["--implementation=cp", f"--python-version={target.version}", *platforms, *abis]
+    # The wheel's tag says which Python it is for; pip would compare its own with Requires-Python.
+    options.append("--ignore-requires-python")
     return [sys.executable, "-m", "pip", "install", f"--target={packages}", *options]
 
 
