@@ -120,15 +120,12 @@ def _signature(
 
 def _define(workers: WorkerSet, target: str, places: dict[str, Any], writes: list[int], metas: list[Meta]) -> list[int]:
     """Define the signature. A rank without an operand takes part with zeros of its sizes, which may differ by rank."""
-    by_rank = [[_form(meta.on(rank)) for meta in metas] for rank in range(workers.size)]
+    on_ranks = [[meta.on(rank) for meta in metas] for rank in range(workers.size)]
+    by_rank = [[None if meta is None else _protocol.form(meta) for meta in mine] for mine in on_ranks]
     classes = [form for form, _ in itertools.groupby(sorted(by_rank, key=repr)) if None not in form]
     parts = [workers.define(target, [], places, len(metas), _protocol.Kind.NONE, 0, writes, form) for form in classes]
     of_rank = [-1 if None in form else classes.index(form) for form in by_rank]
     return parts if set(of_rank) == {0} else [workers.define_by_rank(parts, of_rank), *parts]
-
-
-def _form(meta: Meta | None) -> list[Any] | None:
-    return None if meta is None else [list(meta.shape), str(meta.dtype).removeprefix("torch.")]
 
 
 def _forget_half(workers: WorkerSet) -> None:

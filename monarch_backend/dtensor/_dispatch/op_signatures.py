@@ -20,7 +20,6 @@ from monarch_backend.dtensor._controller.tensor_meta import Meta
 from monarch_backend.dtensor._dispatch.fake_tensors import (
     Operand,
     meta_of,
-    one_at_a_time,
     out_sizes,
     propagate_with_device,
 )
@@ -89,12 +88,7 @@ def with_numbers(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def make(workers: WorkerSet, target: Target, args: Any, kwargs: Any) -> Entry:
-    """Define a new signature on the workers."""
-    with one_at_a_time:
-        return _make(workers, target, args, kwargs)
-
-
-def _make(workers: WorkerSet, target: Target, args: Any, kwargs: Any) -> Entry:
+    """Define a new signature on the workers. The caller has `fake_tensors.one_at_a_time`."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     classes = _classes(workers, flat)
     if target.name.startswith(_protocol.COLLECTIVES):
@@ -318,7 +312,11 @@ def _make_same(
 
     places = [_protocol.place(each, operand, workers.group_name) for each in args]
     named = {name: _protocol.place(each, operand, workers.group_name) for name, each in kwargs.items()}
-    ins = [_stand_in(each) for each in operands] if target.name.startswith(_protocol.COLLECTIVES) else []
+    ins = (
+        [meta and _protocol.form(meta) for meta in map(meta_of, operands)]
+        if target.name.startswith(_protocol.COLLECTIVES)
+        else []
+    )
     entry.number = workers.define(
         target.name, places, named, len(operands), entry.kind, len(entry.outs), _written(writes, places, named), ins,
         output_strides.said(entry.outs, workers.device),
@@ -389,11 +387,6 @@ def _check_sizes(target: Target, args: Any, kwargs: Any) -> None:
                 f"{target.name}: the result has the shape {size}, and `out`, a tensor of the workers, "
                 f"{tuple(out._meta.shape)}: give it one of that shape, or an empty one"
             )
-
-
-def _stand_in(operand: Any) -> list[Any] | None:
-    meta = meta_of(operand)
-    return None if meta is None else [list(meta.shape), str(meta.dtype).removeprefix("torch.")]
 
 
 def _returned(schema: Any) -> tuple[Callable[[Any, Any], Any] | None, list[Any]]:
