@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._rng import philox
-from monarch_backend.dtensor._worker import Executor, op_functions, random_ops
+from monarch_backend.dtensor._worker import Executor, attention, op_functions, random_ops
 from monarch_backend.dtensor._worker.control_actor import inboxes
 
 
@@ -148,7 +148,7 @@ class ExecutorWithoutGpu(Executor):
         random_ops._drawn, random_ops.whole = numbers.after(random_ops._drawn), numbers.after(random_ops.whole)
         for name, ours in (("", "forward"), ("_backward", "backward")):
             operator = f"aten._scaled_dot_product_flash_attention_for_cpu{name}.default"
-            op_functions._REPLACED[operator] = f"monarch_backend.dtensor._worker.attention:{ours}"
+            op_functions._REPLACED[operator] = getattr(attention, ours)
 
 
 def _with_gpus_on_the_cpu(tagged: list[Any], device: torch.device) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,17 +21,41 @@ from monarch_backend.dtensor._controller.command_stream import DELETE_THRESHOLD_
 from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import MetaCache, refuse_sparse
-from monarch_backend.dtensor._controller.unfinished_work import UnfinishedWork
 from monarch_backend.dtensor._controller.worker_failures import WorkerFailures
 from monarch_backend.dtensor._errors import MeshClosedError, RemoteTensorError
-from monarch_backend.dtensor._protocol import Define, Graph, Signature, Step
-from monarch_backend.dtensor._worker import membership
-
-if TYPE_CHECKING:
-    pass
-
+from monarch_backend.dtensor._protocol import Define, Signature
+from monarch_backend.dtensor._worker import local_functions
 
 _serials = itertools.count(1)
+
+
+class UnfinishedWork:
+    """Work that the workers or other processes must finish before the workers may end."""
+
+    def __init__(self) -> None:
+        self._under_way: set[Any] = set()  # work that needs more than commands: see begin
+        self._at_rest: list[Callable[[], None]] = []  # called when none of it is left
+        self._settling = threading.Lock()
+
+    def begin(self, what: Any) -> None:
+        with self._settling:
+            self._under_way.add(what)
+
+    def end(self, what: Any) -> None:
+        with self._settling:
+            self._under_way.discard(what)
+            calls = [] if self._under_way else self._at_rest[:]
+            del self._at_rest[: len(calls)]
+        for call in calls:
+            call()
+
+    def call_at_end(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when no work is left: now, or later on the thread that ends the last work."""
+        with self._settling:
+            if self._under_way:
+                self._at_rest.append(then)
+                return
+        then()
 
 
 class WorkerSet:
@@ -120,16 +144,6 @@ class WorkerSet:
         self.stream.define(Define.SIGNATURE, *signature)
         return number
 
-    def define_graph(
-        self, operands: int, numbers: list[str], steps: list[Step], results: list[int], writes: list[int],
-        ins: list[Any], inductor: bool, draws: list[Any],
-    ) -> int:  # fmt: skip
-        """Define a new graph and return its number."""
-        number = next(self.stream.numbers)
-        graph = Graph(number, operands, numbers, [list(each) for each in steps], results, writes, ins, inductor, draws)
-        self.stream.define(Define.GRAPH, *graph)
-        return number
-
     def define_by_rank(self, numbers: Sequence[int], of_rank: Sequence[int]) -> int:
         """Define the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing if that is -1.
 
@@ -199,29 +213,24 @@ class WorkerSet:
             return self.put_shape(value.detach())
         tensor = _dense(value)
         if not tensor.ndim and tensor.is_floating_point() and device is None and tensor.device.type == "cpu":
-            return self._number(tensor.item(), tensor.dtype)
+            # By a command, not by a message: fused optimizers have a new number per parameter and step.
+            return self._create(torch.ops.aten.scalar_tensor.default, [tensor.item()], tensor.dtype, self.device)
         where = device or (self.device if tensor.device.type == "cpu" else tensor.device)
         number = next(self.ids)
         self.stream.flush()
         self.line.put(number, tensor)
         return RemoteTensor(self.metas.sent(tensor, where), Ref(self, number))
 
-    def _number(self, value: float, dtype: torch.dtype) -> RemoteTensor:
-        """Send a number by a command, not by a message: fused optimizers have a new one per parameter and step."""
-        options = {"dtype": dtype, "device": self.device}
-        return operations.create(self, torch.ops.aten.scalar_tensor.default, [value], options)  # type: ignore[no-any-return]
+    def _create(self, operator: Any, args: list[Any], dtype: torch.dtype, device: torch.device) -> RemoteTensor:
+        return operations.create(self, operator, args, {"dtype": dtype, "device": device})  # type: ignore[no-any-return]
 
     def zeros(self, size: Sequence[Any], dtype: torch.dtype) -> RemoteTensor:
-        """Make zeros on the workers."""
-        options = {"dtype": dtype, "device": self.device}
-        return operations.create(self, torch.ops.aten.zeros.default, [list(size)], options)  # type: ignore[no-any-return]
+        return self._create(torch.ops.aten.zeros.default, [list(size)], dtype, self.device)
 
     def put_shape(self, value: torch.Tensor) -> RemoteTensor:
         """Put a tensor of the meta device on all workers; its sizes may differ by rank."""
-        options = {"dtype": value.dtype, "device": torch.device("meta")}
         arguments = [list(value.shape), list(value.stride())]
-        made: RemoteTensor = operations.create(self, torch.ops.aten.empty_strided.default, arguments, options)
-        return made
+        return self._create(torch.ops.aten.empty_strided.default, arguments, value.dtype, torch.device("meta"))
 
     def put_by_rank(self, values: Sequence[torch.Tensor | None]) -> RemoteTensor:
         """Send each rank its own tensor; nothing to ranks with None."""
@@ -249,8 +258,8 @@ class WorkerSet:
         if inside is None:
             mark = torch.zeros(())
             inside = self.kept[key] = self.put_by_rank([None if r in outside else mark for r in range(self.size)])
-        name = f"{membership.__name__}:{membership.own.__name__}"
-        return operations.call(membership.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
+        name = f"{local_functions.__name__}:own"
+        return operations.call(local_functions.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
 
     def read(self, tensor: RemoteTensor, how: str = "tensor") -> Callable[[], Any]:
         """Start to read, and return a function that waits for the value of the first rank that has one.

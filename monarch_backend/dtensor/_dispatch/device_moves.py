@@ -17,12 +17,12 @@ from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._torch_internals import c10d_registry
-from monarch_backend.dtensor._worker import device_moves as there
+from monarch_backend.dtensor._worker import local_functions as there
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
-_THERE = "monarch_backend.dtensor._worker.device_moves:"
+_THERE = "monarch_backend.dtensor._worker.local_functions:"
 
 
 def workers_of_factory(device: torch.device) -> WorkerSet:

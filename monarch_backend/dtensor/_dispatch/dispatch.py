@@ -23,7 +23,7 @@ from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._dispatch.op_signatures import Entry, Target
 from monarch_backend.dtensor._per_rank import per_rank_int
 from monarch_backend.dtensor._torch_internals import decompositions
-from monarch_backend.dtensor._worker import device_moves
+from monarch_backend.dtensor._worker import local_functions
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SIGNATURE_CACHE_SIZE = 8192
 """Limit of signatures of one set of workers. Beyond it the least recently used half is dropped."""
 
-_MOVED = "monarch_backend.dtensor._worker.device_moves:moved"
+_MOVED = "monarch_backend.dtensor._worker.local_functions:moved"
 _TRUE, _FALSE = object(), object()  # 1 == True, but they are different arguments
 
 
@@ -200,7 +200,7 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
         sent = workers.put(value)
         if not are_cpus or sent._meta.device.type == "cpu":
             return sent
-        moved: RemoteTensor = call(device_moves.moved, _MOVED, (sent, torch.device("cpu")), {})
+        moved: RemoteTensor = call(local_functions.moved, _MOVED, (sent, torch.device("cpu")), {})
         return moved
 
     def plain(value: Any) -> Any:
