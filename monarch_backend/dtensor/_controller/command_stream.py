@@ -40,23 +40,18 @@ class CommandChannel(Protocol):
 
     def send(self, batch: bytes) -> None:
         """Send to all workers, without a reply."""
-        ...
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
         """Send, and return a function that waits until all workers have executed it. It raises if one cannot."""
-        ...
 
     def send_at_the_end(self, batch: bytes) -> None:
         """Send without waiting for workers, however far behind they are."""
-        ...
 
     def has_room(self) -> bool:
         """Return whether `send` would not wait for a worker."""
-        ...
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call a function later, on another thread."""
-        ...
 
 
 class Stream:

@@ -17,9 +17,10 @@ from monarch_backend import _native
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._protocol import Define, Graph, Signature
 from monarch_backend.dtensor._torch_internals import c10d_registry
-from monarch_backend.dtensor._worker import failures, graph_executor, op_functions
+from monarch_backend.dtensor._worker import failures, op_functions
 from monarch_backend.dtensor._worker import storage as storage_module
 from monarch_backend.dtensor._worker.failures import Failure
+from monarch_backend.dtensor._worker.graph_executor import GraphFunction
 from monarch_backend.dtensor._worker.op_functions import Function
 from monarch_backend.dtensor._worker.pending_results import PendingResults
 from monarch_backend.dtensor._worker.xla import xla_device
@@ -136,7 +137,7 @@ class CommandInterpreter:
             self._groups.join(*definition)
         elif what == Define.GRAPH:
             graph = Graph(*definition)
-            self.functions[graph.number] = graph_executor.make(graph, self._rank, self.device, self._groups.name_of)
+            self.functions[graph.number] = GraphFunction(graph, self._rank, self.device, self._groups.name_of)
 
     def _made(self, signature: Signature) -> Function:
         try:
@@ -158,10 +159,8 @@ class CommandInterpreter:
     def bind_groups(self) -> None:
         """Make the functions that name groups anew, after all groups were joined again."""
         for number, function in list(self.functions.items()):  # functions that name groups
-            if isinstance(function, graph_executor.GraphFunction):
-                self.functions[number] = graph_executor.make(
-                    function.graph, self._rank, self.device, self._groups.name_of
-                )
+            if isinstance(function, GraphFunction):
+                self.functions[number] = GraphFunction(function.graph, self._rank, self.device, self._groups.name_of)
             elif function is not None and function.signature.number == number:
                 made = self._made(function.signature)
                 function.run, function.call, function.orders = made.run, made.call, made.orders

@@ -1,4 +1,4 @@
-"""`ControlActor`: actor beside the executor for messages that cannot wait until the executor is free.
+"""Actors beside the executor. `ControlActor` gets the messages that cannot wait until the executor is free.
 
 It stores them in `ControlInbox` for the executor: the end of a run on other ranks, and transfers from other workers. It
 has no tensors and runs no operations.
@@ -7,10 +7,14 @@ has no tensors and runs no operations.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from monarch_backend._actor.actor import Actor, endpoint
 
@@ -184,26 +188,19 @@ class ControlActor(Actor):
         self._inbox = inboxes[device_type]
 
     @endpoint
-    def set_verdict(self, run: int, verdict: str, why: str) -> None:
-        """See `ControlInbox.set_verdict`."""
-        self._inbox.set_verdict(run, verdict, why)
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method of `ControlInbox`."""
+        getattr(self._inbox, method)(*args)
+
+
+class Gpus(Actor):
+    """Probe for a process's GPU, before an executor needs one: a failure of the executor would end the program."""
 
     @endpoint
-    def deliver(self, transfer_id: int, sender: int, content: Any) -> None:
-        """See `ControlInbox.deliver`."""
-        self._inbox.deliver(transfer_id, sender, content)
-
-    @endpoint
-    def refuse(self, transfer_id: int, why: str) -> None:
-        """See `ControlInbox.refuse`."""
-        self._inbox.refuse(transfer_id, why)
-
-    @endpoint
-    def finish_read(self, transfer_id: int) -> None:
-        """See `ControlInbox.finish_read`."""
-        self._inbox.finish_read(transfer_id)
-
-    @endpoint
-    def forget(self, transfer_id: int, why: str) -> None:
-        """See `ControlInbox.forget`."""
-        self._inbox.forget(transfer_id, why)
+    def missing(self) -> str:
+        """Return why this process has no GPU that its torch can use; or ""."""
+        if torch.cuda.is_available():
+            return ""
+        built = torch.version.cuda or torch.version.hip
+        why = "torch finds no GPU here" if built else "torch is built without support for GPUs"
+        return f"{why} (host {socket.gethostname()}, pid {os.getpid()}, torch {torch.__version__})"

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend._actor.actor import Actor, endpoint
 from monarch_backend._actor.context import current_rank
+from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._protocol import RemoteRef
 from monarch_backend.dtensor._worker import attention, op_functions, random_ops, remote_call
 from monarch_backend.dtensor._worker import storage as storage_module
@@ -53,11 +54,6 @@ class Executor(Actor):
     @endpoint
     def run(self, batch: bytes) -> None:
         """Execute a batch."""
-        self._commands.run(batch)
-
-    @endpoint
-    def run_counted(self, batch: bytes) -> None:
-        """Execute a batch and reply."""
         self._commands.run(batch)
 
     @endpoint
@@ -128,7 +124,7 @@ class Executor(Actor):
             return self.new_failure(name, 0, error).report
         results = [result] if isinstance(result, torch.Tensor) else list(result)
         self._commands.tensors.update(zip(numbers, results, strict=False))
-        return [(tuple(each.shape), each.stride(), str(each.dtype).removeprefix("torch.")) for each in results]
+        return [(tuple(each.shape), each.stride(), _protocol.name_of(each.dtype)) for each in results]
 
     @endpoint
     def failed_since(self) -> Any:
@@ -179,12 +175,16 @@ class Executor(Actor):
     def settle(self, run: int) -> None:
         """Continue once the run has ended on all ranks, with new groups if it failed on one."""
         if self.inbox.verdict(run) == "failed":
-            self._rejoin_groups(run)
+            self.rejoin_groups(run)
 
     @endpoint
     def rejoin_groups(self, run: int) -> None:
-        """Join new groups after a run in which other ranks have closed theirs."""
-        self._rejoin_groups(run)
+        """Join new groups after a run that has failed on this rank, or on others, which have closed theirs."""
+        self.groups.reinitialize(run)
+        try:
+            self._join_again()
+        finally:  # not earlier: torch can't make two groups at once
+            group_rejoins.note(run)
 
     @endpoint
     def join_again(self, run: int) -> None:
@@ -222,13 +222,6 @@ class Executor(Actor):
         return self._commands.failures.told(failure)
 
     # Groups -----------------------------------------------------------------------------------------------------
-
-    def _rejoin_groups(self, run: int) -> None:
-        self.groups.reinitialize(run)
-        try:
-            self._join_again()
-        finally:  # not earlier: torch can't make two groups at once
-            group_rejoins.note(run)
 
     def _join_again(self) -> None:
         """Join all groups again after the default group was replaced."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -27,22 +27,6 @@ Values = Sequence[Any]
 
 class GraphFunction(Function):
     """Function that runs a graph. Its command has numbers between tensors and results."""
-
-    __slots__ = (
-        "_all",
-        "_collectives",
-        "_compiled",
-        "_count",
-        "_draws",
-        "_groups",
-        "_numbers_on",
-        "_orders",
-        "_plain",
-        "_source",
-        "_steps",
-        "_wants_inductor",
-        "graph",
-    )
 
     def __init__(self, graph: Graph, rank: int, device: torch.device, group: Callable[[str], Any]) -> None:
         signature = Signature(
@@ -188,28 +172,26 @@ class _Orders:
         return put[0] if isinstance(found, torch.Tensor) else put
 
 
-class _GraphCollective:
-    """A collective of a graph, in which a failed rank takes part with zeros."""
+class _GraphCollective(NamedTuple):
+    """A collective of a graph. ``run_with_zeros``: lets a failed rank take part with zeros as inputs."""
 
-    def __init__(self, step: Step, group: str, call: Callable[[Values], Any], device: torch.device) -> None:
-        self.group, self._step, self._call, self._device = group, step, call, device
+    group: str
+    run_with_zeros: Callable[[], None]
 
-    def run_with_zeros(self) -> None:
-        """Run the collective with zeros as inputs."""
-        ins = self._step.ins or []
-        found = self._call([torch.zeros(shape, dtype=getattr(torch, name), device=self._device) for shape, name in ins])
+
+def _with_zeros(step: Step, call: Callable[[Values], Any], device: torch.device) -> Callable[[], None]:
+    def run() -> None:
+        ins = step.ins or []
+        found = call([torch.zeros(shape, dtype=getattr(torch, name), device=device) for shape, name in ins])
         for each in [found] if isinstance(found, torch.Tensor) else found:
             funcol.wait_tensor(each)
+
+    return run
 
 
 def _past(group: str) -> int:
     """Return the count of collectives in a group so far."""
     return int(c10d._resolve_process_group(group)._get_sequence_number_for_group())  # type: ignore[attr-defined, arg-type]
-
-
-def make(graph: Graph, rank: int, device: torch.device, group: Callable[[str], Any]) -> GraphFunction:
-    """Return a graph's function. ``group``: maps the controller's name of a group to this worker's."""
-    return GraphFunction(graph, rank, device, group)
 
 
 def by_rank(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -267,7 +249,9 @@ def _collectives(steps: list[Step], source: Source) -> list[_GraphCollective]:
         call = source.call(step.target, step.args, step.kwargs, lambda at, of=of: f"z[{of[at]}]")  # type: ignore[misc]
         exec(f"def run_with_zeros(z):\n    return {call}", source.constants)
         name = next(each[1] for each in [*step.args, *step.kwargs.values()] if _is_group(each))
-        found.append(_GraphCollective(step, source.group(name), source.constants["run_with_zeros"], source.device))
+        found.append(
+            _GraphCollective(source.group(name), _with_zeros(step, source.constants["run_with_zeros"], source.device))
+        )
     return found
 
 

@@ -30,7 +30,7 @@ def offer(x: DTensor, transfer: MeshTransfer) -> None:
     copy = _in_memory(x) if _is_elsewhere(x) else x.clone()  # the controller continues, and may change x
     part = ShardedState.register({"x": copy})
     inboxes[x.device_mesh.device_type].keep(transfer.transfer_id, len(transfer.readers), part.drop)
-    transfer.target.deliver.broadcast(transfer.transfer_id, rank, part)
+    transfer.target.tell.broadcast("deliver", transfer.transfer_id, rank, part)
 
 
 def fill(frame: DTensor, transfer: MeshTransfer) -> DTensor:
@@ -42,7 +42,7 @@ def fill(frame: DTensor, transfer: MeshTransfer) -> DTensor:
         if read is not frame:
             frame.to_local().copy_(read.to_local())
     finally:
-        transfer.source.finish_read.broadcast(transfer.transfer_id)
+        transfer.source.tell.broadcast("finish_read", transfer.transfer_id)
     return frame
 
 

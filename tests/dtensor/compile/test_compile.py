@@ -714,14 +714,14 @@ def test_a_worker_without_a_compiler_runs_the_operations_one_by_one(
 ) -> None:
     from monarch_backend.dtensor._protocol import Graph, Tag
     from monarch_backend.dtensor._torch_internals import inductor as _inductor
-    from monarch_backend.dtensor._worker import graph_executor
+    from monarch_backend.dtensor._worker.graph_executor import GraphFunction
 
     def no_compiler(*_: Any) -> Any:
         raise RuntimeError("no working C++ compiler found")
 
     monkeypatch.setattr(_inductor, "compiled", no_compiler)
     step = ["aten.sin.default", [[Tag.OPERAND, 0]], {}, "", None, [None]]
-    function = graph_executor.make(
+    function = GraphFunction(
         Graph(1, 1, [], [step], [1], [], [[[2], "float32"]], True, []), 0, torch.device("cpu"), str
     )
     tensors: dict[int, Any] = {5: torch.ones(2)}
