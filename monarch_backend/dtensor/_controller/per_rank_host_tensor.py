@@ -30,17 +30,8 @@ class PerRankTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: Sequence[torch.Tensor | None], workers: WorkerSet | None = None) -> PerRankTensor:
-        first = next(each for each in values if each is not None)
-
-        def each(of: Callable[[torch.Tensor, int], int]) -> tuple[Any, ...]:
-            def column(dim: int) -> Any:
-                return per_rank_int.by_rank(
-                    [None if tensor is None else of(tensor, dim) for tensor in values], sizes=True
-                )
-
-            return tuple(map(column, range(first.ndim)))
-
-        sizes, strides = each(lambda t, dim: t.size(dim)), each(lambda t, dim: t.stride(dim))
+        first = _first(values)
+        sizes, strides = _numbers(values, "size"), _numbers(values, "stride")
         differ = any(type(number) is not int for number in (*sizes, *strides))
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls, sizes, strides=strides, dtype=first.dtype, device=first.device,
@@ -56,7 +47,7 @@ class PerRankTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Target device: a controller without a GPU can't move the tensor there before it is sent."""
-        return next(t for t in self.by_rank if t is not None).device if self.workers is None else self.workers.device
+        return _first(self.by_rank).device if self.workers is None else self.workers.device
 
     @property
     def outside(self) -> frozenset[int]:
@@ -76,11 +67,11 @@ class PerRankTensor(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return PerRankTensor(args[0].by_rank, args[0].workers)
         if func is torch.ops.aten.sym_size.default:
-            return PerRankTensor._sizes(args[0], "size")
+            return _numbers(args[0].by_rank, "size")
         if func is torch.ops.aten.sym_stride.default:
-            return PerRankTensor._sizes(args[0], "stride")
+            return _numbers(args[0].by_rank, "stride")
         if func is torch.ops.aten.dim.default:
-            return next(each for each in args[0].by_rank if each is not None).ndim
+            return _first(args[0].by_rank).ndim
         if func is torch.ops.aten.new_zeros.default and args[0].workers is not None:  # needs none of the values
             return args[0].workers.without(args[0].workers.zeros(args[1], args[0].dtype), args[0].outside)
         flat = pytree.tree_leaves((args, kwargs))
@@ -97,13 +88,6 @@ class PerRankTensor(torch.Tensor):
             lambda each: each.sent(workers, func._schema) if isinstance(each, cls) else each, (args, kwargs or {})
         )
         return func(*args, **kwargs)
-
-    def _sizes(self, what: str) -> Any:
-        first = next(each for each in self.by_rank if each is not None)
-        return tuple(
-            per_rank_int.by_rank([None if v is None else getattr(v, what)(d) for v in self.by_rank], sizes=True)
-            for d in range(first.ndim)
-        )
 
     def sent(self, workers: WorkerSet | None = None, schema: Any = None) -> Any:
         """Send the tensor. ``schema``: of the operator that gets it; no other operator uses the copy."""
@@ -124,6 +108,18 @@ class PerRankTensor(torch.Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Send the tensor and set the flag. torch calls this last before the tensor is a DTensor's."""
         return self.sent().requires_grad_(requires_grad)
+
+
+def _first(values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    return next(each for each in values if each is not None)
+
+
+def _numbers(values: Sequence[torch.Tensor | None], what: str) -> tuple[Any, ...]:
+    """Return the sizes or strides of these tensors."""
+    return tuple(
+        per_rank_int.by_rank([None if v is None else getattr(v, what)(d) for v in values], sizes=True)
+        for d in range(_first(values).ndim)
+    )
 
 
 def belonging(tensor: Any, workers: WorkerSet, outside: frozenset[int]) -> Any:
@@ -209,7 +205,7 @@ def _by_rank(value: Any) -> Sequence[Any] | None:
 
 
 def _merged(column: list[Any]) -> Any:
-    first = next(each for each in column if each is not None) if any(each is not None for each in column) else None
+    first = next((each for each in column if each is not None), None)
     if isinstance(first, torch.Tensor):
         return PerRankTensor(column)
     if type(first) is bool:

@@ -86,16 +86,8 @@ def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) ->
         spec = origin.whole.spec(torch.bool)  # type: ignore[union-attr]
         mask = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, device="meta"))
         shape, stride, shards = mask.shape, mask.stride(), shards_of(spec)  # type: ignore[assignment]
-    return TracedRandomOp(
-        torch.ops.aten.bernoulli_.float,
-        tuple(shape),
-        tuple(stride),
-        torch.bool,
-        shards.cuts,
-        shards.keeps,
-        (1.0 - p,),
-        True,
-    )
+    func = torch.ops.aten.bernoulli_.float
+    return TracedRandomOp(func, tuple(shape), tuple(stride), torch.bool, *shards, (1.0 - p,), True)
 
 
 def check_origin(origin: Origin | None, what: str) -> None:

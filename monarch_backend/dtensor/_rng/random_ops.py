@@ -245,10 +245,6 @@ def _like(func: Any, defaults: Callable[[Any], tuple[Any, ...]]) -> Handler:
     return make
 
 
-def _native_dropout(_func: Any, args: Any, kwargs: Any) -> Any:
-    return _dropout(*args, **kwargs)
-
-
 def _dropout(tensor: Any, p: float, train: bool | None) -> Any:
     if train is False:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
@@ -497,31 +493,19 @@ _OF_OTHER_SIZES = (_aten.multinomial.default,)
 """Operators that sample rows: their results for a shard are not shards."""
 
 
-def _uniform(_args: Any) -> tuple[Any, ...]:
-    return (0.0, 1.0)
-
-
-def _from_zero(args: Any) -> tuple[Any, ...]:
-    return (0, args[1])
-
-
-def _from_to(args: Any) -> tuple[Any, ...]:
-    return (args[1], args[2])
-
-
 _random_from = getattr(_aten.random_, "from")
 handlers: dict[Any, Handler] = {
     **dict.fromkeys(_IN_PLACE, _in_place),
     **dict.fromkeys(BY_VALUES, _by_values),
-    _aten.native_dropout.default: _native_dropout,
+    _aten.native_dropout.default: lambda _func, args, kwargs: _dropout(*args, **kwargs),
     _aten.bernoulli.p: _like(_aten.bernoulli_.float, lambda args: (args[1],)),
     **{
         getattr(packet, overload): _like(func, given)
         for packet, func, given, overloads in (
-            (_aten.rand_like, _aten.uniform_.default, _uniform, ("default", "generator")),
-            (_aten.randn_like, _aten.normal_.default, _uniform, ("default", "generator")),
-            (_aten.randint_like, _random_from, _from_zero, ("default", "generator")),
-            (_aten.randint_like, _random_from, _from_to, ("low_dtype", "low_generator_dtype")),
+            (_aten.rand_like, _aten.uniform_.default, lambda _: (0.0, 1.0), ("default", "generator")),
+            (_aten.randn_like, _aten.normal_.default, lambda _: (0.0, 1.0), ("default", "generator")),
+            (_aten.randint_like, _random_from, lambda args: (0, args[1]), ("default", "generator")),
+            (_aten.randint_like, _random_from, lambda args: (args[1], args[2]), ("low_dtype", "low_generator_dtype")),
         )
         for overload in overloads
         if hasattr(packet, overload)  # torch 2.10 added those with a generator
