@@ -132,7 +132,6 @@ def _begin(name: str, executors: Any) -> None:
 
 
 def _missing(actors: Any) -> dict[int, str]:
-    """Return what is missing, by rank."""
     return {rank: why for rank, why in enumerate(actors.missing.call().get().values()) if why}
 
 
@@ -142,7 +141,6 @@ def _described(missing: dict[int, str], processes: Any) -> str:
 
 
 def new_workers(name: str, size: int, device_type: str, line: Any) -> WorkerSet:
-    """Return a WorkerSet at the other end of this channel."""
     invalid_access.prepare()
     first = controller_process_group.universe().grow(size)
     # Each process has its own GPU, which is its first one, as with one visible GPU in each process.

@@ -138,7 +138,6 @@ decode = msgspec.msgpack.Decoder().decode
 
 
 def name_of(value: torch.dtype | torch.layout | torch.memory_format) -> str:
-    """Return the name of an object of torch's module."""
     return str(value).removeprefix("torch.")
 
 

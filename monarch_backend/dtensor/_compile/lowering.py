@@ -408,7 +408,6 @@ def nbytes_of(results: Sequence[Result]) -> int:
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two constants are the same tensor."""
     if one is other:
         return True
     return not isinstance(one, RemoteTensor) and one.dtype == other.dtype and torch.equal(one, other)

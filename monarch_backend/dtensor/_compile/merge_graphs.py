@@ -78,10 +78,7 @@ def constants(workers: WorkerSet, graphs: Sequence[fx.GraphModule]) -> list[tupl
 
 
 def combine(workers: WorkerSet, captures: Sequence[Capture], of_rank: Sequence[int]) -> Capture:
-    """Combine the captures of classes to one, whose command each rank reads for its class.
-
-    ``of_rank``: -1 for ranks that take no part.
-    """
+    """Combine captures to one, whose command each rank reads for its class; -1 in ``of_rank``: it takes no part."""
     first = captures[0]
     for each in captures[1:]:
         if _form(each) != _form(first):

@@ -63,10 +63,7 @@ def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, u
 
 
 def async_save(mesh: DeviceMesh | None, state_dict: Any, storage_writer: Any, planner: Any) -> Any:
-    """Start to save the current values. Workers write before they continue; the controller continues at once.
-
-    The returned future raises the errors of `save`.
-    """
+    """Start to save the current values, before the workers continue. The future raises the errors of `save`."""
     done: concurrent.futures.Future[Any] = concurrent.futures.Future()
     if mesh is None:  # no worker has to write
         done.set_result(dcp.save(state_dict, storage_writer=storage_writer, planner=planner))
@@ -99,10 +96,7 @@ def _first(run: remote_call.Run) -> Any:
 
 
 def save_here(own: Any, state_dict: Any, storage_writer: Any, planner: Any) -> Any:
-    """Save a state dict without DTensors in this process by torch's function ``own``.
-
-    Tensors without a mesh are read.
-    """
+    """Save a state dict without DTensors in this process by torch's function ``own``. Its remote tensors are read."""
     return own(pytree.tree_map(_as_host, state_dict), storage_writer, no_dist=True, planner=planner)
 
 

@@ -144,10 +144,7 @@ class Stream:
             return self._missing.popleft() if len(self._missing) > MAX_INFLIGHT_BATCHES else None
 
     def send_the_rest(self) -> None:
-        """Send the words before the workers' end, without waiting and without raising.
-
-        A batch that another thread waits to send, and later words, are not sent.
-        """
+        """Send the words before the workers' end, without raising; none while another thread waits to send."""
         if not self._sending.acquire(timeout=SEND_TIMEOUT_S):
             return
         try:

@@ -37,10 +37,7 @@ def slices_of(mesh: Any) -> int:
 
 
 def coordinate(mesh: Any, workers: WorkerSet) -> list[Any]:
-    """Return each rank's coordinate by mesh dimension; in a sliced mesh, within that rank's slice.
-
-    In a trace, only for the ranks that it stands for.
-    """
+    """Return each rank's coordinate by mesh dimension, within its slice; in a trace, of ranks that it stands for."""
     found = _coordinates(mesh, workers)
     return [rank_classes.seen(each, workers) for each in found] if rank_classes.is_tracing() else found
 
@@ -65,10 +62,7 @@ def rows_of(mesh: Any) -> torch.Tensor:
 
 
 def outside(mesh: Any) -> frozenset[int]:
-    """Return the workers outside the mesh and its other slices; none for a mesh that is not a controller's.
-
-    They do not have tensors of the mesh. They would not take part in changes, and would keep old values.
-    """
+    """Return the workers outside the mesh and its other slices. They take no part in changes of the mesh's tensors."""
     found = mesh.__dict__.get("_monarch_outside")
     if found is None:
         workers = workers_of(mesh)
@@ -183,10 +177,7 @@ def make_mesh(_own: Any) -> Replacement:
 
 
 class _Mode(threading.local):
-    """Stand-in for torch's LocalTensorMode. The real mode would cost time in each operation, and loop over ranks.
-
-    Each thread disables its own.
-    """
+    """Stand-in for torch's LocalTensorMode, by thread. The real mode would cost time in each operation."""
 
     def __init__(self) -> None:
         self.disabled = False

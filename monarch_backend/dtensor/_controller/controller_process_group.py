@@ -42,7 +42,6 @@ class ControllerGroup(dist.ProcessGroup):
         self._place: Any = 0
 
     def belong(self, workers: WorkerSet) -> None:
-        """Set the workers of the group."""
         places: list[int | None] = [None] * workers.size
         for row in self.rows:
             for place, rank in enumerate(row):
@@ -58,12 +57,10 @@ class ControllerGroup(dist.ProcessGroup):
         return len(self.rows[0]) if self.rows else 0
 
     def getBackendName(self) -> str:
-        """Part of torch's interface of groups."""
         return "monarch"
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """Part of torch's interface of groups."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -71,7 +68,6 @@ class ControllerGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """Part of torch's interface of groups."""
         return self._desc
 
     def _set_group_desc(self, desc: str) -> None:
@@ -197,10 +193,7 @@ _made: weakref.WeakSet[ControllerGroup] = weakref.WeakSet()
 
 
 def universe() -> _Universe:
-    """Return torch's default group of this process, made now if needed.
-
-    Raises RemoteTensorError if there is another default group.
-    """
+    """Return torch's default group of this process, made if needed. Raises RemoteTensorError if there is another."""
     global _universe
     if is_controller():
         return _universe  # type: ignore[return-value]
@@ -227,7 +220,6 @@ def is_controller() -> bool:
 
 
 def add_owner(workers: WorkerSet) -> None:
-    """Add the ranks of these workers to the universe."""
     _owners.append(workers)
 
 

@@ -51,7 +51,6 @@ class PerRankTensor(torch.Tensor):
 
     @property
     def outside(self) -> frozenset[int]:
-        """Ranks that take no part."""
         return frozenset(rank for rank, each in enumerate(self.by_rank) if each is None)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -115,7 +114,6 @@ def _first(values: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def _numbers(values: Sequence[torch.Tensor | None], what: str) -> tuple[Any, ...]:
-    """Return the sizes or strides of these tensors."""
     return tuple(
         per_rank_int.by_rank([None if v is None else getattr(v, what)(d) for v in values], sizes=True)
         for d in range(_first(values).ndim)

@@ -48,10 +48,7 @@ class Packer:
         self._mesh(mesh)
 
     def pack(self, value: Any) -> Packed:
-        """Pack a value.
-
-        Raises MeshMismatchError for tensors of other workers, SerializationError for unpicklable values.
-        """
+        """Raises MeshMismatchError for tensors of other workers, SerializationError for unpicklable values."""
         try:
             body, buffers = dumps_by(self._reduce, value)
         except SerializationError:
@@ -104,10 +101,7 @@ class Packer:
     # Results ----------------------------------------------------------------------------------------------------
 
     def merged(self, extent: Extent, ranks: Sequence[int], replies: Sequence[Any], held: Ref) -> Any:
-        """Return the function's results on these ranks as one value.
-
-        ``held``: the list of its shards on the workers.
-        """
+        """Return the ranks' results as one value. ``held``: the list of its shards on the workers."""
         unpacked = []
         for body, buffers, count in replies:
             value = loads(body, buffers)

@@ -66,7 +66,6 @@ class Meta:
     """Bytes of its elements, on the rank that has the most; 0 if they have no memory."""
 
     def on(self, rank: int) -> Meta | None:
-        """Return the metadata on this rank."""
         if self.classes is None:
             return self
         which = self.of_rank[rank]
@@ -94,7 +93,6 @@ class MetaCache:
         self, shape: Sizes, stride: Sizes, offset: Any, dtype: torch.dtype, device: torch.device,
         origin: Origin | None = None,
     ) -> Meta:  # fmt: skip
-        """Return metadata that are the same on all ranks."""
         if device.type == self._workers.device.type:
             device = self._workers.device  # a worker has one
         key = (shape, stride, offset, dtype, device, origin)
@@ -110,7 +108,6 @@ class MetaCache:
         return found
 
     def with_origin(self, meta: Meta, origin: Origin | None) -> Meta:
-        """Return the same metadata with this origin."""
         if meta.origin == origin:
             return meta
         if meta.classes is None:

@@ -59,10 +59,7 @@ class UnfinishedWork:
 
 
 class WorkerSet:
-    """Location of tensors for the controller.
-
-    ``line``: channel to the workers; ``first``: global rank of the first one.
-    """
+    """Location of tensors. ``line``: channel to the workers; ``first``: global rank of the first one."""
 
     def __init__(self, name: str, size: int, first: int, device: torch.device, line: Any) -> None:
         self.name, self.size, self.first, self.device = name, size, first, device
@@ -90,7 +87,6 @@ class WorkerSet:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether there are no processes."""
         return not hasattr(self.line, "procs")
 
     @property
@@ -138,17 +134,13 @@ class WorkerSet:
         self, target: str, args: list[Any], kwargs: dict[str, Any], operands: int, kind: int, results: int,
         writes: list[int], ins: list[Any], orders: Sequence[list[int] | None] = (),
     ) -> int:  # fmt: skip
-        """Define a new signature and return its number."""
         number = next(self.stream.numbers)
         signature = Signature(number, target, args, kwargs, operands, kind, results, writes, ins, list(orders))
         self.stream.define(Define.SIGNATURE, *signature)
         return number
 
     def define_by_rank(self, numbers: Sequence[int], of_rank: Sequence[int]) -> int:
-        """Define the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing if that is -1.
-
-        Return its number.
-        """
+        """Define the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing if that is -1."""
         key = (tuple(numbers), tuple(of_rank))
         number = self._by_rank.get(key)
         if number is None:
@@ -174,14 +166,10 @@ class WorkerSet:
         self._groups[name] = [[rank - self.first for rank in row] for row in rows]
 
     def has_group(self, name: str) -> bool:
-        """Whether a name is a group of these workers."""
         return name in self._groups
 
     def group_name(self, value: Any) -> str | None:
-        """Return the name of a group, or a group's name itself, after the workers know the group.
-
-        Raises MeshMismatchError for a group of other workers.
-        """
+        """Return the name of a group, which the workers know then. Raises MeshMismatchError for one of others."""
         name = value if isinstance(value, str) else getattr(value, "group_name", None)
         if name is None and isinstance(value, torch.ScriptObject):
             name = torch.distributed.ProcessGroup.unbox(value).group_name
@@ -262,10 +250,7 @@ class WorkerSet:
         return operations.call(local_functions.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
 
     def read(self, tensor: RemoteTensor, how: str = "tensor") -> Callable[[], Any]:
-        """Start to read, and return a function that waits for the value of the first rank that has one.
-
-        It waits until all workers have reached this point, and raises their failures.
-        """
+        """Return a function that waits for the first value, after all workers have come here, or raises failures."""
         meta = tensor._meta
         rank = 0 if meta.classes is None else next(i for i, each in enumerate(meta.of_rank) if each >= 0)
         self._flush_for_a_read()
@@ -289,10 +274,7 @@ class WorkerSet:
         self.stream.flush(wait=False)
 
     def synchronize(self) -> None:
-        """Wait until the workers have executed all commands.
-
-        Raises RemoteOpError for failures since the last call, unless they were raised already.
-        """
+        """Wait until all commands were executed. Raises RemoteOpError for a failure that was not raised yet."""
         self.ask("failed_since")
 
     # The end ----------------------------------------------------------------------------------------------------

@@ -72,7 +72,6 @@ def _unboxed(value: Any) -> Any:
 
 
 def issue(name: str, given: dict[str, Any]) -> None:
-    """Run the collective of this name, with these arguments by name."""
     operands: list[RemoteTensor] = []
 
     def operand(value: Any) -> int | None:

@@ -26,10 +26,7 @@ _THERE = "monarch_backend.dtensor._worker.local_functions:"
 
 
 def workers_of_factory(device: torch.device) -> WorkerSet:
-    """Return the workers for a new tensor with a device and no mesh: those of ``with mesh:``, or the only ones.
-
-    Raises RemoteTensorError if there are several candidates, or none.
-    """
+    """Return the workers of ``with mesh:``, or the only ones. Raises RemoteTensorError for several, or none."""
     mesh = c10d_registry.mesh_of_context()
     owner = None if mesh is None else controller_process_group.owner_of(mesh._flatten_rank_map)
     if owner is not None and owner.device.type == device.type:
@@ -58,15 +55,11 @@ def _local(tensor: Any) -> RemoteTensor:
 
 
 def is_remote(tensor: Any) -> bool:
-    """Whether the tensor's values are on workers of this controller."""
     return isinstance(_local(tensor), RemoteTensor)
 
 
 def moved(tensor: Any, device: Any) -> Any:
-    """Return the values on another device of the workers; the tensor itself if it is there.
-
-    Raises RemoteTensorError for a device that the workers do not have.
-    """
+    """Return the values on another device of the workers. Raises RemoteTensorError for one that they do not have."""
     mine, wanted = of(tensor), torch.device(device)
     if wanted.type == mine.type:
         return tensor

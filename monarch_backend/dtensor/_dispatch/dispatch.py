@@ -131,10 +131,7 @@ def _plan(func: Any) -> _native.Plan:
 
 
 def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
-    """Run with tensors of this process. Those that the operation changes are read afterwards, which waits.
-
-    Otherwise the change of the workers' copy would not be visible here.
-    """
+    """Run with tensors of this process. The changed ones among them are read afterwards, which waits."""
     kwargs = kwargs or {}
     if plan.target.call is torch.ops.aten.copy_.default and args[0].is_meta:
         # It has no values before or after. torch checks that the sizes fit.
@@ -219,7 +216,6 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
 
 
 def _missing(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerSet | None) -> Entry:
-    """Return the entry for an unknown signature."""
     with fake_tensors.one_at_a_time:
         return plan.entries.get(key) or _make(plan, key, args, kwargs, workers)
 

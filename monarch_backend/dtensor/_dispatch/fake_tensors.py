@@ -37,7 +37,6 @@ class Operand:
 
 
 def meta_of(value: Any) -> Meta | None:
-    """Return the metadata of a worker's tensor, None for another value."""
     return value._meta if isinstance(value, RemoteTensor) else value.meta if isinstance(value, Operand) else None
 
 
@@ -93,10 +92,7 @@ def _are_on(device: torch.device, args: Any, kwargs: Any) -> bool:
 
 
 def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.device | None = None) -> Any:
-    """Return the results on fake tensors. Raises what torch raises for real ones.
-
-    ``device``: the tensors' device, if it is not the arguments'.
-    """
+    """Return the results on fake tensors of ``device``, or of the arguments'. Raises what torch would raise."""
 
     def fake(value: Any) -> Any:
         if device is not None and isinstance(value, torch.device):
@@ -112,12 +108,10 @@ def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.de
 
 
 def fake_of(meta: Meta, device: torch.device | None = None) -> FakeTensor:
-    """Return a fake tensor of torch, for `propagate`."""
     return FakeTensor(_fake, _without_values(meta), device or meta.device)
 
 
 def fake_like(tensor: torch.Tensor) -> FakeTensor:
-    """Return a fake tensor like a tensor of this process."""
     return _fake.from_tensor(tensor)
 
 

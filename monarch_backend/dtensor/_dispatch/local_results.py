@@ -49,7 +49,6 @@ def local_of(tensor: Any) -> Any:
 
 
 def workers_of(tensor: Any) -> Any:
-    """Return the workers of a tensor, None for a tensor of this process."""
     local = local_of(tensor)
     return local._meta.workers if isinstance(local, RemoteTensor) else None
 
@@ -60,7 +59,6 @@ def of_parts(local: Any, whole: TensorMeta, mesh: Any, placements: Sequence[Any]
 
 
 def meta_of(tensor: Any) -> TensorMeta:
-    """Return the metadata of this tensor as a whole."""
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
 

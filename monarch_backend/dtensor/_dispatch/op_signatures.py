@@ -170,7 +170,6 @@ def _on(value: Any, rank: int) -> Any:
 
 
 def other_workers(what: str, one: WorkerSet, other: WorkerSet) -> MeshMismatchError:
-    """Return the error for an operation with tensors of both sets of workers."""
     return MeshMismatchError(
         f"{what} got a tensor of {one.name} and one of {other.name}: move one of them first: "
         "monarch_backend.dtensor.move(x, mesh)"
@@ -178,10 +177,7 @@ def other_workers(what: str, one: WorkerSet, other: WorkerSet) -> MeshMismatchEr
 
 
 def _classes(workers: WorkerSet, flat: Sequence[Any]) -> tuple[list[int], list[int]] | None:
-    """Return each rank's class, -1 if it takes no part, and the first rank of each class.
-
-    None if all ranks are alike.
-    """
+    """Return each rank's class, -1 if it takes no part, and each class's first rank; None if all ranks are alike."""
     varied: list[Sequence[int | None]] = []
     for each in flat:
         if isinstance(each, RemoteTensor):

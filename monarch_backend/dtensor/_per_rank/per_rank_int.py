@@ -130,10 +130,7 @@ class PerRankInt(_Node):
         return _wrapped(number)
 
     def _each(self, name: str, other: Any, of: Operation, result: Result) -> Any:
-        """Return the result with another int, rank by rank.
-
-        The cache is bounded, because a program may calculate with ever new numbers.
-        """
+        """Return the cached result with another int. The cache is bounded: a program may use ever new numbers."""
         theirs = other if isinstance(other, PerRankInt) else _constant(other)
         found = self._known.get((name, theirs))
         if found is None:
@@ -226,10 +223,7 @@ class _BoolNode(_Node):
 
 
 class AgreedBool(_BoolNode):
-    """Node of a SymBool on which all ranks agree.
-
-    torch's own constants cannot be combined with one on which ranks differ.
-    """
+    """Node of a SymBool on which all ranks agree. torch's own constants can't be combined with a `PerRankBool`."""
 
     __slots__ = ("value",)
 

@@ -48,7 +48,6 @@ class Classes:
 
     @property
     def is_one(self) -> bool:
-        """True if all ranks are alike."""
         return len(self.members) == 1 and -1 not in self.of_rank
 
     def parted(self, keys: Sequence[Hashable]) -> Classes:

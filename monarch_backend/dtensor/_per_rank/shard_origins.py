@@ -41,7 +41,6 @@ class Whole(NamedTuple):
         return any(type(each) is _StridedShard for each in self.placements)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The DTensor's spec with this dtype."""
         meta = TensorMeta(torch.Size(self.shape), self.stride, dtype)
         return DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
 
@@ -64,7 +63,6 @@ class Operand:
 
     @property
     def whole(self) -> Any:
-        """DTensor that it is a shard of; None if there is none."""
         return None if self.origin is None else self.origin.whole
 
 
@@ -76,10 +74,7 @@ MARK = "monarch_origin"
 
 
 def of_shard(spec: DTensorSpec, mesh: Any, coordinates: Sequence[Any]) -> Origin | None:
-    """Return the origin of a DTensor's local tensor; None if all ranks have the same, or parts of a sum.
-
-    ``coordinates``: for each dimension of the mesh, those of all ranks.
-    """
+    """Return a local tensor's origin; None if ranks have the same. ``coordinates``: by mesh dimension, of all ranks."""
     dims = [dim for dim, each in enumerate(spec.placements) if each.is_shard()]
     columns = [per_rank_int.values_of(coordinates[dim]) for dim in dims]
     streams = numbered(list(zip(*(each for each in columns if each is not None), strict=True)))
@@ -185,10 +180,7 @@ def _pointwise(*_: Any) -> None:
 
 
 def _is_same_order(operand: Operand, stride: Sizes) -> bool:
-    """Whether a result with these strides has its elements in the operand's order, also in the whole.
-
-    The stride of a dimension of one element is ignored.
-    """
+    """Whether these strides have the operand's order, also in the whole. Dimensions of one element are ignored."""
     whole = operand.whole
     is_told = all(mine > 1 or all_ <= 1 for mine, all_ in zip(operand.shape, whole.shape, strict=True))
     return is_told and tuple(stride) == tuple(operand.stride)

@@ -73,10 +73,7 @@ def whole(param: torch.Tensor, mesh: Any) -> Any:
 
 
 class Chunks:
-    """Chunks like those of ``torch.chunk``: of equal size but the last ones.
-
-    ``chunks[i]`` with a per-rank integer selects each rank's own.
-    """
+    """Chunks like those of ``torch.chunk``; ``chunks[i]`` with a per-rank integer selects each rank's own."""
 
     def __init__(self, tensor: Any, count: int, dim: int) -> None:
         self._tensor, self._dim, self._size = tensor, dim, -(-tensor.size(dim) // count)
@@ -114,7 +111,6 @@ class Sizes(tuple[Any, ...]):
     __slots__ = ()
 
     def numel(self) -> Any:
-        """Return the number of elements."""
         return math.prod(self)
 
 

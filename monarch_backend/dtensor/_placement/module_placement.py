@@ -85,10 +85,7 @@ def _exchange(parameter: Any, remote: Any) -> str:
 
 
 def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
-    """Return the tensor on the mesh's workers.
-
-    It is the controller's, or a gradient, which may be on workers already.
-    """
+    """Return a tensor of the controller, or a gradient, which may be on workers already, on the mesh's workers."""
     workers = controller_mesh.workers_of(mesh)
     assert workers is not None
     whole = local_results.local_of(local_results.everywhere(tensor))
@@ -140,10 +137,7 @@ def tie(places: list[list[tuple[dict[str, Any], str]]]) -> None:
 
 
 class _Sent(torch.autograd.Function):
-    """Autograd function that sends a value to the workers.
-
-    Its gradient stays there and passes through the controller's history.
-    """
+    """Autograd function that sends a value to the workers. Its gradient stays there."""
 
     @staticmethod
     def forward(_ctx: Any, value: torch.Tensor, workers: WorkerSet, outside: frozenset[int]) -> torch.Tensor:
@@ -155,10 +149,7 @@ class _Sent(torch.autograd.Function):
 
 
 def sent(value: torch.Tensor, workers: WorkerSet, outside: frozenset[int]) -> Any:
-    """Return a tensor of the controller, or of workers, on these workers with its history.
-
-    Ranks ``outside`` have none.
-    """
+    """Return a tensor on these workers, except for the ranks ``outside``, with its history."""
     if isinstance(value, RemoteTensor) and outside <= value._meta.outside:
         return value
     if value.requires_grad and torch.is_grad_enabled():

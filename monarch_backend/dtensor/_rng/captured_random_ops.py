@@ -37,10 +37,7 @@ class RandomOps:
         self._numbers: int | None = None  # as `_Fill.numbers`
 
     def around(self, write: Callable[[], None]) -> None:
-        """Run ``write``, which sends the command, as `random_ops._fill` does.
-
-        Raises RemoteTensorError if ranks need different numbers.
-        """
+        """Run ``write``, as `random_ops._fill` does. Raises RemoteTensorError if ranks need different numbers."""
         if any(each.is_plain for each in self._draws):
             check_streams(self._step.workers)
         generator = philox.default_generator(self._step.workers.device.type)
@@ -76,10 +73,7 @@ def places(workers: WorkerSet, draw: TracedRandomOp) -> list[Any]:
 
 
 def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) -> TracedRandomOp:
-    """Return the mask of a dropout of a plain tensor; for a shard, its part of the whole's mask.
-
-    Raises RemoteTensorError if the tensor's part of the whole is not known.
-    """
+    """Return the mask of a dropout; for a shard, its part. Raises RemoteTensorError if that is not known."""
     shards = Shards([], 1)
     if origin is not None:
         check_origin(origin, "native_dropout")

@@ -23,12 +23,10 @@ class Philox:
         self.manual_seed(torch.initial_seed())
 
     def manual_seed(self, seed: int) -> Philox:
-        """Start anew with this seed."""
         self._state = _STATE.pack(seed % (1 << 64), 0)
         return self
 
     def get_state(self) -> torch.Tensor:
-        """Return seed and offset, as bytes."""
         return torch.frombuffer(bytearray(self._state), dtype=torch.uint8)
 
     def set_state(self, state: torch.Tensor) -> None:
@@ -54,7 +52,6 @@ default = Philox()
 
 
 def default_generator(device_type: str) -> torch.Generator | Philox:
-    """Return the default generator for workers with this device."""
     if device_type == "cuda":
         return torch.cuda.default_generators[0] if torch.cuda.is_initialized() else default
     return torch.default_generator

@@ -60,7 +60,6 @@ Handler = Callable[[Any, Any, Any], Any]
 
 
 def _local(tensor: Any) -> RemoteTensor:
-    """Return a DTensor's local tensor, or the tensor itself."""
     return tensor if type(tensor) is RemoteTensor else tensor._local_tensor
 
 
@@ -75,10 +74,7 @@ def _workers(tensor: Any) -> WorkerSet:
 
 
 class Shards(NamedTuple):
-    """A rank's part of the whole: dimensions with start and length.
-
-    ``keeps``: 0 on ranks that have zeros, so that the sum over a Partial dimension is the whole.
-    """
+    """A rank's part of the whole: dimension, start, length. ``keeps``: 0 on ranks with zeros in a Partial dimension."""
 
     cuts: list[tuple[int, Any, Any]]
     keeps: Any
@@ -133,10 +129,7 @@ _SAME_EVERYWHERE = ("avg", "max", "min")
 
 
 def shards_of(spec: DTensorSpec) -> Shards | None:
-    """Return the ranks' parts, None if a part is not contiguous.
-
-    Raises RemoteTensorError for tensors that can't be filled with random numbers.
-    """
+    """Return the parts; None if one is not contiguous. Raises RemoteTensorError for another kind of Partial."""
     keeps: Any = 1
     for dim, placement in enumerate(spec.placements):
         if type(placement) is Partial and placement.reduce_op in ("sum", *_SAME_EVERYWHERE):
@@ -261,10 +254,7 @@ def _is_partial(tensor: Any) -> bool:
 
 
 def _by_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the whole operation on each worker, and wait for the states of their generators.
-
-    The count of its numbers may depend on values, too.
-    """
+    """Run the whole operation on each worker, and wait for their generators: the count may depend on values, too."""
     first = next(each for each in args if isinstance(each, DTensor))
     mesh = first.device_mesh
     inner = [local_results.everywhere(each)._local_tensor if isinstance(each, DTensor) else each for each in args]
@@ -296,7 +286,6 @@ def _whole(func: Any, first: RemoteTensor, args: Any, kwargs: dict[str, Any], *,
 
 @functools.cache
 def _changed(func: Any) -> list[int]:
-    """Return the positions of changed arguments."""
     infos = [each.alias_info for each in func._schema.arguments]
     return [at for at, info in enumerate(infos) if info is not None and info.is_write]
 
@@ -348,7 +337,6 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
 
 
 def _plain(func: Any) -> Handler:
-    """Run a random operation on plain tensors."""
     handle = _plain_by_values if func in BY_VALUES else handlers.get(func)
 
     def operation(_func: Any, args: Any, kwargs: Any) -> Any:
@@ -430,7 +418,6 @@ _warned: set[int] = set()
 
 
 def _warn_of_shards(func: Any) -> None:
-    """Warn once for each call site."""
     place = call_sites.here()
     if place in _warned:
         return

@@ -51,7 +51,6 @@ class WorkerGenerators:
         self._state, self._members = state, members
 
     def differ(self, streams: list[int]) -> None:
-        """Set each rank's stream."""
         if self.streams != tuple(streams):
             self.streams = tuple(streams)
             place = [_protocol.Tag.BY_RANK, streams]
@@ -79,12 +78,10 @@ class WorkerGenerators:
 
 
 def generators_of(local: RemoteTensor) -> WorkerGenerators:
-    """Return the generators of the workers that hold this tensor."""
     return generators_of_workers(local._meta.workers)
 
 
 def generators_of_workers(workers: WorkerSet) -> WorkerGenerators:
-    """Return the generators of these workers."""
     known: WorkerGenerators | None = workers.kept.get("random")
     if known is None:
         known = workers.kept["random"] = WorkerGenerators(workers)
@@ -92,24 +89,17 @@ def generators_of_workers(workers: WorkerSet) -> WorkerGenerators:
 
 
 def draws_on_cpu(workers: WorkerSet) -> bool:
-    """Return whether the workers' CPUs draw.
-
-    XLA's own numbers differ, and the position of its generator is not known.
-    """
+    """Return whether the workers' CPUs draw. XLA's own numbers differ, and its generator's position is not known."""
     return workers.device.type in _worker.DRAWN_ON_THE_CPU
 
 
 def members_of(local: RemoteTensor) -> Members:
-    """Return the ranks that have a part of this tensor."""
     of_rank = local._meta.of_rank
     return tuple(each >= 0 for each in of_rank) if -1 in of_rank else None
 
 
 def take_generator(workers: WorkerSet, kwargs: dict[str, Any]) -> Generator:
-    """Remove the generator argument and return it.
-
-    Raises RemoteTensorError for the generator of another device than the numbers'.
-    """
+    """Remove the generator argument and return it. Raises RemoteTensorError for the generator of another device."""
     found = kwargs.pop("generator", None)
     if found is None:
         return philox.default_generator(workers.device.type)

@@ -47,7 +47,6 @@ class CommandInterpreter:
         """XLA's recorded operations."""
 
     def run(self, batch: bytes) -> None:
-        """Execute a batch."""
         definitions, words = _protocol.decode(batch)
         for definition in definitions:
             self._define(*definition)
@@ -146,7 +145,6 @@ class CommandInterpreter:
             return op_functions.refuse(signature, error)
 
     def settle_all(self) -> None:
-        """Wait for all pending collectives."""
         for each in list(self._pending):
             self.results.settled(each)
 
@@ -218,10 +216,7 @@ class CommandInterpreter:
         return failure
 
     def _stand_in(self, function: Function, words: list[Any], i: int) -> None:
-        """Take part in a collective with zeros, because other ranks are in it.
-
-        A read gets the failure, since it asks all ranks.
-        """
+        """Take part in a collective with zeros: other ranks are in it. A read asks all ranks and gets the failure."""
         operands = {}
         for at, number in enumerate(function.operands(words, i)):
             if isinstance(self.tensors.get(number), Failure):

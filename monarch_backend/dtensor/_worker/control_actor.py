@@ -53,7 +53,6 @@ class ControlInbox:
             self._running = run
 
     def end(self) -> None:
-        """Record that the executor has left this run."""
         with self._changed:
             self._running = None
 
@@ -75,7 +74,6 @@ class ControlInbox:
             return self._verdicts.pop(run)[0]
 
     def deliver(self, transfer_id: int, sender: int, content: Any) -> None:
-        """Store a part of a transfer from another worker."""
         with self._changed:
             if transfer_id not in self._forgotten:
                 self._parts[transfer_id][sender] = content
@@ -128,10 +126,7 @@ class ControlInbox:
         release()
 
     def forget(self, transfer_id: int, why: str) -> None:
-        """Drop a transfer after a failure: calls that would take or release it will never begin.
-
-        Calls that wait for it stop waiting. Messages that were sent before may still arrive.
-        """
+        """Drop a failed transfer. Calls stop waiting for it; messages that were sent before may still arrive."""
         with self._changed:
             self._forgotten[transfer_id] = why
             if len(self._forgotten) > MAX_FORGOTTEN:
@@ -189,7 +184,6 @@ class ControlActor(Actor):
 
     @endpoint
     def tell(self, method: str, *args: Any) -> None:
-        """Call a method of `ControlInbox`."""
         getattr(self._inbox, method)(*args)
 
 

@@ -47,18 +47,15 @@ class Executor(Actor):
 
     @endpoint
     def start(self) -> None:
-        """Start; nothing is missing."""
         if self._commands.device.type == "xla":
             self._commands.device, self._commands.recorded = xla_device.start(), xla_device.Recorded()
 
     @endpoint
     def run(self, batch: bytes) -> None:
-        """Execute a batch."""
         self._commands.run(batch)
 
     @endpoint
     def put(self, number: int, tensor: torch.Tensor) -> None:
-        """Store a tensor under this id."""
         self._commands.tensors[number] = (
             tensor.to(self._commands.device) if self._commands.device.type != "cpu" else tensor
         )
@@ -138,7 +135,6 @@ class Executor(Actor):
 
     @endpoint
     def pid(self) -> int:
-        """Return this process's id."""
         return os.getpid()
 
     @endpoint

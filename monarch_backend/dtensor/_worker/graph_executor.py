@@ -51,11 +51,9 @@ class GraphFunction(Function):
         self._numbers_on = device if device.type == "xla" else None  # its operators refuse a CPU's tensors
 
     def results(self, words: list[Any], i: int) -> list[int]:
-        """See `Function.results`."""
         return words[i + self.length - self.signature.results : i + self.length]
 
     def stand_in(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
-        """See `Function.stand_in`."""
         for each in self._collectives:
             each.run_with_zeros()
 
@@ -136,10 +134,7 @@ class GraphFunction(Function):
 
 
 class _Orders:
-    """Puts the results of steps into the memory order with which the graph was traced.
-
-    Before `found` is called it determines which steps need this.
-    """
+    """Puts results into the order with which the graph was traced. Before `found` it determines which need this."""
 
     def __init__(self, steps: list[Step]) -> None:
         self._looks = True

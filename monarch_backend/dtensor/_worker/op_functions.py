@@ -44,14 +44,10 @@ class Function:
         return [0 if at in self._floats else each for at, each in enumerate(found)] if self._floats else found
 
     def results(self, words: list[Any], i: int) -> list[int]:
-        """Return the ids of the command's results."""
         return words[i + 2 + self.signature.operands : i + self.length]
 
     def quick(self, tensors: dict[int, Any], words: list[Any], i: int) -> Call | None:
-        """Return the compiled call for later commands, if only operands have to be checked and waited for.
-
-        Called after this command was executed.
-        """
+        """Return the compiled call for commands after this one, if only operands have to be checked and waited for."""
         if self.call is None or self.is_collective:
             return None
         self.call.function = fast_op_lookup.quickest(self.call.function, *self.call.given(tensors, words, i))

@@ -14,11 +14,7 @@ from monarch_backend.dtensor._worker.op_functions import Function
 
 
 class PendingResults:
-    """Waits for collectives when their results or their operands' memory are used.
-
-    ``tensors`` are the worker's tensors by number. ``new_failure(signature, call_site, order, error)``
-    records a failure.
-    """
+    """Waits for collectives when their results or their operands' memory are used. ``tensors``: by number."""
 
     def __init__(
         self, tensors: dict[int, Any], new_failure: Callable[[Signature, int, int, Exception], Failure]
@@ -29,7 +25,6 @@ class PendingResults:
         self._readers: dict[int, set[int]] = {}  # by storage: the results
 
     def wait_for_operands(self, function: Function | None, words: list[Any], i: int) -> None:
-        """Wait for the operands of a command."""
         for each in function.operands(words, i):  # type: ignore[union-attr]
             if each in self.pending:
                 self.settled(each)

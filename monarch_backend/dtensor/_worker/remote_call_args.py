@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)  # not a tuple, which pytrees would flatten
 class Returned:
-    """Placeholder of a DTensor in a result. ``mesh``: its number in the call.
-
-    The DTensor is on this slice of the mesh, or on all of it.
-    """
+    """Placeholder of a DTensor in a result, on the mesh of this number in the call, or on this slice of it."""
 
     index: int
     mesh: int
@@ -106,7 +103,6 @@ def _mesh_of(executor: Executor, device_type: str, names: Any, groups: list[str]
 
 
 def mesh(number: int) -> DeviceMesh | None:
-    """Return a mesh of this call."""
     return _here.meshes[number]
 
 
@@ -136,10 +132,7 @@ def _local(held: int) -> torch.Tensor:
 
 
 class Unfailed:
-    """Argument of a function that stores values for later.
-
-    The function is not called after a failed check that was not reported. There the argument is None.
-    """
+    """Argument that is None. After a failed check that was not reported the function is not called."""
 
     def __reduce__(self) -> Any:
         return _unfailed, ()
@@ -164,7 +157,6 @@ def _as(made: torch.Tensor, requires_grad: bool, is_parameter: bool, grad: Any) 
 
 
 def part(held: list[torch.Tensor], index: int) -> torch.Tensor:
-    """Return a tensor of a function's result."""
     return held[index]
 
 

@@ -29,10 +29,7 @@ _KINDS = (Shard, Replicate, Partial, _StridedShard)
 
 
 def reduce_placement(value: Any) -> Any:
-    """Pickle a placement for a newer torch, where its constructor makes it.
-
-    There it is a C++ object. An older torch's pickle would restore it without its content.
-    """
+    """Pickle a placement by its constructor: for a newer torch it is a C++ object, without an older one's content."""
     if type(value) not in _KINDS or not replaced():
         return NotImplemented
     return _placement, (type(value), dict(vars(value)))
@@ -66,7 +63,6 @@ def select_split(
     placement: Any, tensor: torch.Tensor, num_chunks: int, index: int,
     *, with_padding: bool = True, contiguous: bool = True, clone: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Return one of the shards."""
     dim = placement.dim
     found = _chunks(tensor, num_chunks, dim)[index]
     if with_padding:
@@ -88,7 +84,6 @@ def select_strided(
 
 
 def select(shards: list[torch.Tensor], shard_index: int) -> torch.Tensor:
-    """Return a copy of one of the shards."""
     return shards[shard_index].clone()
 
 
@@ -106,7 +101,6 @@ def unpad_uneven(placement: Any, local: torch.Tensor, logical_dim_size: int, num
 
 
 def unpad_by_sizes(dim: int, local: torch.Tensor, pad_sizes: Any, mine: int, make_contiguous: bool) -> torch.Tensor:
-    """Remove a shard's padding."""
     if pad_sizes[mine] > 0:
         local = _unpad(local, dim, pad_sizes[mine])
         return local.contiguous() if make_contiguous else local

@@ -37,7 +37,6 @@ class WorkerGroups:
         self.names[name] = known
 
     def name_of(self, name: str) -> str:
-        """Return this worker's name of a group from the controller's."""
         return self.names.get(name, name)
 
     def join_again(self) -> None:
@@ -47,10 +46,7 @@ class WorkerGroups:
             self.join(name, rows)
 
     def reinitialize(self, run: int) -> None:
-        """Replace the default group after a failed run.
-
-        The ranks may be in different collectives, or have failed in one, so the old groups are unusable.
-        """
+        """Replace the default group after a failed run: ranks may be in different collectives of the old groups."""
         rank, size = dist.get_rank(), dist.get_world_size()
         if self._store is None:
             self._store = c10d_registry.default_store()

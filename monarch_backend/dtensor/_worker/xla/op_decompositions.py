@@ -34,7 +34,6 @@ def all_gather_copy_in(
 def split_with_sizes_copy(
     gathered: torch.Tensor, split_sizes: Sequence[int], dim: int = 0, *, out: list[torch.Tensor]
 ) -> None:
-    """Copy each part into its tensor."""
     for mine, part in zip(out, torch.split(gathered, list(split_sizes), dim), strict=True):
         mine.copy_(part)
 

@@ -44,7 +44,6 @@ def mean_dim(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.d
 
 
 def mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """See `mean_dim`."""
     return _aten.mean.default(x if dtype is None else x.to(dtype))
 
 

@@ -75,7 +75,6 @@ class Recorded:
         self._said: int | None = 0
 
     def note(self, words: list[Any], functions: dict[int, Any], tensors: dict[int, Any]) -> None:
-        """Add the commands that follow."""
         said: list[Any] = [self._said]
         i, places = 0, self._places
         while i < len(words):
