@@ -28,7 +28,7 @@ def mesh_of(state_dict: Any) -> DeviceMesh | None:
     found: list[DeviceMesh] = []
     for leaf in _leaves(state_dict):
         if isinstance(leaf, DTensor) and controller_mesh.remote_of(leaf) is not None:
-            root = controller_mesh.root_of(leaf.device_mesh)
+            root = leaf.device_mesh._get_root_mesh()
             if root not in found:
                 found.append(root)
     ranks = {tuple(sorted(controller_mesh.rows_of(mesh).flatten().tolist())) for mesh in found}

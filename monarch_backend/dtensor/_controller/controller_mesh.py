@@ -72,11 +72,6 @@ def outside(mesh: Any) -> frozenset[int]:
     return found  # type: ignore[no-any-return]
 
 
-def root_of(mesh: Any) -> DeviceMesh:
-    """Return the mesh that it was sliced from, or itself."""
-    return mesh._get_root_mesh()  # type: ignore[no-any-return]
-
-
 def check_mesh(what: str, one: Any, other: Any) -> None:
     """Raise MeshMismatchError if these are two meshes, and a controller's."""
     meshes = tracing_state.real(one), tracing_state.real(other)

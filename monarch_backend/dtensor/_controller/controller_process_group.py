@@ -82,6 +82,8 @@ class ControllerGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Do nothing: there is no connection here."""
 
+    abort = shutdown
+
     def barrier(self, *_: Any, **__: Any) -> Any:
         """Wait until the group's workers have executed all commands so far. Raises RemoteOpError for failures."""
         ranks = {rank for row in self.rows for rank in row}
@@ -89,9 +91,6 @@ class ControllerGroup(dist.ProcessGroup):
             if not ranks.isdisjoint(range(workers.first, workers.first + workers.size)):
                 workers.synchronize()
         return c10d_registry.done()
-
-    def abort(self) -> None:
-        """Do nothing, as `shutdown`."""
 
     def all_to_all_single(  # type: ignore[override]
         self, output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), *_: Any, **__: Any

@@ -81,7 +81,7 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     transfer_id = next(_numbers)
     # Each slice of a sliced mesh has its own tensor. The first slice's is the one that reading shows.
     senders = (controller_mesh.rows_of(x.device_mesh)[0].flatten() - source.first).tolist()
-    readers = (controller_mesh.rows_of(controller_mesh.root_of(mesh)).flatten() - target.first).tolist()
+    readers = (controller_mesh.rows_of(mesh._get_root_mesh()).flatten() - target.first).tolist()
     transfer = there.MeshTransfer(
         transfer_id, senders, source.line.control_actors_of(senders), readers, target.line.control_actors_of(readers)
     )

@@ -86,7 +86,7 @@ class Packer:
         if mesh in self.meshes:
             return self.meshes.index(mesh)
         self._check(controller_mesh.workers_of(mesh), "a mesh")
-        root = controller_mesh.root_of(mesh)
+        root = mesh._get_root_mesh()
         names = mesh.mesh_dim_names
         if root is not mesh and names and set(names) <= set(root.mesh_dim_names or ()):
             described: Any = (self._mesh(root), names)

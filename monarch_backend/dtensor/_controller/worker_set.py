@@ -78,7 +78,7 @@ class WorkerSet:
             self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
         )  # for csrc/records/controller_dispatch.cpp
         self.sink.most = DELETE_THRESHOLD_BYTES
-        self.debug = debug_log.is_enabled()
+        self.sink.debug = debug_log.is_enabled()  # then a failed operation raises at its own call
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
         self._defined_groups: set[str] = set()
         self._defining = threading.Lock()
@@ -88,15 +88,6 @@ class WorkerSet:
     @property
     def is_simulated(self) -> bool:
         return not hasattr(self.line, "procs")
-
-    @property
-    def debug(self) -> bool:
-        """Whether a failed operation raises at its own call."""
-        return self.sink.debug
-
-    @debug.setter
-    def debug(self, wanted: bool) -> None:
-        self.sink.debug = wanted
 
     def __deepcopy__(self, _memo: Any) -> WorkerSet:
         return self  # a copy of a DTensor, or of its mesh, is on the same processes
@@ -120,14 +111,14 @@ class WorkerSet:
             self.stream.wake()
         words += record
         self.sink.records += 1
-        if len(words) > self.sink.limit or self.debug:
+        if len(words) > self.sink.limit or self.sink.debug:
             self._full()
 
     def _full(self) -> None:
         """Return whether there are enough words for a batch, or each command is a batch."""
         self.stream.flush()
         self.sink.limit = min(2 * self.sink.limit, MOST)
-        if self.debug:
+        if self.sink.debug:
             self.synchronize()
 
     def define(

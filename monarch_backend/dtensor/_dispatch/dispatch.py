@@ -45,13 +45,9 @@ special: dict[Any, Callable[[Any, Any, Any], Any]] = {}
 specials: list[Callable[[Any], Callable[[Any, Any, Any], Any] | None]] = []
 """Functions that return a handler as in `special`, for whole kinds of operators."""
 statistics = {"misses": 0}
+dispatch = _native.dispatch
 _known: dict[WorkerSet, int] = {}
 """Number of signatures by workers."""
-
-
-def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return an operator's result, as remote tensors."""
-    return _native.dispatch(func, args, kwargs)
 
 
 def forget(workers: WorkerSet) -> None:

@@ -1,7 +1,4 @@
-"""Helpers for handwritten operators (_ops/): DTensors on one mesh, and results from each rank's part.
-
-The operators choose the placements.
-"""
+"""Helpers for handwritten operators (_ops/): DTensors on one mesh, and results from each rank's part."""
 
 from __future__ import annotations
 

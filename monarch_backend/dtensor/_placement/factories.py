@@ -1,7 +1,4 @@
-"""Factories that make tensors on the workers.
-
-These are ``ones``, ``zeros``, ``empty``, ``full``, ``rand`` and ``randn`` with a mesh, and buffers of torch's own code.
-"""
+"""Factories of tensors on the workers: ``ones`` and others with a mesh, and buffers of torch's own code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Captured steps on a worker: many operations in one command, compiled by Inductor or run one by one.
 
-op_functions.py handles single operations. A rank that fails within a step still takes part in its remaining
-collectives.
+A rank that fails within a step still takes part in its remaining collectives.
 """
 
 from __future__ import annotations

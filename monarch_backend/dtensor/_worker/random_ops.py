@@ -1,7 +1,4 @@
-"""Random operations on a worker: it draws the whole tensor's numbers and keeps its shard's, or draws its own.
-
-_rng/random_ops.py keeps the controller's generator in step.
-"""
+"""Random operations on a worker: it draws the whole tensor's numbers and keeps its shard's, or draws its own."""
 
 from __future__ import annotations
 

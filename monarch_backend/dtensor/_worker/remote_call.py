@@ -1,7 +1,4 @@
-"""A user's function on this worker: makes its arguments, enables gradients, and keeps its results.
-
-The executor and control_actor.py define how all ranks continue after one has failed.
-"""
+"""A user's function on this worker: makes its arguments, enables gradients, and keeps its results."""
 
 from __future__ import annotations
 
@@ -41,10 +38,12 @@ def execute(executor: Executor, run: int, number: int, site: int, meshes: list[A
     except CancelledError:  # of the actor, not the function's
         raise
     except BaseException as error:  # also KeyboardInterrupt; torch's CheckpointException is not an Exception
-        failure = error.failure if isinstance(error, NotThereError) else executor.new_failure(name, site, error)
-        executor.keep(number, failure)
-        raise RunFailed(executor.told(failure)) from None
+        failure = (
+            error.failure if isinstance(error, NotThereError) else executor.commands.new_failure(name, site, error)
+        )
+        executor.commands.tensors[number] = failure
+        raise RunFailed(executor.commands.failures.told(failure)) from None
     finally:
         executor.inbox.end()
-    executor.keep(number, kept)
+    executor.commands.tensors[number] = kept
     return body, buffers, len(kept)

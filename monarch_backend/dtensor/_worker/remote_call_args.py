@@ -125,7 +125,7 @@ def dtensor(
 
 
 def _local(held: int) -> torch.Tensor:
-    found = _here.executor.held(held)
+    found = _here.executor.commands.results.settled(held)
     if isinstance(found, torch.Tensor):
         return found.detach()
     raise NotThereError(found)
