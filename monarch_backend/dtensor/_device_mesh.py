@@ -102,7 +102,6 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> WorkerSet:
 
 
 def _check_gpus(name: str, whole: ProcMesh) -> None:
-    """Raise RemoteTensorError that names each process without a GPU."""
     from monarch_backend.dtensor._worker.control_actor import Gpus
 
     gpus = whole.spawn("gpus", Gpus)

@@ -258,7 +258,6 @@ class GraphLowering:
         return _There(("step", len(self.steps) - 1), fake)
 
     def _own(self, node: fx.Node) -> None:
-        """Add an operation of this process to each call."""
         fake = _fake_here(node, {each: self._fake_of(each) for each in node.all_input_nodes})
         for each in node.all_input_nodes:
             self._copy_here(each)
@@ -271,7 +270,6 @@ class GraphLowering:
         self.values[node] = _Here(node, fake, by_rank)
 
     def _copy_here(self, node: fx.Node) -> None:
-        """Copy the constants and factories that this process's graph needs."""
         if node in self.here_nodes:
             return
         value = self.values[node]
@@ -520,7 +518,6 @@ def _check(node: fx.Node) -> None:
 
 
 def _written(node: fx.Node, args: Any, kwargs: Any) -> list[_There]:
-    """Return the values that the operator changes."""
     schema = getattr(node.target, "_schema", None)
     found: list[_There] = []
     for i, each in enumerate(schema.arguments if schema is not None else ()):

@@ -26,7 +26,7 @@ class ActorCommandChannel:
     ) -> None:
         self.procs, self._executors, self._program, self._device_type = procs, executors, program, device_type
         self._made = made  # in these processes, by the type of their devices
-        self._ranks = [executors] if len(executors) == 1 else list(_each(executors))
+        self._ranks = [_those(executors, [rank]) for rank in range(len(executors))]
 
     def send(self, batch: bytes) -> None:
         self._executors.run.broadcast(batch)
@@ -43,7 +43,6 @@ class ActorCommandChannel:
         return room
 
     def raised(self, order: int) -> None:
-        """Report that the failed checks up to this one were raised."""
         self._executors.raised.broadcast(order)
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
@@ -120,10 +119,3 @@ def _those(actors: Any, ranks: Sequence[int]) -> Any:
     if list(ranks) == list(range(len(actors))):
         return actors
     return actors._new_with_shape(Shape.from_ranks(Extent.of({"rank": len(ranks)}), ranks))
-
-
-def _each(mesh: Any) -> Any:
-    flat = mesh if len(mesh.extent.labels) == 1 else mesh.flatten("rank")
-    label = flat.extent.labels[0]
-    for rank in range(len(flat)):
-        yield flat.slice(**{label: rank})

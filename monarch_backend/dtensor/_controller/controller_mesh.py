@@ -73,7 +73,6 @@ def outside(mesh: Any) -> frozenset[int]:
 
 
 def check_mesh(what: str, one: Any, other: Any) -> None:
-    """Raise MeshMismatchError if these are two meshes, and a controller's."""
     meshes = tracing_state.real(one), tracing_state.real(other)
     if meshes[0] is meshes[1] or meshes[0] == meshes[1]:
         return
@@ -175,33 +174,24 @@ class _Mode(threading.local):
     """Stand-in for torch's LocalTensorMode, by thread. The real mode would cost time in each operation."""
 
     def __init__(self) -> None:
-        self.disabled = False
+        self.disabled = 0  # depth of contexts
         self.parallelizing = False
         self.ranks: frozenset[int] = frozenset()
         self._per_rank_rng_states: dict[int, Any] = {}
 
     @property
     def _disable(self) -> bool:
-        return self.disabled
+        return self.disabled > 0
 
-    def disable(self) -> _Disabled:
-        """Return a context in which torch's functions act for one rank."""
-        return _Disabled(self)
-
-
-class _Disabled:
-    """Context that is entered twice for each redistribution; a generator would take a microsecond more."""
-
-    __slots__ = ("_before", "_mode")
-
-    def __init__(self, mode: _Mode) -> None:
-        self._mode, self._before = mode, False
+    def disable(self) -> _Mode:
+        """Return a context in which torch's functions act for one rank. A generator would take a microsecond more."""
+        return self
 
     def __enter__(self) -> None:
-        self._before, self._mode.disabled = self._mode.disabled, True
+        self.disabled += 1
 
     def __exit__(self, *_: object) -> None:
-        self._mode.disabled = self._before
+        self.disabled -= 1
 
 
 _mode = _Mode()

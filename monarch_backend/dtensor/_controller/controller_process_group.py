@@ -178,7 +178,6 @@ class _Universe(ControllerGroup):
         super().__init__(_DEFAULT, [])
 
     def grow(self, size: int) -> int:
-        """Add ranks, and return the first of them."""
         first = self.size()
         self.rows = [list(range(first + size))]
         c10d_registry.set_ranks(self, self.rows[0])
@@ -261,18 +260,16 @@ def owner_of(ranks: Sequence[int]) -> WorkerSet | None:
     owner = next(iter(found), None)
     nobodys = [rank for rank in ranks if owner is None or not owner.first <= rank < owner.first + owner.size]
     if nobodys and is_controller():
-        _refuse_ranks(nobodys)
+        size = universe().size()
+        if max(nobodys) >= size:
+            raise ValueError(
+                f"there is no rank {max(nobodys)}: the meshes of this program have {size} ranks, from 0 on"
+            )
+        raise MeshClosedError(
+            f"the processes that were ranks {nobodys} have ended, and no others get their numbers: make a mesh of "
+            "those that run by procs.device_mesh()"
+        )
     return owner
-
-
-def _refuse_ranks(ranks: Sequence[int]) -> None:
-    size = universe().size()
-    if max(ranks) >= size:
-        raise ValueError(f"there is no rank {max(ranks)}: the meshes of this program have {size} ranks, from 0 on")
-    raise MeshClosedError(
-        f"the processes that were ranks {list(ranks)} have ended, and no others get their numbers: make a mesh of "
-        "those that run by procs.device_mesh()"
-    )
 
 
 def check_group(workers: WorkerSet, group: Any, name: str) -> None:
@@ -295,7 +292,6 @@ def check_group(workers: WorkerSet, group: Any, name: str) -> None:
 
 
 def make(rows: list[list[int]], desc: str, name: str | None = None, *, register: bool = True) -> ControllerGroup:
-    """Return a group that is, on each rank, the group of that rank's row."""
     workers = owner_of([rank for row in rows for rank in row])
     name = name or f"monarch_{next(_names)}"
     group = ControllerGroup(name, rows, desc)

@@ -23,7 +23,6 @@ def item(tensor: RemoteTensor) -> Any:
 
 
 def ask_of(tensor: RemoteTensor, what: str, *others: Any) -> list[Any]:
-    """Return all ranks' replies about these tensors."""
     return tensor._meta.workers.ask(what, tensor._ref.id, *[each._ref.id for each in others])
 
 

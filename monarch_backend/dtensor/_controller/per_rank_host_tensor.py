@@ -135,7 +135,7 @@ def belonging(tensor: Any, workers: WorkerSet, outside: frozenset[int]) -> Any:
 def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the function once for each class of ranks; return its results by rank. Ints and tensors may differ."""
     flat, spec = pytree.tree_flatten((args, kwargs))
-    columns = [_by_rank(each) for each in flat]
+    columns = [each.by_rank if isinstance(each, PerRankTensor) else per_rank_int.values_of(each) for each in flat]
     size = len(next(each for each in columns if each is not None))
     known: dict[Any, Any] = {}
     results: list[Any] = []
@@ -196,10 +196,6 @@ def _source_of(tensor: torch.Tensor) -> Source | None:
         return tensor.source
     source = host_tensor_cache.source(*wholes.values())  # one that goes to its workers, and is not split yet
     return None if source is None else source._replace(what=(source.what, tensor.outside))
-
-
-def _by_rank(value: Any) -> Sequence[Any] | None:
-    return value.by_rank if isinstance(value, PerRankTensor) else per_rank_int.values_of(value)
 
 
 def _merged(column: list[Any]) -> Any:

@@ -1,7 +1,7 @@
 """`run`: a user's function as SPMD code on all workers of a mesh, with genuine local DTensors.
 
 It is for code that one controller cannot express: rank-dependent branches, pipelines, custom kernels, torch.compile.
-remote_call_args.py packs arguments and results; _worker/remote_call.py is the workers' part.
+remote_call_args.py packs arguments and results; `execute` of _worker/executor.py is the workers' part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from monarch_backend.dtensor._controller.remote_call_args import Packer
 from monarch_backend.dtensor._controller.remote_tensor import Ref
 from monarch_backend.dtensor._controller.worker_failures import error_of
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._worker.remote_call import RunFailed
+from monarch_backend.dtensor._worker.remote_call_args import RunFailed
 
 if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet

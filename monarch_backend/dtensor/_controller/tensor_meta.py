@@ -73,7 +73,6 @@ class Meta:
 
     @property
     def outside(self) -> frozenset[int]:
-        """Ranks that do not have the tensor."""
         return frozenset(rank for rank, which in enumerate(self.of_rank) if which < 0)
 
     def __repr__(self) -> str:
@@ -116,7 +115,6 @@ class MetaCache:
         return self.by_rank([None if which < 0 else each[which] for which in meta.of_rank])
 
     def like(self, tensor: torch.Tensor, device: torch.device | None = None, origin: Origin | None = None) -> Meta:
-        """Return the metadata of a tensor of this process, which may be a fake one."""
         refuse_sparse(tensor)
         where = device or tensor.device
         return self.same(

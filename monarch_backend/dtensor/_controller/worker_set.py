@@ -141,7 +141,6 @@ class WorkerSet:
         return number
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Delete these signatures on the workers. No later command uses them."""
         if numbers:
             if not self._words:
                 self.stream.wake()
@@ -153,7 +152,6 @@ class WorkerSet:
     # Groups -----------------------------------------------------------------------------------------------------
 
     def add_group(self, name: str, rows: list[list[int]]) -> None:
-        """Define a group that is, on each rank, the row of global ranks that contains the rank."""
         self._groups[name] = [[rank - self.first for rank in row] for row in rows]
 
     def has_group(self, name: str) -> bool:
@@ -276,7 +274,6 @@ class WorkerSet:
         self.unfinished.call_at_end(then)
 
     def close(self, why: str) -> None:
-        """Refuse all further commands."""
         self.stream.closed = self.stream.closed or MeshClosedError(f"the processes of {self.name} have ended: {why}")
 
 

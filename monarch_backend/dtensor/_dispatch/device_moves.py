@@ -54,10 +54,6 @@ def _local(tensor: Any) -> RemoteTensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[return-value]
 
 
-def is_remote(tensor: Any) -> bool:
-    return isinstance(_local(tensor), RemoteTensor)
-
-
 def moved(tensor: Any, device: Any) -> Any:
     """Return the values on another device of the workers. Raises RemoteTensorError for one that they do not have."""
     mine, wanted = of(tensor), torch.device(device)
@@ -97,7 +93,7 @@ def _move(tensor: Any, device: torch.device) -> Any:
 
 def to(own: Any, tensor: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run ``tensor.to(...)``. ``own`` is torch's method, which handles all arguments but the device."""
-    if not is_remote(tensor):
+    if not isinstance(_local(tensor), RemoteTensor):
         return own(tensor, *args, **options)
     if "other" in options:
         args, options = (options["other"], *args), {name: each for name, each in options.items() if name != "other"}

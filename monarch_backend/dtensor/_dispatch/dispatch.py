@@ -131,8 +131,10 @@ def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
     kwargs = kwargs or {}
     if plan.target.call is torch.ops.aten.copy_.default and args[0].is_meta:
         # It has no values before or after. torch checks that the sizes fit.
-        return args[0] if _is_by_rank(args[1].shape) else args[0].copy_(torch.empty(args[1].shape, device="meta"))
-    changed = [each for each in op_signatures.written(plan.target.schema, args, kwargs) if _is_host(each)]
+        is_by_rank = any(type(each) is not int for each in args[1].shape)
+        return args[0] if is_by_rank else args[0].copy_(torch.empty(args[1].shape, device="meta"))
+    written = op_signatures.written(plan.target.schema, args, kwargs)
+    changed = [each for each in written if type(each) in (torch.Tensor, torch.nn.Parameter)]
     plain = _plain(args, kwargs, plan.target.schema)
     sent = [(each, _where_all_are(plain(each), args, kwargs)) for each in changed]
     known = {id(each): remote for each, remote in sent}
@@ -147,18 +149,10 @@ def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map(lambda v: back.get(id(v), v), result)
 
 
-def _is_by_rank(sizes: Any) -> bool:
-    return any(type(each) is not int for each in sizes)
-
-
 def _where_all_are(sent: RemoteTensor, args: Any, kwargs: Any) -> RemoteTensor:
     """Return the sent tensor without ranks that lack another argument; these would keep the old value."""
     others = [each._meta for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
     return sent._meta.workers.without(sent, frozenset[int]().union(*(meta.outside for meta in others)))
-
-
-def _is_host(value: Any) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _part(value: Any) -> Any:

@@ -51,7 +51,6 @@ def workers_of(tensor: Any) -> Any:
 
 
 def of_parts(local: Any, whole: TensorMeta, mesh: Any, placements: Sequence[Any]) -> Any:
-    """Return the DTensor with this part on each rank."""
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=whole), requires_grad=False)
 
 

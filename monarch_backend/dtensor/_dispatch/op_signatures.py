@@ -162,7 +162,6 @@ def _chunked(target: Target, given: list[Any]) -> list[tuple[Target, Any, Any]]:
 
 
 def _on(value: Any, rank: int) -> Any:
-    """Return the argument on this rank; for a tensor, its metadata."""
     if isinstance(value, RemoteTensor):
         return Operand(value._meta.on(rank))
     values = per_rank_int.values_of(value)
@@ -441,7 +440,6 @@ def written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _written(writes: list[Any], places: list[Any], named: dict[str, Any]) -> list[int]:
-    """Return the positions of changed tensors among the operands."""
     found: list[int] = []
     for i, name in writes:
         at = places[i] if i < len(places) else named.get(name)

@@ -85,7 +85,6 @@ def _strides(one: Any) -> Strides:
 
 
 def is_wrong(tensor: Any, strides: Strides) -> bool:
-    """Return whether a result has another order."""
     if strides is None or not isinstance(tensor, torch.Tensor) or tensor.numel() < 2 or tensor._is_view():
         return False
     steps = [each for each in zip(tensor.shape, tensor.stride(), strides, strict=True) if each[0] > 1]

@@ -96,11 +96,19 @@ def _answer(values: Values, are_sizes: bool, operation: tuple[Any, str, Any]) ->
     return AgreedBool(True in answers)
 
 
-def _operator(name: str, of: Operation, result: Result = _number) -> Callable[[PerRankInt, Any], Any]:
-    """Return the method that calculates ``of(mine, theirs)``, rank by rank."""
+def _operator(name: str, of: Operation, result: Result = _number) -> Callable[..., Any]:
+    """Return the method that calculates ``of(mine, theirs)``, rank by rank. Results are cached: each takes a loop."""
 
-    def operate(self: PerRankInt, other: Any) -> Any:
-        return self._each(name, other, of, result)
+    def operate(self: PerRankInt, other: Any = 0) -> Any:
+        theirs = other if isinstance(other, PerRankInt) else _constant(other)
+        found = self._known.get((name, theirs))
+        if found is None:
+            are_sizes = self.are_sizes and (isinstance(theirs, int) or theirs.are_sizes)
+            found = result(_zip(self, theirs, of), are_sizes, (self, name, theirs))
+            if len(self._known) >= CACHE_SIZE:  # a program may calculate with ever new numbers
+                self._known.clear()
+            self._known[name, theirs] = found
+        return found
 
     return operate
 
@@ -112,7 +120,7 @@ class PerRankInt(_Node):
 
     def __init__(self, values: Values, are_sizes: bool) -> None:
         self.values, self.are_sizes = values, are_sizes
-        self._known: dict[tuple[str, Any], Any] = {}  # cached results: each takes a loop over all ranks
+        self._known: dict[tuple[str, Any], Any] = {}  # cached results, by operation
 
     def is_int(self) -> bool:
         return True
@@ -129,18 +137,6 @@ class PerRankInt(_Node):
     def wrap_int(self, number: int) -> ConstantIntNode:
         return _wrapped(number)
 
-    def _each(self, name: str, other: Any, of: Operation, result: Result) -> Any:
-        """Return the cached result with another int. The cache is bounded: a program may use ever new numbers."""
-        theirs = other if isinstance(other, PerRankInt) else _constant(other)
-        found = self._known.get((name, theirs))
-        if found is None:
-            are_sizes = self.are_sizes and (isinstance(theirs, int) or theirs.are_sizes)
-            found = result(_zip(self, theirs, of), are_sizes, (self, name, theirs))
-            if len(self._known) >= CACHE_SIZE:
-                self._known.clear()
-            self._known[name, theirs] = found
-        return found
-
     add = _operator("add", operator.add)
     sub = _operator("sub", operator.sub)
     mul = _operator("mul", operator.mul)
@@ -148,6 +144,8 @@ class PerRankInt(_Node):
     mod = _operator("mod", operator.mod)
     sym_max = _operator("max", max)
     sym_min = _operator("min", min)
+    neg = _operator("neg", lambda mine, _: -mine)
+    ceil_div = _operator("ceil", lambda above, below: -(-above // below))
     eq = _operator("==", operator.eq, _answer)
     ne = _operator("!=", operator.ne, _answer)
     lt = _operator("<", operator.lt, _answer)
@@ -158,9 +156,6 @@ class PerRankInt(_Node):
     def int_truediv(self, other: Any) -> PerRankFloat:
         """Return the node of the quotient, which torch then rounds to an int."""
         return PerRankFloat(self, other)
-
-    def neg(self) -> Any:
-        return self._each("neg", 0, lambda mine, _: -mine, _number)
 
     def sym_sum(self, others: Sequence[Any]) -> Any:
         total: Any = ConstantIntNode(0)
@@ -201,7 +196,7 @@ class PerRankFloat(_Node):
         return f"{self._above} / {self._below}"
 
     def ceil(self) -> Any:
-        return self._above._each("ceil", self._below, lambda above, below: -(-above // below), _number)
+        return self._above.ceil_div(self._below)
 
     def floor(self) -> Any:
         return self._above.floordiv(self._below)

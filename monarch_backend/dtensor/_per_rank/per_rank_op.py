@@ -35,7 +35,6 @@ _forms: dict[int, tuple[Any, list[Any]]] = {}  # of a call's result: its structu
 
 
 def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the function's result in a trace."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
     leaves = tuple(_TENSOR if isinstance(each, torch.Tensor) else each for each in flat)

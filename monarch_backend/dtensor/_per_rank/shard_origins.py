@@ -130,7 +130,7 @@ def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
         return lambda *_: None
     if call in _COPIES and type(args[1]) is Operand:
         return lambda *_: _of_copy(args[0], args[1])
-    if _is_of_lists(call):
+    if getattr(getattr(call, "_schema", None), "name", "").startswith(("aten::_foreach_", "aten::_fused_")):
         each_call = _aten.copy_.default if "copy" in call._schema.name else _pointwise
         return lambda at, *sizes: of_results(each_call, *_element((args, kwargs), at))(0, *sizes)
     if call in _MADE_ANEW:
@@ -139,7 +139,8 @@ def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
     if None in [each.whole for each in known]:
         return lambda *_: lost
     propagated = functools.cache(lambda shape: list(_propagated(call, args, kwargs, known, shape)))
-    is_alike = is_pointwise(call) and len({(each.origin, tuple(each.shape)) for each in known}) == 1
+    is_pointwise = call is _pointwise or call in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(call, "tags", ())
+    is_alike = is_pointwise and len({(each.origin, tuple(each.shape)) for each in known}) == 1
 
     def of_result(at: int, shape: Sizes, stride: Sizes) -> Origin | None:
         if is_alike and tuple(shape) == tuple(known[0].shape) and _is_same_order(known[0], stride):
@@ -158,11 +159,6 @@ def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
         return lost
 
     return of_result
-
-
-def _is_of_lists(call: Any) -> bool:
-    """Whether it treats all elements of lists of tensors alike."""
-    return getattr(getattr(call, "_schema", None), "name", "").startswith(("aten::_foreach_", "aten::_fused_"))
 
 
 def _element(args: Any, at: int) -> Any:
@@ -294,7 +290,6 @@ def _anew(given: Operand, shape: Sizes, stride: Sizes) -> Origin | None:
 
 
 def _of_copy(written: Operand, source: Operand) -> Origin | None:
-    """Return the origin of a tensor into which another one was copied."""
     mine, other = written.origin, source.origin
     is_spread = tuple(source.shape) != tuple(written.shape)
     if other is None:  # a shard filled with one number is still a shard
@@ -342,11 +337,6 @@ _SCATTERED = ("scatter", "alltoall", "all_to_all", "permute")
 
 
 # Kinds of operations --------------------------------------------------------------------------------------------
-
-
-def is_pointwise(call: Any) -> bool:
-    """Whether each element of the results depends only on elements in the same place."""
-    return call is _pointwise or call in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(call, "tags", ())
 
 
 def _overloads(*packets: Any) -> frozenset[Any]:

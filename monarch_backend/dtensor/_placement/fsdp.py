@@ -95,7 +95,6 @@ class Chunks:
         return chunk
 
     def _of_host(self, tensors: Sequence[Any], start: Any, length: Any) -> PerRankTensor:
-        """Return views of a host tensor by rank."""
         starts = per_rank_int.values_of(start) or [start] * len(tensors)
         lengths = per_rank_int.values_of(length) or [length] * len(tensors)
         parts = zip(tensors, starts, lengths, strict=True)

@@ -55,7 +55,6 @@ class RandomOps:
 
 
 def check_streams(workers: WorkerSet) -> None:
-    """Raise RemoteTensorError if a captured step cannot draw numbers of plain tensors."""
     if generators_of_workers(workers).streams is not None:
         raise RemoteTensorError(
             "a captured step draws random numbers of plain tensors, the same on all ranks, which they must not be "

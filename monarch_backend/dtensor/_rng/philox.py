@@ -37,12 +37,10 @@ class Philox:
 
 
 def moved(before: bytes, after: bytes) -> int:
-    """Return the count of numbers between two states."""
     return int(_STATE.unpack(after)[1] - _STATE.unpack(before)[1])
 
 
 def after(before: bytes, numbers: int) -> bytes:
-    """Return the state after this count of numbers."""
     seed, offset = _STATE.unpack(before)
     return _STATE.pack(seed, offset + numbers)
 

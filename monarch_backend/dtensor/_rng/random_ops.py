@@ -155,7 +155,6 @@ def _is_first(coordinate: Any) -> Any:
 
 
 def _fixed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments that belong to the signature."""
     return tuple([float if type(each) is float else each for each in args])
 
 
@@ -301,7 +300,6 @@ def _distributed(local: Any, mesh: Any) -> Any:
 
 
 def _as_before(tensor: Any, like: Any) -> Any:
-    """Return the result with the argument's placements, if it has its shape."""
     if tensor.shape != like.shape or _is_partial(like):
         return tensor
     return tensor.redistribute(like.device_mesh, like.placements)
@@ -371,8 +369,6 @@ def _as_whole(func: Any, args: Any, kwargs: Any) -> DTensorSpec | None:
 
 
 def _of_shards(func: Any, args: Any, spec: DTensorSpec, kwargs: dict[str, Any]) -> Any:
-    """Run the operation on the DTensor and return this rank's shard of the result."""
-
     def whole(value: Any) -> Any:
         if not isinstance(value, RemoteTensor):
             return value

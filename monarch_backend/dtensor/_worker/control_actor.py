@@ -80,7 +80,6 @@ class ControlInbox:
                 self._changed.notify_all()
 
     def refuse(self, transfer_id: int, why: str) -> None:
-        """Record that a transfer will not arrive."""
         with self._changed:
             if transfer_id not in self._forgotten:
                 self._refused[transfer_id] = why
@@ -152,28 +151,12 @@ inboxes: defaultdict[str, ControlInbox] = defaultdict(ControlInbox)
 """Inboxes of this process, by the type of the executor's device."""
 
 
-class GroupRejoins:
-    """Runs after which this process has joined a new default group."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._runs: set[int] = set()
-
-    def note(self, run: int) -> None:
-        """Record a run after which the process has joined."""
-        with self._changed:
-            self._runs.add(run)
-            self._changed.notify_all()
-
-    def wait(self, run: int) -> None:
-        """Wait until the process has joined after this run."""
-        with self._changed:
-            while run not in self._runs:
-                self._changed.wait(CANCEL_CHECK_INTERVAL_S)
+_rejoins: dict[int, threading.Event] = {}
 
 
-group_rejoins = GroupRejoins()
-"""Runs of this process, for executors of all devices."""
+def rejoin_after(run: int) -> threading.Event:
+    """Return the event that this process has joined a new default group after a run, for executors of all devices."""
+    return _rejoins.setdefault(run, threading.Event())
 
 
 class ControlActor(Actor):

@@ -11,13 +11,15 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend._actor.actor import Actor, endpoint
 from monarch_backend._actor.context import current_rank
+from monarch_backend._actor.errors import CancelledError
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._protocol import RemoteRef
-from monarch_backend.dtensor._worker import attention, op_functions, random_ops, remote_call
+from monarch_backend.dtensor._worker import attention, op_functions, random_ops, remote_call_args
 from monarch_backend.dtensor._worker import storage as storage_module
 from monarch_backend.dtensor._worker.command_interpreter import CommandInterpreter
-from monarch_backend.dtensor._worker.control_actor import group_rejoins, inboxes
+from monarch_backend.dtensor._worker.control_actor import CANCEL_CHECK_INTERVAL_S, inboxes, rejoin_after
 from monarch_backend.dtensor._worker.failures import Failure
+from monarch_backend.dtensor._worker.remote_call_args import NotThereError, RunFailed
 from monarch_backend.dtensor._worker.worker_groups import WorkerGroups
 from monarch_backend.dtensor._worker.xla import xla_device
 
@@ -80,7 +82,6 @@ class Executor(Actor):
 
     @endpoint
     def equal(self, one: int, other: int) -> Any:
-        """Return whether two tensors have the same values; None if this rank has none."""
         return self.commands.failures.beside(self._equal(one, other))
 
     def _equal(self, one: int, other: int) -> Any:
@@ -127,7 +128,6 @@ class Executor(Actor):
 
     @endpoint
     def raised(self, order: int) -> None:
-        """Record that failed checks up to this one were raised by a read."""
         self.commands.failures.raised(order)
 
     @endpoint
@@ -141,17 +141,14 @@ class Executor(Actor):
 
     @endpoint
     def count(self) -> int:
-        """Return the number of tensors held here."""
         return len(self.commands.tensors)
 
     @endpoint
     def known(self) -> int:
-        """Return the number of signatures known here."""
         return len(self.commands.functions)
 
     @endpoint
     def live_bytes(self) -> int:
-        """Return the bytes of their storages, each storage once."""
         return storage_module.live_bytes(self.commands.tensors.values())
 
     # Functions --------------------------------------------------------------------------------------------------
@@ -162,7 +159,26 @@ class Executor(Actor):
         self.commands.settle_all()
         if self.commands.recorded is not None:
             self.commands.recorded.lose_track()
-        return remote_call.execute(self, run, number, site, meshes, body, buffers)
+        name = "run"
+        try:
+            self.inbox.begin(run)
+            (function, args, kwargs), own = remote_call_args.unpack(self, meshes, body, buffers)
+            name = f"run({getattr(function, '__qualname__', function)})"
+            with torch.enable_grad():
+                result = function(*args, **kwargs)
+            body, buffers, kept = remote_call_args.pack(result, own)
+        except CancelledError:  # of the actor, not the function's
+            raise
+        except BaseException as error:  # also KeyboardInterrupt; torch's CheckpointException is not an Exception
+            failure = (
+                error.failure if isinstance(error, NotThereError) else self.commands.new_failure(name, site, error)
+            )
+            self.commands.tensors[number] = failure
+            raise RunFailed(self.commands.failures.told(failure)) from None
+        finally:
+            self.inbox.end()
+        self.commands.tensors[number] = kept
+        return body, buffers, len(kept)
 
     @endpoint
     def settle(self, run: int) -> None:
@@ -177,12 +193,13 @@ class Executor(Actor):
         try:
             self._join_again()
         finally:  # not earlier: torch can't make two groups at once
-            group_rejoins.note(run)
+            rejoin_after(run).set()
 
     @endpoint
     def join_again(self, run: int) -> None:
         """Join new groups, because an executor of another device in these processes has closed the old ones."""
-        group_rejoins.wait(run)
+        while not rejoin_after(run).wait(CANCEL_CHECK_INTERVAL_S):
+            pass
         self._join_again()
 
     def failed_check(self) -> Failure | None:

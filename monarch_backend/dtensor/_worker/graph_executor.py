@@ -242,12 +242,12 @@ def _collectives(steps: list[Step], source: Source) -> list[_GraphCollective]:
         of = {at: k for k, at in enumerate(_operands_of([*step.args, *step.kwargs.values()]))}
         call = source.call(step.target, step.args, step.kwargs, lambda at, of=of: f"z[{of[at]}]")  # type: ignore[misc]
         exec(f"def run_with_zeros(z):\n    return {call}", source.constants)
-        name = next(each[1] for each in [*step.args, *step.kwargs.values()] if _is_group(each))
+        name = next(
+            each[1]
+            for each in [*step.args, *step.kwargs.values()]
+            if isinstance(each, list) and each[:1] == [Tag.GROUP]
+        )
         found.append(
             _GraphCollective(source.group(name), _with_zeros(step, source.constants["run_with_zeros"], source.device))
         )
     return found
-
-
-def _is_group(place: Any) -> bool:
-    return isinstance(place, list) and bool(place) and place[0] == Tag.GROUP

@@ -52,6 +52,5 @@ def _is_elsewhere(x: DTensor) -> bool:
 
 
 def _in_memory(x: DTensor) -> DTensor:
-    """Return the current values in this host's memory."""
     [local] = graph_hash_workaround.on_host([x.to_local()])
     return DTensor(local, x._spec, requires_grad=False)

@@ -137,7 +137,6 @@ class Source:
         return self._constant(self._value(place))
 
     def argument(self, place: Any) -> tuple[str, Any]:
-        """Return an argument in the form of `Call`."""
         if isinstance(place, list) and place[0] == Tag.OPERAND:
             return ("tensor" if len(place) == 2 else "number"), place[1]
         if isinstance(place, list) and place[0] == Tag.LIST:
@@ -162,7 +161,6 @@ class Source:
 
 
 def _floats(signature: Signature) -> set[int]:
-    """Return the operands that are numbers in the command itself."""
     found = set()
 
     def look(place: Any) -> None:

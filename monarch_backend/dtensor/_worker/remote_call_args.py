@@ -39,8 +39,18 @@ class Returned:
 
     @property
     def whole(self) -> tuple[Any, ...]:
-        """The parts that must be equal on all ranks."""
         return tuple(getattr(self, each.name) for each in fields(self) if each.name != "local")
+
+
+class RunFailed(Exception):  # only the controller catches it by this name
+    """Error that reports to the controller how the function ended. ``report``: as for any operation."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        super().__init__(report["message"])
+        self.report = report
+
+    def __reduce__(self) -> Any:
+        return RunFailed, (self.report,)
 
 
 class NotThereError(RuntimeError):
@@ -107,7 +117,6 @@ def mesh(number: int) -> DeviceMesh | None:
 
 
 def tensor(held: int, requires_grad: bool, is_parameter: bool, grad: Any) -> torch.Tensor:
-    """Return this worker's tensor on the memory of the controller's tensor."""
     return _as(_local(held), requires_grad, is_parameter, grad)
 
 

@@ -20,7 +20,6 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 
 def live_bytes(tensors: Iterable[object]) -> int:
-    """Return the bytes of these tensors' storages, each storage once."""
     storages = {}
     for each in tensors:
         if isinstance(each, torch.Tensor) and not each.is_meta:

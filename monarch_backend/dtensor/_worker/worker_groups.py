@@ -22,7 +22,6 @@ class WorkerGroups:
         self._joined: dict[tuple[int, ...], str] = {}  # by ranks: torch derives the name from them, and has each once
 
     def join(self, name: str, rows: list[list[int]]) -> None:
-        """Create the group of the row of ranks that this rank is in."""
         self._rows[name] = rows
         mine = next((row for row in rows if self._rank in row), None)
         if mine is None:

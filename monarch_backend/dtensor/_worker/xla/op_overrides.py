@@ -107,36 +107,25 @@ def _by_scale(operator: Any) -> Callable[..., Any]:
     return resized
 
 
+def _adapted(adapt: Callable[[Any], Callable[..., Any]], *operators: Any) -> dict[str, Callable[..., Any]]:
+    return {str(each): adapt(each) for each in operators}
+
+
 REPLACED: dict[str, Callable[..., Any]] = {
-    **{
-        str(operator): adapt(operator)
-        for adapt, operators in (
-            (
-                _of_all,
-                (
-                    _aten.amax.default, _aten.amin.default, _aten.linalg_vector_norm.default, _aten.logsumexp.default,
-                    _aten.std.correction, _aten.std_mean.correction, _aten.sum.dim_IntList, _aten.var.correction,
-                    _aten.var_mean.correction,
-                ),
-            ),
-            (
-                _with_indices,
-                (
-                    _aten.argsort.default, _aten.argsort.stable, _aten.cummax.default, _aten.kthvalue.default,
-                    _aten.max.dim, _aten.min.dim, _aten.sort.default, _aten.sort.stable, _aten.topk.default,
-                ),
-            ),
-            (
-                _by_scale,
-                (
-                    _aten.upsample_bilinear2d.default, _aten.upsample_bilinear2d.vec,
-                    _aten.upsample_bilinear2d_backward.default, _aten.upsample_nearest2d.default,
-                    _aten.upsample_nearest2d.vec, _aten.upsample_nearest2d_backward.default,
-                ),
-            ),
-        )
-        for operator in operators
-    },
+    **_adapted(
+        _of_all, _aten.amax.default, _aten.amin.default, _aten.linalg_vector_norm.default, _aten.logsumexp.default,
+        _aten.std.correction, _aten.std_mean.correction, _aten.sum.dim_IntList, _aten.var.correction,
+        _aten.var_mean.correction,
+    ),
+    **_adapted(
+        _with_indices, _aten.argsort.default, _aten.argsort.stable, _aten.cummax.default, _aten.kthvalue.default,
+        _aten.max.dim, _aten.min.dim, _aten.sort.default, _aten.sort.stable, _aten.topk.default,
+    ),
+    **_adapted(
+        _by_scale, _aten.upsample_bilinear2d.default, _aten.upsample_bilinear2d.vec,
+        _aten.upsample_bilinear2d_backward.default, _aten.upsample_nearest2d.default, _aten.upsample_nearest2d.vec,
+        _aten.upsample_nearest2d_backward.default,
+    ),
     "aten.mean.dim": mean_dim, "aten.mean.default": mean, "aten.count_nonzero.default": count_nonzero,
     "aten.count_nonzero.dim_IntList": count_nonzero, "aten.cumsum.default": cumsum, "aten.roll.default": roll,
     "aten._pack_padded_sequence.default": pack_padded_sequence,

@@ -100,7 +100,6 @@ class Recorded:
         return len(self._places), memory
 
     def lose_track(self) -> None:
-        """Record that a function has run unknown operations."""
         self._said = None
 
     def do(self, tensors: Iterable[Any]) -> None:
