@@ -141,7 +141,7 @@ def _described(missing: dict[int, str], processes: Any) -> str:
 
 def new_workers(name: str, size: int, device_type: str, line: Any) -> WorkerSet:
     invalid_access.prepare()
-    first = controller_process_group.universe().grow(size)
+    first = controller_process_group.grow(size)
     # Each process has its own GPU, which is its first one, as with one visible GPU in each process.
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
     workers = WorkerSet(name, size, first, device, line)

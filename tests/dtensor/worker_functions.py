@@ -160,3 +160,27 @@ def reads_its_memory(x: Any) -> bool:
     local = x.to_local()
     first = ctypes.c_float.from_address(local.data_ptr()).value
     return bool(first == local.flatten()[0]) and local.untyped_storage().data_ptr() == local.data_ptr()
+
+
+# What `Executor.inspect` calls ----------------------------------------------------------------------------------
+
+
+def count(commands: Any) -> int:
+    """Return the number of tensors that are held."""
+    return len(commands.tensors)
+
+
+def known(commands: Any) -> int:
+    """Return the number of known signatures."""
+    return len(commands.functions)
+
+
+def live_bytes(commands: Any) -> int:
+    """Return the bytes of the held tensors' storages, each storage once."""
+    storages = {}
+    for each in commands.tensors.values():
+        if isinstance(each, torch.Tensor) and not each.is_meta:
+            storage = each.untyped_storage()
+            if storage.nbytes():
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -20,6 +20,7 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import per_rank_host_tensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import fake_tensors
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._per_rank import output_strides, per_rank_op, shard_origins
@@ -29,9 +30,6 @@ from monarch_backend.dtensor._rng import captured_random_ops, random_ops, traced
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
 from monarch_backend.dtensor._torch_internals import tracing_state
 from monarch_backend.dtensor._worker.random_ops import dropped
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 MEETS = ("wait_tensor", "_wrap_tensor_autograd")
 """Functional collectives in which ranks do not wait for each other."""

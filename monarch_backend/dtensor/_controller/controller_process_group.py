@@ -35,18 +35,19 @@ _DEFAULT = "0"
 class ControllerGroup(dist.ProcessGroup):
     """Process group whose ``rows`` are lists of ranks: on each rank it is the group of that rank's row."""
 
-    def __init__(self, name: str, rows: Sequence[Sequence[int]], desc: str = "") -> None:
+    def __init__(
+        self, name: str, rows: Sequence[Sequence[int]], desc: str = "", workers: WorkerSet | None = None
+    ) -> None:
         super().__init__(0, max(1, len(rows[0]) if rows else 1))  # type: ignore[call-arg]
         self._name, self._desc = name, desc
         self.rows = [list(row) for row in rows]
         self._place: Any = 0
-
-    def belong(self, workers: WorkerSet) -> None:
-        places: list[int | None] = [None] * workers.size
-        for row in self.rows:
-            for place, rank in enumerate(row):
-                places[rank - workers.first] = place
-        self._place = per_rank_int.by_rank(places)
+        if workers is not None:
+            places: list[int | None] = [None] * workers.size
+            for row in self.rows:
+                for place, rank in enumerate(row):
+                    places[rank - workers.first] = place
+            self._place = per_rank_int.by_rank(places)
 
     def rank(self) -> Any:
         """Each rank's own rank. In the default group, with all ranks of all meshes, it is the controller's: 0."""
@@ -171,35 +172,31 @@ if not hasattr(dist.ProcessGroup, "all_to_all_single"):  # torch before 2.13 cal
     ControllerGroup.alltoall_base = ControllerGroup.all_to_all_single  # type: ignore[method-assign, assignment]
 
 
-class _Universe(ControllerGroup):
-    """torch's default group: the ranks of all WorkerSets of this controller. It can grow."""
-
-    def __init__(self) -> None:
-        super().__init__(_DEFAULT, [])
-
-    def grow(self, size: int) -> int:
-        first = self.size()
-        self.rows = [list(range(first + size))]
-        c10d_registry.set_ranks(self, self.rows[0])
-        return first
-
-
-_universe: _Universe | None = None
+_universe: ControllerGroup | None = None
 _owners: list[WorkerSet] = []
 _made: weakref.WeakSet[ControllerGroup] = weakref.WeakSet()
 """Groups of existing WorkerSets, or that a tensor or mesh still refers to."""
 
 
-def universe() -> _Universe:
+def universe() -> ControllerGroup:
     """Return torch's default group of this process, made if needed. Raises RemoteTensorError if there is another."""
     global _universe
     if is_controller():
         return _universe  # type: ignore[return-value]
     refuse_a_rank()
-    _universe = _Universe()
+    _universe = ControllerGroup(_DEFAULT, [])
     c10d_registry.register(_universe, _DEFAULT, [])
     c10d_registry.set_default(_universe)
     return _universe
+
+
+def grow(size: int) -> int:
+    """Add ranks to torch's default group, those of all WorkerSets, and return the first of them."""
+    group = universe()
+    first = group.size()
+    group.rows = [list(range(first + size))]
+    c10d_registry.set_ranks(group, group.rows[0])
+    return first
 
 
 def refuse_a_rank() -> None:
@@ -294,10 +291,9 @@ def check_group(workers: WorkerSet, group: Any, name: str) -> None:
 def make(rows: list[list[int]], desc: str, name: str | None = None, *, register: bool = True) -> ControllerGroup:
     workers = owner_of([rank for row in rows for rank in row])
     name = name or f"monarch_{next(_names)}"
-    group = ControllerGroup(name, rows, desc)
+    group = ControllerGroup(name, rows, desc, workers)
     if workers is not None:
         workers.add_group(name, rows)
-        group.belong(workers)
         workers.kept.setdefault("groups", []).append(group)  # torch finds a group by its name while it is referenced
         _made.add(group)
     if register:

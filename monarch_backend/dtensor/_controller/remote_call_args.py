@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,25 +29,17 @@ if TYPE_CHECKING:
     from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 
-class Packed(NamedTuple):
-    """Packed arguments. ``meshes``: what `there.Here` makes the workers' own meshes from."""
-
-    body: bytes
-    buffers: list[memoryview]
-    meshes: list[Any]
-
-
 class Packer:
     """Packer of one call. Its meshes have numbers, which results refer to as well."""
 
     def __init__(self, workers: WorkerSet, mesh: DeviceMesh) -> None:
         self.workers = workers
         self.meshes: list[DeviceMesh] = []
-        self._described: list[Any] = []
+        self._described: list[Any] = []  # what workers make their own meshes from
         self._refused: MeshMismatchError | None = None
         self._mesh(mesh)
 
-    def pack(self, value: Any) -> Packed:
+    def pack(self, value: Any) -> tuple[bytes, list[memoryview], list[Any]]:
         """Raises MeshMismatchError for tensors of other workers, SerializationError for unpicklable values."""
         try:
             body, buffers = dumps_by(self._reduce, value)
@@ -55,7 +47,7 @@ class Packer:
             if self._refused is not None:
                 raise self._refused from None
             raise
-        return Packed(body, buffers, self._described)
+        return body, buffers, self._described
 
     def _reduce(self, value: Any) -> Any:
         if isinstance(value, RemoteTensor):

@@ -6,7 +6,7 @@ Functional collectives are ordinary operations.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,13 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.tensor_meta import Meta
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch.op_signatures import set_origin
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._per_rank import shard_origins
 from monarch_backend.dtensor._torch_internals import c10d_registry
 from monarch_backend.dtensor._worker import collectives as there
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.tensor_meta import Meta
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 SIGNATURE_CACHE_SIZE = 1024
 """Limit of signatures of one set of workers. Beyond it the older half is dropped."""

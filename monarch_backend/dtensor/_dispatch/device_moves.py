@@ -6,7 +6,7 @@ module are in _patches/semantics/device_queries.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,13 +14,11 @@ from torch.distributed.tensor import DTensor
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._torch_internals import c10d_registry
 from monarch_backend.dtensor._worker import local_functions as there
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 _THERE = "monarch_backend.dtensor._worker.local_functions:"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,14 +19,12 @@ from monarch_backend.dtensor._controller import fetch, host_tensor_cache, remote
 from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._dispatch.op_signatures import Entry, Target
 from monarch_backend.dtensor._per_rank import per_rank_int
 from monarch_backend.dtensor._torch_internals import decompositions
 from monarch_backend.dtensor._worker import local_functions
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 SIGNATURE_CACHE_SIZE = 8192
 """Limit of signatures of one set of workers. Beyond it the least recently used half is dropped."""
@@ -172,10 +170,7 @@ def _part(value: Any) -> Any:
 
 
 def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
-    """Return arguments that can be part of a key: tensors of this process are sent to the workers.
-
-    ``schema``: that of the operator that gets them; no other operator uses the copies.
-    """
+    """Return arguments as parts of a key: tensors of this process are sent. ``schema``: of the operator."""
     remote = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
     if not remote:
         raise TypeError("no argument is a remote tensor")

@@ -8,7 +8,7 @@ step count differs in each step. The effect is found by running the operation on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,6 +17,7 @@ from monarch_backend import _native
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch.fake_tensors import (
     Operand,
     meta_of,
@@ -25,13 +26,9 @@ from monarch_backend.dtensor._dispatch.fake_tensors import (
 )
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._per_rank import output_strides, per_rank_int, shard_origins
+from monarch_backend.dtensor._per_rank.shard_origins import Origin
 from monarch_backend.dtensor._protocol import Kind
 from monarch_backend.dtensor._torch_internals import decompositions
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
-    from monarch_backend.dtensor._per_rank.shard_origins import Origin
-
 
 Entry = _native.Entry
 """Cached effect of a signature. ``number`` 0: no command is sent, and ``host`` is the result.

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
@@ -17,13 +18,9 @@ from monarch_backend.dtensor._controller import per_rank_host_tensor
 from monarch_backend.dtensor._controller.controller_mesh import outside, workers_of
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._per_rank import per_rank_int
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 
 def shard_batch(batch: Any, mesh: DeviceMesh) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._per_rank.shard_origins import Origin
 from monarch_backend.dtensor._rng import philox
 from monarch_backend.dtensor._rng.random_ops import Shards, places_of, shards_of
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
@@ -20,10 +22,6 @@ from monarch_backend.dtensor._rng.worker_generators import (
     in_step,
 )
 from monarch_backend.dtensor._torch_internals import cpu_generator
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
-    from monarch_backend.dtensor._per_rank.shard_origins import Origin
 
 
 class RandomOps:

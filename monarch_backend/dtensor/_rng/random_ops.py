@@ -20,9 +20,10 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -32,6 +33,7 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.controller_mesh import workers_of
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import dispatch, local_results
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._per_rank import per_rank_int, shard_origins
@@ -49,11 +51,6 @@ from monarch_backend.dtensor._rng.worker_generators import (
 )
 from monarch_backend.dtensor._torch_internals import cpu_generator, tracing_state
 from monarch_backend.dtensor._worker.random_ops import dropped
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 _aten = torch.ops.aten
 Handler = Callable[[Any, Any, Any], Any]

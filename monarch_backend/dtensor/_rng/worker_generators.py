@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._rng import philox
 from monarch_backend.dtensor._worker import random_ops as _worker
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 WORKER = "monarch_backend.dtensor._worker.random_ops:"
 Generator = torch.Generator | philox.Philox
@@ -36,10 +34,7 @@ class WorkerGenerators:
         self._state = b""
         self._members: Members = None
         self.streams: tuple[int, ...] | None = None
-        """Stream of each rank for plain tensors; ranks of one stream have the same numbers.
-
-        None: one stream for all.
-        """
+        """Stream of each rank for plain tensors. Ranks of one stream have the same numbers; None: one for all."""
 
     def bring(self, state: bytes, members: Members) -> None:
         """Set these workers' generators to this state for the next command."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import ChainMap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -24,11 +24,9 @@ from monarch_backend.dtensor._worker import storage as storage_module
 from monarch_backend.dtensor._worker.failures import Failure
 from monarch_backend.dtensor._worker.graph_executor import GraphFunction
 from monarch_backend.dtensor._worker.op_functions import Function
+from monarch_backend.dtensor._worker.worker_groups import WorkerGroups
 from monarch_backend.dtensor._worker.xla import xla_device
 from monarch_backend.process_group._errors import GroupClosedError, RankFailedError
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._worker.worker_groups import WorkerGroups
 
 
 class PendingResults:
@@ -222,11 +220,9 @@ class CommandInterpreter:
 
     # Failures ---------------------------------------------------------------------------------------------------
 
-    def new_failure(self, operation: str, site: int, error: BaseException) -> Failure:
+    def new_failure(self, operation: str, site: int, error: BaseException, order: int | None = None) -> Failure:
         """Return a new failure; the caller reports it."""
-        return self._new_failure(operation, site, self._before, error)
-
-    def _new_failure(self, operation: str, site: int, order: int, error: BaseException) -> Failure:
+        order = self._before if order is None else order
         is_end = isinstance(error, (GroupClosedError, RankFailedError)) or c10d_registry.says_gone(error)
         return Failure(failures.report_of(operation, site, self._rank, error), order, is_end=is_end)
 
@@ -268,7 +264,7 @@ class CommandInterpreter:
     def _failure(
         self, signature: Signature, site: int, order: int, error: Exception, *, is_check: bool = False
     ) -> Failure:
-        failure = self._new_failure(signature.target, site, order, error)
+        failure = self.new_failure(signature.target, site, error, order)
         self.failures.add(failure, is_check=is_check)
         return failure
 

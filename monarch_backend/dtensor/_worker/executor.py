@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -140,16 +141,9 @@ class Executor(Actor):
         return random_ops.state_of(self.commands.device)
 
     @endpoint
-    def count(self) -> int:
-        return len(self.commands.tensors)
-
-    @endpoint
-    def known(self) -> int:
-        return len(self.commands.functions)
-
-    @endpoint
-    def live_bytes(self) -> int:
-        return storage_module.live_bytes(self.commands.tensors.values())
+    def inspect(self, look: Callable[[CommandInterpreter], Any]) -> Any:
+        """Return what a test's function finds, after earlier commands."""
+        return look(self.commands)
 
     # Functions --------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from monarch_backend.dtensor import (
 from monarch_backend.dtensor._compile import compile_backend, merge_graphs
 from monarch_backend.dtensor._patches import manifest, trace_installation
 from monarch_backend.dtensor._per_rank import rank_classes
+from tests.dtensor import worker_functions
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 
@@ -809,7 +810,7 @@ def test_no_tensors_are_left_on_the_workers(two: Any) -> None:
     for _ in range(4):
         step(x).backward()
         ours.zero_grad()
-        counts.append(workers_of(two).ask("count"))
+        counts.append(workers_of(two).ask("inspect", worker_functions.count))
     assert counts[1] == counts[2] == counts[3]
 
 
