@@ -16,7 +16,7 @@ from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._controller.actor_command_channel import ActorCommandChannel
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
-from monarch_backend.dtensor._dispatch import collectives, dispatch
+from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._ops import special_ops as special_ops
 from monarch_backend.dtensor._patches import features, installation
@@ -95,7 +95,6 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> WorkerSet:
             workers.close("they were stopped or have died")
             controller_process_group.remove_owner(workers)
             dispatch.forget(workers)
-            collectives.forget(workers)
 
         executors._core.owned.ended.add_done_callback(ended)
     return made[device_type]

@@ -1,7 +1,4 @@
-"""`RemoteTensor`: on the controller, the tensor that every worker holds under one id. It has metadata and the id only.
-
-_dispatch/dispatch.py runs operations on it; fetch.py reads values.
-"""
+"""`RemoteTensor`: on the controller, the tensor that every worker holds under one id, with metadata and the id only."""
 
 from __future__ import annotations
 

@@ -37,14 +37,6 @@ class _Known(NamedTuple):
     origin: shard_origins.Origin | None
 
 
-_known: dict[WorkerSet, dict[Any, _Known]] = {}
-
-
-def forget(workers: WorkerSet) -> None:
-    """Drop the signatures of workers that have ended."""
-    _known.pop(workers, None)
-
-
 def eager(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``dist.all_reduce(tensor)`` and others; the operator has the group and the reduction in boxes."""
     name = func._schema.name.split("::")[1]
@@ -83,7 +75,7 @@ def issue(name: str, given: dict[str, Any]) -> None:
     writes: list[int] = []
     for argument, value in given.items():
         before = len(operands)
-        if not _is_empty(value):
+        if isinstance(value, RemoteTensor) or not isinstance(value, torch.Tensor):  # others are empty
             places[argument] = _protocol.place(value, operand, workers.group_name)
         if argument in _WRITTEN:
             writes += range(before, len(operands))
@@ -94,15 +86,11 @@ def issue(name: str, given: dict[str, Any]) -> None:
             set_origin(operands[at], known.origin)
 
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor)
-
-
 def _signature(
     workers: WorkerSet, name: str, places: dict[str, Any], writes: list[int], metas: list[Meta], given: dict[str, Any]
 ) -> _Known:
     key = (name, repr(places), *metas)
-    known = _known.setdefault(workers, {})
+    known: dict[Any, _Known] = workers.kept.setdefault("collectives", {})
     found = known.get(key)
     if found is None:
         numbers = _define(workers, f"{there.__name__}:{name}", places, writes, metas)
@@ -111,7 +99,8 @@ def _signature(
         rows = workers.rows(list(given.values()))
         found = known[key] = _Known(numbers, shard_origins.of_collective(name, origins, rows, workers.size))
         if len(known) > SIGNATURE_CACHE_SIZE:
-            _forget_half(workers)
+            for each in list(known)[: len(known) // 2]:
+                workers.forget(known.pop(each).numbers)
     return found
 
 
@@ -123,12 +112,6 @@ def _define(workers: WorkerSet, target: str, places: dict[str, Any], writes: lis
     parts = [workers.define(target, [], places, len(metas), _protocol.Kind.NONE, 0, writes, form) for form in classes]
     of_rank = [-1 if None in form else classes.index(form) for form in by_rank]
     return parts if set(of_rank) == {0} else [workers.define_by_rank(parts, of_rank), *parts]
-
-
-def _forget_half(workers: WorkerSet) -> None:
-    known = _known[workers]
-    for key in list(known)[: len(known) // 2]:
-        workers.forget(known.pop(key).numbers)
 
 
 operations.issue = issue

@@ -19,6 +19,7 @@ from monarch_backend.dtensor._worker import storage
 _CPU = torch.device("cpu")
 _fake = FakeTensorMode()
 _fake.cache_enabled = False  # its cache keeps all entries without limit; callers here have their own caches
+fake_like = _fake.from_tensor
 one_at_a_time = threading.RLock()
 """Lock for all uses of fake tensors: the device that one reports depends on the state of their common mode."""
 stands_in: dict[Any, Callable[..., Any]] = {storage.resize: lambda *_: None}  # tensors here have no storage
@@ -107,10 +108,6 @@ def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.de
 
 def fake_of(meta: Meta, device: torch.device | None = None) -> FakeTensor:
     return FakeTensor(_fake, _without_values(meta), device or meta.device)
-
-
-def fake_like(tensor: torch.Tensor) -> FakeTensor:
-    return _fake.from_tensor(tensor)
 
 
 def _without_values(meta: Meta) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -12,12 +12,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-
-
-class _Tensor(NamedTuple):
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    dtype: torch.dtype
 
 
 def distributed(tensor: Any, mesh: Any) -> Any:
@@ -61,18 +55,14 @@ def meta_of(tensor: Any) -> TensorMeta:
 def wholes(func: Any, args: Any, kwargs: Any = None) -> tuple[Any, ...]:
     """Return TensorMetas of the operator's results for whole tensors, None for results that are None. Cached."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-    return _wholes(func, spec, *map(_said, leaves))
-
-
-def _said(leaf: Any) -> Any:
-    return _Tensor(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+    return _wholes(func, spec, *(meta_of(each) if isinstance(each, torch.Tensor) else each for each in leaves))
 
 
 # typed: 1 and True are equal. Bounded: a program may have new lengths each time.
 @functools.lru_cache(1024, typed=True)
 def _wholes(func: Any, spec: pytree.TreeSpec, *leaves: Any) -> tuple[Any, ...]:
     made = [
-        torch.empty_strided(*each[:2], dtype=each.dtype, device="meta") if type(each) is _Tensor else each
+        torch.empty_strided(*each[:2], dtype=each.dtype, device="meta") if type(each) is TensorMeta else each
         for each in leaves
     ]
     args, kwargs = pytree.tree_unflatten(made, spec)
