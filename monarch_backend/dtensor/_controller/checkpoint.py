@@ -52,10 +52,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool = True) -> Any:
-    """Save as torch's function does, with its result. Waits until all data are written.
-
-    Raises the errors of a read: RemoteOpError for a failed check. An earlier checkpoint at that place then stays valid.
-    """
+    """Save as torch's function does, and wait. Raises the errors of a read; an earlier checkpoint there stays valid."""
     workers = controller_mesh.workers_of(mesh)
     if workers is not None:
         workers.synchronize()

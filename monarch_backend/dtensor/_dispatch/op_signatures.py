@@ -141,10 +141,7 @@ _SPLIT = "aten.split.Tensor"
 
 
 def _chunked(target: Target, given: list[Any]) -> list[tuple[Target, Any, Any]]:
-    """Return the split of ``torch.chunk`` for each rank; an empty tensor is split into as many empty pieces.
-
-    C++ has made one decision for all ranks, that for tensors with elements.
-    """
+    """Return the split of ``torch.chunk`` by rank. Empty tensors get as many pieces: C++ has decided once for all."""
     with_sizes = torch.ops.aten.split_with_sizes.default
     nothing = Target("aten.split_with_sizes.default", with_sizes, with_sizes._schema)
 
@@ -272,10 +269,7 @@ Place = tuple[int, str, int]
 def _make_same(
     workers: WorkerSet, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
 ) -> tuple[Entry, dict[Place, Origin | None]]:
-    """Make the entry for ranks that are all alike. Also returns the origins of the arguments that are changed.
-
-    ``differing``: origin of the numbers among the arguments that differ by rank.
-    """
+    """Make the entry for ranks that are alike, and changed arguments' origins. ``differing``: origin of numbers."""
     entry = Entry()
     entry.workers, entry.outs, entry.kind, entry.sequence, entry.host = workers, (), Kind.NONE, tuple, None
     entry.returns, writes = _returned(target.schema)

@@ -17,11 +17,10 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._protocol import RemoteRef
 from monarch_backend.dtensor._worker import attention, op_functions, random_ops, remote_call_args
 from monarch_backend.dtensor._worker import storage as storage_module
-from monarch_backend.dtensor._worker.command_interpreter import CommandInterpreter
+from monarch_backend.dtensor._worker.command_interpreter import CommandInterpreter, WorkerGroups
 from monarch_backend.dtensor._worker.control_actor import CANCEL_CHECK_INTERVAL_S, inboxes, rejoin_after
 from monarch_backend.dtensor._worker.failures import Failure
 from monarch_backend.dtensor._worker.remote_call_args import NotThereError, RunFailed
-from monarch_backend.dtensor._worker.worker_groups import WorkerGroups
 from monarch_backend.dtensor._worker.xla import xla_device
 
 
@@ -95,10 +94,7 @@ class Executor(Actor):
 
     @endpoint
     def measure(self, name: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:
-        """Run an operator and keep its results under these ids; return their sizes, strides and dtypes.
-
-        None if this rank takes no part.
-        """
+        """Run an operator, keep its results under these ids, return their forms; None if this rank takes no part."""
         return self.commands.failures.beside(self._measure(name, args, kwargs, numbers))
 
     def _measure(self, name: str, args: Any, kwargs: Any, numbers: list[int]) -> Any:

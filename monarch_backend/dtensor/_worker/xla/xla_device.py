@@ -61,10 +61,7 @@ def start() -> torch.device:
 
 
 class Recorded:
-    """Key of the operations since the last execution: which tensors are used where; see graph_hash_workaround.py.
-
-    Tensors are numbered in their order of use, so that a step is the same each time, whatever their ids are.
-    """
+    """Key of the operations since the last execution: tensors by order of use. See graph_hash_workaround.py."""
 
     def __init__(self) -> None:
         self._begin()
