@@ -85,7 +85,6 @@ def check_mesh(what: str, one: Any, other: Any) -> None:
 
 
 def remote_of(tensor: DTensor) -> RemoteTensor | None:
-    """Return the DTensor's shards if they are on workers of this controller, else None."""
     local = tensor._local_tensor
     return local if isinstance(local, RemoteTensor) else None
 

@@ -54,7 +54,6 @@ class ControllerGroup(dist.ProcessGroup):
         return self._place
 
     def size(self) -> int:
-        """Size of each row."""
         return len(self.rows[0]) if self.rows else 0
 
     def getBackendName(self) -> str:

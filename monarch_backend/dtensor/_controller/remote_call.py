@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,11 +20,9 @@ from monarch_backend.dtensor._controller import call_sites, controller_mesh
 from monarch_backend.dtensor._controller.remote_call_args import Packer
 from monarch_backend.dtensor._controller.remote_tensor import Ref
 from monarch_backend.dtensor._controller.worker_failures import error_of
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._worker.remote_call_args import RunFailed
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 _numbers = itertools.count(1)
 

@@ -49,7 +49,6 @@ _known: dict[WorkerSet, int] = {}
 
 
 def forget(workers: WorkerSet) -> None:
-    """Drop the signatures of workers that have ended."""
     for _, plan, key in _entries_of(workers):
         plan.entries.pop(key, None)
     _known.pop(workers, None)

@@ -114,7 +114,6 @@ class _Fill:
 
 
 def places_of(workers: WorkerSet, draw: TracedRandomOp, place: Callable[[Any], Any]) -> list[Any]:
-    """Return the arguments of _worker/random_ops.py's functions that draw."""
     return [
         str(draw.func), *map(place, (draw.shape, draw.stride, draw.dtype)),
         [_protocol.Tag.DEVICE, workers.device.type], place(draw.cuts), place(draw.keeps), *map(place, draw.args),

@@ -250,12 +250,10 @@ class CommandInterpreter:
 
     # Groups -----------------------------------------------------------------------------------------------------
 
-    def forget_calls(self) -> None:
-        """Drop the compiled core's calls, which use the old groups."""
-        self._calls.clear()
-
-    def bind_groups(self) -> None:
-        """Make the functions that name groups anew, after all groups were joined again."""
+    def rejoin_groups(self) -> None:
+        """Join all groups again after the default group was replaced, and make the functions that name them anew."""
+        self._calls.clear()  # the compiled core's calls use the old groups
+        self._groups.join_again()
         for number, function in list(self.functions.items()):  # functions that name groups
             if isinstance(function, GraphFunction):
                 self.functions[number] = GraphFunction(function.graph, self._rank, self.device, self._groups.name_of)

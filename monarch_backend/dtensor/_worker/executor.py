@@ -133,7 +133,6 @@ class Executor(Actor):
 
     @endpoint
     def generator_state(self) -> bytes:
-        """Return the state of this worker's random generator after the last operation."""
         return random_ops.state_of(self.commands.device)
 
     @endpoint
@@ -203,14 +202,10 @@ class Executor(Actor):
     # Groups -----------------------------------------------------------------------------------------------------
 
     def _join_again(self) -> None:
-        """Join all groups again after the default group was replaced."""
         self.meshes.clear()
-        self.commands.forget_calls()
-        self.groups.join_again()
-        self.commands.bind_groups()
+        self.commands.rejoin_groups()
 
     def __cleanup__(self, exc: BaseException | None) -> None:
-        """Print failures that no read has reported."""
         if exc is None:
             self.commands.failures.tell_at_the_end()
 
