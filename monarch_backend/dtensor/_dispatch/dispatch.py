@@ -30,6 +30,7 @@ SIGNATURE_CACHE_SIZE = 8192
 """Limit of signatures of one set of workers. Beyond it the least recently used half is dropped."""
 
 _MOVED = "monarch_backend.dtensor._worker.local_functions:moved"
+_HOST = (torch.Tensor, torch.nn.Parameter)  # types of this process's tensors
 _TRUE, _FALSE = object(), object()  # 1 == True, but they are different arguments
 
 
@@ -130,8 +131,7 @@ def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
         # It has no values before or after. torch checks that the sizes fit.
         is_by_rank = any(type(each) is not int for each in args[1].shape)
         return args[0] if is_by_rank else args[0].copy_(torch.empty(args[1].shape, device="meta"))
-    written = op_signatures.written(plan.target.schema, args, kwargs)
-    changed = [each for each in written if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    changed = [each for each in op_signatures.written(plan.target.schema, args, kwargs) if type(each) in _HOST]
     plain = _plain(args, kwargs, plan.target.schema)
     sent = [(each, _where_all_are(plain(each), args, kwargs)) for each in changed]
     known = {id(each): remote for each, remote in sent}

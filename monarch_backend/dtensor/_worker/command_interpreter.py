@@ -180,10 +180,8 @@ class CommandInterpreter:
     def _run_one(self, words: list[Any], i: int) -> int:
         """Execute the command at ``i``; return the position of the next one."""
         number = words[i]
-        if number == _protocol.DELETE:
-            return self._delete(words, i)
-        if number == _protocol.FORGET:
-            return self._forget(words, i)
+        if number < _protocol.FIRST:
+            return self._drop(words, i)
         function: Function = self.functions[number]  # type: ignore[assignment]
         if self._pending:
             self.results.wait_for_operands(function, words, i)
@@ -208,19 +206,19 @@ class CommandInterpreter:
                 self.results.settled(each)
         return i + function.length
 
-    def _delete(self, words: list[Any], i: int) -> int:
+    def _drop(self, words: list[Any], i: int) -> int:
+        """Drop tensors, or the functions of signatures; return the position of the next command."""
         end: int = i + 2 + words[i + 1]
-        for number in words[i + 2 : end]:
+        numbers = words[i + 2 : end]
+        if words[i] == _protocol.FORGET:
+            for number in numbers:
+                self.functions.pop(number, None)
+                self._calls.pop(number, None)
+            return end
+        for number in numbers:
             if number in self._pending:
                 self.results.settled(number)
             self.tensors.pop(number, None)
-        return end
-
-    def _forget(self, words: list[Any], i: int) -> int:
-        end: int = i + 2 + words[i + 1]
-        for number in words[i + 2 : end]:
-            self.functions.pop(number, None)
-            self._calls.pop(number, None)
         return end
 
     def _define(self, what: int, *definition: Any) -> None:

@@ -55,9 +55,7 @@ class Executor(Actor):
 
     @endpoint
     def put(self, number: int, tensor: torch.Tensor) -> None:
-        self.commands.tensors[number] = (
-            tensor.to(self.commands.device) if self.commands.device.type != "cpu" else tensor
-        )
+        self.commands.tensors[number] = tensor.to(self.commands.device)
 
     @endpoint
     def read(self, number: int, rank: int, how: str) -> Any:
