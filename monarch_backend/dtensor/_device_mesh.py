@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._controller.actor_command_channel import ActorCommandChannel
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
-from monarch_backend.dtensor._dispatch import collectives, dispatch
+from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._ops import special_ops as special_ops
 from monarch_backend.dtensor._patches import features, installation
@@ -94,15 +95,13 @@ def workers_for(procs: ProcMesh, device_type: str, timeout: float) -> WorkerSet:
             workers.close("they were stopped or have died")
             controller_process_group.remove_owner(workers)
             dispatch.forget(workers)
-            collectives.forget(workers)
 
         executors._core.owned.ended.add_done_callback(ended)
     return made[device_type]
 
 
 def _check_gpus(name: str, whole: ProcMesh) -> None:
-    """Raise RemoteTensorError that names each process without a GPU."""
-    from monarch_backend.dtensor._worker.gpu_probe import Gpus
+    from monarch_backend.dtensor._worker.control_actor import Gpus
 
     gpus = whole.spawn("gpus", Gpus)
     try:
@@ -111,7 +110,7 @@ def _check_gpus(name: str, whole: ProcMesh) -> None:
         gpus.stop().get()
     if missing:
         raise RemoteTensorError(
-            f"a mesh of GPUs of {name}: {_count(missing, whole)} have none. {_each(missing)}. Start these processes on "
+            f"a mesh of GPUs of {name}: {_described(missing, whole)}. Start these processes on "
             "hosts with GPUs, with a torch that is built for them, or make a mesh of what they have: "
             "procs.device_mesh('cpu')"
         )
@@ -123,7 +122,7 @@ def _begin(name: str, executors: Any) -> None:
     if missing:
         executors.stop().get()
         raise RemoteTensorError(
-            f"a mesh of XLA devices of {name}: {_count(missing, executors)} have none. {_each(missing)}. Start "
+            f"a mesh of XLA devices of {name}: {_described(missing, executors)}. Start "
             "these processes with a Python that has torch_xla and its torch: on a host, this one or another, whose "
             "`monarch-backend up` is of that Python, and attach it with any_torch=True"
         )
@@ -131,22 +130,17 @@ def _begin(name: str, executors: Any) -> None:
 
 
 def _missing(actors: Any) -> dict[int, str]:
-    """Return what is missing, by rank."""
     return {rank: why for rank, why in enumerate(actors.missing.call().get().values()) if why}
 
 
-def _count(missing: dict[int, str], processes: Any) -> str:
-    return f"{len(missing)} of {len(processes)} processes"
-
-
-def _each(missing: dict[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {why}" for rank, why in missing.items())
+def _described(missing: dict[int, str], processes: Any) -> str:
+    each = "; ".join(f"rank {rank}: {why}" for rank, why in missing.items())
+    return f"{len(missing)} of {len(processes)} processes have none. {each}"
 
 
 def new_workers(name: str, size: int, device_type: str, line: Any) -> WorkerSet:
-    """Return a WorkerSet at the other end of this channel."""
     invalid_access.prepare()
-    first = controller_process_group.universe().grow(size)
+    first = controller_process_group.grow(size)
     # Each process has its own GPU, which is its first one, as with one visible GPU in each process.
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
     workers = WorkerSet(name, size, first, device, line)
@@ -168,28 +162,16 @@ provide("compile backend", _compile_backend)  # torch.compile of a program with 
 class NoLine:
     """Channel to workers that do not exist, for measuring the controller with any number of them."""
 
-    def send(self, batch: bytes) -> None:
+    def send(self, *_: Any) -> None:
         """Drop it."""
 
-    def send_counted(self, batch: bytes) -> Callable[[], object]:
-        """Drop it."""
-        return lambda: None
+    send_at_the_end = later = put = put_by_rank = send
 
-    def send_at_the_end(self, batch: bytes) -> None:
-        """Drop it."""
+    def send_counted(self, _batch: bytes) -> Callable[[], object]:
+        return self.send
 
     def has_room(self) -> bool:
-        """Always."""
         return True
-
-    def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Do nothing: batches are sent when they are full."""
-
-    def put(self, number: int, tensor: torch.Tensor) -> None:
-        """Drop it."""
-
-    def put_by_rank(self, number: int, tensors: Any) -> None:
-        """Drop it."""
 
     def ask(self, what: str, *args: Any) -> Callable[[], list[Any]]:
         """Return no failures. Raises RemoteTensorError for values, because no process has them."""
@@ -211,9 +193,7 @@ def simulated_mesh(sizes: tuple[int, ...], names: tuple[str, ...], device_type: 
     (torch.Size([128, 128]), (2, 2))
     """
     installation.install()
-    size = 1
-    for each in sizes:
-        size *= each
+    size = math.prod(sizes)
     workers = new_workers("simulated", size, device_type, NoLine())
     ranks = torch.arange(workers.first, workers.first + size, dtype=torch.int)
     return DeviceMesh(device_type, ranks.view(sizes), mesh_dim_names=names)

@@ -137,6 +137,15 @@ encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder().decode
 
 
+def name_of(value: torch.dtype | torch.layout | torch.memory_format) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def form(tensor: Any) -> list[Any]:
+    """Return shape and dtype of a tensor, or of metadata, as messages have them."""
+    return [list(tensor.shape), name_of(tensor.dtype)]
+
+
 def place(value: Any, operand: Callable[[Any], int | None], group: Callable[[Any], str | None]) -> Any:
     """Return an argument as it is in a definition.
 
@@ -160,13 +169,13 @@ def place(value: Any, operand: Callable[[Any], int | None], group: Callable[[Any
 
 def _constant(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        return [Tag.DTYPE, str(value).removeprefix("torch.")]
+        return [Tag.DTYPE, name_of(value)]
     if isinstance(value, torch.device):
         return [Tag.DEVICE, value.type]
     if isinstance(value, torch.layout):
-        return [Tag.LAYOUT, str(value).removeprefix("torch.")]
+        return [Tag.LAYOUT, name_of(value)]
     if isinstance(value, torch.memory_format):
-        return [Tag.MEMORY_FORMAT, str(value).removeprefix("torch.")]
+        return [Tag.MEMORY_FORMAT, name_of(value)]
     if isinstance(value, complex):
         return [Tag.COMPLEX, value.real, value.imag]
     if isinstance(value, float):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._rng import philox
-from monarch_backend.dtensor._worker import Executor, op_functions, random_ops
+from monarch_backend.dtensor._worker import Executor, attention, op_functions, random_ops
 from monarch_backend.dtensor._worker.control_actor import inboxes
 
 
@@ -148,7 +148,7 @@ class ExecutorWithoutGpu(Executor):
         random_ops._drawn, random_ops.whole = numbers.after(random_ops._drawn), numbers.after(random_ops.whole)
         for name, ours in (("", "forward"), ("_backward", "backward")):
             operator = f"aten._scaled_dot_product_flash_attention_for_cpu{name}.default"
-            op_functions._REPLACED[operator] = f"monarch_backend.dtensor._worker.attention:{ours}"
+            op_functions._REPLACED[operator] = getattr(attention, ours)
 
 
 def _with_gpus_on_the_cpu(tagged: list[Any], device: torch.device) -> Any:
@@ -160,3 +160,27 @@ def reads_its_memory(x: Any) -> bool:
     local = x.to_local()
     first = ctypes.c_float.from_address(local.data_ptr()).value
     return bool(first == local.flatten()[0]) and local.untyped_storage().data_ptr() == local.data_ptr()
+
+
+# What `Executor.inspect` calls ----------------------------------------------------------------------------------
+
+
+def count(commands: Any) -> int:
+    """Return the number of tensors that are held."""
+    return len(commands.tensors)
+
+
+def known(commands: Any) -> int:
+    """Return the number of known signatures."""
+    return len(commands.functions)
+
+
+def live_bytes(commands: Any) -> int:
+    """Return the bytes of the held tensors' storages, each storage once."""
+    storages = {}
+    for each in commands.tensors.values():
+        if isinstance(each, torch.Tensor) and not each.is_meta:
+            storage = each.untyped_storage()
+            if storage.nbytes():
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

@@ -131,10 +131,7 @@ def _refuse_autocast(graph: fx.GraphModule) -> None:
 
 
 class _Graph:
-    """One traced graph, called with tensors of any kind; each new kind is captured.
-
-    ``graphs``: one for each of the ``classes`` of ranks. None: all ranks are alike.
-    """
+    """One traced graph, captured anew for each kind of tensors. ``graphs``: one for each of the ``classes``."""
 
     def __init__(self, graphs: list[fx.GraphModule], classes: Classes | None, *, inductor: bool) -> None:
         self.graphs, self._classes, self._inductor = graphs, classes, inductor

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -20,17 +20,16 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import per_rank_host_tensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import fake_tensors
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._per_rank import output_strides, per_rank_op, shard_origins
 from monarch_backend.dtensor._per_rank.shard_origins import Operand, Origin
+from monarch_backend.dtensor._protocol import Define, Graph
 from monarch_backend.dtensor._rng import captured_random_ops, random_ops, traced_random_op
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
 from monarch_backend.dtensor._torch_internals import tracing_state
 from monarch_backend.dtensor._worker.random_ops import dropped
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 MEETS = ("wait_tensor", "_wrap_tensor_autograd")
 """Functional collectives in which ranks do not wait for each other."""
@@ -186,7 +185,7 @@ class GraphLowering:
         return self._operand(self._meta_of(value))
 
     def _attribute(self, node: fx.Node) -> None:
-        value = attribute(self.graph, node)
+        value = operator.attrgetter(str(node.target))(self.graph)
         if isinstance(value, torch.Tensor):
             known = [operand for here, operand in self.constants if is_same(here, value)]
             there = value if isinstance(value, RemoteTensor) else None
@@ -257,7 +256,6 @@ class GraphLowering:
         return _There(("step", len(self.steps) - 1), fake)
 
     def _own(self, node: fx.Node) -> None:
-        """Add an operation of this process to each call."""
         fake = _fake_here(node, {each: self._fake_of(each) for each in node.all_input_nodes})
         for each in node.all_input_nodes:
             self._copy_here(each)
@@ -270,7 +268,6 @@ class GraphLowering:
         self.values[node] = _Here(node, fake, by_rank)
 
     def _copy_here(self, node: fx.Node) -> None:
-        """Copy the constants and factories that this process's graph needs."""
         if node in self.here_nodes:
             return
         value = self.values[node]
@@ -314,7 +311,7 @@ class GraphLowering:
     def _sent(self, value: _Here) -> _There:
         is_number = isinstance(value.fake, float) or (value.fake.ndim == 0 and not value.fake.is_complex())
         if is_number and not value.by_rank:
-            dtype = "" if isinstance(value.fake, float) else str(value.fake.dtype).removeprefix("torch.")
+            dtype = "" if isinstance(value.fake, float) else _protocol.name_of(value.fake.dtype)
             self.numbers.append((value.node, dtype))
             return _There(("number", len(self.numbers) - 1), value.fake)
         self.sent.append(value.node)
@@ -370,13 +367,16 @@ class GraphLowering:
         return before[kind] + i
 
     def _define(self, results: list[int]) -> int:
-        sent = [[list(self.values[node].fake.shape), _name(self.values[node].fake.dtype)] for node in self.sent]
-        return self.workers.define_graph(
-            len(self.operand_metas) + len(self.sent), [dtype for _, dtype in self.numbers],
-            [self._wire_step(*each) for each in self.steps], results, sorted(set(self.writes)),
-            [[list(meta.shape), _name(meta.dtype)] for meta in self.operand_metas] + sent, self.inductor,
+        sent = [_protocol.form(self.values[node].fake) for node in self.sent]
+        number = next(self.workers.stream.numbers)
+        graph = Graph(
+            number, len(self.operand_metas) + len(self.sent), [dtype for _, dtype in self.numbers],
+            [list(self._wire_step(*each)) for each in self.steps], results, sorted(set(self.writes)),
+            [_protocol.form(meta) for meta in self.operand_metas] + sent, self.inductor,
             [captured_random_ops.places(self.workers, each) for each in self.draws],
         )  # fmt: skip
+        self.workers.stream.define(Define.GRAPH, *graph)
+        return number
 
     def _wire_step(self, target: Any, args: Any, kwargs: Any, node: fx.Node, orders: Any) -> _protocol.Step:
         name = (
@@ -387,8 +387,8 @@ class GraphLowering:
             name, args = "monarch_backend.dtensor._worker.graph_executor:by_rank", [made.name, *args]
         ins = None
         if name.startswith(_protocol.COLLECTIVES) and not any(each in name for each in MEETS):
-            tensors = [each.fake for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _There)]
-            ins = [[list(each.shape), _name(each.dtype)] for each in tensors]
+            leaves = pytree.tree_leaves((args, kwargs))
+            ins = [_protocol.form(each.fake) for each in leaves if isinstance(each, _There)]
 
         def operand(value: Any) -> int | None:
             return self._number_of(value) if isinstance(value, _There) else None
@@ -403,16 +403,7 @@ def nbytes_of(results: Sequence[Result]) -> int:
     return sum(each.meta.nbytes for each in results if each.meta is not None)
 
 
-def attribute(graph: fx.GraphModule, node: fx.Node) -> Any:
-    """Return the graph's attribute that this node names."""
-    value: Any = graph
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
-
-
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two constants are the same tensor."""
     if one is other:
         return True
     return not isinstance(one, RemoteTensor) and one.dtype == other.dtype and torch.equal(one, other)
@@ -426,10 +417,6 @@ def _operator(node: fx.Node) -> Callable[..., Any]:
     if not callable(node.target):
         raise RemoteTensorError(f"{node.format_node()}: a captured step has only calls of operators")
     return node.target
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _fake_here(node: fx.Node, fakes: dict[fx.Node, Any]) -> Any:
@@ -529,7 +516,6 @@ def _check(node: fx.Node) -> None:
 
 
 def _written(node: fx.Node, args: Any, kwargs: Any) -> list[_There]:
-    """Return the values that the operator changes."""
     schema = getattr(node.target, "_schema", None)
     found: list[_There] = []
     for i, each in enumerate(schema.arguments if schema is not None else ()):

@@ -5,6 +5,7 @@ The ranks of all classes take part in the same collectives. One command has oper
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor import _protocol
-from monarch_backend.dtensor._compile.lowering import MEETS, Capture, Result, attribute, is_same, nbytes_of
+from monarch_backend.dtensor._compile.lowering import MEETS, Capture, Result, is_same, nbytes_of
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.worker_set import WorkerSet
@@ -70,17 +71,14 @@ def constants(workers: WorkerSet, graphs: Sequence[fx.GraphModule]) -> list[tupl
     found: list[tuple[torch.Tensor, RemoteTensor]] = []
     for graph in graphs:
         for node in _nodes(graph, "get_attr"):
-            value = attribute(graph, node)
+            value = operator.attrgetter(str(node.target))(graph)
             if isinstance(value, torch.Tensor) and not any(is_same(value, here) for here, _ in found):
                 found.append((value, value if isinstance(value, RemoteTensor) else workers.put(value)))
     return found
 
 
 def combine(workers: WorkerSet, captures: Sequence[Capture], of_rank: Sequence[int]) -> Capture:
-    """Combine the captures of classes to one, whose command each rank reads for its class.
-
-    ``of_rank``: -1 for ranks that take no part.
-    """
+    """Combine captures to one, whose command each rank reads for its class; -1 in ``of_rank``: it takes no part."""
     first = captures[0]
     for each in captures[1:]:
         if _form(each) != _form(first):

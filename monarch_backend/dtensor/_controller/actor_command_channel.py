@@ -19,47 +19,39 @@ if TYPE_CHECKING:
 
 
 class ActorCommandChannel:
-    """Channel to the executors in the processes of a mesh, by messages to actors."""
+    """`CommandChannel` of the executors. `later` calls on the thread that reads messages."""
 
     def __init__(
         self, procs: ProcMesh, executors: Any, program: Any, device_type: str, made: dict[str, WorkerSet]
     ) -> None:
         self.procs, self._executors, self._program, self._device_type = procs, executors, program, device_type
         self._made = made  # in these processes, by the type of their devices
-        self._ranks = [executors] if len(executors) == 1 else list(_each(executors))
+        self._ranks = [_those(executors, [rank]) for rank in range(len(executors))]
 
     def send(self, batch: bytes) -> None:
-        """Send to all, without a reply."""
         self._executors.run.broadcast(batch)
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
-        """Send to all, and return a function that waits for the replies."""
-        future = self._executors.run_counted.call(batch)
+        future = self._executors.run.call(batch)
         return lambda: future.get()
 
     def send_at_the_end(self, batch: bytes) -> None:
-        """Send to all, without a reply and without waiting."""
         self._executors.run.push(batch)
 
     def has_room(self) -> bool:
-        """True if no worker is so far behind that a message would have to wait."""
         room: bool = self._executors.run.has_room()
         return room
 
     def raised(self, order: int) -> None:
-        """Report that the failed checks up to this one were raised."""
         self._executors.raised.broadcast(order)
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call a function later, on the thread that reads messages."""
         self._program.progress.later(seconds, call)
 
     def put(self, number: int, tensor: torch.Tensor) -> None:
-        """Send the same to all."""
         self._executors.put.broadcast(number, tensor)
 
     def put_by_rank(self, number: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Send each its own."""
         for mine, tensor in zip(self._ranks, tensors, strict=True):
             if tensor is not None:
                 mine.put.broadcast(number, tensor)
@@ -80,7 +72,6 @@ class ActorCommandChannel:
         return self.procs.spawn("dtensor_control", ControlActor, self._device_type)
 
     def control_actors_of(self, ranks: Sequence[int]) -> Any:
-        """Return the control actors of these ranks."""
         return _those(self.control_actors, ranks)
 
     def execute(self, ranks: Sequence[int], run: int, *args: Any) -> Any:
@@ -101,7 +92,7 @@ class ActorCommandChannel:
         if not alive:
             return
         try:
-            _those(self.control_actors, alive).set_verdict.broadcast(run, verdict, why)
+            _those(self.control_actors, alive).tell.broadcast("set_verdict", run, verdict, why)
         except SupervisionError:  # another one has died
             if not set(self._executors.failed_ranks) - dead:
                 raise
@@ -121,19 +112,10 @@ class ActorCommandChannel:
         self._executors.join_again.broadcast(run)
 
     def run_in_thread(self, call: Callable[[], None]) -> None:
-        """Call a function on a thread of its own."""
         self._program.run_in_thread(call)
 
 
 def _those(actors: Any, ranks: Sequence[int]) -> Any:
-    """Return these ranks' actors, in this order."""
     if list(ranks) == list(range(len(actors))):
         return actors
     return actors._new_with_shape(Shape.from_ranks(Extent.of({"rank": len(ranks)}), ranks))
-
-
-def _each(mesh: Any) -> Any:
-    flat = mesh if len(mesh.extent.labels) == 1 else mesh.flatten("rank")
-    label = flat.extent.labels[0]
-    for rank in range(len(flat)):
-        yield flat.slice(**{label: rank})

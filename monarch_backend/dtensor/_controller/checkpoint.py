@@ -28,7 +28,7 @@ def mesh_of(state_dict: Any) -> DeviceMesh | None:
     found: list[DeviceMesh] = []
     for leaf in _leaves(state_dict):
         if isinstance(leaf, DTensor) and controller_mesh.remote_of(leaf) is not None:
-            root = controller_mesh.root_of(leaf.device_mesh)
+            root = leaf.device_mesh._get_root_mesh()
             if root not in found:
                 found.append(root)
     ranks = {tuple(sorted(controller_mesh.rows_of(mesh).flatten().tolist())) for mesh in found}
@@ -52,10 +52,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, use_collectives: bool = True) -> Any:
-    """Save as torch's function does, with its result. Waits until all data are written.
-
-    Raises the errors of a read: RemoteOpError for a failed check. An earlier checkpoint at that place then stays valid.
-    """
+    """Save as torch's function does, and wait. Raises the errors of a read; an earlier checkpoint there stays valid."""
     workers = controller_mesh.workers_of(mesh)
     if workers is not None:
         workers.synchronize()
@@ -63,10 +60,7 @@ def save(mesh: DeviceMesh, state_dict: Any, storage_writer: Any, planner: Any, u
 
 
 def async_save(mesh: DeviceMesh | None, state_dict: Any, storage_writer: Any, planner: Any) -> Any:
-    """Start to save the current values. Workers write before they continue; the controller continues at once.
-
-    The returned future raises the errors of `save`.
-    """
+    """Start to save the current values, before the workers continue. The future raises the errors of `save`."""
     done: concurrent.futures.Future[Any] = concurrent.futures.Future()
     if mesh is None:  # no worker has to write
         done.set_result(dcp.save(state_dict, storage_writer=storage_writer, planner=planner))
@@ -99,10 +93,7 @@ def _first(run: remote_call.Run) -> Any:
 
 
 def save_here(own: Any, state_dict: Any, storage_writer: Any, planner: Any) -> Any:
-    """Save a state dict without DTensors in this process by torch's function ``own``.
-
-    Tensors without a mesh are read.
-    """
+    """Save a state dict without DTensors in this process by torch's function ``own``. Its remote tensors are read."""
     return own(pytree.tree_map(_as_host, state_dict), storage_writer, no_dist=True, planner=planner)
 
 

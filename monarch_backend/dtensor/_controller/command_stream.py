@@ -40,23 +40,18 @@ class CommandChannel(Protocol):
 
     def send(self, batch: bytes) -> None:
         """Send to all workers, without a reply."""
-        ...
 
     def send_counted(self, batch: bytes) -> Callable[[], object]:
         """Send, and return a function that waits until all workers have executed it. It raises if one cannot."""
-        ...
 
     def send_at_the_end(self, batch: bytes) -> None:
         """Send without waiting for workers, however far behind they are."""
-        ...
 
     def has_room(self) -> bool:
         """Return whether `send` would not wait for a worker."""
-        ...
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
         """Call a function later, on another thread."""
-        ...
 
 
 class Stream:
@@ -149,10 +144,7 @@ class Stream:
             return self._missing.popleft() if len(self._missing) > MAX_INFLIGHT_BATCHES else None
 
     def send_the_rest(self) -> None:
-        """Send the words before the workers' end, without waiting and without raising.
-
-        A batch that another thread waits to send, and later words, are not sent.
-        """
+        """Send the words before the workers' end, without raising; none while another thread waits to send."""
         if not self._sending.acquire(timeout=SEND_TIMEOUT_S):
             return
         try:

@@ -37,10 +37,7 @@ def slices_of(mesh: Any) -> int:
 
 
 def coordinate(mesh: Any, workers: WorkerSet) -> list[Any]:
-    """Return each rank's coordinate by mesh dimension; in a sliced mesh, within that rank's slice.
-
-    In a trace, only for the ranks that it stands for.
-    """
+    """Return each rank's coordinate by mesh dimension, within its slice; in a trace, of ranks that it stands for."""
     found = _coordinates(mesh, workers)
     return [rank_classes.seen(each, workers) for each in found] if rank_classes.is_tracing() else found
 
@@ -65,10 +62,7 @@ def rows_of(mesh: Any) -> torch.Tensor:
 
 
 def outside(mesh: Any) -> frozenset[int]:
-    """Return the workers outside the mesh and its other slices; none for a mesh that is not a controller's.
-
-    They do not have tensors of the mesh. They would not take part in changes, and would keep old values.
-    """
+    """Return the workers outside the mesh and its other slices. They take no part in changes of the mesh's tensors."""
     found = mesh.__dict__.get("_monarch_outside")
     if found is None:
         workers = workers_of(mesh)
@@ -78,13 +72,7 @@ def outside(mesh: Any) -> frozenset[int]:
     return found  # type: ignore[no-any-return]
 
 
-def root_of(mesh: Any) -> DeviceMesh:
-    """Return the mesh that it was sliced from, or itself."""
-    return mesh._get_root_mesh()  # type: ignore[no-any-return]
-
-
 def check_mesh(what: str, one: Any, other: Any) -> None:
-    """Raise MeshMismatchError if these are two meshes, and a controller's."""
     meshes = tracing_state.real(one), tracing_state.real(other)
     if meshes[0] is meshes[1] or meshes[0] == meshes[1]:
         return
@@ -97,7 +85,6 @@ def check_mesh(what: str, one: Any, other: Any) -> None:
 
 
 def remote_of(tensor: DTensor) -> RemoteTensor | None:
-    """Return the DTensor's shards if they are on workers of this controller, else None."""
     local = tensor._local_tensor
     return local if isinstance(local, RemoteTensor) else None
 
@@ -183,39 +170,27 @@ def make_mesh(_own: Any) -> Replacement:
 
 
 class _Mode(threading.local):
-    """Stand-in for torch's LocalTensorMode. The real mode would cost time in each operation, and loop over ranks.
-
-    Each thread disables its own.
-    """
+    """Stand-in for torch's LocalTensorMode, by thread. The real mode would cost time in each operation."""
 
     def __init__(self) -> None:
-        self.disabled = False
+        self.disabled = 0  # depth of contexts
         self.parallelizing = False
         self.ranks: frozenset[int] = frozenset()
         self._per_rank_rng_states: dict[int, Any] = {}
 
     @property
     def _disable(self) -> bool:
-        return self.disabled
+        return self.disabled > 0
 
-    def disable(self) -> _Disabled:
-        """Return a context in which torch's functions act for one rank."""
-        return _Disabled(self)
-
-
-class _Disabled:
-    """Context that is entered twice for each redistribution; a generator would take a microsecond more."""
-
-    __slots__ = ("_before", "_mode")
-
-    def __init__(self, mode: _Mode) -> None:
-        self._mode, self._before = mode, False
+    def disable(self) -> _Mode:
+        """Return a context in which torch's functions act for one rank. A generator would take a microsecond more."""
+        return self
 
     def __enter__(self) -> None:
-        self._before, self._mode.disabled = self._mode.disabled, True
+        self.disabled += 1
 
     def __exit__(self, *_: object) -> None:
-        self._mode.disabled = self._before
+        self.disabled -= 1
 
 
 _mode = _Mode()

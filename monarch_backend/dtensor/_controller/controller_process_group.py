@@ -35,35 +35,32 @@ _DEFAULT = "0"
 class ControllerGroup(dist.ProcessGroup):
     """Process group whose ``rows`` are lists of ranks: on each rank it is the group of that rank's row."""
 
-    def __init__(self, name: str, rows: Sequence[Sequence[int]], desc: str = "") -> None:
+    def __init__(
+        self, name: str, rows: Sequence[Sequence[int]], desc: str = "", workers: WorkerSet | None = None
+    ) -> None:
         super().__init__(0, max(1, len(rows[0]) if rows else 1))  # type: ignore[call-arg]
         self._name, self._desc = name, desc
         self.rows = [list(row) for row in rows]
         self._place: Any = 0
-
-    def belong(self, workers: WorkerSet) -> None:
-        """Set the workers of the group."""
-        places: list[int | None] = [None] * workers.size
-        for row in self.rows:
-            for place, rank in enumerate(row):
-                places[rank - workers.first] = place
-        self._place = per_rank_int.by_rank(places)
+        if workers is not None:
+            places: list[int | None] = [None] * workers.size
+            for row in self.rows:
+                for place, rank in enumerate(row):
+                    places[rank - workers.first] = place
+            self._place = per_rank_int.by_rank(places)
 
     def rank(self) -> Any:
         """Each rank's own rank. In the default group, with all ranks of all meshes, it is the controller's: 0."""
         return self._place
 
     def size(self) -> int:
-        """Size of each row."""
         return len(self.rows[0]) if self.rows else 0
 
     def getBackendName(self) -> str:
-        """Part of torch's interface of groups."""
         return "monarch"
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """Part of torch's interface of groups."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -71,7 +68,6 @@ class ControllerGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """Part of torch's interface of groups."""
         return self._desc
 
     def _set_group_desc(self, desc: str) -> None:
@@ -86,6 +82,8 @@ class ControllerGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Do nothing: there is no connection here."""
 
+    abort = shutdown
+
     def barrier(self, *_: Any, **__: Any) -> Any:
         """Wait until the group's workers have executed all commands so far. Raises RemoteOpError for failures."""
         ranks = {rank for row in self.rows for rank in row}
@@ -93,9 +91,6 @@ class ControllerGroup(dist.ProcessGroup):
             if not ranks.isdisjoint(range(workers.first, workers.first + workers.size)):
                 workers.synchronize()
         return c10d_registry.done()
-
-    def abort(self) -> None:
-        """Do nothing, as `shutdown`."""
 
     def all_to_all_single(  # type: ignore[override]
         self, output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), *_: Any, **__: Any
@@ -176,39 +171,31 @@ if not hasattr(dist.ProcessGroup, "all_to_all_single"):  # torch before 2.13 cal
     ControllerGroup.alltoall_base = ControllerGroup.all_to_all_single  # type: ignore[method-assign, assignment]
 
 
-class _Universe(ControllerGroup):
-    """torch's default group: the ranks of all WorkerSets of this controller. It can grow."""
-
-    def __init__(self) -> None:
-        super().__init__(_DEFAULT, [])
-
-    def grow(self, size: int) -> int:
-        """Add ranks, and return the first of them."""
-        first = self.size()
-        self.rows = [list(range(first + size))]
-        c10d_registry.set_ranks(self, self.rows[0])
-        return first
-
-
-_universe: _Universe | None = None
+_universe: ControllerGroup | None = None
 _owners: list[WorkerSet] = []
 _made: weakref.WeakSet[ControllerGroup] = weakref.WeakSet()
 """Groups of existing WorkerSets, or that a tensor or mesh still refers to."""
 
 
-def universe() -> _Universe:
-    """Return torch's default group of this process, made now if needed.
-
-    Raises RemoteTensorError if there is another default group.
-    """
+def universe() -> ControllerGroup:
+    """Return torch's default group of this process, made if needed. Raises RemoteTensorError if there is another."""
     global _universe
     if is_controller():
         return _universe  # type: ignore[return-value]
     refuse_a_rank()
-    _universe = _Universe()
+    _universe = ControllerGroup(_DEFAULT, [])
     c10d_registry.register(_universe, _DEFAULT, [])
     c10d_registry.set_default(_universe)
     return _universe
+
+
+def grow(size: int) -> int:
+    """Add ranks to torch's default group, those of all WorkerSets, and return the first of them."""
+    group = universe()
+    first = group.size()
+    group.rows = [list(range(first + size))]
+    c10d_registry.set_ranks(group, group.rows[0])
+    return first
 
 
 def refuse_a_rank() -> None:
@@ -227,7 +214,6 @@ def is_controller() -> bool:
 
 
 def add_owner(workers: WorkerSet) -> None:
-    """Add the ranks of these workers to the universe."""
     _owners.append(workers)
 
 
@@ -270,18 +256,16 @@ def owner_of(ranks: Sequence[int]) -> WorkerSet | None:
     owner = next(iter(found), None)
     nobodys = [rank for rank in ranks if owner is None or not owner.first <= rank < owner.first + owner.size]
     if nobodys and is_controller():
-        _refuse_ranks(nobodys)
+        size = universe().size()
+        if max(nobodys) >= size:
+            raise ValueError(
+                f"there is no rank {max(nobodys)}: the meshes of this program have {size} ranks, from 0 on"
+            )
+        raise MeshClosedError(
+            f"the processes that were ranks {nobodys} have ended, and no others get their numbers: make a mesh of "
+            "those that run by procs.device_mesh()"
+        )
     return owner
-
-
-def _refuse_ranks(ranks: Sequence[int]) -> None:
-    size = universe().size()
-    if max(ranks) >= size:
-        raise ValueError(f"there is no rank {max(ranks)}: the meshes of this program have {size} ranks, from 0 on")
-    raise MeshClosedError(
-        f"the processes that were ranks {list(ranks)} have ended, and no others get their numbers: make a mesh of "
-        "those that run by procs.device_mesh()"
-    )
 
 
 def check_group(workers: WorkerSet, group: Any, name: str) -> None:
@@ -304,13 +288,11 @@ def check_group(workers: WorkerSet, group: Any, name: str) -> None:
 
 
 def make(rows: list[list[int]], desc: str, name: str | None = None, *, register: bool = True) -> ControllerGroup:
-    """Return a group that is, on each rank, the group of that rank's row."""
     workers = owner_of([rank for row in rows for rank in row])
     name = name or f"monarch_{next(_names)}"
-    group = ControllerGroup(name, rows, desc)
+    group = ControllerGroup(name, rows, desc, workers)
     if workers is not None:
         workers.add_group(name, rows)
-        group.belong(workers)
         workers.kept.setdefault("groups", []).append(group)  # torch finds a group by its name while it is referenced
         _made.add(group)
     if register:

@@ -9,48 +9,32 @@ import contextlib
 from typing import Any
 
 
-class Event:
+class _Happened:
+    """Base of streams and events, which have nothing to wait for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def synchronize(self, *_: Any) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        return True
+
+
+class Event(_Happened):
     """Event with the interface of torch.cuda.Event."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def record(self, _stream: Stream | None = None) -> None:
-        """Do nothing."""
-
-    def wait(self, _stream: Stream | None = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def query(self) -> bool:
-        """Return True: there is nothing to wait for."""
-        return True
+    record = wait = _Happened.synchronize
 
 
-class Stream:
+class Stream(_Happened):
     """Stream with the interface of torch.cuda.Stream."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait_event(self, _event: Event) -> None:
-        """Do nothing."""
-
-    def wait_stream(self, _stream: Stream) -> None:
-        """Do nothing."""
+    wait_event = wait_stream = _Happened.synchronize
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Return an event that has happened."""
         return event or Event()
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def query(self) -> bool:
-        """Return True: there is nothing to wait for."""
-        return True
 
 
 class DeviceHandle:
@@ -69,11 +53,9 @@ class DeviceHandle:
         return 0
 
     def current_stream(self, _device: Any = None) -> Any:
-        """Return the only stream."""
         return self._stream
 
     def stream(self, _stream: Any) -> contextlib.AbstractContextManager[None]:
-        """Do nothing."""
         return contextlib.nullcontext()
 
 

@@ -19,20 +19,15 @@ def as_host(tensor: RemoteTensor) -> torch.Tensor:
 
 
 def item(tensor: RemoteTensor) -> Any:
-    """Return the one value as a Python number."""
     return tensor._meta.workers.read(tensor, "item")()
 
 
 def ask_of(tensor: RemoteTensor, what: str, *others: Any) -> list[Any]:
-    """Return all ranks' replies about these tensors."""
     return tensor._meta.workers.ask(what, tensor._ref.id, *[each._ref.id for each in others])
 
 
 def text_of(tensor: Any) -> str:
-    """Return the text of a tensor or a whole DTensor as torch prints it.
-
-    Of a large one only the shown values are read.
-    """
+    """Return the text of a tensor or DTensor as torch prints it. Of a large one only the shown values are read."""
     options, plain, prefix = _tensor_str.PRINT_OPTS, tensor.detach(), "tensor("
     if all(type(size) is int for size in tensor.shape) and tensor.numel() > options.threshold:
         shown = _long_again(as_host(_whole(_corners(plain, options.edgeitems))), options)

@@ -71,10 +71,6 @@ _REDUCED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
 }
 
 
-def _keep(_size: int, *_: Any) -> None:
-    """Do nothing for broadcast(): every rank has the root's value."""
-
-
 def _gather(size: int, outputs: Any, inputs: Any, *_: Any) -> None:
     """Copy into lists of ``size`` tensors, or tensors of ``size`` parts. Ranks other than the root have none."""
     if isinstance(inputs, torch.Tensor):
@@ -109,7 +105,7 @@ def _copy(_size: int, outputs: Any, inputs: Any, *rest: Any) -> None:
 
 _HERE: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "reduce"), _reduce),
-    "broadcast": _keep,
+    "broadcast": lambda *_: None,  # every rank has the root's value
     **dict.fromkeys(
         ("allgather", "_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "gather"), _gather
     ),

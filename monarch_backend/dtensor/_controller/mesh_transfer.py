@@ -81,7 +81,7 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     transfer_id = next(_numbers)
     # Each slice of a sliced mesh has its own tensor. The first slice's is the one that reading shows.
     senders = (controller_mesh.rows_of(x.device_mesh)[0].flatten() - source.first).tolist()
-    readers = (controller_mesh.rows_of(controller_mesh.root_of(mesh)).flatten() - target.first).tolist()
+    readers = (controller_mesh.rows_of(mesh._get_root_mesh()).flatten() - target.first).tolist()
     transfer = there.MeshTransfer(
         transfer_id, senders, source.line.control_actors_of(senders), readers, target.line.control_actors_of(readers)
     )
@@ -95,7 +95,7 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
     def report_failure(run: remote_call.Run) -> None:
         error = run.exception()
         if error is not None:
-            transfer.target.refuse.broadcast(transfer_id, str(error))
+            transfer.target.tell.broadcast("refuse", transfer_id, str(error))
 
     def on_end(_: Any) -> None:
         source.unfinished.end(("move", transfer_id))
@@ -103,7 +103,7 @@ def _transfer(x: DTensor, mesh: DeviceMesh, placements: Any) -> DTensor:
         if error is not None:
             for actors in (transfer.source, transfer.target):
                 with contextlib.suppress(Exception):  # its processes may have ended, with their tensors
-                    actors.forget.broadcast(transfer_id, str(error))
+                    actors.tell.broadcast("forget", transfer_id, str(error))
 
     offered.add_done_callback(report_failure)  # type: ignore[arg-type]
     source.unfinished.begin(("move", transfer_id))

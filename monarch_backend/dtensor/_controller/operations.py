@@ -10,16 +10,10 @@ from typing import Any
 
 
 class _Operations:
-    """Functions of `_dispatch`.
-
-    ``call`` and ``create``: those of dispatch.py. ``issue``: that of collectives.py. ``to`` and ``pinned``: those of
-    device_moves.py.
-    """
-
     call: Callable[..., Any]
-    create: Callable[..., Any]
-    issue: Callable[[str, dict[str, Any]], None]
-    to: Callable[..., Any]
+    create: Callable[..., Any]  # like `call`, of dispatch.py
+    issue: Callable[[str, dict[str, Any]], None]  # of collectives.py
+    to: Callable[..., Any]  # like `pinned`, of device_moves.py
     pinned: Callable[[Any], Any]
 
 

@@ -30,17 +30,8 @@ class PerRankTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: Sequence[torch.Tensor | None], workers: WorkerSet | None = None) -> PerRankTensor:
-        first = next(each for each in values if each is not None)
-
-        def each(of: Callable[[torch.Tensor, int], int]) -> tuple[Any, ...]:
-            def column(dim: int) -> Any:
-                return per_rank_int.by_rank(
-                    [None if tensor is None else of(tensor, dim) for tensor in values], sizes=True
-                )
-
-            return tuple(map(column, range(first.ndim)))
-
-        sizes, strides = each(lambda t, dim: t.size(dim)), each(lambda t, dim: t.stride(dim))
+        first = _first(values)
+        sizes, strides = _numbers(values, "size"), _numbers(values, "stride")
         differ = any(type(number) is not int for number in (*sizes, *strides))
         made: Any = torch.Tensor._make_wrapper_subclass(
             cls, sizes, strides=strides, dtype=first.dtype, device=first.device,
@@ -56,11 +47,10 @@ class PerRankTensor(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Target device: a controller without a GPU can't move the tensor there before it is sent."""
-        return next(t for t in self.by_rank if t is not None).device if self.workers is None else self.workers.device
+        return _first(self.by_rank).device if self.workers is None else self.workers.device
 
     @property
     def outside(self) -> frozenset[int]:
-        """Ranks that take no part."""
         return frozenset(rank for rank, each in enumerate(self.by_rank) if each is None)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -76,11 +66,11 @@ class PerRankTensor(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return PerRankTensor(args[0].by_rank, args[0].workers)
         if func is torch.ops.aten.sym_size.default:
-            return PerRankTensor._sizes(args[0], "size")
+            return _numbers(args[0].by_rank, "size")
         if func is torch.ops.aten.sym_stride.default:
-            return PerRankTensor._sizes(args[0], "stride")
+            return _numbers(args[0].by_rank, "stride")
         if func is torch.ops.aten.dim.default:
-            return next(each for each in args[0].by_rank if each is not None).ndim
+            return _first(args[0].by_rank).ndim
         if func is torch.ops.aten.new_zeros.default and args[0].workers is not None:  # needs none of the values
             return args[0].workers.without(args[0].workers.zeros(args[1], args[0].dtype), args[0].outside)
         flat = pytree.tree_leaves((args, kwargs))
@@ -97,13 +87,6 @@ class PerRankTensor(torch.Tensor):
             lambda each: each.sent(workers, func._schema) if isinstance(each, cls) else each, (args, kwargs or {})
         )
         return func(*args, **kwargs)
-
-    def _sizes(self, what: str) -> Any:
-        first = next(each for each in self.by_rank if each is not None)
-        return tuple(
-            per_rank_int.by_rank([None if v is None else getattr(v, what)(d) for v in self.by_rank], sizes=True)
-            for d in range(first.ndim)
-        )
 
     def sent(self, workers: WorkerSet | None = None, schema: Any = None) -> Any:
         """Send the tensor. ``schema``: of the operator that gets it; no other operator uses the copy."""
@@ -126,6 +109,17 @@ class PerRankTensor(torch.Tensor):
         return self.sent().requires_grad_(requires_grad)
 
 
+def _first(values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    return next(each for each in values if each is not None)
+
+
+def _numbers(values: Sequence[torch.Tensor | None], what: str) -> tuple[Any, ...]:
+    return tuple(
+        per_rank_int.by_rank([None if v is None else getattr(v, what)(d) for v in values], sizes=True)
+        for d in range(_first(values).ndim)
+    )
+
+
 def belonging(tensor: Any, workers: WorkerSet, outside: frozenset[int]) -> Any:
     """Set the workers of a tensor that is to be sent; a sent one stays. ``outside``: ranks without a part."""
     if isinstance(tensor, RemoteTensor):
@@ -141,7 +135,7 @@ def belonging(tensor: Any, workers: WorkerSet, outside: frozenset[int]) -> Any:
 def run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the function once for each class of ranks; return its results by rank. Ints and tensors may differ."""
     flat, spec = pytree.tree_flatten((args, kwargs))
-    columns = [_by_rank(each) for each in flat]
+    columns = [each.by_rank if isinstance(each, PerRankTensor) else per_rank_int.values_of(each) for each in flat]
     size = len(next(each for each in columns if each is not None))
     known: dict[Any, Any] = {}
     results: list[Any] = []
@@ -204,12 +198,8 @@ def _source_of(tensor: torch.Tensor) -> Source | None:
     return None if source is None else source._replace(what=(source.what, tensor.outside))
 
 
-def _by_rank(value: Any) -> Sequence[Any] | None:
-    return value.by_rank if isinstance(value, PerRankTensor) else per_rank_int.values_of(value)
-
-
 def _merged(column: list[Any]) -> Any:
-    first = next(each for each in column if each is not None) if any(each is not None for each in column) else None
+    first = next((each for each in column if each is not None), None)
     if isinstance(first, torch.Tensor):
         return PerRankTensor(column)
     if type(first) is bool:

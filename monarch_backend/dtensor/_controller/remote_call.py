@@ -1,14 +1,14 @@
 """`run`: a user's function as SPMD code on all workers of a mesh, with genuine local DTensors.
 
 It is for code that one controller cannot express: rank-dependent branches, pipelines, custom kernels, torch.compile.
-remote_call_args.py packs arguments and results; _worker/remote_call.py is the workers' part.
+remote_call_args.py packs arguments and results; `execute` of _worker/executor.py is the workers' part.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -20,11 +20,9 @@ from monarch_backend.dtensor._controller import call_sites, controller_mesh
 from monarch_backend.dtensor._controller.remote_call_args import Packer
 from monarch_backend.dtensor._controller.remote_tensor import Ref
 from monarch_backend.dtensor._controller.worker_failures import error_of
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._errors import RemoteTensorError
-from monarch_backend.dtensor._worker.remote_call import RunFailed
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
+from monarch_backend.dtensor._worker.remote_call_args import RunFailed
 
 _numbers = itertools.count(1)
 
@@ -71,12 +69,11 @@ def run(mesh: DeviceMesh | ProcMesh, function: Callable[..., Any], /, *args: Any
     ValueMesh(dp=2: 0, 10)
     >>> procs.stop().get()
     """
-    if isinstance(mesh, ProcMesh):
-        mesh = mesh.device_mesh()
-    workers = controller_mesh.workers_of(mesh)
+    devices: DeviceMesh = mesh.device_mesh() if isinstance(mesh, ProcMesh) else mesh
+    workers = controller_mesh.workers_of(devices)
     if workers is None:
-        raise RemoteTensorError(f"{mesh} is no mesh of this controller: make one with ProcMesh.device_mesh()")
-    return _start(workers, controller_mesh.root_of(mesh), function, args, kwargs)
+        raise RemoteTensorError(f"{devices} is no mesh of this controller: make one with ProcMesh.device_mesh()")
+    return _start(workers, devices._get_root_mesh(), function, args, kwargs)
 
 
 def _start(workers: WorkerSet, mesh: DeviceMesh, function: Callable[..., Any], args: Any, kwargs: Any) -> Run:
@@ -94,7 +91,8 @@ def _start(workers: WorkerSet, mesh: DeviceMesh, function: Callable[..., Any], a
         raise
     done = Run(call._wait, call.cancel)
     done.held, done.name = held, f"run({getattr(function, '__qualname__', function)})"
-    extent = extent_of(mesh)
+    names = mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
+    extent = Extent.of(dict(zip(names, mesh.shape, strict=True)))
 
     def ended(_: Any) -> None:
         workers.line.run_in_thread(lambda: _settle(workers, ranks, number, call, done, take))
@@ -126,9 +124,3 @@ def _settle(workers: WorkerSet, ranks: Sequence[int], number: int, call: Any, do
         return
     replies = call.get()
     done.set_lazy_result(lambda: take(replies))
-
-
-def extent_of(mesh: DeviceMesh) -> Extent:
-    """Return the mesh's extent, as values by rank have it."""
-    names = mesh.mesh_dim_names or tuple(f"dim_{i}" for i in range(mesh.ndim))
-    return Extent.of(dict(zip(names, mesh.shape, strict=True)))

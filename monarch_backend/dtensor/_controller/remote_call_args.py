@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,20 +21,10 @@ from monarch_backend._serialization.pickling import SerializationError, dumps_by
 from monarch_backend.dtensor._controller import controller_mesh
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._protocol import Kind, Tag
 from monarch_backend.dtensor._worker import remote_call_args as there
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
-
-
-class Packed(NamedTuple):
-    """Packed arguments. ``meshes``: what `there.Here` makes the workers' own meshes from."""
-
-    body: bytes
-    buffers: list[memoryview]
-    meshes: list[Any]
 
 
 class Packer:
@@ -43,22 +33,19 @@ class Packer:
     def __init__(self, workers: WorkerSet, mesh: DeviceMesh) -> None:
         self.workers = workers
         self.meshes: list[DeviceMesh] = []
-        self._described: list[Any] = []
+        self._described: list[Any] = []  # what workers make their own meshes from
         self._refused: MeshMismatchError | None = None
         self._mesh(mesh)
 
-    def pack(self, value: Any) -> Packed:
-        """Pack a value.
-
-        Raises MeshMismatchError for tensors of other workers, SerializationError for unpicklable values.
-        """
+    def pack(self, value: Any) -> tuple[bytes, list[memoryview], list[Any]]:
+        """Raises MeshMismatchError for tensors of other workers, SerializationError for unpicklable values."""
         try:
             body, buffers = dumps_by(self._reduce, value)
         except SerializationError:
             if self._refused is not None:
                 raise self._refused from None
             raise
-        return Packed(body, buffers, self._described)
+        return body, buffers, self._described
 
     def _reduce(self, value: Any) -> Any:
         if isinstance(value, RemoteTensor):
@@ -89,7 +76,7 @@ class Packer:
         if mesh in self.meshes:
             return self.meshes.index(mesh)
         self._check(controller_mesh.workers_of(mesh), "a mesh")
-        root = controller_mesh.root_of(mesh)
+        root = mesh._get_root_mesh()
         names = mesh.mesh_dim_names
         if root is not mesh and names and set(names) <= set(root.mesh_dim_names or ()):
             described: Any = (self._mesh(root), names)
@@ -104,10 +91,7 @@ class Packer:
     # Results ----------------------------------------------------------------------------------------------------
 
     def merged(self, extent: Extent, ranks: Sequence[int], replies: Sequence[Any], held: Ref) -> Any:
-        """Return the function's results on these ranks as one value.
-
-        ``held``: the list of its shards on the workers.
-        """
+        """Return the ranks' results as one value. ``held``: the list of its shards on the workers."""
         unpacked = []
         for body, buffers, count in replies:
             value = loads(body, buffers)

@@ -1,7 +1,4 @@
-"""`RemoteTensor`: on the controller, the tensor that every worker holds under one id. It has metadata and the id only.
-
-_dispatch/dispatch.py runs operations on it; fetch.py reads values.
-"""
+"""`RemoteTensor`: on the controller, the tensor that every worker holds under one id, with metadata and the id only."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ Ref = _native.Ref
 
 
 def form_of(meta: Meta) -> tuple[Any, ...]:
-    """Return the arguments of torch's constructor for a tensor of this metadata.
-
-    Keyword arguments would take 0.3 us.
-    """
+    """Return the arguments of torch's constructor for this metadata. Keyword arguments would take 0.3 us."""
     strided = None, meta.dtype, torch.strided, meta.shown
     if meta.classes is None:
         return (RemoteTensor, meta.shape, meta.stride, meta.offset, *strided)
@@ -252,6 +246,5 @@ _dispatch: Any = None
 
 
 def set_dispatch(function: Any) -> None:
-    """Set the implementation of __torch_dispatch__, once."""
     global _dispatch
     _dispatch = function

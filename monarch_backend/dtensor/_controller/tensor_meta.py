@@ -32,22 +32,6 @@ class Meta:
     ``classes[of_rank[r]]``, or nothing if that is -1.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "classes",
-        "device",
-        "dtype",
-        "form",
-        "nbytes",
-        "of_rank",
-        "offset",
-        "origin",
-        "shape",
-        "shown",
-        "stride",
-        "workers",
-    )  # fmt: skip
-
     workers: WorkerSet
     shape: Sizes
     stride: Sizes
@@ -64,9 +48,9 @@ class Meta:
     """Origin of a plain tensor that is computed from a DTensor's shard. None: replicated."""
     nbytes: int
     """Bytes of its elements, on the rank that has the most; 0 if they have no memory."""
+    __slots__ = ("__weakref__", *__annotations__)
 
     def on(self, rank: int) -> Meta | None:
-        """Return the metadata on this rank."""
         if self.classes is None:
             return self
         which = self.of_rank[rank]
@@ -74,7 +58,6 @@ class Meta:
 
     @property
     def outside(self) -> frozenset[int]:
-        """Ranks that do not have the tensor."""
         return frozenset(rank for rank, which in enumerate(self.of_rank) if which < 0)
 
     def __repr__(self) -> str:
@@ -94,7 +77,6 @@ class MetaCache:
         self, shape: Sizes, stride: Sizes, offset: Any, dtype: torch.dtype, device: torch.device,
         origin: Origin | None = None,
     ) -> Meta:  # fmt: skip
-        """Return metadata that are the same on all ranks."""
         if device.type == self._workers.device.type:
             device = self._workers.device  # a worker has one
         key = (shape, stride, offset, dtype, device, origin)
@@ -110,7 +92,6 @@ class MetaCache:
         return found
 
     def with_origin(self, meta: Meta, origin: Origin | None) -> Meta:
-        """Return the same metadata with this origin."""
         if meta.origin == origin:
             return meta
         if meta.classes is None:
@@ -119,7 +100,6 @@ class MetaCache:
         return self.by_rank([None if which < 0 else each[which] for which in meta.of_rank])
 
     def like(self, tensor: torch.Tensor, device: torch.device | None = None, origin: Origin | None = None) -> Meta:
-        """Return the metadata of a tensor of this process, which may be a fake one."""
         refuse_sparse(tensor)
         where = device or tensor.device
         return self.same(

@@ -46,10 +46,7 @@ class WorkerFailures:
 
 
 def error_of(report: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> RemoteOpError:
-    """Return the error for a failure that a worker reports.
-
-    ``others``: failures that will not be reported again.
-    """
+    """Return the error for a worker's report. ``others``: reports of failures that will not be raised again."""
     also = "".join(
         f"\nBefore this was read, {each['failed']} raised as well, on rank {each['rank']}: {each['message']}\n"
         f"Issued by the controller at:\n{call_sites.text_of(each['site'])}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,24 +21,45 @@ from monarch_backend.dtensor._controller.command_stream import DELETE_THRESHOLD_
 from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import Ref, RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import MetaCache, refuse_sparse
-from monarch_backend.dtensor._controller.unfinished_work import UnfinishedWork
 from monarch_backend.dtensor._controller.worker_failures import WorkerFailures
 from monarch_backend.dtensor._errors import MeshClosedError, RemoteTensorError
-from monarch_backend.dtensor._protocol import Define, Graph, Signature, Step
-from monarch_backend.dtensor._worker import membership
-
-if TYPE_CHECKING:
-    pass
-
+from monarch_backend.dtensor._protocol import Define, Signature
+from monarch_backend.dtensor._worker import local_functions
 
 _serials = itertools.count(1)
 
 
-class WorkerSet:
-    """Location of tensors for the controller.
+class UnfinishedWork:
+    """Work that the workers or other processes must finish before the workers may end."""
 
-    ``line``: channel to the workers; ``first``: global rank of the first one.
-    """
+    def __init__(self) -> None:
+        self._under_way: set[Any] = set()  # work that needs more than commands: see begin
+        self._at_rest: list[Callable[[], None]] = []  # called when none of it is left
+        self._settling = threading.Lock()
+
+    def begin(self, what: Any) -> None:
+        with self._settling:
+            self._under_way.add(what)
+
+    def end(self, what: Any) -> None:
+        with self._settling:
+            self._under_way.discard(what)
+            calls = [] if self._under_way else self._at_rest[:]
+            del self._at_rest[: len(calls)]
+        for call in calls:
+            call()
+
+    def call_at_end(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when no work is left: now, or later on the thread that ends the last work."""
+        with self._settling:
+            if self._under_way:
+                self._at_rest.append(then)
+                return
+        then()
+
+
+class WorkerSet:
+    """Location of tensors. ``line``: channel to the workers; ``first``: global rank of the first one."""
 
     def __init__(self, name: str, size: int, first: int, device: torch.device, line: Any) -> None:
         self.name, self.size, self.first, self.device = name, size, first, device
@@ -57,7 +78,7 @@ class WorkerSet:
             self._words, self.unreachable, self.ids, self.stream.wake, self._full, FIRST
         )  # for csrc/records/controller_dispatch.cpp
         self.sink.most = DELETE_THRESHOLD_BYTES
-        self.debug = debug_log.is_enabled()
+        self.sink.debug = debug_log.is_enabled()  # then a failed operation raises at its own call
         self._groups: dict[str, list[list[int]]] = {"0": [list(range(size))]}  # torch's default group: all of these
         self._defined_groups: set[str] = set()
         self._defining = threading.Lock()
@@ -66,17 +87,7 @@ class WorkerSet:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether there are no processes."""
         return not hasattr(self.line, "procs")
-
-    @property
-    def debug(self) -> bool:
-        """Whether a failed operation raises at its own call."""
-        return self.sink.debug
-
-    @debug.setter
-    def debug(self, wanted: bool) -> None:
-        self.sink.debug = wanted
 
     def __deepcopy__(self, _memo: Any) -> WorkerSet:
         return self  # a copy of a DTensor, or of its mesh, is on the same processes
@@ -100,41 +111,27 @@ class WorkerSet:
             self.stream.wake()
         words += record
         self.sink.records += 1
-        if len(words) > self.sink.limit or self.debug:
+        if len(words) > self.sink.limit or self.sink.debug:
             self._full()
 
     def _full(self) -> None:
         """Return whether there are enough words for a batch, or each command is a batch."""
         self.stream.flush()
         self.sink.limit = min(2 * self.sink.limit, MOST)
-        if self.debug:
+        if self.sink.debug:
             self.synchronize()
 
     def define(
         self, target: str, args: list[Any], kwargs: dict[str, Any], operands: int, kind: int, results: int,
         writes: list[int], ins: list[Any], orders: Sequence[list[int] | None] = (),
     ) -> int:  # fmt: skip
-        """Define a new signature and return its number."""
         number = next(self.stream.numbers)
         signature = Signature(number, target, args, kwargs, operands, kind, results, writes, ins, list(orders))
         self.stream.define(Define.SIGNATURE, *signature)
         return number
 
-    def define_graph(
-        self, operands: int, numbers: list[str], steps: list[Step], results: list[int], writes: list[int],
-        ins: list[Any], inductor: bool, draws: list[Any],
-    ) -> int:  # fmt: skip
-        """Define a new graph and return its number."""
-        number = next(self.stream.numbers)
-        graph = Graph(number, operands, numbers, [list(each) for each in steps], results, writes, ins, inductor, draws)
-        self.stream.define(Define.GRAPH, *graph)
-        return number
-
     def define_by_rank(self, numbers: Sequence[int], of_rank: Sequence[int]) -> int:
-        """Define the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing if that is -1.
-
-        Return its number.
-        """
+        """Define the signature that is ``numbers[of_rank[r]]`` on rank r, and nothing if that is -1."""
         key = (tuple(numbers), tuple(of_rank))
         number = self._by_rank.get(key)
         if number is None:
@@ -144,7 +141,6 @@ class WorkerSet:
         return number
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Delete these signatures on the workers. No later command uses them."""
         if numbers:
             if not self._words:
                 self.stream.wake()
@@ -156,18 +152,13 @@ class WorkerSet:
     # Groups -----------------------------------------------------------------------------------------------------
 
     def add_group(self, name: str, rows: list[list[int]]) -> None:
-        """Define a group that is, on each rank, the row of global ranks that contains the rank."""
         self._groups[name] = [[rank - self.first for rank in row] for row in rows]
 
     def has_group(self, name: str) -> bool:
-        """Whether a name is a group of these workers."""
         return name in self._groups
 
     def group_name(self, value: Any) -> str | None:
-        """Return the name of a group, or a group's name itself, after the workers know the group.
-
-        Raises MeshMismatchError for a group of other workers.
-        """
+        """Return the name of a group, which the workers know then. Raises MeshMismatchError for one of others."""
         name = value if isinstance(value, str) else getattr(value, "group_name", None)
         if name is None and isinstance(value, torch.ScriptObject):
             name = torch.distributed.ProcessGroup.unbox(value).group_name
@@ -199,29 +190,24 @@ class WorkerSet:
             return self.put_shape(value.detach())
         tensor = _dense(value)
         if not tensor.ndim and tensor.is_floating_point() and device is None and tensor.device.type == "cpu":
-            return self._number(tensor.item(), tensor.dtype)
+            # By a command, not by a message: fused optimizers have a new number per parameter and step.
+            return self._create(torch.ops.aten.scalar_tensor.default, [tensor.item()], tensor.dtype, self.device)
         where = device or (self.device if tensor.device.type == "cpu" else tensor.device)
         number = next(self.ids)
         self.stream.flush()
         self.line.put(number, tensor)
         return RemoteTensor(self.metas.sent(tensor, where), Ref(self, number))
 
-    def _number(self, value: float, dtype: torch.dtype) -> RemoteTensor:
-        """Send a number by a command, not by a message: fused optimizers have a new one per parameter and step."""
-        options = {"dtype": dtype, "device": self.device}
-        return operations.create(self, torch.ops.aten.scalar_tensor.default, [value], options)  # type: ignore[no-any-return]
+    def _create(self, operator: Any, args: list[Any], dtype: torch.dtype, device: torch.device) -> RemoteTensor:
+        return operations.create(self, operator, args, {"dtype": dtype, "device": device})  # type: ignore[no-any-return]
 
     def zeros(self, size: Sequence[Any], dtype: torch.dtype) -> RemoteTensor:
-        """Make zeros on the workers."""
-        options = {"dtype": dtype, "device": self.device}
-        return operations.create(self, torch.ops.aten.zeros.default, [list(size)], options)  # type: ignore[no-any-return]
+        return self._create(torch.ops.aten.zeros.default, [list(size)], dtype, self.device)
 
     def put_shape(self, value: torch.Tensor) -> RemoteTensor:
         """Put a tensor of the meta device on all workers; its sizes may differ by rank."""
-        options = {"dtype": value.dtype, "device": torch.device("meta")}
         arguments = [list(value.shape), list(value.stride())]
-        made: RemoteTensor = operations.create(self, torch.ops.aten.empty_strided.default, arguments, options)
-        return made
+        return self._create(torch.ops.aten.empty_strided.default, arguments, value.dtype, torch.device("meta"))
 
     def put_by_rank(self, values: Sequence[torch.Tensor | None]) -> RemoteTensor:
         """Send each rank its own tensor; nothing to ranks with None."""
@@ -249,14 +235,11 @@ class WorkerSet:
         if inside is None:
             mark = torch.zeros(())
             inside = self.kept[key] = self.put_by_rank([None if r in outside else mark for r in range(self.size)])
-        name = f"{membership.__name__}:{membership.own.__name__}"
-        return operations.call(membership.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
+        name = f"{local_functions.__name__}:own"
+        return operations.call(local_functions.own, name, (tensor, inside), {})  # type: ignore[no-any-return]
 
     def read(self, tensor: RemoteTensor, how: str = "tensor") -> Callable[[], Any]:
-        """Start to read, and return a function that waits for the value of the first rank that has one.
-
-        It waits until all workers have reached this point, and raises their failures.
-        """
+        """Return a function that waits for the first value, after all workers have come here, or raises failures."""
         meta = tensor._meta
         rank = 0 if meta.classes is None else next(i for i, each in enumerate(meta.of_rank) if each >= 0)
         self._flush_for_a_read()
@@ -280,10 +263,7 @@ class WorkerSet:
         self.stream.flush(wait=False)
 
     def synchronize(self) -> None:
-        """Wait until the workers have executed all commands.
-
-        Raises RemoteOpError for failures since the last call, unless they were raised already.
-        """
+        """Wait until all commands were executed. Raises RemoteOpError for a failure that was not raised yet."""
         self.ask("failed_since")
 
     # The end ----------------------------------------------------------------------------------------------------
@@ -294,7 +274,6 @@ class WorkerSet:
         self.unfinished.call_at_end(then)
 
     def close(self, why: str) -> None:
-        """Refuse all further commands."""
         self.stream.closed = self.stream.closed or MeshClosedError(f"the processes of {self.name} have ended: {why}")
 
 

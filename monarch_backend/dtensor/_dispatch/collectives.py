@@ -6,7 +6,7 @@ Functional collectives are ordinary operations.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,13 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.tensor_meta import Meta
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch.op_signatures import set_origin
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._per_rank import shard_origins
 from monarch_backend.dtensor._torch_internals import c10d_registry
 from monarch_backend.dtensor._worker import collectives as there
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.tensor_meta import Meta
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 SIGNATURE_CACHE_SIZE = 1024
 """Limit of signatures of one set of workers. Beyond it the older half is dropped."""
@@ -37,14 +35,6 @@ class _Known(NamedTuple):
 
     numbers: list[int]
     origin: shard_origins.Origin | None
-
-
-_known: dict[WorkerSet, dict[Any, _Known]] = {}
-
-
-def forget(workers: WorkerSet) -> None:
-    """Drop the signatures of workers that have ended."""
-    _known.pop(workers, None)
 
 
 def eager(func: Any, args: Any, kwargs: Any) -> Any:
@@ -72,7 +62,6 @@ def _unboxed(value: Any) -> Any:
 
 
 def issue(name: str, given: dict[str, Any]) -> None:
-    """Run the collective of this name, with these arguments by name."""
     operands: list[RemoteTensor] = []
 
     def operand(value: Any) -> int | None:
@@ -86,7 +75,7 @@ def issue(name: str, given: dict[str, Any]) -> None:
     writes: list[int] = []
     for argument, value in given.items():
         before = len(operands)
-        if not _is_empty(value):
+        if isinstance(value, RemoteTensor) or not isinstance(value, torch.Tensor):  # others are empty
             places[argument] = _protocol.place(value, operand, workers.group_name)
         if argument in _WRITTEN:
             writes += range(before, len(operands))
@@ -97,15 +86,11 @@ def issue(name: str, given: dict[str, Any]) -> None:
             set_origin(operands[at], known.origin)
 
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor)
-
-
 def _signature(
     workers: WorkerSet, name: str, places: dict[str, Any], writes: list[int], metas: list[Meta], given: dict[str, Any]
 ) -> _Known:
     key = (name, repr(places), *metas)
-    known = _known.setdefault(workers, {})
+    known: dict[Any, _Known] = workers.kept.setdefault("collectives", {})
     found = known.get(key)
     if found is None:
         numbers = _define(workers, f"{there.__name__}:{name}", places, writes, metas)
@@ -114,27 +99,19 @@ def _signature(
         rows = workers.rows(list(given.values()))
         found = known[key] = _Known(numbers, shard_origins.of_collective(name, origins, rows, workers.size))
         if len(known) > SIGNATURE_CACHE_SIZE:
-            _forget_half(workers)
+            for each in list(known)[: len(known) // 2]:
+                workers.forget(known.pop(each).numbers)
     return found
 
 
 def _define(workers: WorkerSet, target: str, places: dict[str, Any], writes: list[int], metas: list[Meta]) -> list[int]:
     """Define the signature. A rank without an operand takes part with zeros of its sizes, which may differ by rank."""
-    by_rank = [[_form(meta.on(rank)) for meta in metas] for rank in range(workers.size)]
+    on_ranks = [[meta.on(rank) for meta in metas] for rank in range(workers.size)]
+    by_rank = [[None if meta is None else _protocol.form(meta) for meta in mine] for mine in on_ranks]
     classes = [form for form, _ in itertools.groupby(sorted(by_rank, key=repr)) if None not in form]
     parts = [workers.define(target, [], places, len(metas), _protocol.Kind.NONE, 0, writes, form) for form in classes]
     of_rank = [-1 if None in form else classes.index(form) for form in by_rank]
     return parts if set(of_rank) == {0} else [workers.define_by_rank(parts, of_rank), *parts]
-
-
-def _form(meta: Meta | None) -> list[Any] | None:
-    return None if meta is None else [list(meta.shape), str(meta.dtype).removeprefix("torch.")]
-
-
-def _forget_half(workers: WorkerSet) -> None:
-    known = _known[workers]
-    for key in list(known)[: len(known) // 2]:
-        workers.forget(known.pop(key).numbers)
 
 
 operations.issue = issue

@@ -6,7 +6,7 @@ module are in _patches/semantics/device_queries.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -14,22 +14,17 @@ from torch.distributed.tensor import DTensor
 from monarch_backend.dtensor._controller import controller_process_group
 from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._torch_internals import c10d_registry
-from monarch_backend.dtensor._worker import device_moves as there
+from monarch_backend.dtensor._worker import local_functions as there
 
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
-
-_THERE = "monarch_backend.dtensor._worker.device_moves:"
+_THERE = "monarch_backend.dtensor._worker.local_functions:"
 
 
 def workers_of_factory(device: torch.device) -> WorkerSet:
-    """Return the workers for a new tensor with a device and no mesh: those of ``with mesh:``, or the only ones.
-
-    Raises RemoteTensorError if there are several candidates, or none.
-    """
+    """Return the workers of ``with mesh:``, or the only ones. Raises RemoteTensorError for several, or none."""
     mesh = c10d_registry.mesh_of_context()
     owner = None if mesh is None else controller_process_group.owner_of(mesh._flatten_rank_map)
     if owner is not None and owner.device.type == device.type:
@@ -57,16 +52,8 @@ def _local(tensor: Any) -> RemoteTensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[return-value]
 
 
-def is_remote(tensor: Any) -> bool:
-    """Whether the tensor's values are on workers of this controller."""
-    return isinstance(_local(tensor), RemoteTensor)
-
-
 def moved(tensor: Any, device: Any) -> Any:
-    """Return the values on another device of the workers; the tensor itself if it is there.
-
-    Raises RemoteTensorError for a device that the workers do not have.
-    """
+    """Return the values on another device of the workers. Raises RemoteTensorError for one that they do not have."""
     mine, wanted = of(tensor), torch.device(device)
     if wanted.type == mine.type:
         return tensor
@@ -104,7 +91,7 @@ def _move(tensor: Any, device: torch.device) -> Any:
 
 def to(own: Any, tensor: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run ``tensor.to(...)``. ``own`` is torch's method, which handles all arguments but the device."""
-    if not is_remote(tensor):
+    if not isinstance(_local(tensor), RemoteTensor):
         return own(tensor, *args, **options)
     if "other" in options:
         args, options = (options["other"], *args), {name: each for name, each in options.items() if name != "other"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,19 +19,18 @@ from monarch_backend.dtensor._controller import fetch, host_tensor_cache, remote
 from monarch_backend.dtensor._controller.operations import operations
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import fake_tensors, op_signatures
 from monarch_backend.dtensor._dispatch.op_signatures import Entry, Target
 from monarch_backend.dtensor._per_rank import per_rank_int
 from monarch_backend.dtensor._torch_internals import decompositions
-from monarch_backend.dtensor._worker import device_moves
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
+from monarch_backend.dtensor._worker import local_functions
 
 SIGNATURE_CACHE_SIZE = 8192
 """Limit of signatures of one set of workers. Beyond it the least recently used half is dropped."""
 
-_MOVED = "monarch_backend.dtensor._worker.device_moves:moved"
+_MOVED = "monarch_backend.dtensor._worker.local_functions:moved"
+_HOST = (torch.Tensor, torch.nn.Parameter)  # types of this process's tensors
 _TRUE, _FALSE = object(), object()  # 1 == True, but they are different arguments
 
 
@@ -45,17 +44,12 @@ special: dict[Any, Callable[[Any, Any, Any], Any]] = {}
 specials: list[Callable[[Any], Callable[[Any, Any, Any], Any] | None]] = []
 """Functions that return a handler as in `special`, for whole kinds of operators."""
 statistics = {"misses": 0}
+dispatch = _native.dispatch
 _known: dict[WorkerSet, int] = {}
 """Number of signatures by workers."""
 
 
-def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return an operator's result, as remote tensors."""
-    return _native.dispatch(func, args, kwargs)
-
-
 def forget(workers: WorkerSet) -> None:
-    """Drop the signatures of workers that have ended."""
     for _, plan, key in _entries_of(workers):
         plan.entries.pop(key, None)
     _known.pop(workers, None)
@@ -131,15 +125,13 @@ def _plan(func: Any) -> _native.Plan:
 
 
 def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
-    """Run with tensors of this process. Those that the operation changes are read afterwards, which waits.
-
-    Otherwise the change of the workers' copy would not be visible here.
-    """
+    """Run with tensors of this process. The changed ones among them are read afterwards, which waits."""
     kwargs = kwargs or {}
     if plan.target.call is torch.ops.aten.copy_.default and args[0].is_meta:
         # It has no values before or after. torch checks that the sizes fit.
-        return args[0] if _is_by_rank(args[1].shape) else args[0].copy_(torch.empty(args[1].shape, device="meta"))
-    changed = [each for each in op_signatures.written(plan.target.schema, args, kwargs) if _is_host(each)]
+        is_by_rank = any(type(each) is not int for each in args[1].shape)
+        return args[0] if is_by_rank else args[0].copy_(torch.empty(args[1].shape, device="meta"))
+    changed = [each for each in op_signatures.written(plan.target.schema, args, kwargs) if type(each) in _HOST]
     plain = _plain(args, kwargs, plan.target.schema)
     sent = [(each, _where_all_are(plain(each), args, kwargs)) for each in changed]
     known = {id(each): remote for each, remote in sent}
@@ -154,18 +146,10 @@ def _run_with_host_tensors(plan: _native.Plan, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map(lambda v: back.get(id(v), v), result)
 
 
-def _is_by_rank(sizes: Any) -> bool:
-    return any(type(each) is not int for each in sizes)
-
-
 def _where_all_are(sent: RemoteTensor, args: Any, kwargs: Any) -> RemoteTensor:
     """Return the sent tensor without ranks that lack another argument; these would keep the old value."""
     others = [each._meta for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
     return sent._meta.workers.without(sent, frozenset[int]().union(*(meta.outside for meta in others)))
-
-
-def _is_host(value: Any) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _part(value: Any) -> Any:
@@ -185,10 +169,7 @@ def _part(value: Any) -> Any:
 
 
 def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
-    """Return arguments that can be part of a key: tensors of this process are sent to the workers.
-
-    ``schema``: that of the operator that gets them; no other operator uses the copies.
-    """
+    """Return arguments as parts of a key: tensors of this process are sent. ``schema``: of the operator."""
     remote = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, RemoteTensor)]
     if not remote:
         raise TypeError("no argument is a remote tensor")
@@ -200,7 +181,7 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
         sent = workers.put(value)
         if not are_cpus or sent._meta.device.type == "cpu":
             return sent
-        moved: RemoteTensor = call(device_moves.moved, _MOVED, (sent, torch.device("cpu")), {})
+        moved: RemoteTensor = call(local_functions.moved, _MOVED, (sent, torch.device("cpu")), {})
         return moved
 
     def plain(value: Any) -> Any:
@@ -219,7 +200,6 @@ def _plain(args: Any, kwargs: Any, schema: Any = None) -> Callable[[Any], Any]:
 
 
 def _missing(plan: _native.Plan, key: Any, args: Any, kwargs: Any, workers: WorkerSet | None) -> Entry:
-    """Return the entry for an unknown signature."""
     with fake_tensors.one_at_a_time:
         return plan.entries.get(key) or _make(plan, key, args, kwargs, workers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -12,15 +12,14 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._torch_internals import tracing_state
 from monarch_backend.dtensor._worker import storage
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 _CPU = torch.device("cpu")
 _fake = FakeTensorMode()
 _fake.cache_enabled = False  # its cache keeps all entries without limit; callers here have their own caches
+fake_like = _fake.from_tensor
 one_at_a_time = threading.RLock()
 """Lock for all uses of fake tensors: the device that one reports depends on the state of their common mode."""
 stands_in: dict[Any, Callable[..., Any]] = {storage.resize: lambda *_: None}  # tensors here have no storage
@@ -37,7 +36,6 @@ class Operand:
 
 
 def meta_of(value: Any) -> Meta | None:
-    """Return the metadata of a worker's tensor, None for another value."""
     return value._meta if isinstance(value, RemoteTensor) else value.meta if isinstance(value, Operand) else None
 
 
@@ -93,10 +91,7 @@ def _are_on(device: torch.device, args: Any, kwargs: Any) -> bool:
 
 
 def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.device | None = None) -> Any:
-    """Return the results on fake tensors. Raises what torch raises for real ones.
-
-    ``device``: the tensors' device, if it is not the arguments'.
-    """
+    """Return the results on fake tensors of ``device``, or of the arguments'. Raises what torch would raise."""
 
     def fake(value: Any) -> Any:
         if device is not None and isinstance(value, torch.device):
@@ -112,13 +107,7 @@ def propagate(call: Callable[..., Any], args: Any, kwargs: Any, device: torch.de
 
 
 def fake_of(meta: Meta, device: torch.device | None = None) -> FakeTensor:
-    """Return a fake tensor of torch, for `propagate`."""
     return FakeTensor(_fake, _without_values(meta), device or meta.device)
-
-
-def fake_like(tensor: torch.Tensor) -> FakeTensor:
-    """Return a fake tensor like a tensor of this process."""
-    return _fake.from_tensor(tensor)
 
 
 def _without_values(meta: Meta) -> torch.Tensor:

@@ -1,7 +1,4 @@
-"""Global shapes of DTensors from their shards. The controller knows the sizes of all shards; a rank knows only its own.
-
-This module sends nothing to workers.
-"""
+"""Global shapes of DTensors from their shards. The controller knows the sizes of all shards, a rank only its own."""
 
 from __future__ import annotations
 

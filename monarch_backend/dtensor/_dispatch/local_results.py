@@ -1,13 +1,10 @@
-"""Helpers for handwritten operators (_ops/): DTensors on one mesh, and results from each rank's part.
-
-The operators choose the placements.
-"""
+"""Helpers for handwritten operators (_ops/): DTensors on one mesh, and results from each rank's part."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -15,12 +12,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
-
-
-class _Tensor(NamedTuple):
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    dtype: torch.dtype
 
 
 def distributed(tensor: Any, mesh: Any) -> Any:
@@ -49,36 +40,29 @@ def local_of(tensor: Any) -> Any:
 
 
 def workers_of(tensor: Any) -> Any:
-    """Return the workers of a tensor, None for a tensor of this process."""
     local = local_of(tensor)
     return local._meta.workers if isinstance(local, RemoteTensor) else None
 
 
 def of_parts(local: Any, whole: TensorMeta, mesh: Any, placements: Sequence[Any]) -> Any:
-    """Return the DTensor with this part on each rank."""
     return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=whole), requires_grad=False)
 
 
 def meta_of(tensor: Any) -> TensorMeta:
-    """Return the metadata of this tensor as a whole."""
     return TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def wholes(func: Any, args: Any, kwargs: Any = None) -> tuple[Any, ...]:
     """Return TensorMetas of the operator's results for whole tensors, None for results that are None. Cached."""
     leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-    return _wholes(func, spec, *map(_said, leaves))
-
-
-def _said(leaf: Any) -> Any:
-    return _Tensor(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+    return _wholes(func, spec, *(meta_of(each) if isinstance(each, torch.Tensor) else each for each in leaves))
 
 
 # typed: 1 and True are equal. Bounded: a program may have new lengths each time.
 @functools.lru_cache(1024, typed=True)
 def _wholes(func: Any, spec: pytree.TreeSpec, *leaves: Any) -> tuple[Any, ...]:
     made = [
-        torch.empty_strided(*each[:2], dtype=each.dtype, device="meta") if type(each) is _Tensor else each
+        torch.empty_strided(*each[:2], dtype=each.dtype, device="meta") if type(each) is TensorMeta else each
         for each in leaves
     ]
     args, kwargs = pytree.tree_unflatten(made, spec)

@@ -8,7 +8,7 @@ step count differs in each step. The effect is found by running the operation on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,22 +17,18 @@ from monarch_backend import _native
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
 from monarch_backend.dtensor._controller.tensor_meta import Meta
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch.fake_tensors import (
     Operand,
     meta_of,
-    one_at_a_time,
     out_sizes,
     propagate_with_device,
 )
 from monarch_backend.dtensor._errors import MeshMismatchError, RemoteTensorError
 from monarch_backend.dtensor._per_rank import output_strides, per_rank_int, shard_origins
+from monarch_backend.dtensor._per_rank.shard_origins import Origin
 from monarch_backend.dtensor._protocol import Kind
 from monarch_backend.dtensor._torch_internals import decompositions
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
-    from monarch_backend.dtensor._per_rank.shard_origins import Origin
-
 
 Entry = _native.Entry
 """Cached effect of a signature. ``number`` 0: no command is sent, and ``host`` is the result.
@@ -89,12 +85,7 @@ def with_numbers(schema: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def make(workers: WorkerSet, target: Target, args: Any, kwargs: Any) -> Entry:
-    """Define a new signature on the workers."""
-    with one_at_a_time:
-        return _make(workers, target, args, kwargs)
-
-
-def _make(workers: WorkerSet, target: Target, args: Any, kwargs: Any) -> Entry:
+    """Define a new signature on the workers. The caller has `fake_tensors.one_at_a_time`."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     classes = _classes(workers, flat)
     if target.name.startswith(_protocol.COLLECTIVES):
@@ -150,10 +141,7 @@ _SPLIT = "aten.split.Tensor"
 
 
 def _chunked(target: Target, given: list[Any]) -> list[tuple[Target, Any, Any]]:
-    """Return the split of ``torch.chunk`` for each rank; an empty tensor is split into as many empty pieces.
-
-    C++ has made one decision for all ranks, that for tensors with elements.
-    """
+    """Return the split of ``torch.chunk`` by rank. Empty tensors get as many pieces: C++ has decided once for all."""
     with_sizes = torch.ops.aten.split_with_sizes.default
     nothing = Target("aten.split_with_sizes.default", with_sizes, with_sizes._schema)
 
@@ -168,7 +156,6 @@ def _chunked(target: Target, given: list[Any]) -> list[tuple[Target, Any, Any]]:
 
 
 def _on(value: Any, rank: int) -> Any:
-    """Return the argument on this rank; for a tensor, its metadata."""
     if isinstance(value, RemoteTensor):
         return Operand(value._meta.on(rank))
     values = per_rank_int.values_of(value)
@@ -176,7 +163,6 @@ def _on(value: Any, rank: int) -> Any:
 
 
 def other_workers(what: str, one: WorkerSet, other: WorkerSet) -> MeshMismatchError:
-    """Return the error for an operation with tensors of both sets of workers."""
     return MeshMismatchError(
         f"{what} got a tensor of {one.name} and one of {other.name}: move one of them first: "
         "monarch_backend.dtensor.move(x, mesh)"
@@ -184,10 +170,7 @@ def other_workers(what: str, one: WorkerSet, other: WorkerSet) -> MeshMismatchEr
 
 
 def _classes(workers: WorkerSet, flat: Sequence[Any]) -> tuple[list[int], list[int]] | None:
-    """Return each rank's class, -1 if it takes no part, and the first rank of each class.
-
-    None if all ranks are alike.
-    """
+    """Return each rank's class, -1 if it takes no part, and each class's first rank; None if all ranks are alike."""
     varied: list[Sequence[int | None]] = []
     for each in flat:
         if isinstance(each, RemoteTensor):
@@ -286,10 +269,7 @@ Place = tuple[int, str, int]
 def _make_same(
     workers: WorkerSet, target: Target, args: Any, kwargs: Any, differing: Origin | None = None
 ) -> tuple[Entry, dict[Place, Origin | None]]:
-    """Make the entry for ranks that are all alike. Also returns the origins of the arguments that are changed.
-
-    ``differing``: origin of the numbers among the arguments that differ by rank.
-    """
+    """Make the entry for ranks that are alike, and changed arguments' origins. ``differing``: origin of numbers."""
     entry = Entry()
     entry.workers, entry.outs, entry.kind, entry.sequence, entry.host = workers, (), Kind.NONE, tuple, None
     entry.returns, writes = _returned(target.schema)
@@ -318,7 +298,11 @@ def _make_same(
 
     places = [_protocol.place(each, operand, workers.group_name) for each in args]
     named = {name: _protocol.place(each, operand, workers.group_name) for name, each in kwargs.items()}
-    ins = [_stand_in(each) for each in operands] if target.name.startswith(_protocol.COLLECTIVES) else []
+    ins = (
+        [meta and _protocol.form(meta) for meta in map(meta_of, operands)]
+        if target.name.startswith(_protocol.COLLECTIVES)
+        else []
+    )
     entry.number = workers.define(
         target.name, places, named, len(operands), entry.kind, len(entry.outs), _written(writes, places, named), ins,
         output_strides.said(entry.outs, workers.device),
@@ -391,11 +375,6 @@ def _check_sizes(target: Target, args: Any, kwargs: Any) -> None:
             )
 
 
-def _stand_in(operand: Any) -> list[Any] | None:
-    meta = meta_of(operand)
-    return None if meta is None else [list(meta.shape), str(meta.dtype).removeprefix("torch.")]
-
-
 def _returned(schema: Any) -> tuple[Callable[[Any, Any], Any] | None, list[Any]]:
     """Return what an operation that changes arguments returns, and which arguments it changes."""
     if schema is None:
@@ -452,7 +431,6 @@ def written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _written(writes: list[Any], places: list[Any], named: dict[str, Any]) -> list[int]:
-    """Return the positions of changed tensors among the operands."""
     found: list[int] = []
     for i, name in writes:
         at = places[i] if i < len(places) else named.get(name)

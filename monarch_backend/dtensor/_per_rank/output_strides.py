@@ -31,11 +31,7 @@ _BATCH_NORMS = {
 
 
 def as_cpus_have_it(func: Any, arguments: Sequence[Any], result: Any) -> Any:
-    """Return results of fake tensors with a CPU's strides for batch norm, which are the input's.
-
-    A dropout after it fills memory in its order. For eager code only, because a trace has torch's strides.
-    ``arguments``: metadata.
-    """
+    """Return an eager batch norm's results, on metadata, with a CPU's strides: the input's. A trace has torch's."""
     at = _BATCH_NORMS.get(func)
     if at is None or result[0] is None or result[0].device.type != "cpu":
         return result
@@ -89,7 +85,6 @@ def _strides(one: Any) -> Strides:
 
 
 def is_wrong(tensor: Any, strides: Strides) -> bool:
-    """Return whether a result has another order."""
     if strides is None or not isinstance(tensor, torch.Tensor) or tensor.numel() < 2 or tensor._is_view():
         return False
     steps = [each for each in zip(tensor.shape, tensor.stride(), strides, strict=True) if each[0] > 1]
@@ -98,5 +93,4 @@ def is_wrong(tensor: Any, strides: Strides) -> bool:
 
 
 def ordered(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """Return a copy in this order."""
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

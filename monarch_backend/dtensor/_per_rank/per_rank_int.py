@@ -56,25 +56,74 @@ CACHE_SIZE = 1024
 """Limit of cached results of calculations with one int."""
 
 
-class PerRankInt:
+class _Node:
+    """Answers of torch's interface of nodes that most kinds of them share."""
+
+    __slots__ = ()
+
+    def is_symbolic(self) -> bool:
+        return False
+
+    is_int = is_float = is_bool = is_nested_int = is_constant = is_symbolic
+    has_hint = is_symbolic  # torch asks for it before it branches; without a hint it asks `guard_or_false`
+
+    def clone(self) -> Any:
+        return self  # it is immutable
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    _graph_repr = __repr__
+
+
+setattr(_Node, "str", _Node.__repr__)  # noqa: B010  (torch's C++ asks for it; inside a class it would hide Python's own)
+
+Operation = Callable[[int, int], int]
+Result = Callable[[Values, bool, tuple[Any, str, Any]], Any]
+"""Function from an operation's values by rank, whether they are sizes, and the operation to its node."""
+
+
+def _number(values: Values, are_sizes: bool, _operation: Any) -> Any:
+    return _node(values, are_sizes)
+
+
+def _answer(values: Values, are_sizes: bool, operation: tuple[Any, str, Any]) -> Any:
+    """Return the answer of all ranks. If they do not agree, its use raises RankDependentError."""
+    answers = {bool(each) for each in values if each is not None}
+    if len(answers) > 1:
+        mine, sign, theirs = operation
+        return PerRankBool(f"{mine} {sign} {theirs}", _LONG_WAYS.get(sign) if are_sizes else None)
+    return AgreedBool(True in answers)
+
+
+def _operator(name: str, of: Operation, result: Result = _number) -> Callable[..., Any]:
+    """Return the method that calculates ``of(mine, theirs)``, rank by rank. Results are cached: each takes a loop."""
+
+    def operate(self: PerRankInt, other: Any = 0) -> Any:
+        theirs = other if isinstance(other, PerRankInt) else _constant(other)
+        found = self._known.get((name, theirs))
+        if found is None:
+            are_sizes = self.are_sizes and (isinstance(theirs, int) or theirs.are_sizes)
+            found = result(_zip(self, theirs, of), are_sizes, (self, name, theirs))
+            if len(self._known) >= CACHE_SIZE:  # a program may calculate with ever new numbers
+                self._known.clear()
+            self._known[name, theirs] = found
+        return found
+
+    return operate
+
+
+class PerRankInt(_Node):
     """Node of a SymInt that differs by rank. Interned: the same values are the same object."""
 
     __slots__ = ("__weakref__", "_known", "are_sizes", "values")
 
     def __init__(self, values: Values, are_sizes: bool) -> None:
         self.values, self.are_sizes = values, are_sizes
-        self._known: dict[tuple[str, Any], Any] = {}  # cached results: each takes a loop over all ranks
+        self._known: dict[tuple[str, Any], Any] = {}  # cached results, by operation
 
     def is_int(self) -> bool:
-        """Part of torch's interface of nodes, like the methods below."""
         return True
-
-    def is_float(self) -> bool:
-        """Part of torch's interface of nodes."""
-        return False
-
-    is_bool = is_nested_int = is_symbolic = is_constant = is_float
-    has_hint = is_float  # torch asks for it before it branches; without a hint it asks `guard_or_false`
 
     def maybe_as_int(self) -> None:
         """Return None: there is no single int."""
@@ -82,147 +131,54 @@ class PerRankInt:
     def __deepcopy__(self, _memo: Any) -> PerRankInt:
         return self
 
-    def clone(self) -> PerRankInt:
-        """Return itself: it is immutable."""
-        return self
-
-    def _str(self) -> str:
+    def __str__(self) -> str:
         return "{" + " ".join("-" if each is None else str(each) for each in self.values) + "}"
 
-    __str__ = __repr__ = _graph_repr = _str
-
     def wrap_int(self, number: int) -> ConstantIntNode:
-        """Return the node for the other side of a calculation."""
         return _wrapped(number)
 
-    # Arithmetic -------------------------------------------------------------------------------------------------
-
-    def _each(self, name: str, other: Any, of: Callable[[int, int], int]) -> Any:
-        """Return the node of ``of(mine, theirs)``, rank by rank."""
-        theirs = other if isinstance(other, PerRankInt) else _constant(other)
-        found = self._known.get((name, theirs))
-        if found is None:
-            are_sizes = self.are_sizes and (isinstance(theirs, int) or theirs.are_sizes)
-            found = self._remember(name, theirs, _node(_zip(self, theirs, of), are_sizes))
-        return found
-
-    def _remember(self, name: str, theirs: PerRankInt | int, found: Any) -> Any:
-        """Cache a result, which takes a loop over all ranks.
-
-        The cache is bounded, because a program may calculate with ever new numbers.
-        """
-        if len(self._known) >= CACHE_SIZE:
-            self._known.clear()
-        self._known[name, theirs] = found
-        return found
-
-    def add(self, other: Any) -> Any:
-        """Add rank by rank. The other operators work in the same way."""
-        return self._each("add", other, operator.add)
-
-    def sub(self, other: Any) -> Any:
-        """See `add`."""
-        return self._each("sub", other, operator.sub)
-
-    def mul(self, other: Any) -> Any:
-        """See `add`."""
-        return self._each("mul", other, operator.mul)
-
-    def floordiv(self, other: Any) -> Any:
-        """See `add`."""
-        return self._each("floordiv", other, operator.floordiv)
-
-    int_floordiv = floordiv
-
-    def mod(self, other: Any) -> Any:
-        """See `add`."""
-        return self._each("mod", other, operator.mod)
+    add = _operator("add", operator.add)
+    sub = _operator("sub", operator.sub)
+    mul = _operator("mul", operator.mul)
+    floordiv = int_floordiv = _operator("floordiv", operator.floordiv)
+    mod = _operator("mod", operator.mod)
+    sym_max = _operator("max", max)
+    sym_min = _operator("min", min)
+    neg = _operator("neg", lambda mine, _: -mine)
+    ceil_div = _operator("ceil", lambda above, below: -(-above // below))
+    eq = _operator("==", operator.eq, _answer)
+    ne = _operator("!=", operator.ne, _answer)
+    lt = _operator("<", operator.lt, _answer)
+    le = _operator("<=", operator.le, _answer)
+    gt = _operator(">", operator.gt, _answer)
+    ge = _operator(">=", operator.ge, _answer)
 
     def int_truediv(self, other: Any) -> PerRankFloat:
         """Return the node of the quotient, which torch then rounds to an int."""
         return PerRankFloat(self, other)
 
-    def sym_max(self, other: Any) -> Any:
-        """See `add`."""
-        return self._each("max", other, max)
-
-    def sym_min(self, other: Any) -> Any:
-        """See `add`."""
-        return self._each("min", other, min)
-
-    def neg(self) -> Any:
-        """See `add`."""
-        return self._each("neg", 0, lambda mine, _: -mine)
-
     def sym_sum(self, others: Sequence[Any]) -> Any:
-        """Return the node of the sum of these."""
         total: Any = ConstantIntNode(0)
         for each in others:
             total = each.add(total) if isinstance(each, PerRankInt) else total.add(each)
         return total
 
-    # Comparisons ------------------------------------------------------------------------------------------------
-
-    def _agreed(self, sign: str, other: Any, of: Callable[[int, int], bool]) -> Any:
-        """Return the answer of all ranks. If they do not agree, its use raises RankDependentError."""
-        theirs = other if isinstance(other, PerRankInt) else _constant(other)
-        found = self._known.get((sign, theirs))
-        if found is None:
-            found = self._remember(sign, theirs, self._answer(sign, theirs, of))
-        return found
-
-    def _answer(self, sign: str, theirs: PerRankInt | int, of: Callable[[int, int], bool]) -> Any:
-        answers = {bool(each) for each in _zip(self, theirs, of) if each is not None}
-        if len(answers) > 1:
-            both = self.are_sizes and (isinstance(theirs, int) or theirs.are_sizes)
-            return PerRankBool(f"{self} {sign} {theirs}", _LONG_WAYS.get(sign) if both else None)
-        return AgreedBool(True in answers)
-
-    def eq(self, other: Any) -> Any:
-        """Compare on all ranks. The other comparisons work in the same way."""
-        return self._agreed("==", other, operator.eq)
-
-    def ne(self, other: Any) -> Any:
-        """See `eq`."""
-        return self._agreed("!=", other, operator.ne)
-
-    def lt(self, other: Any) -> Any:
-        """See `eq`."""
-        return self._agreed("<", other, operator.lt)
-
-    def le(self, other: Any) -> Any:
-        """See `eq`."""
-        return self._agreed("<=", other, operator.le)
-
-    def gt(self, other: Any) -> Any:
-        """See `eq`."""
-        return self._agreed(">", other, operator.gt)
-
-    def ge(self, other: Any) -> Any:
-        """See `eq`."""
-        return self._agreed(">=", other, operator.ge)
-
-    def bool_(self) -> bool:
+    def bool_(self, *_: Any) -> bool:
         """Return whether it is not 0, if all ranks agree."""
         answers = {bool(each) for each in self.values if each is not None}
         if len(answers) > 1:
             raise RankDependentError(f"bool({self})", "is true on some ranks and false on others")
         return True in answers
 
-    def guard_bool(self, _file: str, _line: int) -> bool:
-        """See `bool_`."""
-        return self.bool_()
+    guard_bool = bool_
 
-    def int_(self) -> int:
-        """Raise: there is no single int."""
+    def int_(self, *_: Any) -> int:
         raise RankDependentError(f"int({self})", "has another value on each rank", INSTEAD)
 
-    def guard_int(self, _file: str, _line: int) -> int:
-        """See `int_`."""
-        return self.int_()
+    guard_int = int_
 
 
-class PerRankFloat:
+class PerRankFloat(_Node):
     """Node of a SymFloat: the quotient of an int that differs by rank. It can only be rounded."""
 
     __slots__ = ("_above", "_below")
@@ -231,114 +187,72 @@ class PerRankFloat:
         self._above, self._below = above, below
 
     def is_float(self) -> bool:
-        """Part of torch's interface of nodes."""
         return True
-
-    def is_int(self) -> bool:
-        """Part of torch's interface of nodes."""
-        return False
-
-    is_bool = is_nested_int = is_symbolic = is_constant = has_hint = is_int
 
     def maybe_as_float(self) -> None:
         """Return None: there is no single float."""
 
-    def _str(self) -> str:
+    def __str__(self) -> str:
         return f"{self._above} / {self._below}"
 
-    __str__ = __repr__ = _graph_repr = _str
-
     def ceil(self) -> Any:
-        """Return the node of the ints above."""
-        return self._above._each("ceil", self._below, lambda above, below: -(-above // below))
+        return self._above.ceil_div(self._below)
 
     def floor(self) -> Any:
-        """Return the node of the ints below."""
         return self._above.floordiv(self._below)
 
-    def float_(self) -> float:
-        """Raise: there is no single float."""
+    def float_(self, *_: Any) -> float:
         raise RankDependentError(f"float({self})", "has another value on each rank")
 
-    def guard_float(self, _file: str, _line: int) -> float:
-        """See `float_`."""
-        return self.float_()
-
-    def wrap_float(self, _number: float) -> float:
-        """Return the other side of a calculation; there is none."""
-        return self.float_()
-
-    wrap_int = wrap_float
+    guard_float = wrap_float = wrap_int = float_
 
 
-class AgreedBool:
-    """Node of a SymBool on which all ranks agree.
+class _BoolNode(_Node):
+    __slots__ = ()
 
-    torch's own constants cannot be combined with one on which ranks differ.
-    """
+    def is_bool(self) -> bool:
+        return True
+
+    def wrap_bool(self, value: bool) -> AgreedBool:
+        return AgreedBool(value)
+
+
+class AgreedBool(_BoolNode):
+    """Node of a SymBool on which all ranks agree. torch's own constants can't be combined with a `PerRankBool`."""
 
     __slots__ = ("value",)
 
     def __init__(self, value: bool) -> None:
         self.value = value
 
-    def is_bool(self) -> bool:
-        """Part of torch's interface of nodes."""
-        return True
+    is_constant = has_hint = _BoolNode.is_bool
 
-    is_constant = has_hint = is_bool
-
-    def is_int(self) -> bool:
-        """Part of torch's interface of nodes."""
-        return False
-
-    is_float = is_nested_int = is_symbolic = is_int
-
-    def maybe_as_bool(self) -> bool:
-        """Return the answer."""
+    def maybe_as_bool(self, *_: Any) -> bool:
         return self.value
 
-    bool_ = constant_bool = maybe_as_bool
+    bool_ = constant_bool = guard_bool = expect_true = maybe_as_bool
+    guard_or_false = guard_or_true = guard_size_oblivious = statically_known_true = maybe_as_bool
 
-    def guard_bool(self, _file: str, _line: int) -> bool:
-        """Return the answer."""
-        return self.value
-
-    expect_true = guard_or_false = guard_or_true = guard_size_oblivious = statically_known_true = guard_bool
-
-    def clone(self) -> AgreedBool:
-        """Return itself: it is immutable."""
-        return self
-
-    def _str(self) -> str:
+    def __str__(self) -> str:
         return str(self.value)
 
-    __str__ = __repr__ = _graph_repr = _str
-
-    def wrap_bool(self, value: bool) -> AgreedBool:
-        """Return the node for the other side of a combination."""
-        return AgreedBool(value)
-
     def sym_not(self) -> AgreedBool:
-        """Return the node of the other answer."""
         return AgreedBool(not self.value)
 
     not_ = sym_not
 
     def sym_and(self, other: Any) -> Any:
-        """Combine as Python's `and`."""
         return other if self.value else self
 
     and_ = sym_and
 
     def sym_or(self, other: Any) -> Any:
-        """Combine as Python's `or`."""
         return self if self.value else other
 
     or_ = sym_or
 
 
-class PerRankBool:
+class PerRankBool(_BoolNode):
     """Node of a SymBool that is true on some ranks and false on others. A branch on it raises.
 
     Where torch asks for a hint only (is a tensor of no elements contiguous?), it gets the answer that it uses for
@@ -350,34 +264,14 @@ class PerRankBool:
     def __init__(self, what: str, long_way: bool | None = None) -> None:
         self.what, self.long_way = what, long_way
 
-    def is_bool(self) -> bool:
-        """Part of torch's interface of nodes."""
-        return True
-
-    def is_int(self) -> bool:
-        """Part of torch's interface of nodes."""
-        return False
-
-    is_float = is_nested_int = is_symbolic = is_constant = has_hint = is_int
-
     def maybe_as_bool(self) -> None:
         """Return None: there is no single answer."""
 
-    def clone(self) -> PerRankBool:
-        """Return itself: it is immutable."""
-        return self
-
-    def _str(self) -> str:
+    def __str__(self) -> str:
         return self.what
 
-    __str__ = __repr__ = _graph_repr = _str
-
-    def wrap_bool(self, value: bool) -> AgreedBool:
-        """Return the node for the other side of a combination."""
-        return AgreedBool(value)
-
     def sym_not(self) -> PerRankBool:
-        """Return itself: the negation differs by rank as well."""
+        """Return another node of this kind: the negation differs by rank as well."""
         return PerRankBool(f"not ({self.what})", None if self.long_way is None else not self.long_way)
 
     not_ = sym_not
@@ -402,37 +296,22 @@ class PerRankBool:
         """Raise for a branch in torch's C++."""
         return self._decided(torchs=True)
 
+    expect_true = guard_bool
+
     def _decided(self, *, torchs: bool) -> bool:
         if torchs and self.long_way is not None:
             return self.long_way
         raise RankDependentError(self.what, "is true on some ranks and false on others")
 
-    expect_true = guard_bool
-
     def guard_or_false(self, _file: str, _line: int) -> bool:
         """Return the answer for unknown sizes."""
         return False
 
-    def guard_size_oblivious(self, _file: str, _line: int) -> bool:
-        """Return the answer for unknown sizes."""
-        return False
+    guard_size_oblivious = statically_known_true = guard_or_false
 
     def guard_or_true(self, _file: str, _line: int) -> bool:
         """Return the answer for unknown sizes."""
         return True
-
-    def statically_known_true(self, _file: str, _line: int) -> bool:
-        """Return the answer for unknown sizes."""
-        return False
-
-
-for _kind in (
-    PerRankInt,
-    PerRankFloat,
-    AgreedBool,
-    PerRankBool,
-):  # torch's C++ asks for it; inside a class it would hide Python's own
-    setattr(_kind, "str", _kind._str)  # noqa: B010  (mypy knows of no such attribute)
 
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep

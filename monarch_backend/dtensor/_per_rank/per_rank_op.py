@@ -20,7 +20,7 @@ from monarch_backend.dtensor._torch_internals import tracing_state
 
 
 class Call(NamedTuple):
-    """``name``: the function's name on workers. ``leaves``: its arguments, with _TENSOR in place of tensors."""
+    """``name``: the function's name on workers. ``leaves``: its arguments, with `_TENSOR` in place of tensors."""
 
     function: Callable[..., Any]
     name: str
@@ -28,18 +28,13 @@ class Call(NamedTuple):
     spec: Any
 
 
-class _Tensor:
-    """Placeholder of a tensor."""
-
-
-_TENSOR = _Tensor()
+_TENSOR = object()
 _numbers: dict[Any, int] = {}
 _calls: list[Call] = []
 _forms: dict[int, tuple[Any, list[Any]]] = {}  # of a call's result: its structure, and its leaves that are not tensors
 
 
 def call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the function's result in a trace."""
     flat, spec = pytree.tree_flatten((args, kwargs))
     tensors = [each for each in flat if isinstance(each, torch.Tensor)]
     leaves = tuple(_TENSOR if isinstance(each, torch.Tensor) else each for each in flat)

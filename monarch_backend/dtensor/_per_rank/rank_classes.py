@@ -48,11 +48,9 @@ class Classes:
 
     @property
     def is_one(self) -> bool:
-        """True if all ranks are alike."""
         return len(self.members) == 1 and -1 not in self.of_rank
 
     def parted(self, keys: Sequence[Hashable]) -> Classes:
-        """Return these classes, divided further by these keys."""
         both = zip(self.of_rank, keys, strict=True)
         return Classes(self.workers, [None if its < 0 else (its, key) for its, key in both])
 
@@ -121,7 +119,6 @@ def seen(number: Any, workers: WorkerSet) -> Any:
 
 
 def meta_seen(meta: Meta) -> Meta:
-    """Return a tensor's metadata in the current trace's form."""
     if meta.classes is None:
         return meta
     found = meta.on(_trace.members[0]) if _trace.workers is meta.workers else None

@@ -41,7 +41,6 @@ class Whole(NamedTuple):
         return any(type(each) is _StridedShard for each in self.placements)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The DTensor's spec with this dtype."""
         meta = TensorMeta(torch.Size(self.shape), self.stride, dtype)
         return DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
 
@@ -64,7 +63,6 @@ class Operand:
 
     @property
     def whole(self) -> Any:
-        """DTensor that it is a shard of; None if there is none."""
         return None if self.origin is None else self.origin.whole
 
 
@@ -76,10 +74,7 @@ MARK = "monarch_origin"
 
 
 def of_shard(spec: DTensorSpec, mesh: Any, coordinates: Sequence[Any]) -> Origin | None:
-    """Return the origin of a DTensor's local tensor; None if all ranks have the same, or parts of a sum.
-
-    ``coordinates``: for each dimension of the mesh, those of all ranks.
-    """
+    """Return a local tensor's origin; None if ranks have the same. ``coordinates``: by mesh dimension, of all ranks."""
     dims = [dim for dim, each in enumerate(spec.placements) if each.is_shard()]
     columns = [per_rank_int.values_of(coordinates[dim]) for dim in dims]
     streams = numbered(list(zip(*(each for each in columns if each is not None), strict=True)))
@@ -135,7 +130,7 @@ def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
         return lambda *_: None
     if call in _COPIES and type(args[1]) is Operand:
         return lambda *_: _of_copy(args[0], args[1])
-    if _is_of_lists(call):
+    if getattr(getattr(call, "_schema", None), "name", "").startswith(("aten::_foreach_", "aten::_fused_")):
         each_call = _aten.copy_.default if "copy" in call._schema.name else _pointwise
         return lambda at, *sizes: of_results(each_call, *_element((args, kwargs), at))(0, *sizes)
     if call in _MADE_ANEW:
@@ -144,7 +139,8 @@ def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
     if None in [each.whole for each in known]:
         return lambda *_: lost
     propagated = functools.cache(lambda shape: list(_propagated(call, args, kwargs, known, shape)))
-    is_alike = is_pointwise(call) and len({(each.origin, tuple(each.shape)) for each in known}) == 1
+    is_pointwise = call is _pointwise or call in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(call, "tags", ())
+    is_alike = is_pointwise and len({(each.origin, tuple(each.shape)) for each in known}) == 1
 
     def of_result(at: int, shape: Sizes, stride: Sizes) -> Origin | None:
         if is_alike and tuple(shape) == tuple(known[0].shape) and _is_same_order(known[0], stride):
@@ -165,11 +161,6 @@ def of_results(call: Any, args: Any, kwargs: Any) -> OfResult:
     return of_result
 
 
-def _is_of_lists(call: Any) -> bool:
-    """Whether it treats all elements of lists of tensors alike."""
-    return getattr(getattr(call, "_schema", None), "name", "").startswith(("aten::_foreach_", "aten::_fused_"))
-
-
 def _element(args: Any, at: int) -> Any:
     """Return the arguments with this element of each list in place of the list."""
 
@@ -185,10 +176,7 @@ def _pointwise(*_: Any) -> None:
 
 
 def _is_same_order(operand: Operand, stride: Sizes) -> bool:
-    """Whether a result with these strides has its elements in the operand's order, also in the whole.
-
-    The stride of a dimension of one element is ignored.
-    """
+    """Whether these strides have the operand's order, also in the whole. Dimensions of one element are ignored."""
     whole = operand.whole
     is_told = all(mine > 1 or all_ <= 1 for mine, all_ in zip(operand.shape, whole.shape, strict=True))
     return is_told and tuple(stride) == tuple(operand.stride)
@@ -302,7 +290,6 @@ def _anew(given: Operand, shape: Sizes, stride: Sizes) -> Origin | None:
 
 
 def _of_copy(written: Operand, source: Operand) -> Origin | None:
-    """Return the origin of a tensor into which another one was copied."""
     mine, other = written.origin, source.origin
     is_spread = tuple(source.shape) != tuple(written.shape)
     if other is None:  # a shard filled with one number is still a shard
@@ -350,11 +337,6 @@ _SCATTERED = ("scatter", "alltoall", "all_to_all", "permute")
 
 
 # Kinds of operations --------------------------------------------------------------------------------------------
-
-
-def is_pointwise(call: Any) -> bool:
-    """Whether each element of the results depends only on elements in the same place."""
-    return call is _pointwise or call in _ALSO_POINTWISE or torch.Tag.pointwise in getattr(call, "tags", ())
 
 
 def _overloads(*packets: Any) -> frozenset[Any]:

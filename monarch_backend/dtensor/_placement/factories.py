@@ -1,11 +1,8 @@
-"""Factories that make tensors on the workers.
-
-These are ``ones``, ``zeros``, ``empty``, ``full``, ``rand`` and ``randn`` with a mesh, and buffers of torch's own code.
-"""
+"""Factories of tensors on the workers: ``ones`` and others with a mesh, and buffers of torch's own code."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -14,10 +11,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.overrides import TorchFunctionMode
 
 from monarch_backend.dtensor._controller import controller_mesh
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import dispatch, local_results
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 _aten = torch.ops.aten
 _OPERATORS = {
@@ -57,11 +52,7 @@ def make(workers: WorkerSet, init_op: Any, size: Any, mesh: Any, placements: Any
 
 
 class OnWorkers(TorchFunctionMode):
-    """Context in which ``torch.empty``, ``zeros`` and ``ones`` make tensors on the workers of a mesh.
-
-    It is for functions of torch that make buffers for tensors on the workers. In user code it would also move other
-    tensors there.
-    """
+    """Context for torch's own functions: ``torch.empty``, ``zeros`` and ``ones`` make tensors on a mesh's workers."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
@@ -17,13 +18,9 @@ from monarch_backend.dtensor._controller import per_rank_host_tensor
 from monarch_backend.dtensor._controller.controller_mesh import outside, workers_of
 from monarch_backend.dtensor._controller.per_rank_host_tensor import PerRankTensor
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._per_rank import per_rank_int
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 
 def shard_batch(batch: Any, mesh: DeviceMesh) -> Any:
@@ -73,10 +70,7 @@ def whole(param: torch.Tensor, mesh: Any) -> Any:
 
 
 class Chunks:
-    """Chunks like those of ``torch.chunk``: of equal size but the last ones.
-
-    ``chunks[i]`` with a per-rank integer selects each rank's own.
-    """
+    """Chunks like those of ``torch.chunk``; ``chunks[i]`` with a per-rank integer selects each rank's own."""
 
     def __init__(self, tensor: Any, count: int, dim: int) -> None:
         self._tensor, self._dim, self._size = tensor, dim, -(-tensor.size(dim) // count)
@@ -98,7 +92,6 @@ class Chunks:
         return chunk
 
     def _of_host(self, tensors: Sequence[Any], start: Any, length: Any) -> PerRankTensor:
-        """Return views of a host tensor by rank."""
         starts = per_rank_int.values_of(start) or [start] * len(tensors)
         lengths = per_rank_int.values_of(length) or [length] * len(tensors)
         parts = zip(tensors, starts, lengths, strict=True)
@@ -114,7 +107,6 @@ class Sizes(tuple[Any, ...]):
     __slots__ = ()
 
     def numel(self) -> Any:
-        """Return the number of elements."""
         return math.prod(self)
 
 

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from monarch_backend.dtensor._controller import controller_mesh
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import local_results
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 log = logging.getLogger("monarch_backend")
 
@@ -85,10 +82,7 @@ def _exchange(parameter: Any, remote: Any) -> str:
 
 
 def _put(tensor: torch.Tensor, mesh: DeviceMesh) -> Any:
-    """Return the tensor on the mesh's workers.
-
-    It is the controller's, or a gradient, which may be on workers already.
-    """
+    """Return a tensor of the controller, or a gradient, which may be on workers already, on the mesh's workers."""
     workers = controller_mesh.workers_of(mesh)
     assert workers is not None
     whole = local_results.local_of(local_results.everywhere(tensor))
@@ -140,10 +134,7 @@ def tie(places: list[list[tuple[dict[str, Any], str]]]) -> None:
 
 
 class _Sent(torch.autograd.Function):
-    """Autograd function that sends a value to the workers.
-
-    Its gradient stays there and passes through the controller's history.
-    """
+    """Autograd function that sends a value to the workers. Its gradient stays there."""
 
     @staticmethod
     def forward(_ctx: Any, value: torch.Tensor, workers: WorkerSet, outside: frozenset[int]) -> torch.Tensor:
@@ -155,10 +146,7 @@ class _Sent(torch.autograd.Function):
 
 
 def sent(value: torch.Tensor, workers: WorkerSet, outside: frozenset[int]) -> Any:
-    """Return a tensor of the controller, or of workers, on these workers with its history.
-
-    Ranks ``outside`` have none.
-    """
+    """Return a tensor on these workers, except for the ranks ``outside``, with its history."""
     if isinstance(value, RemoteTensor) and outside <= value._meta.outside:
         return value
     if value.requires_grad and torch.is_grad_enabled():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from monarch_backend.dtensor import _protocol
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._errors import RemoteTensorError
+from monarch_backend.dtensor._per_rank.shard_origins import Origin
 from monarch_backend.dtensor._rng import philox
 from monarch_backend.dtensor._rng.random_ops import Shards, places_of, shards_of
 from monarch_backend.dtensor._rng.traced_random_op import TracedRandomOp
@@ -20,10 +22,6 @@ from monarch_backend.dtensor._rng.worker_generators import (
     in_step,
 )
 from monarch_backend.dtensor._torch_internals import cpu_generator
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
-    from monarch_backend.dtensor._per_rank.shard_origins import Origin
 
 
 class RandomOps:
@@ -37,10 +35,7 @@ class RandomOps:
         self._numbers: int | None = None  # as `_Fill.numbers`
 
     def around(self, write: Callable[[], None]) -> None:
-        """Run ``write``, which sends the command, as `random_ops._fill` does.
-
-        Raises RemoteTensorError if ranks need different numbers.
-        """
+        """Run ``write``, as `random_ops._fill` does. Raises RemoteTensorError if ranks need different numbers."""
         if any(each.is_plain for each in self._draws):
             check_streams(self._step.workers)
         generator = philox.default_generator(self._step.workers.device.type)
@@ -58,7 +53,6 @@ class RandomOps:
 
 
 def check_streams(workers: WorkerSet) -> None:
-    """Raise RemoteTensorError if a captured step cannot draw numbers of plain tensors."""
     if generators_of_workers(workers).streams is not None:
         raise RemoteTensorError(
             "a captured step draws random numbers of plain tensors, the same on all ranks, which they must not be "
@@ -76,26 +70,15 @@ def places(workers: WorkerSet, draw: TracedRandomOp) -> list[Any]:
 
 
 def draw_of_dropout(shape: Any, stride: Any, p: float, origin: Origin | None) -> TracedRandomOp:
-    """Return the mask of a dropout of a plain tensor; for a shard, its part of the whole's mask.
-
-    Raises RemoteTensorError if the tensor's part of the whole is not known.
-    """
+    """Return the mask of a dropout; for a shard, its part. Raises RemoteTensorError if that is not known."""
     shards = Shards([], 1)
     if origin is not None:
         check_origin(origin, "native_dropout")
         spec = origin.whole.spec(torch.bool)  # type: ignore[union-attr]
         mask = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, device="meta"))
         shape, stride, shards = mask.shape, mask.stride(), shards_of(spec)  # type: ignore[assignment]
-    return TracedRandomOp(
-        torch.ops.aten.bernoulli_.float,
-        tuple(shape),
-        tuple(stride),
-        torch.bool,
-        shards.cuts,
-        shards.keeps,
-        (1.0 - p,),
-        True,
-    )
+    func = torch.ops.aten.bernoulli_.float
+    return TracedRandomOp(func, tuple(shape), tuple(stride), torch.bool, *shards, (1.0 - p,), True)
 
 
 def check_origin(origin: Origin | None, what: str) -> None:

@@ -23,12 +23,10 @@ class Philox:
         self.manual_seed(torch.initial_seed())
 
     def manual_seed(self, seed: int) -> Philox:
-        """Start anew with this seed."""
         self._state = _STATE.pack(seed % (1 << 64), 0)
         return self
 
     def get_state(self) -> torch.Tensor:
-        """Return seed and offset, as bytes."""
         return torch.frombuffer(bytearray(self._state), dtype=torch.uint8)
 
     def set_state(self, state: torch.Tensor) -> None:
@@ -39,12 +37,10 @@ class Philox:
 
 
 def moved(before: bytes, after: bytes) -> int:
-    """Return the count of numbers between two states."""
     return int(_STATE.unpack(after)[1] - _STATE.unpack(before)[1])
 
 
 def after(before: bytes, numbers: int) -> bytes:
-    """Return the state after this count of numbers."""
     seed, offset = _STATE.unpack(before)
     return _STATE.pack(seed, offset + numbers)
 
@@ -54,7 +50,6 @@ default = Philox()
 
 
 def default_generator(device_type: str) -> torch.Generator | Philox:
-    """Return the default generator for workers with this device."""
     if device_type == "cuda":
         return torch.cuda.default_generators[0] if torch.cuda.is_initialized() else default
     return torch.default_generator

@@ -20,9 +20,10 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -32,6 +33,7 @@ from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.controller_mesh import workers_of
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._dispatch import dispatch, local_results
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._per_rank import per_rank_int, shard_origins
@@ -50,17 +52,11 @@ from monarch_backend.dtensor._rng.worker_generators import (
 from monarch_backend.dtensor._torch_internals import cpu_generator, tracing_state
 from monarch_backend.dtensor._worker.random_ops import dropped
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
-
 _aten = torch.ops.aten
 Handler = Callable[[Any, Any, Any], Any]
 
 
 def _local(tensor: Any) -> RemoteTensor:
-    """Return a DTensor's local tensor, or the tensor itself."""
     return tensor if type(tensor) is RemoteTensor else tensor._local_tensor
 
 
@@ -75,10 +71,7 @@ def _workers(tensor: Any) -> WorkerSet:
 
 
 class Shards(NamedTuple):
-    """A rank's part of the whole: dimensions with start and length.
-
-    ``keeps``: 0 on ranks that have zeros, so that the sum over a Partial dimension is the whole.
-    """
+    """A rank's part of the whole: dimension, start, length. ``keeps``: 0 on ranks with zeros in a Partial dimension."""
 
     cuts: list[tuple[int, Any, Any]]
     keeps: Any
@@ -121,7 +114,6 @@ class _Fill:
 
 
 def places_of(workers: WorkerSet, draw: TracedRandomOp, place: Callable[[Any], Any]) -> list[Any]:
-    """Return the arguments of _worker/random_ops.py's functions that draw."""
     return [
         str(draw.func), *map(place, (draw.shape, draw.stride, draw.dtype)),
         [_protocol.Tag.DEVICE, workers.device.type], place(draw.cuts), place(draw.keeps), *map(place, draw.args),
@@ -133,10 +125,7 @@ _SAME_EVERYWHERE = ("avg", "max", "min")
 
 
 def shards_of(spec: DTensorSpec) -> Shards | None:
-    """Return the ranks' parts, None if a part is not contiguous.
-
-    Raises RemoteTensorError for tensors that can't be filled with random numbers.
-    """
+    """Return the parts; None if one is not contiguous. Raises RemoteTensorError for another kind of Partial."""
     keeps: Any = 1
     for dim, placement in enumerate(spec.placements):
         if type(placement) is Partial and placement.reduce_op in ("sum", *_SAME_EVERYWHERE):
@@ -162,7 +151,6 @@ def _is_first(coordinate: Any) -> Any:
 
 
 def _fixed(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments that belong to the signature."""
     return tuple([float if type(each) is float else each for each in args])
 
 
@@ -245,10 +233,6 @@ def _like(func: Any, defaults: Callable[[Any], tuple[Any, ...]]) -> Handler:
     return make
 
 
-def _native_dropout(_func: Any, args: Any, kwargs: Any) -> Any:
-    return _dropout(*args, **kwargs)
-
-
 def _dropout(tensor: Any, p: float, train: bool | None) -> Any:
     if train is False:
         return tensor.clone(), torch.ones_like(tensor, dtype=torch.bool)
@@ -265,10 +249,7 @@ def _is_partial(tensor: Any) -> bool:
 
 
 def _by_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the whole operation on each worker, and wait for the states of their generators.
-
-    The count of its numbers may depend on values, too.
-    """
+    """Run the whole operation on each worker, and wait for their generators: the count may depend on values, too."""
     first = next(each for each in args if isinstance(each, DTensor))
     mesh = first.device_mesh
     inner = [local_results.everywhere(each)._local_tensor if isinstance(each, DTensor) else each for each in args]
@@ -300,7 +281,6 @@ def _whole(func: Any, first: RemoteTensor, args: Any, kwargs: dict[str, Any], *,
 
 @functools.cache
 def _changed(func: Any) -> list[int]:
-    """Return the positions of changed arguments."""
     infos = [each.alias_info for each in func._schema.arguments]
     return [at for at, info in enumerate(infos) if info is not None and info.is_write]
 
@@ -316,7 +296,6 @@ def _distributed(local: Any, mesh: Any) -> Any:
 
 
 def _as_before(tensor: Any, like: Any) -> Any:
-    """Return the result with the argument's placements, if it has its shape."""
     if tensor.shape != like.shape or _is_partial(like):
         return tensor
     return tensor.redistribute(like.device_mesh, like.placements)
@@ -352,7 +331,6 @@ def own_random_numbers(mesh: DeviceMesh) -> None:
 
 
 def _plain(func: Any) -> Handler:
-    """Run a random operation on plain tensors."""
     handle = _plain_by_values if func in BY_VALUES else handlers.get(func)
 
     def operation(_func: Any, args: Any, kwargs: Any) -> Any:
@@ -387,8 +365,6 @@ def _as_whole(func: Any, args: Any, kwargs: Any) -> DTensorSpec | None:
 
 
 def _of_shards(func: Any, args: Any, spec: DTensorSpec, kwargs: dict[str, Any]) -> Any:
-    """Run the operation on the DTensor and return this rank's shard of the result."""
-
     def whole(value: Any) -> Any:
         if not isinstance(value, RemoteTensor):
             return value
@@ -434,7 +410,6 @@ _warned: set[int] = set()
 
 
 def _warn_of_shards(func: Any) -> None:
-    """Warn once for each call site."""
     place = call_sites.here()
     if place in _warned:
         return
@@ -497,31 +472,19 @@ _OF_OTHER_SIZES = (_aten.multinomial.default,)
 """Operators that sample rows: their results for a shard are not shards."""
 
 
-def _uniform(_args: Any) -> tuple[Any, ...]:
-    return (0.0, 1.0)
-
-
-def _from_zero(args: Any) -> tuple[Any, ...]:
-    return (0, args[1])
-
-
-def _from_to(args: Any) -> tuple[Any, ...]:
-    return (args[1], args[2])
-
-
 _random_from = getattr(_aten.random_, "from")
 handlers: dict[Any, Handler] = {
     **dict.fromkeys(_IN_PLACE, _in_place),
     **dict.fromkeys(BY_VALUES, _by_values),
-    _aten.native_dropout.default: _native_dropout,
+    _aten.native_dropout.default: lambda _func, args, kwargs: _dropout(*args, **kwargs),
     _aten.bernoulli.p: _like(_aten.bernoulli_.float, lambda args: (args[1],)),
     **{
         getattr(packet, overload): _like(func, given)
         for packet, func, given, overloads in (
-            (_aten.rand_like, _aten.uniform_.default, _uniform, ("default", "generator")),
-            (_aten.randn_like, _aten.normal_.default, _uniform, ("default", "generator")),
-            (_aten.randint_like, _random_from, _from_zero, ("default", "generator")),
-            (_aten.randint_like, _random_from, _from_to, ("low_dtype", "low_generator_dtype")),
+            (_aten.rand_like, _aten.uniform_.default, lambda _: (0.0, 1.0), ("default", "generator")),
+            (_aten.randn_like, _aten.normal_.default, lambda _: (0.0, 1.0), ("default", "generator")),
+            (_aten.randint_like, _random_from, lambda args: (0, args[1]), ("default", "generator")),
+            (_aten.randint_like, _random_from, lambda args: (args[1], args[2]), ("low_dtype", "low_generator_dtype")),
         )
         for overload in overloads
         if hasattr(packet, overload)  # torch 2.10 added those with a generator

@@ -38,7 +38,6 @@ def draw(like: torch.Tensor, what: TracedRandomOp) -> torch.Tensor:
 
 
 def drawn(number: int) -> TracedRandomOp:
-    """Return the operation of this number."""
     return _draws[number]
 
 

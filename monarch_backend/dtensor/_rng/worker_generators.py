@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._controller import call_sites
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor
+from monarch_backend.dtensor._controller.worker_set import WorkerSet
 from monarch_backend.dtensor._errors import RemoteTensorError
 from monarch_backend.dtensor._rng import philox
 from monarch_backend.dtensor._worker import random_ops as _worker
-
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._controller.worker_set import WorkerSet
 
 WORKER = "monarch_backend.dtensor._worker.random_ops:"
 Generator = torch.Generator | philox.Philox
@@ -36,10 +34,7 @@ class WorkerGenerators:
         self._state = b""
         self._members: Members = None
         self.streams: tuple[int, ...] | None = None
-        """Stream of each rank for plain tensors; ranks of one stream have the same numbers.
-
-        None: one stream for all.
-        """
+        """Stream of each rank for plain tensors. Ranks of one stream have the same numbers; None: one for all."""
 
     def bring(self, state: bytes, members: Members) -> None:
         """Set these workers' generators to this state for the next command."""
@@ -51,7 +46,6 @@ class WorkerGenerators:
         self._state, self._members = state, members
 
     def differ(self, streams: list[int]) -> None:
-        """Set each rank's stream."""
         if self.streams != tuple(streams):
             self.streams = tuple(streams)
             place = [_protocol.Tag.BY_RANK, streams]
@@ -79,12 +73,10 @@ class WorkerGenerators:
 
 
 def generators_of(local: RemoteTensor) -> WorkerGenerators:
-    """Return the generators of the workers that hold this tensor."""
     return generators_of_workers(local._meta.workers)
 
 
 def generators_of_workers(workers: WorkerSet) -> WorkerGenerators:
-    """Return the generators of these workers."""
     known: WorkerGenerators | None = workers.kept.get("random")
     if known is None:
         known = workers.kept["random"] = WorkerGenerators(workers)
@@ -92,24 +84,17 @@ def generators_of_workers(workers: WorkerSet) -> WorkerGenerators:
 
 
 def draws_on_cpu(workers: WorkerSet) -> bool:
-    """Return whether the workers' CPUs draw.
-
-    XLA's own numbers differ, and the position of its generator is not known.
-    """
+    """Return whether the workers' CPUs draw. XLA's own numbers differ, and its generator's position is not known."""
     return workers.device.type in _worker.DRAWN_ON_THE_CPU
 
 
 def members_of(local: RemoteTensor) -> Members:
-    """Return the ranks that have a part of this tensor."""
     of_rank = local._meta.of_rank
     return tuple(each >= 0 for each in of_rank) if -1 in of_rank else None
 
 
 def take_generator(workers: WorkerSet, kwargs: dict[str, Any]) -> Generator:
-    """Remove the generator argument and return it.
-
-    Raises RemoteTensorError for the generator of another device than the numbers'.
-    """
+    """Remove the generator argument and return it. Raises RemoteTensorError for the generator of another device."""
     found = kwargs.pop("generator", None)
     if found is None:
         return philox.default_generator(workers.device.type)

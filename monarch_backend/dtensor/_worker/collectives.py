@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,74 +33,41 @@ def _call(name: str, settings: Any, tensors: list[Any], given: dict[str, Any]) -
     getattr(group, name)(*tensors, settings).wait()
 
 
-def allreduce_(tensors: Any, **given: Any) -> None:
-    """``dist.all_reduce``."""
-    _call("allreduce", options.AllreduceOptions(), [tensors], given)
+def _collective(name: str, settings: Callable[[], Any], *tensors: str) -> Callable[..., None]:
+    """Return the function for the group's method ``name``. ``tensors``: names of its arguments with tensors."""
+
+    def collective(**given: Any) -> None:
+        _call(name, settings(), [given[each] for each in tensors], given)
+
+    return collective
 
 
-def broadcast_(tensors: Any, **given: Any) -> None:
-    """``dist.broadcast``."""
-    _call("broadcast", options.BroadcastOptions(), [tensors], given)
-
-
-def reduce_(tensors: Any, **given: Any) -> None:
-    """``dist.reduce``."""
-    _call("reduce", options.ReduceOptions(), [tensors], given)
-
-
-def allgather_(output_tensors: Any, input_tensors: Any, **given: Any) -> None:
-    """``dist.all_gather``."""
-    _call("allgather", options.AllgatherOptions(), [output_tensors, input_tensors], given)
-
-
-def _allgather_base_(output_tensor: Any, input_tensor: Any, **given: Any) -> None:
-    """``dist.all_gather_into_tensor``."""
-    _call("_allgather_base", options.AllgatherOptions(), [output_tensor, input_tensor], given)
-
-
-def reduce_scatter_(output_tensors: Any, input_tensors: Any, **given: Any) -> None:
-    """``dist.reduce_scatter``."""
-    _call("reduce_scatter", options.ReduceScatterOptions(), [output_tensors, input_tensors], given)
-
-
-def _reduce_scatter_base_(output_tensor: Any, input_tensor: Any, **given: Any) -> None:
-    """``dist.reduce_scatter_tensor``."""
-    _call("_reduce_scatter_base", options.ReduceScatterOptions(), [output_tensor, input_tensor], given)
-
-
-def alltoall_(output_tensors: Any, input_tensors: Any, **given: Any) -> None:
-    """``dist.all_to_all``."""
-    _call("alltoall", options.AllToAllOptions(), [output_tensors, input_tensors], given)
+allreduce_ = _collective("allreduce", options.AllreduceOptions, "tensors")
+broadcast_ = _collective("broadcast", options.BroadcastOptions, "tensors")
+reduce_ = _collective("reduce", options.ReduceOptions, "tensors")
+allgather_ = _collective("allgather", options.AllgatherOptions, "output_tensors", "input_tensors")
+_allgather_base_ = _collective("_allgather_base", options.AllgatherOptions, "output_tensor", "input_tensor")
+reduce_scatter_ = _collective("reduce_scatter", options.ReduceScatterOptions, "output_tensors", "input_tensors")
+_reduce_scatter_base_ = _collective(
+    "_reduce_scatter_base", options.ReduceScatterOptions, "output_tensor", "input_tensor"
+)
+alltoall_ = _collective("alltoall", options.AllToAllOptions, "output_tensors", "input_tensors")
+allreduce_coalesced_ = _collective("allreduce_coalesced", options.AllreduceCoalescedOptions, "tensors")
+allgather_coalesced_ = _collective("allgather_coalesced", options.AllgatherOptions, "output_lists", "input_list")
+allgather_into_tensor_coalesced_ = _collective(
+    "allgather_into_tensor_coalesced", options.AllgatherOptions, "outputs", "inputs"
+)
+reduce_scatter_tensor_coalesced_ = _collective(
+    "reduce_scatter_tensor_coalesced", options.ReduceScatterOptions, "outputs", "inputs"
+)
 
 
 def alltoall_base_(
     output: Any, input: Any, output_split_sizes: Any = (), input_split_sizes: Any = (), **given: Any
 ) -> None:
-    """``dist.all_to_all_single``."""
     splits = [list(output_split_sizes), list(input_split_sizes)]
     _call("alltoall_base", options.AllToAllOptions(), [output, input, *splits], given)
 
 
-def allreduce_coalesced_(tensors: Any, **given: Any) -> None:
-    """``dist.all_reduce_coalesced``, and several ``dist.all_reduce`` in a coalescing manager."""
-    _call("allreduce_coalesced", options.AllreduceCoalescedOptions(), [tensors], given)
-
-
-def allgather_coalesced_(output_lists: Any, input_list: Any, **given: Any) -> None:
-    """``dist.all_gather_coalesced``."""
-    _call("allgather_coalesced", options.AllgatherOptions(), [output_lists, input_list], given)
-
-
-def allgather_into_tensor_coalesced_(outputs: Any, inputs: Any, **given: Any) -> None:
-    """Several ``dist.all_gather_into_tensor`` in a coalescing manager."""
-    _call("allgather_into_tensor_coalesced", options.AllgatherOptions(), [outputs, inputs], given)
-
-
-def reduce_scatter_tensor_coalesced_(outputs: Any, inputs: Any, **given: Any) -> None:
-    """Several ``dist.reduce_scatter_tensor`` in a coalescing manager."""
-    _call("reduce_scatter_tensor_coalesced", options.ReduceScatterOptions(), [outputs, inputs], given)
-
-
 def barrier(**given: Any) -> None:
-    """``dist.barrier``."""
     _group_of(given["process_group"]).barrier().wait()

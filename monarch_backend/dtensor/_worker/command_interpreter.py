@@ -2,31 +2,132 @@
 
 A command is some words: a function's number, its call site, ids of operands and results (_protocol.py). The compiled
 core executes the functions that it knows by itself. A failed operation's `Failure` is stored in place of its results,
-and of results that depend on them.
+and of results that depend on them. `PendingResults` are of collectives in flight, `WorkerGroups` their groups.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections import ChainMap
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch.distributed import distributed_c10d as c10d
 
 from monarch_backend import _native
 from monarch_backend.dtensor import _protocol
 from monarch_backend.dtensor._protocol import Define, Graph, Signature
 from monarch_backend.dtensor._torch_internals import c10d_registry
-from monarch_backend.dtensor._worker import failures, graph_executor, op_functions
+from monarch_backend.dtensor._worker import failures, op_functions
 from monarch_backend.dtensor._worker import storage as storage_module
 from monarch_backend.dtensor._worker.failures import Failure
+from monarch_backend.dtensor._worker.graph_executor import GraphFunction
 from monarch_backend.dtensor._worker.op_functions import Function
-from monarch_backend.dtensor._worker.pending_results import PendingResults
 from monarch_backend.dtensor._worker.xla import xla_device
 from monarch_backend.process_group._errors import GroupClosedError, RankFailedError
 
-if TYPE_CHECKING:
-    from monarch_backend.dtensor._worker.worker_groups import WorkerGroups
+
+class PendingResults:
+    """Waits for collectives when their results or their operands' memory are used. ``tensors``: by number."""
+
+    def __init__(
+        self, tensors: dict[int, Any], new_failure: Callable[[Signature, int, int, Exception], Failure]
+    ) -> None:
+        self._tensors, self._new_failure = tensors, new_failure
+        self.pending: dict[int, tuple[Signature, int, int]] = {}  # by result: arguments of ``new_failure``
+        self._sources: dict[int, frozenset[int]] = {}  # by result: the storages that the collective reads
+        self._readers: dict[int, set[int]] = {}  # by storage: the results
+
+    def wait_for_operands(self, function: Function, words: list[Any], i: int) -> None:
+        for each in function.operands(words, i):
+            if each in self.pending:
+                self.settled(each)
+
+    def wait_for_readers(self, function: Function, words: list[Any], i: int) -> None:
+        """Wait for collectives that still read memory which a command writes."""
+        writes = function.signature.writes
+        if not writes:
+            return
+        operands = function.operands(words, i)
+        written = self.memory_of([operands[at] for at in writes])
+        for each in [each for storage in written for each in self._readers.get(storage, ())]:
+            self.settled(each)
+
+    def note_readers(self, results: list[int], storages: frozenset[int]) -> None:
+        """Record the storages that the collective of these results reads."""
+        self._sources.update(dict.fromkeys(results, storages))
+        for storage in storages:
+            self._readers.setdefault(storage, set()).update(results)
+
+    def _forget_reader(self, result: int) -> None:
+        for storage in self._sources.pop(result, ()):
+            self._readers[storage].discard(result)
+            if not self._readers[storage]:
+                del self._readers[storage]
+
+    def memory_of(self, numbers: list[int]) -> frozenset[int]:
+        found = [storage_module.identity(self._tensors.get(each)) for each in numbers]
+        return frozenset(each for each in found if each is not None)
+
+    def settled(self, number: int) -> Any:
+        """Wait for a result; return it, a `Failure`, or None if this rank has no part in it."""
+        found = self._tensors.get(number)  # None: this rank takes no part in it
+        origin = self.pending.pop(number, None)
+        self._forget_reader(number)
+        if origin is not None and not isinstance(found, Failure):
+            try:
+                found = funcol.wait_tensor(found)
+            except Exception as error:  # such as the death of another rank
+                found = self._new_failure(*origin, error)
+            self._tensors[number] = found
+        return found
+
+
+class WorkerGroups:
+    """Groups of the mesh dimensions that this rank is in."""
+
+    def __init__(self, rank: int, timeout: datetime.timedelta) -> None:
+        self._rank, self._timeout = rank, timeout
+        self.names: dict[str, str] = {}  # by the controller's name of a group
+        self._store: Any = None
+        self._rows: dict[str, list[list[int]]] = {}  # by the controller's name
+        self._joined: dict[tuple[int, ...], str] = {}  # by ranks: torch derives the name from them, and has each once
+
+    def join(self, name: str, rows: list[list[int]]) -> None:
+        self._rows[name] = rows
+        mine = next((row for row in rows if self._rank in row), None)
+        if mine is None:
+            return
+        known = self._joined.get(tuple(mine))
+        if known is None:
+            if len(mine) == dist.get_world_size() and mine == sorted(mine):
+                group: Any = c10d._get_default_group()
+            else:
+                group = c10d_registry.new_group(f"{name}_{mine[0]}", mine)
+            known = self._joined[tuple(mine)] = group.group_name
+        self.names[name] = known
+
+    def name_of(self, name: str) -> str:
+        return self.names.get(name, name)
+
+    def join_again(self) -> None:
+        """Create all groups anew, because the default group was replaced."""
+        self._joined.clear()
+        for name, rows in self._rows.items():
+            self.join(name, rows)
+
+    def reinitialize(self, run: int) -> None:
+        """Replace the default group after a failed run: ranks may be in different collectives of the old groups."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if self._store is None:
+            self._store = c10d_registry.default_store()
+        dist.destroy_process_group()
+        store = dist.PrefixStore(f"after_run_{run}", self._store)
+        dist.init_process_group("monarch", store=store, rank=rank, world_size=size, timeout=self._timeout)
 
 
 class CommandInterpreter:
@@ -46,7 +147,6 @@ class CommandInterpreter:
         """XLA's recorded operations."""
 
     def run(self, batch: bytes) -> None:
-        """Execute a batch."""
         definitions, words = _protocol.decode(batch)
         for definition in definitions:
             self._define(*definition)
@@ -80,10 +180,8 @@ class CommandInterpreter:
     def _run_one(self, words: list[Any], i: int) -> int:
         """Execute the command at ``i``; return the position of the next one."""
         number = words[i]
-        if number == _protocol.DELETE:
-            return self._delete(words, i)
-        if number == _protocol.FORGET:
-            return self._forget(words, i)
+        if number < _protocol.FIRST:
+            return self._drop(words, i)
         function: Function = self.functions[number]  # type: ignore[assignment]
         if self._pending:
             self.results.wait_for_operands(function, words, i)
@@ -108,19 +206,19 @@ class CommandInterpreter:
                 self.results.settled(each)
         return i + function.length
 
-    def _delete(self, words: list[Any], i: int) -> int:
+    def _drop(self, words: list[Any], i: int) -> int:
+        """Drop tensors, or the functions of signatures; return the position of the next command."""
         end: int = i + 2 + words[i + 1]
-        for number in words[i + 2 : end]:
+        numbers = words[i + 2 : end]
+        if words[i] == _protocol.FORGET:
+            for number in numbers:
+                self.functions.pop(number, None)
+                self._calls.pop(number, None)
+            return end
+        for number in numbers:
             if number in self._pending:
                 self.results.settled(number)
             self.tensors.pop(number, None)
-        return end
-
-    def _forget(self, words: list[Any], i: int) -> int:
-        end: int = i + 2 + words[i + 1]
-        for number in words[i + 2 : end]:
-            self.functions.pop(number, None)
-            self._calls.pop(number, None)
         return end
 
     def _define(self, what: int, *definition: Any) -> None:
@@ -136,7 +234,7 @@ class CommandInterpreter:
             self._groups.join(*definition)
         elif what == Define.GRAPH:
             graph = Graph(*definition)
-            self.functions[graph.number] = graph_executor.make(graph, self._rank, self.device, self._groups.name_of)
+            self.functions[graph.number] = GraphFunction(graph, self._rank, self.device, self._groups.name_of)
 
     def _made(self, signature: Signature) -> Function:
         try:
@@ -145,34 +243,27 @@ class CommandInterpreter:
             return op_functions.refuse(signature, error)
 
     def settle_all(self) -> None:
-        """Wait for all pending collectives."""
         for each in list(self._pending):
             self.results.settled(each)
 
     # Groups -----------------------------------------------------------------------------------------------------
 
-    def forget_calls(self) -> None:
-        """Drop the compiled core's calls, which use the old groups."""
-        self._calls.clear()
-
-    def bind_groups(self) -> None:
-        """Make the functions that name groups anew, after all groups were joined again."""
+    def rejoin_groups(self) -> None:
+        """Join all groups again after the default group was replaced, and make the functions that name them anew."""
+        self._calls.clear()  # the compiled core's calls use the old groups
+        self._groups.join_again()
         for number, function in list(self.functions.items()):  # functions that name groups
-            if isinstance(function, graph_executor.GraphFunction):
-                self.functions[number] = graph_executor.make(
-                    function.graph, self._rank, self.device, self._groups.name_of
-                )
+            if isinstance(function, GraphFunction):
+                self.functions[number] = GraphFunction(function.graph, self._rank, self.device, self._groups.name_of)
             elif function is not None and function.signature.number == number:
                 made = self._made(function.signature)
                 function.run, function.call, function.orders = made.run, made.call, made.orders
 
     # Failures ---------------------------------------------------------------------------------------------------
 
-    def new_failure(self, operation: str, site: int, error: BaseException) -> Failure:
+    def new_failure(self, operation: str, site: int, error: BaseException, order: int | None = None) -> Failure:
         """Return a new failure; the caller reports it."""
-        return self._new_failure(operation, site, self._before, error)
-
-    def _new_failure(self, operation: str, site: int, order: int, error: BaseException) -> Failure:
+        order = self._before if order is None else order
         is_end = isinstance(error, (GroupClosedError, RankFailedError)) or c10d_registry.says_gone(error)
         return Failure(failures.report_of(operation, site, self._rank, error), order, is_end=is_end)
 
@@ -214,15 +305,12 @@ class CommandInterpreter:
     def _failure(
         self, signature: Signature, site: int, order: int, error: Exception, *, is_check: bool = False
     ) -> Failure:
-        failure = self._new_failure(signature.target, site, order, error)
+        failure = self.new_failure(signature.target, site, error, order)
         self.failures.add(failure, is_check=is_check)
         return failure
 
     def _stand_in(self, function: Function, words: list[Any], i: int) -> None:
-        """Take part in a collective with zeros, because other ranks are in it.
-
-        A read gets the failure, since it asks all ranks.
-        """
+        """Take part in a collective with zeros: other ranks are in it. A read asks all ranks and gets the failure."""
         operands = {}
         for at, number in enumerate(function.operands(words, i)):
             if isinstance(self.tensors.get(number), Failure):

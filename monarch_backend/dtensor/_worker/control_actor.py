@@ -1,4 +1,4 @@
-"""`ControlActor`: actor beside the executor for messages that cannot wait until the executor is free.
+"""Actors beside the executor. `ControlActor` gets the messages that cannot wait until the executor is free.
 
 It stores them in `ControlInbox` for the executor: the end of a run on other ranks, and transfers from other workers. It
 has no tensors and runs no operations.
@@ -7,10 +7,14 @@ has no tensors and runs no operations.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from monarch_backend._actor.actor import Actor, endpoint
 
@@ -49,7 +53,6 @@ class ControlInbox:
             self._running = run
 
     def end(self) -> None:
-        """Record that the executor has left this run."""
         with self._changed:
             self._running = None
 
@@ -71,14 +74,12 @@ class ControlInbox:
             return self._verdicts.pop(run)[0]
 
     def deliver(self, transfer_id: int, sender: int, content: Any) -> None:
-        """Store a part of a transfer from another worker."""
         with self._changed:
             if transfer_id not in self._forgotten:
                 self._parts[transfer_id][sender] = content
                 self._changed.notify_all()
 
     def refuse(self, transfer_id: int, why: str) -> None:
-        """Record that a transfer will not arrive."""
         with self._changed:
             if transfer_id not in self._forgotten:
                 self._refused[transfer_id] = why
@@ -124,10 +125,7 @@ class ControlInbox:
         release()
 
     def forget(self, transfer_id: int, why: str) -> None:
-        """Drop a transfer after a failure: calls that would take or release it will never begin.
-
-        Calls that wait for it stop waiting. Messages that were sent before may still arrive.
-        """
+        """Drop a failed transfer. Calls stop waiting for it; messages that were sent before may still arrive."""
         with self._changed:
             self._forgotten[transfer_id] = why
             if len(self._forgotten) > MAX_FORGOTTEN:
@@ -153,28 +151,12 @@ inboxes: defaultdict[str, ControlInbox] = defaultdict(ControlInbox)
 """Inboxes of this process, by the type of the executor's device."""
 
 
-class GroupRejoins:
-    """Runs after which this process has joined a new default group."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._runs: set[int] = set()
-
-    def note(self, run: int) -> None:
-        """Record a run after which the process has joined."""
-        with self._changed:
-            self._runs.add(run)
-            self._changed.notify_all()
-
-    def wait(self, run: int) -> None:
-        """Wait until the process has joined after this run."""
-        with self._changed:
-            while run not in self._runs:
-                self._changed.wait(CANCEL_CHECK_INTERVAL_S)
+_rejoins: dict[int, threading.Event] = {}
 
 
-group_rejoins = GroupRejoins()
-"""Runs of this process, for executors of all devices."""
+def rejoin_after(run: int) -> threading.Event:
+    """Return the event that this process has joined a new default group after a run, for executors of all devices."""
+    return _rejoins.setdefault(run, threading.Event())
 
 
 class ControlActor(Actor):
@@ -184,26 +166,18 @@ class ControlActor(Actor):
         self._inbox = inboxes[device_type]
 
     @endpoint
-    def set_verdict(self, run: int, verdict: str, why: str) -> None:
-        """See `ControlInbox.set_verdict`."""
-        self._inbox.set_verdict(run, verdict, why)
+    def tell(self, method: str, *args: Any) -> None:
+        getattr(self._inbox, method)(*args)
+
+
+class Gpus(Actor):
+    """Probe for a process's GPU, before an executor needs one: a failure of the executor would end the program."""
 
     @endpoint
-    def deliver(self, transfer_id: int, sender: int, content: Any) -> None:
-        """See `ControlInbox.deliver`."""
-        self._inbox.deliver(transfer_id, sender, content)
-
-    @endpoint
-    def refuse(self, transfer_id: int, why: str) -> None:
-        """See `ControlInbox.refuse`."""
-        self._inbox.refuse(transfer_id, why)
-
-    @endpoint
-    def finish_read(self, transfer_id: int) -> None:
-        """See `ControlInbox.finish_read`."""
-        self._inbox.finish_read(transfer_id)
-
-    @endpoint
-    def forget(self, transfer_id: int, why: str) -> None:
-        """See `ControlInbox.forget`."""
-        self._inbox.forget(transfer_id, why)
+    def missing(self) -> str:
+        """Return why this process has no GPU that its torch can use; or ""."""
+        if torch.cuda.is_available():
+            return ""
+        built = torch.version.cuda or torch.version.hip
+        why = "torch finds no GPU here" if built else "torch is built without support for GPUs"
+        return f"{why} (host {socket.gethostname()}, pid {os.getpid()}, torch {torch.__version__})"

@@ -29,17 +29,13 @@ class Failure:
 
 
 class Failures:
-    """Failures of this worker.
-
-    A *check* has no result (`_assert_async`): no tensor depends on it, and any read reports it.
-    """
+    """Failures of this worker. A *check* has no result (`_assert_async`); any read reports it."""
 
     def __init__(self) -> None:
         self._untold: Failure | None = None  # the first
         self._checks: list[Failure] = []
 
     def add(self, failure: Failure, *, is_check: bool) -> None:
-        """Record a new failure."""
         self._untold = self._untold or failure
         if is_check and not failure.is_end and len(self._checks) < MAX_FAILURES:
             self._checks.append(failure)
@@ -59,10 +55,7 @@ class Failures:
         return {"reply": reply, "checks": [each.report for each in self._checks]} if self._checks else reply
 
     def raised(self, order: int) -> None:
-        """Drop all checks up to this one, which the controller has raised.
-
-        A reply alone may arrive after its caller has gone.
-        """
+        """Drop the checks that the controller has raised. A reply alone may arrive after its caller has gone."""
         for each in [each for each in self._checks if each.order <= order]:
             self._checks.remove(each)
             self.told(each)
@@ -85,7 +78,6 @@ def _shortly(message: str) -> str:
 
 
 def report_of(operation: str, site: int, rank: int, error: BaseException) -> dict[str, Any]:
-    """Return the report of an error for the controller."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return {
         "failed": operation, "site": site, "rank": rank, "host": socket.gethostname(), "pid": os.getpid(),

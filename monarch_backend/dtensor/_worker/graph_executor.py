@@ -1,14 +1,13 @@
 """Captured steps on a worker: many operations in one command, compiled by Inductor or run one by one.
 
-op_functions.py handles single operations. A rank that fails within a step still takes part in its remaining
-collectives.
+A rank that fails within a step still takes part in its remaining collectives.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -27,22 +26,6 @@ Values = Sequence[Any]
 
 class GraphFunction(Function):
     """Function that runs a graph. Its command has numbers between tensors and results."""
-
-    __slots__ = (
-        "_all",
-        "_collectives",
-        "_compiled",
-        "_count",
-        "_draws",
-        "_groups",
-        "_numbers_on",
-        "_orders",
-        "_plain",
-        "_source",
-        "_steps",
-        "_wants_inductor",
-        "graph",
-    )
 
     def __init__(self, graph: Graph, rank: int, device: torch.device, group: Callable[[str], Any]) -> None:
         signature = Signature(
@@ -67,11 +50,9 @@ class GraphFunction(Function):
         self._numbers_on = device if device.type == "xla" else None  # its operators refuse a CPU's tensors
 
     def results(self, words: list[Any], i: int) -> list[int]:
-        """See `Function.results`."""
         return words[i + self.length - self.signature.results : i + self.length]
 
     def stand_in(self, tensors: dict[int, Any], words: list[Any], i: int) -> None:
-        """See `Function.stand_in`."""
         for each in self._collectives:
             each.run_with_zeros()
 
@@ -152,10 +133,7 @@ class GraphFunction(Function):
 
 
 class _Orders:
-    """Puts the results of steps into the memory order with which the graph was traced.
-
-    Before `found` is called it determines which steps need this.
-    """
+    """Puts results into the order with which the graph was traced. Before `found` it determines which need this."""
 
     def __init__(self, steps: list[Step]) -> None:
         self._looks = True
@@ -188,28 +166,26 @@ class _Orders:
         return put[0] if isinstance(found, torch.Tensor) else put
 
 
-class _GraphCollective:
-    """A collective of a graph, in which a failed rank takes part with zeros."""
+class _GraphCollective(NamedTuple):
+    """A collective of a graph. ``run_with_zeros``: lets a failed rank take part with zeros as inputs."""
 
-    def __init__(self, step: Step, group: str, call: Callable[[Values], Any], device: torch.device) -> None:
-        self.group, self._step, self._call, self._device = group, step, call, device
+    group: str
+    run_with_zeros: Callable[[], None]
 
-    def run_with_zeros(self) -> None:
-        """Run the collective with zeros as inputs."""
-        ins = self._step.ins or []
-        found = self._call([torch.zeros(shape, dtype=getattr(torch, name), device=self._device) for shape, name in ins])
+
+def _with_zeros(step: Step, call: Callable[[Values], Any], device: torch.device) -> Callable[[], None]:
+    def run() -> None:
+        ins = step.ins or []
+        found = call([torch.zeros(shape, dtype=getattr(torch, name), device=device) for shape, name in ins])
         for each in [found] if isinstance(found, torch.Tensor) else found:
             funcol.wait_tensor(each)
+
+    return run
 
 
 def _past(group: str) -> int:
     """Return the count of collectives in a group so far."""
     return int(c10d._resolve_process_group(group)._get_sequence_number_for_group())  # type: ignore[attr-defined, arg-type]
-
-
-def make(graph: Graph, rank: int, device: torch.device, group: Callable[[str], Any]) -> GraphFunction:
-    """Return a graph's function. ``group``: maps the controller's name of a group to this worker's."""
-    return GraphFunction(graph, rank, device, group)
 
 
 def by_rank(name: str, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -266,10 +242,12 @@ def _collectives(steps: list[Step], source: Source) -> list[_GraphCollective]:
         of = {at: k for k, at in enumerate(_operands_of([*step.args, *step.kwargs.values()]))}
         call = source.call(step.target, step.args, step.kwargs, lambda at, of=of: f"z[{of[at]}]")  # type: ignore[misc]
         exec(f"def run_with_zeros(z):\n    return {call}", source.constants)
-        name = next(each[1] for each in [*step.args, *step.kwargs.values()] if _is_group(each))
-        found.append(_GraphCollective(step, source.group(name), source.constants["run_with_zeros"], source.device))
+        name = next(
+            each[1]
+            for each in [*step.args, *step.kwargs.values()]
+            if isinstance(each, list) and each[:1] == [Tag.GROUP]
+        )
+        found.append(
+            _GraphCollective(source.group(name), _with_zeros(step, source.constants["run_with_zeros"], source.device))
+        )
     return found
-
-
-def _is_group(place: Any) -> bool:
-    return isinstance(place, list) and bool(place) and place[0] == Tag.GROUP

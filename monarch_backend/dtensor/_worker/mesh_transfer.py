@@ -30,7 +30,7 @@ def offer(x: DTensor, transfer: MeshTransfer) -> None:
     copy = _in_memory(x) if _is_elsewhere(x) else x.clone()  # the controller continues, and may change x
     part = ShardedState.register({"x": copy})
     inboxes[x.device_mesh.device_type].keep(transfer.transfer_id, len(transfer.readers), part.drop)
-    transfer.target.deliver.broadcast(transfer.transfer_id, rank, part)
+    transfer.target.tell.broadcast("deliver", transfer.transfer_id, rank, part)
 
 
 def fill(frame: DTensor, transfer: MeshTransfer) -> DTensor:
@@ -42,7 +42,7 @@ def fill(frame: DTensor, transfer: MeshTransfer) -> DTensor:
         if read is not frame:
             frame.to_local().copy_(read.to_local())
     finally:
-        transfer.source.finish_read.broadcast(transfer.transfer_id)
+        transfer.source.tell.broadcast("finish_read", transfer.transfer_id)
     return frame
 
 
@@ -52,6 +52,5 @@ def _is_elsewhere(x: DTensor) -> bool:
 
 
 def _in_memory(x: DTensor) -> DTensor:
-    """Return the current values in this host's memory."""
     [local] = graph_hash_workaround.on_host([x.to_local()])
     return DTensor(local, x._spec, requires_grad=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from monarch_backend._native import Call
 from monarch_backend.dtensor._per_rank import output_strides
 from monarch_backend.dtensor._protocol import COLLECTIVE_NAMESPACES, COLLECTIVES, Signature, Tag, constant
 from monarch_backend.dtensor._torch_internals import fast_op_lookup
-from monarch_backend.dtensor._worker import torch_compat
+from monarch_backend.dtensor._worker import collectives, local_functions, torch_compat
 
 Run = Callable[[dict[int, Any], list[Any], int], None]
 
@@ -43,14 +44,10 @@ class Function:
         return [0 if at in self._floats else each for at, each in enumerate(found)] if self._floats else found
 
     def results(self, words: list[Any], i: int) -> list[int]:
-        """Return the ids of the command's results."""
         return words[i + 2 + self.signature.operands : i + self.length]
 
     def quick(self, tensors: dict[int, Any], words: list[Any], i: int) -> Call | None:
-        """Return the compiled call for later commands, if only operands have to be checked and waited for.
-
-        Called after this command was executed.
-        """
+        """Return the compiled call for commands after this one, if only operands have to be checked and waited for."""
         if self.call is None or self.is_collective:
             return None
         self.call.function = fast_op_lookup.quickest(self.call.function, *self.call.given(tensors, words, i))
@@ -140,7 +137,6 @@ class Source:
         return self._constant(self._value(place))
 
     def argument(self, place: Any) -> tuple[str, Any]:
-        """Return an argument in the form of `Call`."""
         if isinstance(place, list) and place[0] == Tag.OPERAND:
             return ("tensor" if len(place) == 2 else "number"), place[1]
         if isinstance(place, list) and place[0] == Tag.LIST:
@@ -165,7 +161,6 @@ class Source:
 
 
 def _floats(signature: Signature) -> set[int]:
-    """Return the operands that are numbers in the command itself."""
     found = set()
 
     def look(place: Any) -> None:
@@ -183,7 +178,8 @@ def _floats(signature: Signature) -> set[int]:
 
 def find(target: str) -> Any:
     """Return an operator of torch, or a function by module and name."""
-    target = _REPLACED.get(target, target)
+    if target in _REPLACED:
+        return _REPLACED[target]
     module, _, name = target.partition(":")
     if name:
         found: Any = importlib.import_module(module)
@@ -194,14 +190,12 @@ def find(target: str) -> Any:
         return inspect.unwrap(found)
     if target.startswith("prims."):
         importlib.import_module("torch._inductor.inductor_prims")  # registers them
-    found = torch.ops
     importlib.import_module(_DEFINED_IN.get(target.split(".")[0], "torch"))
-    for part in target.split("."):
-        found = getattr(found, part)
+    found = operator.attrgetter(target)(torch.ops)
     return found if _adapted is None else _adapted(found)
 
 
-def replace(targets: dict[str, str], adapted: Callable[[Any], Any]) -> None:
+def replace(targets: dict[str, Callable[..., Any]], adapted: Callable[[Any], Any]) -> None:
     """Set replacements that `find` returns for these targets, and a function that adapts operators."""
     global _adapted
     _REPLACED.update(targets)
@@ -211,12 +205,10 @@ def replace(targets: dict[str, str], adapted: Callable[[Any], Any]) -> None:
 _adapted: Callable[[Any], Any] | None = None
 _DEFINED_IN = {"fsdp": "torch.distributed.fsdp"}
 """Operators of torch that exist after an import."""
-_REPLACED = {
-    "_dtensor.shard_dim_alltoall.default": "monarch_backend.dtensor._worker.collectives:shard_dim_alltoall",
-    "aten._weight_norm_interface.default": "monarch_backend.dtensor._worker.empty_shard_ops:weight_norm",
-    "aten._weight_norm_interface_backward.default": (
-        "monarch_backend.dtensor._worker.empty_shard_ops:weight_norm_backward"
-    ),
+_REPLACED: dict[str, Callable[..., Any]] = {
+    "_dtensor.shard_dim_alltoall.default": collectives.shard_dim_alltoall,
+    "aten._weight_norm_interface.default": local_functions.weight_norm,
+    "aten._weight_norm_interface_backward.default": local_functions.weight_norm_backward,
     **torch_compat.replaced(),
 }
 """Replacements of operators that CPU groups lack or that fail for empty tensors, and of newer torch's functions."""

@@ -1,7 +1,4 @@
-"""Random operations on a worker: it draws the whole tensor's numbers and keeps its shard's, or draws its own.
-
-_rng/random_ops.py keeps the controller's generator in step.
-"""
+"""Random operations on a worker: it draws the whole tensor's numbers and keeps its shard's, or draws its own."""
 
 from __future__ import annotations
 
@@ -47,10 +44,7 @@ def fill(
     tensor: torch.Tensor, name: str, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype,
     device: torch.device, cuts: Sequence[Sequence[int]], keeps: int, *args: Any,
 ) -> None:  # fmt: skip
-    """Write a shard's part of the numbers that the operation writes into a tensor of this shape.
-
-    Draws before it checks the shard, so that a missing shard of an earlier failure does not skip numbers.
-    """
+    """Write a shard's part. Draws before it checks the shard: one that failed before must not skip numbers."""
     whole = _drawn(name, shape, stride, dtype, device, args)
     for dim, start, length in cuts:
         whole = whole.narrow(dim, start, length)
@@ -109,7 +103,6 @@ def _beside(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def set_stream(stream: int) -> None:
-    """Set this worker's stream."""
     global _stream
     _stream = stream
 

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)  # not a tuple, which pytrees would flatten
 class Returned:
-    """Placeholder of a DTensor in a result. ``mesh``: its number in the call.
-
-    The DTensor is on this slice of the mesh, or on all of it.
-    """
+    """Placeholder of a DTensor in a result, on the mesh of this number in the call, or on this slice of it."""
 
     index: int
     mesh: int
@@ -42,8 +39,18 @@ class Returned:
 
     @property
     def whole(self) -> tuple[Any, ...]:
-        """The parts that must be equal on all ranks."""
         return tuple(getattr(self, each.name) for each in fields(self) if each.name != "local")
+
+
+class RunFailed(Exception):  # only the controller catches it by this name
+    """Error that reports to the controller how the function ended. ``report``: as for any operation."""
+
+    def __init__(self, report: dict[str, Any]) -> None:
+        super().__init__(report["message"])
+        self.report = report
+
+    def __reduce__(self) -> Any:
+        return RunFailed, (self.report,)
 
 
 class NotThereError(RuntimeError):
@@ -106,12 +113,10 @@ def _mesh_of(executor: Executor, device_type: str, names: Any, groups: list[str]
 
 
 def mesh(number: int) -> DeviceMesh | None:
-    """Return a mesh of this call."""
     return _here.meshes[number]
 
 
 def tensor(held: int, requires_grad: bool, is_parameter: bool, grad: Any) -> torch.Tensor:
-    """Return this worker's tensor on the memory of the controller's tensor."""
     return _as(_local(held), requires_grad, is_parameter, grad)
 
 
@@ -129,17 +134,14 @@ def dtensor(
 
 
 def _local(held: int) -> torch.Tensor:
-    found = _here.executor.held(held)
+    found = _here.executor.commands.results.settled(held)
     if isinstance(found, torch.Tensor):
         return found.detach()
     raise NotThereError(found)
 
 
 class Unfailed:
-    """Argument of a function that stores values for later.
-
-    The function is not called after a failed check that was not reported. There the argument is None.
-    """
+    """Argument that is None. After a failed check that was not reported the function is not called."""
 
     def __reduce__(self) -> Any:
         return _unfailed, ()
@@ -164,7 +166,6 @@ def _as(made: torch.Tensor, requires_grad: bool, is_parameter: bool, grad: Any) 
 
 
 def part(held: list[torch.Tensor], index: int) -> torch.Tensor:
-    """Return a tensor of a function's result."""
     return held[index]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 
@@ -17,17 +15,6 @@ def is_freed(tensor: torch.Tensor) -> bool:
     if tensor.is_meta or tensor.device.type == "xla":  # their tensors never show memory
         return False
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
-def live_bytes(tensors: Iterable[object]) -> int:
-    """Return the bytes of these tensors' storages, each storage once."""
-    storages = {}
-    for each in tensors:
-        if isinstance(each, torch.Tensor) and not each.is_meta:
-            storage = each.untyped_storage()
-            if storage.nbytes():
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 def identity(tensor: object) -> int | None:

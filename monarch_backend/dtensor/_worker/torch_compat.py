@@ -6,6 +6,7 @@ them are functions of tensors, with the results of the controller's torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,35 +18,18 @@ from monarch_backend._core import torch_version
 NEWEST = (2, 13)
 """Release from which torch has all of them."""
 _PLACEMENTS = "torch.distributed.tensor.placement_types:"
-_HERE = "monarch_backend.dtensor._worker.torch_compat:"
 
 
-def replaced() -> dict[str, str]:
+def replaced() -> dict[str, Callable[..., Any]]:
     """Return, for this process's torch, the called function by its name in commands."""
     return {} if torch_version.torch_version() >= NEWEST else _REPLACED
-
-
-_REPLACED = {
-    _PLACEMENTS + "Shard._select_split_tensor": _HERE + "select_split",
-    _PLACEMENTS + "Shard._maybe_pad_tensor": _HERE + "pad_uneven",
-    _PLACEMENTS + "Shard._maybe_unpad_tensor": _HERE + "unpad_uneven",
-    _PLACEMENTS + "Shard._maybe_unpad_tensor_with_sizes": _HERE + "unpad_by_sizes",
-    _PLACEMENTS + "Shard._pad_for_new_shard_dim": _HERE + "pad_for_new_dim",
-    _PLACEMENTS + "Shard._unpad_for_new_shard_dim": _HERE + "unpad_for_new_dim",
-    _PLACEMENTS + "_StridedShard._select_split_tensor": _HERE + "select_strided",
-    _PLACEMENTS + "_StridedShard._select_shard": _HERE + "select",
-    _PLACEMENTS + "_MaskPartial._mask_tensor": _HERE + "mask",
-}
 
 
 _KINDS = (Shard, Replicate, Partial, _StridedShard)
 
 
 def reduce_placement(value: Any) -> Any:
-    """Pickle a placement for a newer torch, where its constructor makes it.
-
-    There it is a C++ object. An older torch's pickle would restore it without its content.
-    """
+    """Pickle a placement by its constructor: for a newer torch it is a C++ object, without an older one's content."""
     if type(value) not in _KINDS or not replaced():
         return NotImplemented
     return _placement, (type(value), dict(vars(value)))
@@ -79,7 +63,6 @@ def select_split(
     placement: Any, tensor: torch.Tensor, num_chunks: int, index: int,
     *, with_padding: bool = True, contiguous: bool = True, clone: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Return one of the shards."""
     dim = placement.dim
     found = _chunks(tensor, num_chunks, dim)[index]
     if with_padding:
@@ -101,7 +84,6 @@ def select_strided(
 
 
 def select(shards: list[torch.Tensor], shard_index: int) -> torch.Tensor:
-    """Return a copy of one of the shards."""
     return shards[shard_index].clone()
 
 
@@ -119,7 +101,6 @@ def unpad_uneven(placement: Any, local: torch.Tensor, logical_dim_size: int, num
 
 
 def unpad_by_sizes(dim: int, local: torch.Tensor, pad_sizes: Any, mine: int, make_contiguous: bool) -> torch.Tensor:
-    """Remove a shard's padding."""
     if pad_sizes[mine] > 0:
         local = _unpad(local, dim, pad_sizes[mine])
         return local.contiguous() if make_contiguous else local
@@ -156,3 +137,16 @@ def mask(tensor: torch.Tensor, local_offset_on_dim: int, local_shard_size: int) 
     """Return the mask of indices in other shards, and the indices in this one, 0 for others."""
     others = (tensor < local_offset_on_dim) | (tensor >= local_offset_on_dim + local_shard_size)
     return others, (tensor - local_offset_on_dim).masked_fill(others, 0)
+
+
+_REPLACED: dict[str, Callable[..., Any]] = {
+    _PLACEMENTS + "Shard._select_split_tensor": select_split,
+    _PLACEMENTS + "Shard._maybe_pad_tensor": pad_uneven,
+    _PLACEMENTS + "Shard._maybe_unpad_tensor": unpad_uneven,
+    _PLACEMENTS + "Shard._maybe_unpad_tensor_with_sizes": unpad_by_sizes,
+    _PLACEMENTS + "Shard._pad_for_new_shard_dim": pad_for_new_dim,
+    _PLACEMENTS + "Shard._unpad_for_new_shard_dim": unpad_for_new_dim,
+    _PLACEMENTS + "_StridedShard._select_split_tensor": select_strided,
+    _PLACEMENTS + "_StridedShard._select_shard": select,
+    _PLACEMENTS + "_MaskPartial._mask_tensor": mask,
+}

@@ -41,6 +41,7 @@ from monarch_backend.dtensor import (
 from monarch_backend.dtensor._compile import compile_backend, merge_graphs
 from monarch_backend.dtensor._patches import manifest, trace_installation
 from monarch_backend.dtensor._per_rank import rank_classes
+from tests.dtensor import worker_functions
 from tests.dtensor.conftest import workers_of
 from tests.dtensor.values import same, value
 
@@ -714,14 +715,14 @@ def test_a_worker_without_a_compiler_runs_the_operations_one_by_one(
 ) -> None:
     from monarch_backend.dtensor._protocol import Graph, Tag
     from monarch_backend.dtensor._torch_internals import inductor as _inductor
-    from monarch_backend.dtensor._worker import graph_executor
+    from monarch_backend.dtensor._worker.graph_executor import GraphFunction
 
     def no_compiler(*_: Any) -> Any:
         raise RuntimeError("no working C++ compiler found")
 
     monkeypatch.setattr(_inductor, "compiled", no_compiler)
     step = ["aten.sin.default", [[Tag.OPERAND, 0]], {}, "", None, [None]]
-    function = graph_executor.make(
+    function = GraphFunction(
         Graph(1, 1, [], [step], [1], [], [[[2], "float32"]], True, []), 0, torch.device("cpu"), str
     )
     tensors: dict[int, Any] = {5: torch.ones(2)}
@@ -809,7 +810,7 @@ def test_no_tensors_are_left_on_the_workers(two: Any) -> None:
     for _ in range(4):
         step(x).backward()
         ours.zero_grad()
-        counts.append(workers_of(two).ask("count"))
+        counts.append(workers_of(two).ask("inspect", worker_functions.count))
     assert counts[1] == counts[2] == counts[3]
 
 

@@ -194,7 +194,7 @@ def test_synchronous_check_raises_at_its_line_only(mesh_of: Callable[[str], Any]
     mesh = mesh_of("2")
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     with monkeypatch.context() as patch:
-        patch.setattr(workers_of(mesh), "debug", True)
+        patch.setattr(workers_of(mesh).sink, "debug", True)
         with pytest.raises(RemoteOpError, match=CHECK):
             check(mesh, [True, False])
     same(x, torch.ones(4))
@@ -209,7 +209,7 @@ def test_invalid_values_of_a_data_dependent_op_raise(mesh_of: Callable[[str], An
 
 def test_synchronous_operation_raises_at_its_line(mesh_of: Callable[[str], Any], monkeypatch: Any) -> None:
     mesh = mesh_of("2")
-    monkeypatch.setattr(workers_of(mesh), "debug", True)
+    monkeypatch.setattr(workers_of(mesh).sink, "debug", True)
     with pytest.raises(RemoteOpError, match=failing_lookup.OPERATION):
         out_of_range(mesh, [0, 5])
     same(distribute_tensor(torch.ones(4), mesh, [Shard(0)]), torch.ones(4))

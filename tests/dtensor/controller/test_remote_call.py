@@ -202,14 +202,14 @@ def test_result_can_be_awaited_or_ignored(mesh_of: Callable[[str], Any]) -> None
     assert asyncio.run(wait()).sum().item() == 8
     workers = workers_of(mesh)
     gc.collect()
-    held = workers.ask("count")
+    held = workers.ask("inspect", worker_functions.count)
     for _ in range(5):
         run(mesh, lambda x: [x + 1, x + 2], x).get()
         run(mesh, lambda x: [x + 1, x + 2], x)
     workers.synchronize()
     gc.collect()
     x.add_(1)  # the workers drop them with this batch
-    assert workers.ask("count") == held
+    assert workers.ask("inspect", worker_functions.count) == held
 
 
 def test_run_does_not_wait_for_its_result(mesh_of: Callable[[str], Any]) -> None:

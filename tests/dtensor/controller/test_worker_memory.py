@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from monarch_backend.dtensor import run
 from monarch_backend.dtensor._dispatch import dispatch
+from tests.dtensor import worker_functions
 from tests.dtensor.conftest import workers_of
 
 
@@ -25,7 +26,7 @@ def held(mesh: Any) -> list[int]:
     gc.collect()
     workers = workers_of(mesh)
     workers.synchronize()
-    return workers.ask("count")  # type: ignore[no-any-return]
+    return workers.ask("inspect", worker_functions.count)  # type: ignore[no-any-return]
 
 
 def test_an_unreachable_tensor_is_gone_with_the_next_batch(mesh_of: Callable[[str], Any]) -> None:
@@ -140,7 +141,7 @@ def known_to(mesh: Any) -> list[int]:
     """Return the number of signatures on each worker, after all sent commands."""
     workers = workers_of(mesh)
     workers.synchronize()
-    return workers.ask("known")  # type: ignore[no-any-return]
+    return workers.ask("inspect", worker_functions.known)  # type: ignore[no-any-return]
 
 
 def forget_almost_all(workers: Any) -> None:

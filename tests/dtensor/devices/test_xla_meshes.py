@@ -100,7 +100,7 @@ def test_shapes_that_torch_finds_on_the_device_only(kind: str) -> None:
 @pytest.mark.parametrize("name", list(op_overrides.REPLACED))
 def test_corrected_operators_match_torch(name: str) -> None:
     """The second argument is given by position and by name."""
-    operator, corrected = op_functions.find(name), op_functions.find(op_overrides.REPLACED[name])
+    operator, corrected = op_functions.find(name), op_overrides.REPLACED[name]
     names = [each.name for each in operator._schema.arguments]
     known: dict[str, Any] = {
         "ord": 2, "k": 1, "dim": [0] if "int[" in str(operator._schema) else 0, "stable": True, "shifts": [1],

@@ -118,13 +118,13 @@ def test_signature_cache_of_collectives_is_bounded(
     mesh = mesh_of("2")
     workers = workers_of(mesh)
     monkeypatch.setattr(collectives_module, "SIGNATURE_CACHE_SIZE", 8)
-    monkeypatch.setitem(collectives_module._known, workers, {})
+    monkeypatch.setitem(workers.kept, "collectives", {})
     for _ in range(2):
         for size in range(1, 20):
             x = workers.put_by_rank([torch.ones(size), torch.ones(size)])
             dist.all_reduce_coalesced([x], group=mesh.get_group())
             assert x.tolist() == [2.0] * size
-            assert len(collectives_module._known[workers]) <= 8
+            assert len(workers.kept["collectives"]) <= 8
 
 
 def test_functional_collective_of_workers_tensors_has_wait(mesh_of: Callable[[str], Any]) -> None:

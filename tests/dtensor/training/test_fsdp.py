@@ -21,6 +21,7 @@ from monarch_backend._core.torch_version import torch_version
 from monarch_backend.dtensor import RemoteOpError, RemoteTensor, RemoteTensorError, shard_batch, simulated_mesh
 from monarch_backend.dtensor._dispatch import dispatch
 from monarch_backend.dtensor._patches import manifest
+from tests.dtensor import worker_functions
 from tests.dtensor.conftest import DEVICE, workers_of
 from tests.dtensor.values import same
 from tests.support.tiers import slow_except
@@ -459,7 +460,7 @@ def test_state_is_loaded(mesh_of: Any) -> None:
 
 def bytes_of(workers: Any) -> int:
     """Return the bytes of live storages on the worker that has the most."""
-    return max(workers.ask("live_bytes"))
+    return max(workers.ask("inspect", worker_functions.live_bytes))
 
 
 def bytes_before(workers: Any) -> int:

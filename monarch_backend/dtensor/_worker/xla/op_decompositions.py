@@ -11,7 +11,7 @@ decomposed where torch knows how, else run on the CPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,22 +19,6 @@ from torch.utils import _pytree as pytree
 
 from monarch_backend.dtensor._torch_internals import decompositions
 from monarch_backend.process_group._xla import graph_hash_workaround
-
-_HERE = "monarch_backend.dtensor._worker.xla.op_decompositions:"
-REPLACED = {
-    "fsdp.all_gather_copy_in.default": _HERE + "all_gather_copy_in",
-    "fsdp.split_with_sizes_copy.default": _HERE + "split_with_sizes_copy",
-    "fsdp.chunk_cat.default": _HERE + "chunk_cat",
-    "monarch_backend.dtensor._worker.storage:resize": _HERE + "resize",
-    "aten.native_batch_norm.default": _HERE + "native_batch_norm",
-    "aten._native_batch_norm_legit_functional.default": _HERE + "batch_norm_functional",
-    "aten.native_batch_norm_backward.default": _HERE + "native_batch_norm_backward",
-    "aten.nll_loss_forward.default": _HERE + "nll_loss_forward",
-    "aten.nll_loss2d_forward.default": _HERE + "nll_loss_forward",
-    "aten.nll_loss_backward.default": _HERE + "nll_loss_backward",
-    "aten.nll_loss2d_backward.default": _HERE + "nll_loss_backward",
-}
-"""Functions of a worker with XLA devices, by the name in commands."""
 
 
 def all_gather_copy_in(
@@ -50,7 +34,6 @@ def all_gather_copy_in(
 def split_with_sizes_copy(
     gathered: torch.Tensor, split_sizes: Sequence[int], dim: int = 0, *, out: list[torch.Tensor]
 ) -> None:
-    """Copy each part into its tensor."""
     for mine, part in zip(out, torch.split(gathered, list(split_sizes), dim), strict=True):
         mine.copy_(part)
 
@@ -145,6 +128,22 @@ def native_batch_norm_backward(
 
 def resize(_tensor: torch.Tensor, _nbytes: int) -> None:
     """Do nothing: XLA's tensors have no memory that could be freed and allocated again."""
+
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    "fsdp.all_gather_copy_in.default": all_gather_copy_in,
+    "fsdp.split_with_sizes_copy.default": split_with_sizes_copy,
+    "fsdp.chunk_cat.default": chunk_cat,
+    "monarch_backend.dtensor._worker.storage:resize": resize,
+    "aten.native_batch_norm.default": native_batch_norm,
+    "aten._native_batch_norm_legit_functional.default": batch_norm_functional,
+    "aten.native_batch_norm_backward.default": native_batch_norm_backward,
+    "aten.nll_loss_forward.default": nll_loss_forward,
+    "aten.nll_loss2d_forward.default": nll_loss_forward,
+    "aten.nll_loss_backward.default": nll_loss_backward,
+    "aten.nll_loss2d_backward.default": nll_loss_backward,
+}
+"""Functions of a worker with XLA devices, by the name in commands."""
 
 
 # Operators that torch_xla lacks ---------------------------------------------------------------------------------

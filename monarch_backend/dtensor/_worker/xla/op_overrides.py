@@ -14,7 +14,6 @@ import torch
 from monarch_backend.dtensor._worker.xla import op_decompositions
 
 _aten = torch.ops.aten
-_HERE = "monarch_backend.dtensor._worker.xla.op_overrides:"
 
 
 def _of_all(operator: Any) -> Callable[..., Any]:
@@ -36,15 +35,6 @@ def _of_all(operator: Any) -> Callable[..., Any]:
     return reduced
 
 
-amax = _of_all(_aten.amax.default)
-amin = _of_all(_aten.amin.default)
-linalg_vector_norm = _of_all(_aten.linalg_vector_norm.default)
-logsumexp = _of_all(_aten.logsumexp.default)
-std = _of_all(_aten.std.correction)
-std_mean = _of_all(_aten.std_mean.correction)
-sum_dim = _of_all(_aten.sum.dim_IntList)
-var = _of_all(_aten.var.correction)
-var_mean = _of_all(_aten.var_mean.correction)
 _mean_dim = _of_all(_aten.mean.dim)
 
 
@@ -54,7 +44,6 @@ def mean_dim(x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.d
 
 
 def mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """See `mean_dim`."""
     return _aten.mean.default(x if dtype is None else x.to(dtype))
 
 
@@ -99,17 +88,6 @@ def _with_indices(operator: Any) -> Callable[..., Any]:
     return found
 
 
-argsort = _with_indices(_aten.argsort.default)
-argsort_stable = _with_indices(_aten.argsort.stable)
-cummax = _with_indices(_aten.cummax.default)
-kthvalue = _with_indices(_aten.kthvalue.default)
-max_dim = _with_indices(_aten.max.dim)
-min_dim = _with_indices(_aten.min.dim)
-sort = _with_indices(_aten.sort.default)
-sort_stable = _with_indices(_aten.sort.stable)
-topk = _with_indices(_aten.topk.default)
-
-
 def _by_scale(operator: Any) -> Callable[..., Any]:
     """Return the operator that resizes an image by the given factor.
 
@@ -129,28 +107,27 @@ def _by_scale(operator: Any) -> Callable[..., Any]:
     return resized
 
 
-bilinear = _by_scale(_aten.upsample_bilinear2d.default)
-bilinear_vec = _by_scale(_aten.upsample_bilinear2d.vec)
-bilinear_backward = _by_scale(_aten.upsample_bilinear2d_backward.default)
-nearest = _by_scale(_aten.upsample_nearest2d.default)
-nearest_vec = _by_scale(_aten.upsample_nearest2d.vec)
-nearest_backward = _by_scale(_aten.upsample_nearest2d_backward.default)
+def _adapted(adapt: Callable[[Any], Callable[..., Any]], *operators: Any) -> dict[str, Callable[..., Any]]:
+    return {str(each): adapt(each) for each in operators}
 
-REPLACED = {
-    f"aten.{operator}": _HERE + name
-    for operator, name in {
-        "amax.default": "amax", "amin.default": "amin", "linalg_vector_norm.default": "linalg_vector_norm",
-        "logsumexp.default": "logsumexp", "std.correction": "std", "std_mean.correction": "std_mean",
-        "sum.dim_IntList": "sum_dim", "var.correction": "var", "var_mean.correction": "var_mean",
-        "mean.dim": "mean_dim", "mean.default": "mean", "count_nonzero.default": "count_nonzero",
-        "count_nonzero.dim_IntList": "count_nonzero", "cumsum.default": "cumsum", "argsort.default": "argsort",
-        "argsort.stable": "argsort_stable", "cummax.default": "cummax", "kthvalue.default": "kthvalue",
-        "max.dim": "max_dim", "min.dim": "min_dim", "sort.default": "sort", "sort.stable": "sort_stable",
-        "topk.default": "topk", "roll.default": "roll", "_pack_padded_sequence.default": "pack_padded_sequence",
-        "upsample_bilinear2d.default": "bilinear", "upsample_bilinear2d.vec": "bilinear_vec",
-        "upsample_bilinear2d_backward.default": "bilinear_backward",
-        "upsample_nearest2d.default": "nearest", "upsample_nearest2d.vec": "nearest_vec",
-        "upsample_nearest2d_backward.default": "nearest_backward",
-    }.items()
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    **_adapted(
+        _of_all, _aten.amax.default, _aten.amin.default, _aten.linalg_vector_norm.default, _aten.logsumexp.default,
+        _aten.std.correction, _aten.std_mean.correction, _aten.sum.dim_IntList, _aten.var.correction,
+        _aten.var_mean.correction,
+    ),
+    **_adapted(
+        _with_indices, _aten.argsort.default, _aten.argsort.stable, _aten.cummax.default, _aten.kthvalue.default,
+        _aten.max.dim, _aten.min.dim, _aten.sort.default, _aten.sort.stable, _aten.topk.default,
+    ),
+    **_adapted(
+        _by_scale, _aten.upsample_bilinear2d.default, _aten.upsample_bilinear2d.vec,
+        _aten.upsample_bilinear2d_backward.default, _aten.upsample_nearest2d.default, _aten.upsample_nearest2d.vec,
+        _aten.upsample_nearest2d_backward.default,
+    ),
+    "aten.mean.dim": mean_dim, "aten.mean.default": mean, "aten.count_nonzero.default": count_nonzero,
+    "aten.count_nonzero.dim_IntList": count_nonzero, "aten.cumsum.default": cumsum, "aten.roll.default": roll,
+    "aten._pack_padded_sequence.default": pack_padded_sequence,
 }  # fmt: skip
 """Functions of a worker with XLA devices, by the name in commands."""

@@ -61,10 +61,7 @@ def start() -> torch.device:
 
 
 class Recorded:
-    """Key of the operations since the last execution: which tensors are used where; see graph_hash_workaround.py.
-
-    Tensors are numbered in their order of use, so that a step is the same each time, whatever their ids are.
-    """
+    """Key of the operations since the last execution: tensors by order of use. See graph_hash_workaround.py."""
 
     def __init__(self) -> None:
         self._begin()
@@ -75,7 +72,6 @@ class Recorded:
         self._said: int | None = 0
 
     def note(self, words: list[Any], functions: dict[int, Any], tensors: dict[int, Any]) -> None:
-        """Add the commands that follow."""
         said: list[Any] = [self._said]
         i, places = 0, self._places
         while i < len(words):
@@ -101,7 +97,6 @@ class Recorded:
         return len(self._places), memory
 
     def lose_track(self) -> None:
-        """Record that a function has run unknown operations."""
         self._said = None
 
     def do(self, tensors: Iterable[Any]) -> None:
