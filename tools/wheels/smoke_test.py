@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-TIMEOUT_S = float(os.environ.get("MONARCH_SMOKE_TIMEOUT_S", "180"))
+TIMEOUT_S = float(os.environ.get("SMOKE_TIMEOUT_S", "180"))
 """Of one check. An emulated processor needs more."""
 
 COLLECTIVE = """
