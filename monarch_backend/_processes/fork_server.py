@@ -29,17 +29,15 @@ import msgspec
 
 from monarch_backend._core import platform
 from monarch_backend._processes import child_bootstrap, finalization, linux, local_sockets
-from monarch_backend._processes.child_table import ChildExited, Processes, StartError
+from monarch_backend._processes.child_table import Processes, StartError
 from monarch_backend._processes.spawn_protocol import (
     BadMessageError,
     Channel,
     Event,
-    Exited,
     Kill,
     Request,
     Spawn,
     SpawnFailed,
-    Started,
     frame,
 )
 
@@ -156,7 +154,7 @@ class Server:
             os.set_inheritable(descriptor, False)  # type: ignore[arg-type]
         self._keep = _open_descriptors() - inherited - {0, 1, 2}  # threads of an imported library
         self._processes = Processes()
-        self._owners: dict[int, tuple[_Client, int]] = {}  # client and id of each process, by pid
+        self._owners: dict[int, _Client] = {}  # by pid of the process
         self._clients: list[_Client] = []
         self._selector = selectors.DefaultSelector()
         self._watch_signals()
@@ -222,19 +220,19 @@ class Server:
         try:
             if job.spec.method != "spawn":
                 self._import(job.spec.imports)
-            child_started = self._processes.start(job.spec, stdout, stderr, job.stdin)
+            started = self._processes.start(job.spec, stdout, stderr, job.stdin)
         except StartError as error:
             client.say(SpawnFailed(job.spec.id, str(error)))
             return False
-        if child_started.pid == 0:
+        if started.pid == 0:
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
             if job.stdin is not None:
                 os.dup2(job.stdin, 0)
             return True
-        client.pids[job.spec.id] = child_started.pid
-        self._owners[child_started.pid] = client, job.spec.id
-        client.say(Started(job.spec.id, child_started.pid, child_started.method, child_started.reason))
+        client.pids[started.id] = started.pid
+        self._owners[started.pid] = client
+        client.say(started)
         return False
 
     def _leave(self) -> None:
@@ -260,15 +258,12 @@ class Server:
 
     def _on_signals(self, numbers: bytes) -> None:
         for death in self._processes.reap():
-            self._on_death(death)
+            client = self._owners.pop(death.pid)
+            del client.pids[death.id]
+            client.say(death)
         if signal.SIGTERM in numbers:
             for client in self._clients:
                 self._close(client)
-
-    def _on_death(self, death: ChildExited) -> None:
-        client, process = self._owners.pop(death.pid)
-        del client.pids[process]
-        client.say(Exited(process, death.pid, death.returncode, death.core_dumped, death.oom_killed))
 
     # Connections
 
