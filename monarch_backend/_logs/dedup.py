@@ -83,7 +83,6 @@ class LineDeduplicator:
         self._everyone &= ~(1 << rank)
 
     def add(self, rank: int, lines: Sequence[bytes], now: float) -> None:
-        """Note that ``rank`` has written ``lines``, in this order, at ``now``."""
         bit, queue = 1 << rank, self._queues[rank]
         if self.window <= 0:
             self._show_all()
@@ -122,7 +121,6 @@ class LineDeduplicator:
         return self._take_shown()
 
     def flush(self) -> list[tuple[int, bytes]]:
-        """Return everything that waits."""
         self._show_all()
         return self._take_shown()
 
@@ -207,11 +205,10 @@ class Dropped(NamedTuple):
 
 
 class RateLimit:
-    """Limits lines per second and rank, with a burst, and counts the lines that it drops.
+    """Limits lines per second and rank, and counts the lines that it drops.
 
-    Args:
-        per_second: lines per second that each rank may write in the long run; None: no limit.
-        burst: lines that a rank may write at once after a silence.
+    ``per_second``: lines that each rank may write in the long run; None: no limit. ``burst``: lines that a rank may
+    write at once after a silence.
 
     >>> limit = RateLimit(per_second=10, burst=20)
     >>> limit.admit(3, 50, now=0.0), limit.admit(3, 50, now=1.0)

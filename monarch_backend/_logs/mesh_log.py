@@ -69,10 +69,7 @@ class LogOptions:
 
 
 def level_number(level: int | str) -> int:
-    """A level of `logging` as its number.
-
-    Raises:
-        ValueError: for a name that `logging` does not know.
+    """Return a level of `logging` as its number. Raises ValueError for a name that `logging` does not know.
 
     >>> level_number("info"), level_number(15)
     (20, 15)
@@ -103,7 +100,6 @@ class MeshLog:
         self.on_change: Callable[[], None] | None = None  # set by the collector that has the pipes
         self._configuring = threading.Lock()
         self._label_of = label_of
-        self._least = level_number(self.options.level)
         self._folds = {stream: LineDeduplicator(self._window) for stream in STREAM_NAMES}
         self._limit = RateLimit(self.options.lines_per_sec, self.options.burst)
         self._pipes: Counter[tuple[int, int]] = Counter()  # (rank, stream) -> its open pipes
@@ -134,12 +130,10 @@ class MeshLog:
         self._show_all()
         for fold in self._folds.values():
             fold.window = self._window
-        self._least = level_number(self.options.level)
         self._limit.change(self.options.lines_per_sec, self.options.burst)
         self.close_files()
 
     def open(self, rank: int, stream: int) -> None:
-        """Note a new pipe of ``rank``."""
         self._pipes[rank, stream] += 1
         self._folds[stream].join(rank)
 
@@ -153,12 +147,11 @@ class MeshLog:
                 os.close(file)
 
     def say(self, rank: int, stream: int, lines: list[bytes], splitter: LineSplitter, now: float) -> None:
-        """Process ``lines``, which ``rank`` has written."""
         options, shown = self.options, lines
         if splitter.has_records:
             records = read_records(lines)
             lines = [text for _, text in records]
-            shown = [text for level, text in records if level is None or level >= self._least]
+            shown = [text for level, text in records if level is None or level >= level_number(options.level)]
         if stream == STDERR:
             self._remember(rank, lines)
         if options.to_files is not None and not self._files_failed:
