@@ -53,7 +53,7 @@ def field(file: Path, name: str) -> int | None:
         lines = file.read_text().splitlines()
     except OSError:
         return None
-    return next((int(words[1]) for words in map(str.split, lines) if len(words) == 2 and words[0] == name), None)
+    return next((int(words[1]) for words in map(str.split, lines) if len(words) > 1 and words[0] == name), None)
 
 
 class OomKills:

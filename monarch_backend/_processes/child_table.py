@@ -142,7 +142,6 @@ class Processes:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill everything and wait until it has ended."""
         for pid in self._alive:
             os.kill(pid, signal.SIGKILL)
         if not platform.HAS_PRCTL:

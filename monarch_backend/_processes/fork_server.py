@@ -38,6 +38,7 @@ from monarch_backend._processes.spawn_protocol import (
     Request,
     Spawn,
     SpawnFailed,
+    close_all,
     frame,
 )
 
@@ -109,17 +110,13 @@ def preload(more: Sequence[str] = ()) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """A request that waits for its turn, with its files."""
+    """A request that waits for its turn, with its files for stdout, stderr and stdin."""
 
     spec: Spawn
-    stdout: int | None
-    stderr: int | None
-    stdin: int | None
+    files: list[int | None]
 
     def close(self) -> None:
-        for descriptor in (self.stdout, self.stderr, self.stdin):
-            if descriptor is not None:
-                os.close(descriptor)
+        close_all(file for file in self.files if file is not None)
 
 
 @dataclass(eq=False)
@@ -138,9 +135,6 @@ class _Client:
     def say(self, event: Event) -> None:
         if not self.gone:
             self.channel.put(frame(event))
-
-    def done(self) -> bool:
-        return self.closing and not self.pids and not self.channel.has_unsent
 
 
 class Server:
@@ -215,20 +209,21 @@ class Server:
 
     def _start(self, client: _Client, job: _Job) -> bool:
         """Start the process; return True in a forked one."""
-        stdout = self._stdout if job.stdout is None else job.stdout
-        stderr = self._stderr if job.stderr is None else job.stderr
+        stdout, stderr, stdin = job.files
+        stdout = self._stdout if stdout is None else stdout
+        stderr = self._stderr if stderr is None else stderr
         try:
             if job.spec.method != "spawn":
                 self._import(job.spec.imports)
-            started = self._processes.start(job.spec, stdout, stderr, job.stdin)
+            started = self._processes.start(job.spec, stdout, stderr, stdin)
         except StartError as error:
             client.say(SpawnFailed(job.spec.id, str(error)))
             return False
         if started.pid == 0:
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
-            if job.stdin is not None:
-                os.dup2(job.stdin, 0)
+            if stdin is not None:
+                os.dup2(stdin, 0)
             return True
         client.pids[started.id] = started.pid
         self._owners[started.pid] = client
@@ -312,10 +307,9 @@ class Server:
             return
         if request.id in client.pids or any(request.id == job.spec.id for job in client.waiting):
             raise BadMessageError(f"the id {request.id} is taken")
-        stdout = client.channel.take_descriptor() if request.stdout else None
-        stderr = client.channel.take_descriptor() if request.stderr else None
-        stdin = client.channel.take_descriptor() if request.stdin else None
-        client.waiting.append(_Job(request, stdout, stderr, stdin))
+        has_files = (request.stdout, request.stderr, request.stdin)
+        files = [client.channel.take_descriptor() if has_file else None for has_file in has_files]
+        client.waiting.append(_Job(request, files))
 
     def _on_kill(self, client: _Client, request: Kill) -> None:
         if request.id in client.pids:
@@ -354,7 +348,7 @@ class Server:
             client.gone = True
             client.channel.drop_unsent()
             self._close(client)
-        if client.done():
+        if client.closing and not client.pids and not client.channel.has_unsent:
             self._processes.tidy()  # the end of the connection reports that nothing is left
             self._listen(client, 0)
             self._forget_pidfd(client)

@@ -70,7 +70,6 @@ def connect(address: str, timeout: float | None = None) -> socket.socket:
 
 
 def is_address(text: str) -> bool:
-    """Return whether the text can be an address of `listen`."""
     return text.startswith(FIRST)
 
 

@@ -57,9 +57,6 @@ def examine() -> list[Finding]:
 
 
 def _software() -> list[Finding]:
-    tested = (
-        f"{torch_version.OLDEST[0]}.{torch_version.OLDEST[1]} to {torch_version.NEWEST[0]}.{torch_version.NEWEST[1]}"
-    )
     inside = torch_version.OLDEST <= torch_version.torch_version() <= torch_version.NEWEST
     known = dist.is_backend_available("monarch")
     return [
@@ -67,7 +64,7 @@ def _software() -> list[Finding]:
             "monarch_backend",
             f"{monarch_backend.__version__}, Python {platform.python_version()}, {sys.platform}",
         ),
-        Finding("torch", torch.__version__, "" if inside else f"outside the tested range {tested}"),
+        Finding("torch", torch.__version__, "" if inside else f"outside the tested range {torch_version.TESTED}"),
         Finding(
             'backend="monarch"',
             "registered with torch.distributed" if known else "not registered",
