@@ -30,7 +30,6 @@ _NAMES: dict[torch.dtype, str] = {
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Return the pickler's reduction of a plain tensor."""
     described = _describe(tensor)
     if described is None:
         return NotImplemented
@@ -38,7 +37,6 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def reduce_parameter(parameter: torch.nn.Parameter) -> Any:
-    """Return the pickler's reduction of a parameter."""
     described = _describe(parameter)
     if described is None:
         return NotImplemented
@@ -52,7 +50,6 @@ def _with_attributes(tensor: torch.Tensor, build: Callable[..., Any], arguments:
 
 
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Set the attributes that the user had set on the tensor."""
     tensor.__dict__.update(attributes)
 
 
@@ -138,7 +135,6 @@ def build_tensor(
 
 
 def build_parameter(*described: Any) -> torch.nn.Parameter:
-    """Return the parameter that `reduce_parameter` took apart."""
     *data, requires_grad = described
     build: Callable[..., torch.Tensor] = build_tensor
     return torch.nn.Parameter(build(*data, False), requires_grad)
@@ -155,7 +151,6 @@ def reduce_storage(storage: torch.UntypedStorage) -> Any:
 
 
 def build_storage(buffer: Buffer | None, device: str | None) -> torch.UntypedStorage:
-    """Return the storage that `reduce_storage` took apart, on the memory of ``buffer``."""
     if buffer is None:
         return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
     storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
@@ -171,7 +166,6 @@ def reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:
 
 
 def build_typed_storage(storage: torch.UntypedStorage, dtype: str) -> torch.storage.TypedStorage:
-    """Return the wrapper of a rebuilt storage."""
     make: Any = torch.storage.TypedStorage
     typed: torch.storage.TypedStorage = make(wrap_storage=storage, dtype=getattr(torch, dtype), _internal=True)
     return typed
