@@ -18,6 +18,7 @@ import functools
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 # Limits of waiting lines. Beyond them the oldest are shown before their window ends.
@@ -28,17 +29,15 @@ MOST_WAITING_BYTES = 32 << 20
 _MAX_DEPTH = 100
 
 
+@dataclass(eq=False, slots=True)
 class _Entry:
     """A line, the ranks that wrote it, and the ranks for which it is not shown yet. Bits of integers are ranks."""
 
-    __slots__ = ("created_at", "is_next", "ranks", "said", "text")
-
-    def __init__(self, text: bytes, created_at: float) -> None:
-        self.text = text
-        self.created_at = created_at
-        self.said = 0  # all ranks that wrote it
-        self.ranks = 0  # of these, those not shown yet
-        self.is_next = False  # it is shown once its ranks' earlier lines are
+    text: bytes
+    created_at: float
+    said: int = 0  # all ranks that wrote it
+    ranks: int = 0  # of these, those not shown yet
+    is_next: bool = False  # it is shown once its ranks' earlier lines are
 
 
 class LineDeduplicator:

@@ -23,9 +23,11 @@ import threading
 import time
 import traceback
 from collections import deque
+from dataclasses import dataclass, field
 
 from monarch_backend._core import fork
 from monarch_backend._core.limits import start_thread
+from monarch_backend._core.platform import WAKE, wake_descriptors
 from monarch_backend._logs.line_splitter import LineSplitter
 from monarch_backend._logs.mesh_log import STDERR, STDOUT, LogOptions, MeshLog
 
@@ -40,17 +42,15 @@ _PARTIAL_LINE_TIMEOUT_S = 1.0
 _FORK_TIMEOUT_S = 1.0
 
 
+@dataclass(eq=False, slots=True)
 class _Pipe:
     """The read end of one stream of one process."""
 
-    __slots__ = ("fd", "mesh", "rank", "splitter", "stream")
-
-    def __init__(self, fd: int, mesh: MeshLog, rank: int, stream: int) -> None:
-        self.fd = fd
-        self.mesh = mesh
-        self.rank = rank
-        self.stream = stream
-        self.splitter = LineSplitter()
+    fd: int
+    mesh: MeshLog
+    rank: int
+    stream: int
+    splitter: LineSplitter = field(default_factory=LineSplitter)
 
 
 class LogCollector:
@@ -165,9 +165,7 @@ class LogCollector:
 
     def _start(self) -> selectors.BaseSelector:
         selector = self._selector = selectors.DefaultSelector()
-        self._waker = os.pipe()
-        for fd in self._waker:
-            os.set_blocking(fd, False)
+        self._waker = wake_descriptors()
         selector.register(self._waker[0], selectors.EVENT_READ, None)
         thread = threading.Thread(target=self._run, args=(selector,), name="monarch-logs", daemon=True)
         try:
@@ -280,7 +278,7 @@ class LogCollector:
     def _wake(self) -> None:
         if self._waker is not None:
             with contextlib.suppress(BlockingIOError):  # a full pipe wakes it, too
-                os.write(self._waker[1], b"\0")
+                os.write(self._waker[1], WAKE)
 
     def _finish(self) -> None:
         """Show all waiting lines after the last pipe has ended."""
@@ -291,7 +289,7 @@ class LogCollector:
     def _close_selector(self) -> None:
         if self._selector is not None and self._waker is not None:
             self._selector.close()
-            for fd in self._waker:
+            for fd in set(self._waker):
                 os.close(fd)
         self._selector = self._waker = None
 

@@ -6,6 +6,7 @@ threads. The collector calls everything but `MeshLog.configure`, with its lock h
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -104,7 +105,7 @@ class MeshLog:
         self._limit = RateLimit(self.options.lines_per_sec, self.options.burst)
         self._pipes: Counter[tuple[int, int]] = Counter()  # (rank, stream) -> its open pipes
         self._tails: dict[int, deque[bytes]] = {}
-        self._prefixes: dict[int, bytes] = {}
+        self._prefix = functools.lru_cache(_CACHED_PREFIXES)(self._make_prefix)
         self._files: dict[tuple[int, int], int] = {}
         self._files_failed = False
         self._out: list[tuple[int, bytes]] = []
@@ -200,20 +201,16 @@ class MeshLog:
 
     def _render(self, stream: int, shown: Sequence[tuple[int, bytes]]) -> None:
         parts: list[bytes] = []
-        prefixes = self._prefixes
         for ranks, text in shown:
-            prefix = prefixes.get(ranks) or self._prefix(ranks)
+            prefix = self._prefix(ranks)
             if b"\n" in text:
                 text = text.replace(b"\n", b"\n" + prefix)
             parts += (prefix, text, b"\n")
         if parts:
             self._out.append((stream, b"".join(parts)))
 
-    def _prefix(self, ranks: int) -> bytes:
-        if len(self._prefixes) >= _CACHED_PREFIXES:
-            self._prefixes.clear()
-        prefix = self._prefixes[ranks] = f"[{self._label(ranks_of(ranks))}] ".encode(errors="replace")
-        return prefix
+    def _make_prefix(self, ranks: int) -> bytes:
+        return f"[{self._label(ranks_of(ranks))}] ".encode(errors="replace")
 
     def _label(self, ranks: list[int]) -> str:
         try:
