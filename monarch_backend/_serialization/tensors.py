@@ -11,6 +11,7 @@ out-of-band buffers too, and tensors of one message that share a storage still s
 from __future__ import annotations
 
 import ctypes
+import functools
 import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,10 @@ def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     return tensor, tuple(0 if is_repeated else step for is_repeated, step in strides)
 
 
-_SPANS: dict[int, Any] = {}
+@functools.cache
+def _span(doublings: int) -> Any:
+    """Return an array type. ctypes keeps a type for each length, so there are powers of two only, to be cut."""
+    return ctypes.c_ubyte * (1 << doublings)
 
 
 def _memory(owner: torch.Tensor | torch.UntypedStorage, nbytes: int) -> pickle.PickleBuffer:
@@ -99,12 +103,7 @@ def _memory(owner: torch.Tensor | torch.UntypedStorage, nbytes: int) -> pickle.P
         raise ValueError(
             f"the tensor has {nbytes} bytes, but its storage only {storage.nbytes()}: its memory was freed"
         )
-    # ctypes makes a type for every length it meets: only powers of two, cut to length.
-    doublings = nbytes.bit_length()
-    span = _SPANS.get(doublings)
-    if span is None:
-        span = _SPANS[doublings] = ctypes.c_ubyte * (1 << doublings)
-    memory: Any = span.from_address(owner.data_ptr())
+    memory: Any = _span(nbytes.bit_length()).from_address(owner.data_ptr())
     memory.owner = owner
     return pickle.PickleBuffer(memoryview(memory)[:nbytes])
 
