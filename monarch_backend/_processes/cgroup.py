@@ -76,6 +76,5 @@ class OomKills:
         return field(self._file, "oom_kill") or 0
 
     def again(self) -> bool:
-        """Return whether the counter has grown since the last call."""
         before, self._seen = self._seen, self._read()
         return self._seen > before

@@ -315,7 +315,11 @@ class Spawner:
                 self._drain_wakes()
             elif (server := self._connect_or_start()) is not None:
                 self._converse(server)
-                self._end(server)
+                self._selector.unregister(server.channel.socket)
+                why = server.wait()
+                server.close()
+                self._channel = self._process = None
+                self._lose(why)
         self._lose("the spawner was closed")
         self._release()
 
@@ -396,13 +400,6 @@ class Spawner:
             self._on_event(event)
         except Exception:
             _log.exception("on_event of a Spawner raised on %r", event)
-
-    def _end(self, server: ForkServer) -> None:
-        self._selector.unregister(server.channel.socket)
-        why = server.wait()
-        server.close()
-        self._channel = self._process = None
-        self._lose(why)
 
     def _lose(self, why: str) -> None:
         """Handle the end of the server: report the end of its processes, and be ready to start another one."""
