@@ -8,6 +8,7 @@ that it can import, with the same name and text.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
@@ -201,15 +202,11 @@ def _build(packed: list[_Packed], i: int, built: dict[int, BaseException]) -> Ba
 def _first(one: _Packed, members: list[BaseException]) -> BaseException:
     """Return the result of the first form that works here."""
     for way in one.ways:
-        try:
+        with contextlib.suppress(Exception):
             return _follow(way, members)
-        except Exception:
-            continue
     for base in one.bases:
-        try:
+        with contextlib.suppress(Exception):
             return _stand_in(loads(base, None), one.module, one.name, one.text, members)
-        except Exception:
-            continue
     return _stand_in(Exception, one.module, one.name, one.text, [])
 
 
@@ -253,15 +250,12 @@ def _or_text(value: object) -> object:
     """Return ``value``, or its text if it cannot be pickled and unpickled."""
     data = try_dumps_in_band(value)
     if data is not None:
-        try:
+        with contextlib.suppress(Exception):
             loads(data, None)
             return value
-        except Exception:
-            pass
-    try:
+    with contextlib.suppress(Exception):
         return _Text(repr(value))
-    except Exception:
-        return _Text(f"<{type(value).__name__}>")
+    return _Text(f"<{type(value).__name__}>")
 
 
 def _text(exc: BaseException) -> str:
