@@ -204,7 +204,6 @@ class SimulatedHosts:
         return host
 
     def agent(self, parent: SimulatedProcess, plan: agent_module.Plan) -> Service:
-        """Start an agent on the host of its parent."""
         host = parent.host if isinstance(parent, Service) else self.all[0]
         what = "the gateway" if plan.home else "the agent"
         service = Service(self._simulation, plan.token, f"{what} of {host.name}", host)
