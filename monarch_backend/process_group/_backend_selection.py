@@ -53,7 +53,6 @@ class Route:
 
 
 def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
-    """Return the route of a device type; ``device_map`` is the user's ``backend=``."""
     named = (device_map or {}).get(device, OURS)
     if named != OURS:
         missing = _cuda().missing if (device, named) == ("cuda", "nccl") else ""
@@ -68,7 +67,6 @@ def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
 
 
 def was_named(device: str, device_map: dict[str, str] | None) -> bool:
-    """True if the user named a backend other than "monarch" for this device."""
     return (device_map or {}).get(device, OURS) != OURS
 
 

@@ -72,7 +72,6 @@ class Form(enum.Enum):
 
     @property
     def is_point_to_point(self) -> bool:
-        """True for a message from one rank to another."""
         return self in (Form.SEND, Form.RECEIVE)
 
     @property
@@ -124,12 +123,10 @@ class CollectiveSpec:
 
     @property
     def reduces(self) -> bool:
-        """True if the options have a reduce op."""
         return self.operation is not None and OPERATIONS[self.operation].reduces
 
     @property
     def has_root(self) -> bool:
-        """True if the options have a root rank."""
         return self.operation is not None and OPERATIONS[self.operation].has_root
 
     @property

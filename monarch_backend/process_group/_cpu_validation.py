@@ -92,7 +92,6 @@ def integer_mean_as_sum(
 
 
 def divide_all(totals: list[Tensor], count: int) -> None:
-    """Replace sums by means, rounded as `divide_sum` does."""
     with torch.inference_mode():  # a total may need a gradient or be an inference tensor
         for total in totals:
             total.copy_(divide_sum(total, count))
@@ -139,14 +138,12 @@ def _with(opts: Any, op: Any) -> Any:
 
 
 def op_name(op: object) -> str:
-    """Return the name of a ReduceOp or RedOpType."""
     # A ReduceOp holds its RedOpType in `op`.
     kind = getattr(op, "op", op)
     return str(getattr(kind, "name", kind))
 
 
 def check_rank(group: Collectives, collective: str, role: str, rank: int) -> None:
-    """Refuse a group rank that is not in the group."""
     if not 0 <= rank < group.size():
         raise bad_argument(
             group,
@@ -157,7 +154,6 @@ def check_rank(group: Collectives, collective: str, role: str, rank: int) -> Non
 
 
 def check_count(group: Collectives, collective: str, what: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse a list that does not have one tensor per rank."""
     if len(tensors) != group.size():
         raise bad_argument(
             group,
@@ -168,7 +164,6 @@ def check_count(group: Collectives, collective: str, what: str, tensors: Sequenc
 
 
 def check_pairs(group: Collectives, collective: str, a: Sequence[Any], b: Sequence[Any]) -> None:
-    """Refuse two lists that belong together and differ in length."""
     if len(a) != len(b):
         raise bad_argument(
             group, collective, f"the lists of outputs and inputs have {len(a)} and {len(b)} entries", "Give pairs."
@@ -176,7 +171,6 @@ def check_pairs(group: Collectives, collective: str, a: Sequence[Any], b: Sequen
 
 
 def check_same_shape(group: Collectives, collective: str, tensors: Sequence[Tensor], like: Tensor) -> None:
-    """Refuse tensors whose element count or dtype differs from ``like``'s."""
     for index, tensor in enumerate(tensors):
         if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
             raise bad_argument(
@@ -307,7 +301,6 @@ def with_outputs(work: Any, outputs: Sequence[Tensor], finish: Callable[[], obje
 
 
 def in_turn(first: Callable[[], object] | None, then: Callable[[], object] | None) -> Callable[[], object] | None:
-    """Return a function that calls both; None is a function that does nothing."""
     if first is None or then is None:
         return first or then
     return lambda: (first(), then())
@@ -361,7 +354,6 @@ def _renamed(group: Collectives, collective: str, tensor: Tensor) -> Tensor:
 
 
 def exchange_lists(exchange: Callable[..., Any], outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
-    """Run an all_to_all of lists by ``exchange``, an all_to_all of one tensor's slices."""
     sent = torch.cat([t.reshape(-1) for t in inputs])
     received = sent.new_empty(sum(t.numel() for t in outputs))
     sizes = [t.numel() for t in outputs]

@@ -59,7 +59,6 @@ class StoreAddress:
 
     @property
     def server(self) -> str:
-        """Return the process that should listen at the address."""
         return "torchrun's agent on node 0" if self.agent else "rank 0"
 
 

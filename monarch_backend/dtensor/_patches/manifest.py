@@ -510,7 +510,6 @@ def table() -> str:
 
 
 def check() -> int:
-    """Print the rows that the running torch does not match; return their number."""
     missing = unmatched(PATCHES)
     for target, reason in missing.items():
         print(f"{target}\n    {reason}")

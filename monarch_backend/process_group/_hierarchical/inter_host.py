@@ -67,7 +67,6 @@ class CollectiveCall:
         self.deadline = time.monotonic() + self.seconds
 
     def left(self) -> float:
-        """Return the seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def owner_of(self, tensor: Tensor) -> Tensor | None:
@@ -133,7 +132,6 @@ class InterHostComm:
         return posted
 
     def wait(self, call: CollectiveCall, posted: Posted) -> None:
-        """Wait until these messages are sent and have arrived."""
         for work, rank in posted:
             try:
                 work.wait(timedelta(seconds=max(call.left(), 0.001)))
@@ -141,7 +139,6 @@ class InterHostComm:
                 raise self._lost(call, rank, error) from None
 
     def exchange(self, call: CollectiveCall, stage: str, sends: Mail, receives: Mail) -> None:
-        """Send and receive tensors, and wait."""
         self.wait(call, self.post(call, stage, sends, receives))
 
     def _lost(self, call: CollectiveCall, rank: int, error: RuntimeError) -> GroupFailure:
@@ -183,7 +180,6 @@ class InterHostComm:
         _c10d_internals.close_gloo_links(self._gloo, self._elsewhere)
 
     def close(self) -> None:
-        """Stop watching the group."""
         self._closed = True
 
     @contextlib.contextmanager

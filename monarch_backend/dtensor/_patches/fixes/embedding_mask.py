@@ -107,5 +107,4 @@ def _without_mask(placement: Any, local: Any) -> Any:
 
 
 def is_masked(placement: Any) -> bool:
-    """Whether a placement has a mask."""
     return isinstance(placement, _MaskPartial)

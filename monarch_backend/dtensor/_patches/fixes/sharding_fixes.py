@@ -102,7 +102,6 @@ def _change(known: dict[Any, Any], operator: Any, corrected: Callable[[Replaceme
 
 
 def _register_views() -> None:
-    """Register torch's strategies of views once more, with corrected maps of dimensions."""
     maps: dict[Any, Any] = view_ops.dim_maps
     maps[torch.Tensor.view] = _of_nothing(maps[torch.Tensor.view])
     maps[torch.reshape] = _of_nothing(maps[torch.reshape])

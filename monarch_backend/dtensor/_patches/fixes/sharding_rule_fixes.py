@@ -28,7 +28,6 @@ Filter = Callable[[Any, Any, Any, Any], bool]
 
 
 def correct(rules: dict[Any, Any]) -> None:
-    """Correct the rules of torch's table."""
     reductions = [each for each, info in rules.items() if info.func is math_ops.linear_reduction_single_dim_strategy]
     spread = [each for each, info in rules.items() if info.func is math_ops.std_var_single_dim_strategy]
     _change(rules, (*reductions, *spread, _aten.logsumexp.default), _all_for_none(1))

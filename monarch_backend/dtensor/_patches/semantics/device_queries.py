@@ -28,7 +28,6 @@ def stands_for_gpus() -> bool:
 
 
 def _stands_for_xla() -> bool:
-    """Whether "xla" means the workers' here."""
     return controller_process_group.is_controller() and "xla" in _libraries
 
 
@@ -158,11 +157,9 @@ class _Checkpointed:
         return contextlib.nullcontext()
 
     def get_rng_state(self) -> torch.Tensor:
-        """Return the state of the workers' GPUs."""
         return torch.cuda.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set a state that get_rng_state returned."""
         torch.cuda.set_rng_state(state)
 
 

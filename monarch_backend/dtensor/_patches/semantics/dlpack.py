@@ -12,8 +12,6 @@ from monarch_backend.dtensor._errors import not_readable
 
 
 def to_dlpack(own: Any) -> Replacement:
-    """Replacement for torch's function of this name."""
-
     def to_dlpack(tensor: Any, *args: Any, **options: Any) -> Any:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if isinstance(local, RemoteTensor):

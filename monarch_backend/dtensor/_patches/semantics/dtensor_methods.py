@@ -25,7 +25,6 @@ _Base: Any = torch.Tensor
 
 
 def with_methods(own: tuple[type, ...]) -> tuple[type, ...]:
-    """Replacement for DTensor's bases."""
     return (_Methods, *own)
 
 
@@ -46,7 +45,6 @@ class _Devices(DeviceMethods):
     device, is_cpu, is_cuda, is_meta = map(_property, ("device", "is_cpu", "is_cuda", "is_meta"))
 
     def pin_memory(self, *args: Any, **options: Any) -> Any:
-        """Return a copy in pinned memory of the workers."""
         return device_moves.pinned(self) if _is_remote(self) else _Base.pin_memory(self, *args, **options)
 
     def record_stream(self, stream: Any) -> Any:
@@ -136,7 +134,6 @@ class _Memory:
         raise not_readable("data_ptr()")
 
     def untyped_storage(self: Any) -> Any:
-        """Return the storage of the workers."""
         is_ours = _is_remote(self) and not _is_torch()
         return RemoteStorage(self, _Base.untyped_storage(self)) if is_ours else _Base.untyped_storage(self)
 

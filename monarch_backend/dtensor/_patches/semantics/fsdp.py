@@ -171,8 +171,6 @@ def _record_stream(own: Any) -> Replacement:
 
 
 class _ControllerState(FSDPState):
-    """State of a module on a controller's mesh."""
-
     _monarch_workers: Any
 
     def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
