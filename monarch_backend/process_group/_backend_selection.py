@@ -62,7 +62,7 @@ def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
     if device == "cuda":
         return _cuda()
     if device == "xla":
-        return _xla_route()
+        return Route("xla", "xla", "XLA tensors take torch_xla's own group", xla_backend.missing())
     return _plugin(device)
 
 
@@ -91,10 +91,6 @@ def _cuda() -> Route:
         f"{vendor.name} GPUs take {vendor.collective_library} through torch's own ProcessGroupNCCL",
         missing,
     )
-
-
-def _xla_route() -> Route:
-    return Route("xla", "xla", "XLA tensors take torch_xla's own group", xla_backend.missing())
 
 
 def _plugin(device: str) -> Route:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import _api as api
 
 from monarch_backend.dtensor._controller import fetch
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.device_methods import DeviceMethods
 from monarch_backend.dtensor._controller.remote_storage import RemoteStorage
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
@@ -109,6 +110,16 @@ def _memory(name: str) -> Any:
         return own(self, *args, **options)
 
     return memory
+
+
+def to_dlpack(own: Any) -> Replacement:
+    def to_dlpack(tensor: Any, *args: Any, **options: Any) -> Any:
+        local = tensor._local_tensor if isinstance(tensor, api.DTensor) else tensor
+        if isinstance(local, RemoteTensor):
+            raise not_readable("to_dlpack()")
+        return own(tensor, *args, **options)
+
+    return to_dlpack
 
 
 class _Memory:
