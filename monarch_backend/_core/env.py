@@ -214,27 +214,3 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     connections.
     """
     return {name: value for name, value in environment.items() if name not in ("MONARCH_SECRET", "MONARCH_SECRET_FILE")}
-
-
-COLUMNS = ("variable", "type", "default", "unit", "values", "meaning")
-
-
-def rows() -> list[tuple[str, ...]]:
-    """Return a row of `COLUMNS` for each setting, as text. An empty default means: unset.
-
-    >>> rows()[1][:4]
-    ('MONARCH_SHM_ARENA_BYTES', 'integer', '268435456', 'bytes')
-    """
-    return [(each.name, each.type, _text(each.default), each.unit, each.values, each.doc) for each in SETTINGS.values()]
-
-
-def _text(default: Any) -> str:
-    if default is None or default == ():
-        return ""
-    return str(int(default)) if isinstance(default, bool) else str(default)
-
-
-def table() -> str:
-    """Return the settings as a table in Markdown, for docs/reference/settings.md."""
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *((f"`{name}`", *rest) for name, *rest in rows())]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -18,7 +18,6 @@ def provide(name: str, load: Callable[[], Any]) -> None:
 
 
 def has_extension(name: str) -> bool:
-    """Return whether an extension of this name is provided."""
     return name in _loaders
 
 

@@ -10,23 +10,21 @@ from collections.abc import Iterator
 
 from monarch_backend._core.errors import MonarchError, public
 
-_THREADS = ("RLIMIT_NPROC (ulimit -u)", "RLIMIT_AS (ulimit -v)")
-_MEMORY = ("RLIMIT_AS (ulimit -v)",)
-_FILE = ("RLIMIT_FSIZE (ulimit -f)",)
-_DESCRIPTORS = ("RLIMIT_NOFILE (ulimit -n)",)
 _NUMBERS = {
     "RLIMIT_NPROC (ulimit -u)": resource.RLIMIT_NPROC,
     "RLIMIT_AS (ulimit -v)": resource.RLIMIT_AS,
     "RLIMIT_FSIZE (ulimit -f)": resource.RLIMIT_FSIZE,
     "RLIMIT_NOFILE (ulimit -n)": resource.RLIMIT_NOFILE,
 }
+_PROCESSES, _MEMORY, _FILE_SIZE, _OPEN_FILES = _NUMBERS
+_THREADS = (_PROCESSES, _MEMORY)
 
 _REFUSALS: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
     ("can't start new thread", errno.EAGAIN, _THREADS, "pids.max of the control group, or threads-max of the kernel"),
     ("Resource temporarily unavailable", errno.EAGAIN, _THREADS, "pids.max of the control group"),
-    ("Cannot allocate memory", errno.ENOMEM, _MEMORY, "memory of the control group, or of the host"),
-    ("File too large", errno.EFBIG, _FILE, "the file system's largest file"),
-    ("Too many open files", errno.EMFILE, _DESCRIPTORS, "fs.file-max of the kernel"),
+    ("Cannot allocate memory", errno.ENOMEM, (_MEMORY,), "memory of the control group, or of the host"),
+    ("File too large", errno.EFBIG, (_FILE_SIZE,), "the file system's largest file"),
+    ("Too many open files", errno.EMFILE, (_OPEN_FILES,), "fs.file-max of the kernel"),
     ("No space left on device", errno.ENOSPC, (), "the size of /dev/shm, or of the file system"),
 )
 """The system's error text, its number, the limits of this process that cause it, and other possible limits."""

@@ -57,7 +57,6 @@ class Patch:
     adds: bool = False
 
     def is_for(self, release: Release) -> bool:
-        """Return whether this release of torch is in the row's range."""
         return _is_in(self, release)
 
 
@@ -84,7 +83,6 @@ class Registration:
     like: Sequence[str] = ()
 
     def is_for(self, release: Release) -> bool:
-        """Return whether this release of torch is in the row's range."""
         return _is_in(self, release)
 
 

@@ -65,7 +65,6 @@ NO_FORK = f"fork is not safe on {'this system' if sys.platform == 'linux' else s
 
 
 def usable_cpus() -> int:
-    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if HAS_AFFINITY else os.cpu_count() or 1
 
 

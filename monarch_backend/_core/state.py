@@ -21,12 +21,7 @@ def make_private(path: Path) -> Path:
     root = state_directory()
     if root in path.parents:
         make_private(root)
-    missing = []
-    parent = path
-    while not parent.exists():
-        missing.append(parent)
-        parent = parent.parent
-    for directory in reversed(missing):
+    for directory in reversed([each for each in (path, *path.parents) if not each.exists()]):
         try:
             directory.mkdir(mode=0o700)
         except FileExistsError:  # another process was faster

@@ -10,6 +10,7 @@ import torch
 # docs/reference/torch-releases.md has the tests that ran on each release.
 OLDEST = (2, 9)
 NEWEST = (2, 15)
+TESTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
 
 
 def torch_version() -> tuple[int, int]:
@@ -23,7 +24,6 @@ def remark() -> str:
     """Warn, once per process and in one line, when torch is outside the tested range. Return that line or ''."""
     if OLDEST <= torch_version() <= NEWEST:
         return ""
-    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    line = f"monarch_backend was tested with torch {tested}; this is {torch.__version__}: parts of it may not work"
+    line = f"monarch_backend was tested with torch {TESTED}; this is {torch.__version__}: parts of it may not work"
     warnings.warn(line, stacklevel=3)
     return line

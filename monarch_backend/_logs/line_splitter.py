@@ -43,11 +43,9 @@ class LineSplitter:
 
     @property
     def has_partial(self) -> bool:
-        """Return whether bytes wait for their line end."""
         return bool(self._rest)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the lines that ``data`` completes."""
         if RECORD in data:
             self.has_records = True
         if self._cutting:

@@ -23,9 +23,11 @@ import threading
 import time
 import traceback
 from collections import deque
+from dataclasses import dataclass, field
 
 from monarch_backend._core import fork
 from monarch_backend._core.limits import start_thread
+from monarch_backend._core.platform import WAKE, wake_descriptors
 from monarch_backend._logs.line_splitter import LineSplitter
 from monarch_backend._logs.mesh_log import STDERR, STDOUT, LogOptions, MeshLog
 
@@ -40,17 +42,15 @@ _PARTIAL_LINE_TIMEOUT_S = 1.0
 _FORK_TIMEOUT_S = 1.0
 
 
+@dataclass(eq=False, slots=True)
 class _Pipe:
     """The read end of one stream of one process."""
 
-    __slots__ = ("fd", "mesh", "rank", "splitter", "stream")
-
-    def __init__(self, fd: int, mesh: MeshLog, rank: int, stream: int) -> None:
-        self.fd = fd
-        self.mesh = mesh
-        self.rank = rank
-        self.stream = stream
-        self.splitter = LineSplitter()
+    fd: int
+    mesh: MeshLog
+    rank: int
+    stream: int
+    splitter: LineSplitter = field(default_factory=LineSplitter)
 
 
 class LogCollector:
@@ -90,8 +90,7 @@ class LogCollector:
         self._outbox: deque[tuple[int, bytes]] = deque()
         self._pipes: dict[int, _Pipe] = {}
         self._partial: dict[_Pipe, float] = {}  # time at which a line without an end is shown
-        self._waiting: dict[MeshLog, float] = {}  # time of each mesh's next output
-        self._touched: set[MeshLog] = set()  # meshes with new lines since the last round
+        self._waiting: dict[MeshLog, float] = {}  # time of each mesh's next output; past for one with new lines
         self._selector: selectors.BaseSelector | None = None
         self._waker: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
@@ -100,11 +99,9 @@ class LogCollector:
     def add(self, mesh: MeshLog, rank: int, stdout_fd: int, stderr_fd: int) -> None:
         """Read what ``rank`` of ``mesh`` writes, from the read ends of two pipes, which belong to the collector now.
 
-        A rank may be added again, for the process that took the place of a dead one.
-
-        Raises:
-            RuntimeError: after `close`, or when no thread can be started; the descriptors stay the caller's.
-            OSError: for a descriptor that cannot be waited for, such as one of a plain file.
+        A rank may be added again, for the process that took the place of a dead one. Raises RuntimeError after `close`,
+        or when no thread can be started; the descriptors stay the caller's. Raises OSError for a descriptor that cannot
+        be waited for, such as one of a plain file.
         """
         with self._lock:
             if self._closed:
@@ -123,30 +120,26 @@ class LogCollector:
                 selector.register(fd, selectors.EVENT_READ, pipe)
 
     def flush(self, mesh: MeshLog | None = None, timeout: float | None = 5.0) -> bool:
-        """Write everything that the workers (of ``mesh``, or all) have written until now, and return.
+        """Write everything that the workers of ``mesh``, or of all, have written until now. Return whether it is done.
 
-        Not for signal handlers: it waits for locks that the interrupted code may hold.
-
-        Args:
-            mesh: the mesh whose output is written; None: all of them.
-            timeout: seconds to wait at most, for a controller whose stdout is not being read; None: no limit.
-
-        Returns:
-            Whether all of it was written in time. What was not stays queued.
+        Not for signal handlers: it waits for locks that the interrupted code may hold. ``timeout``: seconds to wait at
+        most, for a controller whose stdout is not being read; None: no limit. What was not written in time stays
+        queued.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:  # writes to the controller's stdout do not hold it
             self._drain(mesh)
         return self._write(_left(deadline))
 
-    def remove(self, mesh: MeshLog, timeout: float | None = 5.0) -> bool:
-        """Flush, then close the pipes of ``mesh``, also those whose other end a worker's child still holds."""
+    def remove(self, mesh: MeshLog | None, timeout: float | None = 5.0) -> bool:
+        """Flush, then close the pipes of ``mesh`` or of all, also those whose other end a worker's child still
+        holds.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._lock.acquire(timeout=_left(deadline)):
             return False
         try:
-            self._drain(mesh)
-            self._end_all(mesh)
+            self._drain(mesh, end=True)
             self._wake()
         finally:
             self._lock.release()
@@ -156,17 +149,9 @@ class LogCollector:
         """Flush, close every pipe and end the thread; `add` raises from now on. Return the result of `flush`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         atexit.unregister(self.close)
-        if not self._lock.acquire(timeout=_left(deadline)):
-            return False
-        try:
-            self._closed = True
-            self._drain(None)
-            self._end_all(None)
-            self._wake()
-            thread = self._thread
-        finally:
-            self._lock.release()
-        written = self._write(_left(deadline))
+        self._closed = True
+        thread = self._thread
+        written = self.remove(None, timeout)
         if thread is not None:
             thread.join(max(0.0, _left(deadline)) if deadline is not None else None)
         return written
@@ -180,9 +165,7 @@ class LogCollector:
 
     def _start(self) -> selectors.BaseSelector:
         selector = self._selector = selectors.DefaultSelector()
-        self._waker = os.pipe()
-        for fd in self._waker:
-            os.set_blocking(fd, False)
+        self._waker = wake_descriptors()
         selector.register(self._waker[0], selectors.EVENT_READ, None)
         thread = threading.Thread(target=self._run, args=(selector,), name="monarch-logs", daemon=True)
         try:
@@ -222,10 +205,13 @@ class LogCollector:
                 self._read(pipe, now)
         for partial in [pipe for pipe, due in self._partial.items() if due <= now]:
             self._say_partial(partial, now, final=False)
-        for mesh in self._touched.union(mesh for mesh, due in self._waiting.items() if due <= now):
+        for mesh in [mesh for mesh, due in self._waiting.items() if due <= now]:
             self._outbox.extend(mesh.due(now))
-            self._note_deadline(mesh)
-        self._touched.clear()
+            deadline = mesh.deadline()
+            if deadline is None:
+                del self._waiting[mesh]
+            else:
+                self._waiting[mesh] = deadline
         due = min((*self._waiting.values(), *self._partial.values()), default=None)
         return None if due is None else max(0.0, due - now)
 
@@ -243,7 +229,7 @@ class LogCollector:
         lines = splitter.feed(data)
         if lines:
             pipe.mesh.say(pipe.rank, pipe.stream, lines, splitter, now)
-            self._touched.add(pipe.mesh)
+            self._waiting[pipe.mesh] = now
             self._partial.pop(pipe, None)
         if splitter.has_partial and pipe not in self._partial:
             self._partial[pipe] = now + max(_PARTIAL_LINE_TIMEOUT_S, pipe.mesh.options.aggregate_window_sec or 0.0)
@@ -254,7 +240,7 @@ class LogCollector:
         line = pipe.splitter.take_partial(final=final)
         if line is not None:
             pipe.mesh.say(pipe.rank, pipe.stream, [line], pipe.splitter, now)
-            self._touched.add(pipe.mesh)
+            self._waiting[pipe.mesh] = now
 
     def _end(self, pipe: _Pipe, now: float) -> None:
         self._say_partial(pipe, now, final=True)
@@ -263,64 +249,47 @@ class LogCollector:
         self._selector.unregister(pipe.fd)
         os.close(pipe.fd)
         pipe.mesh.end(pipe.rank, pipe.stream)
-        self._touched.add(pipe.mesh)
+        self._waiting[pipe.mesh] = now
 
-    def _drain(self, mesh: MeshLog | None) -> None:
-        """Read what is in the pipes at this moment, and no more. Put all waiting lines into the outbox."""
+    def _drain(self, mesh: MeshLog | None, *, end: bool = False) -> None:
+        """Read what is in the pipes at this moment, and no more. Put all waiting lines into the outbox.
+
+        ``end``: also close the pipes.
+        """
         now = time.monotonic()
-        for pipe in self._pipes_of(mesh):
+        for pipe in [pipe for pipe in self._pipes.values() if mesh is None or pipe.mesh is mesh]:
             left = _bytes_in(pipe.fd)
             while left > 0 and (read := self._read(pipe, now, min(left, _READ_BYTES))):
                 left -= read
-            if pipe in self._partial:
+            if end and self._pipes.get(pipe.fd) is pipe:
+                self._end(pipe, now)
+            elif pipe in self._partial:
                 self._say_partial(pipe, now, final=False)
-        for each in self._touched.union(self._waiting):
-            if mesh is None or each is mesh:
-                self._outbox.extend(each.flush(now))
-                self._waiting.pop(each, None)
-                self._touched.discard(each)
-
-    def _end_all(self, mesh: MeshLog | None) -> None:
-        now = time.monotonic()
-        for pipe in self._pipes_of(mesh):
-            self._end(pipe, now)
-        for each in self._touched if mesh is None else [mesh]:
+        for each in list(self._waiting) if mesh is None else [mesh]:
             self._outbox.extend(each.flush(now))
-
-    def _pipes_of(self, mesh: MeshLog | None) -> list[_Pipe]:
-        return [pipe for pipe in self._pipes.values() if mesh is None or pipe.mesh is mesh]
-
-    def _note_deadline(self, mesh: MeshLog) -> None:
-        due = mesh.deadline()
-        if due is None:
-            self._waiting.pop(mesh, None)
-        else:
-            self._waiting[mesh] = due
+            self._waiting.pop(each, None)
 
     def _options_changed(self, mesh: MeshLog) -> None:
         with self._lock:
             mesh.options_changed()
-            self._touched.add(mesh)
+            self._waiting[mesh] = 0.0
             self._wake()
 
     def _wake(self) -> None:
         if self._waker is not None:
             with contextlib.suppress(BlockingIOError):  # a full pipe wakes it, too
-                os.write(self._waker[1], b"\0")
+                os.write(self._waker[1], WAKE)
 
     def _finish(self) -> None:
         """Show all waiting lines after the last pipe has ended."""
-        now = time.monotonic()
-        for mesh in self._waiting:
-            self._outbox.extend(mesh.flush(now))
-        self._waiting.clear()
+        self._drain(None)
         self._close_selector()
         self._thread = None
 
     def _close_selector(self) -> None:
         if self._selector is not None and self._waker is not None:
             self._selector.close()
-            for fd in self._waker:
+            for fd in set(self._waker):
                 os.close(fd)
         self._selector = self._waker = None
 

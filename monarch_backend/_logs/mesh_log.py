@@ -6,6 +6,7 @@ threads. The collector calls everything but `MeshLog.configure`, with its lock h
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -69,10 +70,7 @@ class LogOptions:
 
 
 def level_number(level: int | str) -> int:
-    """A level of `logging` as its number.
-
-    Raises:
-        ValueError: for a name that `logging` does not know.
+    """Return a level of `logging` as its number. Raises ValueError for a name that `logging` does not know.
 
     >>> level_number("info"), level_number(15)
     (20, 15)
@@ -103,12 +101,11 @@ class MeshLog:
         self.on_change: Callable[[], None] | None = None  # set by the collector that has the pipes
         self._configuring = threading.Lock()
         self._label_of = label_of
-        self._least = level_number(self.options.level)
         self._folds = {stream: LineDeduplicator(self._window) for stream in STREAM_NAMES}
         self._limit = RateLimit(self.options.lines_per_sec, self.options.burst)
         self._pipes: Counter[tuple[int, int]] = Counter()  # (rank, stream) -> its open pipes
         self._tails: dict[int, deque[bytes]] = {}
-        self._prefixes: dict[int, bytes] = {}
+        self._prefix = functools.lru_cache(_CACHED_PREFIXES)(self._make_prefix)
         self._files: dict[tuple[int, int], int] = {}
         self._files_failed = False
         self._out: list[tuple[int, bytes]] = []
@@ -134,12 +131,10 @@ class MeshLog:
         self._show_all()
         for fold in self._folds.values():
             fold.window = self._window
-        self._least = level_number(self.options.level)
         self._limit.change(self.options.lines_per_sec, self.options.burst)
         self.close_files()
 
     def open(self, rank: int, stream: int) -> None:
-        """Note a new pipe of ``rank``."""
         self._pipes[rank, stream] += 1
         self._folds[stream].join(rank)
 
@@ -153,12 +148,11 @@ class MeshLog:
                 os.close(file)
 
     def say(self, rank: int, stream: int, lines: list[bytes], splitter: LineSplitter, now: float) -> None:
-        """Process ``lines``, which ``rank`` has written."""
         options, shown = self.options, lines
         if splitter.has_records:
             records = read_records(lines)
             lines = [text for _, text in records]
-            shown = [text for level, text in records if level is None or level >= self._least]
+            shown = [text for level, text in records if level is None or level >= level_number(options.level)]
         if stream == STDERR:
             self._remember(rank, lines)
         if options.to_files is not None and not self._files_failed:
@@ -207,20 +201,16 @@ class MeshLog:
 
     def _render(self, stream: int, shown: Sequence[tuple[int, bytes]]) -> None:
         parts: list[bytes] = []
-        prefixes = self._prefixes
         for ranks, text in shown:
-            prefix = prefixes.get(ranks) or self._prefix(ranks)
+            prefix = self._prefix(ranks)
             if b"\n" in text:
                 text = text.replace(b"\n", b"\n" + prefix)
             parts += (prefix, text, b"\n")
         if parts:
             self._out.append((stream, b"".join(parts)))
 
-    def _prefix(self, ranks: int) -> bytes:
-        if len(self._prefixes) >= _CACHED_PREFIXES:
-            self._prefixes.clear()
-        prefix = self._prefixes[ranks] = f"[{self._label(ranks_of(ranks))}] ".encode(errors="replace")
-        return prefix
+    def _make_prefix(self, ranks: int) -> bytes:
+        return f"[{self._label(ranks_of(ranks))}] ".encode(errors="replace")
 
     def _label(self, ranks: list[int]) -> str:
         try:

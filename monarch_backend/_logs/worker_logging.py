@@ -23,13 +23,8 @@ def install_worker_logging(level: int | str = logging.INFO) -> None:
     Call again to change the level. Records of loggers without a configured handler go to stderr as
     ``LEVEL:name:message``, with no time in it, so that equal ones of many ranks fold. A program that configures
     logging itself keeps its own handlers, formats and levels; what those write to stdout or stderr is marked too, so
-    that the mesh's level works on it and a traceback stays one unit.
-
-    Args:
-        level: of the root logger, a number or a name; what is below it is not made at all.
-
-    Raises:
-        ValueError: for a name that `logging` does not know.
+    that the mesh's level works on it and a traceback stays one unit. ``level`` is the root logger's, as in
+    `level_number`; records below it are not made at all.
 
     >>> install_worker_logging("WARNING")
     >>> logging.getLogger("loader").info("not said")
@@ -39,22 +34,11 @@ def install_worker_logging(level: int | str = logging.INFO) -> None:
         with contextlib.suppress(AttributeError, ValueError):  # replaced by something else, or closed
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     logging.StreamHandler.format = _marked_format  # type: ignore[assignment, method-assign]
-    if not isinstance(logging.lastResort, _DefaultHandler):
+    if logging.lastResort is not None:
         # Not a handler of the root logger: then the program's own basicConfig() would do nothing.
-        logging.lastResort = _DefaultHandler()
+        logging.lastResort.setLevel(logging.NOTSET)
+        logging.lastResort.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     logging.getLogger().setLevel(number)
-
-
-class _DefaultHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Handler that writes to the current stderr, as `logging`'s last resort does."""
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-        self.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
-
-    @property
-    def stream(self) -> object:
-        return sys.stderr
 
 
 def _marked_format(handler: Any, record: logging.LogRecord) -> str:

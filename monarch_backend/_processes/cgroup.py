@@ -53,7 +53,7 @@ def field(file: Path, name: str) -> int | None:
         lines = file.read_text().splitlines()
     except OSError:
         return None
-    return next((int(words[1]) for words in map(str.split, lines) if len(words) == 2 and words[0] == name), None)
+    return next((int(words[1]) for words in map(str.split, lines) if len(words) > 1 and words[0] == name), None)
 
 
 class OomKills:
@@ -76,6 +76,5 @@ class OomKills:
         return field(self._file, "oom_kill") or 0
 
     def again(self) -> bool:
-        """Return whether the counter has grown since the last call."""
         before, self._seen = self._seen, self._read()
         return self._seen > before

@@ -13,13 +13,12 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
 from monarch_backend._core import platform
 from monarch_backend._processes import cgroup, interpreter_args, linux
-from monarch_backend._processes.spawn_protocol import Method, Spawn
+from monarch_backend._processes.spawn_protocol import Exited, Spawn, Started
 
 # Variables that a running process cannot apply. A child whose value differs from the server's is spawned plainly.
 _READ_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED")
@@ -27,25 +26,6 @@ _READ_AT_START = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONHASHSEED")
 
 class StartError(Exception):
     """The process could not be started. The text gives the reason, and what to do."""
-
-
-@dataclass(frozen=True)
-class ChildStarted:
-    """A process was started. ``pid`` 0 means that this process is the child. ``reason``: why it had to be spawned."""
-
-    pid: int
-    method: Method
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class ChildExited:
-    """A process has ended. The fields are those of spawn_protocol.Exited."""
-
-    pid: int
-    returncode: int
-    core_dumped: bool
-    oom_killed: bool
 
 
 def why_not_fork(environment: Mapping[bytes, bytes], own: Mapping[bytes, bytes]) -> str | None:
@@ -79,7 +59,7 @@ class Processes:
 
     def __init__(self) -> None:
         self._environment = dict(os.environb)
-        self._alive: set[int] = set()
+        self._alive: dict[int, int] = {}  # ids by pid
         self._killed: set[int] = set()
         self._untidy = False  # processes were reaped since the last `tidy`
         self._helpers = linux.children()  # made by an imported library
@@ -96,7 +76,7 @@ class Processes:
         with contextlib.suppress(OSError, ValueError):  # the system's limit is lower now
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    def start(self, spec: Spawn, stdout: int, stderr: int, stdin: int | None = None) -> ChildStarted:
+    def start(self, spec: Spawn, stdout: int, stderr: int, stdin: int | None = None) -> Started:
         """Start the process; in a forked one, return pid 0. Raises StartError."""
         reason = why_not_fork(spec.environment, self._environment)
         if reason is not None and spec.method == "fork":
@@ -112,10 +92,10 @@ class Processes:
             if pid != 0:
                 self._allow_open_files()
         if pid:
-            self._alive.add(pid)
+            self._alive[pid] = spec.id
         # Where no process can be forked, the reason is not worth a warning.
         told = platform.HAS_SAFE_FORK and spec.method is None
-        return ChildStarted(pid, "spawn" if plain else "fork", reason if reason and told else "")
+        return Started(spec.id, pid, "spawn" if plain else "fork", reason if reason and told else "")
 
     def kill(self, pid: int, number: int, group: bool = False) -> None:
         """Send a signal to a process that was started here and has not been reaped, and to its ``group``."""
@@ -128,7 +108,7 @@ class Processes:
                     return
             os.kill(pid, number)
 
-    def reap(self) -> Iterator[ChildExited]:
+    def reap(self) -> Iterator[Exited]:
         """Return the processes that have ended since the last call. Call `tidy` after their ends have been sent."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
@@ -136,17 +116,17 @@ class Processes:
                 if (death := self._death(*ended)) is not None:
                     yield death
 
-    def _death(self, pid: int, status: int) -> ChildExited | None:
+    def _death(self, pid: int, status: int) -> Exited | None:
         self._helpers.discard(pid)
-        if pid not in self._alive:
+        number = self._alive.pop(pid, None)
+        if number is None:
             return None
-        self._alive.remove(pid)
         if not platform.HAS_PRCTL:  # this process does not adopt its descendants, for `tidy`
             linux.kill_sessions([pid])
         returncode = os.waitstatus_to_exitcode(status)
         unexplained = returncode == -signal.SIGKILL and pid not in self._killed
         self._killed.discard(pid)
-        return ChildExited(pid, returncode, os.WCOREDUMP(status), unexplained and self._oom_kills.again())
+        return Exited(number, pid, returncode, os.WCOREDUMP(status), unexplained and self._oom_kills.again())
 
     def tidy(self) -> None:
         """Kill the remaining descendants of ended processes.
@@ -157,12 +137,11 @@ class Processes:
         if not self._untidy:
             return
         self._untidy = False
-        for pid in linux.children() - self._alive - self._helpers:
+        for pid in linux.children() - self._alive.keys() - self._helpers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill everything and wait until it has ended."""
         for pid in self._alive:
             os.kill(pid, signal.SIGKILL)
         if not platform.HAS_PRCTL:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from monarch_backend._core import platform as system_abilities
+from monarch_backend._processes.cgroup import number
 
 Cpus: TypeAlias = frozenset[int]
 Wish: TypeAlias = str | Iterable[int] | None  # of one process: "0-3,8", or numbers, or anywhere
@@ -51,7 +52,9 @@ def plan(
         raise ValueError(f"proc_bind needs at least one process, not {count}")
     if proc_bind is None:
         return [None] * count
-    usable = frozenset(_affinity() if allowed is None else allowed)
+    if allowed is None:
+        allowed = os.sched_getaffinity(0) if system_abilities.HAS_AFFINITY else range(os.cpu_count() or 1)
+    usable = frozenset(allowed)
     if proc_bind == "cores":
         return _by_cores(count, usable, system)
     if proc_bind == "numa":
@@ -105,9 +108,8 @@ def _cores(usable: Cpus, system: Path) -> list[Cpus]:
     cores: dict[tuple[int, int, int], set[int]] = {}
     for cpu in sorted(usable):
         topology = system / f"cpu/cpu{cpu}/topology"
-        package = _number(topology / "physical_package_id", 0)
-        key = (node_of.get(cpu, 0), package, _number(topology / "core_id", cpu))
-        cores.setdefault(key, set()).add(cpu)
+        package, core = number(topology / "physical_package_id"), number(topology / "core_id")
+        cores.setdefault((node_of.get(cpu, 0), package or 0, cpu if core is None else core), set()).add(cpu)
     return [frozenset(cores[key]) for key in sorted(cores)]
 
 
@@ -120,17 +122,6 @@ def _nodes(system: Path) -> dict[int, Cpus]:
         except (OSError, ValueError):
             continue
     return dict(sorted(found.items()))
-
-
-def _number(file: Path, default: int) -> int:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return default
-
-
-def _affinity() -> set[int]:
-    return os.sched_getaffinity(0) if system_abilities.HAS_AFFINITY else set(range(os.cpu_count() or 1))
 
 
 def parse(cpus: str) -> Cpus:

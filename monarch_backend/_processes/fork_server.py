@@ -29,17 +29,16 @@ import msgspec
 
 from monarch_backend._core import platform
 from monarch_backend._processes import child_bootstrap, finalization, linux, local_sockets
-from monarch_backend._processes.child_table import ChildExited, Processes, StartError
+from monarch_backend._processes.child_table import Processes, StartError
 from monarch_backend._processes.spawn_protocol import (
     BadMessageError,
     Channel,
     Event,
-    Exited,
     Kill,
     Request,
     Spawn,
     SpawnFailed,
-    Started,
+    close_all,
     frame,
 )
 
@@ -111,17 +110,13 @@ def preload(more: Sequence[str] = ()) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """A request that waits for its turn, with its files."""
+    """A request that waits for its turn, with its files for stdout, stderr and stdin."""
 
     spec: Spawn
-    stdout: int | None
-    stderr: int | None
-    stdin: int | None
+    files: list[int | None]
 
     def close(self) -> None:
-        for descriptor in (self.stdout, self.stderr, self.stdin):
-            if descriptor is not None:
-                os.close(descriptor)
+        close_all(file for file in self.files if file is not None)
 
 
 @dataclass(eq=False)
@@ -141,9 +136,6 @@ class _Client:
         if not self.gone:
             self.channel.put(frame(event))
 
-    def done(self) -> bool:
-        return self.closing and not self.pids and not self.channel.has_unsent
-
 
 class Server:
     """Loop of the server. Single-threaded: it listens, starts one process per client and round, and reaps."""
@@ -156,7 +148,7 @@ class Server:
             os.set_inheritable(descriptor, False)  # type: ignore[arg-type]
         self._keep = _open_descriptors() - inherited - {0, 1, 2}  # threads of an imported library
         self._processes = Processes()
-        self._owners: dict[int, tuple[_Client, int]] = {}  # client and id of each process, by pid
+        self._owners: dict[int, _Client] = {}  # by pid of the process
         self._clients: list[_Client] = []
         self._selector = selectors.DefaultSelector()
         self._watch_signals()
@@ -217,24 +209,25 @@ class Server:
 
     def _start(self, client: _Client, job: _Job) -> bool:
         """Start the process; return True in a forked one."""
-        stdout = self._stdout if job.stdout is None else job.stdout
-        stderr = self._stderr if job.stderr is None else job.stderr
+        stdout, stderr, stdin = job.files
+        stdout = self._stdout if stdout is None else stdout
+        stderr = self._stderr if stderr is None else stderr
         try:
             if job.spec.method != "spawn":
                 self._import(job.spec.imports)
-            child_started = self._processes.start(job.spec, stdout, stderr, job.stdin)
+            started = self._processes.start(job.spec, stdout, stderr, stdin)
         except StartError as error:
             client.say(SpawnFailed(job.spec.id, str(error)))
             return False
-        if child_started.pid == 0:
+        if started.pid == 0:
             os.dup2(stdout, 1)
             os.dup2(stderr, 2)
-            if job.stdin is not None:
-                os.dup2(job.stdin, 0)
+            if stdin is not None:
+                os.dup2(stdin, 0)
             return True
-        client.pids[job.spec.id] = child_started.pid
-        self._owners[child_started.pid] = client, job.spec.id
-        client.say(Started(job.spec.id, child_started.pid, child_started.method, child_started.reason))
+        client.pids[started.id] = started.pid
+        self._owners[started.pid] = client
+        client.say(started)
         return False
 
     def _leave(self) -> None:
@@ -260,15 +253,12 @@ class Server:
 
     def _on_signals(self, numbers: bytes) -> None:
         for death in self._processes.reap():
-            self._on_death(death)
+            client = self._owners.pop(death.pid)
+            del client.pids[death.id]
+            client.say(death)
         if signal.SIGTERM in numbers:
             for client in self._clients:
                 self._close(client)
-
-    def _on_death(self, death: ChildExited) -> None:
-        client, process = self._owners.pop(death.pid)
-        del client.pids[process]
-        client.say(Exited(process, death.pid, death.returncode, death.core_dumped, death.oom_killed))
 
     # Connections
 
@@ -317,10 +307,9 @@ class Server:
             return
         if request.id in client.pids or any(request.id == job.spec.id for job in client.waiting):
             raise BadMessageError(f"the id {request.id} is taken")
-        stdout = client.channel.take_descriptor() if request.stdout else None
-        stderr = client.channel.take_descriptor() if request.stderr else None
-        stdin = client.channel.take_descriptor() if request.stdin else None
-        client.waiting.append(_Job(request, stdout, stderr, stdin))
+        has_files = (request.stdout, request.stderr, request.stdin)
+        files = [client.channel.take_descriptor() if has_file else None for has_file in has_files]
+        client.waiting.append(_Job(request, files))
 
     def _on_kill(self, client: _Client, request: Kill) -> None:
         if request.id in client.pids:
@@ -359,7 +348,7 @@ class Server:
             client.gone = True
             client.channel.drop_unsent()
             self._close(client)
-        if client.done():
+        if client.closing and not client.pids and not client.channel.has_unsent:
             self._processes.tidy()  # the end of the connection reports that nothing is left
             self._listen(client, 0)
             self._forget_pidfd(client)

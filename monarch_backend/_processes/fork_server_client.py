@@ -51,13 +51,11 @@ class ForkServer:
             self.process.kill()
             code = self.process.wait()
         how = f"killed by {_name(-code)}" if code < 0 else f"exit code {code}"
-        return f"the fork server (pid {self.process.pid}) ended: {how}{self._last_words()}"
-
-    def _last_words(self) -> str:
         assert self.log is not None
         self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 4000))
         text = self.log.read().decode(errors="replace").strip()
-        return f"; it wrote:\n{text}" if text else ""
+        wrote = f"; it wrote:\n{text}" if text else ""
+        return f"the fork server (pid {self.process.pid}) ended: {how}{wrote}"
 
     def close(self) -> None:
         """Close the connection. A server of this process must have ended."""

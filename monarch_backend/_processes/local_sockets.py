@@ -44,7 +44,6 @@ def listen(backlog: int = 128) -> tuple[socket.socket, str]:
 
 
 def listen_at(address: str, backlog: int) -> socket.socket:
-    """Return a socket that listens at this address. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(_name(address))
@@ -56,7 +55,6 @@ def listen_at(address: str, backlog: int) -> socket.socket:
 
 
 def connect(address: str, timeout: float | None = None) -> socket.socket:
-    """Return a connection to the process that listens at this address. Raises OSError."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(timeout)
@@ -70,7 +68,6 @@ def connect(address: str, timeout: float | None = None) -> socket.socket:
 
 
 def is_address(text: str) -> bool:
-    """Return whether the text can be an address of `listen`."""
     return text.startswith(FIRST)
 
 

@@ -43,7 +43,6 @@ def start(pipe: int) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo `start`."""
     global _outlives
     _outlives = True
 

@@ -92,29 +92,27 @@ class System:
         """Yield the current limits. ``count`` avoids costly readings where the cheap ones suffice."""
         yield from self._memory(memory_each)
         yield from self._tasks(count)
-        if descriptors_each:
-            soft, _ = self.rlimit(resource.RLIMIT_NOFILE)
-            if soft != resource.RLIM_INFINITY:
-                used = len(os.listdir(self.proc / "self/fd")) if (self.proc / "self/fd").is_dir() else 0
-                yield Limit("RLIMIT_NOFILE (ulimit -n)", soft - used, descriptors_each, "open files")
+        used = len(os.listdir(self.proc / "self/fd")) if (self.proc / "self/fd").is_dir() else 0
+        yield from self._open_files(descriptors_each, used)
 
     def limits_without_proc(self, descriptors_each: int) -> Iterator[Limit]:
         """Yield the limits that are known without /proc, where each process is spawned. What is in use is not known."""
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         yield Limit("the memory of the host", total, MEMORY_EACH_SPAWNED, "MiB of memory", 1 << 20)
-        each = {resource.RLIMIT_NOFILE: descriptors_each, resource.RLIMIT_NPROC: 1}
-        for number, name, unit in (
-            (resource.RLIMIT_NOFILE, "RLIMIT_NOFILE (ulimit -n)", "open files"),
-            (resource.RLIMIT_NPROC, "RLIMIT_NPROC (ulimit -u)", "processes"),
-        ):
-            soft, _ = self.rlimit(number)
-            if soft != resource.RLIM_INFINITY and each[number]:
-                yield Limit(name, soft, each[number], unit)
+        yield from self._open_files(descriptors_each, 0)
+        soft, _ = self.rlimit(resource.RLIMIT_NPROC)
+        if soft != resource.RLIM_INFINITY:
+            yield Limit("RLIMIT_NPROC (ulimit -u)", soft, 1, "processes")
+
+    def _open_files(self, each: int, used: int) -> Iterator[Limit]:
+        soft, _ = self.rlimit(resource.RLIMIT_NOFILE)
+        if each and soft != resource.RLIM_INFINITY:
+            yield Limit("RLIMIT_NOFILE (ulimit -n)", soft - used, each, "open files")
 
     def _memory(self, each: int) -> Iterator[Limit]:
-        available = _meminfo(self.proc / "meminfo", "MemAvailable")
+        available = cgroup.field(self.proc / "meminfo", "MemAvailable:")
         if available is not None:
-            yield Limit("the host", available, each, "MiB of memory", 1 << 20)
+            yield Limit("the host", available << 10, each, "MiB of memory", 1 << 20)
         for directory in cgroup.directories("memory", self.cgroups, self.proc / "self/cgroup"):
             for limit, usage in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
                 most, used = cgroup.number(directory / limit), cgroup.number(directory / usage)
@@ -160,14 +158,6 @@ class System:
             except (OSError, KeyError, ValueError):
                 continue  # it has ended meanwhile
         return total
-
-
-def _meminfo(file: Path, name: str) -> int | None:
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":")), None)
 
 
 def check_count(per_host: int, *, here: bool) -> None:

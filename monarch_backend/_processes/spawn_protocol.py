@@ -127,7 +127,6 @@ class Channel(Generic[T]):
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether data waits for the other side to read."""
         return bool(self._unsent)
 
     def put(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -139,20 +138,14 @@ class Channel(Generic[T]):
         while self._unsent:
             data, descriptors = self._unsent[0]
             try:
-                sent = self._send(data, descriptors)
+                sent = socket.send_fds(self.socket, [data], descriptors) if descriptors else self.socket.send(data)
             except BlockingIOError:
                 return
-            _close(descriptors)  # they go with the first byte
+            close_all(descriptors)  # they go with the first byte
             if sent < len(data):
                 self._unsent[0] = data[sent:], ()
             else:
                 self._unsent.popleft()
-
-    def _send(self, data: memoryview, descriptors: Sequence[int]) -> int:
-        if not descriptors:
-            return self.socket.send(data)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
-        return self.socket.sendmsg([data], [rights])
 
     def receive(self) -> list[T]:
         """Return the messages that have arrived, perhaps none. Raises EOFError at the end, BadMessageError, OSError."""
@@ -199,15 +192,14 @@ class Channel(Generic[T]):
         return self._descriptors.popleft()
 
     def drop_unsent(self) -> None:
-        """Drop all data that has not been sent."""
         for _, descriptors in self._unsent:
-            _close(descriptors)
+            close_all(descriptors)
         self._unsent.clear()
 
     def close(self) -> None:
         """Close the socket and all files in transit."""
         self.drop_unsent()
-        _close(self._descriptors)
+        close_all(self._descriptors)
         self._descriptors.clear()
         self.socket.close()
 
@@ -216,7 +208,7 @@ def _close_on_exec() -> int:
     return 0 if platform.IS_PORTABLE else socket.MSG_CMSG_CLOEXEC
 
 
-def _close(descriptors: Iterable[int]) -> None:
+def close_all(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -38,6 +38,7 @@ from monarch_backend._processes.spawn_protocol import (
     SpawnFailed,
     Started,
     check,
+    close_all,
     frame,
 )
 
@@ -108,10 +109,6 @@ class ProcessSpec:
     def files(self) -> list[int]:
         """Open files for the new process, in the order in which they are sent."""
         return [file for file in (self.stdout, self.stderr, self.stdin) if file is not None]
-
-
-def _start_method() -> Method | None:
-    return cast("Method | None", env.get("MONARCH_START_METHOD") or None)
 
 
 def spawn_message(number: int, spec: ProcessSpec, method: Method | None) -> Spawn:
@@ -231,7 +228,7 @@ class Spawner:
         """
         if not specs:
             raise ValueError("spawn needs at least one process")
-        method = _start_method()
+        method = cast("Method | None", env.get("MONARCH_START_METHOD") or None)
         files = max(len(spec.files) for spec in specs)
         resource_limits.check_spawn(len(specs), plain=method == "spawn", descriptors_each=files)
         ids = [next(self._numbers) for _ in specs]
@@ -318,7 +315,11 @@ class Spawner:
                 self._drain_wakes()
             elif (server := self._connect_or_start()) is not None:
                 self._converse(server)
-                self._end(server)
+                self._selector.unregister(server.channel.socket)
+                why = server.wait()
+                server.close()
+                self._channel = self._process = None
+                self._lose(why)
         self._lose("the spawner was closed")
         self._release()
 
@@ -400,13 +401,6 @@ class Spawner:
         except Exception:
             _log.exception("on_event of a Spawner raised on %r", event)
 
-    def _end(self, server: ForkServer) -> None:
-        self._selector.unregister(server.channel.socket)
-        why = server.wait()
-        server.close()
-        self._channel = self._process = None
-        self._lose(why)
-
     def _lose(self, why: str) -> None:
         """Handle the end of the server: report the end of its processes, and be ready to start another one."""
         with self._lock:
@@ -419,7 +413,7 @@ class Spawner:
                 local_sockets.remove(self._address)
             self._address = ""
         for _, files in requests:
-            _close(files)
+            close_all(files)
         _kill_what_is_left(running.values())
         for number in asked:
             self._tell(SpawnFailed(number, why))
@@ -436,10 +430,5 @@ def _kill_what_is_left(pids: Collection[int]) -> None:
 
 def _duplicates(files: Sequence[int], undo: contextlib.ExitStack) -> tuple[int, ...]:
     made = tuple(os.dup(file) for file in files)
-    undo.callback(_close, made)
+    undo.callback(close_all, made)
     return made
-
-
-def _close(files: Sequence[int]) -> None:
-    for file in files:
-        os.close(file)

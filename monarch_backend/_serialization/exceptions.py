@@ -8,18 +8,19 @@ that it can import, with the same name and text.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
+from monarch_backend._core.package_folder import PACKAGE_FOLDER
 from monarch_backend._serialization.pickling import DeserializationError, loads, try_dumps_in_band
 
 _LONGEST = 200  # limit of causes and contexts that are sent, the nearest ones
-_OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _Group: Any = getattr(sys.modules["builtins"], "BaseExceptionGroup", ())  # none in Python 3.10
 _Chain = traceback.TracebackException
 
@@ -27,7 +28,7 @@ _Chain = traceback.TracebackException
 class _Packed(NamedTuple):
     """One exception; the links are indices, -1 for none."""
 
-    ways: list[bytes]  # each a function of this module and its arguments, to be tried in this order
+    ways: list[bytes]  # pickles of the exception, or of arguments of `_rebuild`, to be tried in this order
     bases: list[bytes]  # the classes a stand-in may derive from, nearest first
     module: str
     name: str
@@ -46,15 +47,15 @@ def pack_exception(exc: BaseException) -> bytes:
     >>> type(error), error.args
     (<class 'KeyError'>, ('rank',))
     """
-    found = _reachable(exc)
+    found = _reachable(exc, _LONGEST)
     index = {id(one): i for i, one in enumerate(found)}
-    return pickle.dumps([tuple(_pack(one, index)) for one in found], 5)
+    return pickle.dumps([_pack(one, index) for one in found], 5)
 
 
 def unpack_exception(data: bytes) -> BaseException:
     """Return the exception in ``data``. Raises DeserializationError if `pack_exception` did not make it."""
     try:
-        packed = [_Packed(*fields) for fields in pickle.loads(data)]
+        packed: list[_Packed] = pickle.loads(data)
         built: dict[int, BaseException] = {}
         for i, one in enumerate(packed):
             exc = _build(packed, i, built)
@@ -78,43 +79,34 @@ def remote_traceback(exc: BaseException) -> str:
     ValueError: no
     """
     whole = _Chain.from_exception(exc)
-    for one in _links(whole):
+    for one in _reachable(whole, sys.maxsize):
         ours = 0
-        while ours < len(one.stack) and os.path.abspath(one.stack[ours].filename).startswith(_OURS):
+        while ours < len(one.stack) and os.path.abspath(one.stack[ours].filename).startswith(PACKAGE_FOLDER):
             ours += 1
         if ours < len(one.stack):  # raised by this package itself: then its frames are what there is to see
             del one.stack[:ours]
     return "".join(whole.format())
 
 
-def _links(whole: _Chain) -> Iterator[_Chain]:
-    todo, seen = [whole], set()
-    while todo:
-        one = todo.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            todo += [
-                link for link in (one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())) if link
-            ]
+def _members(one: Any) -> list[Any]:
+    return list(getattr(one, "exceptions", None) or ()) if isinstance(one, (_Group, _Chain)) else []
 
 
-def _reachable(exc: BaseException) -> list[BaseException]:
-    """Return ``exc`` and linked exceptions, nearest first: all members of groups, and a limited number of links."""
-    found = [exc]
-    seen = {id(exc)}
+def _reachable(first: Any, most: int) -> list[Any]:
+    """Return ``first`` and linked ones, nearest first: all members of groups, and links up to a number of ``most``."""
+    found = [first]
+    seen = {id(first)}
     for one in found:  # grows while it is walked
-        members = list(one.exceptions) if isinstance(one, _Group) else []
-        links = [link for link in (one.__cause__, one.__context__) if link is not None] if len(found) < _LONGEST else []
-        for other in members + links:
-            if id(other) not in seen:
+        links = (one.__cause__, one.__context__) if len(found) < most else ()
+        for other in (*_members(one), *links):
+            if other is not None and id(other) not in seen:
                 seen.add(id(other))
                 found.append(other)
     return found
 
 
 def _pack(exc: BaseException, index: dict[int, int]) -> _Packed:
-    members = list(exc.exceptions) if isinstance(exc, _Group) else []
+    members = _members(exc)
     text = _text(exc)
     return _Packed(
         ways=[way for way in _ways(exc, members) if _gives(way, exc, text, members)],
@@ -131,21 +123,13 @@ def _pack(exc: BaseException, index: dict[int, int]) -> _Packed:
 
 
 def _ways(exc: BaseException, members: list[BaseException]) -> Iterator[bytes]:
-    """Return the pickles that may restore ``exc``, best first."""
+    """Yield the pickles that may restore ``exc``, best first. A member is not pickled with its group."""
+    fields = {} if members else {name: _or_text(value) for name, value in _fields(exc)}
     attributes = {name: _or_text(value) for name, value in vars(exc).items()}
-    ways: list[tuple[Any, ...]]
-    if members:
-        ways = [(_rebuild_group, type(exc), exc.message, attributes)]  # type: ignore[attr-defined]
-    else:
-        fields = {name: _or_text(value) for name, value in _fields(exc)}
-        ways = [
-            (_whole, exc),
-            (_rebuild, type(exc), tuple(map(_or_text, exc.args)), fields, attributes),
-        ]
-    for way in ways:
-        data = try_dumps_in_band(way)
-        if data is not None:
-            yield data
+    args = (exc.message,) if members else tuple(map(_or_text, exc.args))  # type: ignore[attr-defined]
+    parts = (type(exc), args, fields, attributes)
+    ways = [parts] if members else [exc, parts]
+    yield from (data for data in map(try_dumps_in_band, ways) if data is not None)
 
 
 def _gives(way: bytes, exc: BaseException, text: str, members: list[BaseException]) -> bool:
@@ -160,32 +144,22 @@ def _gives(way: bytes, exc: BaseException, text: str, members: list[BaseExceptio
 
 
 def _follow(way: bytes, members: list[BaseException]) -> BaseException:
-    function, *arguments = loads(way, None)
-    made = function(members, *arguments)
+    made = loads(way, None)
+    if isinstance(made, tuple):
+        made = _rebuild(members, *made)
     if not isinstance(made, BaseException):
         raise TypeError(f"{made!r} is no exception")
     return made
 
 
-def _whole(_: list[BaseException], exc: BaseException) -> BaseException:
-    return exc
-
-
-def _rebuild_group(
-    members: list[BaseException], kind: Callable[..., BaseException], message: str, attributes: dict[str, Any]
-) -> BaseException:
-    exc = kind(message, members)
-    vars(exc).update(attributes)
-    return exc
-
-
 def _rebuild(
-    _: list[BaseException],
+    members: list[BaseException],
     kind: type[BaseException],
     args: tuple[Any, ...],
     fields: dict[str, Any],
     attributes: dict[str, Any],
 ) -> BaseException:
+    args = (*args, members) if members else args
     exc = kind.__new__(kind, *args)  # its __init__ wants other arguments, or would change them again
     exc.args = args
     for name, value in fields.items():
@@ -228,15 +202,11 @@ def _build(packed: list[_Packed], i: int, built: dict[int, BaseException]) -> Ba
 def _first(one: _Packed, members: list[BaseException]) -> BaseException:
     """Return the result of the first form that works here."""
     for way in one.ways:
-        try:
+        with contextlib.suppress(Exception):
             return _follow(way, members)
-        except Exception:
-            continue
     for base in one.bases:
-        try:
+        with contextlib.suppress(Exception):
             return _stand_in(loads(base, None), one.module, one.name, one.text, members)
-        except Exception:
-            continue
     return _stand_in(Exception, one.module, one.name, one.text, [])
 
 
@@ -280,15 +250,12 @@ def _or_text(value: object) -> object:
     """Return ``value``, or its text if it cannot be pickled and unpickled."""
     data = try_dumps_in_band(value)
     if data is not None:
-        try:
+        with contextlib.suppress(Exception):
             loads(data, None)
             return value
-        except Exception:
-            pass
-    try:
+    with contextlib.suppress(Exception):
         return _Text(repr(value))
-    except Exception:
-        return _Text(f"<{type(value).__name__}>")
+    return _Text(f"<{type(value).__name__}>")
 
 
 def _text(exc: BaseException) -> str:

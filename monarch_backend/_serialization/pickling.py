@@ -365,7 +365,7 @@ def try_dumps_in_band(obj: object) -> bytes | None:
 
 def _trouble(part: object, reduce: Callable[[Any], Any] | None = None) -> Exception | None:
     """Return the error of pickling ``part`` by itself."""
-    pickler = (_Pickler if reduce is None else _PicklerBy)(_Nowhere(), 5, buffer_callback=lambda _: False)
+    pickler = (_Pickler if reduce is None else _PicklerBy)(_Chunks(), 5, buffer_callback=lambda _: False)
     if isinstance(pickler, _PicklerBy) and reduce is not None:
         pickler.reduce = reduce
     try:
@@ -373,13 +373,6 @@ def _trouble(part: object, reduce: Callable[[Any], Any] | None = None) -> Except
     except Exception as error:
         return error
     return None
-
-
-class _Nowhere:
-    """File that drops its data."""
-
-    def write(self, data: object) -> None:
-        """Nothing."""
 
 
 def _not_sent(obj: object, error: Exception, reduce: Callable[[Any], Any] | None) -> SerializationError:

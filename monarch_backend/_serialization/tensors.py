@@ -11,6 +11,7 @@ out-of-band buffers too, and tensors of one message that share a storage still s
 from __future__ import annotations
 
 import ctypes
+import functools
 import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,6 @@ _NAMES: dict[torch.dtype, str] = {
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Any:
-    """Return the pickler's reduction of a plain tensor."""
     described = _describe(tensor)
     if described is None:
         return NotImplemented
@@ -38,7 +38,6 @@ def reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def reduce_parameter(parameter: torch.nn.Parameter) -> Any:
-    """Return the pickler's reduction of a parameter."""
     described = _describe(parameter)
     if described is None:
         return NotImplemented
@@ -52,7 +51,6 @@ def _with_attributes(tensor: torch.Tensor, build: Callable[..., Any], arguments:
 
 
 def set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    """Set the attributes that the user had set on the tensor."""
     tensor.__dict__.update(attributes)
 
 
@@ -89,7 +87,10 @@ def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     return tensor, tuple(0 if is_repeated else step for is_repeated, step in strides)
 
 
-_SPANS: dict[int, Any] = {}
+@functools.cache
+def _span(doublings: int) -> Any:
+    """Return an array type. ctypes keeps a type for each length, so there are powers of two only, to be cut."""
+    return ctypes.c_ubyte * (1 << doublings)
 
 
 def _memory(owner: torch.Tensor | torch.UntypedStorage, nbytes: int) -> pickle.PickleBuffer:
@@ -102,12 +103,7 @@ def _memory(owner: torch.Tensor | torch.UntypedStorage, nbytes: int) -> pickle.P
         raise ValueError(
             f"the tensor has {nbytes} bytes, but its storage only {storage.nbytes()}: its memory was freed"
         )
-    # ctypes makes a type for every length it meets: only powers of two, cut to length.
-    doublings = nbytes.bit_length()
-    span = _SPANS.get(doublings)
-    if span is None:
-        span = _SPANS[doublings] = ctypes.c_ubyte * (1 << doublings)
-    memory: Any = span.from_address(owner.data_ptr())
+    memory: Any = _span(nbytes.bit_length()).from_address(owner.data_ptr())
     memory.owner = owner
     return pickle.PickleBuffer(memoryview(memory)[:nbytes])
 
@@ -138,7 +134,6 @@ def build_tensor(
 
 
 def build_parameter(*described: Any) -> torch.nn.Parameter:
-    """Return the parameter that `reduce_parameter` took apart."""
     *data, requires_grad = described
     build: Callable[..., torch.Tensor] = build_tensor
     return torch.nn.Parameter(build(*data, False), requires_grad)
@@ -155,7 +150,6 @@ def reduce_storage(storage: torch.UntypedStorage) -> Any:
 
 
 def build_storage(buffer: Buffer | None, device: str | None) -> torch.UntypedStorage:
-    """Return the storage that `reduce_storage` took apart, on the memory of ``buffer``."""
     if buffer is None:
         return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
     storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
@@ -171,7 +165,6 @@ def reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:
 
 
 def build_typed_storage(storage: torch.UntypedStorage, dtype: str) -> torch.storage.TypedStorage:
-    """Return the wrapper of a rebuilt storage."""
     make: Any = torch.storage.TypedStorage
     typed: torch.storage.TypedStorage = make(wrap_storage=storage, dtype=getattr(torch, dtype), _internal=True)
     return typed

@@ -15,6 +15,8 @@ from typing import Any
 _DEEPEST = 50
 _TRIES = 20_000  # parts that are tried before the answer is the best one so far
 
+_MACHINERY = ("__dict__", "__weakref__", "__slots__", "_abc_impl")  # of a class
+
 _Part = tuple[str, Any]  # what to write behind the path of the whole; the part
 
 
@@ -77,7 +79,7 @@ def _parts(whole: Any) -> Iterator[_Part]:
     elif isinstance(whole, MethodType):
         yield from ((".__self__", whole.__self__), (".__func__", whole.__func__))
     elif isinstance(whole, type):
-        yield from ((f".{name}", value) for name, value in vars(whole).items() if not _is_machinery(name))
+        yield from ((f".{name}", value) for name, value in vars(whole).items() if name not in _MACHINERY)
     else:
         yield from _parts_of_reduced(whole)
 
@@ -112,10 +114,6 @@ def _parts_of_reduced(whole: Any) -> Iterator[_Part]:
     yield from ((f"[{_short(key)}]", value) for key, value in items or ())
     yield " constructor", function
     yield from ((f" argument {i} of its constructor", value) for i, value in enumerate(arguments))
-
-
-def _is_machinery(name: str) -> bool:
-    return name in ("__dict__", "__weakref__", "__slots__", "_abc_impl")
 
 
 def _short(key: object) -> str:

@@ -1,7 +1,7 @@
 """Simulated hosts: real daemons, agents and gateways on simulated links and a simulated network.
 
 The code between a controller and a host is the real one. The layers below are replaced: Tcp (network.py), shared
-memory (links.py), the start of processes (spawner.py), time and random numbers.
+memory (links.py), the start of processes (process.py), time and random numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._hosts import agent as agent_module
@@ -22,7 +23,7 @@ from monarch_backend._processes.spawner import ProcessSpec, spawn_message
 from monarch_backend._testing.links import SimulatedLocalLinks
 from monarch_backend._testing.network import Network, SimulatedTcp
 from monarch_backend._testing.process import SimulatedProcess
-from monarch_backend._testing.substitutions import Secrets, replaced
+from monarch_backend._testing.substitutions import replaced, seeded_secrets
 from monarch_backend._transport.network.connection import Address
 from monarch_backend._transport.tokens import host_of
 
@@ -61,7 +62,6 @@ class SimulatedHost:
             process.die(-9)
 
     def kill_agents(self) -> None:
-        """End the agents, and with them the processes that they have started."""
         for agent in self.agents:
             agent.die(-9)
 
@@ -120,63 +120,6 @@ class SimulatedAgent(agent_module.AgentProcess):
         self._process.die(0, why, orderly=True)
 
 
-class _NoOutput:
-    """Replaces OutputReader: simulated processes write nothing."""
-
-    def __init__(self, _: Any) -> None:
-        pass
-
-    def add(self, number: int, stream: int, fd: int) -> None:
-        """Ignore the pipe."""
-
-    def end(self, number: int) -> None:
-        """Ignore the end of a process."""
-
-
-class _Clock:
-    """The part of `time` that agents use."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.monotonic = simulation.event_queue.now
-
-
-class _System:
-    """The functions of `os` that depend on the process are simulated, the others are real."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    def getpid(self) -> int:
-        return self._simulation.running.pid
-
-    def urandom(self, count: int) -> bytes:
-        """Return bytes drawn from the seed."""
-        return self._simulation.random.getrandbits(8 * count).to_bytes(count, "little")
-
-    def pipe(self) -> tuple[int, int]:
-        """Return two descriptors that do not exist."""
-        return -1, -1
-
-    def write(self, _: int, data: bytes) -> int:
-        """Drop the data: a simulated agent has its secret from the simulation."""
-        return len(data)
-
-    def close(self, fd: int) -> None:
-        """Ignore the descriptor, which does not exist."""
-
-
-class _Linux:
-    """The part of _processes/linux.py that agents use."""
-
-    @staticmethod
-    def stands_still(_: int) -> bool:
-        """Return False: a simulated process is never stopped."""
-        return False
-
-
 def _bare_message(number: int, spec: ProcessSpec, method: Any) -> Any:
     """Return the spawn message without this machine's data: the size of a message may change its way."""
     return spawn_message(number, replace(spec, environment={}, path=[], argv=[], cwd=""), method)
@@ -194,7 +137,18 @@ class SimulatedHosts:
     def seams(self) -> Iterator[None]:
         """Run monarch_backend.hosts on the simulation within this context."""
         simulation = self._simulation
-        system, secrets, clock = _System(simulation), Secrets(simulation.random), _Clock(simulation)
+        rng, secrets = simulation.random, seeded_secrets(simulation.random)
+        # An agent's pipes do not exist: simulated processes write nothing, and a secret comes from the simulation.
+        system = SimpleNamespace(
+            **{
+                **vars(os),
+                "getpid": lambda: simulation.running.pid,
+                "urandom": rng.randbytes,
+                "pipe": lambda: (-1, -1),
+                "write": lambda _, data: len(data),
+                "close": lambda _: None,
+            }
+        )
 
         def spawner(on_event: Callable[[Any], None], server: str | None = None, **_: Any) -> Any:
             return simulation.running.make_spawner(on_event, server)
@@ -212,9 +166,9 @@ class SimulatedHosts:
         changes: list[tuple[Any, str, Any]] = [
             (agent_module, "LocalLinks", lambda *_, **__: SimulatedLocalLinks(simulation.running.links)),
             (agent_module, "ProgressLoop", lambda *_: simulation.running.progress),
-            (agent_module, "OutputReader", _NoOutput),
-            (agent_module, "linux", _Linux),
-            (agent_module, "time", clock),
+            (agent_module, "OutputReader", lambda _: SimpleNamespace(add=lambda *_: None, end=lambda _: None)),
+            (agent_module, "linux", SimpleNamespace(stands_still=lambda _: False)),
+            (agent_module, "time", SimpleNamespace(monotonic=simulation.event_queue.now)),
             (protocol, "host_name", host_name),
             (remote_spawner, "spawn_message", _bare_message),
             (RemoteSpawner, "_hosts", itertools.count(1)),
@@ -232,7 +186,6 @@ class SimulatedHosts:
     # ---- hosts and agents
 
     def attach(self, count: int, name: str, heartbeat: float, silence: float) -> HostMesh:
-        """Make hosts, and attach to them."""
         made = [self._make() for _ in range(count)]
         addresses = [f"tcp://{host.address[0]}:{host.address[1]}" for host in made if host.address is not None]
         return attach_module.attach_to_workers(addresses, name, secret=SECRET, heartbeat=heartbeat, silence=silence)
@@ -251,7 +204,6 @@ class SimulatedHosts:
         return host
 
     def agent(self, parent: SimulatedProcess, plan: agent_module.Plan) -> Service:
-        """Start an agent on the host of its parent."""
         host = parent.host if isinstance(parent, Service) else self.all[0]
         what = "the gateway" if plan.home else "the agent"
         service = Service(self._simulation, plan.token, f"{what} of {host.name}", host)

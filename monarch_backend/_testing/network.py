@@ -68,11 +68,7 @@ class SimulatedTcp:
         on_lost: Callable[[PeerConnection], None],
         *,
         bounds: Timeouts | None = None,
-        tls: Any = None,  # noqa: ARG002 (as Tcp)
-        hand_over: Any = None,  # noqa: ARG002
-        offers_rdma: bool = False,  # noqa: ARG002 (there are no NICs)
-        max_frame_bytes: int = 0,  # noqa: ARG002 (its hosts keep to the protocol)
-        max_sessions: int | None = None,  # noqa: ARG002
+        **_: Any,  # as Tcp: there is no TLS and no NIC, and the hosts keep to the protocol
     ) -> None:
         self.process, self.who, self.bounds = process, who, bounds or Timeouts()
         self._network = network
@@ -92,17 +88,14 @@ class SimulatedTcp:
         """Do nothing: the simulation reads."""
 
     def listen(self, host: str, port: int = 0) -> Address:
-        """Return the address, at which the host is found."""
         return host, port
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """As Tcp.call_soon."""
         self.later(0.0, call)
 
     def call(
         self, address: Address, secret: bytes, receiver: bytes = ANY_RECEIVER, *, patience: float | None = None
     ) -> PeerConnection:
-        """As Tcp.call."""
         session = self.process.simulation.random.getrandbits(128).to_bytes(16, "little")
         remote = PeerConnection(session, address, secret, self.process.simulation.now)
         remote.wanted, remote.silence = receiver, self.bounds.patience if patience is None else patience
@@ -112,7 +105,6 @@ class SimulatedTcp:
         return remote
 
     def send(self, remote: PeerConnection, prefix: bytes, body: Sequence[Any], rdma_eligible: int = 0) -> None:
-        """As Tcp.send."""
         if remote.lost is not None:
             return
         if remote.waiting or remote.session.full:
@@ -124,11 +116,9 @@ class SimulatedTcp:
             line.put(self, parts)
 
     def hang_up(self, remote: PeerConnection) -> None:
-        """As Tcp.hang_up."""
         self.call_soon(lambda: self._hang_up(remote))
 
     def close(self) -> None:
-        """End all sessions."""
         for remote in list(self._remotes.values()):
             self._hang_up(remote)
 
@@ -220,12 +210,6 @@ class SimulatedTcp:
         self._over.add(remote.id)
         return self._remotes.pop(remote.id, None) is not None
 
-    def call_again(self, line: Line, seconds: float) -> None:
-        """Connect again after ``seconds``, if the session is not over."""
-        remote = self._remotes.get(line.id)
-        if remote is not None:
-            self.later(seconds, lambda: self.connect(remote))
-
     def call_all_again(self, pair: frozenset[SimulatedHost]) -> None:
         """Connect again to the peers on the other host of a pair, after the network between them is back."""
         for remote in list(self._remotes.values()):
@@ -269,7 +253,6 @@ class SimulatedTcp:
     # ---- received frames
 
     def arrived(self, line: Line, parts: Sequence[Any]) -> None:
-        """Handle a frame of a session."""
         remote = self._remotes.get(line.id)
         if remote is None:
             return
@@ -341,7 +324,8 @@ class Network:
             return
         pause = self.travel() + other.bounds.pause * (0.5 + self.random() / 2)
         if other is line.caller:
-            other.call_again(line, pause)
+            remote = other._remotes[line.id]
+            other.later(pause, lambda: other.connect(remote))
         else:
             why = "its process has closed the connection and does not connect again"
             other.lose_later(line, self.travel() + RECONNECT_AFTER_CLOSE_S, why)
@@ -350,8 +334,8 @@ class Network:
         """Cut the network between two hosts. Both sides see only silence, and lose each other after the limit."""
         pair = frozenset((one, other))
         self._cuts[pair] = self._cuts.get(pair, 0) + 1
-        for line in self._between(pair):
-            if not line.open:
+        for line in self.lines.values():
+            if not line.open or {line.caller.process.host, line.called.process.host} != pair:
                 continue
             line.open = False
             for tcp in (line.caller, line.called):
@@ -370,10 +354,3 @@ class Network:
         for tcp in list(self.by_who.values()):
             if tcp.process.alive and tcp.process.host in pair:
                 tcp.call_all_again(pair)
-
-    def _between(self, pair: frozenset[SimulatedHost]) -> list[Line]:
-        return [
-            line
-            for line in self.lines.values()
-            if frozenset((line.caller.process.host, line.called.process.host)) == pair
-        ]

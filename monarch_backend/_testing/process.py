@@ -7,9 +7,12 @@ waits runs the event queue on its own stack meanwhile.
 from __future__ import annotations
 
 import contextlib
+import signal as signals
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import cloudpickle  # type: ignore[import-untyped]
 
 from monarch_backend._actor import context, current_runtime
 from monarch_backend._actor.errors import CancelledError, in_words
@@ -18,10 +21,11 @@ from monarch_backend._actor.meshes.blueprint import blueprint
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._hosts.attach import go_through
 from monarch_backend._mesh.extent import Extent
+from monarch_backend._processes.spawner import Exited, ProcessSpec, SpawnFailed, Started
 from monarch_backend._testing.links import SimulatedLinks, SimulatedLocalLinks
-from monarch_backend._testing.spawner import SimulatedSpawner
 from monarch_backend._transport.local.event_loop import Timer
 from monarch_backend._transport.local.frames import Constructed
+from monarch_backend._wiring import run_worker
 
 if TYPE_CHECKING:
     from monarch_backend._actor.processes.worker_plan import Plan
@@ -101,7 +105,6 @@ class SimulatedProgram(Runtime):
             self.process.die(1, "the owner is gone")
 
     def exit_now(self, reason: str) -> NoReturn:
-        """End this process at once."""
         self.process.die(-9, reason)
         raise ProcessDied(reason)
 
@@ -125,11 +128,9 @@ class Doorbell:
         runner.code.thread_id = threading.get_ident()  # the actor waits, and is cancelled, on this thread
 
     def locked(self) -> bool:
-        """Return True: the actor waits."""
         return True
 
     def release(self) -> None:
-        """Schedule a turn of the actor."""
         if not self._is_scheduled and not self.busy:
             self._is_scheduled = True
             self._process.call_soon(self._turn, self.runner)
@@ -174,7 +175,7 @@ class SimulatedProcess:
     def __init__(self, simulation: Simulation, token: str, label: str, mesh: str = "", rank: int = 0) -> None:
         self.simulation = simulation
         self.token, self.label, self.mesh, self.rank = token, label, mesh, rank
-        self.pid = simulation.next_pid()
+        self.pid = next(simulation.pids)
         self.alive = False
         self.end: str | None = None
         self.returncode: int | None = None
@@ -219,7 +220,6 @@ class SimulatedProcess:
             program.router.tell(owner, Constructed(0, plan.rank))
 
     def make_spawner(self, on_event: Callable[[Any], None], _address: str | None) -> SimulatedSpawner:
-        """Return a spawner, whose processes end with this process."""
         spawner = SimulatedSpawner(self, on_event)
         self.spawners.append(spawner)
         return spawner
@@ -306,6 +306,89 @@ class SimulatedProcess:
             self.run(self.handle, event, reading=True)
 
     def handle(self, event: tuple[Any, ...]) -> None:
-        """Handle an event, as on the thread that reads."""
         program = self.program
         program.router.handle(program.links.translate((event,)))
+
+
+class SimulatedSpawner:
+    """Starts processes for one simulated process, and reports their start and end. They end with it."""
+
+    address = "@simulated"
+
+    def __init__(self, parent: SimulatedProcess, on_event: Callable[[Any], None]) -> None:
+        self._parent, self._on_event = parent, on_event
+        self._children: dict[int, SimulatedProcess] = {}
+        self._asked: set[int] = set()  # not started yet
+        self._dead_by = 0.0  # time at which all killed processes have ended
+
+    def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
+        """Start processes after a random delay; return their numbers. Bootstraps are not run."""
+        return [self._ask(spec) for spec in specs]
+
+    def _ask(self, spec: ProcessSpec) -> int:
+        parent, simulation = self._parent, self._parent.simulation
+        rng, conditions = simulation.random, simulation.conditions
+        number = len(self._children) + 1
+        main = cloudpickle.loads(spec.main)
+        plan = main.args[0]
+        if main.func is not run_worker:  # an agent, which its host starts without faults
+            return self._ask_for_agent(number, plan)
+        child = self._children[number] = simulation.new_process(
+            plan.token, f"{spec.label} of {plan.name}", plan.name, plan.rank
+        )
+        child.on_exit = lambda returncode: self._tell(Exited(number, child.pid, returncode))
+        child.on_kill = lambda signal: self.kill(number, signal)
+        self._asked.add(number)
+
+        def start() -> None:
+            if number not in self._asked or not parent.alive:
+                return
+            self._asked.discard(number)
+            if rng.random() < conditions.unstartable:
+                self._tell(SpawnFailed(number, "Conditions.unstartable"))
+                simulation.lost(child, "could not be started")
+                return
+            child.begin()
+            self._tell(Started(number, child.pid, "fork"))
+            if rng.random() < conditions.dies_at_start:
+                child.die(1, "before it has connected")
+            else:
+                child.run(child.work, plan)
+
+        # A fork server works in order: earlier kills are done before this fork.
+        simulation.event_queue.add_at(max(simulation.now + conditions.starting * rng.random(), self._dead_by), start)
+        return number
+
+    def _ask_for_agent(self, number: int, plan: Any) -> int:
+        simulation = self._parent.simulation
+        assert simulation.hosts is not None
+        child = self._children[number] = simulation.hosts.agent(self._parent, plan)
+        child.on_exit = lambda returncode: self._tell(Exited(number, child.pid, returncode))
+        self._tell(Started(number, child.pid, "fork"))
+        return number
+
+    def kill(self, number: int, signal: int = signals.SIGKILL) -> None:
+        """Kill a process by a signal. One that has not started never starts."""
+        child, simulation = self._children[number], self._parent.simulation
+        if child.end is not None:
+            return
+        if number in self._asked:
+            self._asked.discard(number)
+            self._tell(SpawnFailed(number, f"signal {signal} was sent to it before it was started"))
+            simulation.lost(child, "was not started")
+        else:
+            at = simulation.now + simulation.conditions.travel(simulation.random)
+            self._dead_by = max(at, self._dead_by)
+            simulation.event_queue.add_at(at, lambda: child.die(-signal))
+
+    def start(self) -> None:
+        """Do nothing: there is no fork server."""
+
+    def close(self) -> None:
+        for number in self._children:
+            self.kill(number)
+
+    def _tell(self, event: Any) -> None:
+        simulation = self._parent.simulation
+        delay = simulation.conditions.noticed * simulation.random.random()
+        simulation.event_queue.add(delay, lambda: self._parent.run(self._on_event, event))

@@ -5,19 +5,24 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from monarch_backend._actor import context, current_runtime
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._core.errors import MonarchError, public
-from monarch_backend._testing.event_queue import EventQueue
 from monarch_backend._testing.fault_model import Conditions
 from monarch_backend._testing.process import ProcessDied, SimulatedProcess
 from monarch_backend._testing.substitutions import logged_errors, simulated_seams
-from monarch_backend._testing.trace import Trace
+from monarch_backend._transport.local import frames
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
 from monarch_backend._transport.local.peer import CreditWaiter
+from monarch_backend._transport.network import envelope
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,6 +34,51 @@ if TYPE_CHECKING:
 
 MAX_NESTED_WAITS = 24
 """Nested waits: each waiting turn runs others on its own stack."""
+
+
+class EventQueue:
+    """Queue of calls, and a clock that advances from one call to the next. The clock stops while a call runs.
+
+    Calls of the same time run in the order in which they were added, so that a run depends on its seed only.
+
+    >>> event_queue = EventQueue()
+    >>> event_queue.add(2.5, lambda: print("at", event_queue.now()))
+    >>> event_queue.next(), event_queue.now()
+    (2.5, 0.0)
+    >>> event_queue.take()()
+    at 2.5
+    """
+
+    __slots__ = ("_count", "_heap", "time")
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
+        self._count = itertools.count()
+
+    def now(self) -> float:
+        return self.time
+
+    def add(self, seconds: float, call: Callable[[], object]) -> None:
+        heappush(self._heap, (self.time + seconds, next(self._count), call))
+
+    def add_at(self, time: float, call: Callable[[], object]) -> None:
+        """Schedule a call at a time that is not in the past."""
+        heappush(self._heap, (time, next(self._count), call))
+
+    def next(self) -> float | None:
+        """Return the time of the next call; None if there is none."""
+        return self._heap[0][0] if self._heap else None
+
+    def take(self) -> Callable[[], object]:
+        """Remove the next call, and advance the clock to its time."""
+        time, _, call = heappop(self._heap)
+        if time > self.time:
+            self.time = time
+        return call
+
+    def clear(self) -> None:
+        self._heap.clear()
 
 
 @public("monarch_backend.testing")
@@ -100,8 +150,8 @@ class Simulation:
         self.on_death: list[Callable[[SimulatedProcess], object]] = []
         self.branches = branches
         self.hosts: SimulatedHosts | None = None  # after `attach`
-        self._trace = Trace(steps)
-        self._pids = itertools.count(100_001)
+        self._trace: deque[tuple[float, SimulatedProcess, Any, Any]] = deque(maxlen=steps)
+        self.pids = itertools.count(100_001)
         self._tuning = {
             "CREDIT_WINDOW": window,
             "TREE_FANOUT": fanout,
@@ -252,13 +302,9 @@ class Simulation:
 
     def trace(self) -> str:
         """Return the last steps, one in each line."""
-        return str(self._trace)
+        return "\n".join(_line(*step) for step in self._trace)
 
     # ---- for processes
-
-    def next_pid(self) -> int:
-        """Return the pid of a new process."""
-        return next(self._pids)
 
     def new_process(self, token: str, label: str, mesh: str = "", rank: int = 0) -> SimulatedProcess:
         """Return a new process, which starts later."""
@@ -276,7 +322,7 @@ class Simulation:
 
     def note(self, process: SimulatedProcess, what: Any, event: tuple[Any, ...] | None = None) -> None:
         """Record a step for `trace`: a text, or an event and its sender."""
-        self._trace.add(self.event_queue.time, process, what, event)
+        self._trace.append((self.event_queue.time, process, what, event))
 
     def wait(
         self, process: SimulatedProcess, what: Any, seconds: float | None, given_up: Callable[[], bool] | None = None
@@ -342,3 +388,56 @@ class Simulation:
             current_runtime._program = running.program
             context.runner.set(runner)
             context.message.set(message)
+
+
+def _line(time: float, process: SimulatedProcess, what: Any, event: tuple[Any, ...] | None) -> str:
+    """Return the line of a step: a text, or an event and its sender."""
+    who = process.label
+    if event is None:
+        return f"{time * 1e3:12.4f} ms  {who}: {what}"
+    return f"{time * 1e3:12.4f} ms  {who} <- {what.label}: {_told(event)}"
+
+
+def _told(event: tuple[Any, ...]) -> str:
+    if event[1] >= envelope.CARRIED:
+        return _told_far(event)
+    kind = Kind(event[1])
+    if kind is Kind.MET:
+        return "MET"
+    if kind is Kind.REFUSED:
+        return "REFUSED"
+    if kind is Kind.HOST_GONE:
+        return f"HOST_GONE {event[2]} {event[3]}"
+    if kind is Kind.GONE:
+        return f"GONE {event[2] or 'in an orderly way'}"
+    _, _, target, ref, seq, rank, epoch, prefix, body, _ = event
+    place = f"target={target} ref={ref} seq={seq} rank={rank} epoch={epoch}"
+    return f"{kind.name} {place} {_content(kind, prefix)} +{len(body)} bytes"
+
+
+def _told_far(event: tuple[Any, ...]) -> str:
+    """Format an event of or for a process on another host."""
+    if envelope.is_word(event[1]):
+        name = {envelope.CALL: "CALL", envelope.MET: "MET", envelope.REFUSED: "REFUSED"}.get(event[1], "GONE")
+        return f"remote {name} {event[7].decode()}"
+    rest, kind = event[7], event[1] & ~(envelope.CARRIED | envelope.MANY)
+    many = 0
+    if envelope.is_for_many(event[1]):
+        rows, rest = envelope.unpack_receivers(rest)
+        many = len(rows)
+    way = f"from {rest[TOKEN_LENGTH : 2 * TOKEN_LENGTH].decode()} to {many or rest[:TOKEN_LENGTH].decode()}"
+    return f"remote {way}: {_told((*event[:1], kind, *event[2:7], rest[2 * TOKEN_LENGTH :], *event[8:]))}"
+
+
+def _content(kind: Kind, prefix: bytes) -> str:
+    try:
+        if kind is Kind.CONTROL:
+            return str(frames.decode_control(prefix))
+        if kind is Kind.MULTICAST:
+            route = frames.decode_route(prefix)
+            return f"multicast {route.multicast} of {len(route)} {'combined' if route.combine else ''}"
+        if kind is Kind.REPLIES:
+            return str(msgspec.msgpack.decode(prefix))
+    except (FrameError, msgspec.DecodeError) as error:
+        return str(error)
+    return repr(prefix[:24])

@@ -12,6 +12,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import monarch_backend.actor as public
@@ -40,15 +41,9 @@ def _pid_here() -> int:
     return running.pid if running is not None else 0
 
 
-class Secrets:
-    """Replaces `secrets` for names of processes and actors, with numbers from the seed."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.randbits = rng.getrandbits
-
-    def token_hex(self, count: int) -> str:
-        """Return ``count`` random bytes as hexadecimal digits."""
-        return self.randbits(8 * count).to_bytes(count, "little").hex()
+def seeded_secrets(rng: random.Random) -> SimpleNamespace:
+    """Replace `secrets` for names of processes and actors, with numbers from the seed."""
+    return SimpleNamespace(randbits=rng.getrandbits, token_hex=lambda count: rng.randbytes(count).hex())
 
 
 @contextlib.contextmanager
@@ -81,7 +76,7 @@ def simulated_seams(
     rng: random.Random, tuning: Mapping[str, int | None], on_fault: Callable[[Any], object]
 ) -> Iterator[None]:
     """Draw all random numbers from ``rng``, and set constants of the router from ``tuning``."""
-    secrets = Secrets(rng)
+    secrets = seeded_secrets(rng)
     changes: list[tuple[Any, str, Any]] = [
         (actor_mesh_owner, "secrets", secrets),
         (process_start, "secrets", secrets),
@@ -100,20 +95,12 @@ def simulated_seams(
         context.runner.reset(runner)
 
 
-class _Collector(logging.Handler):
-    def __init__(self, texts: list[str]) -> None:
-        super().__init__(logging.ERROR)
-        self._texts = texts
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._texts.append(self.format(record))
-
-
 @contextlib.contextmanager
 def logged_errors(texts: list[str]) -> Iterator[None]:
     """Append errors that monarch_backend logs to ``texts``."""
     log = logging.getLogger("monarch_backend")
-    collector = _Collector(texts)
+    collector = logging.Handler(logging.ERROR)
+    collector.emit = lambda record: texts.append(collector.format(record))  # type: ignore[method-assign]
     log.addHandler(collector)
     try:
         yield

@@ -13,24 +13,17 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import monarch_backend
+from monarch_backend import _verbs as verbs
 from monarch_backend._core import env, gpu_vendor, torch_version
+from monarch_backend._verbs import Diagnostic as Finding
 from monarch_backend.process_group._backend_selection import survey
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report. ``remedy`` is empty when nothing is missing."""
-
-    subject: str
-    state: str
-    remedy: str = ""
 
 
 def run(*, as_json: bool) -> int:
@@ -57,9 +50,6 @@ def examine() -> list[Finding]:
 
 
 def _software() -> list[Finding]:
-    tested = (
-        f"{torch_version.OLDEST[0]}.{torch_version.OLDEST[1]} to {torch_version.NEWEST[0]}.{torch_version.NEWEST[1]}"
-    )
     inside = torch_version.OLDEST <= torch_version.torch_version() <= torch_version.NEWEST
     known = dist.is_backend_available("monarch")
     return [
@@ -67,7 +57,7 @@ def _software() -> list[Finding]:
             "monarch_backend",
             f"{monarch_backend.__version__}, Python {platform.python_version()}, {sys.platform}",
         ),
-        Finding("torch", torch.__version__, "" if inside else f"outside the tested range {tested}"),
+        Finding("torch", torch.__version__, "" if inside else f"outside the tested range {torch_version.TESTED}"),
         Finding(
             'backend="monarch"',
             "registered with torch.distributed" if known else "not registered",
@@ -118,9 +108,7 @@ _NO_LIBRARY = "apt install libibverbs1 ibverbs-providers, dnf install libibverbs
 
 def _verbs() -> list[Finding]:
     """Yield the requirements of RDMA between hosts. The last two lines give the result."""
-    from monarch_backend import _verbs as _verbs_
-
-    seen = [Finding(fact.subject, fact.state, fact.remedy) for fact in _verbs_.describe()]
+    seen = verbs.describe()
     if not any(finding.subject.startswith("verbs port ") for finding in seen):
         seen.insert(0, Finding("verbs ports", "none", _NO_PORTS))
     library = _library("libibverbs.so.1")

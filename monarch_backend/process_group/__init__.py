@@ -3,11 +3,10 @@
 =============================  =====================================================================================
 module                         contents
 =============================  =====================================================================================
-`_process_group.py`            The ProcessGroup that torch sees: creation, destruction, abort.
+`_process_group.py`            The ProcessGroup that torch sees: options, creation, routes, destruction, abort.
 `_collective_specs.py`         The table of collectives; other modules take names, forms and routes from it.
 `_collectives.py`              One method per collective: validation, choice of the backend, call.
 `_backend_selection.py`        Which backend a device takes and why.
-`_routes.py`                   The routes of a group or of this machine, for users.
 `_rendezvous.py`               From the default group's address to a store that all ranks have reached.
 `_handshake.py`                Agreement of a new group's ranks on one attempt, within the timeout.
 `_bootstrap.py`                Which ranks share memory, and its proof.
@@ -40,9 +39,7 @@ from monarch_backend.process_group._errors import (
     ProcessGroupError,
     RankFailedError,
 )
-from monarch_backend.process_group._options import Options
-from monarch_backend.process_group._process_group import MonarchProcessGroup, abort_all, create
-from monarch_backend.process_group._routes import routes
+from monarch_backend.process_group._process_group import MonarchProcessGroup, Options, abort_all, create, routes
 from monarch_backend.process_group._shm.segment import SharedMemoryError, empty_shared
 
 __all__ = [

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from monarch_backend.process_group._collective_specs import BY_METHOD
+from monarch_backend.process_group._collective_specs import ARGUMENTS, BY_METHOD
 
 _FIELDS = {"root": "rootRank", "op": "reduceOp", "timeout": "timeout"}
 
@@ -23,7 +23,7 @@ def call_forms(method: _Method) -> _Method:
     The method also takes what the table allows in place of the options. Anything else is a TypeError, as from c10d.
     """
     spec = BY_METHOD[method.__name__]
-    options, tensors, instead = spec.options, spec.arguments, spec.keywords
+    options, tensors, instead = spec.options, ARGUMENTS[spec.form], spec.keywords
     assert options is not None
     count = len(tensors)
 

@@ -53,7 +53,6 @@ class Route:
 
 
 def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
-    """Return the route of a device type; ``device_map`` is the user's ``backend=``."""
     named = (device_map or {}).get(device, OURS)
     if named != OURS:
         missing = _cuda().missing if (device, named) == ("cuda", "nccl") else ""
@@ -63,12 +62,11 @@ def choose(device: str, device_map: dict[str, str] | None = None) -> Route:
     if device == "cuda":
         return _cuda()
     if device == "xla":
-        return _xla_route()
+        return Route("xla", "xla", "XLA tensors take torch_xla's own group", xla_backend.missing())
     return _plugin(device)
 
 
 def was_named(device: str, device_map: dict[str, str] | None) -> bool:
-    """True if the user named a backend other than "monarch" for this device."""
     return (device_map or {}).get(device, OURS) != OURS
 
 
@@ -93,10 +91,6 @@ def _cuda() -> Route:
         f"{vendor.name} GPUs take {vendor.collective_library} through torch's own ProcessGroupNCCL",
         missing,
     )
-
-
-def _xla_route() -> Route:
-    return Route("xla", "xla", "XLA tensors take torch_xla's own group", xla_backend.missing())
 
 
 def _plugin(device: str) -> Route:

@@ -299,7 +299,6 @@ def beneath_dispatch_modes(
 
 
 def creator_options(options: Any, store: Store, split_from: Any) -> Any:
-    """Return a copy of `_DistributedBackendOptions` for an inner group, with its own store."""
     copy = _DistributedBackendOptions()
     for name in _COPIED_OPTIONS:
         if hasattr(options, name) and hasattr(copy, name):
@@ -438,7 +437,6 @@ def _make_xccl(opts: Any, pg_options: Any) -> Any:
 
 
 def debug_detail() -> bool:
-    """True under TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     return bool(get_debug_level() == DebugLevel.DETAIL)
 
 

@@ -72,13 +72,29 @@ class Form(enum.Enum):
 
     @property
     def is_point_to_point(self) -> bool:
-        """True for a message from one rank to another."""
         return self in (Form.SEND, Form.RECEIVE)
 
     @property
     def writes(self) -> bool:
         """True if the first argument is written."""
         return self not in (Form.NOTHING, Form.SEND)
+
+
+_TENSORS, _OUTPUT, _INPUT = ("tensors", "tensor"), ("output", "outputTensor"), ("input", "inputTensor")
+_LISTS = (("output_tensors", "output_tensor", "output"), ("input_tensors", "input_tensor", "input"))
+ARGUMENTS = {
+    Form.IN_PLACE: (_TENSORS,),
+    Form.IN_PLACE_LIST: (_TENSORS,),
+    Form.PAIR: (_OUTPUT, _INPUT),
+    Form.PAIR_LIST: (("outputs",), ("inputs",)),
+    Form.TO_LIST: _LISTS,
+    Form.TO_LISTS: (("output_lists",), ("input_list",)),
+    Form.FROM_LIST: _LISTS,
+    Form.LISTS: _LISTS,
+    Form.EXCHANGE: (_OUTPUT, _INPUT, ("output_split_sizes",), ("input_split_sizes",)),
+    Form.NOTHING: (),
+}
+"""For each tensor argument, its names in c10d's list form and single-tensor form."""
 
 
 class Overlap(enum.Enum):
@@ -94,7 +110,6 @@ class Overlap(enum.Enum):
 class CollectiveSpec:
     """One collective.
 
-    `arguments`: for each tensor argument, its names in c10d's list form and single-tensor form.
     `keywords`: arguments that may replace the options.
     `operation`: index in `OPERATIONS`; None if the method calls other collectives or messages.
     `fast_path`: True if a fast path of the core may take calls before any Python code (csrc/shm/python/fast_paths.h).
@@ -108,7 +123,6 @@ class CollectiveSpec:
     form: Form
     operator: str = ""  # in torch.ops.c10d
     options: type | None = None
-    arguments: tuple[tuple[str, ...], ...] = ()
     keywords: tuple[str, ...] = ()
     operation: int | None = None
     overlap: Overlap = Overlap.NONE
@@ -124,12 +138,10 @@ class CollectiveSpec:
 
     @property
     def reduces(self) -> bool:
-        """True if the options have a reduce op."""
         return self.operation is not None and OPERATIONS[self.operation].reduces
 
     @property
     def has_root(self) -> bool:
-        """True if the options have a root rank."""
         return self.operation is not None and OPERATIONS[self.operation].has_root
 
     @property
@@ -137,11 +149,6 @@ class CollectiveSpec:
         """Name of the profiler's range, after the name of the route."""
         return self.range_name or OPERATIONS[self.operation or 0].name
 
-
-_TENSORS = ("tensors", "tensor")
-_OUTPUTS, _OUTPUT = ("output_tensors", "output_tensor", "output"), ("output", "outputTensor")
-_INPUTS, _INPUT = ("input_tensors", "input_tensor", "input"), ("input", "inputTensor")
-_SPLITS = (("output_split_sizes",), ("input_split_sizes",))
 
 COLLECTIVES = (
     # Reductions
@@ -151,7 +158,6 @@ COLLECTIVES = (
         operator="allreduce_",
         form=Form.IN_PLACE,
         options=AllreduceOptions,
-        arguments=(_TENSORS,),
         keywords=("op", "timeout"),
         operation=ALL_REDUCE,
         fast_path=True,
@@ -162,7 +168,6 @@ COLLECTIVES = (
         operator="allreduce_coalesced_",
         form=Form.IN_PLACE_LIST,
         options=AllreduceCoalescedOptions,
-        arguments=(_TENSORS,),
         operation=ALL_REDUCE,
         overlap=Overlap.SEPARATED,
         xla_remedy="Call all_reduce for each tensor; XLA fuses them.",
@@ -173,7 +178,6 @@ COLLECTIVES = (
         operator="reduce_",
         form=Form.IN_PLACE,
         options=ReduceOptions,
-        arguments=(_TENSORS,),
         keywords=("root", "op", "timeout"),
         operation=REDUCE,
         fast_path=True,
@@ -185,7 +189,6 @@ COLLECTIVES = (
         operator="reduce_scatter_",
         form=Form.FROM_LIST,
         options=ReduceScatterOptions,
-        arguments=(_OUTPUTS, _INPUTS),
         keywords=("op", "timeout"),
         operation=REDUCE_SCATTER,
         overlap=Overlap.READ_FIRST,
@@ -196,7 +199,6 @@ COLLECTIVES = (
         operator="_reduce_scatter_base_",
         form=Form.PAIR,
         options=ReduceScatterOptions,
-        arguments=(_OUTPUT, _INPUT),
         operation=REDUCE_SCATTER,
         overlap=Overlap.SEPARATED,
         fast_path=True,
@@ -207,7 +209,6 @@ COLLECTIVES = (
         operator="reduce_scatter_tensor_coalesced_",
         form=Form.PAIR_LIST,
         options=ReduceScatterOptions,
-        arguments=(("outputs",), ("inputs",)),
         operation=REDUCE_SCATTER,
         overlap=Overlap.SEPARATED,
         xla_remedy="Call reduce_scatter_tensor for each tensor; XLA fuses them.",
@@ -219,7 +220,6 @@ COLLECTIVES = (
         operator="broadcast_",
         form=Form.IN_PLACE,
         options=BroadcastOptions,
-        arguments=(_TENSORS,),
         keywords=("root", "timeout"),
         operation=BROADCAST,
         fast_path=True,
@@ -230,7 +230,6 @@ COLLECTIVES = (
         operator="allgather_",
         form=Form.TO_LIST,
         options=AllgatherOptions,
-        arguments=(_OUTPUTS, _INPUTS),
         keywords=("timeout",),
         operation=ALL_GATHER,
         overlap=Overlap.SEPARATED,
@@ -242,7 +241,6 @@ COLLECTIVES = (
         operator="allgather_coalesced_",
         form=Form.TO_LISTS,
         options=AllgatherOptions,
-        arguments=(("output_lists",), ("input_list",)),
         operation=ALL_GATHER,
         overlap=Overlap.SEPARATED,
     ),
@@ -252,7 +250,6 @@ COLLECTIVES = (
         operator="_allgather_base_",
         form=Form.PAIR,
         options=AllgatherOptions,
-        arguments=(_OUTPUT, _INPUT),
         operation=ALL_GATHER,
         overlap=Overlap.SEPARATED,
         fast_path=True,
@@ -263,7 +260,6 @@ COLLECTIVES = (
         operator="allgather_into_tensor_coalesced_",
         form=Form.PAIR_LIST,
         options=AllgatherOptions,
-        arguments=(("outputs",), ("inputs",)),
         operation=ALL_GATHER,
         overlap=Overlap.SEPARATED,
         xla_remedy="Call all_gather_into_tensor for each tensor; XLA fuses them.",
@@ -274,7 +270,6 @@ COLLECTIVES = (
         operator="gather_",
         form=Form.TO_LIST,
         options=GatherOptions,
-        arguments=(_OUTPUTS, _INPUTS),
         keywords=("root", "timeout"),
         operation=GATHER,
         overlap=Overlap.SEPARATED,
@@ -285,7 +280,6 @@ COLLECTIVES = (
         methods=("gather_single",),
         form=Form.PAIR,
         options=GatherOptions,
-        arguments=(_OUTPUT, _INPUT),
         overlap=Overlap.SEPARATED,
         xla_remedy="Use gather.",
     ),
@@ -295,7 +289,6 @@ COLLECTIVES = (
         operator="scatter_",
         form=Form.FROM_LIST,
         options=ScatterOptions,
-        arguments=(_OUTPUTS, _INPUTS),
         keywords=("root", "timeout"),
         operation=SCATTER,
         overlap=Overlap.SEPARATED,
@@ -307,7 +300,6 @@ COLLECTIVES = (
         operator="alltoall_",
         form=Form.LISTS,
         options=AllToAllOptions,
-        arguments=(_OUTPUTS, _INPUTS),
         operation=ALL_TO_ALL,
         overlap=Overlap.SEPARATED,
         xla_world_only=True,
@@ -318,7 +310,6 @@ COLLECTIVES = (
         operator="alltoall_base_",
         form=Form.EXCHANGE,
         options=AllToAllOptions,
-        arguments=(_OUTPUT, _INPUT, *_SPLITS),
         keywords=("timeout",),
         operation=ALL_TO_ALL,
         overlap=Overlap.REFUSED,

@@ -62,7 +62,6 @@ def rooted(
 
 
 def exchange(group: Collectives, output: Tensor, input: Tensor, outputs: Any, inputs: Any) -> list[Tensor]:
-    """Return the output and the input of an all_to_all of one tensor's slices."""
     name = "all_to_all_single"
     if output.dtype != input.dtype:
         raise bad_argument(group, name, f"output is {output.dtype}, input is {input.dtype}", "Use one dtype.")

@@ -54,9 +54,8 @@ def reducible(group: Collectives, collective: str, tensors: list[Tensor], op: ob
         remedy = f"It reduces {_names(able)}, and sums and averages of complex; cast first."
         raise bad_argument(group, collective, f"the CPU route can't {name} dtype {dtype}", remedy)
     if name not in _OPS:
-        raise bad_argument(
-            group, collective, f"reduce op {name} is not supported on CPU", f"Use one of {', '.join(_OPS)}."
-        )
+        what = f"reduce op {name} is not supported on CPU"
+        raise bad_argument(group, collective, what, f"Use one of {', '.join(_OPS)}.")
     takes = taken_by(name, able)
     if dtype not in takes:
         remedy = f"It takes {_names(takes)}; cast first."
@@ -92,7 +91,6 @@ def integer_mean_as_sum(
 
 
 def divide_all(totals: list[Tensor], count: int) -> None:
-    """Replace sums by means, rounded as `divide_sum` does."""
     with torch.inference_mode():  # a total may need a gradient or be an inference tensor
         for total in totals:
             total.copy_(divide_sum(total, count))
@@ -108,9 +106,8 @@ def premultiplied(
     if opts.reduceOp == ReduceOp.SUM or op_name(opts.reduceOp) != "PREMUL_SUM":
         return tensors, opts
     if any(not t.is_floating_point() for t in tensors):
-        raise bad_argument(
-            group, collective, f"reduce op PREMUL_SUM can't scale {tensors[0].dtype}", "It takes floating-point dtypes."
-        )
+        what = f"reduce op PREMUL_SUM can't scale {tensors[0].dtype}"
+        raise bad_argument(group, collective, what, "It takes floating-point dtypes.")
     factor = opts.reduceOp.__getstate__()[1]
     with torch.no_grad():
         # torch can't multiply float8.
@@ -139,52 +136,34 @@ def _with(opts: Any, op: Any) -> Any:
 
 
 def op_name(op: object) -> str:
-    """Return the name of a ReduceOp or RedOpType."""
     # A ReduceOp holds its RedOpType in `op`.
     kind = getattr(op, "op", op)
     return str(getattr(kind, "name", kind))
 
 
 def check_rank(group: Collectives, collective: str, role: str, rank: int) -> None:
-    """Refuse a group rank that is not in the group."""
     if not 0 <= rank < group.size():
-        raise bad_argument(
-            group,
-            collective,
-            f"{role} rank {rank} is outside the group",
-            f"Ranks here are 0 to {group.size() - 1}.",
-        )
+        what = f"{role} rank {rank} is outside the group"
+        raise bad_argument(group, collective, what, f"Ranks here are 0 to {group.size() - 1}.")
 
 
 def check_count(group: Collectives, collective: str, what: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse a list that does not have one tensor per rank."""
     if len(tensors) != group.size():
-        raise bad_argument(
-            group,
-            collective,
-            f"the {what} list has {len(tensors)} tensors, the group has {group.size()} ranks",
-            "Give one tensor per rank.",
-        )
+        problem = f"the {what} list has {len(tensors)} tensors, the group has {group.size()} ranks"
+        raise bad_argument(group, collective, problem, "Give one tensor per rank.")
 
 
 def check_pairs(group: Collectives, collective: str, a: Sequence[Any], b: Sequence[Any]) -> None:
-    """Refuse two lists that belong together and differ in length."""
     if len(a) != len(b):
-        raise bad_argument(
-            group, collective, f"the lists of outputs and inputs have {len(a)} and {len(b)} entries", "Give pairs."
-        )
+        what = f"the lists of outputs and inputs have {len(a)} and {len(b)} entries"
+        raise bad_argument(group, collective, what, "Give pairs.")
 
 
 def check_same_shape(group: Collectives, collective: str, tensors: Sequence[Tensor], like: Tensor) -> None:
-    """Refuse tensors whose element count or dtype differs from ``like``'s."""
     for index, tensor in enumerate(tensors):
         if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
-            raise bad_argument(
-                group,
-                collective,
-                f"tensor {index} is {_describe(tensor)}, expected {_describe(like)}",
-                "All tensors of the list must match.",
-            )
+            what = f"tensor {index} is {_describe(tensor)}, expected {_describe(like)}"
+            raise bad_argument(group, collective, what, "All tensors of the list must match.")
 
 
 def _describe(tensor: Tensor) -> str:
@@ -214,12 +193,8 @@ def check_contiguous(group: Collectives, collective: str, tensors: Sequence[Tens
     check_settled(group, collective, tensors)
     for tensor in tensors:
         if not tensor.is_contiguous():
-            raise bad_argument(
-                group,
-                collective,
-                f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} is not contiguous",
-                "Call .contiguous() and, for an output, copy back.",
-            )
+            what = f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} is not contiguous"
+            raise bad_argument(group, collective, what, "Call .contiguous() and, for an output, copy back.")
 
 
 def check_dense(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
@@ -307,7 +282,6 @@ def with_outputs(work: Any, outputs: Sequence[Tensor], finish: Callable[[], obje
 
 
 def in_turn(first: Callable[[], object] | None, then: Callable[[], object] | None) -> Callable[[], object] | None:
-    """Return a function that calls both; None is a function that does nothing."""
     if first is None or then is None:
         return first or then
     return lambda: (first(), then())
@@ -329,19 +303,11 @@ def check_splits(group: Collectives, collective: str, what: str, tensor: Tensor,
     rows = tensor.size(0)
     if not splits:
         if rows % group.size():
-            raise bad_argument(
-                group,
-                collective,
-                f"{what} has {rows} rows, which {group.size()} ranks can't share evenly",
-                "Give split sizes.",
-            )
+            problem = f"{what} has {rows} rows, which {group.size()} ranks can't share evenly"
+            raise bad_argument(group, collective, problem, "Give split sizes.")
     elif len(splits) != group.size() or sum(splits) != rows or min(splits) < 0:
-        raise bad_argument(
-            group,
-            collective,
-            f"{what} split sizes {list(splits)} do not cover its {rows} rows",
-            f"Give {group.size()} sizes whose sum is {rows}.",
-        )
+        problem = f"{what} split sizes {list(splits)} do not cover its {rows} rows"
+        raise bad_argument(group, collective, problem, f"Give {group.size()} sizes whose sum is {rows}.")
 
 
 # Data that are only moved may have another dtype of the same size; strides and splits stay as they are.
@@ -361,7 +327,6 @@ def _renamed(group: Collectives, collective: str, tensor: Tensor) -> Tensor:
 
 
 def exchange_lists(exchange: Callable[..., Any], outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
-    """Run an all_to_all of lists by ``exchange``, an all_to_all of one tensor's slices."""
     sent = torch.cat([t.reshape(-1) for t in inputs])
     received = sent.new_empty(sum(t.numel() for t in outputs))
     sizes = [t.numel() for t in outputs]

@@ -45,11 +45,9 @@ class Deadline:
         return max(self._start + self.timeout.total_seconds() - time.monotonic(), 0.001)
 
     def left(self) -> timedelta:
-        """Return the time left as a timedelta."""
         return timedelta(seconds=self.seconds())
 
     def passed(self) -> bool:
-        """True after the deadline."""
         return time.monotonic() >= self._start + self.timeout.total_seconds()
 
 

@@ -104,15 +104,12 @@ class AliasedOutputWork(dist.Work):
         return bool(self._work.is_completed()) and (self._finished is None or self._finished.done())
 
     def is_success(self) -> bool:
-        """True once the operation has ended without an error."""
         return self.is_completed() and bool(self._work.is_success())
 
     def exception(self) -> Any:
-        """Return the operation's error, or None."""
         return self._work.exception()
 
     def result(self) -> list[Tensor]:
-        """Return the caller's tensors, once the operation has ended."""
         self.wait()
         return self._outputs
 
@@ -148,7 +145,6 @@ class CompletionHooks:
         self._idle = threading.Condition()
 
     def add(self, hook: Callable[[Any], None]) -> None:
-        """Call ``hook`` after every collective that starts from now on."""
         self._hooks.append(hook)
 
     def __bool__(self) -> bool:

@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,10 +33,48 @@ from monarch_backend.process_group._collectives import Collectives
 from monarch_backend.process_group._errors import GroupClosedError, NoRouteError, reason_of, where
 from monarch_backend.process_group._handshake import Deadline
 from monarch_backend.process_group._hooks import CompletionHooks
-from monarch_backend.process_group._options import Options
 from monarch_backend.process_group._shm import segment
 from monarch_backend.process_group._store_host import Arrival
 from monarch_backend.process_group._xla import xla_backend
+
+
+@dataclass
+class Options:
+    """Options of the backends behind the routes, by device type: the ``pg_options=`` of ``init_process_group``.
+
+    ``by_device["cuda"]`` takes torch's ``ProcessGroupNCCL.Options``. torch's options object may also be given alone:
+    that of NCCL is used for "cuda", that of XCCL for "xpu".
+
+    >>> from monarch_backend import Options
+    >>> Options(by_device={}).for_device("cpu") is None
+    True
+    """
+
+    by_device: dict[str, Any] = field(default_factory=dict)
+
+    def for_device(self, device: str) -> Any:
+        """Return the options of one device type, None if there are none."""
+        return self.by_device.get(device)
+
+    @classmethod
+    def parse(cls, given: Any) -> Options:
+        """Convert the ``pg_options`` of a caller: Options, an options object of torch, or None.
+
+        Raises TypeError for any other object.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        name = type(given).__qualname__
+        if name in ("ProcessGroupNCCL.Options", "ProcessGroupNCCL2.Options"):
+            return cls({"cuda": given})
+        if name in ("ProcessGroupXCCL.Options",):
+            return cls({"xpu": given})
+        raise TypeError(
+            f"pg_options of type {name} belongs to no route of backend 'monarch': pass "
+            "monarch_backend.Options(by_device={'cuda': ProcessGroupNCCL.Options(...)}) or a ProcessGroupNCCL.Options"
+        )
 
 
 def create(options: Any, pg_options: Any = None) -> MonarchProcessGroup:
@@ -274,16 +312,13 @@ class MonarchProcessGroup(Collectives):
             inner.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        inner = self._default_inner()
+        inner = self._inner.get("cuda") or self._get_backend(torch.device("cpu"))
         ours = self._shm.sequence if self._shm is not None and inner is self._inner.get("cpu") else 0
         return int(inner._get_sequence_number_for_group()) + ours
 
     def _set_sequence_number_for_group(self) -> None:
         for inner in self._inner.values():
             inner._set_sequence_number_for_group()
-
-    def _default_inner(self) -> Any:
-        return self._inner.get("cuda") or self._get_backend(torch.device("cpu"))
 
     def _register_on_completion_hook(self, hook: Callable[[Any], None]) -> None:
         """Call ``hook(work_info)`` after every collective, on each route. NCCL brings its own hooks."""
@@ -401,6 +436,26 @@ class MonarchProcessGroup(Collectives):
         for inner in inners:
             if hasattr(inner, "shutdown"):
                 end(inner)
+
+
+def routes(group: dist.ProcessGroup | None = None) -> dict[str, _backend_selection.Route]:
+    """Return the available routes: of ``group``, by default of the default group, or of this machine without a group.
+
+    The keys are device types. In a group the CPU's backend is "shm" (all ranks share a host), "shm+gloo" (some do)
+    or "gloo". Without a group it is "shm+gloo", or "gloo" where this machine can't share memory; ``why`` says so.
+    Raises TypeError if ``group`` is not a group of backend "monarch".
+
+    >>> import monarch_backend
+    >>> print(monarch_backend.routes()["cpu"])
+    cpu -> shm+gloo (shared memory between ranks of one host, torch's Gloo between hosts)
+    """
+    if group is None and dist.is_initialized():
+        default = dist.group.WORLD
+        group = default if isinstance(default, MonarchProcessGroup) else None
+    if group is not None and not isinstance(group, MonarchProcessGroup):
+        raise TypeError(f"routes() takes a process group of backend 'monarch', not {type(group).__name__}")
+    found = group._known_routes() if group is not None else _backend_selection.survey()
+    return {device: route for device, route in found.items() if route.available}
 
 
 _living: weakref.WeakSet[MonarchProcessGroup] = weakref.WeakSet()

@@ -59,7 +59,6 @@ class StoreAddress:
 
     @property
     def server(self) -> str:
-        """Return the process that should listen at the address."""
         return "torchrun's agent on node 0" if self.agent else "rank 0"
 
 
@@ -124,16 +123,12 @@ def rendezvous(original: Callable[..., Any], url: Any, rank: int, world_size: in
     return iter([(arrival.store, here.rank, here.size)])
 
 
-class _Last(threading.local):
-    arrival: Arrival | None = None
-
-
-_last = _Last()  # per thread, until its group is made
+_last = threading.local()  # `arrival` per thread, until its group is made
 
 
 def take_arrival(store: Store) -> Arrival | None:
     """Return the rendezvous that led to ``store``, for the group that is made right after it; None for other groups."""
-    arrival, _last.arrival = _last.arrival, None
+    arrival: Arrival | None = _last.__dict__.pop("arrival", None)
     return arrival if arrival is not None and arrival.is_of(store) else None
 
 

@@ -27,14 +27,12 @@ _Method = Callable[..., Any]  # of the group's class: a subclass's method has al
 
 
 def check_one(group: Collectives, collective: str, what: str, tensors: Sequence[object]) -> None:
-    """Refuse a list that does not have exactly one entry."""
     if len(tensors) != 1:
         cure = "Call the collective once for each tensor." if tensors else "Give one."
         raise bad_argument(group, collective, f"the {what} list has {len(tensors)} entries; it takes one", cure)
 
 
 def check_same_dtype(group: Collectives, collective: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors of several dtypes or layouts in one operation."""
     dtype, layout = tensors[0].dtype, tensors[0].layout
     for index, tensor in enumerate(tensors[1:], 1):
         if tensor.dtype is not dtype or tensor.layout is not layout:
@@ -77,7 +75,6 @@ def broadcast(group: Collectives, run_one: _Method, tensors: list[Tensor], opts:
 
 
 def check_root_tensor(group: Collectives, collective: str, tensors: Sequence[Tensor], opts: Any) -> None:
-    """Refuse a ``rootTensor`` that is not an index of the list."""
     if not 0 <= opts.rootTensor < len(tensors):
         what = f"rootTensor {opts.rootTensor} is outside the list of {len(tensors)} tensors"
         raise bad_argument(group, collective, what, f"Give an index from 0 to {len(tensors) - 1}.")

@@ -43,7 +43,6 @@ class Operation:
         self._ended.set()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is done or the time is over; return whether it is done."""
         return self._ended.wait(min(seconds, threading.TIMEOUT_MAX))
 
 
@@ -89,11 +88,9 @@ class OperationQueue:
         return operation.wait(seconds)
 
     def idle(self) -> bool:
-        """True if no operation is in progress or waiting."""
         return not self._queue
 
     def stop(self) -> None:
-        """End the thread once the queue is empty."""
         with self._change:
             self._stopped = True
             self._change.notify_all()
@@ -164,5 +161,4 @@ fork.register(fork.Step.CALLBACK_THREADS, after_in_child=_callbacks.__init__)  #
 
 
 def in_a_thread(call: Callable[[], None]) -> None:
-    """Run the call in a callback thread."""
     _callbacks.post(call)

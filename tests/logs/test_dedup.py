@@ -74,6 +74,16 @@ def test_opposite_orders_keep_each_ranks_own() -> None:
     assert _words(fold.flush()) == [([0], b"a"), ([0, 1], b"b"), ([1], b"a")]
 
 
+def test_long_chain_of_opposite_orders_keeps_each_ranks_own() -> None:
+    ranks = 2000
+    fold = _fold_of(ranks)
+    said = {rank: [b"x%d" % (rank + 1), b"x%d" % rank] for rank in range(ranks)}
+    for rank, lines in said.items():
+        fold.add(rank, lines, 0.0)
+    shown = fold.flush()
+    assert {rank: _said_by(rank, shown) for rank in range(ranks)} == said
+
+
 def test_ranks_that_left_are_not_waited_for() -> None:
     fold = _fold_of(3)
     fold.add(2, [b"bye"], 0.0)
@@ -173,12 +183,7 @@ def test_random_schedules_keep_every_line_once_and_in_order(seed: int, kind: str
     hear(fold.take(now))
     assert fold.deadline() is None
     assert shown == said
-    assert (
-        not fold._index
-        and not fold._bytes
-        and not fold._complete
-        and not any(queue for _, queue in fold._queues.values())
-    )
+    assert not fold._index and not fold._bytes and not fold._complete and not any(fold._queues.values())
 
 
 @pytest.mark.parametrize("seed", range(40))

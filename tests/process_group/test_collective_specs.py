@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from monarch_backend import CollectiveArgumentError, NoRouteError, _native, process_group
 from monarch_backend.process_group import _c10d_internals, _collective_specs
 from monarch_backend.process_group._collective_specs import (
+    ARGUMENTS,
     BY_METHOD,
     COLLECTIVES,
     OPERATIONS,
@@ -77,7 +78,7 @@ def test_collective_has_arguments_of_its_form(spec: CollectiveSpec) -> None:
     if spec.options is None:
         assert spec.form is Form.NOTHING or spec.form.is_point_to_point
         return
-    assert len(spec.arguments) == counts.get(spec.form, 2)
+    assert len(ARGUMENTS[spec.form]) == counts.get(spec.form, 2)
     made = spec.options()
     if spec.operation is not None:
         assert hasattr(made, "reduceOp") == spec.reduces

@@ -250,8 +250,8 @@ _loader._init_device("tpu")  # what loading does where there is a TPU; the TPU i
 dist.init_process_group("monarch", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 x = torch.ones(2)
 dist.all_reduce(x)
-from monarch_backend.process_group import _routes
-print(_routes.survey()["tpu"])
+from monarch_backend.process_group import _backend_selection
+print(_backend_selection.survey()["tpu"])
 dist.destroy_process_group()
 """
 

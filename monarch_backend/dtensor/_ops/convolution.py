@@ -25,8 +25,6 @@ BY_BATCH: Way = {"x": Shard(0), "w": Replicate(), "b": Replicate(), "y": Shard(0
 
 
 class _Options(NamedTuple):
-    """The arguments of every convolution after its tensors."""
-
     stride: Any
     padding: Any
     dilation: Any
@@ -59,7 +57,6 @@ class _Options(NamedTuple):
 
 
 def forward(func: Any, args: Any, _kwargs: Any) -> Any:
-    """``aten.convolution`` of remote DTensors."""
     mesh, (x, w, b) = local_results.on_one_mesh(args[:3])
     options = _Options(*args[3:])
     ways = options.ways(x, w, b is not None)
@@ -70,7 +67,6 @@ def forward(func: Any, args: Any, _kwargs: Any) -> Any:
 
 
 def backward(func: Any, args: Any, _kwargs: Any) -> Any:
-    """``aten.convolution_backward`` of remote DTensors."""
     mesh, (y, x, w) = local_results.on_one_mesh(args[:3])
     bias_sizes, wanted = args[3], args[10]
     options = _Options(*args[4:10])

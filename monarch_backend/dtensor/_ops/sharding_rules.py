@@ -14,7 +14,6 @@ _aten = torch.ops.aten
 
 
 def install() -> None:
-    """Register the rules."""
     for operator, rule in _RULES.items():
         register_sharding(operator)(rule)
 

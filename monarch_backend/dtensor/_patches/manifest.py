@@ -185,15 +185,13 @@ _DTENSORS = (
         "C++ makes an IndexError of an index that differs by rank.",
         "controller/test_per_rank_int.py::test_plain_tensors_of_workers_are_changed_where_each_rank_is",
     ),
-    _semantics(
-        "torch:to_dlpack", f"{_SEMANTICS}.dlpack:to_dlpack",
-        "C++ reads the memory, which is in other processes.",
-        "ops/test_regressions.py::test_memory_can_not_be_shared",
-    ),
-    _semantics(
-        "torch.utils.dlpack:to_dlpack", f"{_SEMANTICS}.dlpack:to_dlpack",
-        "C++ reads the memory, which is in other processes.",
-        "ops/test_regressions.py::test_memory_can_not_be_shared",
+    *(
+        _semantics(
+            f"{module}:to_dlpack", f"{_SEMANTICS}.dtensor_methods:to_dlpack",
+            "C++ reads the memory, which is in other processes.",
+            "ops/test_regressions.py::test_memory_can_not_be_shared",
+        )
+        for module in ("torch", "torch.utils.dlpack")
     ),
 )  # fmt: skip
 
@@ -309,15 +307,13 @@ _CUDA = (
         f"{_SEMANTICS}.gradient_lists:grouped_by_device",
         "C++ finds remote tensors on the CPU.", f"{_GPU}::test_optimizers", swaps_code=True,
     ),
-    _semantics(
-        "torch.nn.modules.module:Module.to", f"{_DEVICES}:_module_to",
-        "A module goes to the workers by the name of their device.",
-        f"{_GPU}::test_a_module_goes_there_by_the_name_of_the_device",
-    ),
-    _semantics(
-        "torch.nn.modules.module:Module.cuda", f"{_DEVICES}:_module_cuda",
-        "A module goes to the workers by the name of their device.",
-        f"{_GPU}::test_a_module_goes_there_by_the_name_of_the_device",
+    *(
+        _semantics(
+            f"torch.nn.modules.module:Module.{name}", f"{_DEVICES}:_module_{name}",
+            "A module goes to the workers by the name of their device.",
+            f"{_GPU}::test_a_module_goes_there_by_the_name_of_the_device",
+        )
+        for name in ("to", "cuda")
     ),
 )  # fmt: skip
 
@@ -510,7 +506,6 @@ def table() -> str:
 
 
 def check() -> int:
-    """Print the rows that the running torch does not match; return their number."""
     missing = unmatched(PATCHES)
     for target, reason in missing.items():
         print(f"{target}\n    {reason}")

@@ -37,12 +37,10 @@ PROPAGATOR: Layers = {
 
 
 def dispatcher(own: type) -> type:
-    """Replacement for the class of DTensor's dispatcher."""
     return _layered(own, DISPATCHER)
 
 
 def propagator(own: type) -> type:
-    """Replacement for the class of its sharding propagator."""
     return _layered(own, PROPAGATOR, propagate_op_sharding=property(submesh_shapes.PropagationCache))
 
 

@@ -38,7 +38,6 @@ _Store = native.HashStore if torch_version() >= (2, 13) else _NoStore
 
 
 def register(group: Any, name: Any, ranks: Sequence[int]) -> None:
-    """Register a group by its name, with its ranks."""
     world: Any = c10d._world
     world.pg_map[group] = ("monarch", _Store())
     world.pg_names[group] = name
@@ -55,18 +54,15 @@ def register_name(group: Any, name: Any) -> None:
 
 
 def set_ranks(group: Any, ranks: Sequence[int]) -> None:
-    """Set a group's global ranks, in their order."""
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
 
 
 def set_default(group: Any) -> None:
-    """Make a group the default of torch.distributed's functions."""
     c10d._update_default_pg(group)
     c10d._world.group_count = max(1, c10d._world.group_count)  # its name is "0", as in init_process_group
 
 
 def default() -> Any:
-    """Return the default group, which must exist."""
     return c10d._get_default_group()
 
 
@@ -96,12 +92,10 @@ def new_group(name: str, ranks: Sequence[int]) -> Any:
 
 
 def by_name(name: Any) -> Any:
-    """Return the group of this name, which must exist."""
     return c10d._resolve_process_group(name)
 
 
 def default_store() -> Any:
-    """Return the store of the default group."""
     return c10d._get_default_store()
 
 
@@ -117,7 +111,6 @@ def mesh_of_context() -> Any:
 
 
 def done() -> Any:
-    """Return the result of a collective that needs no wait."""
     return FakeWork()
 
 

@@ -34,7 +34,6 @@ def state_of(generator: Any) -> bytes:
 
 
 def set_state(generator: Any, state: bytes | bytearray) -> None:
-    """Restore a state that `state_of` returned."""
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 

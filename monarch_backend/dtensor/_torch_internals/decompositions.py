@@ -43,7 +43,6 @@ def made_of_others(operator: Any) -> Callable[..., Any] | None:
 
 
 def in_others(operator: Any) -> Callable[..., Any] | None:
-    """Return a function that does the same by other operators, if torch has one."""
     return decomposition_table.get(operator)
 
 

@@ -18,7 +18,6 @@ MAX_ATTEMPTS = 3
 
 
 def compiled(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """Return the function compiled by Inductor, for tensors like these."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad():
         fakes = [mode.from_tensor(each, static_shapes=True) for each in tensors]

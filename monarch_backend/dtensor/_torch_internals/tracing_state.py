@@ -28,12 +28,10 @@ def is_dynamos() -> bool:
 
 
 def mode_of(tensor: Any) -> Any:
-    """Return the mode of a tensor without values; None for other tensors."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
 
 
 def share_memory(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
-    """Whether a tensor is one of these, or a view of one."""
     return any(torch._C._is_alias_of(tensor, each) for each in others)  # type: ignore[attr-defined]
 
 

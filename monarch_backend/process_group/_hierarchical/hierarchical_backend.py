@@ -163,7 +163,6 @@ class Hierarchy(SharedMemory):
             raise
 
     def error(self, failure: Any) -> Exception:
-        """Return the exception for the failure of an operation."""
         if isinstance(failure, GroupFailure):
             return super().error(failure.cause)
         return failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
@@ -188,7 +187,6 @@ class Hierarchy(SharedMemory):
         self._between.close_links()
 
     def set_reason(self, reason: str) -> None:
-        """Set the reason for which this rank will close the group, for the other ranks' errors."""
         self._reason = reason
         self._memory.set_reason(reason)
 
@@ -200,7 +198,6 @@ class Hierarchy(SharedMemory):
                 self._leave(f"{reason}, and ended")
 
     def close(self) -> None:
-        """Close the group: operations in progress fail with GroupClosedError."""
         with self._breaking:
             if self._cause is None:
                 begin = f"{self._reason}, and " if self._reason else ""
@@ -260,7 +257,6 @@ class Hierarchy(SharedMemory):
         return GroupFailure(kind, rank, self._in_ranks(text, call), is_cause=kind != "late" or not call.left())
 
     def _core(self, seconds: float, *operation: Any) -> Any:
-        """Run an operation of the core and return its failure, or None."""
         failed = self._memory.run(*operation, float, seconds)
         return None if failed is None else failed.failure
 
@@ -520,7 +516,6 @@ def _tree(node: int, nodes: int) -> tuple[int, list[int]]:
 
 
 def _describe(collective: int, piece: Tensor, op: int, root: int) -> str:
-    """Return the operation in the core's words, for messages."""
     if collective == BARRIER:
         return "barrier"
     parts = [str(piece.dtype).removeprefix("torch.")]

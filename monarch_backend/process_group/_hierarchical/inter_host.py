@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import Store
 from monarch_backend._core import fork
 from monarch_backend._core.limits import start_thread
 from monarch_backend.process_group import _c10d_internals
+from monarch_backend.process_group._handshake import within
 from monarch_backend.process_group._rdma.p2p import RdmaP2P
 from monarch_backend.process_group._rdma.p2p_protocol import FIRST_STAGE_TAG
 
@@ -67,7 +68,6 @@ class CollectiveCall:
         self.deadline = time.monotonic() + self.seconds
 
     def left(self) -> float:
-        """Return the seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def owner_of(self, tensor: Tensor) -> Tensor | None:
@@ -133,7 +133,6 @@ class InterHostComm:
         return posted
 
     def wait(self, call: CollectiveCall, posted: Posted) -> None:
-        """Wait until these messages are sent and have arrived."""
         for work, rank in posted:
             try:
                 work.wait(timedelta(seconds=max(call.left(), 0.001)))
@@ -141,7 +140,6 @@ class InterHostComm:
                 raise self._lost(call, rank, error) from None
 
     def exchange(self, call: CollectiveCall, stage: str, sends: Mail, receives: Mail) -> None:
-        """Send and receive tensors, and wait."""
         self.wait(call, self.post(call, stage, sends, receives))
 
     def _lost(self, call: CollectiveCall, rank: int, error: RuntimeError) -> GroupFailure:
@@ -163,27 +161,23 @@ class InterHostComm:
 
         A rank that saw only effects lets others write first.
         """
-        found = [failure.cause]
 
-        def ask() -> None:
-            with contextlib.suppress(Exception):  # the store may be gone with its host
-                if not failure.is_cause:
-                    with contextlib.suppress(Exception):
-                        self._store.wait(["cause"], timedelta(seconds=_CAUSE_TIMEOUT_S))
-                kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(failure.cause)))
-                found.append((str(kind), int(rank), str(text)))
+        def ask() -> Cause:
+            if not failure.is_cause:
+                with contextlib.suppress(Exception):
+                    self._store.wait(["cause"], timedelta(seconds=_CAUSE_TIMEOUT_S))
+            kind, rank, text = json.loads(self._store.compare_set("cause", "", json.dumps(failure.cause)))
+            return str(kind), int(rank), str(text)
 
-        asking = threading.Thread(target=ask, name="monarch_cause", daemon=True)
-        start_thread(asking)
-        asking.join(_CAUSE_TIMEOUT_S + _STORE_TIMEOUT_S)
-        return found[-1]
+        with contextlib.suppress(Exception):  # the store may be gone with its host
+            return within(_CAUSE_TIMEOUT_S + _STORE_TIMEOUT_S, ask)
+        return failure.cause
 
     def close_links(self) -> None:
         """Close the links, which fails the ranks that wait for this one and this rank's own waits."""
         _c10d_internals.close_gloo_links(self._gloo, self._elsewhere)
 
     def close(self) -> None:
-        """Stop watching the group."""
         self._closed = True
 
     @contextlib.contextmanager

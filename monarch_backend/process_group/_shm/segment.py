@@ -55,7 +55,7 @@ def this_process() -> _Process:
     """
     global _process
     if _process is None:
-        size = arena_bytes()
+        size = int(env.get("MONARCH_SHM_ARENA_BYTES"))
         with explained(f"reserve {size} bytes of shared memory"):
             host = _native.Host(size)
         _process = _Process(host, _native.Engine(host))
@@ -74,11 +74,6 @@ def _in_forked_child() -> None:
 
 
 fork.register(fork.Step.SHARED_MEMORY, after_in_child=_in_forked_child)
-
-
-def arena_bytes() -> int:
-    """Return MONARCH_SHM_ARENA_BYTES, or the default. Raises ValueError if it is not a number of bytes."""
-    return int(env.get("MONARCH_SHM_ARENA_BYTES"))
 
 
 def read_from() -> int:

@@ -87,7 +87,6 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def op_code(op: Any) -> int:
-    """Return the core's code of a ReduceOp."""
     kind = getattr(op, "op", op)
     return _OPS[kind.name]
 
@@ -143,20 +142,16 @@ class ShmWork(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """True once the operation has ended without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the operation's error, or None."""
         self.is_completed()
         return self._error
 
     def _source_rank(self) -> int:
-        """Return the group rank that sent the received message."""
         return int(self._operation.source)
 
     def result(self) -> list[Tensor]:
-        """Return the outputs, once the operation has ended."""
         self.wait()
         return self._outputs
 
@@ -202,7 +197,6 @@ class _Done(ShmWork):
     _group: Any = None
 
     def wait(self, timeout: timedelta = _FOR_EVER) -> bool:  # noqa: ARG002
-        """Return at once: the operation is done."""
         return True
 
 
@@ -271,11 +265,9 @@ class SharedMemory:
 
     @property
     def sequence(self) -> int:
-        """Number of collectives so far."""
         return int(self.native.sequence)
 
     def error(self, failure: tuple[str, int, str]) -> Exception:
-        """Return the exception for the core's report: (kind, failed rank or -1, text)."""
         error = explained(failure, self._members, self._rank, self.closed_why)
         self.failed |= isinstance(error, (RankFailedError, CollectiveTimeoutError))
         return error
@@ -336,7 +328,6 @@ class SharedMemory:
         return found
 
     def _failed(self, operation: Any, outputs: list[Tensor]) -> ShmWork:
-        """Return the work of a failed operation of this thread."""
         work = ShmWork(self, outputs)
         work._error = self.error(operation.failure)  # raised by wait(), so that hooks see a failed work as well
         return work
@@ -344,12 +335,10 @@ class SharedMemory:
     # Collectives, named as in torch's own backends --------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
-        """All-reduce of one tensor, in place."""
         (x,) = tensors
         return self._run(ALL_REDUCE, x, tensors, tensors, opts, tensors, op=op_code(opts.reduceOp))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> ShmWork:
-        """All-reduce of each of these tensors, in place."""
         flat, finish = _contiguous(tensors)
         for given, used in zip(tensors, flat, strict=True):
             if used is not given:
@@ -360,17 +349,14 @@ class SharedMemory:
         return self._run(ALL_REDUCE, last, [last], [last], opts, tensors, op=op, finish=_all_of(works, finish))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
-        """Reduce to the root, in place."""
         (x,) = tensors
         return self._run(REDUCE, x, tensors, tensors, opts, tensors, op=op_code(opts.reduceOp), root=opts.rootRank)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
-        """Broadcast from the root, in place."""
         (x,) = tensors
         return self._run(BROADCAST, x, tensors, tensors, opts, tensors, root=opts.rootRank)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
-        """Gather one tensor of each rank into a list."""
         (row,), (x,) = outputs, inputs
         return self._gather_row(row, x, opts, row, [])
 
@@ -390,11 +376,9 @@ class SharedMemory:
         return works[-1]
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any) -> ShmWork:
-        """Gather into one tensor."""
         return self._run(ALL_GATHER, input, [input], self._pieces(output), opts, [output])
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
-        """Gather to the root."""
         (x,) = inputs
         x = x.contiguous()
         row = outputs[0] if self._rank == opts.rootRank else []
@@ -402,18 +386,15 @@ class SharedMemory:
         return self._run(GATHER, x, [x], outs, opts, row, root=opts.rootRank, finish=finish)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
-        """Scatter from the root."""
         (out,) = outputs
         row = inputs[0] if self._rank == opts.rootRank else []
         return self._run(SCATTER, out, row, outputs, opts, outputs, root=opts.rootRank)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
-        """Reduce lists and scatter the result."""
         (out,), (row,) = outputs, inputs
         return self._run(REDUCE_SCATTER, out, row, outputs, opts, outputs, op=op_code(opts.reduceOp))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> ShmWork:
-        """Reduce one large tensor and scatter it."""
         row = self._pieces(input)
         return self._run(REDUCE_SCATTER, output, row, [output], opts, [output], op=op_code(opts.reduceOp))
 
@@ -424,7 +405,6 @@ class SharedMemory:
         return self._run(ALL_TO_ALL, output[:0], ins, outs, opts, [output])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
-        """Exchange lists of tensors."""
         ins = [x.contiguous() for x in inputs]
         outs, finish = _contiguous(outputs)
         return self._run(ALL_TO_ALL, ins[0].view(-1)[:0], ins, outs, opts, outputs, finish=finish)
@@ -433,11 +413,9 @@ class SharedMemory:
         return list(tensor.view(self._size, tensor.numel() // self._size).unbind())
 
     def barrier(self, opts: Any) -> ShmWork:
-        """Wait for all ranks."""
         return self._run(BARRIER, _NOTHING, [], [], opts, [])
 
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
-        """Gather each input into its output."""
         works: list[ShmWork] = []
         for out, x in zip(outputs, inputs, strict=True):
             before = _all_of(works[-1:], None)
@@ -445,7 +423,6 @@ class SharedMemory:
         return works[-1]
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> ShmWork:
-        """Reduce each input and scatter it into its output."""
         works: list[ShmWork] = []
         op = op_code(opts.reduceOp)
         for out, x in zip(outputs, inputs, strict=True):
@@ -460,11 +437,9 @@ class SharedMemory:
         return self._message(True, tensors, rank, tag)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
-        """Receive a tensor of the same size and dtype from a rank."""
         return self._message(False, tensors, rank, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
-        """Receive from the rank that sends first."""
         return self._message(False, tensors, -1, tag)
 
     def _message(self, sends: bool, tensors: list[Tensor], rank: int, tag: int) -> ShmWork:
@@ -491,7 +466,6 @@ class SharedMemory:
             return work
 
     def set_reason(self, reason: str) -> None:
-        """Set the reason for which this rank will close the group, for the other ranks' errors; see `reason_of`."""
         self.native.set_reason(reason)
 
     def tell_end(self, reason: str) -> None:
@@ -532,7 +506,6 @@ def _range_of(spec: CollectiveSpec) -> Callable[[tuple[Any, ...]], tuple[str, li
 
 
 def _flat(given: Any) -> list[Tensor]:
-    """Return the tensors of a tensor, a list or a list of lists."""
     rows = [given] if isinstance(given, Tensor) else given
     return [t for row in rows for t in (row if isinstance(row, (list, tuple)) else [row])]
 

@@ -34,7 +34,6 @@ def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_on_xla(value: Any) -> bool:
-    """True for a tensor on an XLA device."""
     return isinstance(value, torch.Tensor) and value.device.type == "xla"
 
 

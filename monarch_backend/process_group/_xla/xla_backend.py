@@ -131,7 +131,6 @@ class XlaGroup(NothingToEnd):
         return method(*args)
 
     def alltoall_base(self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any) -> Any:
-        """Exchange equal slices of one tensor, in the default group."""
         if output_splits or input_splits:
             what = "torch_xla has no split sizes"
             raise bad_argument(self._group, "all_to_all_single", what, "Exchange equal slices.")

@@ -45,7 +45,6 @@ class OpInfo:
         return getattr(self.torchs(), name)
 
     def torchs(self) -> Any:
-        """Return torch's own OpInfo."""
         found = self.own()
         found.output_sharding = self.output_sharding
         return found

@@ -149,7 +149,6 @@ class Recorder(TorchDispatchMode):
         self._values += made
 
     def recorded(self, mesh: Any, result: Any) -> Recorded | None:
-        """Return the recording, or None if it can't be repeated."""
         places = [at for at, each in enumerate(self._values) if each is result]
         if not self.is_plain or not places:
             return None

@@ -107,5 +107,17 @@ def _without_mask(placement: Any, local: Any) -> Any:
 
 
 def is_masked(placement: Any) -> bool:
-    """Whether a placement has a mask."""
     return isinstance(placement, _MaskPartial)
+
+
+def has_all_it_masks(table: DTensorSpec, index: Any, dim: int, *, is_strided: bool) -> bool:
+    """Whether each rank has the whole index and some rows, from which the mask is made. ``index``: its placements."""
+    masked = [is_masked(each) for each in index]
+    if not any(masked):
+        return True
+    if is_strided:  # torch has no path from such shards to a mask
+        return False
+    pairs = zip(table.placements, index, masked, strict=True)
+    others = [each for of_table, of_index, is_one in pairs if not is_one for each in (of_table, of_index)]
+    is_whole = all(each.is_replicate() for each in others) and masked.count(True) == 1
+    return is_whole and not sharding_rules.has_nothing(table, dim)

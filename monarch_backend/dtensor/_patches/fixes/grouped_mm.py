@@ -12,7 +12,6 @@ from monarch_backend.dtensor._worker.grouped_mm import FIXED_IN, corrected
 
 
 def register() -> None:
-    """Register the corrected shape of the operator's result."""
     if torch_version() < FIXED_IN:
         torch.library.register_fake("aten::_grouped_mm", _shape, allow_override=True)
 

@@ -137,7 +137,6 @@ def _is_never_empty(op_call: Any) -> bool:
 
 
 def _has_nothing(tensor: Any) -> bool:
-    """Whether a rank has no elements of the tensor."""
     return any(sharding_rules.has_nothing(tensor._spec, dim) for dim in range(tensor.ndim))
 
 
@@ -146,7 +145,6 @@ def _given(args: Any, kwargs: Any) -> list[Any]:
 
 
 def _are_ours(args: Any, kwargs: Any) -> bool:
-    """Whether all DTensors among the arguments are a controller's."""
     return all(controller_mesh.workers_of(each.device_mesh) is not None for each in _given(args, kwargs))
 
 

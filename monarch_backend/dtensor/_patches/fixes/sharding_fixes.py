@@ -102,7 +102,6 @@ def _change(known: dict[Any, Any], operator: Any, corrected: Callable[[Replaceme
 
 
 def _register_views() -> None:
-    """Register torch's strategies of views once more, with corrected maps of dimensions."""
     maps: dict[Any, Any] = view_ops.dim_maps
     maps[torch.Tensor.view] = _of_nothing(maps[torch.Tensor.view])
     maps[torch.reshape] = _of_nothing(maps[torch.reshape])
@@ -247,26 +246,12 @@ def _aligned(own: Replacement) -> Replacement:
                 return not each.is_shard()
             return each.dim == gathered or bool(x.shape[each.dim] == index.shape[each.dim])
 
-        def has_all_it_masks(way: Any) -> bool:
-            """Whether each rank has the whole index and some rows, from which the mask is made."""
-            given, rows = (each.placements for each in way.input_specs)
-            masked = [embedding_mask.is_masked(each) for each in rows]
-            if not any(masked):
-                return True
-            if is_strided:
-                return False
-            others = [
-                each
-                for pair, is_one in zip(zip(given, rows, strict=True), masked, strict=True)
-                if not is_one
-                for each in pair
-            ]
-            is_whole = all(each.is_replicate() for each in others) and masked.count(True) == 1
-            return is_whole and not sharding_rules.has_nothing(way.input_specs[0], gathered)
+        def fits_all(way: Any) -> bool:
+            table, rows = way.input_specs[0], way.input_specs[1].placements
+            is_right = embedding_mask.has_all_it_masks(table, rows, gathered, is_strided=is_strided)
+            return is_right and all(map(fits, rows))
 
-        found.strategies = [
-            way for way in found.strategies if all(map(fits, way.input_specs[1].placements)) and has_all_it_masks(way)
-        ]
+        found.strategies = list(filter(fits_all, found.strategies))
         return found
 
     return gather_strategy
@@ -429,10 +414,8 @@ def _reduced(own: Replacement, at: int) -> Replacement:
     """Treat no dimensions as all of them. torch itself asks so for the gradient of ``amax()``."""
 
     def strategy(op_schema: Any) -> Any:
-        args = op_schema.args_schema
-        if len(args) > at and isinstance(args[at], (list, tuple)) and not args[at]:
-            op_schema = dataclasses.replace(op_schema, args_schema=(*args[:at], None, *args[at + 1 :]))
-        return own(op_schema)
+        args = sharding_rule_fixes.none_for_empty(op_schema.args_schema, at)
+        return own(dataclasses.replace(op_schema, args_schema=args))
 
     return strategy
 

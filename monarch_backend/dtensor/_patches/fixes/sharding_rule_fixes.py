@@ -28,7 +28,6 @@ Filter = Callable[[Any, Any, Any, Any], bool]
 
 
 def correct(rules: dict[Any, Any]) -> None:
-    """Correct the rules of torch's table."""
     reductions = [each for each, info in rules.items() if info.func is math_ops.linear_reduction_single_dim_strategy]
     spread = [each for each, info in rules.items() if info.func is math_ops.std_var_single_dim_strategy]
     _change(rules, (*reductions, *spread, _aten.logsumexp.default), _all_for_none(1))
@@ -76,7 +75,7 @@ def _all_for_none(at: int) -> Callable[[Rule], Rule]:
     """Treat no dimensions as all of them. torch itself asks so for the gradient of ``amax()``."""
 
     def corrected(own: Rule) -> Rule:
-        return lambda op, args, kwargs: own(op, _none_for_empty(args, at), kwargs)
+        return lambda op, args, kwargs: own(op, none_for_empty(args, at), kwargs)
 
     return corrected
 
@@ -85,13 +84,13 @@ def _all_for_none_in(own: Filter, at: int) -> Filter:
     """As `_all_for_none`, for torch's filter."""
 
     def filtered(mesh: Any, op_schema: Any, operands: Any, results: Any) -> bool:
-        args = _none_for_empty(op_schema.args_schema, at)
+        args = none_for_empty(op_schema.args_schema, at)
         return own(mesh, dataclasses.replace(op_schema, args_schema=args), operands, results)
 
     return filtered
 
 
-def _none_for_empty(args: Any, at: int) -> Any:
+def none_for_empty(args: Any, at: int) -> Any:
     is_empty = len(args) > at and isinstance(args[at], (list, tuple)) and not args[at]
     return (*args[:at], None, *args[at + 1 :]) if is_empty else args
 
@@ -140,15 +139,8 @@ def _of_the_same_rows(own: Rule) -> Rule:
 
 
 def _has_all_it_masks(_mesh: Any, op_schema: Any, operands: Any, _results: Any) -> bool:
-    """Whether each rank has the whole index and some rows, from which the mask is made."""
     x, index = operands[:2]
-    masked = [embedding_mask.is_masked(each) for each in index.placements]
-    if not any(masked):
-        return True
     given = [way.output_spec for each in (0, 2) for way in op_schema.args_schema[each].strategies]
-    if any(isinstance(each, _StridedShard) for spec in (*given, x, index) for each in spec.placements):
-        return False  # torch has no path from such shards to a mask
-    pairs = zip(x.placements, index.placements, masked, strict=True)
-    others = [each for of_x, of_index, is_one in pairs if not is_one for each in (of_x, of_index)]
-    is_whole = all(each.is_replicate() for each in others) and masked.count(True) == 1
-    return is_whole and not sharding_rules.has_nothing(x, op_schema.args_schema[1] % max(x.ndim, 1))
+    is_strided = any(isinstance(each, _StridedShard) for spec in (*given, x, index) for each in spec.placements)
+    dim = op_schema.args_schema[1] % max(x.ndim, 1)
+    return embedding_mask.has_all_it_masks(x, index.placements, dim, is_strided=is_strided)

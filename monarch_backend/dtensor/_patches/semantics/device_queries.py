@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ def stands_for_gpus() -> bool:
 
 
 def _stands_for_xla() -> bool:
-    """Whether "xla" means the workers' here."""
     return controller_process_group.is_controller() and "xla" in _libraries
 
 
@@ -106,15 +106,15 @@ def _factory(operator: Any, device_type: str) -> Any:
 # Streams, events, the device ------------------------------------------------------------------------------------
 
 
-def _if_here(own: Any, other: Any) -> Replacement:
-    return lambda *args, **options: (other if stands_for_gpus() else own)(*args, **options)
+def _if_missing(other: Callable[..., Any]) -> Callable[[Any], Replacement]:
+    return lambda own: lambda *args, **options: (other if stands_for_gpus() else own)(*args, **options)
 
 
 _stream = Stream()
-
-
-def _the_stream(own: Any) -> Replacement:
-    return _if_here(own, lambda *_, **__: _stream)
+_the_stream = _if_missing(lambda *_, **__: _stream)
+_current_device = _if_missing(lambda: 0)
+_set_device = _if_missing(lambda device: None)  # noqa: ARG005 -- each worker has set its own
+_exchange = _if_missing(lambda device: -1)  # noqa: ARG005 -- ``with torch.cuda.device(...)``, which then restores none
 
 
 def _new(own: Any) -> Replacement:
@@ -136,10 +136,6 @@ def _synchronize(own: Any) -> Replacement:
     return synchronize
 
 
-def _current_device(own: Any) -> Replacement:
-    return _if_here(own, lambda: 0)
-
-
 def _device_module(own: Any) -> Replacement:
     def _get_device_module(device: str = "cuda") -> Any:
         # It saves the random numbers of the workers' GPUs; torch.cuda would report no GPUs.
@@ -148,33 +144,13 @@ def _device_module(own: Any) -> Replacement:
     return _get_device_module
 
 
-class _Checkpointed:
-    """Module like torch.cuda, for an activation checkpoint."""
-
-    _initialized = True
-
-    def device(self, _device: Any) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: there is no device to switch to."""
-        return contextlib.nullcontext()
-
-    def get_rng_state(self) -> torch.Tensor:
-        """Return the state of the workers' GPUs."""
-        return torch.cuda.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        """Set a state that get_rng_state returned."""
-        torch.cuda.set_rng_state(state)
-
-
-_checkpointed = _Checkpointed()
-
-
-def _set_device(own: Any) -> Replacement:
-    return _if_here(own, lambda device: None)  # noqa: ARG005 -- each worker has set its own
-
-
-def _exchange(own: Any) -> Replacement:
-    return _if_here(own, lambda device: -1)  # noqa: ARG005 -- ``with torch.cuda.device(...)``, which then restores none
+_checkpointed = types.SimpleNamespace(
+    _initialized=True,
+    device=lambda _: contextlib.nullcontext(),  # there is no device to switch to
+    get_rng_state=lambda: torch.cuda.get_rng_state(),
+    set_rng_state=lambda state: torch.cuda.set_rng_state(state),
+)
+"""Module like torch.cuda, for an activation checkpoint. torch's functions are replaced later."""
 
 
 # Modules --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import _api as api
 
 from monarch_backend.dtensor._controller import fetch
+from monarch_backend.dtensor._controller.controller_mesh import Replacement
 from monarch_backend.dtensor._controller.device_methods import DeviceMethods
 from monarch_backend.dtensor._controller.remote_storage import RemoteStorage
 from monarch_backend.dtensor._controller.remote_tensor import RemoteTensor, no_pointer
@@ -25,7 +26,6 @@ _Base: Any = torch.Tensor
 
 
 def with_methods(own: tuple[type, ...]) -> tuple[type, ...]:
-    """Replacement for DTensor's bases."""
     return (_Methods, *own)
 
 
@@ -46,7 +46,6 @@ class _Devices(DeviceMethods):
     device, is_cpu, is_cuda, is_meta = map(_property, ("device", "is_cpu", "is_cuda", "is_meta"))
 
     def pin_memory(self, *args: Any, **options: Any) -> Any:
-        """Return a copy in pinned memory of the workers."""
         return device_moves.pinned(self) if _is_remote(self) else _Base.pin_memory(self, *args, **options)
 
     def record_stream(self, stream: Any) -> Any:
@@ -113,6 +112,16 @@ def _memory(name: str) -> Any:
     return memory
 
 
+def to_dlpack(own: Any) -> Replacement:
+    def to_dlpack(tensor: Any, *args: Any, **options: Any) -> Any:
+        local = tensor._local_tensor if isinstance(tensor, api.DTensor) else tensor
+        if isinstance(local, RemoteTensor):
+            raise not_readable("to_dlpack()")
+        return own(tensor, *args, **options)
+
+    return to_dlpack
+
+
 class _Memory:
     """Memory, which a controller's DTensor does not have: torch's own methods would read at an address.
 
@@ -136,7 +145,6 @@ class _Memory:
         raise not_readable("data_ptr()")
 
     def untyped_storage(self: Any) -> Any:
-        """Return the storage of the workers."""
         is_ours = _is_remote(self) and not _is_torch()
         return RemoteStorage(self, _Base.untyped_storage(self)) if is_ours else _Base.untyped_storage(self)
 

@@ -103,11 +103,7 @@ def _param(own: Any) -> Any:
 
 def _chunk(own: Any) -> Replacement:
     def _chunk_with_empty(tensor: Any, num_chunks: int, dim: int) -> Any:
-        return (
-            fsdp.Chunks(tensor, num_chunks, dim)
-            if controller_process_group.is_controller()
-            else own(tensor, num_chunks, dim)
-        )
+        return (fsdp.Chunks if controller_process_group.is_controller() else own)(tensor, num_chunks, dim)
 
     return _chunk_with_empty
 
@@ -150,11 +146,8 @@ def _on_workers(mesh: Any) -> contextlib.AbstractContextManager[Any]:
 
 def _padded_size(own: Any) -> Replacement:
     def _get_dim0_padded_size(tensor_size: Any, dim0_factor: int) -> Any:
-        return (
-            fsdp.Sizes(own(tensor_size, dim0_factor))
-            if controller_process_group.is_controller()
-            else own(tensor_size, dim0_factor)
-        )
+        found = own(tensor_size, dim0_factor)
+        return fsdp.Sizes(found) if controller_process_group.is_controller() else found
 
     return _get_dim0_padded_size
 
@@ -171,8 +164,6 @@ def _record_stream(own: Any) -> Replacement:
 
 
 class _ControllerState(FSDPState):
-    """State of a module on a controller's mesh."""
-
     _monarch_workers: Any
 
     def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

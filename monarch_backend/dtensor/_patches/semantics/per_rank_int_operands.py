@@ -136,7 +136,6 @@ def _selected(tensor: Any, index: Any) -> tuple[Any, Any]:
 
 
 def _dims(index: Iterable[Any]) -> int:
-    """Return the number of dimensions that an index takes."""
     return sum(
         0 if each is None or each is Ellipsis or isinstance(each, bool)
         else each.ndim if isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8)

@@ -80,11 +80,9 @@ class _OnTheCpu:
         self.op, self._schema = schema.op, schema
 
     def gen_fake_args(self) -> Any:
-        """Return the arguments with tensors for specs."""
         return pytree.tree_map_only(DTensorSpec, _without_values, self._schema.args_schema, is_leaf=_is_spec)
 
     def gen_fake_kwargs(self) -> Any:
-        """Return the named arguments with tensors for specs."""
         return pytree.tree_map_only(DTensorSpec, _without_values, self._schema.kwargs_schema, is_leaf=_is_spec)
 
 
@@ -140,7 +138,6 @@ def _parts(value: Any) -> Sequence[Any] | None:
 
 
 def _on_rank(value: Any, rank: int) -> Any:
-    """Return the value with this rank's ints."""
     if type(value) is torch.SymInt:
         values = per_rank_int.values_of(value)
         return value if values is None else values[rank]
