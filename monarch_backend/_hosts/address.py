@@ -37,7 +37,6 @@ def given_secrets() -> list[bytes]:
 
 
 def given_secret() -> bytes | None:
-    """Return the first of `given_secrets`, which is the job's."""
     return next(iter(given_secrets()), None)
 
 

@@ -168,7 +168,6 @@ class AgentProcess:
         self._listener: socket.socket | None = None
 
     def run(self) -> None:
-        """Run until the controller ends or is lost."""
         self._progress.start()
         self._tcp.start()
         if self._plan.home:

@@ -44,8 +44,6 @@ the fork server, whose imports take long on a busy machine.
 
 
 class Host:
-    """Another host, as its controller knows it."""
-
     def __init__(
         self, answer: Attached, address: tuple[str, int], agent: Peer, spawner: RemoteSpawner, through: Host | None,
         secret: bytes,
@@ -58,8 +56,6 @@ class Host:
 
 
 class HostRegistry(RuntimeExtension):
-    """The hosts of one controller, and its gateway to them."""
-
     has_work = True
 
     def __init__(self, owner: Any, bounds: Timeouts) -> None:
@@ -164,12 +160,10 @@ class HostRegistry(RuntimeExtension):
         self._program.router.tell(agent, AgentFrame(), protocol.encode(message))
 
     def _dismiss(self, agents: Sequence[str]) -> None:
-        """End agents that are not needed after all."""
         for token in agents:
             self._say(self._program.router.peer(token), Finish())
 
     def leave(self, host: Host) -> None:
-        """End the agent of a host that is not needed after all."""
         self._dismiss([host.token])
 
     def _add(self, answer: Attached, address: tuple[str, int], through: Host | None, secret: bytes) -> Host:
@@ -231,13 +225,11 @@ class HostRegistry(RuntimeExtension):
             host.spawner.heard(message)
 
     def on_disconnected(self, peer: Peer) -> None:
-        """Handle the end of a process that may be an agent."""
         host = self.hosts.get(host_of(peer.token))
         if host is not None and host.agent is peer:
             self.lost(host.id, f"host {host.name} ({host.address[0]}) is lost: {peer.gone}")
 
     def lost(self, number: str, why: str) -> None:
-        """Mark a host as lost, with all its processes."""
         with self._lock:
             host = self.hosts.get(number)
             if host is None:
@@ -372,7 +364,6 @@ def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _registry(heartbeat: float, silence: float) -> HostRegistry:
-    """Return the registry of the program; the first call makes it."""
     if not 0 < heartbeat <= silence / 3:  # one heartbeat may be late, and one may be lost
         raise ValueError(f"heartbeat={heartbeat:g} and silence={silence:g}: silence is at least three heartbeats")
     runtime: Any = program()

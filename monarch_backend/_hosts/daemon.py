@@ -75,7 +75,6 @@ class Daemon:
         )
 
     def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen on this address. Raises OSError."""
         address = self._tcp.listen(host, port)
         self._spawner.start()
         self._tcp.start()

@@ -29,14 +29,12 @@ class Identity(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> Identity:
-        """Return the identity of a process of this machine. Raises ProcessLookupError."""
         state, start = state_and_start(pid)
         if state == "Z":
             raise ProcessLookupError(f"process {pid} has ended")
         return cls(pid, start, boot())
 
     def runs(self) -> bool:
-        """Return whether this process runs on this machine."""
         try:
             return Identity.of(self.pid) == self
         except ProcessLookupError:
@@ -81,5 +79,4 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 def boot() -> str:
-    """Return the id of this machine's boot, which is another one after each boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() if platform.HAS_PROC else _native.boot_id()

@@ -94,8 +94,6 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
 
 
 class Unwelcome(msgspec.Struct, tag="unwelcome", frozen=True):
-    """The daemon's answer if it starts no agent, with the reason."""
-
     reason: str
 
 
@@ -116,8 +114,6 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
 
 
 class Attached(msgspec.Struct, tag="attached", frozen=True):
-    """Answer to `Attach`: the host is attached."""
-
     id: int
     token: str
     host_name: str
@@ -125,8 +121,6 @@ class Attached(msgspec.Struct, tag="attached", frozen=True):
 
 
 class AttachFailed(msgspec.Struct, tag="attach_failed", frozen=True):
-    """Answer to `Attach`: the host cannot be attached."""
-
     id: int
     reason: str
 
@@ -205,7 +199,6 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Any) -> bytes:
-    """Return the message as bytes."""
     return _encode(message)
 
 

@@ -53,7 +53,6 @@ class RemoteSpawner:
         return [message.id for message in messages]
 
     def kill(self, number: int, signal: int = 9) -> None:
-        """Send a signal, as Spawner.kill does."""
         if self._lost is None:
             self._tell(Kill(number, signal))
 
@@ -63,7 +62,6 @@ class RemoteSpawner:
             self._tell(KillIfUnresponsive(number, stop_read))
 
     def heard(self, message: Any) -> None:
-        """Handle a message of the agent."""
         if isinstance(message, Output):
             self._put(message)
         elif isinstance(message, (Started, Exited, SpawnFailed)):

@@ -65,7 +65,6 @@ class _Host:
         self._in, self._out = os.dup(0), os.dup(1)
 
     def run(self, address: str, secret_from_stdin: bool, exit_with_stdin: bool, workers: Sequence[str]) -> int:
-        """Run the host; parameters and result are those of `run`."""
         self._leave_streams()
         secret = None
         if secret_from_stdin:
@@ -159,7 +158,6 @@ def state_folder() -> Path:
 
 
 def tail(path: Path, lines: int = 5) -> str:
-    """Return the last lines of a log."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))

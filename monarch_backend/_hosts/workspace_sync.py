@@ -70,7 +70,6 @@ def manifest(root: Path, ignored: Sequence[str]) -> dict[str, Entry]:
 
 
 def _is_ignored(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a part of a relative path matches one of the patterns."""
     return any(fnmatch.fnmatch(part, pattern) for part in name.split("/") for pattern in patterns)
 
 
@@ -145,8 +144,6 @@ class Keeper(Actor):
 
 
 class Reloader(Actor):
-    """Actor that reloads the workspace's modules in one process."""
-
     @endpoint
     def reload(self, to: str) -> list[str]:
         """Reload modules below the workspace in the order of their first import; return their names."""

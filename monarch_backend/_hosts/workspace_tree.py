@@ -47,7 +47,6 @@ def check_name(name: str) -> tuple[str, ...]:
 
 
 def digest(chunks: Iterable[bytes]) -> str:
-    """Return the SHA-256 of the chunks, in hexadecimal."""
     found = hashlib.sha256()
     for chunk in chunks:
         found.update(chunk)
@@ -70,12 +69,10 @@ class WorkspaceTree:
         self.root = root
 
     def digest(self, name: str) -> str | None:
-        """Return the SHA-256 of a regular file, or None where there is none."""
         handle = self._open(name)
         return None if handle is None else digest_of_file(handle)
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a regular file, or None where there is none."""
         handle = self._open(name)
         if handle is None:
             return None
@@ -101,7 +98,6 @@ class WorkspaceTree:
         self._forget_bytecode(name)
 
     def set_mode(self, name: str, mode: int) -> None:
-        """Give a file these permission bits."""
         with self._parent(name) as (folder, last):
             if stat.S_IMODE(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode) != mode:
                 handle = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)

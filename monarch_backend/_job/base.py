@@ -110,7 +110,6 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """Name of the host in messages."""
         return f"{self.mesh}[{self.index}]{f' ({self.where})' if self.where else ''}"
 
 

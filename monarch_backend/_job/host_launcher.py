@@ -61,7 +61,6 @@ class Launch:
 
     @property
     def pid(self) -> int:
-        """Process id of the command."""
         return self._process.pid
 
     def ready(self, until: float) -> Up:
@@ -116,7 +115,6 @@ class Launch:
         self.close()
 
     def running(self) -> bool:
-        """Return whether the command still runs."""
         return self._process.poll() is None
 
     def let_go(self) -> None:
@@ -134,6 +132,5 @@ class Launch:
         self.close()
 
     def close(self) -> None:
-        """Close descriptors and files of this launch."""
         for file in (self._in, self._out, self._errors):
             file.close()

@@ -40,8 +40,6 @@ _OF_A_RANK = re.compile(
 
 
 class Ranks(NamedTuple):
-    """The launcher's variables of one rank."""
-
     rank: int
     size: int
     local_rank: int
@@ -50,7 +48,6 @@ class Ranks(NamedTuple):
 
     @classmethod
     def from_env(cls) -> Ranks:
-        """Read the variables. Raises JobError that names the missing ones."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not os.environ.get(name)]
         if missing:
@@ -149,8 +146,6 @@ class _Rank:
 
 
 class _Controller(_Rank):
-    """Rank 0 of the launcher's ranks."""
-
     def run(self, name: str) -> HostMesh:
         given = given_secret()
         self._secret = given or new_secret()
@@ -248,8 +243,6 @@ class _Controller(_Rank):
 
 
 class _Waiting(_Rank):
-    """Ranks other than 0."""
-
     def run(self, name: str) -> HostMesh:  # noqa: ARG002
         secret = given_secret() or parse_secret(self._get("secret"), "what rank 0 says")
         connection = self._connect()

@@ -37,7 +37,6 @@ class HostEntry(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """Name of the host in messages."""
         return f"{self.mesh}[{self.index}] ({self.where or self.address})"
 
 
@@ -60,7 +59,6 @@ class _OnlyVersion(msgspec.Struct):
 
 
 def default_path(name: str) -> Path:
-    """Return the default path of a job's file. Raises ValueError for a bad name."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
         raise ValueError(f"{name!r} is not a name for a job: use letters, digits, '_', '.' and '-'")
     return state_folder() / "jobs" / f"{name}.json"

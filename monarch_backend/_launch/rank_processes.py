@@ -37,11 +37,9 @@ class RankProcess:
         self.refusal = ""  # the reason, if it cannot be started
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the rank runs."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code after the rank's end. Raises subprocess.TimeoutExpired."""
         if not self._ranks.wait_until(lambda: self.returncode is not None, timeout):
             raise subprocess.TimeoutExpired(self.label, timeout or 0.0)
         assert self.returncode is not None
@@ -124,7 +122,6 @@ class Ranks:
         self.wait_until(lambda: all(p.refusal or p.returncode is not None for p in started), None)
 
     def kill(self, process: RankProcess, number: int) -> None:
-        """Send a signal to the rank and its process group."""
         self._spawner.kill(process.number, number, group=True)
 
     def wait_for_end(self, seen: int, timeout: float) -> int:
@@ -156,7 +153,6 @@ class Ranks:
 
 
 def _remark(process: RankProcess, event: Exited) -> None:
-    """Return what an exit code does not tell about an end."""
     if event.reason:
         _log.error("%s (pid %d) was lost: %s", process.label, event.pid, event.reason)
     if event.oom_killed:

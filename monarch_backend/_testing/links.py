@@ -44,7 +44,6 @@ class Wire:
         event_queue.add_at(at, self.deliver)
 
     def deliver(self) -> None:
-        """Deliver the next event."""
         if self.queue:
             event = self.queue.popleft()
             if event[1] == Kind.GONE:
@@ -70,7 +69,6 @@ class SimulatedLinks:
         self._called: set[str] = set()
 
     def connect(self, token: str) -> int:
-        """As Links.connect."""
         other = self._simulation.by_token.get(token)
         known = self._by_token.get(token)
         if other is None or not self._process.alive or self._is_elsewhere(token):
@@ -136,7 +134,6 @@ class SimulatedLinks:
         body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:
-        """As Links.send."""
         return self.multicast([(link, seq, rank, epoch)], kind, target, ref, prefix, body, buffers)
 
     def multicast(
@@ -149,7 +146,6 @@ class SimulatedLinks:
         body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:
-        """As Links.multicast."""
         if not self._process.alive:
             return True
         simulation = self._simulation
@@ -178,7 +174,6 @@ class SimulatedLinks:
         )
 
     def drop(self, link: int) -> None:
-        """As Links.drop."""
         self.out[link].closed = True
 
     def unread(self, link: int) -> int:
@@ -208,6 +203,5 @@ class SimulatedLocalLinks:
         self.translate: Callable[[Sequence[Any]], Sequence[Any]] = lambda events: events
 
     def go_through(self, remote_links: Any) -> None:
-        """As LocalLinks.go_through."""
         self.connect, self.send, self.multicast = remote_links.connect, remote_links.send, remote_links.multicast
         self.drop, self.unread, self.translate = remote_links.drop, remote_links.unread, remote_links.translate

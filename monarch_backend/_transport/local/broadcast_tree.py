@@ -69,7 +69,6 @@ class ReplyAggregator:
             self._maybe_send(False)
 
     def below(self, token: str, replies: Replies, body: Any, buffers: Sequence[Any]) -> None:
-        """Add the replies of a child's subtree."""
         parts = replies.parts
         with self._router.lock:
             self._children[token] = self._children.get(token, 0) - len(parts) - replies.missing
@@ -123,7 +122,6 @@ def children(index: int, count: int, fanout: int) -> range:
 
 
 def descendants(index: int, count: int, fanout: int) -> list[int]:
-    """Return all places of the subtree below this place."""
     found: list[int] = []
     todo = [index]
     while todo:

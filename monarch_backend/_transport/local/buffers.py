@@ -35,7 +35,6 @@ def own(body: Any) -> Any:
 
 
 def own_all(buffers: Any) -> list[bytearray] | None:
-    """Return copies of the buffers; None if there are none."""
     return [bytearray(buffer) for buffer in buffers] if buffers else None
 
 
@@ -82,7 +81,6 @@ class _Refused(bytes):
 
     @classmethod
     def of(cls, size: int) -> _Refused:
-        """Make the replacement of a message of ``size`` bytes."""
         made = cls(pickle.dumps(_NoRoom(size)))
         made._size = size
         return made
@@ -104,8 +102,6 @@ def _raise_no_room(size: int, pid: int) -> None:
 
 
 class Assembly:
-    """Frame that arrives in pieces."""
-
     def __init__(self, head: bytes) -> None:
         self._head: _Head = decode(_decoder, head, "the head of a frame in pieces")
         sizes = self._head[6]
@@ -137,7 +133,6 @@ class Assembly:
 
     @property
     def complete(self) -> bool:
-        """Whether all pieces have arrived."""
         return self._next == self._head[7]
 
     def frame(self, link: int, epoch: int) -> tuple[Any, ...]:

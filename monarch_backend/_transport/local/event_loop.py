@@ -27,8 +27,6 @@ class Waitable(Protocol):
 
 
 class Timer:
-    """Scheduled call."""
-
     __slots__ = ("_call", "_timers")
 
     def __init__(self, call: Callable[[], None], timers: Timers | None = None) -> None:
@@ -70,7 +68,6 @@ class Timers:
         return max(0.0, heap[0][0] - self._clock.now()) if heap else None
 
     def fire(self) -> None:
-        """Run the calls that are due."""
         if self.cancelled > 1000 and self.cancelled > len(self._heap) // 2:
             self._tidy()
         now = self._clock.now()
@@ -108,7 +105,6 @@ class ProgressLoop:
         self._thread = threading.Thread(target=self._run_standby, name="monarch-standby", daemon=True)
 
     def start(self) -> None:
-        """Start the standby thread."""
         start_thread(self._thread)
 
     def close(self) -> None:
@@ -126,7 +122,6 @@ class ProgressLoop:
         return timer
 
     def wake(self) -> None:
-        """Wake the reading thread, which then checks its condition again."""
         self._mailbox.wake()
 
     @property

@@ -111,7 +111,6 @@ class FlowControl:
         self.release(peer)
 
     def release(self, peer: Peer) -> None:
-        """Wake the threads that wait for this peer."""
         with self._router.lock:
             credit_waiter, peer.credit_waiter = peer.credit_waiter, None
         if credit_waiter is not None:

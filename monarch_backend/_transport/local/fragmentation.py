@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class Fragmenter:
-    """Sends frames in pieces, and assembles those of the peers."""
-
     def __init__(self, router: Router) -> None:
         self._router = router
         self.assemblies: dict[tuple[int, int], Assembly] = {}  # by link and the sender's number of the frame
@@ -68,6 +66,5 @@ class Fragmenter:
         return assembly.frame(frame.link, frame.epoch)
 
     def drop_link(self, link: int) -> None:
-        """Forget the unfinished frames of a link that has ended."""
         for key in [key for key in self.assemblies if key[0] == link]:
             del self.assemblies[key]

@@ -41,7 +41,6 @@ class SharedMemoryWait:
         return f"no room in shared memory for a message to {to}: {behind} fill it: waiting"
 
     def close(self) -> None:
-        """Cancel the report of a long wait."""
         if self._report is not None:
             self._report.cancel()
 
@@ -70,7 +69,6 @@ class RetryQueue:
                 self._router.later(0.001, self._retry)
 
     def run(self) -> None:
-        """Try each send once."""
         with self._router.lock:
             full: set[int] = set()
             for _ in range(len(self.waiting)):

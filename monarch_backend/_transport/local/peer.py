@@ -48,8 +48,6 @@ class CreditWaiter:
 
 
 class Peer:
-    """State of another process."""
-
     __slots__ = (
         "asked_by",
         "asking",

@@ -70,7 +70,6 @@ class PeerLookup:
             asked.asked_by.append(peer)
 
     def answer(self, asked: Peer) -> None:
-        """Reply to the peers that wait for the state of this process."""
         askers, asked.asked_by = asked.asked_by, []
         for peer in askers:
             self._router.tell(peer, LookupReply(asked.token, asked.gone))

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class PeerTable:
-    """The peers of one router, by token and by link."""
-
     def __init__(self, router: Router, me: Peer) -> None:
         self._router = router
         self.peers: dict[str, Peer] = {me.token: me}
@@ -73,12 +71,10 @@ class PeerTable:
         return False
 
     def link_to(self, peer: Peer) -> int:
-        """Return the link to this process, or -1."""
         with self._router.lock:
             return peer.link if self.reach(peer) else -1
 
     def bind(self, peer: Peer, link: int) -> None:
-        """Note that this link leads to the process."""
         self.by_link[link] = peer
         if peer.link < 0:
             peer.link = link
@@ -97,7 +93,6 @@ class PeerTable:
         self._router.on_met(peer)
 
     def on_ended(self, event: Any) -> None:
-        """Handle the end of a link, which is the end of its process."""
         link, _, how, orderly = event
         self._router.fragments.drop_link(link)
         peer = self.by_link.pop(link, None)

@@ -366,7 +366,6 @@ class Router:
     # ---- receiving
 
     def handle(self, events: Sequence[Any]) -> None:
-        """Handle events of the links in order."""
         interrupt: BaseException | None = None  # raised by a user's signal handler: raised again after the last event
         for event in events:
             try:

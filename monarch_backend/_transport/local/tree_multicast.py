@@ -155,7 +155,6 @@ class TreeMulticast:
         )
 
     def on_arrived(self, _peer: Peer, message: MulticastArrived, _: Frame) -> None:
-        """Note that processes have the message."""
         self._mark(message.multicast, message.tokens)
 
     def _mark(self, number: int, tokens: Sequence[str]) -> None:

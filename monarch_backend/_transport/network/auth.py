@@ -51,7 +51,6 @@ class Refusal:
 
 
 def new_secret() -> bytes:
-    """Return SECRET_BYTES random bytes."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
@@ -87,7 +86,6 @@ def _create(path: Path, text: str) -> None:
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the first secret of a file. Raises PermissionError or ValueError, as `read_secrets`."""
     return read_secrets(path)[0]
 
 
@@ -160,7 +158,6 @@ class HandshakeClient:
         self.other: Hello
 
     def hello(self) -> bytes:
-        """Return the first message, of HELLO_BYTES."""
         mine = self._mine
         which = name_of(self._secret)
         said = (mine.resumes, mine.offers_rdma, which, mine.nonce, mine.who, mine.session, mine.received)
@@ -224,7 +221,6 @@ class HandshakeServer:
         return Refusal.NONE
 
     def answer(self, mine: Hello) -> bytes:
-        """Return the answer to a caller that is not refused."""
         said = (MAGIC, PROTOCOL, Refusal.NONE, mine.offers_rdma, mine.nonce, mine.who, mine.session, mine.received)
         self._head = _ANSWER.pack(*said)
         return self._head + _proof(self.secret, b"called", self._hello, self._head, self._binding)

@@ -41,8 +41,6 @@ class Timeouts:
 
 
 class PeerConnection:
-    """Process on another host, and the session with it."""
-
     def __init__(self, session: bytes, address: Address | None, secret: bytes, until: float) -> None:
         self.id, self.address, self.secret = session, address, secret
         self.who = ANY_RECEIVER  # its token, after the handshake
@@ -114,7 +112,6 @@ class ReceiveBuffer:
         self.whole = memoryview(bytearray())
 
     def tidy(self) -> None:
-        """Release the memory after a large frame."""
         if len(self.whole) > MAX_RECEIVE_BUFFER_BYTES:
             self.renew()
 

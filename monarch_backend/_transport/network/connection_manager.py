@@ -189,12 +189,9 @@ class Tcp:
         self._wake()
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Schedule a call on the thread in ``seconds``."""
         self.call_soon(lambda: self.timers.append((time.monotonic() + seconds, call)))
 
     def close(self) -> None:
-        """End all sessions and the thread."""
-
         def end() -> None:
             for remote in list(self.remotes.values()):
                 self._hang_up(remote)
@@ -446,5 +443,4 @@ class Tcp:
 
 
 def secrets_by_name(*secrets: bytes) -> dict[bytes, bytes]:
-    """Return secrets by their names, as Tcp expects them."""
     return {name_of(secret): secret for secret in secrets}

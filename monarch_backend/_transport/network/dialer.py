@@ -16,13 +16,10 @@ if TYPE_CHECKING:
 
 
 class Dialer:
-    """Opens the connections that this process starts."""
-
     def __init__(self, tcp: Tcp) -> None:
         self._tcp = tcp
 
     def call(self, remote: PeerConnection) -> None:
-        """Connect to the address of this peer."""
         if remote.lost is not None or remote.address is None or self._tcp.is_closed:
             return
         host, port = remote.address

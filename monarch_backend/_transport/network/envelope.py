@@ -72,12 +72,10 @@ class Envelope(NamedTuple):
 
     @property
     def to(self) -> str:
-        """Token of the receiver."""
         return str(self.prefix[:TOKEN_LENGTH], "ascii")
 
     @property
     def sender(self) -> str:
-        """Token of the sender."""
         return str(self.prefix[TOKEN_LENGTH : 2 * TOKEN_LENGTH], "ascii")
 
 
@@ -101,7 +99,6 @@ def pack_receivers(to: Sequence[tuple[str, int, int, int]]) -> bytes:
 
 
 def unpack_receivers(prefix: bytes) -> tuple[list[tuple[str, int, int, int]], bytes]:
-    """Return the receivers and the rest of the prefix. Raises FrameError."""
     try:
         (count,) = _COUNT.unpack_from(prefix)
         end = _COUNT.size + count * _RECEIVER.size
@@ -171,7 +168,6 @@ class RelayHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, prefix: bytes) -> RelayHeader:
-        """Decode a header. Raises FrameError."""
         try:
             root, parent, kind, branches, number, over, count = _PASS.unpack_from(prefix)
             at = _PASS.size + count * _PART.size
@@ -194,7 +190,6 @@ def pack_rows(to: Sequence[tuple[str, int, int, int]]) -> bytes:
 
 
 def count_of(rows: bytes) -> int:
-    """Return the number of packed receivers."""
     return len(rows) // _RECEIVER.size
 
 

@@ -73,7 +73,6 @@ class FrameReader:
             self._tcp.rdma_sender.hear(remote, said)
 
     def take(self, remote: PeerConnection, head: Head, prefix: bytes, body: memoryview) -> None:
-        """Deliver a frame whose body is complete."""
         with remote.lock:
             session = remote.session
             taken = session.take(head)

@@ -101,7 +101,6 @@ class Gateway:
         return rest
 
     def send(self, frame: Envelope) -> bool:
-        """Send a frame of the gateway's own process."""
         with self._lock:
             self._leaves(_owned(frame), self.token)
         return True

@@ -41,8 +41,6 @@ _PREAMBLE_MAGIC = b"monh"
 
 
 class Handshakes:
-    """Authenticates connections, and refuses those that do not know the secret."""
-
     def __init__(self, tcp: Tcp) -> None:
         self._tcp = tcp
         self._refusals = 0  # of accepted connections

@@ -81,7 +81,6 @@ class Relay:
     # ---- down
 
     def send(self, frame: Envelope, rows: Mapping[str, bytes], rest: bytes) -> None:
-        """Send a frame of a process of this host to receivers on these hosts."""
         self._begin(frame._replace(prefix=rest), rows, None, 0)
 
     def _begin(self, frame: Envelope, rows: Mapping[str, bytes], above: tuple[str, int] | None, here: int) -> None:
@@ -235,7 +234,6 @@ class Relay:
         {PASS: self._pass_on, ARRIVED: self._has_arrived, COMBINED: self.replies.come_up}[frame.kind](frame)
 
     def lost_host(self, lost: str) -> None:
-        """Send around a host that is lost."""
         for multicast in list(self._multicasts.values()):
             branch = multicast.branches.pop(lost, None)
             multicast.turns.pop(lost, None)

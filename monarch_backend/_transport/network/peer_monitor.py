@@ -48,7 +48,6 @@ class PeerMonitor:
             self._tcp.drop(attempt)
 
     def lose_silent(self, remote: PeerConnection, now: float) -> None:
-        """End the session with a peer that has not sent anything for too long."""
         how = "nothing was heard from it" if remote.up else "it did not answer"
         why = f" ({remote.trouble})" if remote.trouble else ""
         self._tcp.lose(remote, f"{how} for {now - remote.heard:.1f} s{why}")

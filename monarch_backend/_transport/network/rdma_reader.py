@@ -140,7 +140,6 @@ class Nics:
         return self._started().accept(link, offer)
 
     def connect(self, link: PeerLink, answer: bytes) -> None:
-        """Complete a connection for reads from the peer."""
         self._started().connect(link, answer)
 
     def forget(self, link: PeerLink, why: str) -> None:
@@ -150,7 +149,6 @@ class Nics:
             self._engine.peer_gone(link, why)
 
     def give_up(self, link: PeerLink, why: str) -> None:
-        """Fail the reads from a peer."""
         if self._engine is not None:
             self._engine.give_up(link, why)
 
@@ -185,7 +183,6 @@ class Nics:
         return exposed.region, key
 
     def release(self, keys: Iterable[Key]) -> None:
-        """Release the registrations of one frame."""
         for key in keys:
             exposed = self._exposed.get(key)
             if exposed is None:  # this gateway was closed meanwhile

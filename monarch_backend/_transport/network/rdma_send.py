@@ -76,8 +76,6 @@ class RdmaRead:
 
 @dataclass
 class PeerState:
-    """State of NICs between this process and one peer."""
-
     able: bool = False  # whether the peer may have NICs
     ready: bool = False  # whether the peer can read from here, by its last message
     asked: float = float("-inf")  # when WANT was last sent
@@ -126,7 +124,6 @@ class RdmaSender:
         self._met: dict[bytes, PeerConnection] = {}  # by session: peers that have sent a message about NICs
 
     def close(self) -> None:
-        """End all reads, in both directions."""
         self._nics.close()
 
     def _link_to(self, remote: PeerConnection) -> PeerLink:
@@ -228,7 +225,6 @@ class RdmaSender:
         self._carrier.go_on(remote)
 
     def forget(self, remote: PeerConnection) -> None:
-        """Delete the state of a peer whose session is over."""
         with remote.lock:
             remote.nics.able, remote.nics.reading = False, None
             self._end(remote)
@@ -296,7 +292,6 @@ class RdmaSender:
     # ---- messages about NICs
 
     def hear(self, remote: PeerConnection, said: bytes) -> None:
-        """Handle a message of the peer."""
         what, data, link = said[0], said[1:], self._link_to(remote)
         nics = self._nics
         if what == READY:

@@ -37,8 +37,6 @@ Call = tuple[str, int]
 
 @dataclass(eq=False)
 class _Gather:
-    """Aggregation of the replies to one call."""
-
     root: str
     number: int  # of the multicast
     parent: str | None  # None: the caller is on this host
@@ -84,13 +82,11 @@ class Gatherer:
             self._end(oldest, self._gathers[oldest])
 
     def has_parent(self, call: Call, parent: str) -> None:
-        """Replace the parent of a call."""
         gather = self._gathers.get(call)
         if gather is not None and gather.seen is None:
             gather.parent = parent
 
     def fewer(self, call: Call, count: int) -> None:
-        """Expect ``count`` replies less."""
         gather = self._gathers.get(call)
         if gather is not None and gather.seen is None:
             self._came(call, gather, count)

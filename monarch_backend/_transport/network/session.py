@@ -46,8 +46,6 @@ class SessionError(ConnectionError):
 
 
 class Head(NamedTuple):
-    """Head of a frame."""
-
     kind: int
     prefix: int
     body: int
@@ -160,7 +158,6 @@ class Session:
 
     @property
     def ack_is_due(self) -> bool:
-        """Whether an acknowledgement should be sent now."""
         return self._untold >= ACK_AFTER_BYTES
 
     def hear(self, head: Head) -> None:

@@ -30,7 +30,6 @@ class SocketIO:
         self._tcp = tcp
 
     def look_for(self, connection: Connection, events: int) -> None:
-        """Select the socket for these events."""
         with contextlib.suppress(KeyError, ValueError):
             self._tcp.selector.modify(connection.socket, events, connection)
 
