@@ -12,7 +12,7 @@ from monarch_backend._transport.local.frames import Frame
 from monarch_backend._transport.tokens import epoch_of
 
 if TYPE_CHECKING:
-    from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
+    from monarch_backend._transport.local.tree_multicast import ReplyAggregator
 
 
 def short(token: str) -> str:

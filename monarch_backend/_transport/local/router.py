@@ -8,8 +8,7 @@ delivers messages that arrive, and handles the exit of a process. Its parts are 
 - memory_pressure.py: sending while shared memory is full
 - fragmentation.py: frames that are larger than one piece
 - tree_multicast.py: multicast down a tree of processes
-- peer_table.py: the known processes, their links and their end
-- peer_lookup.py: processes that can't be reached
+- peer_table.py: the known processes, their links and their end, and processes that can't be reached
 
 The router does not depend on actors or meshes, reads no clock and starts no thread. The simulator runs the same code.
 """
@@ -24,9 +23,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend._transport.local import frames, tuning
-from monarch_backend._transport.local.broadcast_tree import (
-    ReplyAggregator,
-)
 from monarch_backend._transport.local.buffers import own, own_all, size_of
 from monarch_backend._transport.local.flow_control import FlowControl, places_of
 from monarch_backend._transport.local.fragmentation import Fragmenter
@@ -42,9 +38,8 @@ from monarch_backend._transport.local.frames import (
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, Links
 from monarch_backend._transport.local.memory_pressure import RetryQueue, SharedMemoryWait
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
-from monarch_backend._transport.local.peer_lookup import PeerLookup
 from monarch_backend._transport.local.peer_table import PeerTable
-from monarch_backend._transport.local.tree_multicast import TreeMulticast
+from monarch_backend._transport.local.tree_multicast import ReplyAggregator, TreeMulticast
 from monarch_backend._transport.tokens import epoch_of
 
 log = logging.getLogger("monarch_backend")
@@ -78,8 +73,7 @@ class Router:
         self.flow = FlowControl(self)
         self.has_room, self.processed = self.flow.has_room, self.flow.processed  # called for each message
         self.tree = TreeMulticast(self)
-        self.lookup = PeerLookup(self)
-        self.ask_owner = self.lookup.ask_owner
+        self.ask_owner = table.ask_owner
         self.fragments = Fragmenter(self)
         self._retries = RetryQueue(self)
         self.keep = self._retries.add
@@ -87,8 +81,8 @@ class Router:
         self.control: dict[type, Callable[[Peer, Any, Frame], None]] = {
             MulticastArrived: self.tree.on_arrived,
             MulticastLost: self.tree.on_lost,
-            LookupRequest: self.lookup.on_request,
-            LookupReply: self.lookup.on_reply,
+            LookupRequest: table.on_request,
+            LookupReply: table.on_reply,
         }
         self.on_gone: Callable[[Peer], None] = lambda _: None
         self.on_met: Callable[[Peer], None] = lambda _: None
@@ -99,7 +93,7 @@ class Router:
         self._told = {
             Kind.MET: table.on_met,
             Kind.GONE: table.on_ended,
-            Kind.REFUSED: self.lookup.on_refused,
+            Kind.REFUSED: table.on_refused,
             Kind.HOST_GONE: table.on_host_gone,
         }
 
