@@ -14,8 +14,7 @@ from monarch_backend._actor.execution.message_queue import MessageQueue
 from monarch_backend._actor.execution.runner import ActorRunner
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._actor.supervision import Supervision
-from monarch_backend._transport.local.flow_control import FlowControl
-from monarch_backend._transport.local.memory_pressure import RetryQueue
+from monarch_backend._transport.local.flow_control import FlowControl, RetryQueue
 from monarch_backend._transport.local.peer_table import PeerTable
 from monarch_backend._transport.local.router import Router
 from monarch_backend._transport.local.tree_multicast import ReplyAggregator, TreeMulticast

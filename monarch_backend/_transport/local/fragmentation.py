@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.local import frames, tuning
 from monarch_backend._transport.local.buffers import Assembly, cut
+from monarch_backend._transport.local.flow_control import SharedMemoryWait
 from monarch_backend._transport.local.frames import Frame, FrameError, Kind
-from monarch_backend._transport.local.memory_pressure import SharedMemoryWait
 from monarch_backend._transport.local.peer import Peer
 
 if TYPE_CHECKING:

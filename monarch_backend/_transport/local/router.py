@@ -4,8 +4,7 @@ Links carry frames between two processes in order. The router adds a sequence nu
 messages from a tree and direct ones in one order, and detect duplicates. The router decides how a message is sent,
 delivers messages that arrive, and handles the exit of a process. Its parts are in modules of their own:
 
-- flow_control.py: the window of each pair of processes, which bounds the queues
-- memory_pressure.py: sending while shared memory is full
+- flow_control.py: the window of each pair of processes, which bounds the queues, and sending while memory is full
 - fragmentation.py: frames that are larger than one piece
 - tree_multicast.py: multicast down a tree of processes
 - peer_table.py: the known processes, their links and their end, and processes that can't be reached
@@ -24,7 +23,7 @@ from typing import Any
 
 from monarch_backend._transport.local import frames, tuning
 from monarch_backend._transport.local.buffers import own, own_all, size_of
-from monarch_backend._transport.local.flow_control import FlowControl, places_of
+from monarch_backend._transport.local.flow_control import FlowControl, RetryQueue, SharedMemoryWait, places_of
 from monarch_backend._transport.local.fragmentation import Fragmenter
 from monarch_backend._transport.local.frames import (
     Frame,
@@ -36,7 +35,6 @@ from monarch_backend._transport.local.frames import (
     MulticastLost,
 )
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, Links
-from monarch_backend._transport.local.memory_pressure import RetryQueue, SharedMemoryWait
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
 from monarch_backend._transport.local.peer_table import PeerTable
 from monarch_backend._transport.local.tree_multicast import ReplyAggregator, TreeMulticast
