@@ -115,11 +115,11 @@ def _nothing_again(_: Session, __: int) -> Any:
     return iter(())
 
 
-_FOR_MANY = Gateway._for_many
+_FOR_MANY = Gateway.deliver_to_many
 WAITS = "promise 3|no event is scheduled, so no wait can end"
 
 BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "a receiver of many is left out": (Gateway, "_for_many", _forgets_the_last, WAITS),
+    "a receiver of many is left out": (Gateway, "deliver_to_many", _forgets_the_last, WAITS),
     "ends are not told": (Gateway, "_has_ended", _nothing, WAITS),
     "the loss of a host is not told": (Gateway, "lost_host", _nothing, WAITS),
     "what finds no room is lost": (Gateway, "_put", _gives_up, WAITS),

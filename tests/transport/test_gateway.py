@@ -14,9 +14,8 @@ from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDI
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import Envelope
 from monarch_backend._transport.network.gateway import Gateway
-from monarch_backend._transport.network.multicast import DEFAULT_FANOUT
+from monarch_backend._transport.network.multicast import AGGREGATION_WINDOW_S, DEFAULT_FANOUT
 from monarch_backend._transport.network.remote_links import RemoteLinks
-from monarch_backend._transport.network.reply_aggregation import AGGREGATION_WINDOW_S
 from monarch_backend._transport.tokens import host_of
 
 
