@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._transport.network import peer_monitor, rdma_reader
+from monarch_backend._transport.network import connection_manager, rdma_reader
 from monarch_backend._transport.network.connection import PeerConnection, Timeouts
 from monarch_backend._transport.network.tls import Tls
 from tests.process_group import fake_nics
@@ -125,7 +125,7 @@ def test_sizes_there_and_back(run: Run) -> None:
 
 
 def _storm(rank: int, end: End, count: int) -> int:
-    peer_monitor.RECONNECT_AFTER_CLOSE_S = 20.0  # a handshake takes more than a second in the virtual machine
+    connection_manager.RECONNECT_AFTER_CLOSE_S = 20.0  # a handshake takes more than a second in the virtual machine
     mine = [random.Random(1000 * rank + i).choice((0, 3000, MIB, 3 * MIB)) for i in range(count)]
     other = [random.Random(1000 * (1 - rank) + i).choice((0, 3000, MIB, 3 * MIB)) for i in range(count)]
     for number, nbytes in enumerate(mine):
