@@ -28,7 +28,7 @@ def one(data: bytes) -> None:
 
 def _control(data: bytes) -> None:
     message = frames.decode_control(data)
-    assert type(message) in frames.Control.__args__
+    assert type(message) in frames.Control.__subclasses__()
 
 
 def _route(data: bytes) -> None:
@@ -96,7 +96,7 @@ _VALUES: tuple[Any, ...] = (
         msgspec.msgpack.Ext(5, b"e"),
     ),
 )
-_TAGS = tuple(kind.__struct_config__.tag for kind in frames.Control.__args__)
+_TAGS = tuple(kind.__struct_config__.tag for kind in frames.Control.__subclasses__())
 
 
 def _at(value: Any) -> int:
