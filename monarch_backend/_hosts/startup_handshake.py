@@ -147,14 +147,9 @@ def log_file(given: str | None) -> Path:
     if given is not None:
         path = Path(given).expanduser().absolute()
     else:
-        path = state_folder() / "logs" / f"up-{os.getpid()}.log"
+        path = state_directory() / "logs" / f"up-{os.getpid()}.log"
     make_private(path.parent)
     return path
-
-
-def state_folder() -> Path:
-    """Return the directory of this user's state."""
-    return state_directory()
 
 
 def tail(path: Path, lines: int = 5) -> str:

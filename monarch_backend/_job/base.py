@@ -30,7 +30,7 @@ from monarch_backend._job.host_launcher import Launch, Up
 from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._mesh.runtime_protocol import program
-from monarch_backend._transport.network.auth import new_secret, read_secret
+from monarch_backend._transport.network.auth import new_secret, read_secret, write_private
 
 MAX_CONCURRENT_STARTS = 64
 """Limit of hosts that are started at a time. Each needs a process of this host while it starts."""
@@ -252,7 +252,7 @@ class Job:
             read_secret(given)
         own = self.path.with_name(f"{self.path.stem}.secret")
         if given is None and self.kind != "local":
-            state_file.write_private(own, new_secret().hex().encode() + b"\n")
+            write_private(own, new_secret().hex().encode() + b"\n")
         return JobFile(
             version=state_file.STATE_VERSION, kind=self.kind, name=self.name, id=secrets.token_hex(8),
             machine=socket.gethostname(), secret_file=str(given or own), own_secret=given is None,

@@ -114,9 +114,6 @@ class Launch:
             raise JobError(f"{self.label} ended while it was noted{self._why()}")
         self.close()
 
-    def running(self) -> bool:
-        return self._process.poll() is None
-
     def let_go(self) -> None:
         """Close the host's standard input. The host ends unless it was told to stay."""
         self._in.close()

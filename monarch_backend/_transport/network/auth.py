@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -68,21 +69,21 @@ def user_secret(folder: Path | None = None) -> bytes:
     folder = make_private(folder or state_directory())
     path = folder / "secret"
     with contextlib.suppress(FileExistsError):
-        _create(path, new_secret().hex() + "\n")
+        write_private(path, new_secret().hex().encode() + b"\n", os.link)
     return read_secret(path)
 
 
-def _create(path: Path, text: str) -> None:
-    """Create a file together with its content: another process may read it already, and power may fail."""
+def write_private(path: Path, data: bytes, put: Callable[[Path, Path], None] = os.replace) -> None:
+    """Put a file that only this user can read into place together with its content: others may read it already."""
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
     try:
-        os.link(scratch, path)
+        with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        put(scratch, path)
     finally:
-        scratch.unlink()
+        scratch.unlink(missing_ok=True)
 
 
 def read_secret(path: Path) -> bytes:
