@@ -125,7 +125,7 @@ class AgentProcess:
         self._progress = ProgressLoop(self._links.mailbox, self._handle)
         self._gateway = Gateway(
             self._links.mailbox, plan.token, self._pid, self._to_host, self._to_me, self._progress.later,
-            branches=_branches(), way=self._way,
+            branches=int(env.get("MONARCH_TREE_FANOUT") or DEFAULT_FANOUT), way=self._way,
         )  # fmt: skip
         remote_links = RemoteLinks(
             self._links, self._pid, plan.token, LOOPBACK_LINK, self._gateway.send, lambda send: self._router.keep(send)
@@ -136,7 +136,7 @@ class AgentProcess:
         self._router.later = self._progress.later  # type: ignore[method-assign]
         self._router.on_gone = self._gone
         self._router.control[AgentFrame] = self._told
-        self._router.control.update({Replaced: self._ignore, Setting: self._ignore})
+        self._router.control.update(dict.fromkeys((Replaced, Setting), lambda *_: None))  # they are for all processes
         self._root = self._router.peer(plan.root)
         self._secrets_of: dict[str, bytes] = {}  # by host, where they are not this host's own
         bounds = Timeouts(heartbeat=plan.heartbeat, silence=plan.silence)
@@ -424,9 +424,6 @@ class AgentProcess:
         if unread and (not message.stop_read or linux.stands_still(pid)):
             self._spawner.kill(number)
 
-    def _ignore(self, *_: Any) -> None:
-        """Ignore a message to all processes that does not concern an agent."""
-
     def _spawn(self, message: Spawn) -> None:
         pipes: list[int] = []
         try:
@@ -484,11 +481,6 @@ class AgentProcess:
         self._numbers.pop(number, None)
         self._pids.pop(number, None)
         self._tell(msgspec.structs.replace(event, id=number))
-
-
-def _branches() -> int:
-    """Return the number of hosts that a multicast message is sent to directly, here and at each of those hosts."""
-    return int(env.get("MONARCH_TREE_FANOUT") or DEFAULT_FANOUT)
 
 
 def _host_of(remote: PeerConnection) -> str:

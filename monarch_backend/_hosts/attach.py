@@ -92,17 +92,13 @@ class HostRegistry(RuntimeExtension):
             or peer.gone is not None
         ):
             raise RuntimeError(f"the gateway of this host did not start: {peer.gone or 'it does not answer'}")
-        self.join(peer)
+        go_through(owner, token)
         return peer
 
     def _gateway_event(self, peer: Peer, event: Any) -> None:
         if not isinstance(event, Started):
             self._ended.set()
             self._program.call_soon(lambda: self._program.router.never_came(peer, str(event)))
-
-    def join(self, gateway: Peer) -> None:
-        """Connect this process, and those that it has started, to the gateway of this host."""
-        go_through(self._program, gateway.token)
 
     def _until(self, ready: Callable[[], bool], seconds: float) -> bool:
         owner = self._program
@@ -149,7 +145,7 @@ class HostRegistry(RuntimeExtension):
             if not isinstance(answer, Attached)
         ]
         if failed:
-            self._dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
+            self.dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
             what = f"{len(failed)} of {len(addresses)} hosts can't be attached: {'; '.join(failed)}"
             raise ConnectionError(f"{what} ({source})")
         made = [self._add(answer, address, through, secret) for answer, address in zip(answers, addresses, strict=True)]
@@ -159,12 +155,9 @@ class HostRegistry(RuntimeExtension):
     def _say(self, agent: Peer, message: Any) -> None:
         self._program.router.tell(agent, AgentFrame(), protocol.encode(message))
 
-    def _dismiss(self, agents: Sequence[str]) -> None:
+    def dismiss(self, agents: Sequence[str]) -> None:
         for token in agents:
             self._say(self._program.router.peer(token), Finish())
-
-    def leave(self, host: Host) -> None:
-        self._dismiss([host.token])
 
     def _add(self, answer: Attached, address: tuple[str, int], through: Host | None, secret: bytes) -> Host:
         owner = self._program
@@ -352,7 +345,7 @@ def attach(
             behind = addresses or _addresses(gateway.workers)
             made = registry.attach(behind, found, source, timeout, any_torch, gateway)
         except BaseException:
-            registry.leave(gateway)
+            registry.dismiss([gateway.token])
             raise
     return _mesh_of(made, name)
 

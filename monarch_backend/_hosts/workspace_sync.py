@@ -7,6 +7,7 @@ gone at the source. Other files of the host are not touched.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import importlib
 import json
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monarch_backend._actor.actor import Actor, endpoint
-from monarch_backend._hosts.workspace_tree import WorkspaceError, WorkspaceTree, check_name, digest, digest_of_file
+from monarch_backend._hosts.workspace_tree import WorkspaceError, WorkspaceTree, check_name, digest_of_file
 
 IGNORED = (".git", "__pycache__", "*.pyc", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv", "*.egg-info")
 BATCH_BYTES = 8 << 20
@@ -100,7 +101,7 @@ class Keeper(Actor):
     def take(self, contents: dict[str, bytes]) -> None:
         """Receive some of the content, by its hash. Raises ValueError where a hash does not match."""
         for name, data in contents.items():
-            if digest([data]) != name:
+            if hashlib.sha256(data).hexdigest() != name:
                 raise ValueError(f"content {name[:12]} has changed on its way, or while it was read: sync again")
         self._fresh.update(contents)
 

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from monarch_backend._core.errors import MonarchError, public
@@ -46,17 +46,13 @@ def check_name(name: str) -> tuple[str, ...]:
     return parts
 
 
-def digest(chunks: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
-    for chunk in chunks:
-        found.update(chunk)
-    return found.hexdigest()
-
-
 def digest_of_file(handle: int) -> str:
     """Return the SHA-256 of an open file. Reads the file to its end and closes it."""
+    found = hashlib.sha256()
     with open(handle, "rb") as file:
-        return digest(iter(lambda: file.read(1 << 20), b""))
+        while chunk := file.read(1 << 20):
+            found.update(chunk)
+    return found.hexdigest()
 
 
 class WorkspaceTree:

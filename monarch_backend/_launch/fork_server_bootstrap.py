@@ -30,10 +30,6 @@ class ForkedServer:
     pid: int
     connection: socket.socket
 
-    def inherit(self) -> None:
-        """Adopt the server's children should it die; `wait` ends them then."""
-        linux.adopt_orphans()
-
     def wait(self) -> None:
         """Wait for the server's end after that of its connection, and end the processes that it has left.
 

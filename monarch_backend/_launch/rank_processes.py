@@ -20,6 +20,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from monarch_backend._launch import run_script
 from monarch_backend._launch.fork_server_bootstrap import ForkedServer
+from monarch_backend._processes import linux
 from monarch_backend._processes.spawner import Event, Exited, ProcessSpec, Spawner, Started
 
 _log = logging.getLogger("monarch_backend")
@@ -86,7 +87,7 @@ class Ranks:
         own. Raises RuntimeError, with none of them running, when one cannot be started.
         """
         handled = [int(number) for number in signal.valid_signals() if callable(signal.getsignal(number))]
-        self._server.inherit()
+        linux.adopt_orphans()  # should the server die: `ForkedServer.wait` ends them then
         with contextlib.ExitStack() as files:
             specs = [
                 ProcessSpec(

@@ -233,19 +233,16 @@ class ForkedContext(SubprocessContext):
     def _start(self) -> None:
         self._held.hold()
         try:
-            self._start_ranks()
+            everyone = range(self.nprocs)
+            started = self._ranks.start(
+                [[str(word) for word in self.args[rank]] for rank in everyone],
+                [self.envs[rank] for rank in everyone],
+                [self.stdouts[rank] for rank in everyone],
+                [self.stderrs[rank] for rank in everyone],
+            )
         except BaseException:
             self._held.let_go()
             raise
-
-    def _start_ranks(self) -> None:
-        everyone = range(self.nprocs)
-        started = self._ranks.start(
-            [[str(word) for word in self.args[rank]] for rank in everyone],
-            [self.envs[rank] for rank in everyone],
-            [self.stdouts[rank] for rank in everyone],
-            [self.stderrs[rank] for rank in everyone],
-        )
         made: dict[int, Any] = {rank: _Handler(process) for rank, process in enumerate(started)}
         self.subprocess_handlers = made
 

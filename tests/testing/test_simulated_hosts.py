@@ -99,7 +99,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 def _forgets_the_last(gateway: Gateway, frame: Any) -> int:
     rows, rest = envelope.unpack_receivers(frame.prefix)
-    return _FOR_MANY(gateway, frame._replace(prefix=envelope.pack_receivers(rows[:-1] or rows) + rest))
+    return _FOR_MANY(gateway, frame._replace(prefix=envelope.for_many(envelope.pack_rows(rows[:-1] or rows), rest)))
 
 
 def _gives_up(gateway: Gateway, link: int, frame: Any) -> None:

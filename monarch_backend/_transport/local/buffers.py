@@ -25,13 +25,9 @@ def size_of(body: Any, buffers: Any) -> int:
 
 def own(body: Any) -> Any:
     """Return the body as bytes; copies memory that the caller can still change."""
-    return (
-        body
-        if isinstance(body, bytes)
-        else bytes(body)
-        if isinstance(body, (bytearray, memoryview))
-        else b"".join(body)
-    )
+    if isinstance(body, bytes):
+        return body
+    return bytes(body) if isinstance(body, (bytearray, memoryview)) else b"".join(body)
 
 
 def own_all(buffers: Any) -> list[bytearray] | None:

@@ -67,7 +67,9 @@ class ReplyAggregator:
         chunks = [body] if isinstance(body, (bytes, memoryview)) else list(body)
         with self._router.lock:
             self._mine = 0
-            self._add(Part(rank, status, sum(len(c) for c in chunks), len(buffers or ())), chunks, buffers or ())
+            self._parts.append(Part(rank, status, sum(len(c) for c in chunks), len(buffers or ())))
+            self._chunks += chunks
+            self._buffers += buffers or ()
             self._maybe_send(_urgent(status))
 
     def straight(self) -> None:
@@ -94,11 +96,6 @@ class ReplyAggregator:
             if left is not None:
                 self._missing += max(left, 0)
                 self._maybe_send(False)
-
-    def _add(self, part: Part, chunks: list[Any], buffers: Sequence[Any]) -> None:
-        self._parts.append(part)
-        self._chunks += chunks
-        self._buffers += buffers
 
     def _maybe_send(self, urgent: bool) -> None:
         complete = self._mine == 0 and all(count <= 0 for count in self._children.values())
@@ -166,7 +163,7 @@ class TreeMulticast:
         combiner = None
         with self._router.lock:
             if route.combine and root.gone is None:
-                counts = {route.hop(i).token: count_below(i, len(route), tuning.TREE_FANOUT) for i in below}
+                counts = {route.hop(i).token: 1 + len(descendants(i, len(route), tuning.TREE_FANOUT)) for i in below}
                 combiner = self.combiners[route.root, route.multicast] = ReplyAggregator(
                     self._router, frame.link, root, route, counts
                 )
@@ -342,8 +339,3 @@ def descendants(index: int, count: int, fanout: int) -> list[int]:
         found += below
         todo += below
     return found
-
-
-def count_below(index: int, count: int, fanout: int) -> int:
-    """Return the size of the subtree, this place included."""
-    return 1 + len(descendants(index, count, fanout))

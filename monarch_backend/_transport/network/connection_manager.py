@@ -113,7 +113,7 @@ class Tcp:
         self._next_beat = 0.0
         self.unauthenticated: dict[Connection, None] = {}  # unauthenticated, the oldest first
         self.selector = selectors.DefaultSelector()
-        self._soon: deque[Callable[[], None]] = deque()
+        self._soon: deque[Callable[[], object]] = deque()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self._wake_read, self._wake_write = platform.wake_descriptors()
         self.selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -139,7 +139,7 @@ class Tcp:
             listener.close()
             raise
         self._listeners.append(listener)
-        self.call_soon(lambda: self._watch(listener))
+        self.call_soon(lambda: self.selector.register(listener, selectors.EVENT_READ, listener))
         name: Address = listener.getsockname()[:2]
         return name
 
@@ -186,7 +186,7 @@ class Tcp:
         """End the session with this peer. No callback is called for it any more."""
         self.call_soon(lambda: self._hang_up(remote))
 
-    def call_soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], object]) -> None:
         self._soon.append(call)
         self._wake()
 
@@ -208,9 +208,6 @@ class Tcp:
     def _wake(self) -> None:
         with contextlib.suppress(OSError, BlockingIOError):
             os.write(self._wake_write, platform.WAKE)
-
-    def _watch(self, listener: socket.socket) -> None:
-        self.selector.register(listener, selectors.EVENT_READ, listener)
 
     def _run(self) -> None:
         try:

@@ -34,11 +34,6 @@ def is_word(kind: int) -> bool:
     return kind & 0xF0 == 0xF0
 
 
-def is_relayed(kind: int) -> bool:
-    """Whether a kind belongs to a multicast between gateways."""
-    return kind in (PASS, ARRIVED, COMBINED)
-
-
 def is_for_many(kind: int) -> bool:
     """Whether a frame is for several receivers, which are listed before its tokens."""
     return bool(kind & MANY) and not is_word(kind)
@@ -86,16 +81,6 @@ HOST_LOST = 2
 def word(kind: int, to: str, sender: str, pid: int = 0, text: str = "") -> Envelope:
     """Return a control frame between processes and gateways."""
     return Envelope(kind, 0, pid, 0, 0, 0, f"{to}{sender}{text}".encode(), b"", None)
-
-
-def tokens(to: str, sender: str) -> bytes:
-    """Return the bytes before the prefix."""
-    return (to + sender).encode()
-
-
-def pack_receivers(to: Sequence[tuple[str, int, int, int]]) -> bytes:
-    """Pack receivers (token, sequence number, rank, epoch), which precede the tokens in a frame for MANY."""
-    return _COUNT.pack(len(to)) + b"".join(_RECEIVER.pack(token.encode(), *rest) for token, *rest in to)
 
 
 def unpack_receivers(prefix: bytes) -> tuple[list[tuple[str, int, int, int]], bytes]:
@@ -185,8 +170,8 @@ class RelayHeader(NamedTuple):
 
 
 def pack_rows(to: Sequence[tuple[str, int, int, int]]) -> bytes:
-    """Pack receivers without their count."""
-    return pack_receivers(to)[_COUNT.size :]
+    """Pack receivers (token, sequence number, rank, epoch), without their count."""
+    return b"".join(_RECEIVER.pack(token.encode(), *rest) for token, *rest in to)
 
 
 def count_of(rows: bytes) -> int:
@@ -194,7 +179,7 @@ def count_of(rows: bytes) -> int:
 
 
 def for_many(rows: bytes, rest: bytes) -> bytes:
-    """Return the prefix of a frame for MANY."""
+    """Return the prefix of a frame for MANY: the receivers, then the tokens and the prefix."""
     return _COUNT.pack(count_of(rows)) + rows + rest
 
 

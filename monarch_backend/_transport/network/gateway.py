@@ -18,15 +18,17 @@ from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Ki
 from monarch_backend._transport.local.links import LINK_PENDING
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import (
+    ARRIVED,
     CALL,
     CARRIED,
+    COMBINED,
     GONE,
     MANY,
     MET,
+    PASS,
     REFUSED,
     Envelope,
     is_for_many,
-    is_relayed,
     is_word,
 )
 from monarch_backend._transport.network.multicast import DEFAULT_FANOUT, Relay
@@ -190,7 +192,7 @@ class Gateway:
         with self._lock:
             if frame.kind == CALL and on_call is not None:
                 on_call(host_of(frame.sender))
-            if is_relayed(frame.kind):
+            if frame.kind in (PASS, ARRIVED, COMBINED):
                 self._relay.handle(frame)
             elif (host := envelope.to_host(frame)) != self._here:
                 self._goes_on(frame, host)

@@ -409,7 +409,7 @@ class Relay:
             if parts:
                 self._answer(caller, Envelope(Kind.REPLIES, 0, ref, 0, 0, epoch_of(caller), replies, body, buffers))
             return
-        prefix = envelope.tokens(caller, self._token) + gather.root.encode() + replies
+        prefix = (caller + self._token + gather.root).encode() + replies
         frame = Envelope(COMBINED, 0, ref, 0, 0, 0, prefix, body, buffers)
         to = gather.parent
         if to != gather.root and gather.seen is None and (straight or not self._keep(gather, frame)):

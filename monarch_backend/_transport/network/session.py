@@ -91,7 +91,7 @@ class Session:
         self.received = 0  # the number of the last received frame
         self.acknowledged = 0  # the number of the last frame that the peer has received
         self.unacknowledged = 0  # bytes
-        self._sent = 0
+        self.sent = 0  # the number of the last sent frame
         self._untold = 0  # bytes received since the last acknowledgement
         self._kept: deque[tuple[int, bytes, Sequence[Any], int]] = deque()
 
@@ -128,15 +128,10 @@ class Session:
                 f"a frame of {len(prefix)} and {size} bytes; between hosts a prefix has up to {MAX_PREFIX_BYTES}, "
                 f"a body up to {MAX_BODY_BYTES}: send it in pieces"
             )
-        self._sent += 1
-        self._kept.append((self._sent, prefix, body, size))
+        self.sent += 1
+        self._kept.append((self.sent, prefix, body, size))
         self.unacknowledged += size + len(prefix) + FRAME_OVERHEAD_BYTES
         return self._kept[-1]
-
-    @property
-    def sent(self) -> int:
-        """Number of the last sent frame."""
-        return self._sent
 
     def _frame(self, number: int, prefix: bytes, body: Sequence[Any], size: int) -> list[Any]:
         return [self._head(DATA, number, len(prefix), size) + prefix, *body]
@@ -162,8 +157,8 @@ class Session:
 
     def hear(self, head: Head) -> None:
         """Release acknowledged frames. Raises SessionError if the head acknowledges frames that were never sent."""
-        if head.acknowledged > self._sent:
-            raise SessionError(f"it has received frame {head.acknowledged} of {self._sent}")
+        if head.acknowledged > self.sent:
+            raise SessionError(f"it has received frame {head.acknowledged} of {self.sent}")
         self.acknowledged = max(self.acknowledged, head.acknowledged)
         while self._kept and self._kept[0][0] <= head.acknowledged:
             _, prefix, _, size = self._kept.popleft()
@@ -191,8 +186,8 @@ class Session:
 
     def resume(self, received: int) -> Iterator[list[Any]]:
         """Return the frames after ``received`` for a new connection. Raises SessionError if they are not kept."""
-        first = self._kept[0][0] if self._kept else self._sent + 1
-        if not first - 1 <= received <= self._sent:
-            raise SessionError(f"it is at frame {received}, and here are frames {first} to {self._sent}")
+        first = self._kept[0][0] if self._kept else self.sent + 1
+        if not first - 1 <= received <= self.sent:
+            raise SessionError(f"it is at frame {received}, and here are frames {first} to {self.sent}")
         self.hear(Head(ACK, 0, 0, 0, received))
         return (self._frame(number, prefix, body, size) for number, prefix, body, size in list(self._kept))
