@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from monarch_backend._core import fork
 from monarch_backend._transport.network.rdma_frame_header import Part
 from monarch_backend._verbs import eligibility
 
@@ -32,12 +31,8 @@ Done = Callable[[BaseException | None], None]
 
 @dataclass(frozen=True)
 class PeerLink:
-    """Peer of the engine: a session between a gateway of this process and one on another host.
+    """Peer of the engine: a session between a gateway of this process and one on another host. Messages use ``name``."""
 
-    ``who``: the token of this process's gateway. ``name`` is for messages.
-    """
-
-    who: bytes
     session: bytes
     name: str = field(default="", compare=False)
 
@@ -58,12 +53,16 @@ class _Exposed:
 class Nics:
     """NICs of one gateway. Methods other than `start`, `do` and `close` are called on its thread.
 
-    ``who`` is the gateway's own token. ``dial(link)`` is called on another thread when a read needs a queue pair that
-    broke. It exchanges an offer and an answer with the peer, or gives up.
+    ``dial(link)`` is called on another thread when a read needs a queue pair that broke. It exchanges an offer and an
+    answer with the peer, or gives up.
     """
 
-    def __init__(self, who: bytes, dial: Callable[[PeerLink], None]) -> None:
-        self._who, self._dial = who, dial
+    def __init__(self, dial: Callable[[PeerLink], None]) -> None:
+        class Link(PeerLink):
+            """Link of this gateway: the shared engine knows its users by the types of their peers."""
+
+        self.link_type = Link
+        self._dial = dial
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._engine: Engine | None = None
@@ -106,7 +105,9 @@ class Nics:
             self._engine.release(exposed.region)
         self._exposed.clear()
         self._engine = None
-        _leave(self._who)
+        from monarch_backend._verbs import shared_engine
+
+        shared_engine.give_back(self.link_type)
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
@@ -119,7 +120,9 @@ class Nics:
         if self._engine is None:
             if not eligibility.usable():
                 raise UnusableError("this process may use no NIC")
-            self._engine = _join(self._who, self._dial)
+            from monarch_backend._verbs import shared_engine
+
+            self._engine = shared_engine.borrow(self.link_type, self._dial)
         return self._engine
 
     # ---- connecting
@@ -231,47 +234,3 @@ class _Together:
             last = not self._left
         if last:
             self._done(self._error)
-
-
-# ---- the engine, shared by all gateways of this process
-
-_lock = threading.Lock()
-_dials: dict[bytes, Callable[[PeerLink], None]] = {}  # by gateway
-_engine: Engine | None = None
-
-
-def _join(who: bytes, dial: Callable[[PeerLink], None]) -> Engine:
-    global _engine
-    from monarch_backend._verbs import shared_engine
-
-    with _lock:
-        if _engine is None:
-            _engine = shared_engine.borrow(PeerLink, _dial)
-        _dials[who] = dial
-        return _engine
-
-
-def _leave(who: bytes) -> None:
-    global _engine
-    from monarch_backend._verbs import shared_engine
-
-    with _lock:
-        del _dials[who]
-        if not _dials:
-            _engine = None
-            shared_engine.give_back(PeerLink)
-
-
-def _dial(link: PeerLink) -> None:
-    dial = _dials.get(link.who)
-    if dial is not None:  # else the gateway has closed, and its connections have ended
-        dial(link)
-
-
-def _in_forked_child() -> None:
-    global _lock, _engine
-    _lock, _engine = threading.Lock(), None
-    _dials.clear()
-
-
-fork.register(fork.Step.RDMA_READER, after_in_child=_in_forked_child)

@@ -103,14 +103,14 @@ class RdmaSender:
 
     def __init__(self, tcp: Tcp, least: int) -> None:
         self._tcp, self._least = tcp, least
-        self._nics = Nics(tcp.who, self._dial)
+        self._nics = Nics(self._dial)
         self._met: dict[bytes, PeerConnection] = {}  # by session: peers that have sent a message about NICs
 
     def close(self) -> None:
         self._nics.close()
 
     def _link_to(self, remote: PeerConnection) -> PeerLink:
-        return PeerLink(self._tcp.who, remote.id, str(remote))
+        return self._nics.link_type(remote.id, str(remote))
 
     # ---- the sender of a frame
 
