@@ -3,9 +3,8 @@
 The module and its parts are the only users of sockets and real time between hosts:
 
 - connection.py: the state of a connection and of its peer
-- handshake.py: authentication of a new connection (the messages are in auth.py)
+- connection_reader.py: authentication of a new connection (the messages are in auth.py), then its frames (session.py)
 - socket_io.py: bytes, with or without TLS
-- frame_reader.py: frames, in the order of the session (session.py)
 
 gateway.py handles the frames. rdma_send.py sends large frames over NICs.
 """
@@ -40,8 +39,7 @@ from monarch_backend._transport.network.connection import (
     PeerConnection,
     Timeouts,
 )
-from monarch_backend._transport.network.frame_reader import FrameReader
-from monarch_backend._transport.network.handshake import Handshakes
+from monarch_backend._transport.network.connection_reader import ConnectionReader
 from monarch_backend._transport.network.rdma_send import RdmaRead, RdmaSender, rdma_sender
 from monarch_backend._transport.network.session import (
     MAX_BODY_BYTES,
@@ -109,7 +107,7 @@ class Tcp:
         self.rdma_sender: RdmaSender | None = rdma_sender(self) if offers_rdma else None
         self.remotes: dict[bytes, PeerConnection] = {}  # by session
         self.ended_sessions: dict[bytes, None] = {}  # the oldest first
-        self.io, self.handshakes, self.frames = SocketIO(self), Handshakes(self), FrameReader(self)
+        self.io, self.readers = SocketIO(self), ConnectionReader(self)
         self._next_beat = 0.0
         self.unauthenticated: dict[Connection, None] = {}  # unauthenticated, the oldest first
         self.selector = selectors.DefaultSelector()
@@ -341,11 +339,11 @@ class Tcp:
             while len(self.unauthenticated) >= MAX_UNAUTHENTICATED:
                 self.drop(next(iter(self.unauthenticated)))
             self.unauthenticated[connection] = None
-            connection.reader = self.handshakes.accept(connection, preamble)
+            connection.reader = self.readers.accept(connection, preamble)
         else:
             connection.name, connection.remote, connection.connecting = str(remote), remote, True
             remote.attempt = connection
-            connection.reader = self.handshakes.connect(connection, remote)
+            connection.reader = self.readers.connect(connection, remote)
         self.selector.register(plain, selectors.EVENT_READ | selectors.EVENT_WRITE * connection.connecting, connection)
         if remote is None:
             self.guarded(connection, lambda: self.io.advance(connection, None))
@@ -481,7 +479,7 @@ class Tcp:
         except HandedOverError:
             self.unauthenticated.pop(connection, None)
         except HandshakeError as error:
-            self.handshakes.refuse(connection, error)
+            self.readers.refuse(connection, error)
         except (OSError, SessionError, EOFError) as error:
             remote = connection.remote
             if remote is not None:
@@ -521,7 +519,7 @@ class Tcp:
     def have_read(self, remote: PeerConnection, reading: RdmaRead) -> None:
         """Deliver a frame that a NIC has read."""
         if (connection := remote.connection) is not None:
-            self.guarded(connection, lambda: self.frames.take(remote, reading.head, reading.prefix, reading.body))
+            self.guarded(connection, lambda: self.readers.deliver(remote, reading.head, reading.prefix, reading.body))
         reading.over()
 
     def go_on(self, remote: PeerConnection) -> None:

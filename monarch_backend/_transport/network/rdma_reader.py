@@ -31,7 +31,7 @@ Done = Callable[[BaseException | None], None]
 
 @dataclass(frozen=True)
 class PeerLink:
-    """Peer of the engine: a session between a gateway of this process and one on another host. Messages use ``name``."""
+    """Peer of the engine: a session of a gateway here with one on another host. Messages use ``name``."""
 
     session: bytes
     name: str = field(default="", compare=False)
