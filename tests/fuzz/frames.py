@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from monarch_backend._transport.local import frames
-from monarch_backend._transport.local.buffers import Assembly
+from monarch_backend._transport.local.fragmentation import Assembly
 from monarch_backend._transport.local.frames import FrameError
 
 MOST_ASSEMBLED = 1 << 16

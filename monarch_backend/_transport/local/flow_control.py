@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.local import tuning
-from monarch_backend._transport.local.buffers import size_of
 from monarch_backend._transport.local.event_loop import release
-from monarch_backend._transport.local.frames import Frame, Kind
+from monarch_backend._transport.local.frames import Frame, Kind, size_of
 from monarch_backend._transport.local.peer import CreditWaiter, Peer, PeerGoneError
 
 if TYPE_CHECKING:

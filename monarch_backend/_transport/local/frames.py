@@ -1,4 +1,4 @@
-"""Frame formats: kinds of frames, and the typed control messages, which are small and bounded.
+"""Frame formats: kinds of frames, payloads, and the typed control messages, which are small and bounded.
 
 csrc/channel/frame.h defines the layout of a frame. This module defines the meaning of its prefix and body.
 """
@@ -280,3 +280,23 @@ def decode_route(data: bytes) -> Route:
     if not route.seqs or len(route.tokens) != TOKEN_LENGTH * len(route.seqs) or len(route.ranks) != len(route.seqs):
         raise FrameError("a multicast whose receivers do not add up")
     return route
+
+
+# ---- memory of payloads
+
+
+def size_of(body: Any, buffers: Any) -> int:
+    """Return the bytes of a body (bytes, a view, or a list of them) and of its buffers."""
+    size = len(body) if isinstance(body, (bytes, bytearray, memoryview)) else sum(len(chunk) for chunk in body)
+    return size + sum(memoryview(buffer).nbytes for buffer in buffers) if buffers else size
+
+
+def own(body: Any) -> Any:
+    """Return the body as bytes; copies memory that the caller can still change."""
+    if isinstance(body, bytes):
+        return body
+    return bytes(body) if isinstance(body, (bytearray, memoryview)) else b"".join(body)
+
+
+def own_all(buffers: Any) -> list[bytearray] | None:
+    return [bytearray(buffer) for buffer in buffers] if buffers else None

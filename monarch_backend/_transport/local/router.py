@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend._transport.local import frames, tuning
-from monarch_backend._transport.local.buffers import own, own_all, size_of
 from monarch_backend._transport.local.flow_control import FlowControl, RetryQueue, SharedMemoryWait, places_of
 from monarch_backend._transport.local.fragmentation import Fragmenter
 from monarch_backend._transport.local.frames import (
@@ -33,6 +32,9 @@ from monarch_backend._transport.local.frames import (
     LookupRequest,
     MulticastArrived,
     MulticastLost,
+    own,
+    own_all,
+    size_of,
 )
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, Links
 from monarch_backend._transport.local.peer import CreditWaiter, Peer

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.local import frames, tuning
-from monarch_backend._transport.local.buffers import own as own_body
-from monarch_backend._transport.local.buffers import own_all, size_of
 from monarch_backend._transport.local.flow_control import places_of
 from monarch_backend._transport.local.frames import (
     Frame,
@@ -20,7 +18,10 @@ from monarch_backend._transport.local.frames import (
     Replies,
     Route,
     Status,
+    own_all,
+    size_of,
 )
+from monarch_backend._transport.local.frames import own as own_body
 from monarch_backend._transport.local.links import Receiver
 from monarch_backend._transport.local.peer import Peer
 

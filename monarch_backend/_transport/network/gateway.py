@@ -13,8 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from monarch_backend._transport.local.buffers import own, own_all
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind, own, own_all
 from monarch_backend._transport.local.links import LINK_PENDING
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import (

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from monarch_backend._transport.local import frames
-from monarch_backend._transport.local.buffers import own, own_all
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind, Part, Replies, Status
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind, Part, Replies, Status, own, own_all
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import ARRIVED, CARRIED, COMBINED, MANY, PASS, Envelope, RelayHeader
 from monarch_backend._transport.tokens import HOST_ID_LENGTH, epoch_of, host_of

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from monarch_backend._transport.local.buffers import own, own_all
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind, own, own_all
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDING, Receiver
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import CALL, CARRIED, GONE, HOST_LOST, MANY, MET, REFUSED, Envelope
