@@ -24,11 +24,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def given_secrets() -> list[bytes]:
-    """Return the secrets from MONARCH_SECRET or the file named by MONARCH_SECRET_FILE. A host may have one for each
-    job.
-
-    Raises ValueError, OSError.
-    """
+    """Return the secrets of MONARCH_SECRET or of MONARCH_SECRET_FILE, which may be of several jobs."""
     if text := env.get("MONARCH_SECRET"):
         return [parse_secret(text, "MONARCH_SECRET")]
     if path := env.get("MONARCH_SECRET_FILE"):

@@ -114,9 +114,7 @@ class AgentProcess:
     """The main object of an agent's process. `run` returns when the agent has to end."""
 
     def __init__(self, plan: Plan, next_secret: Callable[[], bytes]) -> None:
-        """``next_secret`` reads one secret. The first is that of this host's job; on the controller's host there is one
-        for each job.
-        """
+        """``next_secret`` reads this host's secret first; on the controller's host it reads those of all jobs."""
         self._plan, self._next_secret = plan, next_secret
         self._secrets: dict[bytes, bytes] = {}  # by name
         self._secret = b"" if plan.home else next_secret()  # this host's
@@ -264,9 +262,7 @@ class AgentProcess:
             self._lost(remote)
 
     def _learn_way(self, remote: PeerConnection, caller: str) -> None:
-        """Send answers to ``caller`` on the route of its call, which may arrive before the controller's message about
-        its host.
-        """
+        """Answer ``caller`` on the route of its call: the controller's message about its host may come later."""
         with self._lock:
             if caller not in self._known and caller not in self._hosts:
                 self._ways.setdefault(caller, _host_of(remote))
@@ -312,9 +308,7 @@ class AgentProcess:
         self._lost_host(host, f"host {self._name_of_host(host)} is lost: {remote.lost}", host in self._attached)
 
     def _lost_host(self, host: str, why: str, for_good: bool) -> None:
-        """Drop a host, and the hosts that are reached through it. ``for_good``: they are lost to all hosts, not only to
-        this one.
-        """
+        """Drop a host, and those behind it. ``for_good``: they are lost to all hosts, not only to this one."""
         with self._lock:
             remotes = self._hosts.pop(host, [])
         for remote in remotes:  # all its connections end, so that it loses this host as a whole, too
@@ -403,9 +397,7 @@ class AgentProcess:
             self._output.taken(message.count)
 
     def _ask(self, message: Attach) -> None:
-        """Connect to a daemon. On the thread of the connections: no event of this one is handled before it is in
-        `_asking`.
-        """
+        """Connect to a daemon. On the thread of the connections: it must be in `_asking` before an event of it."""
         remote = self._tcp.call((message.host, message.port), self._secret_for(message), patience=message.patience)
         self._asking[remote] = message
 
@@ -447,9 +439,7 @@ class AgentProcess:
         os.close(pipes[3])
 
     def _spec(self, message: Spawn, stdout: int, stderr: int) -> ProcessSpec:
-        """Merge this host's environment and paths with the controller's. Its working directory is used if it exists
-        here.
-        """
+        """Merge this host's environment and paths with the controller's; its directory counts if it exists here."""
         environment = {**os.environ, **{os.fsdecode(k): os.fsdecode(v) for k, v in message.environment.items()}}
         here = int(env.get(RANKS_HERE, environment))
         environment.pop(RANKS_HERE, None)
@@ -524,10 +514,7 @@ def main(plan: Plan) -> None:
 
 
 def _is_code(entry: str) -> bool:
-    """Return whether the path exists here and does not contain a torch of another version.
-
-    A controller with another torch on this machine has such paths in its sys.path.
-    """
+    """Return whether the path exists here and has no other torch, as paths of a controller with another torch do."""
     if not os.path.exists(entry):
         return False
     try:

@@ -113,10 +113,7 @@ class HostRegistry(RuntimeExtension):
         self, addresses: Sequence[tuple[str, int]], secret: bytes, source: str, patience: float, any_torch: bool,
         through: Host | None = None,
     ) -> list[Host]:  # fmt: skip
-        """Attach hosts, and return them in this order. ``source`` is a sentence about the secret.
-
-        Raises ConnectionError, which names each host that cannot be reached or does not fit, and why.
-        """
+        """Attach all or raise ConnectionError, with each reason and ``source``, a sentence on the secret."""
         numbers = [next(self._ids) for _ in addresses]
         asked, named = self.gateway, name_of(secret)
         if through is not None:

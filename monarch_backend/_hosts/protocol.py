@@ -84,9 +84,7 @@ class Ask(_Message, tag="ask", frozen=True):
 
 
 class Welcome(_Message, tag="welcome", frozen=True):
-    """The daemon's answer: an agent was started, at the same address. ``workers`` are hosts that can be reached from
-    there.
-    """
+    """The daemon's answer: an agent was started at this address. ``workers`` can be reached from there."""
 
     token: str
     host_name: str

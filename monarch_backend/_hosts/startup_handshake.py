@@ -91,9 +91,7 @@ class _Host:
         return 0
 
     def _leave_streams(self) -> None:
-        """Replace the standard streams. Processes inherit them, and must neither keep them open nor read this host's
-        input.
-        """
+        """Replace the standard streams: processes inherit them, and must neither hold nor read them."""
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.close(null)

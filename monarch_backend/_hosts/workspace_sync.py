@@ -86,10 +86,7 @@ class Keeper(Actor):
 
     @endpoint
     def lacks(self, files: dict[str, Entry]) -> set[str]:
-        """Return hashes of the content that this host needs.
-
-        All names are checked here, before a file is written or removed. Raises WorkspaceError.
-        """
+        """Return hashes of the content that this host needs. Raises WorkspaceError before a file is changed."""
         for name in files:
             check_name(name)
         self._tree.root.mkdir(parents=True, exist_ok=True)
@@ -122,9 +119,7 @@ class Keeper(Actor):
         return written, removed
 
     def _recorded(self) -> list[str]:
-        """Return names that earlier syncs wrote. The file may come from elsewhere, so its names are checked like a
-        peer's.
-        """
+        """Return names that earlier syncs wrote. They are checked like a peer's: the file may come from elsewhere."""
         record = self._tree.root / RECORD
         try:
             names = json.loads(self._tree.read(RECORD) or b"[]")

@@ -56,10 +56,7 @@ def digest_of_file(handle: int) -> str:
 
 
 class WorkspaceTree:
-    """The files below ``root``. All names are relative to it, with ``/`` between their parts.
-
-    Each method raises WorkspaceError where a name leads out of the root, through a link too.
-    """
+    """Files below ``root``, by relative names. A name that leads out of it, through a link too, is a WorkspaceError."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -103,9 +100,7 @@ class WorkspaceTree:
                     os.close(handle)
 
     def remove(self, name: str) -> bool:
-        """Remove a regular file or a link, and directories that are empty then. Return False where there is no such
-        file.
-        """
+        """Remove a regular file or a link, and directories that are empty then. Return False where there is none."""
         try:
             with self._parent(name) as (folder, last):
                 if stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode):

@@ -97,9 +97,7 @@ class JobState(Mapping[str, HostMesh]):
 
 @dataclass(frozen=True)
 class Plan:
-    """How one host is started. ``where`` is "" for this machine. ``reach`` is its address, if not the one that it
-    prints.
-    """
+    """How one host is started: ``where`` is "" for this machine, ``reach`` its address if not the printed one."""
 
     mesh: str
     index: int

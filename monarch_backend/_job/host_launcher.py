@@ -64,10 +64,7 @@ class Launch:
         return self._process.pid
 
     def ready(self, until: float) -> Up:
-        """Return the host once it listens.
-
-        Raises JobError if it has ended, or does not listen before the monotonic time ``until``.
-        """
+        """Return the host once it listens. Raises JobError if it ends, or at the monotonic time ``until``."""
         says = select.poll()  # select() is limited to 1024 descriptors
         says.register(self._out, select.POLLIN)
         while (up := self._parse()) is None:

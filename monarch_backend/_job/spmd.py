@@ -167,10 +167,7 @@ class _Controller(_Rank):
             raise
 
     def _listen(self) -> socket.socket:
-        """Listen on the host of the rendezvous if that is this one, else on all addresses.
-
-        The connections carry only the end of rank 0.
-        """
+        """Listen on the host of the rendezvous if it is this one, else on all addresses: only the end is sent here."""
         with contextlib.suppress(OSError):
             for family, kind, _, _, at in socket.getaddrinfo(self._ranks.master, 0, type=socket.SOCK_STREAM):
                 listener = socket.socket(family, kind)

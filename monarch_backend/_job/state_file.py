@@ -64,10 +64,7 @@ def default_path(name: str) -> Path:
 
 
 def read(path: Path) -> JobFile | None:
-    """Return the content, or None where there is no file.
-
-    Raises JobError for a file that is not that of a job, or that other users can access.
-    """
+    """Return the content; None without a file. Raises JobError if it is no job's file, or other users can access it."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())

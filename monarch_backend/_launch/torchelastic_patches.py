@@ -43,9 +43,7 @@ monarch_backend.job.host_mesh_from_env() is the mesh of hosts, and MONARCH_NPROC
 
 
 def run(argv: Sequence[str], ranks: Ranks | None, why_not: str) -> None:
-    """Do what torchrun does with ``argv``. ``ranks`` makes the processes; with None torch does, because of
-    ``why_not``.
-    """
+    """Do what torchrun does with ``argv``. ``ranks`` makes the processes; with None torch does, for ``why_not``."""
     args = _parse(argv)
     reason, unusual = _why_not_forked(args, why_not)
     if unusual:
@@ -76,9 +74,7 @@ def _run_once(args: argparse.Namespace) -> None:
 
 
 def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:
-    """Return the reason for which torch must start the ranks itself, or "", and whether the user did not request
-    that.
-    """
+    """Return why torch must start the ranks itself, or "", and whether the user did not request that."""
     if args.no_python:
         return "--no-python", False
     if args.run_path:

@@ -89,11 +89,7 @@ class Timers:
 
 
 class ProgressLoop:
-    """Reads the events of a mailbox on a thread that waits, or on the standby thread.
-
-    ``handle(events)`` is called with a list of events, by one thread at a time, in the order of arrival. It must not
-    block.
-    """
+    """Reads a mailbox on a waiting or the standby thread: one at a time calls ``handle``, which must not block."""
 
     def __init__(self, mailbox: Any, handle: Callable[[list[Any]], None]) -> None:
         self._mailbox = mailbox

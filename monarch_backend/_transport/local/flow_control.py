@@ -160,10 +160,7 @@ class RetryQueue:
         self.waiting: deque[tuple[int, Callable[[], bool]]] = deque()  # link, send
 
     def add(self, send: Callable[[], bool], link: int = -1) -> None:
-        """Retry ``send`` until it returns True.
-
-        Sends on one link keep their order. A link without space does not delay other links.
-        """
+        """Retry ``send`` until it returns True, in order for each link. A full link does not delay the others."""
         with self._router.lock:
             self.waiting.append((link, send))
             if len(self.waiting) == 1:

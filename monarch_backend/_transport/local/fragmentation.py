@@ -58,10 +58,7 @@ class _Discarded:
 
 
 class _Refused(bytes):
-    """A body that raises MemoryError when it is unpickled.
-
-    Its length is that of the message that it replaces, so the receiver returns the credit that the sender took.
-    """
+    """Body that raises MemoryError when unpickled. Its length, which counts for credit, is that of the message."""
 
     _size: int
 
@@ -122,10 +119,7 @@ class Assembly:
         return self._next == self._head[7]
 
     def frame(self, link: int, epoch: int) -> tuple[Any, ...]:
-        """Return the frame as a link's event. Raises FrameError if there are fewer bytes than announced.
-
-        If this process had no memory for the frame, its body raises MemoryError when it is unpickled.
-        """
+        """Return the frame as a link's event. Raises FrameError if there are fewer bytes than announced."""
         if self._missing:
             raise FrameError(f"a frame in pieces that lacks {self._missing} bytes")
         kind, target, ref, seq, rank, prefix, sizes, _ = self._head
@@ -142,10 +136,7 @@ class Fragmenter:
         self, peer: Peer, kind: int, target: int, ref: int, seq: int, rank: int, prefix: bytes, body: Any,
         buffers: Any, keep: bool = False,
     ) -> None:  # fmt: skip
-        """Send a frame in pieces. Waits for space without the lock; with ``keep`` it queues the rest instead.
-
-        With ``keep`` the payload must be a copy that the caller no longer changes.
-        """
+        """Send in pieces. Wait for space without the lock; with ``keep`` queue the rest of an owned payload."""
         sizes, pieces = cut(body, buffers, tuning.MOST_IN_ONE // 4)
         count, whole = len(pieces), next(self._router.ids)
         head = frames.encode([kind, target, ref, seq, rank, prefix, sizes, count])

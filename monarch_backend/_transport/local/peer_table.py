@@ -209,10 +209,7 @@ class PeerTable:
                 emit()
 
     def _request_again(self, peer: Peer) -> None:
-        """Ask again after a delay. The process has most likely just died, and its owner does not know it yet.
-
-        Call under the lock.
-        """
+        """Ask later, under the lock: the process has most likely just died, which its owner does not know yet."""
         if peer.refusals >= tuning.MAX_REFUSALS:
             self.never_came(peer, "it can't be reached from here")
             return

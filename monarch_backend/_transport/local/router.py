@@ -166,10 +166,7 @@ class Router:
             self._fill(peer, seq)
 
     def _fill(self, peer: Peer, seq: int) -> None:
-        """Send an empty message with this number: without it the receiver holds back all later ones.
-
-        Call under the lock.
-        """
+        """Send an empty message with this number, under the lock: the receiver would hold back all later ones."""
         self.emit(peer, Kind.CONTROL, 0, 0, seq, 0, _NOTHING, b"", None)
 
     def _deliver_here(self, kind: int, frame: Frame) -> None:
@@ -187,10 +184,7 @@ class Router:
         peer.backlog.append(lambda: self.emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
 
     def tell(self, peer: Peer, message: Any, body: Any = b"", buffers: Any = None) -> None:
-        """Send a control message, in order with the messages to this process. Never waits.
-
-        Nothing is sent to a process that is gone.
-        """
+        """Send a control message, in order with the messages to this process, unless it is gone. Never waits."""
         prefix = frames.encode(message)
         if peer is self.me:
             frame = Frame(-1, Kind.CONTROL, 0, 0, 0, 0, self.epoch, prefix, own(body), own_all(buffers))
@@ -205,10 +199,7 @@ class Router:
     def push(
         self, peer: Peer, kind: int, target: int, rank: int, prefix: bytes, body: Any, buffers: Any = None
     ) -> None:
-        """Send a message without waiting for credit, which may become negative.
-
-        Nothing is sent to a process that is gone.
-        """
+        """Send without waiting for credit, which may become negative, unless the process is gone."""
         with self.lock:
             if peer.gone is not None:
                 return

@@ -91,10 +91,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """Return the secrets of a file: 64 hexadecimal digits on each line.
-
-    Raises PermissionError if the file does not belong to this user alone, ValueError for other content.
-    """
+    """Return a file's secrets, 64 hexadecimal digits a line. PermissionError: others can access it."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -193,10 +190,7 @@ class HandshakeClient:
 
 
 class HandshakeServer:
-    """Handshake of the side that listens, and knows the secrets of one or more jobs.
-
-    ``other`` is the introduction of the caller. It is unproven, and must not be used, before :meth:`check` returns.
-    """
+    """Handshake of the side that listens. ``other``, the caller, is unproven before :meth:`check` returns."""
 
     def __init__(self, known: dict[bytes, bytes], binding: bytes = b"") -> None:
         self._known, self._binding = known, binding
@@ -205,10 +199,7 @@ class HandshakeServer:
         self.other: Hello
 
     def hear(self, hello: bytes) -> int:
-        """Read the first message; return the reason to refuse it, or Refusal.NONE.
-
-        Raises HandshakeError if it does not come from monarch_backend.
-        """
+        """Read the first message; return the Refusal. Raises HandshakeError for another program's bytes."""
         magic, protocol, resumes, offers_rdma, which, nonce, who, session, received = _unpack(_HELLO, hello)
         if magic != MAGIC:
             raise HandshakeError("its first bytes are not those of a host of monarch_backend")

@@ -40,10 +40,7 @@ def is_for_many(kind: int) -> bool:
 
 
 def to_host(frame: Envelope) -> str:
-    """Return the host to which a frame is addressed. Raises FrameError.
-
-    Between gateways all receivers of a frame for many are on one host.
-    """
+    """Return the host of a frame; between gateways a frame for many is for one host. Raises FrameError."""
     if not is_for_many(frame.kind):
         return host_of(frame.to)
     text = frame.prefix[_COUNT.size : _COUNT.size + HOST_ID_LENGTH]

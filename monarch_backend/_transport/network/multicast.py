@@ -416,10 +416,7 @@ class Relay:
         self._to_host(to, frame)
 
     def _keep(self, gather: _Gather, frame: Envelope) -> bool:
-        """Keep replies until the root has all replies to this call.
-
-        Return False if there is no space, or if the root has no record of the call.
-        """
+        """Keep replies until the root has all. Return False without space, or if the root does not know the call."""
         number, size = gather.number, _size(frame)
         if not number or number < self._all_replied.get(gather.root, 0) or self._size + size > MAX_KEPT_BYTES:
             return False

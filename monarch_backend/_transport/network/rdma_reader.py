@@ -158,10 +158,7 @@ class Nics:
     # ---- memory for others
 
     def expose(self, rdma_parts: dict[int, memoryview]) -> tuple[list[Part], list[Key]]:
-        """Register parts of a body, by offset, until their keys are released: all of them, or none and an error.
-
-        A body that is sent to several hosts is registered once.
-        """
+        """Register parts by offset until their keys are released, all or none; for several hosts once."""
         parts: list[Part] = []
         keys: list[Key] = []
         try:

@@ -182,10 +182,7 @@ class RdmaSender:
             self._end(remote)
 
     def connected(self, remote: PeerConnection, able: bool) -> None:
-        """Begin on a new connection, where the session sends all unacknowledged frames over TCP, also RDMA frames.
-
-        Call under the peer's lock.
-        """
+        """Begin on a new connection, under the peer's lock. There the session sends RDMA frames over TCP, too."""
         remote.nics.able, remote.nics.reading = able, None
         link, rdma_send = self._link_to(remote), remote.nics.rdma_send
         self._nics.do(lambda: self._nics.renew(link))

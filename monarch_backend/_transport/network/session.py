@@ -101,10 +101,7 @@ class Session:
         return self.unacknowledged >= MAX_UNACKNOWLEDGED_BYTES
 
     def send(self, prefix: bytes, body: Sequence[Any]) -> list[Any]:
-        """Return the bytes of a frame, in parts. The body must not change until the frame is acknowledged.
-
-        Raises ValueError for a frame that the peer would refuse.
-        """
+        """Return a frame in parts. Its body must not change until it is acknowledged. ValueError: it is too large."""
         return self._frame(*self._keep(prefix, body))
 
     def rdma_frame(self, notes: bytes, prefix: bytes, body: Sequence[Any], rest: Sequence[Any]) -> list[Any]:

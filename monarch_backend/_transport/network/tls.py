@@ -237,10 +237,7 @@ def _in_memory(data: bytes) -> Iterator[str]:
 
 
 def _contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Return the contexts of a server and of a client.
-
-    ssl.create_default_context would write keys to SSLKEYLOGFILE.
-    """
+    """Return a server's and a client's context. ssl.create_default_context would write keys to SSLKEYLOGFILE."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     for context in (server, client):
