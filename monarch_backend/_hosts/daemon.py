@@ -53,8 +53,6 @@ PRELOAD = (
 
 
 class Daemon:
-    """The daemon of a host. `start` returns the address on which it listens."""
-
     def __init__(self, *known: bytes, workers: Sequence[str] = ()) -> None:
         self._workers = tuple(workers)
         self._spawner = Spawner(self._event, preload=PRELOAD)
@@ -81,7 +79,6 @@ class Daemon:
         return address
 
     def close(self) -> None:
-        """End all agents, and all processes that they have started."""
         self._closing = True
         self._tcp.close()
         self._spawner.close()

@@ -96,7 +96,6 @@ class Keeper(Actor):
 
     @endpoint
     def take(self, contents: dict[str, bytes]) -> None:
-        """Receive some of the content, by its hash. Raises ValueError where a hash does not match."""
         for name, data in contents.items():
             if hashlib.sha256(data).hexdigest() != name:
                 raise ValueError(f"content {name[:12]} has changed on its way, or while it was read: sync again")

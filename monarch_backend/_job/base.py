@@ -237,7 +237,6 @@ class Job:
         return described
 
     def _running(self, file: JobFile) -> dict[tuple[str, int], HostEntry]:
-        """Return the hosts that run. Raises JobError if the state of one is unknown."""
         states = self._look(file.hosts)
         unknown = [f"{h.label}: {s}" for h, s in zip(file.hosts, states, strict=True) if s not in ("up", "gone")]
         if unknown:

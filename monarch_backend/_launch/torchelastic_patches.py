@@ -88,7 +88,6 @@ def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def _standing_in(ranks: Ranks | None, one_host: bool) -> Iterator[None]:
-    """Replace four names of torch's launcher within the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", Agent))
         stack.enter_context(_replaced(handlers, "SubprocessHandler", _ResumedProgram))

@@ -58,8 +58,6 @@ class Wire:
 
 
 class SimulatedLinks:
-    """The `Links` of one simulated process."""
-
     def __init__(self, simulation: Simulation, process: SimulatedProcess) -> None:
         self.token = process.token
         self.out: list[Wire] = []  # by number of the link
@@ -121,20 +119,8 @@ class SimulatedLinks:
                 return self._join(other)
         return known
 
-    def send(
-        self,
-        link: int,
-        kind: int,
-        target: int,
-        ref: int,
-        seq: int,
-        rank: int,
-        epoch: int,
-        prefix: bytes,
-        body: Any,
-        buffers: Sequence[Any] | None,
-    ) -> bool:
-        return self.multicast([(link, seq, rank, epoch)], kind, target, ref, prefix, body, buffers)
+    def send(self, link: int, kind: int, target: int, ref: int, seq: int, rank: int, epoch: int, *payload: Any) -> bool:
+        return self.multicast([(link, seq, rank, epoch)], kind, target, ref, *payload)
 
     def multicast(
         self,

@@ -64,7 +64,6 @@ class FlowControl:
             report.cancel()
 
     def wait_for_all(self, to: Sequence[tuple[Peer, int]], kind: int, target: int) -> None:
-        """Wait for credit of each peer; skip peers that are gone."""
         for peer, _ in to:
             if peer.credit <= 0:
                 try:
@@ -105,7 +104,6 @@ class FlowControl:
                     self._router.links.send(peer.link, Kind.CREDIT, count, 0, 0, 0, peer.epoch, b"", b"", None)
 
     def refill(self, peer: Peer, count: int) -> None:
-        """Add credit that the peer has returned, and wake the threads that wait for it."""
         with self._router.lock:  # other threads take credit meanwhile
             peer.credit += count
         self.release(peer)

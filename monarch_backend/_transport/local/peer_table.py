@@ -85,7 +85,6 @@ class PeerTable:
             peer.link = link
 
     def on_met(self, event: Any) -> None:
-        """Handle the connection of a process: send what waits for it."""
         link, _, token, pid = event
         peer = self.peer(token)
         peer.pid = pid
@@ -184,7 +183,6 @@ class PeerTable:
             self._router.tell(peer, LookupReply(asked.token, asked.gone))
 
     def on_reply(self, _peer: Peer, message: LookupReply, _: Frame) -> None:
-        """Connect to a process that is up; mark one that is gone."""
         asked = self.peer(message.token)
         asked.asking = False
         if asked.gone is not None:

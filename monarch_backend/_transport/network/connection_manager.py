@@ -277,18 +277,25 @@ class Tcp:
         for fd in {self._wake_read, self._wake_write}:
             os.close(fd)
 
-    def lose(self, remote: PeerConnection, why: str) -> None:
+    def lose(self, remote: PeerConnection, why: str, *, hang_up: bool = False) -> None:
+        """End a session: lost for ``why``, or with ``hang_up`` by this side, which tells the peer and calls nothing."""
         if self.remotes.pop(remote.id, None) is None:
             return
         self._forget(remote)
         with remote.lock:
             remote.lost = why
+            if self.rdma_sender is not None:
+                if hang_up:
+                    self.rdma_sender.settle(remote)
+                self.rdma_sender.forget(remote)
             remote.waiting.clear()
-            self._stop_rdma_sends(remote)
             connection, remote.connection = remote.connection, None
+            if connection is not None and hang_up:
+                self.io.write(connection, [remote.session.bye()])
         if connection is not None:
             self.drop(connection)
-        self._on_lost(remote)
+        if not hang_up:
+            self._on_lost(remote)
 
     def _forget(self, remote: PeerConnection) -> None:
         """Remember the end of a session, so that it does not begin again with frames that were delivered before."""
@@ -296,24 +303,8 @@ class Tcp:
         while len(self.ended_sessions) > MAX_ENDED_SESSIONS:
             del self.ended_sessions[next(iter(self.ended_sessions))]
 
-    def _stop_rdma_sends(self, remote: PeerConnection) -> None:
-        if self.rdma_sender is not None:
-            self.rdma_sender.forget(remote)
-
     def _hang_up(self, remote: PeerConnection) -> None:
-        if self.remotes.pop(remote.id, None) is None:
-            return
-        self._forget(remote)
-        with remote.lock:
-            remote.lost = "this side has ended the session"
-            if self.rdma_sender is not None:
-                self.rdma_sender.settle(remote)
-            self._stop_rdma_sends(remote)
-            connection, remote.connection = remote.connection, None
-            if connection is not None:
-                self.io.write(connection, [remote.session.bye()])
-        if connection is not None:
-            self.drop(connection)
+        self.lose(remote, "this side has ended the session", hang_up=True)
 
     # ---- start and end of connections
 

@@ -146,7 +146,6 @@ class ConnectionReader:
         yield from self._read_frames(connection, remote)
 
     def _begin(self, connection: Connection, remote: PeerConnection, other: Hello) -> None:
-        """Bind an authenticated connection to its session."""
         if other.who == self._tcp.who:
             raise HandshakeError("this is the address of the connecting process itself")
         with remote.lock:

@@ -76,7 +76,6 @@ HOST_LOST = 2
 
 
 def word(kind: int, to: str, sender: str, pid: int = 0, text: str = "") -> Envelope:
-    """Return a control frame between processes and gateways."""
     return Envelope(kind, 0, pid, 0, 0, 0, f"{to}{sender}{text}".encode(), b"", None)
 
 

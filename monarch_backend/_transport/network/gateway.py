@@ -167,7 +167,6 @@ class Gateway:
             self._tell_end(token, other)
 
     def _tell_end(self, token: str, other: str) -> None:
-        """Tell a remote process that a local one has ended."""
         how, orderly = self._ended.get(token, ("it is gone", False))
         self.to_host(host_of(other), envelope.word(GONE, other, token, text=how)._replace(rank=int(orderly)))
 
@@ -346,5 +345,4 @@ class Gateway:
 
 
 def _owned(frame: Envelope) -> Envelope:
-    """Return a copy of a frame that owns its memory."""
     return frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))

@@ -260,7 +260,6 @@ class Relay:
     # ---- frames of other gateways, and lost hosts
 
     def handle(self, frame: Envelope) -> None:
-        """Handle a PASS, ARRIVED or COMBINED frame. Raises FrameError."""
         {PASS: self._pass_on, ARRIVED: self._has_arrived, COMBINED: self._come_up}[frame.kind](frame)
 
     def lost_host(self, lost: str) -> None:

@@ -138,7 +138,6 @@ class Nics:
             self._engine.give_up(link, f"the connection to {link} broke")
 
     def accept(self, link: PeerLink, offer: bytes) -> bytes:
-        """Return the answer to a peer that wants to read from here."""
         self._links.add(link)
         return self._started().accept(link, offer)
 
