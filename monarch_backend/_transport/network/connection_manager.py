@@ -2,9 +2,8 @@
 
 The module and its parts are the only users of sockets and real time between hosts:
 
-- connection.py: the state of a connection and of its peer
+- connection.py: the state of a connection and of its peer, and its bytes, with or without TLS
 - connection_reader.py: authentication of a new connection (the messages are in auth.py), then its frames (session.py)
-- socket_io.py: bytes, with or without TLS
 
 gateway.py handles the frames. rdma_send.py sends large frames over NICs.
 """
@@ -37,6 +36,7 @@ from monarch_backend._transport.network.connection import (
     Connection,
     HandedOverError,
     PeerConnection,
+    SocketIO,
     Timeouts,
 )
 from monarch_backend._transport.network.connection_reader import ConnectionReader
@@ -46,7 +46,6 @@ from monarch_backend._transport.network.session import (
     MAX_PREFIX_BYTES,
     SessionError,
 )
-from monarch_backend._transport.network.socket_io import SocketIO
 
 if TYPE_CHECKING:
     from monarch_backend._transport.network.tls import Tls
