@@ -157,7 +157,9 @@ class Relay:
             here = self._deliver(many) + sum(envelope.count_of(rows) for _, rows in passed.hosts[1:])
             self._expect(multicast, passed.kind, parent, here)
         else:
-            self._set_parent((sender, frame.ref), parent)
+            gather = self._gathers.get((sender, frame.ref))
+            if gather is not None and gather.seen is None:
+                gather.parent = parent
             if multicast.lost:  # the parent that received the report may be the lost one
                 self._to_host(parent, envelope.arrived(*key, self._here, False, multicast.lost))
         return multicast
@@ -186,7 +188,8 @@ class Relay:
         self, multicast: _Multicast, frame: Envelope, root: str, parts: list[tuple[str, bytes]], branches: int
     ) -> bool:
         """Send to the first host of ``parts``. With ``root`` equal to it, that host acts as a root for these hosts."""
-        over = self._replied_before(multicast.root, multicast.number)
+        mine, replied = multicast.root == self._here, self._all_replied.get(multicast.root, 0)
+        over = next(iter(self._open), multicast.number) if mine else replied  # first multicast without all replies
         passed = RelayHeader(root, self._here, frame.kind, branches, multicast.number, over, parts, frame.prefix)
         head = parts[0][0]
         if not self._to_host(head, frame._replace(kind=PASS, prefix=passed.pack())):
@@ -225,9 +228,10 @@ class Relay:
         if not lost:
             return
         multicast.lost += lost
-        self._expect_fewer(
-            (multicast.sender, multicast.ref), sum(envelope.count_of(multicast.rows[host]) for host in lost)
-        )
+        call = multicast.sender, multicast.ref
+        gather = self._gathers.get(call)
+        if gather is not None and gather.seen is None:
+            self._came(call, gather, sum(envelope.count_of(multicast.rows[host]) for host in lost))
         for parent in multicast.parents:
             self._to_host(parent, envelope.arrived(*multicast.key, self._here, False, lost))
 
@@ -243,8 +247,17 @@ class Relay:
                 self._to_host(parent, envelope.arrived(*multicast.above, self._here, True, multicast.lost))
 
     def _expect(self, multicast: _Multicast, kind: int, parent: str | None, count: int) -> None:
-        if kind == Kind.CALL | MANY and multicast.ref:
-            self._expect_replies((multicast.sender, multicast.ref), multicast.root, multicast.number, parent, count)
+        """Expect ``count`` replies to a call. The root counts one for each rank."""
+        if kind != Kind.CALL | MANY or not multicast.ref:
+            return
+        call = multicast.sender, multicast.ref
+        seen: set[int] | None = None
+        if multicast.root == self._here:
+            seen, self._open[multicast.number] = set(), call
+        self._gathers[call] = _Gather(multicast.root, multicast.number, parent, count, seen)
+        while len(self._gathers) > MAX_CALLS:
+            oldest = next(iter(self._gathers))
+            self._end(oldest, self._gathers[oldest])
 
     def ends(self, sender: str) -> None:
         """Send the unfinished multicasts of an ended process directly to all hosts, before its end is reported."""
@@ -278,30 +291,6 @@ class Relay:
         self._lost_parent(lost)
 
     # ---- replies
-
-    def _expect_replies(self, call: Call, root: str, number: int, parent: str | None, count: int) -> None:
-        """Expect ``count`` replies to this call. The root counts one for each rank."""
-        seen: set[int] | None = None
-        if root == self._here:
-            seen, self._open[number] = set(), call
-        self._gathers[call] = _Gather(root, number, parent, count, seen)
-        while len(self._gathers) > MAX_CALLS:
-            oldest = next(iter(self._gathers))
-            self._end(oldest, self._gathers[oldest])
-
-    def _set_parent(self, call: Call, parent: str) -> None:
-        gather = self._gathers.get(call)
-        if gather is not None and gather.seen is None:
-            gather.parent = parent
-
-    def _expect_fewer(self, call: Call, count: int) -> None:
-        gather = self._gathers.get(call)
-        if gather is not None and gather.seen is None:
-            self._came(call, gather, count)
-
-    def _replied_before(self, root: str, number: int) -> int:
-        """Return the number of the root's first multicast without all replies; ``number`` is its newest one."""
-        return next(iter(self._open), number) if root == self._here else self._all_replied.get(root, 0)
 
     def _release_replied(self, root: str, number: int) -> None:
         """Release the replies to multicasts before ``number``: the root has them all."""
