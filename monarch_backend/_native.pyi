@@ -178,9 +178,7 @@ class Host:
     def allocate_control_block(self, size: int, /) -> int:
         """Allocate a rank's control block for a group of ``size``. Return its offset, or 0 when the arena is full."""
 
-    def free_control_block(self, control_block: int, /) -> None:
-        """Free a control block for which no group was made."""
-
+    def free_control_block(self, control_block: int, /) -> None: ...
     def used(self) -> int: ...
     def size(self) -> int: ...
     def leave(self) -> None:
@@ -202,9 +200,7 @@ _Failure = tuple[str, int, str]  # dead, left, late, mismatch or closed; failed 
 
 class Operation:
     @property
-    def done(self) -> bool:
-        """Whether it has ended, with a failure or without."""
-
+    def done(self) -> bool: ...
     @property
     def source(self) -> int:
         """Of a receive: the rank that sent."""
@@ -366,13 +362,9 @@ class Mailbox:
     def acquire_turn_as_standby(self) -> bool:
         """Wait until no other thread reads, and take the turn. Return False once closed."""
 
-    def is_turn_wanted(self) -> bool:
-        """Return whether a reader waits for the standby thread to release the turn."""
-
+    def is_turn_wanted(self) -> bool: ...
     def unread(self, link: int, /) -> int: ...
-    def wake(self) -> None:
-        """Make the reading thread return from `receive`."""
-
+    def wake(self) -> None: ...
     def close(self) -> None:
         """End `acquire_turn_as_standby`; later calls return at once."""
 
@@ -477,9 +469,7 @@ def gpu_device_of(address: int) -> int:
 def gpu_allocation_of(address: int) -> tuple[int, int]:
     """Return address and bytes of the allocation that contains the address. Raises GpuFailure."""
 
-def gpu_wait_for_stream(device: int, stream: int) -> None:
-    """Wait until the work of a stream is done. Raises GpuFailure."""
-
+def gpu_wait_for_stream(device: int, stream: int) -> None: ...
 def gpu_dma_buf(address: int, nbytes: int) -> int:
     """Return a new descriptor of the dma-buf of this range of whole pages. Raises GpuFailure."""
 
@@ -544,9 +534,7 @@ class TransferResult:
         """If refused: dropped, wrong_key, out_of_range, read_only or misaligned."""
 
     @property
-    def text(self) -> str:
-        """Text for messages, if it is not done."""
-
+    def text(self) -> str: ...
     @property
     def value(self) -> int:
         """The old value of an atomic operation."""
@@ -560,16 +548,11 @@ class MemoryServer:
     def listen(self, address: str, port: int = 0) -> int:
         """Listen at a numeric address, IPv4 or IPv6. Return the port. Raises OSError or ValueError."""
 
-    def add_staging(self, key: int, memory: PinnedMemory, slot_bytes: int) -> None:
-        """Add staging memory. Requests name it by this key."""
-
-    def remove_staging(self, key: int) -> None:
-        """Remove staging memory. Requests that have started continue."""
-
+    def add_staging(self, key: int, memory: PinnedMemory, slot_bytes: int) -> None: ...
+    def remove_staging(self, key: int) -> None: ...
     def connections(self) -> int: ...
     def close(self) -> None: ...
-    def abandon(self) -> None:
-        """In a forked child: close inherited descriptors without a message to the peers."""
+    def abandon(self) -> None: ...
 
 class SmallRequest:
     """A small transfer in flight, whose result one caller fetches."""
@@ -581,8 +564,7 @@ class SmallRequest:
         """
 
     @property
-    def is_over(self) -> bool:
-        """Whether its local memory is not accessed any more."""
+    def is_over(self) -> bool: ...
 
 class StagingConnection:
     """A connection for one thread's requests to copy to and from a peer's staging memory."""
@@ -592,9 +574,7 @@ class StagingConnection:
     ) -> tuple[int, int, int, int, str]:
         """Request a copy: from the slot to the ranges to write, else back. Return the result of sending."""
 
-    def receive_reply(self) -> tuple[int, int, int, int, str]:
-        """Return the result of the first request without a reply."""
-
+    def receive_reply(self) -> tuple[int, int, int, int, str]: ...
     def close(self) -> None:
         """Return the connection to the pool, or close it if replies are missing."""
 
@@ -665,8 +645,7 @@ class VerbsCompletionQueue:
     def poll(self, most: int) -> list[Any]:
         """Return completions as tuples like `Completion` of _verbs/providers/provider.py, at most 64."""
 
-    def forget(self) -> None:
-        """Stop using the object, because it is about to be destroyed."""
+    def forget(self) -> None: ...
 
 class VerbsQueuePair:
     """A queue pair of such a package. Raises OSError."""

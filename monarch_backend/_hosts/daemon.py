@@ -200,10 +200,7 @@ def run_worker_loop_forever(
 
 @contextlib.contextmanager
 def _signals(*numbers: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that waits for one of these signals, and returns at once where one has arrived before.
-
-    Signals are read from a socket: a thread that waits for a lock misses a signal that arrives just before it waits.
-    """
+    """Yield a wait for one of these signals, also an earlier one. It reads a socket: a lock would miss some."""
     told, tell = socket.socketpair()
     with told, tell:
         tell.setblocking(False)

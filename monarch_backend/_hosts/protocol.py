@@ -135,11 +135,7 @@ class Hosts(_Message, tag="hosts", frozen=True):
 
 
 class KillIfUnresponsive(_Message, tag="kill_if_unresponsive", frozen=True):
-    """Request to an agent: kill this process if it does not read its messages. It was told to stop a while ago.
-
-    ``stop_read``: it has read that order, and may be busy. Then it is killed only if a signal or a debugger has stopped
-    it.
-    """
+    """Kill a process that does not read its messages; with ``stop_read`` only if a signal or debugger stopped it."""
 
     id: int
     stop_read: bool
@@ -164,10 +160,7 @@ class Finish(_Message, tag="finish", frozen=True):
 
 
 class Lost(_Message, tag="lost", frozen=True):
-    """Report that a host is lost, with the reason. A gateway sends it to the controller that has attached the host.
-
-    The controller then sends it to all agents: a host that it has lost is lost to all.
-    """
+    """Report that a host is lost, from a gateway to its controller, and from there to all agents."""
 
     host: str
     reason: str

@@ -16,10 +16,7 @@ FILES = ("MONARCH_TLS_CA", "MONARCH_TLS_CERT", "MONARCH_TLS_KEY")
 
 
 def tls_for() -> Callable[[bytes], Any] | None:
-    """Return a function from a secret to its Tls, or None with MONARCH_TLS=0. With FILES all secrets have one Tls.
-
-    Raises ValueError for another MONARCH_TLS or some of FILES without the others, CertificateError for bad files.
-    """
+    """Return a function from a secret to its Tls; None with MONARCH_TLS=0. Raises ValueError, CertificateError."""
     wanted, files = env.get("MONARCH_TLS"), [env.get(name) for name in FILES]
     if not wanted:
         return None

@@ -43,11 +43,7 @@ class ForkedServer:
     connection: socket.socket
 
     def wait(self) -> None:
-        """Wait for the server's end after that of its connection, and end the processes that it has left.
-
-        A rank that hangs in a driver cannot be killed. The server would wait for it without limit; this function does
-        not.
-        """
+        """Wait for the server's end after its connection's, but not without limit for a rank that hangs in a driver."""
         with contextlib.suppress(OSError, AttributeError):  # a kernel before 5.3, or a Python built on one
             watch = os.pidfd_open(self.pid)
             if not select.select([watch], [], [], REPLY_TIMEOUT_S)[0]:
@@ -149,10 +145,7 @@ class RankProcess:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the rank and its process group; no effect after its end.
-
-        SIGCONT follows, as from systemd: a stopped process would handle the signal only after the grace period.
-        """
+        """Send a signal to the rank's group, and SIGCONT as systemd does: a stopped process handles it at once."""
         for each in (number, signal.SIGCONT):
             self._ranks.kill(self, each)
 

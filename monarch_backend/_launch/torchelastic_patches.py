@@ -191,10 +191,7 @@ def _start_processes(ranks: Ranks) -> Callable[..., PContext]:
 
 
 class _HeldSignals:
-    """Delays signals during the start of ranks: from ``hold`` until ``let_go``, when the agent knows the ranks.
-
-    torch's handler raises. An earlier call would not reach the ranks, which would end without a message.
-    """
+    """Delays signals from ``hold`` to ``let_go``: torch's handler raises, and would not reach ranks that start."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}

@@ -126,10 +126,7 @@ class ProgressLoop:
         return self._reader == threading.get_ident()
 
     def wait(self, what: Waitable, seconds: float | None = None, given_up: Callable[[], bool] | None = None) -> bool:
-        """Wait until ``what.ready``. Return False after ``seconds``, or when ``given_up()`` returns True.
-
-        Code that makes ``given_up`` true must then wake the waiting thread: call `release(what)` and `wake`.
-        """
+        """Wait until ``what.ready``; False after ``seconds``, or if ``given_up()``: then call `release` and `wake`."""
         if self._reader == threading.get_ident():
             raise RuntimeError(
                 "a callback runs on the thread that reads messages, and can't wait for one: use another thread"

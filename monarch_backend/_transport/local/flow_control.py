@@ -118,10 +118,7 @@ class FlowControl:
 
 
 class SharedMemoryWait:
-    """Wait of a sender until receivers release shared memory. They release it without a notification: `wait` polls.
-
-    ``whole``: the sender is in the middle of a message and can't be interrupted.
-    """
+    """Wait, by polling, until receivers release shared memory. ``whole``: within a message, so not interruptible."""
 
     def __init__(self, router: Router, to: Sequence[Peer], whole: bool = False) -> None:
         self._router, self._to, self._whole = router, to, whole

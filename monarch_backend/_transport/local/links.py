@@ -50,10 +50,7 @@ class Links(Protocol):
     token: str
 
     def connect(self, token: str) -> int:
-        """Return the link to the process with this token; -1 if it can't be reached.
-
-        Return LINK_PENDING if the process exists and does not answer yet. MET or REFUSED follows later.
-        """
+        """Return the link; LINK_PENDING before it answers (MET or REFUSED follows); -1 if it can't be reached."""
         ...
 
     @property

@@ -97,10 +97,7 @@ class Router:
     def send(
         self, peer: Peer, kind: int, target: int, ref: int, rank: int, prefix: bytes, body: Any, buffers: Any = None
     ) -> None:
-        """Send a message, in order after the earlier ones to this process. Waits for credit.
-
-        Raises PeerGoneError, and sends nothing, if the process is known to be gone.
-        """
+        """Send a message in order; wait for credit. Raises PeerGoneError, and sends nothing, if the peer is gone."""
         size = len(body) if buffers is None and type(body) is bytes else size_of(body, buffers)
         places = places_of(size)
         with self.lock:
@@ -273,10 +270,7 @@ class Router:
         buffers: Any = None,
         combine: bool = False,
     ) -> None:
-        """Send a message to each (process, rank); waits for credit of all. Processes that are gone are left out.
-
-        With ``combine`` the replies are aggregated on their way up the tree.
-        """
+        """Send to each (process, rank) that is alive; waits for credit of all. ``combine``: replies are aggregated."""
         alive = [(peer, rank) for peer, rank in to if peer.gone is None]
         if not alive:
             return
@@ -382,10 +376,7 @@ class Router:
             self.in_order(peer, frame, None)
 
     def in_order(self, peer: Peer, frame: Frame, combiner: ReplyAggregator | None) -> bool:
-        """Handle a frame, or hold it until the frames before it have arrived.
-
-        Return False for a duplicate, and for a frame that waits for earlier ones of a dead sender.
-        """
+        """Handle a frame, or hold it until those before it have come. False: a duplicate, or its sender is gone."""
         if frame.seq != peer.received + 1:
             if frame.seq <= peer.received or frame.seq in peer.held or peer.gone is not None:
                 return False

@@ -126,10 +126,7 @@ def unpack(prefix: bytes, view: memoryview) -> Envelope:
 
 
 class RelayHeader(NamedTuple):
-    """Prefix of a PASS frame. ``hosts``: this host and those below it, each with its packed receivers.
-
-    ``over``: the root has all replies to its multicasts before this number.
-    """
+    """Prefix of PASS. ``hosts``: packed receivers, of this host first. ``over``: the root has all replies before."""
 
     root: str
     parent: str
@@ -180,10 +177,7 @@ def for_many(rows: bytes, rest: bytes) -> bytes:
 
 
 def arrived(root: str, number: int, who: str, done: bool, lost: Sequence[str] = ()) -> Envelope:
-    """Return an ARRIVED frame to the parent in a tree.
-
-    The ``lost`` hosts could not be reached from ``who``. With ``done`` all others below have the multicast.
-    """
+    """Return ARRIVED for the parent: ``who`` can't reach the ``lost`` hosts; ``done``: all others below have it."""
     return Envelope(ARRIVED, 0, 0, number, int(done), 0, "".join((root, who, *lost)).encode(), b"", None)
 
 

@@ -182,10 +182,7 @@ class Gateway:
     # ---- from another host
 
     def arrived(self, prefix: bytes, body: memoryview, on_call: Callable[[str], None] | None = None) -> None:
-        """Handle a frame of another gateway; ``body`` may be reused afterwards. Raises FrameError.
-
-        ``on_call`` is called with the caller's host before a CALL is answered.
-        """
+        """Handle a frame of another gateway. ``on_call`` gets a caller's host before the answer. Raises FrameError."""
         frame = envelope.unpack(prefix, body)
         with self._lock:
             if frame.kind == CALL and on_call is not None:

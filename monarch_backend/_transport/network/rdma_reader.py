@@ -195,10 +195,7 @@ class Nics:
     # ---- others' memory
 
     def read(self, link: PeerLink, parts: Sequence[Part], body: memoryview, whole: memoryview, done: Done) -> None:
-        """Read parts into ``body``, which lies in ``whole``. The registration of ``whole`` lives as long as it does.
-
-        ``done`` is called once, from any thread, with None or the error, when no NIC writes there any more.
-        """
+        """Read parts into ``body``, in ``whole``. Any thread calls ``done(error)`` once, after the last write."""
         from monarch_backend._verbs import Region
         from monarch_backend._verbs.registrations.cache import allocation_of
 

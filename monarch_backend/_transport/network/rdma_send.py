@@ -61,11 +61,7 @@ class RdmaSend:
 
 @dataclass(eq=False)
 class RdmaRead:
-    """Frame that is read from the sender's memory.
-
-    ``current``: whether the connection on which it was announced still exists. ``over``: call it when the frame's
-    memory may be reused. ``until``: time limit of the read.
-    """
+    """Frame that is read from the sender's memory while ``current()``. ``over()`` allows reuse of its memory."""
 
     head: Head
     prefix: bytes

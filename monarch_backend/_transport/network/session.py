@@ -105,11 +105,7 @@ class Session:
         return self._frame(*self._keep(prefix, body))
 
     def rdma_frame(self, notes: bytes, prefix: bytes, body: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """Return the bytes of a RDMA_FRAME frame, with only the ``rest`` of the body.
-
-        ``notes`` say where the peer reads the other parts. The whole frame is sent as DATA on the next connection, or
-        by :meth:`again`.
-        """
+        """Return a RDMA_FRAME with the ``rest`` of the body. ``notes``: where the peer reads the other parts."""
         number, _, _, size = self._keep(prefix, body)
         return [self._head(RDMA_FRAME, number, len(notes) + len(prefix), size) + notes + prefix, *rest]
 
@@ -171,10 +167,7 @@ class Session:
         return True
 
     def take(self, head: Head) -> bool:
-        """Receive a frame; returns and raises as :meth:`is_next`.
-
-        Call it after the last byte of the body: the frame is acknowledged, and the connection may break within a body.
-        """
+        """Receive a frame after its last byte, which acknowledges it; returns and raises as :meth:`is_next`."""
         if not self.is_next(head):
             return False
         self.received = head.number
