@@ -24,6 +24,7 @@ import msgspec
 
 from monarch_backend._core import env, platform
 from monarch_backend._hosts import protocol
+from monarch_backend._hosts.connection_settings import tls_for
 from monarch_backend._hosts.log_forwarding import OutputReader
 from monarch_backend._hosts.protocol import (
     Ask,
@@ -45,7 +46,6 @@ from monarch_backend._hosts.protocol import (
     Versions,
     Welcome,
 )
-from monarch_backend._hosts.tls_config import tls_for
 from monarch_backend._processes import linux, local_sockets
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import RANKS_HERE, Event, ProcessSpec, Spawner

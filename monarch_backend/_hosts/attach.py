@@ -14,10 +14,9 @@ from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts import agent as agent_module
 from monarch_backend._hosts import protocol
-from monarch_backend._hosts.address import find_secret, parse_address
+from monarch_backend._hosts.connection_settings import find_secret, parse_address, tls_for
 from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Started
 from monarch_backend._hosts.remote_spawner import RemoteSpawner
-from monarch_backend._hosts.tls_config import tls_for
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._mesh.runtime_protocol import program

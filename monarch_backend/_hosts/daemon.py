@@ -21,9 +21,8 @@ import msgspec
 
 from monarch_backend._core.addresses import is_loopback
 from monarch_backend._hosts import agent, protocol
-from monarch_backend._hosts.address import given_secrets, parse_address
+from monarch_backend._hosts.connection_settings import given_secrets, parse_address, tls_for
 from monarch_backend._hosts.protocol import Ask, Unwelcome, Versions, Welcome
-from monarch_backend._hosts.tls_config import tls_for
 from monarch_backend._processes import local_sockets
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import Event, Exited, Spawner, SpawnFailed

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 from monarch_backend._core import env
 from monarch_backend._core.timeouts import check_bounded
-from monarch_backend._hosts.address import parse_address
 from monarch_backend._hosts.attach import attach_to_workers
+from monarch_backend._hosts.connection_settings import parse_address
 from monarch_backend._hosts.process_identity import Identity
 from monarch_backend._job import state_file
 from monarch_backend._job.errors import JobError

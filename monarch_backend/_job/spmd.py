@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from monarch_backend._core import env
 from monarch_backend._core.timeouts import check_bounded
-from monarch_backend._hosts.address import given_secret
 from monarch_backend._hosts.attach import attach_to_workers
+from monarch_backend._hosts.connection_settings import given_secret
 from monarch_backend._job.base import STOP_TIMEOUT_S, JobState, check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS, Launch
