@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.local import frames, tuning
@@ -33,15 +33,10 @@ if TYPE_CHECKING:
 class Multicast:
     """A multicast that this process has sent, until all receivers have it."""
 
-    number: int
-    kind: int
-    target: int
-    ref: int
-    prefix: bytes
+    route: Route
     body: Any
     peers: list[Peer]
-    hops: list[frames.RelayHop]
-    missing: set[int] = field(default_factory=set)
+    missing: set[int]
 
 
 class ReplyAggregator:
@@ -133,22 +128,17 @@ class TreeMulticast:
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, combine: bool
     ) -> None:
         """Send to the first processes of the tree. Call under the lock."""
-        hops, places = [], places_of(size_of(body, None))
-        for peer, rank in to:
-            peer.sent = seq = peer.sent + 1
+        peers, ranks, places = [peer for peer, _ in to], [rank for _, rank in to], places_of(size_of(body, None))
+        seqs = []
+        for peer in peers:
+            peer.sent += 1
             peer.credit -= places
-            hops.append(frames.RelayHop(peer.token, seq, rank))
-        number = next(self._router.ids)
-        peers = [peer for peer, _ in to]
-        multicast = Multicast(number, kind, target, ref, prefix, own_body(body), peers, hops, set(range(len(hops))))
-        self.multicasts[number] = multicast
-        tokens = "".join(hop.token for hop in hops)
-        seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
-        route = frames.encode(
-            Route(number, self._router.token, kind, target, ref, combine, prefix, tokens, seqs, ranks)
-        )
-        first = [(peers[i].link, 0, i, peers[i].epoch) for i in range(min(tuning.TREE_FANOUT, len(hops)))]
-        self._send_each(first, route, multicast.body, None)
+            seqs.append(peer.sent)
+        number, tokens = next(self._router.ids), "".join(peer.token for peer in peers)
+        route = Route(number, self._router.token, kind, target, ref, combine, prefix, tokens, seqs, ranks)
+        self.multicasts[number] = multicast = Multicast(route, own_body(body), peers, set(range(len(peers))))
+        first = [(peer.link, 0, i, peer.epoch) for i, peer in enumerate(peers[: tuning.TREE_FANOUT])]
+        self._send_each(first, frames.encode(route), multicast.body, None)
         for index, peer in enumerate(peers):
             if peer.gone is not None:
                 self._bypass(multicast, index)
@@ -210,26 +200,17 @@ class TreeMulticast:
 
     def _bypass(self, multicast: Multicast, index: int) -> None:
         """Send directly to the processes below this place of the tree."""
-        for below in descendants(index, len(multicast.hops), tuning.TREE_FANOUT):
+        for below in descendants(index, len(multicast.peers), tuning.TREE_FANOUT):
             if below in multicast.missing and multicast.peers[below].gone is None:
                 self._emit_hop(multicast, below)
 
     def _emit_hop(self, multicast: Multicast, index: int) -> None:
-        hop, peer = multicast.hops[index], multicast.peers[index]
+        route, peer = multicast.route, multicast.peers[index]
         multicast.missing.discard(index)  # a direct link loses nothing
         if not multicast.missing:
-            self.multicasts.pop(multicast.number, None)
-        self._router.emit(
-            peer,
-            multicast.kind,
-            multicast.target,
-            multicast.ref,
-            hop.seq,
-            hop.rank,
-            multicast.prefix,
-            multicast.body,
-            None,
-        )
+            self.multicasts.pop(route.multicast, None)
+        seq, rank = route.seqs[index], route.ranks[index]
+        self._router.emit(peer, route.kind, route.target, route.ref, seq, rank, route.prefix, multicast.body, None)
 
     def on_arrived(self, _peer: Peer, message: MulticastArrived, _: Frame) -> None:
         self._mark(message.multicast, message.tokens)
@@ -241,7 +222,7 @@ class TreeMulticast:
                 return
             gone = set(tokens)
             multicast.missing -= {
-                i for i, hop in enumerate(multicast.hops) if hop.token in gone or multicast.peers[i].gone is not None
+                i for i, peer in enumerate(multicast.peers) if peer.token in gone or peer.gone is not None
             }
             if not multicast.missing:
                 del self.multicasts[number]
@@ -253,7 +234,7 @@ class TreeMulticast:
             if multicast is None:
                 return
             for token in message.tokens:
-                index = next((i for i, hop in enumerate(multicast.hops) if hop.token == token), None)
+                index = next((i for i, peer in enumerate(multicast.peers) if peer.token == token), None)
                 if index is not None:
                     if index in multicast.missing and multicast.peers[index].gone is None:
                         self._emit_hop(multicast, index)
@@ -278,7 +259,7 @@ class TreeMulticast:
         multicast = self.multicasts.get(frame.target)
         at, nth, body = 0, 0, memoryview(frame.body)
         handler = self._router.handlers[Kind.REPLY]
-        ranks = {hop.rank: hop.token for hop in multicast.hops} if multicast is not None else {}
+        ranks = {} if multicast is None else dict(zip(multicast.route.ranks, multicast.peers, strict=True))
         for part in parts:
             own = body[at : at + part.body]
             one = Frame(
@@ -297,7 +278,7 @@ class TreeMulticast:
             if part.status != Status.NOTHING:
                 handler(peer, one, None)
         if multicast is not None:
-            self._mark(frame.target, [ranks[part.rank] for part in parts if part.rank in ranks])
+            self._mark(frame.target, [ranks[part.rank].token for part in parts if part.rank in ranks])
 
     def on_peer_exit(self, peer: Peer) -> None:
         """Send directly to the subtree of a process that is gone; expect no reply from it. Call under the lock."""
