@@ -33,8 +33,9 @@ def _control(data: bytes) -> None:
 
 def _route(data: bytes) -> None:
     route = frames.decode_route(data)
-    hops = [route.hop(index) for index in range(len(route))]
-    assert hops and all(len(hop.token) == frames.TOKEN_LENGTH for hop in hops)
+    tokens = [route.token(index) for index in range(len(route))]
+    assert tokens and all(len(token) == frames.TOKEN_LENGTH for token in tokens)
+    assert len(tokens) == len(route.seqs) == len(route.ranks)
     assert frames.decode_route(frames.encode(route)) == route
 
 

@@ -62,14 +62,6 @@ MAX_CONTROL_BYTES = 1 << 20
 """Bytes of a control message without its body, which is the user's data."""
 
 
-class RelayHop(NamedTuple):
-    """Receiver of a multicast: the process, the message's sequence number for it, and its rank in the mesh."""
-
-    token: str
-    seq: int
-    rank: int
-
-
 TOKEN_LENGTH = 32
 """Characters of a token."""
 
@@ -77,7 +69,8 @@ TOKEN_LENGTH = 32
 class Route(msgspec.Struct, array_like=True, gc=False):
     """Receivers of a multicast, in the order of the tree. The frame's rank is the receiver's place in it.
 
-    The tokens are one string: every receiver decodes the whole route and needs only a few entries.
+    ``seqs`` and ``ranks`` are the message's sequence numbers and the ranks in the mesh. The tokens are one string:
+    every receiver decodes the whole route and needs only a few entries.
     """
 
     multicast: int
@@ -94,10 +87,8 @@ class Route(msgspec.Struct, array_like=True, gc=False):
     def __len__(self) -> int:
         return len(self.seqs)
 
-    def hop(self, index: int) -> RelayHop:
-        return RelayHop(
-            self.tokens[TOKEN_LENGTH * index : TOKEN_LENGTH * (index + 1)], self.seqs[index], self.ranks[index]
-        )
+    def token(self, index: int) -> str:
+        return self.tokens[TOKEN_LENGTH * index : TOKEN_LENGTH * (index + 1)]
 
 
 class Part(msgspec.Struct, array_like=True, gc=False):

@@ -147,40 +147,40 @@ class TreeMulticast:
     def receive(self, frame: Frame) -> None:
         """Relay a multicast to the processes below this one, then deliver it here."""
         route = frames.decode_route(frame.prefix)
-        if frame.rank >= len(route) or route.hop(frame.rank).token != self._router.token:
+        if frame.rank >= len(route) or route.token(frame.rank) != self._router.token:
             raise FrameError("a multicast for another process")
         root = self._router.peer(route.root)
         below = children(frame.rank, len(route), tuning.TREE_FANOUT)
         combiner = None
         with self._router.lock:
             if route.combine and root.gone is None:
-                counts = {route.hop(i).token: 1 + len(descendants(i, len(route), tuning.TREE_FANOUT)) for i in below}
+                counts = {route.token(i): 1 + len(descendants(i, len(route), tuning.TREE_FANOUT)) for i in below}
                 combiner = self.combiners[route.root, route.multicast] = ReplyAggregator(
                     self._router, frame.link, root, route, counts
                 )
             self._pass_on(route, root, frame, below)
             if not route.combine:
                 self._router.tell(root, MulticastArrived(route.multicast, [self._router.token]))
-        hop = route.hop(frame.rank)
+        rank = route.ranks[frame.rank]
         mine = Frame(
             frame.link,
             route.kind,
             route.target,
             route.ref,
-            hop.seq,
-            hop.rank,
+            route.seqs[frame.rank],
+            rank,
             self._router.epoch,
             route.prefix,
             frame.body,
             frame.buffers,
         )
         if not self._router.in_order(root, mine, combiner) and combiner is not None:
-            combiner.own(hop.rank, Status.NOTHING, b"", None)  # a copy came directly, and so does its reply
+            combiner.own(rank, Status.NOTHING, b"", None)  # a copy came directly, and so does its reply
 
     def _pass_on(self, route: Route, root: Peer, frame: Frame, below: Sequence[int]) -> None:
         to = []
         for index in below:
-            token = route.hop(index).token
+            token = route.token(index)
             child = self._router.peer(token, root)
             if child.gone is None and self._router.reach(child):
                 to.append((child.link, 0, index, child.epoch))
