@@ -59,10 +59,6 @@ class Launch:
         with contextlib.suppress(BrokenPipeError):
             self._in.write(secret.hex().encode() + b"\n")
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def ready(self, until: float) -> Up:
         """Return the host once it listens. Raises JobError if it ends, or at the monotonic time ``until``."""
         says = select.poll()  # select() is limited to 1024 descriptors

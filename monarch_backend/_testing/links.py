@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._transport.local.frames import Kind
+from monarch_backend._transport.local.frames import Kind, own, own_all, size_of
 from monarch_backend._transport.local.links import LINK_PENDING, Receiver
 from monarch_backend._transport.tokens import host_of
 
@@ -136,9 +136,8 @@ class SimulatedLinks:
             return True
         simulation = self._simulation
         rng, travel = simulation.random, simulation.conditions.travel
-        if type(body) is not bytes:
-            body = bytes(body) if isinstance(body, (bytearray, memoryview)) else b"".join(body)
-        if not self._room(len(prefix) + len(body) + sum(memoryview(b).nbytes for b in buffers or ())):
+        body = own(body)
+        if not self._room(len(prefix) + size_of(body, buffers)):
             return False
         for link, seq, rank, epoch in to:
             if link < 0:
@@ -146,8 +145,7 @@ class SimulatedLinks:
             wire = self.out[link]
             self.sent += 1
             if not wire.closed:
-                own = [bytearray(buffer) for buffer in buffers] if buffers else None
-                event = (wire.number, int(kind), target, ref, seq, rank, epoch, bytes(prefix), body, own)
+                event = (wire.number, int(kind), target, ref, seq, rank, epoch, bytes(prefix), body, own_all(buffers))
                 wire.put(event, travel(rng))
         return True
 

@@ -270,7 +270,9 @@ class Tcp:
         """End a session: lost for ``why``, or with ``hang_up`` by this side, which tells the peer and calls nothing."""
         if self.remotes.pop(remote.id, None) is None:
             return
-        self._forget(remote)
+        self.ended_sessions[remote.id] = None  # it must not begin again with frames that were delivered before
+        while len(self.ended_sessions) > MAX_ENDED_SESSIONS:
+            del self.ended_sessions[next(iter(self.ended_sessions))]
         with remote.lock:
             remote.lost = why
             if self.rdma_sender is not None:
@@ -285,12 +287,6 @@ class Tcp:
             self.drop(connection)
         if not hang_up:
             self._on_lost(remote)
-
-    def _forget(self, remote: PeerConnection) -> None:
-        """Remember the end of a session, so that it does not begin again with frames that were delivered before."""
-        self.ended_sessions[remote.id] = None
-        while len(self.ended_sessions) > MAX_ENDED_SESSIONS:
-            del self.ended_sessions[next(iter(self.ended_sessions))]
 
     def _hang_up(self, remote: PeerConnection) -> None:
         self.lose(remote, "this side has ended the session", hang_up=True)
