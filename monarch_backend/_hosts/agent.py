@@ -335,7 +335,6 @@ class AgentProcess:
             self._finish(f"its controller is gone: {peer.gone}")
 
     def _answered(self, remote: PeerConnection, body: memoryview) -> None:
-        """Handle a daemon's answer to the request for an agent."""
         asked = self._asking.pop(remote)
         self._tcp.hang_up(remote)
         try:

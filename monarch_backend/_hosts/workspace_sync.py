@@ -75,8 +75,6 @@ def _is_ignored(name: str, patterns: Iterable[str]) -> bool:
 
 
 class Keeper(Actor):
-    """Actor that writes a host's copy of a workspace."""
-
     def __init__(self, to: str, ignored: Sequence[str]) -> None:
         self._tree = WorkspaceTree(Path(os.path.expanduser(os.path.expandvars(to))))
         self._ignored = ignored
@@ -103,7 +101,6 @@ class Keeper(Actor):
 
     @endpoint
     def settle(self, files: dict[str, Entry]) -> tuple[int, int]:
-        """Remove and write files; return how many were written and removed."""
         removed = sum(
             self._tree.remove(name) for name in self._obsolete
         )  # first, because a directory may take a file's name

@@ -244,7 +244,6 @@ class ForkedContext(SubprocessContext):
         return super().wait(timeout, period)
 
     def wait_for_end(self, timeout: float) -> None:
-        """Wait until a rank ends that had not ended at the last call."""
         self._held.let_go()
         self._ends_seen = self._ranks.wait_for_end(self._ends_seen, timeout)
 

@@ -46,8 +46,6 @@ class HandshakeError(MonarchError, ConnectionError):
 
 
 class Refusal:
-    """Reason for which a host refuses a connection, in its answer."""
-
     NONE, PROTOCOL, SECRET, SESSION, FULL = range(5)
 
 

@@ -399,7 +399,6 @@ class Tcp:
         self.adopt(plain, remote, b"")
 
     def _dial_again(self, remote: PeerConnection) -> None:
-        """Connect again after a pause that doubles each time."""
         first = self.bounds.pause
         remote.pause = min(remote.pause * 2, first * 10) if remote.pause else first
         pause = remote.pause * random.uniform(0.5, 1.0)  # many connections may break at once

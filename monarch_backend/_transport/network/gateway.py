@@ -174,7 +174,6 @@ class Gateway:
         return [(entry[:TOKEN_LENGTH], int(entry[TOKEN_LENGTH:])) for entry in self._asked.pop(token, ())]
 
     def unread(self, pid: int) -> bool:
-        """Whether a process of this host has unread frames."""
         with self._lock:
             links = [link for link, (_, its) in self._by_link.items() if its == pid]
             return any(link in self._kept or self._links.unread(link) > 0 for link in links)

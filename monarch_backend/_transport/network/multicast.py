@@ -84,7 +84,6 @@ class _Multicast:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Identifies the multicast on all hosts."""
         return self.root, self.number
 
 
@@ -332,7 +331,6 @@ class Relay:
                 self._came(call, gather, 1)
 
     def _come_up(self, frame: Envelope) -> None:
-        """Handle aggregated replies of a host below. Raises FrameError."""
         rest = frame.prefix[2 * TOKEN_LENGTH :]
         root, replies = str(rest[:HOST_ID_LENGTH], "ascii", "replace"), frames.decode_replies(rest[HOST_ID_LENGTH:])
         call = frame.to, frame.ref

@@ -85,12 +85,10 @@ class Nics:
             return self._thread is not None
 
     def do(self, call: Callable[[], None]) -> None:
-        """Schedule a call on the thread, if it runs."""
         if self._thread is not None:
             self._queue.put(call)
 
     def close(self) -> None:
-        """End all reads, in both directions, and release the engine."""
         with self._starting:
             self._closed = True
             thread, self._thread = self._thread, None

@@ -113,7 +113,6 @@ class RemoteLinks:
         return True
 
     def drop(self, link: int) -> None:
-        """As Links.drop. Does nothing for a link to another host."""
         if link < FIRST_REMOTE_LINK:
             self.native.drop(link)
 
