@@ -129,9 +129,9 @@ class TreeMulticast:
         peers, ranks, places = [peer for peer, _ in to], [rank for _, rank in to], places_of(size_of(body, None))
         seqs = []
         for peer in peers:
-            peer.sent += 1
+            peer.sent = seq = peer.sent + 1  # a signal handler may send to this peer, too
             peer.credit -= places
-            seqs.append(peer.sent)
+            seqs.append(seq)
         number, tokens = next(self._router.ids), "".join(peer.token for peer in peers)
         route = Route(number, self._router.token, kind, target, ref, combine, prefix, tokens, seqs, ranks)
         self.multicasts[number] = multicast = Multicast(route, own_body(body), peers, set(range(len(peers))))
