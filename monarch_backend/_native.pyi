@@ -95,8 +95,6 @@ class Ref:
     def __init__(self, workers: Any, number: int, /) -> None: ...
 
 class Entry:
-    """Cached data of a signature."""
-
     workers: Any
     number: int
     kind: int
@@ -141,9 +139,7 @@ class Call:
         self, function: Callable[..., Any], arguments: list[Any], names: tuple[str, ...], operands: int, results: int,
         kind: int, writes: bool, /,
     ) -> None: ...  # fmt: skip
-    def run(self, tensors: Any, words: list[Any], i: int, /) -> None:
-        """Execute the record at ``words[i]``."""
-
+    def run(self, tensors: Any, words: list[Any], i: int, /) -> None: ...
     def given(self, tensors: Any, words: list[Any], i: int, /) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with which the record calls the function."""
 
@@ -169,9 +165,7 @@ class Host:
         """Kill this process as soon as the peer with this token ends. Return False if it has ended already."""
 
     @property
-    def token(self) -> str:
-        """The token under which this process listens."""
-
+    def token(self) -> str: ...
     def connect(self, token: str, seconds: float = 1.0) -> Peer | None:
         """Connect to the process with this token and exchange arenas.
 
@@ -184,15 +178,9 @@ class Host:
     def allocate_control_block(self, size: int, /) -> int:
         """Allocate a rank's control block for a group of ``size``. Return its offset, or 0 when the arena is full."""
 
-    def free_control_block(self, control_block: int, /) -> None:
-        """Free a control block for which no group was made."""
-
-    def used(self) -> int:
-        """Return the bytes of the arena in use."""
-
-    def size(self) -> int:
-        """Return the bytes of the arena."""
-
+    def free_control_block(self, control_block: int, /) -> None: ...
+    def used(self) -> int: ...
+    def size(self) -> int: ...
     def leave(self) -> None:
         """Tell the peers that this process ends without a failure."""
 
@@ -211,12 +199,8 @@ _Spans = list[tuple[int, int]]  # address, bytes
 _Failure = tuple[str, int, str]  # dead, left, late, mismatch or closed; failed rank or -1; text
 
 class Operation:
-    """An operation in progress."""
-
     @property
-    def done(self) -> bool:
-        """Whether it has ended, with a failure or without."""
-
+    def done(self) -> bool: ...
     @property
     def source(self) -> int:
         """Of a receive: the rank that sent."""
@@ -225,15 +209,12 @@ class Operation:
         """Drop the reference to the owner of the memory, because the caller keeps it."""
 
     @property
-    def failure(self) -> _Failure | None:
-        """The failure, once it is done; None if it succeeded."""
+    def failure(self) -> _Failure | None: ...
 
 def collectives() -> tuple[tuple[str, bool, bool], ...]:
     """Return for each collective its name, whether it has a root, and whether it reduces."""
 
 class ShmGroup:
-    """A group of ranks on this host."""
-
     def __init__(
         self, host: Host, rank: int, peers: list[Peer | None], control_blocks: list[int], read_from: int, label: str
     ) -> None:
@@ -260,9 +241,7 @@ class ShmGroup:
         """
 
     @property
-    def sequence(self) -> int:
-        """Number of collectives so far."""
-
+    def sequence(self) -> int: ...
     def fast_path(
         self,
         collective: int,
@@ -354,9 +333,7 @@ class Mailbox:
         body: Any,
         buffers: Sequence[Any] | None,
         /,
-    ) -> bool:
-        """Send a frame without waiting. Return False, and send nothing, if there is no space for its payload."""
-
+    ) -> bool: ...
     def multicast(
         self,
         to: list[tuple[int, int, int, int]],
@@ -370,15 +347,11 @@ class Mailbox:
     ) -> bool:
         """Send one frame to several receivers, each (link, seq, rank, epoch). The payload is copied once."""
 
-    def drop(self, link: int, /) -> None:
-        """Close this link for sending."""
-
+    def drop(self, link: int, /) -> None: ...
     def acquire_turn(self) -> bool:
         """Take the turn to read, from the standby thread if that has it. Return False if another reader has it."""
 
-    def release_turn(self) -> None:
-        """Release the turn to read."""
-
+    def release_turn(self) -> None: ...
     def receive(self, seconds: float | None, standby: bool = False) -> list[Any]:
         """Return events. Requires the turn. Empty after ``seconds``, after `wake`, or after a signal.
 
@@ -389,15 +362,9 @@ class Mailbox:
     def acquire_turn_as_standby(self) -> bool:
         """Wait until no other thread reads, and take the turn. Return False once closed."""
 
-    def is_turn_wanted(self) -> bool:
-        """Return whether a reader waits for the standby thread to release the turn."""
-
-    def unread(self, link: int, /) -> int:
-        """Return the bytes of frames that the receiver has not read yet."""
-
-    def wake(self) -> None:
-        """Make the reading thread return from `receive`."""
-
+    def is_turn_wanted(self) -> bool: ...
+    def unread(self, link: int, /) -> int: ...
+    def wake(self) -> None: ...
     def close(self) -> None:
         """End `acquire_turn_as_standby`; later calls return at once."""
 
@@ -490,24 +457,19 @@ class Memory:
     def mapped(self) -> int:
         """Return the number of other processes' GPU allocations that are mapped here or were refused by the driver."""
 
-class GpuFailure(RuntimeError):
-    """An error of a GPU's driver."""
+class GpuFailure(RuntimeError): ...
 
 def gpu_open(libraries: Sequence[str]) -> None:
     """Open the first driver library that works. Raises GpuFailure if none does. Later calls do nothing."""
 
-def gpu_library() -> str:
-    """Return the name of the driver library in use, or an empty string."""
-
+def gpu_library() -> str: ...
 def gpu_device_of(address: int) -> int:
     """Return the number of the GPU with this memory; -1 for none, and for all memory before `gpu_open`."""
 
 def gpu_allocation_of(address: int) -> tuple[int, int]:
     """Return address and bytes of the allocation that contains the address. Raises GpuFailure."""
 
-def gpu_wait_for_stream(device: int, stream: int) -> None:
-    """Wait until the work of a stream is done. Raises GpuFailure."""
-
+def gpu_wait_for_stream(device: int, stream: int) -> None: ...
 def gpu_dma_buf(address: int, nbytes: int) -> int:
     """Return a new descriptor of the dma-buf of this range of whole pages. Raises GpuFailure."""
 
@@ -533,8 +495,7 @@ class GpuCopies:
     def begin(self, stream: int, to_gpu: bool, host: int, parts: _Segments) -> None:
         """Start to copy all parts, whose local addresses are the GPU's, to or from ``host``, one after the other."""
 
-    def finish(self, stream: int) -> None:
-        """Wait until the stream's copies are done."""
+    def finish(self, stream: int) -> None: ...
 
 class Copies:
     """A reusable list of copies between this process and others of its host."""
@@ -555,8 +516,7 @@ class MemoryIdentity:
         """
 
     @property
-    def encrypted(self) -> bool:
-        """Whether connections use TLS."""
+    def encrypted(self) -> bool: ...
 
 class Cancel:
     """Cancels waiting transfers. It stays set."""
@@ -565,8 +525,6 @@ class Cancel:
     def is_set(self) -> bool: ...
 
 class TransferResult:
-    """Result of a transfer."""
-
     @property
     def outcome(self) -> str:
         """done, refused, unreachable (no request was sent), lost (it may have run), timed_out or cancelled."""
@@ -576,9 +534,7 @@ class TransferResult:
         """If refused: dropped, wrong_key, out_of_range, read_only or misaligned."""
 
     @property
-    def text(self) -> str:
-        """Text for messages, if it is not done."""
-
+    def text(self) -> str: ...
     @property
     def value(self) -> int:
         """The old value of an atomic operation."""
@@ -592,20 +548,11 @@ class MemoryServer:
     def listen(self, address: str, port: int = 0) -> int:
         """Listen at a numeric address, IPv4 or IPv6. Return the port. Raises OSError or ValueError."""
 
-    def add_staging(self, key: int, memory: PinnedMemory, slot_bytes: int) -> None:
-        """Add staging memory. Requests name it by this key."""
-
-    def remove_staging(self, key: int) -> None:
-        """Remove staging memory. Requests that have started continue."""
-
-    def connections(self) -> int:
-        """Return the number of authenticated connections."""
-
-    def close(self) -> None:
-        """End all connections and threads."""
-
-    def abandon(self) -> None:
-        """In a forked child: close inherited descriptors without a message to the peers."""
+    def add_staging(self, key: int, memory: PinnedMemory, slot_bytes: int) -> None: ...
+    def remove_staging(self, key: int) -> None: ...
+    def connections(self) -> int: ...
+    def close(self) -> None: ...
+    def abandon(self) -> None: ...
 
 class SmallRequest:
     """A small transfer in flight, whose result one caller fetches."""
@@ -617,8 +564,7 @@ class SmallRequest:
         """
 
     @property
-    def is_over(self) -> bool:
-        """Whether its local memory is not accessed any more."""
+    def is_over(self) -> bool: ...
 
 class StagingConnection:
     """A connection for one thread's requests to copy to and from a peer's staging memory."""
@@ -628,9 +574,7 @@ class StagingConnection:
     ) -> tuple[int, int, int, int, str]:
         """Request a copy: from the slot to the ranges to write, else back. Return the result of sending."""
 
-    def receive_reply(self) -> tuple[int, int, int, int, str]:
-        """Return the result of the first request without a reply."""
-
+    def receive_reply(self) -> tuple[int, int, int, int, str]: ...
     def close(self) -> None:
         """Return the connection to the pool, or close it if replies are missing."""
 
@@ -647,9 +591,7 @@ class MemoryClient:
 
     def write(
         self, ticket: _Ticket, segments: _Segments, seconds: float | None = None, cancel: Cancel | None = None
-    ) -> TransferResult:
-        """Write from local memory."""
-
+    ) -> TransferResult: ...
     def fetch_add(
         self, ticket: _Ticket, offset: int, operand: int, seconds: float | None = None, cancel: Cancel | None = None
     ) -> TransferResult:
@@ -689,11 +631,8 @@ class MemoryClient:
     ) -> tuple[StagingConnection | None, tuple[int, int, int, int, str]]:
         """Wait for a connection. On failure return None and the result that says why."""
 
-    def close(self) -> None:
-        """End all transfers, connections and threads."""
-
-    def abandon(self) -> None:
-        """In a forked child: close inherited descriptors without a message to the peers."""
+    def close(self) -> None: ...
+    def abandon(self) -> None: ...
 
 class VerbsCompletionQueue:
     """A completion queue of a Python package for libibverbs, used without the package's code. Raises OSError."""
@@ -706,18 +645,14 @@ class VerbsCompletionQueue:
     def poll(self, most: int) -> list[Any]:
         """Return completions as tuples like `Completion` of _verbs/providers/provider.py, at most 64."""
 
-    def forget(self) -> None:
-        """Stop using the object, because it is about to be destroyed."""
+    def forget(self) -> None: ...
 
 class VerbsQueuePair:
     """A queue pair of such a package. Raises OSError."""
 
     @staticmethod
-    def find(owner: object, number: int, queue: VerbsCompletionQueue) -> VerbsQueuePair | None:
-        """Find the queue of a package's object. Return None if it is not certain."""
-
+    def find(owner: object, number: int, queue: VerbsCompletionQueue) -> VerbsQueuePair | None: ...
     def post(self, works: Sequence[tuple[int, ...]]) -> None:
         """Post work requests in one call: tuples like `Work` of _verbs/providers/provider.py."""
 
-    def forget(self) -> None:
-        """Stop using the object, because it is about to be destroyed."""
+    def forget(self) -> None: ...

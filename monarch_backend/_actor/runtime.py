@@ -46,7 +46,6 @@ from monarch_backend._logs.worker_logging import install_worker_logging
 from monarch_backend._mesh import runtime_protocol as seam
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
-from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
 from monarch_backend._transport.local.event_loop import ProgressLoop
 from monarch_backend._transport.local.frames import (
     REPORT_BUSY,
@@ -65,6 +64,7 @@ from monarch_backend._transport.local.frames import (
 from monarch_backend._transport.local.links import Clock, Links, LocalLinks, RealClock
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend._transport.local.router import Router
+from monarch_backend._transport.local.tree_multicast import ReplyAggregator
 
 log = logging.getLogger("monarch_backend")
 

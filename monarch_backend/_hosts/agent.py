@@ -24,6 +24,7 @@ import msgspec
 
 from monarch_backend._core import env, platform
 from monarch_backend._hosts import protocol
+from monarch_backend._hosts.connection_settings import tls_for
 from monarch_backend._hosts.log_forwarding import OutputReader
 from monarch_backend._hosts.protocol import (
     Ask,
@@ -45,7 +46,6 @@ from monarch_backend._hosts.protocol import (
     Versions,
     Welcome,
 )
-from monarch_backend._hosts.tls_config import tls_for
 from monarch_backend._processes import linux, local_sockets
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import RANKS_HERE, Event, ProcessSpec, Spawner
@@ -114,9 +114,7 @@ class AgentProcess:
     """The main object of an agent's process. `run` returns when the agent has to end."""
 
     def __init__(self, plan: Plan, next_secret: Callable[[], bytes]) -> None:
-        """``next_secret`` reads one secret. The first is that of this host's job; on the controller's host there is one
-        for each job.
-        """
+        """``next_secret`` reads this host's secret first; on the controller's host it reads those of all jobs."""
         self._plan, self._next_secret = plan, next_secret
         self._secrets: dict[bytes, bytes] = {}  # by name
         self._secret = b"" if plan.home else next_secret()  # this host's
@@ -125,7 +123,7 @@ class AgentProcess:
         self._progress = ProgressLoop(self._links.mailbox, self._handle)
         self._gateway = Gateway(
             self._links.mailbox, plan.token, self._pid, self._to_host, self._to_me, self._progress.later,
-            branches=_branches(), way=self._way,
+            branches=int(env.get("MONARCH_TREE_FANOUT") or DEFAULT_FANOUT), way=self._way,
         )  # fmt: skip
         remote_links = RemoteLinks(
             self._links, self._pid, plan.token, LOOPBACK_LINK, self._gateway.send, lambda send: self._router.keep(send)
@@ -136,7 +134,7 @@ class AgentProcess:
         self._router.later = self._progress.later  # type: ignore[method-assign]
         self._router.on_gone = self._gone
         self._router.control[AgentFrame] = self._told
-        self._router.control.update({Replaced: self._ignore, Setting: self._ignore})
+        self._router.control.update(dict.fromkeys((Replaced, Setting), lambda *_: None))  # they are for all processes
         self._root = self._router.peer(plan.root)
         self._secrets_of: dict[str, bytes] = {}  # by host, where they are not this host's own
         bounds = Timeouts(heartbeat=plan.heartbeat, silence=plan.silence)
@@ -168,7 +166,6 @@ class AgentProcess:
         self._listener: socket.socket | None = None
 
     def run(self) -> None:
-        """Run until the controller ends or is lost."""
         self._progress.start()
         self._tcp.start()
         if self._plan.home:
@@ -265,9 +262,7 @@ class AgentProcess:
             self._lost(remote)
 
     def _learn_way(self, remote: PeerConnection, caller: str) -> None:
-        """Send answers to ``caller`` on the route of its call, which may arrive before the controller's message about
-        its host.
-        """
+        """Answer ``caller`` on the route of its call: the controller's message about its host may come later."""
         with self._lock:
             if caller not in self._known and caller not in self._hosts:
                 self._ways.setdefault(caller, _host_of(remote))
@@ -313,9 +308,7 @@ class AgentProcess:
         self._lost_host(host, f"host {self._name_of_host(host)} is lost: {remote.lost}", host in self._attached)
 
     def _lost_host(self, host: str, why: str, for_good: bool) -> None:
-        """Drop a host, and the hosts that are reached through it. ``for_good``: they are lost to all hosts, not only to
-        this one.
-        """
+        """Drop a host, and those behind it. ``for_good``: they are lost to all hosts, not only to this one."""
         with self._lock:
             remotes = self._hosts.pop(host, [])
         for remote in remotes:  # all its connections end, so that it loses this host as a whole, too
@@ -342,7 +335,6 @@ class AgentProcess:
             self._finish(f"its controller is gone: {peer.gone}")
 
     def _answered(self, remote: PeerConnection, body: memoryview) -> None:
-        """Handle a daemon's answer to the request for an agent."""
         asked = self._asking.pop(remote)
         self._tcp.hang_up(remote)
         try:
@@ -404,9 +396,7 @@ class AgentProcess:
             self._output.taken(message.count)
 
     def _ask(self, message: Attach) -> None:
-        """Connect to a daemon. On the thread of the connections: no event of this one is handled before it is in
-        `_asking`.
-        """
+        """Connect to a daemon. On the thread of the connections: it must be in `_asking` before an event of it."""
         remote = self._tcp.call((message.host, message.port), self._secret_for(message), patience=message.patience)
         self._asking[remote] = message
 
@@ -424,9 +414,6 @@ class AgentProcess:
         unread = self._gateway.unread(pid)
         if unread and (not message.stop_read or linux.stands_still(pid)):
             self._spawner.kill(number)
-
-    def _ignore(self, *_: Any) -> None:
-        """Ignore a message to all processes that does not concern an agent."""
 
     def _spawn(self, message: Spawn) -> None:
         pipes: list[int] = []
@@ -451,9 +438,7 @@ class AgentProcess:
         os.close(pipes[3])
 
     def _spec(self, message: Spawn, stdout: int, stderr: int) -> ProcessSpec:
-        """Merge this host's environment and paths with the controller's. Its working directory is used if it exists
-        here.
-        """
+        """Merge this host's environment and paths with the controller's; its directory counts if it exists here."""
         environment = {**os.environ, **{os.fsdecode(k): os.fsdecode(v) for k, v in message.environment.items()}}
         here = int(env.get(RANKS_HERE, environment))
         environment.pop(RANKS_HERE, None)
@@ -485,11 +470,6 @@ class AgentProcess:
         self._numbers.pop(number, None)
         self._pids.pop(number, None)
         self._tell(msgspec.structs.replace(event, id=number))
-
-
-def _branches() -> int:
-    """Return the number of hosts that a multicast message is sent to directly, here and at each of those hosts."""
-    return int(env.get("MONARCH_TREE_FANOUT") or DEFAULT_FANOUT)
 
 
 def _host_of(remote: PeerConnection) -> str:
@@ -533,10 +513,7 @@ def main(plan: Plan) -> None:
 
 
 def _is_code(entry: str) -> bool:
-    """Return whether the path exists here and does not contain a torch of another version.
-
-    A controller with another torch on this machine has such paths in its sys.path.
-    """
+    """Return whether the path exists here and has no other torch, as paths of a controller with another torch do."""
     if not os.path.exists(entry):
         return False
     try:

@@ -14,10 +14,9 @@ from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._core.timeouts import check_bounded
 from monarch_backend._hosts import agent as agent_module
 from monarch_backend._hosts import protocol
-from monarch_backend._hosts.address import find_secret, parse_address
+from monarch_backend._hosts.connection_settings import find_secret, parse_address, tls_for
 from monarch_backend._hosts.protocol import Attach, Attached, AttachFailed, Finish, Hosts, Lost, Started
 from monarch_backend._hosts.remote_spawner import RemoteSpawner
-from monarch_backend._hosts.tls_config import tls_for
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._mesh.runtime_protocol import program
@@ -44,8 +43,6 @@ the fork server, whose imports take long on a busy machine.
 
 
 class Host:
-    """Another host, as its controller knows it."""
-
     def __init__(
         self, answer: Attached, address: tuple[str, int], agent: Peer, spawner: RemoteSpawner, through: Host | None,
         secret: bytes,
@@ -58,8 +55,6 @@ class Host:
 
 
 class HostRegistry(RuntimeExtension):
-    """The hosts of one controller, and its gateway to them."""
-
     has_work = True
 
     def __init__(self, owner: Any, bounds: Timeouts) -> None:
@@ -96,17 +91,13 @@ class HostRegistry(RuntimeExtension):
             or peer.gone is not None
         ):
             raise RuntimeError(f"the gateway of this host did not start: {peer.gone or 'it does not answer'}")
-        self.join(peer)
+        go_through(owner, token)
         return peer
 
     def _gateway_event(self, peer: Peer, event: Any) -> None:
         if not isinstance(event, Started):
             self._ended.set()
             self._program.call_soon(lambda: self._program.router.never_came(peer, str(event)))
-
-    def join(self, gateway: Peer) -> None:
-        """Connect this process, and those that it has started, to the gateway of this host."""
-        go_through(self._program, gateway.token)
 
     def _until(self, ready: Callable[[], bool], seconds: float) -> bool:
         owner = self._program
@@ -121,10 +112,7 @@ class HostRegistry(RuntimeExtension):
         self, addresses: Sequence[tuple[str, int]], secret: bytes, source: str, patience: float, any_torch: bool,
         through: Host | None = None,
     ) -> list[Host]:  # fmt: skip
-        """Attach hosts, and return them in this order. ``source`` is a sentence about the secret.
-
-        Raises ConnectionError, which names each host that cannot be reached or does not fit, and why.
-        """
+        """Attach all or raise ConnectionError, with each reason and ``source``, a sentence on the secret."""
         numbers = [next(self._ids) for _ in addresses]
         asked, named = self.gateway, name_of(secret)
         if through is not None:
@@ -153,7 +141,7 @@ class HostRegistry(RuntimeExtension):
             if not isinstance(answer, Attached)
         ]
         if failed:
-            self._dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
+            self.dismiss([answer.token for answer in answers if isinstance(answer, Attached)])
             what = f"{len(failed)} of {len(addresses)} hosts can't be attached: {'; '.join(failed)}"
             raise ConnectionError(f"{what} ({source})")
         made = [self._add(answer, address, through, secret) for answer, address in zip(answers, addresses, strict=True)]
@@ -163,14 +151,9 @@ class HostRegistry(RuntimeExtension):
     def _say(self, agent: Peer, message: Any) -> None:
         self._program.router.tell(agent, AgentFrame(), protocol.encode(message))
 
-    def _dismiss(self, agents: Sequence[str]) -> None:
-        """End agents that are not needed after all."""
+    def dismiss(self, agents: Sequence[str]) -> None:
         for token in agents:
             self._say(self._program.router.peer(token), Finish())
-
-    def leave(self, host: Host) -> None:
-        """End the agent of a host that is not needed after all."""
-        self._dismiss([host.token])
 
     def _add(self, answer: Attached, address: tuple[str, int], through: Host | None, secret: bytes) -> Host:
         owner = self._program
@@ -231,13 +214,11 @@ class HostRegistry(RuntimeExtension):
             host.spawner.heard(message)
 
     def on_disconnected(self, peer: Peer) -> None:
-        """Handle the end of a process that may be an agent."""
         host = self.hosts.get(host_of(peer.token))
         if host is not None and host.agent is peer:
             self.lost(host.id, f"host {host.name} ({host.address[0]}) is lost: {peer.gone}")
 
     def lost(self, number: str, why: str) -> None:
-        """Mark a host as lost, with all its processes."""
         with self._lock:
             host = self.hosts.get(number)
             if host is None:
@@ -360,7 +341,7 @@ def attach(
             behind = addresses or _addresses(gateway.workers)
             made = registry.attach(behind, found, source, timeout, any_torch, gateway)
         except BaseException:
-            registry.leave(gateway)
+            registry.dismiss([gateway.token])
             raise
     return _mesh_of(made, name)
 
@@ -372,7 +353,6 @@ def _addresses(workers: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def _registry(heartbeat: float, silence: float) -> HostRegistry:
-    """Return the registry of the program; the first call makes it."""
     if not 0 < heartbeat <= silence / 3:  # one heartbeat may be late, and one may be lost
         raise ValueError(f"heartbeat={heartbeat:g} and silence={silence:g}: silence is at least three heartbeats")
     runtime: Any = program()

@@ -21,9 +21,8 @@ import msgspec
 
 from monarch_backend._core.addresses import is_loopback
 from monarch_backend._hosts import agent, protocol
-from monarch_backend._hosts.address import given_secrets, parse_address
+from monarch_backend._hosts.connection_settings import given_secrets, parse_address, tls_for
 from monarch_backend._hosts.protocol import Ask, Unwelcome, Versions, Welcome
-from monarch_backend._hosts.tls_config import tls_for
 from monarch_backend._processes import local_sockets
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import Event, Exited, Spawner, SpawnFailed
@@ -53,8 +52,6 @@ PRELOAD = (
 
 
 class Daemon:
-    """The daemon of a host. `start` returns the address on which it listens."""
-
     def __init__(self, *known: bytes, workers: Sequence[str] = ()) -> None:
         self._workers = tuple(workers)
         self._spawner = Spawner(self._event, preload=PRELOAD)
@@ -75,14 +72,12 @@ class Daemon:
         )
 
     def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen on this address. Raises OSError."""
         address = self._tcp.listen(host, port)
         self._spawner.start()
         self._tcp.start()
         return address
 
     def close(self) -> None:
-        """End all agents, and all processes that they have started."""
         self._closing = True
         self._tcp.close()
         self._spawner.close()
@@ -204,10 +199,7 @@ def run_worker_loop_forever(
 
 @contextlib.contextmanager
 def _signals(*numbers: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that waits for one of these signals, and returns at once where one has arrived before.
-
-    Signals are read from a socket: a thread that waits for a lock misses a signal that arrives just before it waits.
-    """
+    """Yield a wait for one of these signals, also an earlier one. It reads a socket: a lock would miss some."""
     told, tell = socket.socketpair()
     with told, tell:
         tell.setblocking(False)

@@ -22,10 +22,7 @@ MAX_UNACKNOWLEDGED_BYTES = 4 << 20
 
 
 class OutputReader:
-    """Reader of the pipes of many processes, on one thread.
-
-    ``say(id, stream, data)`` sends; empty data marks the end.
-    """
+    """Reader of many processes' pipes, on one thread. ``say(id, stream, data)`` sends; empty data marks the end."""
 
     def __init__(self, say: Callable[[int, int, bytes], None]) -> None:
         self._say = say

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -29,14 +30,12 @@ class Identity(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> Identity:
-        """Return the identity of a process of this machine. Raises ProcessLookupError."""
         state, start = state_and_start(pid)
         if state == "Z":
             raise ProcessLookupError(f"process {pid} has ended")
         return cls(pid, start, boot())
 
     def runs(self) -> bool:
-        """Return whether this process runs on this machine."""
         try:
             return Identity.of(self.pid) == self
         except ProcessLookupError:
@@ -44,42 +43,20 @@ class Identity(msgspec.Struct, frozen=True):
 
     def end(self, grace: float) -> None:
         """Send SIGTERM, and SIGKILL ``grace`` seconds later. Do nothing if it has ended. Raises PermissionError."""
-        if not platform.HAS_PIDFD:
-            self._end_by_pid(grace)
-            return
-        try:
-            fd = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return
-        try:
-            if not self.runs():  # from here on the descriptor refers to this one process
-                return
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(fd, signal.SIGTERM)
-                if not self._gone_within(grace):
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-                    self._gone_within(5.0)
-        finally:
-            os.close(fd)
-
-    def _end_by_pid(self, grace: float) -> None:
-        """Do the same where another process could get the pid between the check and the signal."""
-        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
-            if not self.runs():
-                return
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-            self._gone_within(seconds)
-
-    def _gone_within(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while self.runs():
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.01)
-        return True
+        with contextlib.ExitStack() as stack, contextlib.suppress(ProcessLookupError):
+            send = functools.partial(os.kill, self.pid)  # another process could get the pid before the signal
+            if platform.HAS_PIDFD:  # the descriptor refers to one process
+                fd = os.pidfd_open(self.pid)
+                stack.callback(os.close, fd)
+                send = functools.partial(signal.pidfd_send_signal, fd)
+            for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+                if not self.runs():
+                    return
+                send(number)
+                until = time.monotonic() + seconds
+                while self.runs() and time.monotonic() <= until:
+                    time.sleep(0.01)
 
 
 def boot() -> str:
-    """Return the id of this machine's boot, which is another one after each boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() if platform.HAS_PROC else _native.boot_id()

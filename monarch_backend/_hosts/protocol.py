@@ -6,17 +6,19 @@ Processes are described by the messages of _processes/spawn_protocol.py. This mo
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
+import operator
 import platform
 import socket
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from monarch_backend._core import env
 from monarch_backend._processes.spawn_protocol import Exited, Kill, Spawn, SpawnFailed, Started
-from monarch_backend._transport.network.connection import Timeouts
 
 __all__ = ["Exited", "Kill", "Spawn", "SpawnFailed", "Started"]
 
@@ -67,7 +69,11 @@ class Versions(msgspec.Struct, frozen=True):
         ]
 
 
-class Ask(msgspec.Struct, tag="ask", frozen=True):
+class _Message(msgspec.Struct, frozen=True):
+    """Base class of the messages that `decode` returns."""
+
+
+class Ask(_Message, tag="ask", frozen=True):
     """Request of a controller to a daemon: start an agent."""
 
     token: str  # of the gateway that sends it: the controller's own one, or an agent of it on another host
@@ -76,16 +82,9 @@ class Ask(msgspec.Struct, tag="ask", frozen=True):
     heartbeat: float
     silence: float
 
-    @property
-    def bounds(self) -> Timeouts:
-        """The controller's heartbeat and silence."""
-        return Timeouts(heartbeat=self.heartbeat, silence=self.silence)
 
-
-class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The daemon's answer: an agent was started, at the same address. ``workers`` are hosts that can be reached from
-    there.
-    """
+class Welcome(_Message, tag="welcome", frozen=True):
+    """The daemon's answer: an agent was started at this address. ``workers`` can be reached from there."""
 
     token: str
     host_name: str
@@ -93,13 +92,11 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     workers: tuple[str, ...] = ()
 
 
-class Unwelcome(msgspec.Struct, tag="unwelcome", frozen=True):
-    """The daemon's answer if it starts no agent, with the reason."""
-
+class Unwelcome(_Message, tag="unwelcome", frozen=True):
     reason: str
 
 
-class Attach(msgspec.Struct, tag="attach", frozen=True):
+class Attach(_Message, tag="attach", frozen=True):
     """Request of a controller to an agent: reach the host at this address within ``patience`` seconds.
 
     ``secret_name``: `name_of` the secret of that host's job. The controller's own gateway finds the secret in its pipe:
@@ -115,23 +112,19 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
     secret_name: bytes = b""
 
 
-class Attached(msgspec.Struct, tag="attached", frozen=True):
-    """Answer to `Attach`: the host is attached."""
-
+class Attached(_Message, tag="attached", frozen=True):
     id: int
     token: str
     host_name: str
     workers: tuple[str, ...] = ()
 
 
-class AttachFailed(msgspec.Struct, tag="attach_failed", frozen=True):
-    """Answer to `Attach`: the host cannot be attached."""
-
+class AttachFailed(_Message, tag="attach_failed", frozen=True):
     id: int
     reason: str
 
 
-class Hosts(msgspec.Struct, tag="hosts", frozen=True):
+class Hosts(_Message, tag="hosts", frozen=True):
     """Addresses of all hosts, sent to every agent. By host: address, port, the agent's token, its name in messages.
 
     ``ways``: the next host on the route to each host that cannot be connected to.
@@ -141,18 +134,14 @@ class Hosts(msgspec.Struct, tag="hosts", frozen=True):
     ways: dict[str, str]
 
 
-class KillIfUnresponsive(msgspec.Struct, tag="kill_if_unresponsive", frozen=True):
-    """Request to an agent: kill this process if it does not read its messages. It was told to stop a while ago.
-
-    ``stop_read``: it has read that order, and may be busy. Then it is killed only if a signal or a debugger has stopped
-    it.
-    """
+class KillIfUnresponsive(_Message, tag="kill_if_unresponsive", frozen=True):
+    """Kill a process that does not read its messages; with ``stop_read`` only if a signal or debugger stopped it."""
 
     id: int
     stop_read: bool
 
 
-class Output(msgspec.Struct, tag="output", frozen=True):
+class Output(_Message, tag="output", frozen=True):
     """Output of a process; stream 1 or 2. Empty data marks the end."""
 
     id: int
@@ -160,58 +149,27 @@ class Output(msgspec.Struct, tag="output", frozen=True):
     data: bytes
 
 
-class OutputTaken(msgspec.Struct, tag="output_taken", frozen=True):
+class OutputTaken(_Message, tag="output_taken", frozen=True):
     """Acknowledgement of ``count`` bytes of output: the agent may send more."""
 
     count: int
 
 
-class Finish(msgspec.Struct, tag="finish", frozen=True):
+class Finish(_Message, tag="finish", frozen=True):
     """Order of a controller to a gateway: end the sessions with all hosts, and end."""
 
 
-class Lost(msgspec.Struct, tag="lost", frozen=True):
-    """Report that a host is lost, with the reason. A gateway sends it to the controller that has attached the host.
-
-    The controller then sends it to all agents: a host that it has lost is lost to all.
-    """
+class Lost(_Message, tag="lost", frozen=True):
+    """Report that a host is lost, from a gateway to its controller, and from there to all agents."""
 
     host: str
     reason: str
 
 
-Message = (
-    Ask
-    | Welcome
-    | Unwelcome
-    | Attach
-    | Attached
-    | AttachFailed
-    | Hosts
-    | Output
-    | OutputTaken
-    | Lost
-    | Finish
-    | Spawn
-    | Kill
-    | KillIfUnresponsive
-    | Started
-    | SpawnFailed
-    | Exited
-)
-
-_decoder = msgspec.msgpack.Decoder(Message)
-_encode = msgspec.msgpack.Encoder().encode
-
-
-def encode(message: Any) -> bytes:
-    """Return the message as bytes."""
-    return _encode(message)
-
-
-def decode(data: Any) -> Any:
-    """Return the message in ``data``. Raises msgspec.DecodeError for anything else."""
-    return _decoder.decode(data)
+_messages = (*_Message.__subclasses__(), Exited, Kill, Spawn, SpawnFailed, Started)
+encode = msgspec.msgpack.Encoder().encode
+decode: Callable[[Any], Any] = msgspec.msgpack.Decoder(functools.reduce(operator.or_, _messages)).decode
+"""Return a message of this module. Raises msgspec.DecodeError for other bytes."""
 
 
 def host_name() -> str:

@@ -39,7 +39,6 @@ class RemoteSpawner:
         return ""
 
     def spawn(self, specs: Sequence[ProcessSpec]) -> list[int]:
-        """Request the start of processes, and return their ids at once. Raises HostLostError where the host is lost."""
         messages = [spawn_message(next(self._ids), spec, None) for spec in specs]
         with self._lock:
             if self._lost is not None:
@@ -53,7 +52,6 @@ class RemoteSpawner:
         return [message.id for message in messages]
 
     def kill(self, number: int, signal: int = 9) -> None:
-        """Send a signal, as Spawner.kill does."""
         if self._lost is None:
             self._tell(Kill(number, signal))
 
@@ -63,7 +61,6 @@ class RemoteSpawner:
             self._tell(KillIfUnresponsive(number, stop_read))
 
     def heard(self, message: Any) -> None:
-        """Handle a message of the agent."""
         if isinstance(message, Output):
             self._put(message)
         elif isinstance(message, (Started, Exited, SpawnFailed)):
@@ -72,7 +69,6 @@ class RemoteSpawner:
             self._on_event(message)
 
     def host_lost(self, why: str) -> None:
-        """Report the end of all processes there: the host is lost."""
         with self._lock:
             self._lost = why
             running = sorted(self._running)

@@ -65,7 +65,6 @@ class _Host:
         self._in, self._out = os.dup(0), os.dup(1)
 
     def run(self, address: str, secret_from_stdin: bool, exit_with_stdin: bool, workers: Sequence[str]) -> int:
-        """Run the host; parameters and result are those of `run`."""
         self._leave_streams()
         secret = None
         if secret_from_stdin:
@@ -92,9 +91,7 @@ class _Host:
         return 0
 
     def _leave_streams(self) -> None:
-        """Replace the standard streams. Processes inherit them, and must neither keep them open nor read this host's
-        input.
-        """
+        """Replace the standard streams: processes inherit them, and must neither hold nor read them."""
         null = os.open(os.devnull, os.O_RDWR)
         os.dup2(null, 0)
         os.close(null)
@@ -148,18 +145,12 @@ def log_file(given: str | None) -> Path:
     if given is not None:
         path = Path(given).expanduser().absolute()
     else:
-        path = state_folder() / "logs" / f"up-{os.getpid()}.log"
+        path = state_directory() / "logs" / f"up-{os.getpid()}.log"
     make_private(path.parent)
     return path
 
 
-def state_folder() -> Path:
-    """Return the directory of this user's state."""
-    return state_directory()
-
-
 def tail(path: Path, lines: int = 5) -> str:
-    """Return the last lines of a log."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))

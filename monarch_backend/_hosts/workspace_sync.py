@@ -7,6 +7,7 @@ gone at the source. Other files of the host are not touched.
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import importlib
 import json
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monarch_backend._actor.actor import Actor, endpoint
-from monarch_backend._hosts.workspace_tree import WorkspaceError, WorkspaceTree, check_name, digest, digest_of_file
+from monarch_backend._hosts.workspace_tree import WorkspaceError, WorkspaceTree, check_name, digest_of_file
 
 IGNORED = (".git", "__pycache__", "*.pyc", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".venv", "*.egg-info")
 BATCH_BYTES = 8 << 20
@@ -70,13 +71,10 @@ def manifest(root: Path, ignored: Sequence[str]) -> dict[str, Entry]:
 
 
 def _is_ignored(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a part of a relative path matches one of the patterns."""
     return any(fnmatch.fnmatch(part, pattern) for part in name.split("/") for pattern in patterns)
 
 
 class Keeper(Actor):
-    """Actor that writes a host's copy of a workspace."""
-
     def __init__(self, to: str, ignored: Sequence[str]) -> None:
         self._tree = WorkspaceTree(Path(os.path.expanduser(os.path.expandvars(to))))
         self._ignored = ignored
@@ -86,10 +84,7 @@ class Keeper(Actor):
 
     @endpoint
     def lacks(self, files: dict[str, Entry]) -> set[str]:
-        """Return hashes of the content that this host needs.
-
-        All names are checked here, before a file is written or removed. Raises WorkspaceError.
-        """
+        """Return hashes of the content that this host needs. Raises WorkspaceError before a file is changed."""
         for name in files:
             check_name(name)
         self._tree.root.mkdir(parents=True, exist_ok=True)
@@ -99,15 +94,13 @@ class Keeper(Actor):
 
     @endpoint
     def take(self, contents: dict[str, bytes]) -> None:
-        """Receive some of the content, by its hash. Raises ValueError where a hash does not match."""
         for name, data in contents.items():
-            if digest([data]) != name:
+            if hashlib.sha256(data).hexdigest() != name:
                 raise ValueError(f"content {name[:12]} has changed on its way, or while it was read: sync again")
         self._fresh.update(contents)
 
     @endpoint
     def settle(self, files: dict[str, Entry]) -> tuple[int, int]:
-        """Remove and write files; return how many were written and removed."""
         removed = sum(
             self._tree.remove(name) for name in self._obsolete
         )  # first, because a directory may take a file's name
@@ -122,9 +115,7 @@ class Keeper(Actor):
         return written, removed
 
     def _recorded(self) -> list[str]:
-        """Return names that earlier syncs wrote. The file may come from elsewhere, so its names are checked like a
-        peer's.
-        """
+        """Return names that earlier syncs wrote. They are checked like a peer's: the file may come from elsewhere."""
         record = self._tree.root / RECORD
         try:
             names = json.loads(self._tree.read(RECORD) or b"[]")
@@ -145,8 +136,6 @@ class Keeper(Actor):
 
 
 class Reloader(Actor):
-    """Actor that reloads the workspace's modules in one process."""
-
     @endpoint
     def reload(self, to: str) -> list[str]:
         """Reload modules below the workspace in the order of their first import; return their names."""

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from monarch_backend._core.errors import MonarchError, public
@@ -46,36 +46,26 @@ def check_name(name: str) -> tuple[str, ...]:
     return parts
 
 
-def digest(chunks: Iterable[bytes]) -> str:
-    """Return the SHA-256 of the chunks, in hexadecimal."""
+def digest_of_file(handle: int) -> str:
+    """Return the SHA-256 of an open file. Reads the file to its end and closes it."""
     found = hashlib.sha256()
-    for chunk in chunks:
-        found.update(chunk)
+    with open(handle, "rb") as file:
+        while chunk := file.read(1 << 20):
+            found.update(chunk)
     return found.hexdigest()
 
 
-def digest_of_file(handle: int) -> str:
-    """Return the SHA-256 of an open file. Reads the file to its end and closes it."""
-    with open(handle, "rb") as file:
-        return digest(iter(lambda: file.read(1 << 20), b""))
-
-
 class WorkspaceTree:
-    """The files below ``root``. All names are relative to it, with ``/`` between their parts.
-
-    Each method raises WorkspaceError where a name leads out of the root, through a link too.
-    """
+    """Files below ``root``, by relative names. A name that leads out of it, through a link too, is a WorkspaceError."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def digest(self, name: str) -> str | None:
-        """Return the SHA-256 of a regular file, or None where there is none."""
         handle = self._open(name)
         return None if handle is None else digest_of_file(handle)
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a regular file, or None where there is none."""
         handle = self._open(name)
         if handle is None:
             return None
@@ -101,7 +91,6 @@ class WorkspaceTree:
         self._forget_bytecode(name)
 
     def set_mode(self, name: str, mode: int) -> None:
-        """Give a file these permission bits."""
         with self._parent(name) as (folder, last):
             if stat.S_IMODE(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode) != mode:
                 handle = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -111,9 +100,7 @@ class WorkspaceTree:
                     os.close(handle)
 
     def remove(self, name: str) -> bool:
-        """Remove a regular file or a link, and directories that are empty then. Return False where there is no such
-        file.
-        """
+        """Remove a regular file or a link, and directories that are empty then. Return False where there is none."""
         try:
             with self._parent(name) as (folder, last):
                 if stat.S_ISDIR(os.stat(last, dir_fd=folder, follow_symlinks=False).st_mode):

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 from monarch_backend._core import env
 from monarch_backend._core.timeouts import check_bounded
-from monarch_backend._hosts.address import parse_address
 from monarch_backend._hosts.attach import attach_to_workers
+from monarch_backend._hosts.connection_settings import parse_address
 from monarch_backend._hosts.process_identity import Identity
 from monarch_backend._job import state_file
 from monarch_backend._job.errors import JobError
@@ -30,7 +30,7 @@ from monarch_backend._job.host_launcher import Launch, Up
 from monarch_backend._job.state_file import HostEntry, JobFile
 from monarch_backend._mesh.host_mesh import HostMesh
 from monarch_backend._mesh.runtime_protocol import program
-from monarch_backend._transport.network.auth import new_secret, read_secret
+from monarch_backend._transport.network.auth import new_secret, read_secret, write_private
 
 MAX_CONCURRENT_STARTS = 64
 """Limit of hosts that are started at a time. Each needs a process of this host while it starts."""
@@ -97,9 +97,7 @@ class JobState(Mapping[str, HostMesh]):
 
 @dataclass(frozen=True)
 class Plan:
-    """How one host is started. ``where`` is "" for this machine. ``reach`` is its address, if not the one that it
-    prints.
-    """
+    """How one host is started: ``where`` is "" for this machine, ``reach`` its address if not the printed one."""
 
     mesh: str
     index: int
@@ -110,7 +108,6 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """Name of the host in messages."""
         return f"{self.mesh}[{self.index}]{f' ({self.where})' if self.where else ''}"
 
 
@@ -240,7 +237,6 @@ class Job:
         return described
 
     def _running(self, file: JobFile) -> dict[tuple[str, int], HostEntry]:
-        """Return the hosts that run. Raises JobError if the state of one is unknown."""
         states = self._look(file.hosts)
         unknown = [f"{h.label}: {s}" for h, s in zip(file.hosts, states, strict=True) if s not in ("up", "gone")]
         if unknown:
@@ -253,7 +249,7 @@ class Job:
             read_secret(given)
         own = self.path.with_name(f"{self.path.stem}.secret")
         if given is None and self.kind != "local":
-            state_file.write_private(own, new_secret().hex().encode() + b"\n")
+            write_private(own, new_secret().hex().encode() + b"\n")
         return JobFile(
             version=state_file.STATE_VERSION, kind=self.kind, name=self.name, id=secrets.token_hex(8),
             machine=socket.gethostname(), secret_file=str(given or own), own_secret=given is None,

@@ -59,16 +59,8 @@ class Launch:
         with contextlib.suppress(BrokenPipeError):
             self._in.write(secret.hex().encode() + b"\n")
 
-    @property
-    def pid(self) -> int:
-        """Process id of the command."""
-        return self._process.pid
-
     def ready(self, until: float) -> Up:
-        """Return the host once it listens.
-
-        Raises JobError if it has ended, or does not listen before the monotonic time ``until``.
-        """
+        """Return the host once it listens. Raises JobError if it ends, or at the monotonic time ``until``."""
         says = select.poll()  # select() is limited to 1024 descriptors
         says.register(self._out, select.POLLIN)
         while (up := self._parse()) is None:
@@ -115,10 +107,6 @@ class Launch:
             raise JobError(f"{self.label} ended while it was noted{self._why()}")
         self.close()
 
-    def running(self) -> bool:
-        """Return whether the command still runs."""
-        return self._process.poll() is None
-
     def let_go(self) -> None:
         """Close the host's standard input. The host ends unless it was told to stay."""
         self._in.close()
@@ -134,6 +122,5 @@ class Launch:
         self.close()
 
     def close(self) -> None:
-        """Close descriptors and files of this launch."""
         for file in (self._in, self._out, self._errors):
             file.close()

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from monarch_backend._core import env
 from monarch_backend._core.timeouts import check_bounded
-from monarch_backend._hosts.address import given_secret
 from monarch_backend._hosts.attach import attach_to_workers
+from monarch_backend._hosts.connection_settings import given_secret
 from monarch_backend._job.base import STOP_TIMEOUT_S, JobState, check_mesh_name
 from monarch_backend._job.errors import JobError
 from monarch_backend._job.host_launcher import ARGUMENTS, Launch
@@ -40,8 +40,6 @@ _OF_A_RANK = re.compile(
 
 
 class Ranks(NamedTuple):
-    """The launcher's variables of one rank."""
-
     rank: int
     size: int
     local_rank: int
@@ -50,7 +48,6 @@ class Ranks(NamedTuple):
 
     @classmethod
     def from_env(cls) -> Ranks:
-        """Read the variables. Raises JobError that names the missing ones."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not os.environ.get(name)]
         if missing:
@@ -149,8 +146,6 @@ class _Rank:
 
 
 class _Controller(_Rank):
-    """Rank 0 of the launcher's ranks."""
-
     def run(self, name: str) -> HostMesh:
         given = given_secret()
         self._secret = given or new_secret()
@@ -172,10 +167,7 @@ class _Controller(_Rank):
             raise
 
     def _listen(self) -> socket.socket:
-        """Listen on the host of the rendezvous if that is this one, else on all addresses.
-
-        The connections carry only the end of rank 0.
-        """
+        """Listen on the host of the rendezvous if it is this one, else on all addresses: only the end is sent here."""
         with contextlib.suppress(OSError):
             for family, kind, _, _, at in socket.getaddrinfo(self._ranks.master, 0, type=socket.SOCK_STREAM):
                 listener = socket.socket(family, kind)
@@ -248,8 +240,6 @@ class _Controller(_Rank):
 
 
 class _Waiting(_Rank):
-    """Ranks other than 0."""
-
     def run(self, name: str) -> HostMesh:  # noqa: ARG002
         secret = given_secret() or parse_secret(self._get("secret"), "what rank 0 says")
         connection = self._connect()

@@ -131,7 +131,6 @@ class SSHJob(Job):
         return self._ask(hosts, "end")
 
     def _ask(self, hosts: Sequence[HostEntry], what: str) -> list[str]:
-        """Run a command on each machine, for all of its hosts."""
         by_machine: dict[str, list[HostEntry]] = {}
         for host in hosts:
             by_machine.setdefault(host.where, []).append(host)

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from monarch_backend._core.state import make_private
+from monarch_backend._core.state import make_private, state_directory
 from monarch_backend._hosts.process_identity import Identity
-from monarch_backend._hosts.startup_handshake import state_folder
 from monarch_backend._job.errors import JobError
+from monarch_backend._transport.network.auth import write_private
 
 STATE_VERSION = 1
 
@@ -37,7 +36,6 @@ class HostEntry(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """Name of the host in messages."""
         return f"{self.mesh}[{self.index}] ({self.where or self.address})"
 
 
@@ -60,17 +58,13 @@ class _OnlyVersion(msgspec.Struct):
 
 
 def default_path(name: str) -> Path:
-    """Return the default path of a job's file. Raises ValueError for a bad name."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", name):
         raise ValueError(f"{name!r} is not a name for a job: use letters, digits, '_', '.' and '-'")
-    return state_folder() / "jobs" / f"{name}.json"
+    return state_directory() / "jobs" / f"{name}.json"
 
 
 def read(path: Path) -> JobFile | None:
-    """Return the content, or None where there is no file.
-
-    Raises JobError for a file that is not that of a job, or that other users can access.
-    """
+    """Return the content; None without a file. Raises JobError if it is no job's file, or other users can access it."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
@@ -98,19 +92,6 @@ def read(path: Path) -> JobFile | None:
 def write(path: Path, file: JobFile) -> None:
     """Replace the file atomically: readers see the old or the new content, even if this process dies meanwhile."""
     write_private(path, msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Replace a file as a whole with one that only this user can read."""
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """`monarch-backend run`: torchrun, with ranks that come from a fork server.
 
 The parser, the rendezvous, restarts, logs and error files are torch's own. torchelastic_patches.py replaces parts of
-them. rank_processes.py starts and ends this host's ranks. fork_server_bootstrap.py forks the fork server from the
-launcher. run_script.py runs in each rank.
+them. rank_processes.py forks the fork server from the launcher, and starts and ends this host's ranks. run_script.py
+runs in each rank.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def run(argv: Sequence[str]) -> int:
 
     A failed rank raises torch's ChildFailedError, a signal its SignalException, a wrong argument SystemExit(2).
     """
-    from monarch_backend._launch import fork_server_bootstrap, rank_processes
+    from monarch_backend._launch import rank_processes
 
     with contextlib.ExitStack() as stack:
         server, why_not = (
-            fork_server_bootstrap.fork()
+            rank_processes.fork()
         )  # first: ranks must not get later imports of this process, or its threads
         ranks = None
         if server is not None:

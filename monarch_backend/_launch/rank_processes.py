@@ -1,28 +1,127 @@
-"""This host's ranks as processes of the fork server: start, wait, signal.
+"""This host's ranks as processes of a fork server: start, wait, signal.
 
-A `RankProcess` has the role that subprocess.Popen has for torch's agent. This module does not use torch.
+The launcher forks into itself and the server. Other fork servers are fresh interpreters. A launcher has imported torch
+and done nothing else, so a copy of it is as good and saves a second import. A `RankProcess` has the role that
+subprocess.Popen has for torch's agent. This module does not use torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
+from typing import NoReturn
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from monarch_backend._core import platform
 from monarch_backend._launch import run_script
-from monarch_backend._launch.fork_server_bootstrap import ForkedServer
+from monarch_backend._processes import child_bootstrap, fork_server, linux
+from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S
 from monarch_backend._processes.spawner import Event, Exited, ProcessSpec, Spawner, Started
 
 _log = logging.getLogger("monarch_backend")
+
+
+@dataclass(frozen=True)
+class ForkedServer:
+    """A fork server that was forked from this process. It ends when ``connection`` does."""
+
+    pid: int
+    connection: socket.socket
+
+    def wait(self) -> None:
+        """Wait for the server's end after its connection's, but not without limit for a rank that hangs in a driver."""
+        with contextlib.suppress(OSError, AttributeError):  # a kernel before 5.3, or a Python built on one
+            watch = os.pidfd_open(self.pid)
+            if not select.select([watch], [], [], REPLY_TIMEOUT_S)[0]:
+                os.kill(self.pid, signal.SIGKILL)
+            os.close(watch)
+        _, status = os.waitpid(self.pid, 0)
+        if status != 0:
+            _kill_children()
+
+    def discard(self) -> None:
+        self.connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def fork() -> tuple[ForkedServer | None, str]:
+    """Return the server, made before this process has threads or a device, or None; and the reason for None."""
+    if not platform.HAS_SAFE_FORK:
+        return None, platform.NO_FORK
+    if threading.current_thread() is not threading.main_thread() or threading.active_count() > 1:
+        names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+        return None, f"the launcher has threads besides its main one, which a forked process would lack: {names}"
+    fork_server.preload()
+    ours, theirs = socket.socketpair()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()  # otherwise both processes would print it
+    launcher = os.getpid()
+    # Imported objects stay. The collector, which would write to all of their memory, skips them from now on; at
+    # the launcher's end, too, where a last collection takes half a second.
+    gc.freeze()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _serve(theirs, launcher)
+    theirs.close()
+    server = ForkedServer(pid, ours)
+    # OpenBLAS, which NumPy has loaded, has threads; it ends them before a fork and starts new ones when needed.
+    # Threads that exist now belong to other libraries, and the forked server would lack them.
+    others = len(os.listdir("/proc/self/task")) - 1
+    if others:
+        server.discard()
+        return None, f"{others} threads of an imported library were running, which a forked process would lack"
+    return server, ""
+
+
+def _kill_children() -> None:
+    """Kill the children, and their descendants, which become children meanwhile."""
+    give_up = time.monotonic() + REPLY_TIMEOUT_S
+    while (pids := linux.children()) and time.monotonic() < give_up:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        time.sleep(0.005)
+
+
+def _serve(connection: socket.socket, launcher: int) -> NoReturn:
+    try:
+        linux.die_with_parent(launcher)
+        os.setsid()  # the launcher handles Ctrl-C and ends its ranks
+        linux.set_title("monarch fork server")
+        stdout, stderr = _duplicate(1), _duplicate(2)
+        configuration = fork_server.Configuration(connection.detach(), None, stdout, stderr, [], lasting=False)
+        child_bootstrap.run(fork_server.serve(configuration))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(1)  # never return into the launcher's own code
+
+
+def _duplicate(number: int) -> int:
+    try:
+        return os.dup(number)
+    except OSError:  # the launcher was started without it
+        return os.open(os.devnull, os.O_WRONLY)
 
 
 class RankProcess:
@@ -37,21 +136,16 @@ class RankProcess:
         self.refusal = ""  # the reason, if it cannot be started
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal, or None while the rank runs."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code after the rank's end. Raises subprocess.TimeoutExpired."""
         if not self._ranks.wait_until(lambda: self.returncode is not None, timeout):
             raise subprocess.TimeoutExpired(self.label, timeout or 0.0)
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the rank and its process group; no effect after its end.
-
-        SIGCONT follows, as from systemd: a stopped process would handle the signal only after the grace period.
-        """
+        """Send a signal to the rank's group, and SIGCONT as systemd does: a stopped process handles it at once."""
         for each in (number, signal.SIGCONT):
             self._ranks.kill(self, each)
 
@@ -88,7 +182,7 @@ class Ranks:
         own. Raises RuntimeError, with none of them running, when one cannot be started.
         """
         handled = [int(number) for number in signal.valid_signals() if callable(signal.getsignal(number))]
-        self._server.inherit()
+        linux.adopt_orphans()  # should the server die: `ForkedServer.wait` ends them then
         with contextlib.ExitStack() as files:
             specs = [
                 ProcessSpec(
@@ -124,7 +218,6 @@ class Ranks:
         self.wait_until(lambda: all(p.refusal or p.returncode is not None for p in started), None)
 
     def kill(self, process: RankProcess, number: int) -> None:
-        """Send a signal to the rank and its process group."""
         self._spawner.kill(process.number, number, group=True)
 
     def wait_for_end(self, seen: int, timeout: float) -> int:
@@ -156,7 +249,6 @@ class Ranks:
 
 
 def _remark(process: RankProcess, event: Exited) -> None:
-    """Return what an exit code does not tell about an end."""
     if event.reason:
         _log.error("%s (pid %d) was lost: %s", process.label, event.pid, event.reason)
     if event.oom_killed:

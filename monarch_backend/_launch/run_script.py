@@ -55,9 +55,7 @@ def _unbuffer() -> None:
 
 
 def _first_on_path(entry: str) -> None:
-    """Insert the entry unless the environment forbids it. A new interpreter would obey that, not the launcher's
-    flags.
-    """
+    """Insert the entry unless the environment forbids it, which a new interpreter would obey."""
     if not (hasattr(sys.flags, "safe_path") and os.environ.get("PYTHONSAFEPATH")):
         sys.path.insert(0, entry)
 

@@ -43,9 +43,7 @@ monarch_backend.job.host_mesh_from_env() is the mesh of hosts, and MONARCH_NPROC
 
 
 def run(argv: Sequence[str], ranks: Ranks | None, why_not: str) -> None:
-    """Do what torchrun does with ``argv``. ``ranks`` makes the processes; with None torch does, because of
-    ``why_not``.
-    """
+    """Do what torchrun does with ``argv``. ``ranks`` makes the processes; with None torch does, for ``why_not``."""
     args = _parse(argv)
     reason, unusual = _why_not_forked(args, why_not)
     if unusual:
@@ -76,9 +74,7 @@ def _run_once(args: argparse.Namespace) -> None:
 
 
 def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:
-    """Return the reason for which torch must start the ranks itself, or "", and whether the user did not request
-    that.
-    """
+    """Return why torch must start the ranks itself, or "", and whether the user did not request that."""
     if args.no_python:
         return "--no-python", False
     if args.run_path:
@@ -92,7 +88,6 @@ def _why_not_forked(args: argparse.Namespace, why_not: str) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def _standing_in(ranks: Ranks | None, one_host: bool) -> Iterator[None]:
-    """Replace four names of torch's launcher within the block."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(launcher, "LocalElasticAgent", Agent))
         stack.enter_context(_replaced(handlers, "SubprocessHandler", _ResumedProgram))
@@ -196,10 +191,7 @@ def _start_processes(ranks: Ranks) -> Callable[..., PContext]:
 
 
 class _HeldSignals:
-    """Delays signals during the start of ranks: from ``hold`` until ``let_go``, when the agent knows the ranks.
-
-    torch's handler raises. An earlier call would not reach the ranks, which would end without a message.
-    """
+    """Delays signals from ``hold`` to ``let_go``: torch's handler raises, and would not reach ranks that start."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
@@ -233,19 +225,16 @@ class ForkedContext(SubprocessContext):
     def _start(self) -> None:
         self._held.hold()
         try:
-            self._start_ranks()
+            everyone = range(self.nprocs)
+            started = self._ranks.start(
+                [[str(word) for word in self.args[rank]] for rank in everyone],
+                [self.envs[rank] for rank in everyone],
+                [self.stdouts[rank] for rank in everyone],
+                [self.stderrs[rank] for rank in everyone],
+            )
         except BaseException:
             self._held.let_go()
             raise
-
-    def _start_ranks(self) -> None:
-        everyone = range(self.nprocs)
-        started = self._ranks.start(
-            [[str(word) for word in self.args[rank]] for rank in everyone],
-            [self.envs[rank] for rank in everyone],
-            [self.stdouts[rank] for rank in everyone],
-            [self.stderrs[rank] for rank in everyone],
-        )
         made: dict[int, Any] = {rank: _Handler(process) for rank, process in enumerate(started)}
         self.subprocess_handlers = made
 
@@ -255,7 +244,6 @@ class ForkedContext(SubprocessContext):
         return super().wait(timeout, period)
 
     def wait_for_end(self, timeout: float) -> None:
-        """Wait until a rank ends that had not ended at the last call."""
         self._held.let_go()
         self._ends_seen = self._ranks.wait_for_end(self._ends_seen, timeout)
 

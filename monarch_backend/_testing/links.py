@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._transport.local.frames import Kind
+from monarch_backend._transport.local.frames import Kind, own, own_all, size_of
 from monarch_backend._transport.local.links import LINK_PENDING, Receiver
 from monarch_backend._transport.tokens import host_of
 
@@ -44,7 +44,6 @@ class Wire:
         event_queue.add_at(at, self.deliver)
 
     def deliver(self) -> None:
-        """Deliver the next event."""
         if self.queue:
             event = self.queue.popleft()
             if event[1] == Kind.GONE:
@@ -59,8 +58,6 @@ class Wire:
 
 
 class SimulatedLinks:
-    """The `Links` of one simulated process."""
-
     def __init__(self, simulation: Simulation, process: SimulatedProcess) -> None:
         self.token = process.token
         self.out: list[Wire] = []  # by number of the link
@@ -70,7 +67,6 @@ class SimulatedLinks:
         self._called: set[str] = set()
 
     def connect(self, token: str) -> int:
-        """As Links.connect."""
         other = self._simulation.by_token.get(token)
         known = self._by_token.get(token)
         if other is None or not self._process.alive or self._is_elsewhere(token):
@@ -123,21 +119,8 @@ class SimulatedLinks:
                 return self._join(other)
         return known
 
-    def send(
-        self,
-        link: int,
-        kind: int,
-        target: int,
-        ref: int,
-        seq: int,
-        rank: int,
-        epoch: int,
-        prefix: bytes,
-        body: Any,
-        buffers: Sequence[Any] | None,
-    ) -> bool:
-        """As Links.send."""
-        return self.multicast([(link, seq, rank, epoch)], kind, target, ref, prefix, body, buffers)
+    def send(self, link: int, kind: int, target: int, ref: int, seq: int, rank: int, epoch: int, *payload: Any) -> bool:
+        return self.multicast([(link, seq, rank, epoch)], kind, target, ref, *payload)
 
     def multicast(
         self,
@@ -149,14 +132,12 @@ class SimulatedLinks:
         body: Any,
         buffers: Sequence[Any] | None,
     ) -> bool:
-        """As Links.multicast."""
         if not self._process.alive:
             return True
         simulation = self._simulation
         rng, travel = simulation.random, simulation.conditions.travel
-        if type(body) is not bytes:
-            body = bytes(body) if isinstance(body, (bytearray, memoryview)) else b"".join(body)
-        if not self._room(len(prefix) + len(body) + sum(memoryview(b).nbytes for b in buffers or ())):
+        body = own(body)
+        if not self._room(len(prefix) + size_of(body, buffers)):
             return False
         for link, seq, rank, epoch in to:
             if link < 0:
@@ -164,8 +145,7 @@ class SimulatedLinks:
             wire = self.out[link]
             self.sent += 1
             if not wire.closed:
-                own = [bytearray(buffer) for buffer in buffers] if buffers else None
-                event = (wire.number, int(kind), target, ref, seq, rank, epoch, bytes(prefix), body, own)
+                event = (wire.number, int(kind), target, ref, seq, rank, epoch, bytes(prefix), body, own_all(buffers))
                 wire.put(event, travel(rng))
         return True
 
@@ -178,7 +158,6 @@ class SimulatedLinks:
         )
 
     def drop(self, link: int) -> None:
-        """As Links.drop."""
         self.out[link].closed = True
 
     def unread(self, link: int) -> int:
@@ -208,6 +187,5 @@ class SimulatedLocalLinks:
         self.translate: Callable[[Sequence[Any]], Sequence[Any]] = lambda events: events
 
     def go_through(self, remote_links: Any) -> None:
-        """As LocalLinks.go_through."""
         self.connect, self.send, self.multicast = remote_links.connect, remote_links.send, remote_links.multicast
         self.drop, self.unread, self.translate = remote_links.drop, remote_links.unread, remote_links.translate

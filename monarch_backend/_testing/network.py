@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.network.connection import ANY_RECEIVER, Address, PeerConnection, Timeouts
-from monarch_backend._transport.network.peer_monitor import RECONNECT_AFTER_CLOSE_S
+from monarch_backend._transport.network.connection_manager import RECONNECT_AFTER_CLOSE_S
 from monarch_backend._transport.network.session import BYE, DATA, HEAD_BYTES, read_head
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from monarch_backend._transport.local import frames
-from monarch_backend._transport.local.buffers import Assembly
+from monarch_backend._transport.local.fragmentation import Assembly
 from monarch_backend._transport.local.frames import FrameError
 
 MOST_ASSEMBLED = 1 << 16
@@ -28,13 +28,14 @@ def one(data: bytes) -> None:
 
 def _control(data: bytes) -> None:
     message = frames.decode_control(data)
-    assert type(message) in frames.Control.__args__
+    assert type(message) in frames.Control.__subclasses__()
 
 
 def _route(data: bytes) -> None:
     route = frames.decode_route(data)
-    hops = [route.hop(index) for index in range(len(route))]
-    assert hops and all(len(hop.token) == frames.TOKEN_LENGTH for hop in hops)
+    tokens = [route.token(index) for index in range(len(route))]
+    assert tokens and all(len(token) == frames.TOKEN_LENGTH for token in tokens)
+    assert len(tokens) == len(route.seqs) == len(route.ranks)
     assert frames.decode_route(frames.encode(route)) == route
 
 
@@ -96,7 +97,7 @@ _VALUES: tuple[Any, ...] = (
         msgspec.msgpack.Ext(5, b"e"),
     ),
 )
-_TAGS = tuple(kind.__struct_config__.tag for kind in frames.Control.__args__)
+_TAGS = tuple(kind.__struct_config__.tag for kind in frames.Control.__subclasses__())
 
 
 def _at(value: Any) -> int:

@@ -756,7 +756,7 @@ def controller(*addresses: str) -> None:
 
 def strangers(address: str, daemon: int) -> None:
     """Open 1000 unauthenticated connections of several kinds. Meanwhile hosts are attached and work."""
-    from monarch_backend._hosts.address import parse_address
+    from monarch_backend._hosts.connection_settings import parse_address
 
     where = parse_address(address)
     before = resident_bytes(daemon)

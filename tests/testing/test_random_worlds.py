@@ -14,12 +14,10 @@ from monarch_backend._actor.execution.message_queue import MessageQueue
 from monarch_backend._actor.execution.runner import ActorRunner
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._actor.supervision import Supervision
-from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
-from monarch_backend._transport.local.flow_control import FlowControl
-from monarch_backend._transport.local.memory_pressure import RetryQueue
-from monarch_backend._transport.local.peer_lookup import PeerLookup
+from monarch_backend._transport.local.flow_control import FlowControl, RetryQueue
+from monarch_backend._transport.local.peer_table import PeerTable
 from monarch_backend._transport.local.router import Router
-from monarch_backend._transport.local.tree_multicast import TreeMulticast
+from monarch_backend._transport.local.tree_multicast import ReplyAggregator, TreeMulticast
 from monarch_backend.testing import SimulationError
 from tests.testing import random_world
 from tests.testing.seed_runner import run_in_interpreters
@@ -108,8 +106,8 @@ BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "recast": (TreeMulticast, "_bypass", _nothing, WAITS),
     "replies of a lost child": (ReplyAggregator, "lost", _nothing, f"that are over|{WAITS}"),
     "no room": (RetryQueue, "run", _nothing, f"{WAITS}|steps, and no end|nobody whom it was for had died"),
-    "where": (PeerLookup, "on_reply", _nothing, WAITS),
-    "met": (PeerLookup, "on_request", _nothing, WAITS),
+    "where": (PeerTable, "on_reply", _nothing, WAITS),
+    "met": (PeerTable, "on_request", _nothing, WAITS),
     "gone, one call": (pending_calls.UnaryCall, "on_gone", _nothing, WAITS),
     "gone, many": (pending_calls.BroadcastCall, "on_gone", _nothing, WAITS),
     "gone, a stream": (pending_calls.Stream, "on_gone", _nothing, WAITS),

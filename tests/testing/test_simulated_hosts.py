@@ -99,7 +99,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 def _forgets_the_last(gateway: Gateway, frame: Any) -> int:
     rows, rest = envelope.unpack_receivers(frame.prefix)
-    return _FOR_MANY(gateway, frame._replace(prefix=envelope.pack_receivers(rows[:-1] or rows) + rest))
+    return _FOR_MANY(gateway, frame._replace(prefix=envelope.for_many(envelope.pack_rows(rows[:-1] or rows), rest)))
 
 
 def _gives_up(gateway: Gateway, link: int, frame: Any) -> None:
@@ -115,11 +115,11 @@ def _nothing_again(_: Session, __: int) -> Any:
     return iter(())
 
 
-_FOR_MANY = Gateway._for_many
+_FOR_MANY = Gateway.deliver_to_many
 WAITS = "promise 3|no event is scheduled, so no wait can end"
 
 BREAKS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "a receiver of many is left out": (Gateway, "_for_many", _forgets_the_last, WAITS),
+    "a receiver of many is left out": (Gateway, "deliver_to_many", _forgets_the_last, WAITS),
     "ends are not told": (Gateway, "_has_ended", _nothing, WAITS),
     "the loss of a host is not told": (Gateway, "lost_host", _nothing, WAITS),
     "what finds no room is lost": (Gateway, "_put", _gives_up, WAITS),

@@ -8,8 +8,8 @@ import pytest
 
 from monarch_backend._serialization.pickling import DeserializationError, loads
 from monarch_backend._transport.local import frames
-from monarch_backend._transport.local.buffers import Assembly, own, size_of
-from monarch_backend._transport.local.frames import MAX_CONTROL_BYTES, FrameError, Part, Replies, Route
+from monarch_backend._transport.local.fragmentation import Assembly
+from monarch_backend._transport.local.frames import MAX_CONTROL_BYTES, FrameError, Part, Replies, Route, own, size_of
 
 DECODERS = [frames.decode_control, frames.decode_route, frames.decode_replies, Assembly]
 

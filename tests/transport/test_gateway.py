@@ -14,9 +14,8 @@ from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDI
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import Envelope
 from monarch_backend._transport.network.gateway import Gateway
-from monarch_backend._transport.network.multicast import DEFAULT_FANOUT
+from monarch_backend._transport.network.multicast import AGGREGATION_WINDOW_S, DEFAULT_FANOUT
 from monarch_backend._transport.network.remote_links import RemoteLinks
-from monarch_backend._transport.network.reply_aggregation import AGGREGATION_WINDOW_S
 from monarch_backend._transport.tokens import host_of
 
 
@@ -233,7 +232,7 @@ def test_early_frames_wait_for_the_connected_event() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     assert one.links.connect(two.token) == LINK_PENDING
-    prefix = envelope.tokens(one.token, two.token) + b"prefix"
+    prefix = (one.token + two.token).encode() + b"prefix"
     one.inbox.append((0, int(Kind.CALL) | envelope.CARRIED, 7, 8, 1, 3, 0, prefix, b"early", None))
     one.read()
     assert one.events == []
@@ -414,7 +413,7 @@ def test_misaddressed_frame_is_dropped_alone() -> None:
     world = World(2)
     one, two = world.process(1, 1), world.process(2, 1)
     link = one.meet(two)
-    stranger = envelope.tokens(one.token, token(2, 9))
+    stranger = (one.token + token(2, 9)).encode()
     say(two, two.links.connect(one.token), b"before")
     world.by_id["00000002"].read()
     world.run()

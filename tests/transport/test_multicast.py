@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._transport.local.frames import FrameError, Kind, decode_replies
-from monarch_backend._transport.network import envelope, reply_aggregation
+from monarch_backend._transport.network import envelope, multicast
 from monarch_backend._transport.network.envelope import CARRIED, PASS, RelayHeader
 from monarch_backend._transport.network.multicast import split
 from tests.transport.test_gateway import Process, World, token
@@ -101,14 +101,14 @@ def test_replies_come_together(seed: int) -> None:
     tree.world.run()
     assert sorted(tree.replies()) == [(rank, b"", b"%d" % rank) for rank in range(len(tree.others))]
     assert not [event for event in tree.root.events if event[1] == Kind.REPLY]
-    assert all(not host.gateway._relay.replies._gathers for host in tree.world.by_id.values())
+    assert all(not host.gateway._relay._gathers for host in tree.world.by_id.values())
 
 
 def test_an_error_and_a_large_reply_go_straight() -> None:
     tree = Tree(10, 2)
     tree.multicast()
     tree.world.run_to_rest()
-    large = bytes(reply_aggregation.MAX_REPLY_BYTES + 1)
+    large = bytes(multicast.MAX_REPLY_BYTES + 1)
     tree.reply(tree.others[3], b"E")
     tree.reply(tree.others[5], b"", large)
     tree.world.run_to_rest()
@@ -274,7 +274,7 @@ def test_replies_that_have_arrived_are_not_kept() -> None:
         for other in tree.others:
             tree.reply(other, ref=ref, body=bytes(1000))
         tree.world.run_to_rest()
-        gatherers = [host.gateway._relay.replies for host in tree.world.by_id.values()]
+        gatherers = [host.gateway._relay for host in tree.world.by_id.values()]
         assert any(gatherer._kept for gatherer in gatherers)
         assert {number for gatherer in gatherers for _, number in gatherer._kept} == {ref}
     tree.multicast(ref=0)
@@ -283,7 +283,7 @@ def test_replies_that_have_arrived_are_not_kept() -> None:
 
 
 def test_replies_beyond_the_limit_are_sent_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reply_aggregation, "MAX_KEPT_BYTES", 0)
+    monkeypatch.setattr(multicast, "MAX_KEPT_BYTES", 0)
     tree = Tree(16, 2)
     tree.multicast()
     tree.world.run_to_rest()
@@ -357,12 +357,12 @@ def test_many_seeds() -> None:
 
 
 def test_unanswered_calls_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reply_aggregation, "MAX_CALLS", 10)
+    monkeypatch.setattr(multicast, "MAX_CALLS", 10)
     tree = Tree(5, 2)
     for ref in range(1, 50):
         tree.multicast(ref=ref)
         tree.world.run()
-    assert all(len(host.gateway._relay.replies._gathers) <= 10 for host in tree.world.by_id.values())
+    assert all(len(host.gateway._relay._gathers) <= 10 for host in tree.world.by_id.values())
     for other in tree.others:
         tree.reply(other, ref=1)
     tree.world.run()

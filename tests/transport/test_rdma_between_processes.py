@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from monarch_backend._transport.network import peer_monitor, rdma_reader
+from monarch_backend._transport.network import connection_manager
 from monarch_backend._transport.network.connection import PeerConnection, Timeouts
 from monarch_backend._transport.network.tls import Tls
+from monarch_backend._verbs import shared_engine
 from tests.process_group import fake_nics
 from tests.process_group.test_rdma_p2p import CABLE
 from tests.rdma.verbs.peers import two_devices, until
@@ -99,7 +100,7 @@ def _rank(rank: int, _: str, fn: Callable[..., Any], args: tuple[Any, ...], devi
     end.meet()
     result = fn(rank, end, *args)
     side.tcp.close()
-    assert rdma_reader._engine is None
+    assert shared_engine._engine is None
     assert fabric is None or all(nic.opened == nic.closed for nic in fabric.nics)
     return result
 
@@ -125,7 +126,7 @@ def test_sizes_there_and_back(run: Run) -> None:
 
 
 def _storm(rank: int, end: End, count: int) -> int:
-    peer_monitor.RECONNECT_AFTER_CLOSE_S = 20.0  # a handshake takes more than a second in the virtual machine
+    connection_manager.RECONNECT_AFTER_CLOSE_S = 20.0  # a handshake takes more than a second in the virtual machine
     mine = [random.Random(1000 * rank + i).choice((0, 3000, MIB, 3 * MIB)) for i in range(count)]
     other = [random.Random(1000 * (1 - rank) + i).choice((0, 3000, MIB, 3 * MIB)) for i in range(count)]
     for number, nbytes in enumerate(mine):

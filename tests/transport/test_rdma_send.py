@@ -402,7 +402,7 @@ def test_fork_during_an_rdma_read(make: Make, fabric: Fabric) -> None:
 
 def test_one_thread_serves_both_directions() -> None:
     """Both directions start at once. With two threads, both would receive the same completions."""
-    nics, begun = rdma_reader.Nics(b"who", lambda _: None), threading.Barrier(8)
+    nics, begun = rdma_reader.Nics(lambda _: None), threading.Barrier(8)
 
     def start() -> None:
         begun.wait()

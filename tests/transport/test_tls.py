@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from monarch_backend._hosts.tls_config import FILES, tls_for
+from monarch_backend._hosts.connection_settings import FILES, tls_for
 from monarch_backend._transport.network import tls as _tls
 from monarch_backend._transport.network.auth import (
     HandshakeClient,

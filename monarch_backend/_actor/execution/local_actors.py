@@ -11,9 +11,9 @@ from monarch_backend._actor.execution.reply_handle import Message
 from monarch_backend._actor.execution.runner import ActorRunner
 from monarch_backend._actor.meshes import named_actors
 from monarch_backend._serialization.pickling import dumps
-from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
 from monarch_backend._transport.local.frames import Cancel, Construct, Frame, Kind, MoreCredit, Status, Stop
 from monarch_backend._transport.local.peer import Peer
+from monarch_backend._transport.local.tree_multicast import ReplyAggregator
 
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime

@@ -8,9 +8,9 @@ from monarch_backend._actor.calls.codec import Address, pack_error, pack_failure
 from monarch_backend._actor.calls.port import HandedPort, Port, port_at
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._serialization.pickling import SerializationError, dumps
-from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
 from monarch_backend._transport.local.frames import Frame, Status
 from monarch_backend._transport.local.peer import Peer, PeerGoneError
+from monarch_backend._transport.local.tree_multicast import ReplyAggregator
 
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime

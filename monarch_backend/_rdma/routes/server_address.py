@@ -46,7 +46,7 @@ def place(owner: Runtime) -> ServerInfo:
 
 
 def _place_of(root: Runtime, token: str) -> ServerInfo:
-    from monarch_backend._hosts.tls_config import tls_for
+    from monarch_backend._hosts.connection_settings import tls_for
 
     with _lock:
         secret = _secrets.setdefault(root, secrets.token_bytes(32))

@@ -27,8 +27,6 @@ class Waitable(Protocol):
 
 
 class Timer:
-    """Scheduled call."""
-
     __slots__ = ("_call", "_timers")
 
     def __init__(self, call: Callable[[], None], timers: Timers | None = None) -> None:
@@ -70,7 +68,6 @@ class Timers:
         return max(0.0, heap[0][0] - self._clock.now()) if heap else None
 
     def fire(self) -> None:
-        """Run the calls that are due."""
         if self.cancelled > 1000 and self.cancelled > len(self._heap) // 2:
             self._tidy()
         now = self._clock.now()
@@ -92,11 +89,7 @@ class Timers:
 
 
 class ProgressLoop:
-    """Reads the events of a mailbox on a thread that waits, or on the standby thread.
-
-    ``handle(events)`` is called with a list of events, by one thread at a time, in the order of arrival. It must not
-    block.
-    """
+    """Reads a mailbox on a waiting or the standby thread: one at a time calls ``handle``, which must not block."""
 
     def __init__(self, mailbox: Any, handle: Callable[[list[Any]], None]) -> None:
         self._mailbox = mailbox
@@ -108,7 +101,6 @@ class ProgressLoop:
         self._thread = threading.Thread(target=self._run_standby, name="monarch-standby", daemon=True)
 
     def start(self) -> None:
-        """Start the standby thread."""
         start_thread(self._thread)
 
     def close(self) -> None:
@@ -126,7 +118,6 @@ class ProgressLoop:
         return timer
 
     def wake(self) -> None:
-        """Wake the reading thread, which then checks its condition again."""
         self._mailbox.wake()
 
     @property
@@ -135,10 +126,7 @@ class ProgressLoop:
         return self._reader == threading.get_ident()
 
     def wait(self, what: Waitable, seconds: float | None = None, given_up: Callable[[], bool] | None = None) -> bool:
-        """Wait until ``what.ready``. Return False after ``seconds``, or when ``given_up()`` returns True.
-
-        Code that makes ``given_up`` true must then wake the waiting thread: call `release(what)` and `wake`.
-        """
+        """Wait until ``what.ready``; False after ``seconds``, or if ``given_up()``: then call `release` and `wake`."""
         if self._reader == threading.get_ident():
             raise RuntimeError(
                 "a callback runs on the thread that reads messages, and can't wait for one: use another thread"

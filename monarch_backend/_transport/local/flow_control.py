@@ -1,4 +1,4 @@
-"""Flow control between two processes: a window of credits, and the threads that wait for credit.
+"""Flow control between processes: windows of credits, and waits for credit and for space in shared memory.
 
 A message takes one credit, and one more for each `tuning.BYTES_PER_CREDIT`. The receiver returns them when the message
 has left its queue.
@@ -7,13 +7,13 @@ has left its queue.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.local import tuning
-from monarch_backend._transport.local.buffers import size_of
 from monarch_backend._transport.local.event_loop import release
-from monarch_backend._transport.local.frames import Frame, Kind
+from monarch_backend._transport.local.frames import Frame, Kind, size_of
 from monarch_backend._transport.local.peer import CreditWaiter, Peer, PeerGoneError
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ class FlowControl:
             report.cancel()
 
     def wait_for_all(self, to: Sequence[tuple[Peer, int]], kind: int, target: int) -> None:
-        """Wait for credit of each peer; skip peers that are gone."""
         for peer, _ in to:
             if peer.credit <= 0:
                 try:
@@ -105,16 +104,75 @@ class FlowControl:
                     self._router.links.send(peer.link, Kind.CREDIT, count, 0, 0, 0, peer.epoch, b"", b"", None)
 
     def refill(self, peer: Peer, count: int) -> None:
-        """Add credit that the peer has returned, and wake the threads that wait for it."""
         with self._router.lock:  # other threads take credit meanwhile
             peer.credit += count
         self.release(peer)
 
     def release(self, peer: Peer) -> None:
-        """Wake the threads that wait for this peer."""
         with self._router.lock:
             credit_waiter, peer.credit_waiter = peer.credit_waiter, None
         if credit_waiter is not None:
             credit_waiter.ready = True
             release(credit_waiter)
             self._router.wake()
+
+
+class SharedMemoryWait:
+    """Wait, by polling, until receivers release shared memory. ``whole``: within a message, so not interruptible."""
+
+    def __init__(self, router: Router, to: Sequence[Peer], whole: bool = False) -> None:
+        self._router, self._to, self._whole = router, to, whole
+        self._report: Any = None
+
+    def wait(self) -> None:
+        """Wait for a millisecond. Report the first wait, and log a warning if the waiting takes long."""
+        if self._report is None:
+            why = self._why()
+            self._router.on_full(why)
+            self._report = self._router.flow.report(why, "a receiver that does not read delays other receivers")
+        self._router.wait(CreditWaiter(), 0.001, self._whole)
+
+    def _why(self) -> str:
+        router = self._router
+        unread = [str(peer) for link, peer in list(router.by_link.items()) if router.links.unread(link) > 0]
+        more = f" and {len(unread) - 3} others" if len(unread) > 3 else ""
+        behind = (
+            f"messages that {', '.join(unread[:3])}{more} did not read" if unread else "messages that receivers keep"
+        )
+        to = str(self._to[0]) if len(self._to) == 1 else f"{len(self._to)} processes"
+        return f"no room in shared memory for a message to {to}: {behind} fill it: waiting"
+
+    def close(self) -> None:
+        if self._report is not None:
+            self._report.cancel()
+
+
+class RetryQueue:
+    """Sends that found no space in shared memory and must not wait."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.waiting: deque[tuple[int, Callable[[], bool]]] = deque()  # link, send
+
+    def add(self, send: Callable[[], bool], link: int = -1) -> None:
+        """Retry ``send`` until it returns True, in order for each link. A full link does not delay the others."""
+        with self._router.lock:
+            self.waiting.append((link, send))
+            if len(self.waiting) == 1:
+                self._router.later(0.001, self._retry)
+
+    def _retry(self) -> None:
+        with self._router.lock:
+            self.run()
+            if self.waiting:
+                self._router.later(0.001, self._retry)
+
+    def run(self) -> None:
+        with self._router.lock:
+            full: set[int] = set()
+            for _ in range(len(self.waiting)):
+                link, send = self.waiting.popleft()
+                if link in full or not send():
+                    self.waiting.append((link, send))
+                    if link >= 0:
+                        full.add(link)

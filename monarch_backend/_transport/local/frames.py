@@ -1,10 +1,13 @@
-"""Frame formats: kinds of frames, and the typed control messages, which are small and bounded.
+"""Frame formats: kinds of frames, payloads, and the typed control messages, which are small and bounded.
 
 csrc/channel/frame.h defines the layout of a frame. This module defines the meaning of its prefix and body.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Annotated, Any, NamedTuple
 
@@ -59,14 +62,6 @@ MAX_CONTROL_BYTES = 1 << 20
 """Bytes of a control message without its body, which is the user's data."""
 
 
-class RelayHop(NamedTuple):
-    """Receiver of a multicast: the process, the message's sequence number for it, and its rank in the mesh."""
-
-    token: str
-    seq: int
-    rank: int
-
-
 TOKEN_LENGTH = 32
 """Characters of a token."""
 
@@ -74,7 +69,8 @@ TOKEN_LENGTH = 32
 class Route(msgspec.Struct, array_like=True, gc=False):
     """Receivers of a multicast, in the order of the tree. The frame's rank is the receiver's place in it.
 
-    The tokens are one string: every receiver decodes the whole route and needs only a few entries.
+    ``seqs`` and ``ranks`` are the message's sequence numbers and the ranks in the mesh. The tokens are one string:
+    every receiver decodes the whole route and needs only a few entries.
     """
 
     multicast: int
@@ -91,10 +87,8 @@ class Route(msgspec.Struct, array_like=True, gc=False):
     def __len__(self) -> int:
         return len(self.seqs)
 
-    def hop(self, index: int) -> RelayHop:
-        return RelayHop(
-            self.tokens[TOKEN_LENGTH * index : TOKEN_LENGTH * (index + 1)], self.seqs[index], self.ranks[index]
-        )
+    def token(self, index: int) -> str:
+        return self.tokens[TOKEN_LENGTH * index : TOKEN_LENGTH * (index + 1)]
 
 
 class Part(msgspec.Struct, array_like=True, gc=False):
@@ -114,34 +108,38 @@ class Replies(msgspec.Struct, array_like=True, gc=False):
     missing: int = 0  # further replies that do not come this way
 
 
-class MulticastArrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
+class Control(msgspec.Struct, array_like=True, gc=False):
+    """Prefix of a control message, which one of the classes below defines."""
+
+
+class MulticastArrived(Control, tag="arrived"):
     """To the root of a multicast: these processes have received it."""
 
     multicast: int
     tokens: list[str]
 
 
-class MulticastLost(msgspec.Struct, tag="lost", array_like=True, gc=False):
+class MulticastLost(Control, tag="lost"):
     """To the root of a multicast: the processes below these ones may not have received it."""
 
     multicast: int
     tokens: list[str]
 
 
-class LookupRequest(msgspec.Struct, tag="where", array_like=True, gc=False):
+class LookupRequest(Control, tag="where"):
     """To an owner: asks whether the process with this token is up."""
 
     token: str
 
 
-class LookupReply(msgspec.Struct, tag="there", array_like=True, gc=False):
+class LookupReply(Control, tag="there"):
     """The reply to `LookupRequest`: the process is up, or ``gone`` says how it ended."""
 
     token: str
     gone: str | None
 
 
-class Cancel(msgspec.Struct, tag="cancel", array_like=True, gc=False):
+class Cancel(Control, tag="cancel"):
     """To an actor: its caller has cancelled this call."""
 
     actor: int
@@ -149,7 +147,7 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True, gc=False):
     reason: str
 
 
-class MoreCredit(msgspec.Struct, tag="more", array_like=True, gc=False):
+class MoreCredit(Control, tag="more"):
     """To an actor: its caller has consumed this many values of the generator."""
 
     actor: int
@@ -157,7 +155,7 @@ class MoreCredit(msgspec.Struct, tag="more", array_like=True, gc=False):
     count: int
 
 
-class Construct(msgspec.Struct, tag="construct", array_like=True, gc=False):
+class Construct(Control, tag="construct"):
     """To a process: build an actor; the body has the class, its arguments and the mesh of processes."""
 
     actor: int
@@ -172,7 +170,7 @@ class Construct(msgspec.Struct, tag="construct", array_like=True, gc=False):
     is_async: bool = False
 
 
-class Constructed(msgspec.Struct, tag="constructed", array_like=True, gc=False):
+class Constructed(Control, tag="constructed"):
     """To the owner: this rank of an actor mesh is up."""
 
     actor: int
@@ -180,7 +178,7 @@ class Constructed(msgspec.Struct, tag="constructed", array_like=True, gc=False):
     generation: int = 0
 
 
-class Stop(msgspec.Struct, tag="stop", array_like=True, gc=False):
+class Stop(Control, tag="stop"):
     """To a process: stop an actor, or the process itself if actor is 0; `how` is stop, abort, restart or kill."""
 
     actor: int
@@ -188,7 +186,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, gc=False):
     reason: str
 
 
-class Stopped(msgspec.Struct, tag="stopped", array_like=True, gc=False):
+class Stopped(Control, tag="stopped"):
     """To the owner: this rank of an actor mesh has ended and cleaned up, after a stop or a failure."""
 
     actor: int
@@ -196,7 +194,7 @@ class Stopped(msgspec.Struct, tag="stopped", array_like=True, gc=False):
     generation: int = 0
 
 
-class Failed(msgspec.Struct, tag="failed", array_like=True, gc=False):
+class Failed(Control, tag="failed"):
     """To the owner: this rank of an actor mesh has failed; the body is a packed exception."""
 
     actor: int
@@ -208,7 +206,7 @@ MAX_REPLACED_RANKS = 8192
 """Ranks in one Replaced message, which stays well below MAX_CONTROL_BYTES."""
 
 
-class Replaced(msgspec.Struct, tag="replaced", array_like=True, gc=False):
+class Replaced(Control, tag="replaced"):
     """To all processes that use the mesh: these ranks have been restarted, with these tokens."""
 
     mesh: str
@@ -223,38 +221,19 @@ REPORT_BUSY = "report_busy"
 """Name of a Setting that makes actors which should stop log where they are busy."""
 
 
-class Setting(msgspec.Struct, tag="setting", array_like=True, gc=False):
+class Setting(Control, tag="setting"):
     """To a process: a new value of one of its settings, such as the log level, or one of the names above."""
 
     name: str
     value: Any
 
 
-class Agent(msgspec.Struct, tag="agent", array_like=True, gc=False):
+class Agent(Control, tag="agent"):
     """Between a controller and its agents on hosts: the body is a message of _hosts/protocol.py."""
 
 
-Control = (
-    MulticastArrived
-    | MulticastLost
-    | LookupRequest
-    | LookupReply
-    | Cancel
-    | MoreCredit
-    | Construct
-    | Constructed
-    | Stop
-    | Stopped
-    | Failed
-    | Replaced
-    | Setting
-    | Agent
-)
-
 _encoder = msgspec.msgpack.Encoder()
-_control = msgspec.msgpack.Decoder(Control)
 _route = msgspec.msgpack.Decoder(Route)
-_replies = msgspec.msgpack.Decoder(Replies)
 
 
 class FrameError(ValueError):
@@ -281,10 +260,9 @@ def decode(decoder: Any, data: bytes, what: str = "a control message") -> Any:
         raise FrameError(f"not {what}: {error}") from error
 
 
-def decode_control(data: bytes) -> Control:
-    """Decode a control message. Raises FrameError."""
-    message: Control = decode(_control, data)
-    return message
+_control = msgspec.msgpack.Decoder(functools.reduce(operator.or_, Control.__subclasses__()))
+decode_control: Callable[[bytes], Control] = functools.partial(decode, _control)
+decode_replies: Callable[[bytes], Replies] = functools.partial(decode, msgspec.msgpack.Decoder(Replies))
 
 
 def decode_route(data: bytes) -> Route:
@@ -295,7 +273,21 @@ def decode_route(data: bytes) -> Route:
     return route
 
 
-def decode_replies(data: bytes) -> Replies:
-    """Decode the prefix of aggregated replies. Raises FrameError."""
-    replies: Replies = decode(_replies, data)
-    return replies
+# ---- memory of payloads
+
+
+def size_of(body: Any, buffers: Any) -> int:
+    """Return the bytes of a body (bytes, a view, or a list of them) and of its buffers."""
+    size = len(body) if isinstance(body, (bytes, bytearray, memoryview)) else sum(len(chunk) for chunk in body)
+    return size + sum(memoryview(buffer).nbytes for buffer in buffers) if buffers else size
+
+
+def own(body: Any) -> Any:
+    """Return the body as bytes; copies memory that the caller can still change."""
+    if isinstance(body, bytes):
+        return body
+    return bytes(body) if isinstance(body, (bytearray, memoryview)) else b"".join(body)
+
+
+def own_all(buffers: Any) -> list[bytearray] | None:
+    return [bytearray(buffer) for buffer in buffers] if buffers else None

@@ -31,18 +31,13 @@ LINK_PENDING = -2
 
 
 class Clock(Protocol):
-    """Monotonic clock."""
+    """Monotonic clock, in seconds since an arbitrary point."""
 
-    def now(self) -> float:
-        """Return seconds since an arbitrary point."""
-        ...
+    def now(self) -> float: ...
 
 
 class RealClock:
-    """Monotonic clock of the machine."""
-
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
 
 Receiver = tuple[int, int, int, int]
@@ -50,49 +45,23 @@ Receiver = tuple[int, int, int, int]
 
 
 class Links(Protocol):
-    """Sends frames to other processes, in order for each pair of processes."""
+    """Sends frames to other processes, in order for each pair of processes. `_native.Mailbox` names the parameters."""
 
     token: str
 
     def connect(self, token: str) -> int:
-        """Return the link to the process with this token; -1 if it can't be reached.
-
-        Return LINK_PENDING if the process exists and does not answer yet. MET or REFUSED follows later.
-        """
+        """Return the link; LINK_PENDING before it answers (MET or REFUSED follows); -1 if it can't be reached."""
         ...
 
-    def send(
-        self,
-        link: int,
-        kind: int,
-        target: int,
-        ref: int,
-        seq: int,
-        rank: int,
-        epoch: int,
-        prefix: bytes,
-        body: Any,
-        buffers: Sequence[Any] | None,
-    ) -> bool:
+    @property
+    def send(self) -> Callable[[int, int, int, int, int, int, int, bytes, Any, Sequence[Any] | None], bool]:
         """Send a frame without waiting. Return False, and send nothing, if there is no space for the payload."""
-        ...
 
-    def multicast(
-        self,
-        to: list[Receiver],
-        kind: int,
-        target: int,
-        ref: int,
-        prefix: bytes,
-        body: Any,
-        buffers: Sequence[Any] | None,
-    ) -> bool:
+    @property
+    def multicast(self) -> Callable[[list[Receiver], int, int, int, bytes, Any, Sequence[Any] | None], bool]:
         """Send one frame to several receivers; the payload is copied once."""
-        ...
 
-    def drop(self, link: int) -> None:
-        """Close this link."""
-        ...
+    def drop(self, link: int) -> None: ...
 
     def unread(self, link: int) -> int:
         """Return the bytes on this link that its receiver has not read yet."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from monarch_backend._core.errors import MonarchError, public
@@ -12,7 +13,7 @@ from monarch_backend._transport.local.frames import Frame
 from monarch_backend._transport.tokens import epoch_of
 
 if TYPE_CHECKING:
-    from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
+    from monarch_backend._transport.local.tree_multicast import ReplyAggregator
 
 
 def short(token: str) -> str:
@@ -37,63 +38,39 @@ class PeerGoneError(MonarchError, ConnectionError):
         return cls(f"process {peer.pid or short(peer.token)} is gone: {peer.gone}")
 
 
+@dataclass(slots=True, eq=False)
 class CreditWaiter:
     """Condition on which senders wait for credit."""
 
-    __slots__ = ("ready", "wait_lock")
-
-    def __init__(self) -> None:
-        self.ready = False
-        self.wait_lock: threading.Lock | None = None
+    ready: bool = False
+    wait_lock: threading.Lock | None = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Peer:
-    """State of another process."""
+    token: str
+    credit: int  # left in the window
+    epoch: int = field(init=False)
+    link: int = -1
+    pid: int = 0
+    label: str | Callable[[], str] = ""  # for messages: "gpus 3 of trainers"
+    sent: int = 0  # the last sequence number
+    received: int = 0  # the last sequence number that was delivered
+    done: int = 0  # credit of processed messages, not returned yet
+    held: dict[int, tuple[Frame, ReplyAggregator | None]] = field(default_factory=dict)
+    backlog: deque[Callable[[], None]] = field(default_factory=deque)
+    asked_by: list[Peer] = field(default_factory=list)  # waiting for a LookupReply about it
+    asking: bool = False  # a LookupRequest to its owner is under way
+    credit_waiter: CreditWaiter | None = None
+    expected: bool = False  # it will connect to this process
+    believed: bool = False  # its owner says that it is up, and a connection to it is pending
+    refusals: int = 0  # failed connections, although its owner says that it is up
+    owner: Peer | None = None  # knows whether it is up
+    gone: str | None = None  # how it ended
+    orderly: bool = False  # it ended in an orderly way
 
-    __slots__ = (
-        "asked_by",
-        "asking",
-        "backlog",
-        "believed",
-        "credit",
-        "credit_waiter",
-        "done",
-        "epoch",
-        "expected",
-        "gone",
-        "held",
-        "label",
-        "link",
-        "orderly",
-        "owner",
-        "pid",
-        "received",
-        "refusals",
-        "sent",
-        "token",
-    )
-
-    def __init__(self, token: str, credit: int) -> None:
-        self.token = token
-        self.epoch = epoch_of(token)
-        self.link = -1
-        self.pid = 0
-        self.label: str | Callable[[], str] = ""  # for messages: "gpus 3 of trainers"
-        self.sent = 0  # the last sequence number
-        self.credit = credit  # left in the window
-        self.received = 0  # the last sequence number that was delivered
-        self.done = 0  # credit of processed messages, not returned yet
-        self.held: dict[int, tuple[Frame, ReplyAggregator | None]] = {}
-        self.backlog: deque[Callable[[], None]] = deque()
-        self.asked_by: list[Peer] = []  # waiting for a LookupReply about it
-        self.asking = False  # a LookupRequest to its owner is under way
-        self.credit_waiter: CreditWaiter | None = None
-        self.expected = False  # it will connect to this process
-        self.believed = False  # its owner says that it is up, and a connection to it is pending
-        self.refusals = 0  # failed connections, although its owner says that it is up
-        self.owner: Peer | None = None  # knows whether it is up
-        self.gone: str | None = None  # how it ended
-        self.orderly = False  # it ended in an orderly way
+    def __post_init__(self) -> None:
+        self.epoch = epoch_of(self.token)
 
     def __str__(self) -> str:
         who = (self.label() if callable(self.label) else self.label) or short(self.token)

@@ -1,12 +1,17 @@
-"""Peers of a process: which are known, which are connected, and their end."""
+"""Peers of a process: which are known, which are connected, and their end.
+
+The owner of a process that can't be reached is asked whether it is up, and how it ended.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.local import tuning
+from monarch_backend._transport.local.frames import Frame, LookupReply, LookupRequest
 from monarch_backend._transport.local.links import LINK_PENDING
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend._transport.tokens import host_of
@@ -16,8 +21,6 @@ if TYPE_CHECKING:
 
 
 class PeerTable:
-    """The peers of one router, by token and by link."""
-
     def __init__(self, router: Router, me: Peer) -> None:
         self._router = router
         self.peers: dict[str, Peer] = {me.token: me}
@@ -69,22 +72,19 @@ class PeerTable:
             self.bind(peer, link)
             return True
         if link != LINK_PENDING:
-            self._router.lookup.request(peer)
+            self._look_up(peer)
         return False
 
     def link_to(self, peer: Peer) -> int:
-        """Return the link to this process, or -1."""
         with self._router.lock:
             return peer.link if self.reach(peer) else -1
 
     def bind(self, peer: Peer, link: int) -> None:
-        """Note that this link leads to the process."""
         self.by_link[link] = peer
         if peer.link < 0:
             peer.link = link
 
     def on_met(self, event: Any) -> None:
-        """Handle the connection of a process: send what waits for it."""
         link, _, token, pid = event
         peer = self.peer(token)
         peer.pid = pid
@@ -93,11 +93,10 @@ class PeerTable:
             backlog, peer.backlog = peer.backlog, deque()
             for emit in backlog:
                 emit()
-            self._router.lookup.answer(peer)
+            self._answer(peer)
         self._router.on_met(peer)
 
     def on_ended(self, event: Any) -> None:
-        """Handle the end of a link, which is the end of its process."""
         link, _, how, orderly = event
         self._router.fragments.drop_link(link)
         peer = self.by_link.pop(link, None)
@@ -120,10 +119,103 @@ class PeerTable:
         with self._router.lock:
             peer.backlog.clear()
             peer.held.clear()
-            self._router.lookup.answer(peer)
+            self._answer(peer)
             self._router.flow.release(peer)
             for other in list(self.peers.values()):
                 if other.owner is peer and other.link < 0 and other.gone is None and other.backlog:
                     self.never_came(other, f"its owner is gone: {peer.gone}")
             self._router.tree.on_peer_exit(peer)
         self._router.on_gone(peer)
+
+    # ---- lookups: the state of each is in the fields of `Peer`
+
+    def _look_up(self, peer: Peer) -> None:
+        """Ask the owner of a process that can't be reached. Call under the lock."""
+        if peer.owner is not None and peer.owner.gone is None:
+            if not peer.asking:
+                peer.asking = True
+                try:
+                    self._router.tell(peer.owner, LookupRequest(peer.token))
+                except (RuntimeError, OSError):  # no descriptors or shared memory at the moment
+                    peer.asking = False
+                    self._request_again(peer)
+                    return
+            if peer.owner.gone is None:
+                return
+        peer.gone = "it can't be reached, and its owner is gone too" if peer.owner else "it can't be reached"
+        self.on_peer_gone(peer)
+
+    def ask_owner(self, peer: Peer) -> None:
+        """Ask the owner for the successor of a dead process. The owner reports later successors on its own."""
+        owner = peer.owner
+        if owner is not None and owner is not self._router.me and owner.gone is None:
+            with contextlib.suppress(RuntimeError, OSError):  # no space for a link: the request is optional
+                self._router.tell(owner, LookupRequest(peer.token))
+
+    def on_refused(self, event: Any) -> None:
+        """Handle a connection that was refused. If the event has a reason, the process is gone."""
+        peer = self.peer(event[2])
+        with self._router.lock:
+            if peer.link >= 0 or peer.gone is not None:
+                return
+            if len(event) > 3:
+                self.never_came(peer, event[3])
+            elif peer.believed:  # its owner has just said that it is up
+                peer.believed = False
+                self._request_again(peer)
+            else:
+                self._look_up(peer)
+
+    def on_request(self, peer: Peer, message: LookupRequest, _: Frame) -> None:
+        """Reply now if the process is known to be up or gone; otherwise later, in `_answer`."""
+        asked = self.peers.get(message.token)
+        self._router.on_asked(peer, message.token)
+        if asked is not None and (asked.gone is not None or asked.link >= 0):
+            self._router.tell(peer, LookupReply(message.token, asked.gone))
+        elif asked is None or not asked.expected:
+            self._router.tell(peer, LookupReply(message.token, "its mesh has ended"))
+        else:
+            asked.asked_by.append(peer)
+
+    def _answer(self, asked: Peer) -> None:
+        askers, asked.asked_by = asked.asked_by, []
+        for peer in askers:
+            self._router.tell(peer, LookupReply(asked.token, asked.gone))
+
+    def on_reply(self, _peer: Peer, message: LookupReply, _: Frame) -> None:
+        asked = self.peer(message.token)
+        asked.asking = False
+        if asked.gone is not None:
+            return
+        if message.gone is not None:
+            self.never_came(asked, message.gone)
+            return
+        with self._router.lock:
+            if asked.link < 0:
+                try:
+                    link = self._router.links.connect(asked.token)
+                except (RuntimeError, OSError):
+                    link = -1
+                if link < 0:
+                    if link != LINK_PENDING:
+                        self._request_again(asked)
+                    asked.believed = link == LINK_PENDING
+                    return
+                self.bind(asked, link)
+            backlog, asked.backlog = asked.backlog, deque()
+            for emit in backlog:
+                emit()
+
+    def _request_again(self, peer: Peer) -> None:
+        """Ask later, under the lock: the process has most likely just died, which its owner does not know yet."""
+        if peer.refusals >= tuning.MAX_REFUSALS:
+            self.never_came(peer, "it can't be reached from here")
+            return
+        peer.refusals += 1
+
+        def ask() -> None:
+            with self._router.lock:
+                if peer.gone is None and peer.link < 0:
+                    self._look_up(peer)
+
+        self._router.later(0.01 * 2**peer.refusals, ask)

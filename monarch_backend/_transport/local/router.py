@@ -2,14 +2,7 @@
 
 Links carry frames between two processes in order. The router adds a sequence number to each message. The numbers put
 messages from a tree and direct ones in one order, and detect duplicates. The router decides how a message is sent,
-delivers messages that arrive, and handles the exit of a process. Its parts are in modules of their own:
-
-- flow_control.py: the window of each pair of processes, which bounds the queues
-- memory_pressure.py: sending while shared memory is full
-- fragmentation.py: frames that are larger than one piece
-- tree_multicast.py: multicast down a tree of processes
-- peer_table.py: the known processes, their links and their end
-- peer_lookup.py: processes that can't be reached
+delivers messages that arrive, and handles the exit of a process.
 
 The router does not depend on actors or meshes, reads no clock and starts no thread. The simulator runs the same code.
 """
@@ -24,11 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from monarch_backend._transport.local import frames, tuning
-from monarch_backend._transport.local.broadcast_tree import (
-    ReplyAggregator,
-)
-from monarch_backend._transport.local.buffers import own, own_all, size_of
-from monarch_backend._transport.local.flow_control import FlowControl, places_of
+from monarch_backend._transport.local.flow_control import FlowControl, RetryQueue, SharedMemoryWait, places_of
 from monarch_backend._transport.local.fragmentation import Fragmenter
 from monarch_backend._transport.local.frames import (
     Frame,
@@ -38,13 +27,14 @@ from monarch_backend._transport.local.frames import (
     LookupRequest,
     MulticastArrived,
     MulticastLost,
+    own,
+    own_all,
+    size_of,
 )
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, Links
-from monarch_backend._transport.local.memory_pressure import RetryQueue, SharedMemoryWait
 from monarch_backend._transport.local.peer import CreditWaiter, Peer
-from monarch_backend._transport.local.peer_lookup import PeerLookup
 from monarch_backend._transport.local.peer_table import PeerTable
-from monarch_backend._transport.local.tree_multicast import TreeMulticast
+from monarch_backend._transport.local.tree_multicast import ReplyAggregator, TreeMulticast
 from monarch_backend._transport.tokens import epoch_of
 
 log = logging.getLogger("monarch_backend")
@@ -78,8 +68,7 @@ class Router:
         self.flow = FlowControl(self)
         self.has_room, self.processed = self.flow.has_room, self.flow.processed  # called for each message
         self.tree = TreeMulticast(self)
-        self.lookup = PeerLookup(self)
-        self.ask_owner = self.lookup.ask_owner
+        self.ask_owner = table.ask_owner
         self.fragments = Fragmenter(self)
         self._retries = RetryQueue(self)
         self.keep = self._retries.add
@@ -87,8 +76,8 @@ class Router:
         self.control: dict[type, Callable[[Peer, Any, Frame], None]] = {
             MulticastArrived: self.tree.on_arrived,
             MulticastLost: self.tree.on_lost,
-            LookupRequest: self.lookup.on_request,
-            LookupReply: self.lookup.on_reply,
+            LookupRequest: table.on_request,
+            LookupReply: table.on_reply,
         }
         self.on_gone: Callable[[Peer], None] = lambda _: None
         self.on_met: Callable[[Peer], None] = lambda _: None
@@ -99,7 +88,7 @@ class Router:
         self._told = {
             Kind.MET: table.on_met,
             Kind.GONE: table.on_ended,
-            Kind.REFUSED: self.lookup.on_refused,
+            Kind.REFUSED: table.on_refused,
             Kind.HOST_GONE: table.on_host_gone,
         }
 
@@ -108,10 +97,7 @@ class Router:
     def send(
         self, peer: Peer, kind: int, target: int, ref: int, rank: int, prefix: bytes, body: Any, buffers: Any = None
     ) -> None:
-        """Send a message, in order after the earlier ones to this process. Waits for credit.
-
-        Raises PeerGoneError, and sends nothing, if the process is known to be gone.
-        """
+        """Send a message in order; wait for credit. Raises PeerGoneError, and sends nothing, if the peer is gone."""
         size = len(body) if buffers is None and type(body) is bytes else size_of(body, buffers)
         places = places_of(size)
         with self.lock:
@@ -172,10 +158,7 @@ class Router:
             self._fill(peer, seq)
 
     def _fill(self, peer: Peer, seq: int) -> None:
-        """Send an empty message with this number: without it the receiver holds back all later ones.
-
-        Call under the lock.
-        """
+        """Send an empty message with this number, under the lock: the receiver would hold back all later ones."""
         self.emit(peer, Kind.CONTROL, 0, 0, seq, 0, _NOTHING, b"", None)
 
     def _deliver_here(self, kind: int, frame: Frame) -> None:
@@ -193,10 +176,7 @@ class Router:
         peer.backlog.append(lambda: self.emit(peer, kind, target, ref, seq, rank, prefix, body, buffers))
 
     def tell(self, peer: Peer, message: Any, body: Any = b"", buffers: Any = None) -> None:
-        """Send a control message, in order with the messages to this process. Never waits.
-
-        Nothing is sent to a process that is gone.
-        """
+        """Send a control message, in order with the messages to this process, unless it is gone. Never waits."""
         prefix = frames.encode(message)
         if peer is self.me:
             frame = Frame(-1, Kind.CONTROL, 0, 0, 0, 0, self.epoch, prefix, own(body), own_all(buffers))
@@ -211,10 +191,7 @@ class Router:
     def push(
         self, peer: Peer, kind: int, target: int, rank: int, prefix: bytes, body: Any, buffers: Any = None
     ) -> None:
-        """Send a message without waiting for credit, which may become negative.
-
-        Nothing is sent to a process that is gone.
-        """
+        """Send without waiting for credit, which may become negative, unless the process is gone."""
         with self.lock:
             if peer.gone is not None:
                 return
@@ -293,10 +270,7 @@ class Router:
         buffers: Any = None,
         combine: bool = False,
     ) -> None:
-        """Send a message to each (process, rank); waits for credit of all. Processes that are gone are left out.
-
-        With ``combine`` the replies are aggregated on their way up the tree.
-        """
+        """Send to each (process, rank) that is alive; waits for credit of all. ``combine``: replies are aggregated."""
         alive = [(peer, rank) for peer, rank in to if peer.gone is None]
         if not alive:
             return
@@ -366,7 +340,6 @@ class Router:
     # ---- receiving
 
     def handle(self, events: Sequence[Any]) -> None:
-        """Handle events of the links in order."""
         interrupt: BaseException | None = None  # raised by a user's signal handler: raised again after the last event
         for event in events:
             try:
@@ -403,10 +376,7 @@ class Router:
             self.in_order(peer, frame, None)
 
     def in_order(self, peer: Peer, frame: Frame, combiner: ReplyAggregator | None) -> bool:
-        """Handle a frame, or hold it until the frames before it have arrived.
-
-        Return False for a duplicate, and for a frame that waits for earlier ones of a dead sender.
-        """
+        """Handle a frame, or hold it until those before it have come. False: a duplicate, or its sender is gone."""
         if frame.seq != peer.received + 1:
             if frame.seq <= peer.received or frame.seq in peer.held or peer.gone is not None:
                 return False

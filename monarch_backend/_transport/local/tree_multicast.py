@@ -1,22 +1,12 @@
-"""Multicast down a tree of processes: relaying, the root's record of receivers that have it, and replies.
-
-The tree's shape and the aggregation of replies are in broadcast_tree.py.
-"""
+"""Multicast down a tree of processes: relaying, the root's record of receivers that have it, and aggregated replies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._transport.local import frames, tuning
-from monarch_backend._transport.local.broadcast_tree import (
-    Multicast,
-    ReplyAggregator,
-    children,
-    count_below,
-    descendants,
-)
-from monarch_backend._transport.local.buffers import own, size_of
 from monarch_backend._transport.local.flow_control import places_of
 from monarch_backend._transport.local.frames import (
     Frame,
@@ -24,9 +14,14 @@ from monarch_backend._transport.local.frames import (
     Kind,
     MulticastArrived,
     MulticastLost,
+    Part,
+    Replies,
     Route,
     Status,
+    own_all,
+    size_of,
 )
+from monarch_backend._transport.local.frames import own as own_body
 from monarch_backend._transport.local.links import Receiver
 from monarch_backend._transport.local.peer import Peer
 
@@ -34,9 +29,84 @@ if TYPE_CHECKING:
     from monarch_backend._transport.local.router import Router
 
 
-class TreeMulticast:
-    """Multicasts that this process has sent or relays."""
+@dataclass
+class Multicast:
+    """A multicast that this process has sent, until all receivers have it."""
 
+    route: Route
+    body: Any
+    peers: list[Peer]
+    missing: set[int]
+
+
+class ReplyAggregator:
+    """Aggregates the replies of this process and of those below it, and sends them up the tree."""
+
+    def __init__(self, router: Router, parent: int, root: Peer, route: Route, children: dict[str, int]) -> None:
+        self._router, self._parent, self._root = router, parent, root
+        self._route = route
+        self._children = children  # token -> replies that its subtree still has to send
+        self._mine = 1
+        self._missing = 0  # replies that do not come this way
+        self._parts: list[Part] = []
+        self._chunks: list[Any] = []
+        self._buffers: list[Any] = []
+
+    def own(self, rank: int, status: bytes, body: Any, buffers: Sequence[Any] | None) -> None:
+        """Add this process's reply, from any thread. A large reply is sent directly to the root."""
+        if self._router.is_sent_directly(body, buffers):
+            self._router.reply(self._root, self._route.ref, rank, status, body, buffers)
+            self.straight()
+            return
+        if any(count > 0 for count in self._children.values()):  # the reply waits, and the actor may change its memory
+            body, buffers = own_body(body), own_all(buffers)
+        chunks = [body] if isinstance(body, (bytes, memoryview)) else list(body)
+        with self._router.lock:
+            self._mine = 0
+            self._parts.append(Part(rank, status, sum(len(c) for c in chunks), len(buffers or ())))
+            self._chunks += chunks
+            self._buffers += buffers or ()
+            self._maybe_send(_urgent(status))
+
+    def straight(self) -> None:
+        """Record that this process sends its reply directly to the root."""
+        self._router.tell(self._root, MulticastArrived(self._route.multicast, [self._router.token]))
+        with self._router.lock:
+            self._mine, self._missing = 0, self._missing + 1
+            self._maybe_send(False)
+
+    def below(self, token: str, replies: Replies, body: Any, buffers: Sequence[Any]) -> None:
+        parts = replies.parts
+        with self._router.lock:
+            self._children[token] = self._children.get(token, 0) - len(parts) - replies.missing
+            self._missing += replies.missing
+            self._parts += parts
+            self._chunks.append(body)
+            self._buffers += buffers
+            self._maybe_send(any(_urgent(part.status) for part in parts))
+
+    def lost(self, token: str) -> None:
+        """Expect nothing from a child that is gone. The root sends directly to the processes below it."""
+        with self._router.lock:
+            left = self._children.pop(token, None)
+            if left is not None:
+                self._missing += max(left, 0)
+                self._maybe_send(False)
+
+    def _maybe_send(self, urgent: bool) -> None:
+        complete = self._mine == 0 and all(count <= 0 for count in self._children.values())
+        if (self._parts or self._missing) and (complete or urgent):
+            prefix = frames.encode(Replies(self._route.root, self._parts, self._missing))
+            link = self._parent if self._router.table.open(self._parent) else self._router.link_to(self._root)
+            self._router.send_or_keep(
+                link, Kind.REPLIES, self._route.multicast, self._route.ref, prefix, self._chunks, self._buffers
+            )
+            self._parts, self._chunks, self._buffers, self._missing = [], [], [], 0
+        if complete:
+            self._router.tree.combiners.pop((self._route.root, self._route.multicast), None)
+
+
+class TreeMulticast:
     def __init__(self, router: Router) -> None:
         self._router = router
         self.multicasts: dict[int, Multicast] = {}  # sent by this process, and not known to have arrived everywhere
@@ -56,22 +126,17 @@ class TreeMulticast:
         self, to: Sequence[tuple[Peer, int]], kind: int, target: int, ref: int, prefix: bytes, body: Any, combine: bool
     ) -> None:
         """Send to the first processes of the tree. Call under the lock."""
-        hops, places = [], places_of(size_of(body, None))
-        for peer, rank in to:
-            peer.sent = seq = peer.sent + 1
+        peers, ranks, places = [peer for peer, _ in to], [rank for _, rank in to], places_of(size_of(body, None))
+        seqs = []
+        for peer in peers:
+            peer.sent = seq = peer.sent + 1  # a signal handler may send to this peer, too
             peer.credit -= places
-            hops.append(frames.RelayHop(peer.token, seq, rank))
-        number = next(self._router.ids)
-        peers = [peer for peer, _ in to]
-        multicast = Multicast(number, kind, target, ref, prefix, own(body), peers, hops, set(range(len(hops))))
-        self.multicasts[number] = multicast
-        tokens = "".join(hop.token for hop in hops)
-        seqs, ranks = [hop.seq for hop in hops], [hop.rank for hop in hops]
-        route = frames.encode(
-            Route(number, self._router.token, kind, target, ref, combine, prefix, tokens, seqs, ranks)
-        )
-        first = [(peers[i].link, 0, i, peers[i].epoch) for i in range(min(tuning.TREE_FANOUT, len(hops)))]
-        self._send_each(first, route, multicast.body, None)
+            seqs.append(seq)
+        number, tokens = next(self._router.ids), "".join(peer.token for peer in peers)
+        route = Route(number, self._router.token, kind, target, ref, combine, prefix, tokens, seqs, ranks)
+        self.multicasts[number] = multicast = Multicast(route, own_body(body), peers, set(range(len(peers))))
+        first = [(peer.link, 0, i, peer.epoch) for i, peer in enumerate(peers[: tuning.TREE_FANOUT])]
+        self._send_each(first, frames.encode(route), multicast.body, None)
         for index, peer in enumerate(peers):
             if peer.gone is not None:
                 self._bypass(multicast, index)
@@ -80,40 +145,40 @@ class TreeMulticast:
     def receive(self, frame: Frame) -> None:
         """Relay a multicast to the processes below this one, then deliver it here."""
         route = frames.decode_route(frame.prefix)
-        if frame.rank >= len(route) or route.hop(frame.rank).token != self._router.token:
+        if frame.rank >= len(route) or route.token(frame.rank) != self._router.token:
             raise FrameError("a multicast for another process")
         root = self._router.peer(route.root)
         below = children(frame.rank, len(route), tuning.TREE_FANOUT)
         combiner = None
         with self._router.lock:
             if route.combine and root.gone is None:
-                counts = {route.hop(i).token: count_below(i, len(route), tuning.TREE_FANOUT) for i in below}
+                counts = {route.token(i): 1 + len(descendants(i, len(route), tuning.TREE_FANOUT)) for i in below}
                 combiner = self.combiners[route.root, route.multicast] = ReplyAggregator(
                     self._router, frame.link, root, route, counts
                 )
             self._pass_on(route, root, frame, below)
             if not route.combine:
                 self._router.tell(root, MulticastArrived(route.multicast, [self._router.token]))
-        hop = route.hop(frame.rank)
+        rank = route.ranks[frame.rank]
         mine = Frame(
             frame.link,
             route.kind,
             route.target,
             route.ref,
-            hop.seq,
-            hop.rank,
+            route.seqs[frame.rank],
+            rank,
             self._router.epoch,
             route.prefix,
             frame.body,
             frame.buffers,
         )
         if not self._router.in_order(root, mine, combiner) and combiner is not None:
-            combiner.own(hop.rank, Status.NOTHING, b"", None)  # a copy came directly, and so does its reply
+            combiner.own(rank, Status.NOTHING, b"", None)  # a copy came directly, and so does its reply
 
     def _pass_on(self, route: Route, root: Peer, frame: Frame, below: Sequence[int]) -> None:
         to = []
         for index in below:
-            token = route.hop(index).token
+            token = route.token(index)
             child = self._router.peer(token, root)
             if child.gone is None and self._router.reach(child):
                 to.append((child.link, 0, index, child.epoch))
@@ -133,29 +198,19 @@ class TreeMulticast:
 
     def _bypass(self, multicast: Multicast, index: int) -> None:
         """Send directly to the processes below this place of the tree."""
-        for below in descendants(index, len(multicast.hops), tuning.TREE_FANOUT):
+        for below in descendants(index, len(multicast.peers), tuning.TREE_FANOUT):
             if below in multicast.missing and multicast.peers[below].gone is None:
                 self._emit_hop(multicast, below)
 
     def _emit_hop(self, multicast: Multicast, index: int) -> None:
-        hop, peer = multicast.hops[index], multicast.peers[index]
+        route, peer = multicast.route, multicast.peers[index]
         multicast.missing.discard(index)  # a direct link loses nothing
         if not multicast.missing:
-            self.multicasts.pop(multicast.number, None)
-        self._router.emit(
-            peer,
-            multicast.kind,
-            multicast.target,
-            multicast.ref,
-            hop.seq,
-            hop.rank,
-            multicast.prefix,
-            multicast.body,
-            None,
-        )
+            self.multicasts.pop(route.multicast, None)
+        seq, rank = route.seqs[index], route.ranks[index]
+        self._router.emit(peer, route.kind, route.target, route.ref, seq, rank, route.prefix, multicast.body, None)
 
     def on_arrived(self, _peer: Peer, message: MulticastArrived, _: Frame) -> None:
-        """Note that processes have the message."""
         self._mark(message.multicast, message.tokens)
 
     def _mark(self, number: int, tokens: Sequence[str]) -> None:
@@ -165,7 +220,7 @@ class TreeMulticast:
                 return
             gone = set(tokens)
             multicast.missing -= {
-                i for i, hop in enumerate(multicast.hops) if hop.token in gone or multicast.peers[i].gone is not None
+                i for i, peer in enumerate(multicast.peers) if peer.token in gone or peer.gone is not None
             }
             if not multicast.missing:
                 del self.multicasts[number]
@@ -177,7 +232,7 @@ class TreeMulticast:
             if multicast is None:
                 return
             for token in message.tokens:
-                index = next((i for i, hop in enumerate(multicast.hops) if hop.token == token), None)
+                index = next((i for i, peer in enumerate(multicast.peers) if peer.token == token), None)
                 if index is not None:
                     if index in multicast.missing and multicast.peers[index].gone is None:
                         self._emit_hop(multicast, index)
@@ -202,7 +257,7 @@ class TreeMulticast:
         multicast = self.multicasts.get(frame.target)
         at, nth, body = 0, 0, memoryview(frame.body)
         handler = self._router.handlers[Kind.REPLY]
-        ranks = {hop.rank: hop.token for hop in multicast.hops} if multicast is not None else {}
+        ranks = {} if multicast is None else dict(zip(multicast.route.ranks, multicast.peers, strict=True))
         for part in parts:
             own = body[at : at + part.body]
             one = Frame(
@@ -221,7 +276,7 @@ class TreeMulticast:
             if part.status != Status.NOTHING:
                 handler(peer, one, None)
         if multicast is not None:
-            self._mark(frame.target, [ranks[part.rank] for part in parts if part.rank in ranks])
+            self._mark(frame.target, [ranks[part.rank].token for part in parts if part.rank in ranks])
 
     def on_peer_exit(self, peer: Peer) -> None:
         """Send directly to the subtree of a process that is gone; expect no reply from it. Call under the lock."""
@@ -237,3 +292,30 @@ class TreeMulticast:
                 self.combiners.pop((root, number), None)
             else:
                 self._router.tell(self._router.peer(root), MulticastLost(number, [peer.token]))
+
+
+def _urgent(status: bytes) -> bool:
+    """Whether a reply is sent up at once: an error ends the call."""
+    return status not in (Status.VALUE, Status.NOTHING)
+
+
+def children(index: int, count: int, fanout: int) -> range:
+    """Return the children of a place in a tree of ``count`` places.
+
+    The first ``fanout`` places are the children of the root, which has no place of its own.
+
+    >>> list(children(0, 20, 8)), list(children(1, 20, 8)), list(children(2, 20, 8))
+    ([8, 9, 10, 11, 12, 13, 14, 15], [16, 17, 18, 19], [])
+    """
+    first = fanout * (index + 1)
+    return range(min(first, count), min(first + fanout, count))
+
+
+def descendants(index: int, count: int, fanout: int) -> list[int]:
+    found: list[int] = []
+    todo = [index]
+    while todo:
+        below = children(todo.pop(), count, fanout)
+        found += below
+        todo += below
+    return found

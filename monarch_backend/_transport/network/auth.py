@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -45,13 +46,10 @@ class HandshakeError(MonarchError, ConnectionError):
 
 
 class Refusal:
-    """Reason for which a host refuses a connection, in its answer."""
-
     NONE, PROTOCOL, SECRET, SESSION, FULL = range(5)
 
 
 def new_secret() -> bytes:
-    """Return SECRET_BYTES random bytes."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
@@ -69,33 +67,29 @@ def user_secret(folder: Path | None = None) -> bytes:
     folder = make_private(folder or state_directory())
     path = folder / "secret"
     with contextlib.suppress(FileExistsError):
-        _create(path, new_secret().hex() + "\n")
+        write_private(path, new_secret().hex().encode() + b"\n", os.link)
     return read_secret(path)
 
 
-def _create(path: Path, text: str) -> None:
-    """Create a file together with its content: another process may read it already, and power may fail."""
+def write_private(path: Path, data: bytes, put: Callable[[Path, Path], None] = os.replace) -> None:
+    """Put a file that only this user can read into place together with its content: others may read it already."""
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
     try:
-        os.link(scratch, path)
+        with open(os.open(scratch, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        put(scratch, path)
     finally:
-        scratch.unlink()
+        scratch.unlink(missing_ok=True)
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the first secret of a file. Raises PermissionError or ValueError, as `read_secrets`."""
     return read_secrets(path)[0]
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """Return the secrets of a file: 64 hexadecimal digits on each line.
-
-    Raises PermissionError if the file does not belong to this user alone, ValueError for other content.
-    """
+    """Return a file's secrets, 64 hexadecimal digits a line. PermissionError: others can access it."""
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
@@ -160,7 +154,6 @@ class HandshakeClient:
         self.other: Hello
 
     def hello(self) -> bytes:
-        """Return the first message, of HELLO_BYTES."""
         mine = self._mine
         which = name_of(self._secret)
         said = (mine.resumes, mine.offers_rdma, which, mine.nonce, mine.who, mine.session, mine.received)
@@ -195,10 +188,7 @@ class HandshakeClient:
 
 
 class HandshakeServer:
-    """Handshake of the side that listens, and knows the secrets of one or more jobs.
-
-    ``other`` is the introduction of the caller. It is unproven, and must not be used, before :meth:`check` returns.
-    """
+    """Handshake of the side that listens. ``other``, the caller, is unproven before :meth:`check` returns."""
 
     def __init__(self, known: dict[bytes, bytes], binding: bytes = b"") -> None:
         self._known, self._binding = known, binding
@@ -207,10 +197,7 @@ class HandshakeServer:
         self.other: Hello
 
     def hear(self, hello: bytes) -> int:
-        """Read the first message; return the reason to refuse it, or Refusal.NONE.
-
-        Raises HandshakeError if it does not come from monarch_backend.
-        """
+        """Read the first message; return the Refusal. Raises HandshakeError for another program's bytes."""
         magic, protocol, resumes, offers_rdma, which, nonce, who, session, received = _unpack(_HELLO, hello)
         if magic != MAGIC:
             raise HandshakeError("its first bytes are not those of a host of monarch_backend")
@@ -224,7 +211,6 @@ class HandshakeServer:
         return Refusal.NONE
 
     def answer(self, mine: Hello) -> bytes:
-        """Return the answer to a caller that is not refused."""
         said = (MAGIC, PROTOCOL, Refusal.NONE, mine.offers_rdma, mine.nonce, mine.who, mine.session, mine.received)
         self._head = _ANSWER.pack(*said)
         return self._head + _proof(self.secret, b"called", self._hello, self._head, self._binding)

@@ -1,15 +1,7 @@
 """Connections to other hosts: one thread that accepts, connects and reads.
 
-The module and its parts are the only users of sockets and real time between hosts:
-
-- connection.py: the state of a connection and of its peer
-- dialer.py: connecting, and the retry of a broken connection
-- handshake.py: authentication of a new connection (the messages are in auth.py)
-- peer_monitor.py: heartbeats, and the end of silent and closed peers
-- socket_io.py: bytes, with or without TLS
-- frame_reader.py: frames, in the order of the session (session.py)
-
-gateway.py handles the frames. rdma_send.py sends large frames over NICs.
+The module, connection.py and connection_reader.py are the only users of sockets and real time between hosts. gateway.py
+handles the frames. rdma_send.py sends large frames over NICs.
 """
 
 from __future__ import annotations
@@ -18,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import random
 import selectors
 import socket
 import struct
@@ -39,24 +32,27 @@ from monarch_backend._transport.network.connection import (
     Connection,
     HandedOverError,
     PeerConnection,
+    SocketIO,
     Timeouts,
 )
-from monarch_backend._transport.network.dialer import Dialer
-from monarch_backend._transport.network.frame_reader import FrameReader
-from monarch_backend._transport.network.handshake import Handshakes
-from monarch_backend._transport.network.peer_monitor import PeerMonitor
+from monarch_backend._transport.network.connection_reader import ConnectionReader
 from monarch_backend._transport.network.rdma_send import RdmaRead, RdmaSender, rdma_sender
 from monarch_backend._transport.network.session import (
     MAX_BODY_BYTES,
     MAX_PREFIX_BYTES,
     SessionError,
 )
-from monarch_backend._transport.network.socket_io import SocketIO
 
 if TYPE_CHECKING:
     from monarch_backend._transport.network.tls import Tls
 
 log = logging.getLogger("monarch_backend")
+
+AUTHENTICATION_TIMEOUT_S = 5.0
+"""Time for the handshake of an accepted connection."""
+
+RECONNECT_AFTER_CLOSE_S = 1.0
+"""Time for a peer to reconnect after it has closed its connection. A dying process closes its connections, too."""
 
 MAX_UNAUTHENTICATED = 256
 """Unauthenticated connections at one time. The oldest is closed when there is one more."""
@@ -106,12 +102,11 @@ class Tcp:
         self.rdma_sender: RdmaSender | None = rdma_sender(self) if offers_rdma else None
         self.remotes: dict[bytes, PeerConnection] = {}  # by session
         self.ended_sessions: dict[bytes, None] = {}  # the oldest first
-        self.io, self.dialer = SocketIO(self), Dialer(self)
-        self.handshakes, self.frames = Handshakes(self), FrameReader(self)
-        self.monitor = PeerMonitor(self)
+        self.io, self.readers = SocketIO(self), ConnectionReader(self)
+        self._next_beat = 0.0
         self.unauthenticated: dict[Connection, None] = {}  # unauthenticated, the oldest first
         self.selector = selectors.DefaultSelector()
-        self._soon: deque[Callable[[], None]] = deque()
+        self._soon: deque[Callable[[], object]] = deque()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         self._wake_read, self._wake_write = platform.wake_descriptors()
         self.selector.register(self._wake_read, selectors.EVENT_READ, None)
@@ -126,18 +121,12 @@ class Tcp:
 
     def listen(self, host: str, port: int = 0) -> Address:
         """Accept connections. Return the address with the port that was assigned. Raises OSError."""
-        [(family, kind, protocol, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(where)
-            listener.listen(128)
-            listener.setblocking(False)
-        except BaseException:
-            listener.close()
-            raise
+        [(family, _, _, _, where), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listener = socket.create_server(where, family=family, backlog=128, dualstack_ipv6=both)
+        listener.setblocking(False)
         self._listeners.append(listener)
-        self.call_soon(lambda: self._watch(listener))
+        self.call_soon(lambda: self.selector.register(listener, selectors.EVENT_READ, listener))
         name: Address = listener.getsockname()[:2]
         return name
 
@@ -148,8 +137,8 @@ class Tcp:
         remote = PeerConnection(os.urandom(16), address, secret, time.monotonic())
         remote.wanted, remote.silence = receiver, self.bounds.patience if patience is None else patience
         self.remotes[remote.id] = remote
-        self.call_soon(lambda: self.dialer.call(remote))
-        self.later(remote.silence, lambda: None if remote.up else self.monitor.lose_silent(remote, time.monotonic()))
+        self.call_soon(lambda: self._dial(remote))
+        self.later(remote.silence, lambda: None if remote.up else self._lose_silent(remote, time.monotonic()))
         return remote
 
     def take_over(self, accepted: socket.socket, preamble: bytes) -> None:
@@ -184,17 +173,14 @@ class Tcp:
         """End the session with this peer. No callback is called for it any more."""
         self.call_soon(lambda: self._hang_up(remote))
 
-    def call_soon(self, call: Callable[[], None]) -> None:
+    def call_soon(self, call: Callable[[], object]) -> None:
         self._soon.append(call)
         self._wake()
 
     def later(self, seconds: float, call: Callable[[], None]) -> None:
-        """Schedule a call on the thread in ``seconds``."""
         self.call_soon(lambda: self.timers.append((time.monotonic() + seconds, call)))
 
     def close(self) -> None:
-        """End all sessions and the thread."""
-
         def end() -> None:
             for remote in list(self.remotes.values()):
                 self._hang_up(remote)
@@ -210,13 +196,10 @@ class Tcp:
         with contextlib.suppress(OSError, BlockingIOError):
             os.write(self._wake_write, platform.WAKE)
 
-    def _watch(self, listener: socket.socket) -> None:
-        self.selector.register(listener, selectors.EVENT_READ, listener)
-
     def _run(self) -> None:
         try:
             turn = time.monotonic()
-            self.monitor.next_beat = turn + self.bounds.heartbeat
+            self._next_beat = turn + self.bounds.heartbeat
             while not self.is_closed:
                 turn = self._turn(turn)
         except BaseException:
@@ -234,10 +217,10 @@ class Tcp:
         if now - last > self.bounds.silence / 2:  # this process was stopped: the peers' bytes may wait in the sockets
             for remote in list(self.remotes.values()):
                 remote.heard += now - last
-        if now >= self.monitor.next_beat:
-            self._safely(lambda: self.monitor.beat(now))
-            self.monitor.next_beat = now + self.bounds.heartbeat
-        due = now if self._soon else min([self.monitor.next_beat, *(at for at, _ in self.timers)])
+        if now >= self._next_beat:
+            self._safely(lambda: self._beat(now))
+            self._next_beat = now + self.bounds.heartbeat
+        due = now if self._soon else min([self._next_beat, *(at for at, _ in self.timers)])
         for key, events in self.selector.select(max(0.0, due - now)):
             self._serve(key, events)
         self._do_what_is_due()
@@ -283,43 +266,30 @@ class Tcp:
         for fd in {self._wake_read, self._wake_write}:
             os.close(fd)
 
-    def lose(self, remote: PeerConnection, why: str) -> None:
+    def lose(self, remote: PeerConnection, why: str, *, hang_up: bool = False) -> None:
+        """End a session: lost for ``why``, or with ``hang_up`` by this side, which tells the peer and calls nothing."""
         if self.remotes.pop(remote.id, None) is None:
             return
-        self._forget(remote)
-        with remote.lock:
-            remote.lost = why
-            remote.waiting.clear()
-            self._stop_rdma_sends(remote)
-            connection, remote.connection = remote.connection, None
-        if connection is not None:
-            self.drop(connection)
-        self._on_lost(remote)
-
-    def _forget(self, remote: PeerConnection) -> None:
-        """Remember the end of a session, so that it does not begin again with frames that were delivered before."""
-        self.ended_sessions[remote.id] = None
+        self.ended_sessions[remote.id] = None  # it must not begin again with frames that were delivered before
         while len(self.ended_sessions) > MAX_ENDED_SESSIONS:
             del self.ended_sessions[next(iter(self.ended_sessions))]
-
-    def _stop_rdma_sends(self, remote: PeerConnection) -> None:
-        if self.rdma_sender is not None:
-            self.rdma_sender.forget(remote)
-
-    def _hang_up(self, remote: PeerConnection) -> None:
-        if self.remotes.pop(remote.id, None) is None:
-            return
-        self._forget(remote)
         with remote.lock:
-            remote.lost = "this side has ended the session"
+            remote.lost = why
             if self.rdma_sender is not None:
-                self.rdma_sender.settle(remote)
-            self._stop_rdma_sends(remote)
+                if hang_up:
+                    self.rdma_sender.settle(remote)
+                self.rdma_sender.forget(remote)
+            remote.waiting.clear()
             connection, remote.connection = remote.connection, None
-            if connection is not None:
+            if connection is not None and hang_up:
                 self.io.write(connection, [remote.session.bye()])
         if connection is not None:
             self.drop(connection)
+        if not hang_up:
+            self._on_lost(remote)
+
+    def _hang_up(self, remote: PeerConnection) -> None:
+        self.lose(remote, "this side has ended the session", hang_up=True)
 
     # ---- start and end of connections
 
@@ -345,11 +315,11 @@ class Tcp:
             while len(self.unauthenticated) >= MAX_UNAUTHENTICATED:
                 self.drop(next(iter(self.unauthenticated)))
             self.unauthenticated[connection] = None
-            connection.reader = self.handshakes.accept(connection, preamble)
+            connection.reader = self.readers.accept(connection, preamble)
         else:
             connection.name, connection.remote, connection.connecting = str(remote), remote, True
             remote.attempt = connection
-            connection.reader = self.handshakes.connect(connection, remote)
+            connection.reader = self.readers.connect(connection, remote)
         self.selector.register(plain, selectors.EVENT_READ | selectors.EVENT_WRITE * connection.connecting, connection)
         if remote is None:
             self.guarded(connection, lambda: self.io.advance(connection, None))
@@ -379,7 +349,102 @@ class Tcp:
             if remote.connection is connection:
                 remote.connection = None
         if remote.address is not None and remote.lost is None and not self.is_closed:
-            self.dialer.call_again(remote)
+            self._dial_again(remote)
+
+    # ---- connecting to peers: each result of a lookup in turn, with a growing pause
+
+    def _dial(self, remote: PeerConnection) -> None:
+        if remote.lost is not None or remote.address is None or self.is_closed:
+            return
+        host, port = remote.address
+        try:
+            self._connect(remote, socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
+        except (socket.gaierror, UnicodeError):  # not a numeric address, and the resolver may be slow
+            threading.Thread(target=self._look_up, args=(remote, host, port), name="monarch-names", daemon=True).start()
+
+    def _look_up(self, remote: PeerConnection, host: str, port: int) -> None:
+        """Resolve a name. Runs on its own thread."""
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            trouble = f"{host}: {error}"
+            self.call_soon(lambda: self._dial_failed(remote, trouble))
+        else:
+            self.call_soon(lambda: self._connect(remote, found))
+
+    def _dial_failed(self, remote: PeerConnection, trouble: str) -> None:
+        remote.trouble = trouble
+        self._dial_again(remote)
+
+    def _connect(self, remote: PeerConnection, found: Sequence[Any]) -> None:
+        """Connect to one of the resolved addresses; the next attempt uses the next one."""
+        if remote.lost is not None or self.is_closed:
+            return
+        family, kind, protocol, _, where = found[remote.attempts % len(found)]
+        remote.attempts += 1
+        try:
+            plain = socket.socket(family, kind, protocol)
+        except OSError as error:
+            self._dial_failed(remote, str(error))
+            return
+        plain.setblocking(False)
+        try:
+            plain.connect(where)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            plain.close()
+            self._dial_failed(remote, error.strerror or str(error))
+            return
+        self.adopt(plain, remote, b"")
+
+    def _dial_again(self, remote: PeerConnection) -> None:
+        first = self.bounds.pause
+        remote.pause = min(remote.pause * 2, first * 10) if remote.pause else first
+        pause = remote.pause * random.uniform(0.5, 1.0)  # many connections may break at once
+        self.timers.append((time.monotonic() + pause, lambda: self._dial(remote)))
+
+    # ---- silent and closed peers
+
+    def _beat(self, now: float) -> None:
+        """Send heartbeats. Drop peers and unauthenticated connections that are silent for too long."""
+        for connection in [s for s in self.unauthenticated if now - s.since > AUTHENTICATION_TIMEOUT_S]:
+            self.drop(connection)
+        for remote in list(self.remotes.values()):
+            if now - remote.heard > remote.silence:
+                self._lose_silent(remote, now)
+                continue
+            self._give_up_attempt(remote, now)
+            if self.rdma_sender is not None:
+                self.rdma_sender.beat(remote, now)
+            with remote.lock:
+                if remote.connection is not None and remote.up:
+                    self.io.write(remote.connection, [remote.session.acknowledgement()])
+
+    def _give_up_attempt(self, remote: PeerConnection, now: float) -> None:
+        """Drop an attempt that gets no answer, then connect again: the packet that ended it may be lost."""
+        attempt, most = remote.attempt, self.bounds.silence / (2 if remote.up else 1)
+        if attempt is not None and not attempt.gone and now - attempt.since > most:
+            remote.trouble = f"it did not answer a connection for {now - attempt.since:.1f} s"
+            self.drop(attempt)
+
+    def _lose_silent(self, remote: PeerConnection, now: float) -> None:
+        how = "nothing was heard from it" if remote.up else "it did not answer"
+        why = f" ({remote.trouble})" if remote.trouble else ""
+        self.lose(remote, f"{how} for {now - remote.heard:.1f} s{why}")
+
+    def _on_broken(self, remote: PeerConnection, error: Exception, ended: bool) -> None:
+        """Detect the end of the peer's process: its system closes connections, while a network breaks them."""
+        if ended:
+            remote.closed = True
+            times = remote.times
+            self.timers.append((time.monotonic() + RECONNECT_AFTER_CLOSE_S, lambda: self._still_closed(remote, times)))
+        elif remote.closed and isinstance(error, ConnectionRefusedError):
+            self.lose(remote, "its process has closed the connection and does not listen any more")
+
+    def _still_closed(self, remote: PeerConnection, times: int) -> None:
+        if remote.times == times and remote.lost is None:
+            self.lose(remote, "its process has closed the connection and does not connect again")
 
     # ---- reading
 
@@ -389,7 +454,7 @@ class Tcp:
         except HandedOverError:
             self.unauthenticated.pop(connection, None)
         except HandshakeError as error:
-            self.handshakes.refuse(connection, error)
+            self.readers.refuse(connection, error)
         except (OSError, SessionError, EOFError) as error:
             remote = connection.remote
             if remote is not None:
@@ -400,7 +465,7 @@ class Tcp:
             ended = ended and remote is not None and remote.connection is connection
             self.drop(connection)
             if remote is not None and remote.up:
-                self.monitor.on_broken(remote, error, ended)
+                self._on_broken(remote, error, ended)
 
     def _ready(self, connection: Connection, events: int) -> None:
         def act() -> None:
@@ -427,24 +492,23 @@ class Tcp:
     # ---- for rdma_send.py
 
     def have_read(self, remote: PeerConnection, reading: RdmaRead) -> None:
-        """As Carrier.have_read: deliver a frame that a NIC has read."""
+        """Deliver a frame that a NIC has read."""
         if (connection := remote.connection) is not None:
-            self.guarded(connection, lambda: self.frames.take(remote, reading.head, reading.prefix, reading.body))
+            self.guarded(connection, lambda: self.readers.deliver(remote, reading.head, reading.prefix, reading.body))
         reading.over()
 
     def go_on(self, remote: PeerConnection) -> None:
-        """As Carrier.go_on: send waiting frames, as far as the session has room."""
+        """Send waiting frames, as far as the session has room. Call under the peer's lock."""
         if self.rdma_sender is not None:
             self.rdma_sender.heard(remote)
         while remote.waiting and not remote.session.full and remote.nics.rdma_send is None:
             self._send(remote, *remote.waiting.popleft())
 
     def put(self, remote: PeerConnection, parts: Sequence[Any]) -> None:
-        """As Carrier.put: write to the peer's connection, if there is one. The next connection resends what is lost."""
+        """Write to the peer's connection, if there is one; the next one resends. Call under the peer's lock."""
         if remote.connection is not None:
             self.io.write(remote.connection, parts)
 
 
 def secrets_by_name(*secrets: bytes) -> dict[bytes, bytes]:
-    """Return secrets by their names, as Tcp expects them."""
     return {name_of(secret): secret for secret in secrets}

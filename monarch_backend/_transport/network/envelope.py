@@ -34,21 +34,13 @@ def is_word(kind: int) -> bool:
     return kind & 0xF0 == 0xF0
 
 
-def is_relayed(kind: int) -> bool:
-    """Whether a kind belongs to a multicast between gateways."""
-    return kind in (PASS, ARRIVED, COMBINED)
-
-
 def is_for_many(kind: int) -> bool:
     """Whether a frame is for several receivers, which are listed before its tokens."""
     return bool(kind & MANY) and not is_word(kind)
 
 
 def to_host(frame: Envelope) -> str:
-    """Return the host to which a frame is addressed. Raises FrameError.
-
-    Between gateways all receivers of a frame for many are on one host.
-    """
+    """Return the host of a frame; between gateways a frame for many is for one host. Raises FrameError."""
     if not is_for_many(frame.kind):
         return host_of(frame.to)
     text = frame.prefix[_COUNT.size : _COUNT.size + HOST_ID_LENGTH]
@@ -72,12 +64,10 @@ class Envelope(NamedTuple):
 
     @property
     def to(self) -> str:
-        """Token of the receiver."""
         return str(self.prefix[:TOKEN_LENGTH], "ascii")
 
     @property
     def sender(self) -> str:
-        """Token of the sender."""
         return str(self.prefix[TOKEN_LENGTH : 2 * TOKEN_LENGTH], "ascii")
 
 
@@ -86,22 +76,10 @@ HOST_LOST = 2
 
 
 def word(kind: int, to: str, sender: str, pid: int = 0, text: str = "") -> Envelope:
-    """Return a control frame between processes and gateways."""
     return Envelope(kind, 0, pid, 0, 0, 0, f"{to}{sender}{text}".encode(), b"", None)
 
 
-def tokens(to: str, sender: str) -> bytes:
-    """Return the bytes before the prefix."""
-    return (to + sender).encode()
-
-
-def pack_receivers(to: Sequence[tuple[str, int, int, int]]) -> bytes:
-    """Pack receivers (token, sequence number, rank, epoch), which precede the tokens in a frame for MANY."""
-    return _COUNT.pack(len(to)) + b"".join(_RECEIVER.pack(token.encode(), *rest) for token, *rest in to)
-
-
 def unpack_receivers(prefix: bytes) -> tuple[list[tuple[str, int, int, int]], bytes]:
-    """Return the receivers and the rest of the prefix. Raises FrameError."""
     try:
         (count,) = _COUNT.unpack_from(prefix)
         end = _COUNT.size + count * _RECEIVER.size
@@ -148,10 +126,7 @@ def unpack(prefix: bytes, view: memoryview) -> Envelope:
 
 
 class RelayHeader(NamedTuple):
-    """Prefix of a PASS frame. ``hosts``: this host and those below it, each with its packed receivers.
-
-    ``over``: the root has all replies to its multicasts before this number.
-    """
+    """Prefix of PASS. ``hosts``: packed receivers, of this host first. ``over``: the root has all replies before."""
 
     root: str
     parent: str
@@ -171,7 +146,6 @@ class RelayHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, prefix: bytes) -> RelayHeader:
-        """Decode a header. Raises FrameError."""
         try:
             root, parent, kind, branches, number, over, count = _PASS.unpack_from(prefix)
             at = _PASS.size + count * _PART.size
@@ -189,25 +163,21 @@ class RelayHeader(NamedTuple):
 
 
 def pack_rows(to: Sequence[tuple[str, int, int, int]]) -> bytes:
-    """Pack receivers without their count."""
-    return pack_receivers(to)[_COUNT.size :]
+    """Pack receivers (token, sequence number, rank, epoch), without their count."""
+    return b"".join(_RECEIVER.pack(token.encode(), *rest) for token, *rest in to)
 
 
 def count_of(rows: bytes) -> int:
-    """Return the number of packed receivers."""
     return len(rows) // _RECEIVER.size
 
 
 def for_many(rows: bytes, rest: bytes) -> bytes:
-    """Return the prefix of a frame for MANY."""
+    """Return the prefix of a frame for MANY: the receivers, then the tokens and the prefix."""
     return _COUNT.pack(count_of(rows)) + rows + rest
 
 
 def arrived(root: str, number: int, who: str, done: bool, lost: Sequence[str] = ()) -> Envelope:
-    """Return an ARRIVED frame to the parent in a tree.
-
-    The ``lost`` hosts could not be reached from ``who``. With ``done`` all others below have the multicast.
-    """
+    """Return ARRIVED for the parent: ``who`` can't reach the ``lost`` hosts; ``done``: all others below have it."""
     return Envelope(ARRIVED, 0, 0, number, int(done), 0, "".join((root, who, *lost)).encode(), b"", None)
 
 

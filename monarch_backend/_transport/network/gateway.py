@@ -13,20 +13,21 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from monarch_backend._transport.local.buffers import own, own_all
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind, own, own_all
 from monarch_backend._transport.local.links import LINK_PENDING
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import (
+    ARRIVED,
     CALL,
     CARRIED,
+    COMBINED,
     GONE,
     MANY,
     MET,
+    PASS,
     REFUSED,
     Envelope,
     is_for_many,
-    is_relayed,
     is_word,
 )
 from monarch_backend._transport.network.multicast import DEFAULT_FANOUT, Relay
@@ -65,7 +66,7 @@ class Gateway:
     ) -> None:
         self.token = token
         self._links, self._pid = links, pid
-        self._to_host, self._to_me, self._later = to_host, to_me, later
+        self.to_host, self._to_me, self._later_unlocked = to_host, to_me, later
         self._lock = threading.RLock()
         # Tokens: "local" processes are on this host, "remote" ones on other hosts.
         self._by_token: dict[str, int] = {}  # links of local processes
@@ -76,8 +77,8 @@ class Gateway:
         self._asked: defaultdict[str, list[str]] = defaultdict(list)  # silent local -> remote callers with their pids
         self._ended: dict[str, tuple[str, bool]] = {}  # how local processes have ended, and whether in an orderly way
         self._kept: dict[int, deque[Callable[[], bool]]] = {}  # by link: sends without space
-        self._here, self._way = host_of(token), way
-        self._relay = Relay(token, branches, to_host, self._for_many, self._answer, self._later_locked, way)
+        self._here, self.way = host_of(token), way
+        self._relay = Relay(self, branches)
 
     # ---- from this host
 
@@ -101,7 +102,6 @@ class Gateway:
         return rest
 
     def send(self, frame: Envelope) -> bool:
-        """Send a frame of the gateway's own process."""
         with self._lock:
             self._leaves(_owned(frame), self.token)
         return True
@@ -113,12 +113,12 @@ class Gateway:
             self._calls(frame)
         elif is_for_many(frame.kind):
             self._leaves_for_many(frame)
-        elif not self._relay.replies.reply(frame):
-            self._to_host(host_of(frame.to), frame)
+        elif not self._relay.reply(frame):
+            self.to_host(host_of(frame.to), frame)
 
     def _calls(self, frame: Envelope) -> None:
         to, sender = frame.to, frame.sender
-        if self._to_host(host_of(to), frame):
+        if self.to_host(host_of(to), frame):
             self._calling.setdefault(to, set()).add(sender)
         else:
             self._to_process(envelope.word(REFUSED, sender, to))
@@ -130,11 +130,11 @@ class Gateway:
         for receiver in receivers:
             by_host[host_of(receiver[0])].append(receiver)
         rows = {host: envelope.pack_rows(those) for host, those in by_host.items()}
-        if len(rows) > self._relay.branches or any(self._way(host) != host for host in rows):
+        if len(rows) > self._relay.branches or any(self.way(host) != host for host in rows):
             self._relay.send(frame, rows, rest)
             return
         for host, those in rows.items():
-            self._to_host(host, frame._replace(prefix=envelope.for_many(those, rest)))
+            self.to_host(host, frame._replace(prefix=envelope.for_many(those, rest)))
 
     def _told(self, event: Any) -> None:
         """Handle the event that a local process is up, can't be reached, or has ended."""
@@ -149,7 +149,7 @@ class Gateway:
                     self._meet(token, caller, its_pid)
             elif kind == Kind.REFUSED:
                 for caller, _ in self._waiting_for(event[2]):
-                    self._to_host(host_of(caller), envelope.word(REFUSED, caller, event[2]))
+                    self.to_host(host_of(caller), envelope.word(REFUSED, caller, event[2]))
             elif kind == Kind.GONE and link in self._by_link:
                 token, _ = self._by_link.pop(link)
                 self._kept.pop(link, None)
@@ -167,15 +167,13 @@ class Gateway:
             self._tell_end(token, other)
 
     def _tell_end(self, token: str, other: str) -> None:
-        """Tell a remote process that a local one has ended."""
         how, orderly = self._ended.get(token, ("it is gone", False))
-        self._to_host(host_of(other), envelope.word(GONE, other, token, text=how)._replace(rank=int(orderly)))
+        self.to_host(host_of(other), envelope.word(GONE, other, token, text=how)._replace(rank=int(orderly)))
 
     def _waiting_for(self, token: str) -> list[tuple[str, int]]:
         return [(entry[:TOKEN_LENGTH], int(entry[TOKEN_LENGTH:])) for entry in self._asked.pop(token, ())]
 
     def unread(self, pid: int) -> bool:
-        """Whether a process of this host has unread frames."""
         with self._lock:
             links = [link for link, (_, its) in self._by_link.items() if its == pid]
             return any(link in self._kept or self._links.unread(link) > 0 for link in links)
@@ -183,32 +181,29 @@ class Gateway:
     # ---- from another host
 
     def arrived(self, prefix: bytes, body: memoryview, on_call: Callable[[str], None] | None = None) -> None:
-        """Handle a frame of another gateway; ``body`` may be reused afterwards. Raises FrameError.
-
-        ``on_call`` is called with the caller's host before a CALL is answered.
-        """
+        """Handle a frame of another gateway. ``on_call`` gets a caller's host before the answer. Raises FrameError."""
         frame = envelope.unpack(prefix, body)
         with self._lock:
             if frame.kind == CALL and on_call is not None:
                 on_call(host_of(frame.sender))
-            if is_relayed(frame.kind):
+            if frame.kind in (PASS, ARRIVED, COMBINED):
                 self._relay.handle(frame)
             elif (host := envelope.to_host(frame)) != self._here:
                 self._goes_on(frame, host)
             elif is_word(frame.kind):
                 self._heard(frame)
             elif is_for_many(frame.kind):
-                self._for_many(frame)
+                self.deliver_to_many(frame)
             else:
-                self._relay.replies.saw(frame)
+                self._relay.saw(frame)
                 self._to_process(frame)
 
     def _goes_on(self, frame: Envelope, host: str) -> None:
         """Forward a frame to another host, which its sender reaches through this one."""
         if frame.kind == GONE:
-            self._relay.replies.hurry()
-        if not self._to_host(host, _owned(frame)) and frame.kind == CALL:
-            self._to_host(host_of(frame.sender), envelope.word(REFUSED, frame.sender, frame.to))
+            self._relay.hurry()
+        if not self.to_host(host, _owned(frame)) and frame.kind == CALL:
+            self.to_host(host_of(frame.sender), envelope.word(REFUSED, frame.sender, frame.to))
 
     def _heard(self, frame: Envelope) -> None:
         to, sender = frame.to, frame.sender
@@ -227,7 +222,7 @@ class Gateway:
         if frame.kind == MET:
             self._pairs[to].add(sender)
         elif frame.kind == GONE:
-            self._relay.replies.hurry()
+            self._relay.hurry()
             if to in self._pairs:
                 self._pairs[to].discard(sender)
         self._to_process(frame)
@@ -235,7 +230,7 @@ class Gateway:
     def _is_called(self, token: str, caller: str, pid: int) -> None:
         if caller in self._given_up.get(token, ()):  # the local process would not answer it
             why = "it has given up this process, because the connection between the hosts was lost"
-            self._to_host(host_of(caller), envelope.word(GONE, caller, token, text=why))
+            self.to_host(host_of(caller), envelope.word(GONE, caller, token, text=why))
             return
         if token == self.token or token in self._by_token:
             self._meet(token, caller, pid)
@@ -244,15 +239,15 @@ class Gateway:
         if link == LINK_PENDING or link >= 0:  # MET or REFUSED follows as an event
             self._asked[token].append(f"{caller}{pid}")
         else:
-            self._to_host(host_of(caller), envelope.word(REFUSED, caller, token))
+            self.to_host(host_of(caller), envelope.word(REFUSED, caller, token))
 
     def _meet(self, token: str, caller: str, pid: int) -> None:
         mine = self._pid if token == self.token else self._by_link[self._by_token[token]][1]
         self._pairs[token].add(caller)
         self._to_process(envelope.word(MET, token, caller, pid))
-        self._to_host(host_of(caller), envelope.word(MET, caller, token, mine))
+        self.to_host(host_of(caller), envelope.word(MET, caller, token, mine))
 
-    def _for_many(self, frame: Envelope) -> int:
+    def deliver_to_many(self, frame: Envelope) -> int:
         """Deliver a frame for many with one copy in shared memory. Return the number of receivers on this host."""
         rows, rest = envelope.unpack_receivers(frame.prefix)
         kind = frame.kind & ~MANY | CARRIED
@@ -272,17 +267,19 @@ class Gateway:
                 self._put(link, one)
         return len(there) + mine
 
-    def _answer(self, token: str, frame: Envelope) -> None:
+    def answer(self, token: str, frame: Envelope) -> None:
         """Send a frame of the gateway itself to a process of this host."""
         if (link := self._by_token.get(token)) is not None:
             self._put(link, frame)
 
-    def _later_locked(self, seconds: float, call: Callable[[], None]) -> None:
+    def later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Schedule a call under the lock."""
+
         def locked() -> None:
             with self._lock:
                 call()
 
-        self._later(seconds, locked)
+        self._later_unlocked(seconds, locked)
 
     def _to_process(self, frame: Envelope) -> None:
         token = frame.to
@@ -305,20 +302,19 @@ class Gateway:
             kept.append(send)
         else:
             self._kept[link] = deque([send])
-            self._later(RETRY_S, lambda: self._retry(link))
+            self.later(RETRY_S, lambda: self._retry(link))
 
     def _retry(self, link: int) -> None:
-        with self._lock:
-            kept = self._kept.get(link)
-            while kept:
-                try:
-                    if not kept[0]():
-                        self._later(RETRY_S, lambda: self._retry(link))
-                        return
-                except Exception:
-                    log.exception("a frame of another host could not be relayed; the gateway continues without it")
-                kept.popleft()
-            self._kept.pop(link, None)
+        kept = self._kept.get(link)
+        while kept:
+            try:
+                if not kept[0]():
+                    self.later(RETRY_S, lambda: self._retry(link))
+                    return
+            except Exception:
+                log.exception("a frame of another host could not be relayed; the gateway continues without it")
+            kept.popleft()
+        self._kept.pop(link, None)
 
     # ---- hosts
 
@@ -345,5 +341,4 @@ class Gateway:
 
 
 def _owned(frame: Envelope) -> Envelope:
-    """Return a copy of a frame that owns its memory."""
     return frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))

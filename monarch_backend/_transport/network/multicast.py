@@ -1,28 +1,68 @@
-"""Multicast to many hosts, down a tree of their gateways: one copy to each host.
+"""Multicast to many hosts, down a tree of their gateways: one copy to each host; and the replies on their way up.
 
 The gateway of the sender is the root. It keeps the frame until every branch has reported that all hosts below have it.
 If a host is lost, the root sends directly to the hosts below it. Receivers drop duplicates by sequence number.
-reply_aggregation.py aggregates the replies.
+
+Replies to a multicast are combined. A gateway keeps those that it has sent to a parent other than the root, until the
+root has all replies to that call. If the parent is lost, it sends them to the root again. So no reply is lost with a
+gateway in between.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from monarch_backend._transport.local.buffers import own, own_all
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
+from monarch_backend._transport.local import frames
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind, Part, Replies, Status, own, own_all
 from monarch_backend._transport.network import envelope
-from monarch_backend._transport.network.envelope import ARRIVED, COMBINED, MANY, PASS, Envelope, RelayHeader
-from monarch_backend._transport.network.reply_aggregation import Gatherer
-from monarch_backend._transport.tokens import host_of
+from monarch_backend._transport.network.envelope import ARRIVED, CARRIED, COMBINED, MANY, PASS, Envelope, RelayHeader
+from monarch_backend._transport.tokens import HOST_ID_LENGTH, epoch_of, host_of
+
+if TYPE_CHECKING:
+    from monarch_backend._transport.network.gateway import Gateway
 
 DEFAULT_FANOUT = 8
 """Hosts to which one gateway of a tree sends a frame. A multicast to this many hosts or fewer needs no tree."""
 
 MAX_REMEMBERED_MESSAGES = 4096
 """Multicasts that are remembered after their arrival. If one arrives again from another host, it is relayed again."""
+
+
+AGGREGATION_WINDOW_S = 0.005
+"""Seconds for which replies wait for the missing ones."""
+
+MAX_WAITING_BYTES = 4 << 20
+"""Bytes of replies to one call that wait for the missing ones."""
+
+MAX_REPLY_BYTES = 32 << 10
+"""Bytes up to which a reply is aggregated; a larger one is sent directly to the caller."""
+
+MAX_KEPT_BYTES = 16 << 20
+"""Bytes of replies that are kept after they were sent up. Beyond it replies are sent directly to the root."""
+
+MAX_CALLS = 1024
+"""Calls whose replies are aggregated at one time. Replies to older and to unknown calls are sent directly."""
+
+Call = tuple[str, int]
+"""Token of a caller, and its number of the call."""
+
+
+@dataclass(eq=False)
+class _Gather:
+    root: str
+    number: int  # of the multicast
+    parent: str | None  # None: the caller is on this host
+    left: int  # replies still to come
+    seen: set[int] | None = None  # at the root: ranks whose last reply has come
+    parts: list[Part] = field(default_factory=list)
+    bodies: list[bytes] = field(default_factory=list)
+    buffers: list[bytearray] = field(default_factory=list)
+    missing: int = 0  # replies that were sent directly
+    size: int = 0
+    timed: bool = False  # whether the window runs
 
 
 @dataclass(eq=False)
@@ -44,44 +84,31 @@ class _Multicast:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Identifies the multicast on all hosts."""
         return self.root, self.number
 
 
 class Relay:
-    """Multicasts of one gateway. All methods are called under the gateway's lock.
+    """Multicasts and replies of one gateway. All methods are called under the gateway's lock."""
 
-    - ``to_host(host, frame)`` returns False if that host is not connected.
-    - ``deliver(frame)`` delivers a frame for many to its receivers on this host, and returns their number.
-    - ``answer(token, frame)`` sends to a process of this host.
-    - ``later(seconds, call)`` schedules a call under the lock.
-    - ``way(host)``: the next host on the way to that one.
-    """
-
-    def __init__(
-        self,
-        token: str,
-        branches: int,
-        to_host: Callable[[str, Envelope], bool],
-        deliver: Callable[[Envelope], int],
-        answer: Callable[[str, Envelope], None],
-        later: Callable[[float, Callable[[], None]], object],
-        way: Callable[[str], str],
-    ) -> None:
+    def __init__(self, gateway: Gateway, branches: int) -> None:
         self.branches = branches
-        self._way = way
-        self._here = host_of(token)
-        self._to_host, self._deliver = to_host, deliver
-        self.replies = Gatherer(token, to_host, answer, later)
+        self._token, self._here = gateway.token, host_of(gateway.token)
+        self._way, self._to_host, self._deliver = gateway.way, gateway.to_host, gateway.deliver_to_many
+        self._answer, self._later = gateway.answer, gateway.later
         self._numbers = itertools.count(1)
         self._multicasts: dict[tuple[str, int], _Multicast] = {}
         # Completed multicasts of other roots, with the hosts that could not be reached; the oldest first.
         self._over: dict[tuple[str, int], list[str]] = {}
+        self._gathers: dict[Call, _Gather] = {}  # the oldest first
+        self._waiting: dict[_Gather, Call] = {}  # aggregations with replies that wait
+        self._open: dict[int, Call] = {}  # by number: multicasts of this root without all replies
+        self._all_replied: dict[str, int] = {}  # by root: number from which on replies are kept
+        self._kept: dict[tuple[str, int], list[tuple[str, Envelope]]] = {}  # by multicast: parent, frame
+        self._size = 0  # bytes of the kept frames
 
     # ---- down
 
     def send(self, frame: Envelope, rows: Mapping[str, bytes], rest: bytes) -> None:
-        """Send a frame of a process of this host to receivers on these hosts."""
         self._begin(frame._replace(prefix=rest), rows, None, 0)
 
     def _begin(self, frame: Envelope, rows: Mapping[str, bytes], above: tuple[str, int] | None, here: int) -> None:
@@ -106,7 +133,7 @@ class Relay:
         if passed.root == self._here:
             self._begin(frame, dict(below), (passed.parent, passed.number), self._deliver(many))
             return
-        self.replies.are_over(passed.root, passed.over)
+        self._release_replied(passed.root, passed.over)
         if below:
             frame = frame._replace(body=own(frame.body), buffers=own_all(frame.buffers))
         multicast = self._joined(frame, many, passed)
@@ -129,7 +156,9 @@ class Relay:
             here = self._deliver(many) + sum(envelope.count_of(rows) for _, rows in passed.hosts[1:])
             self._expect(multicast, passed.kind, parent, here)
         else:
-            self.replies.has_parent((sender, frame.ref), parent)
+            gather = self._gathers.get((sender, frame.ref))
+            if gather is not None and gather.seen is None:
+                gather.parent = parent
             if multicast.lost:  # the parent that received the report may be the lost one
                 self._to_host(parent, envelope.arrived(*key, self._here, False, multicast.lost))
         return multicast
@@ -158,7 +187,8 @@ class Relay:
         self, multicast: _Multicast, frame: Envelope, root: str, parts: list[tuple[str, bytes]], branches: int
     ) -> bool:
         """Send to the first host of ``parts``. With ``root`` equal to it, that host acts as a root for these hosts."""
-        over = self.replies.over(multicast.root, multicast.number)
+        mine, replied = multicast.root == self._here, self._all_replied.get(multicast.root, 0)
+        over = next(iter(self._open), multicast.number) if mine else replied  # first multicast without all replies
         passed = RelayHeader(root, self._here, frame.kind, branches, multicast.number, over, parts, frame.prefix)
         head = parts[0][0]
         if not self._to_host(head, frame._replace(kind=PASS, prefix=passed.pack())):
@@ -197,9 +227,10 @@ class Relay:
         if not lost:
             return
         multicast.lost += lost
-        self.replies.fewer(
-            (multicast.sender, multicast.ref), sum(envelope.count_of(multicast.rows[host]) for host in lost)
-        )
+        call = multicast.sender, multicast.ref
+        gather = self._gathers.get(call)
+        if gather is not None and gather.seen is None:
+            self._came(call, gather, sum(envelope.count_of(multicast.rows[host]) for host in lost))
         for parent in multicast.parents:
             self._to_host(parent, envelope.arrived(*multicast.key, self._here, False, lost))
 
@@ -215,13 +246,23 @@ class Relay:
                 self._to_host(parent, envelope.arrived(*multicast.above, self._here, True, multicast.lost))
 
     def _expect(self, multicast: _Multicast, kind: int, parent: str | None, count: int) -> None:
-        if kind == Kind.CALL | MANY and multicast.ref:
-            self.replies.expect((multicast.sender, multicast.ref), multicast.root, multicast.number, parent, count)
+        """Expect ``count`` replies to a call. The root counts one for each rank."""
+        if kind != Kind.CALL | MANY or not multicast.ref:
+            return
+        call = multicast.sender, multicast.ref
+        seen: set[int] | None = None
+        if multicast.root == self._here:
+            seen, self._open[multicast.number] = set(), call
+        self._gathers[call] = _Gather(multicast.root, multicast.number, parent, count, seen)
+        while len(self._gathers) > MAX_CALLS:
+            oldest = next(iter(self._gathers))
+            self._end(oldest, self._gathers[oldest])
 
     def ends(self, sender: str) -> None:
         """Send the unfinished multicasts of an ended process directly to all hosts, before its end is reported."""
-        self.replies.ends(sender)
-        self.replies.hurry()
+        for call in [call for call in self._gathers if call[0] == sender]:
+            self._end(call, self._gathers[call])
+        self.hurry()
         for multicast in self._multicasts.values():
             if multicast.sender == sender and multicast.frame is not None and multicast.above is None:
                 for host in {host: None for branch in multicast.branches.values() for host in branch}:
@@ -231,11 +272,9 @@ class Relay:
     # ---- frames of other gateways, and lost hosts
 
     def handle(self, frame: Envelope) -> None:
-        """Handle a PASS, ARRIVED or COMBINED frame. Raises FrameError."""
-        {PASS: self._pass_on, ARRIVED: self._has_arrived, COMBINED: self.replies.come_up}[frame.kind](frame)
+        {PASS: self._pass_on, ARRIVED: self._has_arrived, COMBINED: self._come_up}[frame.kind](frame)
 
     def lost_host(self, lost: str) -> None:
-        """Send around a host that is lost."""
         for multicast in list(self._multicasts.values()):
             branch = multicast.branches.pop(lost, None)
             multicast.turns.pop(lost, None)
@@ -248,7 +287,151 @@ class Relay:
                 assert multicast.frame is not None
                 self._hand_out(multicast, multicast.frame, [host for host in branch if host != lost], self.branches)
             self._finish_if_done(multicast)
-        self.replies.lost_host(lost)
+        self._lost_parent(lost)
+
+    # ---- replies
+
+    def _release_replied(self, root: str, number: int) -> None:
+        """Release the replies to multicasts before ``number``: the root has them all."""
+        if number > self._all_replied.get(root, 0):
+            self._all_replied[root] = number
+            for key in [key for key in self._kept if key[0] == root and key[1] < number]:
+                self._size -= sum(_size(frame) for _, frame in self._kept.pop(key))
+
+    def _end(self, call: Call, gather: _Gather) -> None:
+        del self._gathers[call]
+        if gather.seen is not None:
+            self._open.pop(gather.number, None)
+        self._send_up(call, gather)
+
+    def reply(self, frame: Envelope) -> bool:
+        """Add a reply of a process of this host. Return False if it is to be sent directly."""
+        if frame.kind != Kind.REPLY | CARRIED:
+            return False
+        call = frame.to, frame.ref
+        gather = self._gathers.get(call)
+        status = frame.prefix[2 * TOKEN_LENGTH :]
+        if gather is None or status == Status.ITEM:  # more replies of this rank follow an item
+            return False
+        body, buffers = own(frame.body), own_all(frame.buffers) or []
+        if len(body) + sum(map(len, buffers)) > MAX_REPLY_BYTES or status != Status.VALUE:
+            gather.missing += 1
+            self._came(call, gather, 1)
+            return False
+        self._add(call, gather, Replies("", [Part(frame.rank, status, len(body), len(buffers))]), body, buffers)
+        return True
+
+    def saw(self, frame: Envelope) -> None:
+        """Count a reply that has come directly, to a process of this host."""
+        if frame.kind == Kind.REPLY | CARRIED and frame.prefix[2 * TOKEN_LENGTH :] != Status.ITEM:
+            call = frame.to, frame.ref
+            gather = self._gathers.get(call)
+            if gather is not None and gather.seen is not None and frame.rank not in gather.seen:
+                gather.seen.add(frame.rank)
+                self._came(call, gather, 1)
+
+    def _come_up(self, frame: Envelope) -> None:
+        rest = frame.prefix[2 * TOKEN_LENGTH :]
+        root, replies = str(rest[:HOST_ID_LENGTH], "ascii", "replace"), frames.decode_replies(rest[HOST_ID_LENGTH:])
+        call = frame.to, frame.ref
+        gather = self._gathers.get(call)
+        body, buffers = own(frame.body), own_all(frame.buffers) or []
+        if gather is not None:
+            self._add(call, gather, replies, body, buffers)
+            return
+        caller = host_of(frame.to)  # the call is no longer known here, and the root may not be the caller's host
+        to = None if caller == self._here else root if root != self._here else caller
+        self._send_up(call, _Gather(to or root, 0, to, 0, None, replies.parts, [body], buffers))
+
+    def _add(self, call: Call, gather: _Gather, replies: Replies, body: bytes, buffers: list[bytearray]) -> None:
+        gather.parts += replies.parts
+        gather.bodies.append(body)
+        gather.buffers += buffers
+        gather.size += len(body) + sum(map(len, buffers))
+        count = len(replies.parts) + replies.missing
+        if gather.seen is None:
+            gather.missing += replies.missing
+        else:  # direct replies are counted on arrival, and duplicates once
+            before = len(gather.seen)
+            gather.seen.update(part.rank for part in replies.parts)
+            count = len(gather.seen) - before
+        self._came(call, gather, count)
+
+    def _came(self, call: Call, gather: _Gather, count: int) -> None:
+        gather.left -= count
+        if gather.left <= 0 and self._gathers.get(call) is gather:
+            self._end(call, gather)
+        elif gather.left <= 0 or gather.size > MAX_WAITING_BYTES:
+            self._send_up(call, gather)
+        elif gather.parts or gather.missing:
+            self._waiting[gather] = call
+            if not gather.timed:
+                gather.timed = True
+                self._later(AGGREGATION_WINDOW_S, lambda: self._moment_is_over(call, gather))
+
+    def _moment_is_over(self, call: Call, gather: _Gather) -> None:
+        gather.timed = False
+        self._send_up(call, gather)
+
+    def hurry(self) -> None:
+        """Send all waiting and kept replies directly to their roots, before the end of a process is reported."""
+        for gather, call in list(self._waiting.items()):
+            self._send_up(call, gather, straight=True)
+        kept, self._kept, self._size = self._kept, {}, 0
+        for (root, _), sent in kept.items():
+            for _, frame in sent:
+                self._to_host(root, frame)
+
+    def _send_up(self, call: Call, gather: _Gather, straight: bool = False) -> None:
+        self._waiting.pop(gather, None)
+        if not gather.parts and not gather.missing:
+            return
+        caller, ref = call
+        parts, body, buffers = gather.parts, b"".join(gather.bodies), gather.buffers or None
+        replies = frames.encode(Replies(caller, parts, gather.missing))
+        gather.parts, gather.bodies, gather.buffers, gather.size, gather.missing = [], [], [], 0, 0
+        if gather.parent is None:
+            if parts:
+                self._answer(caller, Envelope(Kind.REPLIES, 0, ref, 0, 0, epoch_of(caller), replies, body, buffers))
+            return
+        prefix = (caller + self._token + gather.root).encode() + replies
+        frame = Envelope(COMBINED, 0, ref, 0, 0, 0, prefix, body, buffers)
+        to = gather.parent
+        if to != gather.root and gather.seen is None and (straight or not self._keep(gather, frame)):
+            to = gather.root
+        self._to_host(to, frame)
+
+    def _keep(self, gather: _Gather, frame: Envelope) -> bool:
+        """Keep replies until the root has all. Return False without space, or if the root does not know the call."""
+        number, size = gather.number, _size(frame)
+        if not number or number < self._all_replied.get(gather.root, 0) or self._size + size > MAX_KEPT_BYTES:
+            return False
+        assert gather.parent is not None
+        self._kept.setdefault((gather.root, number), []).append((gather.parent, frame))
+        self._size += size
+        return True
+
+    def _lost_parent(self, lost: str) -> None:
+        """Send the replies that a lost parent may have had to their roots again."""
+        for call, gather in list(self._gathers.items()):
+            if gather.root == lost:
+                del self._gathers[call]
+                self._waiting.pop(gather, None)
+            elif gather.parent == lost and gather.seen is None:
+                gather.parent = gather.root
+        for key in [key for key in self._kept if key[0] == lost]:
+            self._size -= sum(_size(frame) for _, frame in self._kept.pop(key))
+        self._all_replied.pop(lost, None)
+        for (root, number), kept in list(self._kept.items()):
+            self._kept[root, number] = [entry for entry in kept if entry[0] != lost]
+            for parent, frame in kept:
+                if parent == lost:
+                    self._size -= _size(frame)
+                    self._to_host(root, frame)
+
+
+def _size(frame: Envelope) -> int:
+    return len(frame.prefix) + len(frame.body) + sum(map(len, frame.buffers or ()))
 
 
 def split(hosts: Sequence[str], branches: int) -> list[list[str]]:

@@ -66,7 +66,6 @@ def rest(body: Sequence[Any], rdma_parts: dict[int, memoryview]) -> list[Any]:
 
 
 def pack(parts: Sequence[Part]) -> bytes:
-    """Return the notes, which precede the prefix."""
     notes = msgspec.msgpack.encode(parts)
     return _LENGTH.pack(len(notes)) + notes
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from monarch_backend._core import fork
 from monarch_backend._transport.network.rdma_frame_header import Part
 from monarch_backend._verbs import eligibility
 
@@ -32,12 +31,8 @@ Done = Callable[[BaseException | None], None]
 
 @dataclass(frozen=True)
 class PeerLink:
-    """Peer of the engine: a session between a gateway of this process and one on another host.
+    """Peer of the engine: a session of a gateway here with one on another host. Messages use ``name``."""
 
-    ``who``: the token of this process's gateway. ``name`` is for messages.
-    """
-
-    who: bytes
     session: bytes
     name: str = field(default="", compare=False)
 
@@ -58,12 +53,16 @@ class _Exposed:
 class Nics:
     """NICs of one gateway. Methods other than `start`, `do` and `close` are called on its thread.
 
-    ``who`` is the gateway's own token. ``dial(link)`` is called on another thread when a read needs a queue pair that
-    broke. It exchanges an offer and an answer with the peer, or gives up.
+    ``dial(link)`` is called on another thread when a read needs a queue pair that broke. It exchanges an offer and an
+    answer with the peer, or gives up.
     """
 
-    def __init__(self, who: bytes, dial: Callable[[PeerLink], None]) -> None:
-        self._who, self._dial = who, dial
+    def __init__(self, dial: Callable[[PeerLink], None]) -> None:
+        class Link(PeerLink):
+            """Link of this gateway: the shared engine knows its users by the types of their peers."""
+
+        self.link_type = Link
+        self._dial = dial
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._engine: Engine | None = None
@@ -86,12 +85,10 @@ class Nics:
             return self._thread is not None
 
     def do(self, call: Callable[[], None]) -> None:
-        """Schedule a call on the thread, if it runs."""
         if self._thread is not None:
             self._queue.put(call)
 
     def close(self) -> None:
-        """End all reads, in both directions, and release the engine."""
         with self._starting:
             self._closed = True
             thread, self._thread = self._thread, None
@@ -106,7 +103,9 @@ class Nics:
             self._engine.release(exposed.region)
         self._exposed.clear()
         self._engine = None
-        _leave(self._who)
+        from monarch_backend._verbs import shared_engine
+
+        shared_engine.give_back(self.link_type)
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
@@ -119,7 +118,9 @@ class Nics:
         if self._engine is None:
             if not eligibility.usable():
                 raise UnusableError("this process may use no NIC")
-            self._engine = _join(self._who, self._dial)
+            from monarch_backend._verbs import shared_engine
+
+            self._engine = shared_engine.borrow(self.link_type, self._dial)
         return self._engine
 
     # ---- connecting
@@ -135,12 +136,10 @@ class Nics:
             self._engine.give_up(link, f"the connection to {link} broke")
 
     def accept(self, link: PeerLink, offer: bytes) -> bytes:
-        """Return the answer to a peer that wants to read from here."""
         self._links.add(link)
         return self._started().accept(link, offer)
 
     def connect(self, link: PeerLink, answer: bytes) -> None:
-        """Complete a connection for reads from the peer."""
         self._started().connect(link, answer)
 
     def forget(self, link: PeerLink, why: str) -> None:
@@ -150,17 +149,13 @@ class Nics:
             self._engine.peer_gone(link, why)
 
     def give_up(self, link: PeerLink, why: str) -> None:
-        """Fail the reads from a peer."""
         if self._engine is not None:
             self._engine.give_up(link, why)
 
     # ---- memory for others
 
     def expose(self, rdma_parts: dict[int, memoryview]) -> tuple[list[Part], list[Key]]:
-        """Register parts of a body, by offset, until their keys are released: all of them, or none and an error.
-
-        A body that is sent to several hosts is registered once.
-        """
+        """Register parts by offset until their keys are released, all or none; for several hosts once."""
         parts: list[Part] = []
         keys: list[Key] = []
         try:
@@ -185,7 +180,6 @@ class Nics:
         return exposed.region, key
 
     def release(self, keys: Iterable[Key]) -> None:
-        """Release the registrations of one frame."""
         for key in keys:
             exposed = self._exposed.get(key)
             if exposed is None:  # this gateway was closed meanwhile
@@ -199,10 +193,7 @@ class Nics:
     # ---- others' memory
 
     def read(self, link: PeerLink, parts: Sequence[Part], body: memoryview, whole: memoryview, done: Done) -> None:
-        """Read parts into ``body``, which lies in ``whole``. The registration of ``whole`` lives as long as it does.
-
-        ``done`` is called once, from any thread, with None or the error, when no NIC writes there any more.
-        """
+        """Read parts into ``body``, in ``whole``. Any thread calls ``done(error)`` once, after the last write."""
         from monarch_backend._verbs import Region
         from monarch_backend._verbs.registrations.cache import allocation_of
 
@@ -234,47 +225,3 @@ class _Together:
             last = not self._left
         if last:
             self._done(self._error)
-
-
-# ---- the engine, shared by all gateways of this process
-
-_lock = threading.Lock()
-_dials: dict[bytes, Callable[[PeerLink], None]] = {}  # by gateway
-_engine: Engine | None = None
-
-
-def _join(who: bytes, dial: Callable[[PeerLink], None]) -> Engine:
-    global _engine
-    from monarch_backend._verbs import shared_engine
-
-    with _lock:
-        if _engine is None:
-            _engine = shared_engine.borrow(PeerLink, _dial)
-        _dials[who] = dial
-        return _engine
-
-
-def _leave(who: bytes) -> None:
-    global _engine
-    from monarch_backend._verbs import shared_engine
-
-    with _lock:
-        del _dials[who]
-        if not _dials:
-            _engine = None
-            shared_engine.give_back(PeerLink)
-
-
-def _dial(link: PeerLink) -> None:
-    dial = _dials.get(link.who)
-    if dial is not None:  # else the gateway has closed, and its connections have ended
-        dial(link)
-
-
-def _in_forked_child() -> None:
-    global _lock, _engine
-    _lock, _engine = threading.Lock(), None
-    _dials.clear()
-
-
-fork.register(fork.Step.RDMA_READER, after_in_child=_in_forked_child)

@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from monarch_backend._core import debug_log, env
 from monarch_backend._transport.network import rdma_frame_header
@@ -31,6 +31,7 @@ from monarch_backend._verbs import eligibility
 
 if TYPE_CHECKING:
     from monarch_backend._transport.network.connection import PeerConnection
+    from monarch_backend._transport.network.connection_manager import Tcp
 
 log = logging.getLogger("monarch_backend")
 
@@ -60,11 +61,7 @@ class RdmaSend:
 
 @dataclass(eq=False)
 class RdmaRead:
-    """Frame that is read from the sender's memory.
-
-    ``current``: whether the connection on which it was announced still exists. ``over``: call it when the frame's
-    memory may be reused. ``until``: time limit of the read.
-    """
+    """Frame that is read from the sender's memory while ``current()``. ``over()`` allows reuse of its memory."""
 
     head: Head
     prefix: bytes
@@ -76,8 +73,6 @@ class RdmaRead:
 
 @dataclass
 class PeerState:
-    """State of NICs between this process and one peer."""
-
     able: bool = False  # whether the peer may have NICs
     ready: bool = False  # whether the peer can read from here, by its last message
     asked: float = float("-inf")  # when WANT was last sent
@@ -88,49 +83,28 @@ class PeerState:
     read: int = 0  # frames of the peer that were read here
 
 
-class Carrier(Protocol):
-    """Methods of a Tcp that a RdmaSender uses."""
-
-    who: bytes
-
-    def call_soon(self, call: Callable[[], None]) -> None:
-        """Schedule a call on the thread of the connections."""
-
-    def put(self, remote: PeerConnection, parts: Sequence[Any]) -> None:
-        """Write to the peer's connection, if there is one. Call under the peer's lock."""
-
-    def go_on(self, remote: PeerConnection) -> None:
-        """Send waiting frames. Call under the peer's lock."""
-
-    def have_read(self, remote: PeerConnection, reading: RdmaRead) -> None:
-        """Deliver a frame that was read."""
-
-
-def rdma_sender(carrier: Carrier) -> RdmaSender | None:
+def rdma_sender(tcp: Tcp) -> RdmaSender | None:
     """Return the sender of a gateway; None if there are no NICs, or settings exclude them."""
     try:
         if not eligibility.there() or env.get("MONARCH_RDMA_TRANSPORT") == "tcp":
             return None
-        return RdmaSender(carrier, eligibility.wanted_least())
+        return RdmaSender(tcp, eligibility.wanted_least())
     except ValueError as error:
         log.warning("frames between hosts use TCP only in pid %d: %s", os.getpid(), error)
         return None
 
 
 class RdmaSender:
-    """Sends and receives frames over NICs for one Tcp."""
-
-    def __init__(self, carrier: Carrier, least: int) -> None:
-        self._carrier, self._least = carrier, least
-        self._nics = Nics(carrier.who, self._dial)
+    def __init__(self, tcp: Tcp, least: int) -> None:
+        self._tcp, self._least = tcp, least
+        self._nics = Nics(self._dial)
         self._met: dict[bytes, PeerConnection] = {}  # by session: peers that have sent a message about NICs
 
     def close(self) -> None:
-        """End all reads, in both directions."""
         self._nics.close()
 
     def _link_to(self, remote: PeerConnection) -> PeerLink:
-        return PeerLink(self._carrier.who, remote.id, str(remote))
+        return self._nics.link_type(remote.id, str(remote))
 
     # ---- the sender of a frame
 
@@ -163,9 +137,9 @@ class RdmaSender:
             why = (
                 f"{sum(map(_nbytes, rdma_send.rdma_parts.values()))} bytes can't be registered with NICs here: {error}"
             )
-            self._carrier.call_soon(lambda: self._send_plainly(remote, rdma_send, why))
+            self._tcp.call_soon(lambda: self._send_plainly(remote, rdma_send, why))
         else:
-            self._carrier.call_soon(lambda: self._send(remote, rdma_send, parts, keys))
+            self._tcp.call_soon(lambda: self._send(remote, rdma_send, parts, keys))
 
     def _send_plainly(self, remote: PeerConnection, rdma_send: RdmaSend, why: str) -> None:
         with remote.lock:
@@ -173,8 +147,8 @@ class RdmaSender:
                 return
             self._fell_back(remote, why)
             remote.nics.ready, remote.nics.rdma_send = False, None
-            self._carrier.put(remote, remote.session.send(rdma_send.prefix, rdma_send.body))
-            self._carrier.go_on(remote)
+            self._tcp.put(remote, remote.session.send(rdma_send.prefix, rdma_send.body))
+            self._tcp.go_on(remote)
 
     def _send(self, remote: PeerConnection, rdma_send: RdmaSend, parts: list[Part], keys: list[Key]) -> None:
         rdma_send.parts, rdma_send.keys = parts, keys
@@ -190,7 +164,7 @@ class RdmaSender:
             rdma_frame_header.pack(rdma_send.parts), rdma_send.prefix, rdma_send.body, rest
         )
         rdma_send.number = remote.session.sent
-        self._carrier.put(remote, frame)
+        self._tcp.put(remote, frame)
 
     def heard(self, remote: PeerConnection) -> None:
         """Finish the send if the peer has acknowledged it. Call under the peer's lock."""
@@ -202,10 +176,7 @@ class RdmaSender:
             self._end(remote)
 
     def connected(self, remote: PeerConnection, able: bool) -> None:
-        """Begin on a new connection, where the session sends all unacknowledged frames over TCP, also RDMA frames.
-
-        Call under the peer's lock.
-        """
+        """Begin on a new connection, under the peer's lock. There the session sends RDMA frames over TCP, too."""
         remote.nics.able, remote.nics.reading = able, None
         link, rdma_send = self._link_to(remote), remote.nics.rdma_send
         self._nics.do(lambda: self._nics.renew(link))
@@ -223,12 +194,11 @@ class RdmaSender:
             return
         session = remote.session
         again = session.again(rdma_send.number) if rdma_send.number else session.send(rdma_send.prefix, rdma_send.body)
-        self._carrier.put(remote, again)
+        self._tcp.put(remote, again)
         self._end(remote)
-        self._carrier.go_on(remote)
+        self._tcp.go_on(remote)
 
     def forget(self, remote: PeerConnection) -> None:
-        """Delete the state of a peer whose session is over."""
         with remote.lock:
             remote.nics.able, remote.nics.reading = False, None
             self._end(remote)
@@ -257,9 +227,9 @@ class RdmaSender:
             rdma_send = remote.nics.rdma_send
             if rdma_send is None or rdma_send.number != number:
                 return
-            self._carrier.put(remote, remote.session.again(number))
+            self._tcp.put(remote, remote.session.again(number))
             self._end(remote)
-            self._carrier.go_on(remote)
+            self._tcp.go_on(remote)
 
     # ---- the receiver of a frame
 
@@ -269,7 +239,7 @@ class RdmaSender:
         link = self._link_to(remote)
 
         def done(error: BaseException | None) -> None:
-            self._carrier.call_soon(lambda: self._have_read(remote, reading, error))
+            self._tcp.call_soon(lambda: self._have_read(remote, reading, error))
 
         self._nics.do(lambda: self._nics.read(link, parts, reading.body, whole, done))
         reading.until = time.monotonic() + READ_SECONDS + reading.head.body / READ_RATE
@@ -280,7 +250,7 @@ class RdmaSender:
         remote.nics.reading = None
         if error is None:
             remote.nics.read += 1
-            self._carrier.have_read(remote, reading)
+            self._tcp.have_read(remote, reading)
             return
         self._fell_back(remote, f"a frame of {reading.head.body} bytes could not be read from there: {error}")
         self._say(remote, REFUSED, _NUMBER.pack(reading.head.number) + str(error).encode()[:1024])
@@ -296,7 +266,6 @@ class RdmaSender:
     # ---- messages about NICs
 
     def hear(self, remote: PeerConnection, said: bytes) -> None:
-        """Handle a message of the peer."""
         what, data, link = said[0], said[1:], self._link_to(remote)
         nics = self._nics
         if what == READY:
@@ -323,7 +292,7 @@ class RdmaSender:
             nics.give_up(link, f"{link} wants a new connection")
             self._try(remote, OFFER, lambda: nics.offer(link))
         elif heard == OFFER and not self._try(remote, ANSWER, lambda: nics.accept(link, data)):
-            self._carrier.call_soon(lambda: self._say(remote, NO))
+            self._tcp.call_soon(lambda: self._say(remote, NO))
         elif heard == ANSWER:
             self._try(remote, READY, lambda: nics.connect(link, data))
         elif heard == NO:
@@ -340,9 +309,9 @@ class RdmaSender:
             return False
         except Exception as error:
             why = f"no queue pair could be connected: {error}"
-            self._carrier.call_soon(lambda: self._fell_back(remote, why))
+            self._tcp.call_soon(lambda: self._fell_back(remote, why))
             return False
-        self._carrier.call_soon(lambda: self._say(remote, then, data))
+        self._tcp.call_soon(lambda: self._say(remote, then, data))
         return True
 
     def _say(self, remote: PeerConnection, what: int, data: bytes = b"") -> None:
@@ -350,7 +319,7 @@ class RdmaSender:
             self._fell_back(remote, f"a message has {len(data)} bytes: name fewer ports in MONARCH_RDMA_DEVICES")
             return
         with remote.lock:
-            self._carrier.put(remote, [remote.session.control(bytes([what]) + data)])
+            self._tcp.put(remote, [remote.session.control(bytes([what]) + data)])
 
     def _fell_back(self, remote: PeerConnection, why: str) -> None:
         """Log the use of TCP: the first time as a warning."""

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from monarch_backend._transport.local.buffers import own, own_all
-from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind
+from monarch_backend._transport.local.frames import TOKEN_LENGTH, FrameError, Kind, own, own_all
 from monarch_backend._transport.local.links import FIRST_REMOTE_LINK, LINK_PENDING, Receiver
 from monarch_backend._transport.network import envelope
 from monarch_backend._transport.network.envelope import CALL, CARRIED, GONE, HOST_LOST, MANY, MET, REFUSED, Envelope
@@ -89,7 +88,7 @@ class RemoteLinks:
     ) -> bool:  # fmt: skip
         if link < FIRST_REMOTE_LINK:
             return bool(self.native.send(link, kind, target, ref, seq, rank, epoch, prefix, body, buffers))
-        prefix = envelope.tokens(self._tokens[link - FIRST_REMOTE_LINK], self.token) + prefix
+        prefix = (self._tokens[link - FIRST_REMOTE_LINK] + self.token).encode() + prefix
         return self._to_gateway(Envelope(kind | CARRIED, target, ref, seq, rank, epoch, prefix, body, buffers))
 
     def multicast(
@@ -104,7 +103,7 @@ class RemoteLinks:
         if near and not self.native.multicast(near, kind, target, ref, prefix, body, buffers):
             return False
         rows = [(self._tokens[link - FIRST_REMOTE_LINK], seq, rank, epoch) for link, seq, rank, epoch in remote]
-        prefix = envelope.pack_receivers(rows) + envelope.tokens("0" * TOKEN_LENGTH, self.token) + prefix
+        prefix = envelope.for_many(envelope.pack_rows(rows), ("0" * TOKEN_LENGTH + self.token).encode() + prefix)
         frame = Envelope(kind | MANY, target, ref, 0, 0, 0, prefix, body, buffers)
         if self._to_gateway(frame):
             return True
@@ -114,7 +113,6 @@ class RemoteLinks:
         return True
 
     def drop(self, link: int) -> None:
-        """As Links.drop. Does nothing for a link to another host."""
         if link < FIRST_REMOTE_LINK:
             self.native.drop(link)
 

@@ -46,8 +46,6 @@ class SessionError(ConnectionError):
 
 
 class Head(NamedTuple):
-    """Head of a frame."""
-
     kind: int
     prefix: int
     body: int
@@ -93,7 +91,7 @@ class Session:
         self.received = 0  # the number of the last received frame
         self.acknowledged = 0  # the number of the last frame that the peer has received
         self.unacknowledged = 0  # bytes
-        self._sent = 0
+        self.sent = 0  # the number of the last sent frame
         self._untold = 0  # bytes received since the last acknowledgement
         self._kept: deque[tuple[int, bytes, Sequence[Any], int]] = deque()
 
@@ -103,18 +101,11 @@ class Session:
         return self.unacknowledged >= MAX_UNACKNOWLEDGED_BYTES
 
     def send(self, prefix: bytes, body: Sequence[Any]) -> list[Any]:
-        """Return the bytes of a frame, in parts. The body must not change until the frame is acknowledged.
-
-        Raises ValueError for a frame that the peer would refuse.
-        """
+        """Return a frame in parts. Its body must not change until it is acknowledged. ValueError: it is too large."""
         return self._frame(*self._keep(prefix, body))
 
     def rdma_frame(self, notes: bytes, prefix: bytes, body: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """Return the bytes of a RDMA_FRAME frame, with only the ``rest`` of the body.
-
-        ``notes`` say where the peer reads the other parts. The whole frame is sent as DATA on the next connection, or
-        by :meth:`again`.
-        """
+        """Return a RDMA_FRAME with the ``rest`` of the body. ``notes``: where the peer reads the other parts."""
         number, _, _, size = self._keep(prefix, body)
         return [self._head(RDMA_FRAME, number, len(notes) + len(prefix), size) + notes + prefix, *rest]
 
@@ -130,15 +121,10 @@ class Session:
                 f"a frame of {len(prefix)} and {size} bytes; between hosts a prefix has up to {MAX_PREFIX_BYTES}, "
                 f"a body up to {MAX_BODY_BYTES}: send it in pieces"
             )
-        self._sent += 1
-        self._kept.append((self._sent, prefix, body, size))
+        self.sent += 1
+        self._kept.append((self.sent, prefix, body, size))
         self.unacknowledged += size + len(prefix) + FRAME_OVERHEAD_BYTES
         return self._kept[-1]
-
-    @property
-    def sent(self) -> int:
-        """Number of the last sent frame."""
-        return self._sent
 
     def _frame(self, number: int, prefix: bytes, body: Sequence[Any], size: int) -> list[Any]:
         return [self._head(DATA, number, len(prefix), size) + prefix, *body]
@@ -160,13 +146,12 @@ class Session:
 
     @property
     def ack_is_due(self) -> bool:
-        """Whether an acknowledgement should be sent now."""
         return self._untold >= ACK_AFTER_BYTES
 
     def hear(self, head: Head) -> None:
         """Release acknowledged frames. Raises SessionError if the head acknowledges frames that were never sent."""
-        if head.acknowledged > self._sent:
-            raise SessionError(f"it has received frame {head.acknowledged} of {self._sent}")
+        if head.acknowledged > self.sent:
+            raise SessionError(f"it has received frame {head.acknowledged} of {self.sent}")
         self.acknowledged = max(self.acknowledged, head.acknowledged)
         while self._kept and self._kept[0][0] <= head.acknowledged:
             _, prefix, _, size = self._kept.popleft()
@@ -182,10 +167,7 @@ class Session:
         return True
 
     def take(self, head: Head) -> bool:
-        """Receive a frame; returns and raises as :meth:`is_next`.
-
-        Call it after the last byte of the body: the frame is acknowledged, and the connection may break within a body.
-        """
+        """Receive a frame after its last byte, which acknowledges it; returns and raises as :meth:`is_next`."""
         if not self.is_next(head):
             return False
         self.received = head.number
@@ -194,8 +176,8 @@ class Session:
 
     def resume(self, received: int) -> Iterator[list[Any]]:
         """Return the frames after ``received`` for a new connection. Raises SessionError if they are not kept."""
-        first = self._kept[0][0] if self._kept else self._sent + 1
-        if not first - 1 <= received <= self._sent:
-            raise SessionError(f"it is at frame {received}, and here are frames {first} to {self._sent}")
+        first = self._kept[0][0] if self._kept else self.sent + 1
+        if not first - 1 <= received <= self.sent:
+            raise SessionError(f"it is at frame {received}, and here are frames {first} to {self.sent}")
         self.hear(Head(ACK, 0, 0, 0, received))
         return (self._frame(number, prefix, body, size) for number, prefix, body, size in list(self._kept))

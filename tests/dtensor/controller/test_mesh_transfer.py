@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
 
 from monarch_backend._actor.calls import pending_calls
-from monarch_backend._transport.local.buffers import size_of
+from monarch_backend._transport.local.frames import size_of
 from monarch_backend._transport.local.router import Router
 from monarch_backend.dtensor import RemoteOpError, RemoteTensorError, move, run
 from monarch_backend.dtensor._worker.control_actor import MAX_FORGOTTEN, ControlInbox

@@ -1,4 +1,7 @@
-"""Handshake of a new connection: preamble, TLS, proof of the secret, and the session that it resumes or begins."""
+"""Readers of connections: the handshake of a new one, then the frames of the session that it resumes or begins.
+
+The handshake is a preamble, TLS, and a proof of the secret. NICs may read parts of a frame's body.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import struct
 import time
 from typing import TYPE_CHECKING
 
+from monarch_backend._transport.network import rdma_frame_header
 from monarch_backend._transport.network.auth import (
     ANSWER_BYTES,
     HELLO_BYTES,
@@ -21,10 +25,23 @@ from monarch_backend._transport.network.auth import (
 )
 from monarch_backend._transport.network.connection import (
     ANY_RECEIVER,
+    MAX_RECEIVE_BUFFER_BYTES,
     Connection,
     HandedOverError,
     PeerConnection,
     Reader,
+    ReceiveBuffer,
+)
+from monarch_backend._transport.network.rdma_send import RdmaRead
+from monarch_backend._transport.network.session import (
+    BYE,
+    CONTROL,
+    DATA,
+    HEAD_BYTES,
+    RDMA_FRAME,
+    Head,
+    SessionError,
+    read_head,
 )
 
 if TYPE_CHECKING:
@@ -40,9 +57,7 @@ PREAMBLE_BYTES = _PREAMBLE.size
 _PREAMBLE_MAGIC = b"monh"
 
 
-class Handshakes:
-    """Authenticates connections, and refuses those that do not know the secret."""
-
+class ConnectionReader:
     def __init__(self, tcp: Tcp) -> None:
         self._tcp = tcp
         self._refusals = 0  # of accepted connections
@@ -100,7 +115,7 @@ class Handshakes:
             raise HandshakeError(f"{self._tcp.max_sessions} sessions are open, which is the limit")
         del self._tcp.unauthenticated[connection]
         self._begin(connection, remote, called.other)
-        yield from self._tcp.frames.read(connection, remote)
+        yield from self._read_frames(connection, remote)
 
     def _is_full(self) -> bool:
         return self._tcp.max_sessions is not None and len(self._tcp.remotes) >= self._tcp.max_sessions
@@ -128,10 +143,9 @@ class Handshakes:
         if remote.wanted not in (ANY_RECEIVER, caller.other.who):
             raise HandshakeError("another process answered")
         self._begin(connection, remote, caller.other)
-        yield from self._tcp.frames.read(connection, remote)
+        yield from self._read_frames(connection, remote)
 
     def _begin(self, connection: Connection, remote: PeerConnection, other: Hello) -> None:
-        """Bind an authenticated connection to its session."""
         if other.who == self._tcp.who:
             raise HandshakeError("this is the address of the connecting process itself")
         with remote.lock:
@@ -154,3 +168,74 @@ class Handshakes:
             self._tcp.drop(former)
         if first:
             self._tcp.on_up(remote)
+
+    # ---- frames of the session
+
+    def _read_frames(self, connection: Connection, remote: PeerConnection) -> Reader:
+        """Read frames until the peer ends the session."""
+        scratch = ReceiveBuffer()
+        while True:
+            head = read_head(bytes((yield HEAD_BYTES)))
+            size, limit = head.prefix + head.body, self._tcp.max_frame_bytes
+            if size > limit:
+                raise SessionError(f"a frame of {size} bytes, where at most {limit} are accepted")
+            remote.knows = True
+            prefix = bytes((yield head.prefix)) if head.prefix else b""
+            if head.kind not in (DATA, RDMA_FRAME):
+                self._hear(remote, head, prefix)
+                if head.kind == BYE:
+                    self._tcp.lose(remote, "it has ended the session")
+                    return
+                continue
+            if remote.nics.reading is not None:  # the peer sends it over TCP, and a NIC may still write to the memory
+                remote.nics.reading = None
+                scratch.renew()
+            if len(scratch.whole) < head.body:
+                scratch.grow(head.body)
+            body = scratch.whole[: head.body]
+            if head.kind == RDMA_FRAME:
+                yield from self._lent(connection, remote, head, prefix, body, scratch)
+                continue
+            if head.body:
+                yield body
+            self.deliver(remote, head, prefix, body)
+            if head.body > MAX_RECEIVE_BUFFER_BYTES:
+                scratch.tidy()
+
+    def _hear(self, remote: PeerConnection, head: Head, said: bytes) -> None:
+        with remote.lock:
+            remote.session.hear(head)
+            self._tcp.go_on(remote)
+        if head.kind == CONTROL and self._tcp.rdma_sender is not None:
+            self._tcp.rdma_sender.hear(remote, said)
+
+    def deliver(self, remote: PeerConnection, head: Head, prefix: bytes, body: memoryview) -> None:
+        with remote.lock:
+            session = remote.session
+            taken = session.take(head)
+            self._tcp.go_on(remote)
+            if session.ack_is_due or head.kind == RDMA_FRAME:  # the peer sends nothing else before it is acknowledged
+                self._tcp.put(remote, [session.acknowledgement()])
+        if taken:
+            self._tcp.on_frame(remote, prefix, body)
+
+    def _lent(
+        self,
+        connection: Connection,
+        remote: PeerConnection,
+        head: Head,
+        prefix: bytes,
+        body: memoryview,
+        scratch: ReceiveBuffer,
+    ) -> Reader:
+        """Read the part of a frame that is on this connection; NICs read the rest, then the frame is delivered."""
+        if self._tcp.rdma_sender is None:
+            raise SessionError("a frame that a NIC of this host should read, and NICs are off here")
+        parts, prefix = rdma_frame_header.unpack(prefix, head.body)
+        for start, end in rdma_frame_header.gaps(parts, head.body):
+            yield body[start:end]
+        with remote.lock:
+            wanted = remote.session.is_next(head)
+        if wanted:
+            reading = RdmaRead(head, prefix, body, lambda: not connection.gone, scratch.tidy)
+            self._tcp.rdma_sender.read(remote, reading, parts, scratch.whole)

@@ -1,14 +1,23 @@
-"""Addresses of hosts as users write them, and the choice of the secret for a connection."""
+"""Settings of connections between hosts: addresses as users write them, the secret, and TLS.
+
+TLS is 1.3 by the job's secret, the user's own files, or none. _transport/network/tls.py makes the certificates.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from monarch_backend._core import env
 from monarch_backend._transport.network.auth import parse_secret, read_secrets, user_secret
 
 DEFAULT_PORT = 26600
+
+FILES = ("MONARCH_TLS_CA", "MONARCH_TLS_CERT", "MONARCH_TLS_KEY")
+"""Variables that name files in PEM: the accepted authorities, this host's certificate, and its key."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -24,11 +33,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def given_secrets() -> list[bytes]:
-    """Return the secrets from MONARCH_SECRET or the file named by MONARCH_SECRET_FILE. A host may have one for each
-    job.
-
-    Raises ValueError, OSError.
-    """
+    """Return the secrets of MONARCH_SECRET or of MONARCH_SECRET_FILE, which may be of several jobs."""
     if text := env.get("MONARCH_SECRET"):
         return [parse_secret(text, "MONARCH_SECRET")]
     if path := env.get("MONARCH_SECRET_FILE"):
@@ -37,7 +42,6 @@ def given_secrets() -> list[bytes]:
 
 
 def given_secret() -> bytes | None:
-    """Return the first of `given_secrets`, which is the job's."""
     return next(iter(given_secrets()), None)
 
 
@@ -52,3 +56,19 @@ def find_secret(given: bytes | None) -> tuple[bytes, str]:
         "no secret of the job is given: set MONARCH_SECRET_FILE, MONARCH_SECRET or secret=. This user's own secret of "
         "this machine was tried"
     )
+
+
+def tls_for() -> Callable[[bytes], Any] | None:
+    """Return a function from a secret to its Tls; None with MONARCH_TLS=0. Raises ValueError, CertificateError."""
+    wanted, files = env.get("MONARCH_TLS"), [env.get(name) for name in FILES]
+    if not wanted:
+        return None
+    from monarch_backend._transport.network.tls import Tls
+
+    if not any(files):
+        return functools.cache(Tls.of_secret)
+    if not all(files):
+        missing = [name for name, file in zip(FILES, files, strict=True) if not file]
+        raise ValueError(f"{' and '.join(missing)} not set: a CA, a certificate and its key go together")
+    own = Tls.of_files(*files)
+    return lambda _: own
