@@ -195,7 +195,6 @@ class ActorClassInfo:
 def specify(
     name: str, method: Callable[..., Any], concurrent: bool = False, explicit_port: bool = False
 ) -> EndpointSpec:
-    """Return the description of one method."""
     generator = inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
     is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
     return EndpointSpec(

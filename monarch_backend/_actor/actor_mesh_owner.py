@@ -34,8 +34,6 @@ log = logging.getLogger("monarch_backend")
 
 
 class ActorMeshOwner:
-    """Owner of actor meshes. `ProcessOwner` is the same for processes."""
-
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
@@ -184,7 +182,6 @@ class ActorMeshOwner:
             core.owned.is_built(message.rank)
 
     def on_stopped(self, _peer: Peer, message: Stopped, _: Frame) -> None:
-        """Note that an actor has ended."""
         core = self._runtime.actors.get(message.actor)
         if core is not None and core.owned is not None and message.generation == core.owned.generations[message.rank]:
             core.owned.is_gone(message.rank)

@@ -40,7 +40,6 @@ def program() -> Runtime:
 
 
 def set_program(runtime: Runtime) -> None:
-    """Make this the runtime of the process."""
     global _program
     _program = runtime
 

@@ -35,7 +35,6 @@ class OwnedActors:
         self.ended: Future[None] = Future(built._wait)
 
     def is_built(self, rank: int) -> None:
-        """Note that the constructor of a rank has returned."""
         self._unbuilt.discard(rank)
         self.constructing.discard(rank)
         if not self._unbuilt:
@@ -45,7 +44,6 @@ class OwnedActors:
                 self.body, self.buffers = b"", None  # it is never constructed again
 
     def is_gone(self, rank: int) -> None:
-        """Note that a rank has stopped or failed."""
         self.left.discard(rank)
         self.settle()
 

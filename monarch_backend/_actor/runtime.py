@@ -70,8 +70,6 @@ log = logging.getLogger("monarch_backend")
 
 
 class Runtime:
-    """Runtime of this process."""
-
     def __init__(self, links: Links, progress: Any, clock: Clock, _epoch: int = 0) -> None:
         self.links, self.progress, self.clock = links, progress, clock
         self.pid = os.getpid()
@@ -171,7 +169,6 @@ class Runtime:
         return self.main_children if owner_runner is None else owner_runner.children
 
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
-        """Start a process for each rank of the extent. Return a ProcMesh at once."""
         program_exit.prepare()
         return self.owner.starter.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
 
@@ -236,7 +233,6 @@ class Runtime:
             self.router.processed(peer, frame)
 
     def withdraw(self, core: ActorMeshState, ref: int, peers: Sequence[Peer], reason: str) -> None:
-        """Cancel a call at these processes."""
         for peer in peers:
             if peer.gone is None:
                 self.router.tell(peer, Cancel(core.actor, ref, reason))

@@ -17,14 +17,11 @@ SHUTDOWN_NOTICE_S, SHUTDOWN_KILL_S = 1.0, 5.0
 
 
 class Shutdown:
-    """Ends the processes of a runtime."""
-
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._is_registered = False
 
     def register(self) -> None:
-        """Call `run` at exit."""
         self._is_registered = True
         self.end_first()
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def no_dimension(label: object, extent: Extent) -> KeyError:
-    """Return the error for a label that the extent does not have."""
     if not extent.labels:
         return KeyError(f"no dimension {label!r}: there is one rank and no dimension")
     return KeyError(f"no dimension {label!r}; there are: {', '.join(extent.labels)}")
@@ -58,5 +57,4 @@ def checked_index(label: str, index: object, size: int) -> int:
 
 
 def dot(indices: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the sum of the products of indices and strides."""
     return sum(index * stride for index, stride in zip(indices, strides, strict=True))

@@ -64,7 +64,6 @@ class ProcMeshState:
         self.known = [None] * len(self.tokens)
 
     def peer(self, rank: int) -> Peer:
-        """Return the current process of this rank."""
         while True:
             peer = self.known[rank]
             if peer is not None:
@@ -100,7 +99,6 @@ class ProcMeshState:
         return ranks_in_words(self.extent, [rank])
 
     def reference(self) -> ProcReference:
-        """Return the reference that is pickled."""
         return ProcReference(
             self.id,
             self.name,

@@ -78,8 +78,6 @@ class _Call(Future[T]):
 
 
 class UnaryCall(_Call[T]):
-    """A call of one rank."""
-
     __slots__ = ("base_rank", "load", "peer")
 
     def __init__(
@@ -123,7 +121,6 @@ class UnaryCall(_Call[T]):
             self._fail(supervision_error(failure, self._label(), _delivery(peer, failure)))
 
     def expire(self, error: BaseException) -> None:
-        """Fail with this error, and cancel the call at the actor."""
         self._fail(error)
         self.program.withdraw(self.core, self.ref, [self.peer], str(error))
 
@@ -187,7 +184,6 @@ class BroadcastCall(_Call[ValueMesh[T]]):
                 self._fail(supervision_error(failure, self._label(), _delivery(peer, failure)))
 
     def expire(self, error: BaseException) -> None:
-        """Fail with this error, and cancel the call at the actors that have not replied."""
         waiting = [peer for peer, body in zip(self.peers, self._bodies, strict=True) if body is None]
         self._fail(error)
         self.program.withdraw(self.core, self.ref, waiting, str(error))
@@ -450,7 +446,6 @@ class _Unread:
         self._settle()
 
     def expire(self, error: BaseException) -> None:
-        """Cancel the calls at their actors."""
         self.program.withdraw(self.core, self.ref, [self.core.peer(rank) for rank in self._left.values()], str(error))
 
     def _settle(self) -> None:

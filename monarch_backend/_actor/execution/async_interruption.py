@@ -49,13 +49,11 @@ class RunningTasks(RunningCode):
     # ---- on the loop's thread
 
     def forget(self, key: MessageKey) -> None:
-        """Note that the task of a message has ended."""
         self.tasks.pop(key, None)
         self._to_cancel.pop(key, None)
         self._withdrawn.discard(key)
 
     def is_withdrawn(self, key: MessageKey) -> bool:
-        """Return whether the caller of this message has cancelled it."""
         return key in self._withdrawn
 
     def cancel_all(self) -> None:

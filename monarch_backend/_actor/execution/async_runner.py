@@ -25,7 +25,6 @@ log = logging.getLogger("monarch_backend")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop, of uvloop if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -268,7 +267,6 @@ class AsyncFlow(StreamCredit):
         self._event.set()
 
     async def wait(self) -> None:
-        """Wait until the reader has taken values."""
         self._event.clear()
         if self.credit <= 0:
             await self._event.wait()

@@ -68,12 +68,10 @@ def _uninstall() -> None:
 
 
 def can_interrupt(thread_id: int) -> bool:
-    """Return whether blocking code of this thread can be interrupted."""
     return thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is _on_signal
 
 
 def why_not(thread_id: int) -> str | None:
-    """Return the reason why `can_interrupt` is false, or None."""
     if can_interrupt(thread_id):
         return None
     if thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is not signal.SIG_DFL:

@@ -71,13 +71,11 @@ class LocalActors:
         return runner
 
     def cancel(self, peer: Peer, message: Cancel, _: Frame) -> None:
-        """Cancel a call, queued or running."""
         runner = self.runners.get(message.actor)
         if runner is not None:
             runner.cancel(peer, message)
 
     def add_credit(self, peer: Peer, message: MoreCredit, _: Frame) -> None:
-        """Let a generator send more values."""
         runner = self.runners.get(message.actor)
         if runner is not None:
             runner.streams.more(peer, message)

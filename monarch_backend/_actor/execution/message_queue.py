@@ -53,7 +53,6 @@ class MessageQueue(deque[Message | Job]):
         return False
 
     def refuse_all(self, failure: MeshFailure) -> None:
-        """Remove all items, and reply to their callers that the actor has ended."""
         for item in self.taken():
             if isinstance(item, tuple):
                 self._refuse(item, failure)

@@ -20,8 +20,6 @@ Message = tuple[Peer, Frame, ReplyAggregator | None]
 
 
 class ReplyHandle:
-    """Sends the reply of one message."""
-
     __slots__ = ("__weakref__", "_due", "_frame", "_peer", "_program", "_sent", "_via", "explicit", "port")
 
     def __init__(self, program: Runtime, message: Message, port: Address | None) -> None:
@@ -34,7 +32,6 @@ class ReplyHandle:
 
     @property
     def wanted(self) -> bool:
-        """True if the caller waits for a reply."""
         return self._frame.ref != 0 or self.port is not None
 
     def __call__(self, status: bytes, body: Any, buffers: Any = None) -> None:
@@ -81,7 +78,6 @@ class ReplyHandle:
             self._via.own(self._frame.rank, Status.END, b"", None)
 
     def value(self, value: Any) -> None:
-        """Send the endpoint's result, or an error if it cannot be serialized."""
         if not self.wanted:
             return
         try:

@@ -98,7 +98,6 @@ class ActorRunner:
     # ---- from any thread
 
     def put(self, item: Message | Job) -> None:
-        """Queue a message, or a function to call."""
         self.inbox.append(item)
         if self.failure is not None and isinstance(item, tuple):
             # Checked after the append: if the actor ends meanwhile, one of the two threads finds the message.
@@ -246,7 +245,6 @@ class ActorRunner:
                     self._die_aborted(self._current)
 
     def step(self) -> None:
-        """Handle the next item of the queue."""
         self.ready = True
         try:
             item = self.inbox.popleft()
@@ -258,7 +256,6 @@ class ActorRunner:
             item()
 
     def _find(self, name: str, plain: int) -> Any:
-        """Return a method and its description. Raises AttributeError."""
         assert self.blueprint is not None
         if plain:
             method = getattr(self.instance, name)
@@ -401,7 +398,6 @@ class ActorRunner:
         return failure
 
     def stop(self, reason: str) -> None:
-        """End the actor as its owner has requested."""
         failure = MeshFailure(
             self.name, [Death(self.rank, str(self.point), HOST, self.program.pid, f"it was stopped: {reason}")]
         )

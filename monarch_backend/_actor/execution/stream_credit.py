@@ -21,7 +21,6 @@ class StreamCredit:
         self.wait_lock: threading.Lock | None = None
 
     def more(self, count: int) -> None:
-        """Add credit, after the reader has taken values."""
         self.credit += count
         self.ready = True
         release(self)
@@ -34,11 +33,9 @@ class OpenStreams:
         self._credits: dict[tuple[str, int], StreamCredit] = {}  # by the reader's token and its call
 
     def open(self, peer: Peer, ref: int, credit: StreamCredit) -> None:
-        """Let the reader of a call add to this credit."""
         self._credits[peer.token, ref] = credit
 
     def close(self, peer: Peer, ref: int) -> None:
-        """Forget the stream of a call."""
         self._credits.pop((peer.token, ref), None)
 
     def more(self, peer: Peer, message: MoreCredit) -> None:

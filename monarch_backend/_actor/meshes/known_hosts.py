@@ -35,7 +35,6 @@ class KnownHosts:
         return None
 
     def add_names(self, names: Sequence[tuple[str, str]]) -> None:
-        """Note the numbers and names of hosts, received with a mesh."""
         self._names.update(names)
 
     def name_of(self, token: str) -> str:

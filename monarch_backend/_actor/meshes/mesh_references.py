@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 
 class MeshReferences:
-    """Looks up the state of meshes and of their processes."""
-
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         # Weak: references and, until its end, the owner keep the state of a mesh.
@@ -94,7 +92,6 @@ class MeshReferences:
             return core
 
     def failure_of(self, core: ActorMeshState, rank: int) -> MeshFailure:
-        """Return the failure of a rank that cannot be called."""
         known = core.failure_of(rank)
         if known is not None:
             return known

@@ -37,7 +37,6 @@ class ActorMeshState:
         self.load = [0] * len(self.bases)
 
     def peer(self, rank: int) -> Peer:
-        """Return the current process of this rank."""
         return self.procs.peer(self.bases[rank])
 
     def where(self, rank: int) -> str:
@@ -45,7 +44,6 @@ class ActorMeshState:
         return ranks_in_words(self.extent, [rank])
 
     def error_of(self, frame: Frame, endpoint: str, base_rank: int) -> BaseException:
-        """Return the exception in a reply that is not a value."""
         return read_error(frame.prefix, frame.body, self.name, endpoint, self.where(base_rank), frame.rank)
 
     def unread_error(self, frame: Frame, endpoint: str, base_rank: int, site: CallSite | None) -> UnreadError | None:
@@ -55,5 +53,4 @@ class ActorMeshState:
         return UnreadError(partial(describe_error, frame.body, self.name, endpoint, self.where(base_rank)), site)
 
     def failure_of(self, rank: int) -> MeshFailure | None:
-        """Return the failure of this rank, or None if it can be called."""
         return self.stopped or self.dead.get(rank)

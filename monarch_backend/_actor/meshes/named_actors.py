@@ -58,7 +58,6 @@ class NamedActorService(Actor):
 
 
 def plan() -> Construct:
-    """Return the construction plan of the service actor, which the first request needs."""
     return Construct(SERVICE_ACTOR_NUMBER, "registrar", 0, (), (), 0, "main")
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class ProcessReadiness:
-    """Notes which processes are ready, and completes the futures that wait for it."""
-
     def __init__(self, program: Runtime, records: ProcessRecords) -> None:
         self._program, self._records = program, records
 
@@ -39,7 +37,6 @@ class ProcessReadiness:
         return future
 
     def met(self, peer: Peer) -> None:
-        """Note that a process has connected."""
         member = self._records.by_token.get(peer.token)
         if member is not None:
             owned = member.core.owned
@@ -49,7 +46,6 @@ class ProcessReadiness:
                 owned.ready.clear()
 
     def _is_up(self, owned: OwnedProcs) -> bool:
-        """Return whether all processes have connected, and their bootstraps have returned."""
         if all(peer.link >= 0 for peer in owned.core.peers) and (
             not owned.has_bootstrap or all(member.is_bootstrapped for member in owned.members.values())
         ):
@@ -58,7 +54,6 @@ class ProcessReadiness:
         return False
 
     def bootstrapped(self, peer: Peer) -> None:
-        """Note that the bootstrap of a process has returned."""
         member = self._records.by_token.get(peer.token)
         if member is not None:
             member.is_bootstrapped = True
@@ -82,7 +77,6 @@ class ProcessReadiness:
         return owned.has_bootstrap and not owned.was_up and not member.is_bootstrapped and peer.gone is not None
 
     def bootstrap_error(self, peer: Peer) -> tuple[BaseException | None, str]:
-        """Return the exception of its bootstrap, and the remote traceback."""
         member = self._records.by_token.get(peer.token)
         failure = None if member is None else member.bootstrap_failure
         return (None, "") if failure is None else (failure.__cause__, failure.deaths[0].trace)

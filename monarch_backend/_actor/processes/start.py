@@ -187,7 +187,6 @@ class ProcessStarter:
             self._start_with(spawner, owned, those)
 
     def _by_spawner(self, owned: OwnedProcs, ranks: Any) -> list[tuple[Any, list[int]]]:
-        """Return the spawner of each host and its ranks."""
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(host_of(owned.core.tokens[rank]), []).append(rank)
