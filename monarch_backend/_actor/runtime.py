@@ -1,7 +1,7 @@
 """Runtime of one process: its meshes, pending calls and actors.
 
 Each process, of the controller or of a mesh, has one `Runtime`, made at its first use. It connects frames
-(_transport/), processes (_mesh/) and actors (this package). processes/ownership.py has the parts that own processes,
+(_transport/), processes (_mesh/) and actors (this package). processes/exits.py has the owner of processes,
 supervision.py the policy.
 """
 
@@ -28,13 +28,10 @@ from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.execution.local_actors import LocalActors
 from monarch_backend._actor.execution.runner import ActorRunner
 from monarch_backend._actor.meshes import named_actors
-from monarch_backend._actor.meshes.actor_mesh import ActorMesh
 from monarch_backend._actor.meshes.known_hosts import KnownHosts
 from monarch_backend._actor.meshes.mesh_references import MeshReferences, alive
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
-from monarch_backend._actor.processes.ownership import ProcessOwner
-from monarch_backend._actor.processes.placement import Placement
-from monarch_backend._actor.restart_policy import Restart
+from monarch_backend._actor.processes.exits import ProcessOwner
 from monarch_backend._actor.runtime_extension import Extensions
 from monarch_backend._actor.shutdown import Shutdown
 from monarch_backend._actor.sigint import Interrupts
@@ -43,7 +40,6 @@ from monarch_backend._core import env, fork
 from monarch_backend._core.extension_points import extension, has_extension
 from monarch_backend._core.limits import start_thread
 from monarch_backend._logs.worker_logging import install_worker_logging
-from monarch_backend._mesh import runtime_protocol as seam
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
 from monarch_backend._transport.local.broadcast_tree import ReplyAggregator
@@ -79,7 +75,7 @@ class Runtime:
         self.expecting: set[PortReceiver[Any]] = set()
         self.ports: weakref.WeakValueDictionary[int, PortReceiver[Any]] = weakref.WeakValueDictionary()
         self.local_actors, self.actor_owner = LocalActors(self), ActorMeshOwner(self)
-        self.placement = Placement(self)
+        self.spawn_actors = self.actor_owner.spawn
         self.runners = self.local_actors.runners
         self.references = references = MeshReferences(self)
         self.procs, self.actors, self.naming = references.procs, references.actors, references.naming
@@ -132,6 +128,8 @@ class Runtime:
             }
         )
         self.owner = ProcessOwner(self)
+        self.ready, self.flush_logs = self.owner.readiness.ready, self.owner.starter.flush_logs
+        self.stop_procs, self.stop_actors = self.owner.stops.stop, self.actor_owner.stop
         self.router.on_asked = self.owner.restarts.tell_successor
 
     # ---- threads
@@ -154,14 +152,6 @@ class Runtime:
     def _start_runner_thread(self, runner: ActorRunner) -> None:
         start_thread(threading.Thread(target=runner.run, name=f"actor {runner.name}", daemon=True))
 
-    # ---- references
-
-    def named_actor(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
-        """Return the only actor of this name in the whole program, as a Future."""
-        if self.root is None:
-            return self.registry.get(name, cls, args, kwargs)
-        return named_actors.ask(self, name, cls, args, kwargs)
-
     # ---- spawning
 
     def children_of(self, owner_runner: Any) -> list[Any]:
@@ -172,12 +162,6 @@ class Runtime:
         program_exit.prepare()
         return self.owner.starter.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
 
-    def spawn_actors(
-        self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
-    ) -> ActorMesh:
-        """Construct an actor in each process. Return an ActorMesh at once."""
-        return self.actor_owner.spawn(procs, name, cls, args, kwargs, restart)
-
     def process_group(self, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
         """Make the processes the ranks of a torch process group. Return a Future."""
         return process_groups.meet(self, procs, backend, timeout)
@@ -187,10 +171,6 @@ class Runtime:
         for peer in core.peers:
             self.router.tell(peer, Setting("log_level", level))
 
-    def ready(self, core: ProcMeshState) -> Future[None]:
-        """Return a Future that is done when all processes have started."""
-        return self.owner.readiness.ready(core)
-
     def built(self, core: ActorMeshState) -> Future[None]:
         """Return a Future that is done when all actors are constructed. Raises RuntimeError if others own the mesh."""
         if core.owned is None:
@@ -199,16 +179,6 @@ class Runtime:
         return future
 
     # ---- stopping
-
-    def stop_procs(
-        self, core: ProcMeshState | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
-    ) -> Future[None]:
-        """End processes. Return a Future that is done when they have exited."""
-        return self.owner.stops.stop(core, how, reason, timeout, hosts)
-
-    def stop_actors(self, core: ActorMeshState, how: str, reason: str, timeout: float | None = None) -> Future[None]:
-        """End actors, interrupted after ``timeout`` seconds. Return a Future that is done when they have ended."""
-        return self.actor_owner.stop(core, how, reason, timeout)
 
     def end_child(self, child: Any, failure: MeshFailure | None, how: str) -> None:
         """End a mesh whose owner has ended. Waits at most 10 s for it, unless on the reading thread."""
@@ -304,10 +274,6 @@ class Runtime:
 
     # ---- the end
 
-    def flush_logs(self) -> None:
-        """Write the output of the processes to the terminal."""
-        self.owner.starter.flush_logs()
-
     def detach_after_fork(self) -> None:
         """Make this runtime unusable in a fork of its process."""
         self.disowned, pid = True, self.pid
@@ -319,7 +285,7 @@ class Runtime:
 
         router: Any = self.router
         router.send = router.multicast = router.tell = router.reply = refuse
-        self.wait = self.call_soon = self.owner.stops.stop = self.progress.wait = refuse  # type: ignore[method-assign]
+        self.wait = self.call_soon = self.stop_procs = self.progress.wait = refuse  # type: ignore[method-assign]
 
 
 def start(token: str = "", oversubscribed: bool = False) -> Runtime:
@@ -355,6 +321,5 @@ def _in_forked_child() -> None:
 
 fork.register(fork.Step.RUNTIME, after_in_child=_in_forked_child)
 current_runtime.install(_start_main)
-seam.install(program)
 
 __all__ = ["Runtime", "is_of_parent", "program", "start"]

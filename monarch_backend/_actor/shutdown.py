@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from monarch_backend._actor import program_exit
-from monarch_backend._actor.meshes.blueprint import blueprint
+from monarch_backend._actor.meshes.actor_mesh import blueprint
 
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime

@@ -15,7 +15,7 @@ from monarch_backend._actor.calls.codec import HOST, pack_failure, text_of
 from monarch_backend._actor.errors import Death, MeshFailure
 from monarch_backend._actor.execution import blocking_calls
 from monarch_backend._actor.execution.runner import ActorRunner
-from monarch_backend._actor.processes.worker_plan import Plan
+from monarch_backend._actor.processes.start import Plan
 from monarch_backend._core.extension_points import extension
 from monarch_backend._core.limits import start_thread
 from monarch_backend._logs import worker_logging

@@ -7,8 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from monarch_backend._mesh.checks import checked_index, checked_int, checked_rank, checked_size, dot, no_dimension
-from monarch_backend._mesh.extent import Extent, Point
+from monarch_backend._mesh.extent import (
+    Extent,
+    Point,
+    checked_index,
+    checked_int,
+    checked_rank,
+    checked_size,
+    dot,
+    no_dimension,
+)
 from monarch_backend._mesh.rank_text import ranks_in_words
 
 Index: TypeAlias = "int | slice[Any, Any, Any]"  # defined here, before methods hide Python's `slice`

@@ -29,7 +29,7 @@ from monarch_backend._actor.execution.interruption import CONSTRUCTOR, AbortLimi
 from monarch_backend._actor.execution.message_queue import Job, MessageQueue
 from monarch_backend._actor.execution.reply_handle import Message, ReplyHandle
 from monarch_backend._actor.execution.stream_credit import OpenStreams, StreamCredit
-from monarch_backend._actor.meshes.blueprint import blueprint
+from monarch_backend._actor.meshes.actor_mesh import blueprint
 from monarch_backend._mesh.extent import Extent, Point
 from monarch_backend._serialization.exceptions import remote_traceback
 from monarch_backend._serialization.pickling import DeserializationError, dumps, loads

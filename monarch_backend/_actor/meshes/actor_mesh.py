@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._actor.actor import Actor, ActorClassInfo, EndpointMethod, EndpointSpec, specify
 from monarch_backend._actor.calls.endpoint import Endpoint, NonEndpointMethod
 from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
@@ -131,3 +134,39 @@ class ActorMesh(MeshBase):
 
     def __repr__(self) -> str:
         return f"ActorMesh({self._core.name!r}, {self._core.blueprint.cls.__name__}, {self.extent})"
+
+
+def _reserved() -> frozenset[str]:
+    names = {*dir(MeshBase), *dir(ActorMesh), "_core", "_shape"}
+    return frozenset(name for name in names if not name.startswith("__"))
+
+
+@functools.lru_cache(maxsize=1024)
+def blueprint(cls: type) -> ActorClassInfo:
+    """Return the description of an actor class.
+
+    Raises TypeError for a class that is not an `Actor`. Raises ValueError for an endpoint whose name every mesh has,
+    and for a class that mixes `def` and `async def` endpoints.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Actor)):
+        raise TypeError(
+            f"{getattr(cls, '__name__', cls)!r} is not an Actor: derive the class from monarch_backend.actor.Actor"
+        )
+    found: dict[str, EndpointSpec] = {}
+    reserved = _reserved()
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if isinstance(method, EndpointMethod):
+            if name in reserved:
+                raise ValueError(
+                    f"{cls.__name__}.{name}: every mesh has an attribute {name!r}; give the endpoint another name"
+                )
+            found[name] = specify(name, method.method, method.concurrent, method.explicit_port)
+    kinds = {spec.is_async for spec in found.values()}
+    if len(kinds) == 2:
+        plain = ", ".join(sorted(name for name, spec in found.items() if not spec.is_async))
+        raise ValueError(
+            f"{cls.__name__} mixes `def` and `async def` endpoints: an actor has one kind. "
+            f"Make these async, too: {plain}"
+        )
+    return ActorClassInfo(cls, found, kinds == {True})

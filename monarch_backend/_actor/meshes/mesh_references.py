@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch_backend._actor.errors import Death, MeshFailure
-from monarch_backend._actor.meshes.blueprint import blueprint
+from monarch_backend._actor.meshes.actor_mesh import blueprint
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMeshState, ProcReference, label_of

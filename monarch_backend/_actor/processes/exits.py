@@ -22,6 +22,7 @@ from monarch_backend._actor.processes.records import (
 from monarch_backend._actor.processes.restarts import ProcessRestarts
 from monarch_backend._actor.processes.start import ProcessStarter
 from monarch_backend._actor.processes.stop import ProcessStop
+from monarch_backend._actor.processes.stuck_readers import StuckReaders
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend._processes.spawner import Exited, LostWithHost, SpawnFailed, Started
 from monarch_backend._transport.local.frames import Setting
@@ -194,6 +195,22 @@ class ProcessExits:
             for other in owned.members.values():
                 if not other.gone and other.peer.link >= 0:
                     self._program.router.tell(other.peer, Setting("abort_groups", str(failure)))
+
+
+class ProcessOwner:
+    """Owner of the processes that this process has spawned, by its parts."""
+
+    def __init__(self, program: Runtime) -> None:
+        self.records = records = ProcessRecords()
+        self.stuck = StuckReaders(program, records)
+        # The starter and the restarts are made before the exits that handle their events.
+        self.starter = ProcessStarter(
+            program, records, self.stuck, lambda e: self.exits.on_event(e), lambda e: self.exits.handle_event(e)
+        )
+        self.readiness = ProcessReadiness(program, records)
+        self.stops = ProcessStop(program, records, self.starter, self.stuck)
+        self.restarts = ProcessRestarts(program, records, self.starter, lambda peer: self.exits.ended(peer))
+        self.exits = ProcessExits(program, records, self.starter, self.readiness, self.restarts, self.stops)
 
 
 def _last_words(tail: list[str]) -> tuple[str, ...]:

@@ -9,13 +9,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from monarch_backend._actor.processes.records import OwnedProcess, OwnedProcs, ProcessRecords
 from monarch_backend._actor.processes.stuck_readers import StuckReaders
-from monarch_backend._actor.processes.worker_plan import Plan
 from monarch_backend._actor.restart_policy import Restart, RestartLimiter, check_policy
 from monarch_backend._core import env as settings
 from monarch_backend._core import platform
@@ -53,6 +52,25 @@ because it may only serve a gateway to other hosts.
 
 DESCRIPTORS_PER_PROCESS = 8
 """Open files of this process for each process: two pipes at its start; then two of its output, a link, a pidfd."""
+
+
+class Plan(NamedTuple):
+    """Arguments of a new process of a mesh, which _actor/worker_main.py reads."""
+
+    token: str
+    owner: str
+    rank: int
+    mesh: str
+    name: str
+    server: str
+    root: str
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    oversubscribed: bool
+    gateway: str = ""  # token of its host's gateway, if there are other hosts
+    die_with: str = ""  # token of the process on this host with which it ends
+    local_processes: int = 0  # on a remote host: processes of the mesh there
+    has_bootstrap: bool = False  # the owner waits until it has succeeded
 
 
 class ProcessStarter:
@@ -105,7 +123,7 @@ class ProcessStarter:
             raise ValueError("proc_bind works for processes of this host only; on others, bind them in bootstrap=")
         count = extent.nelements
         check_count(count // len(hosts or (0,)), here=hosts is None and self.collect_output)
-        homes = program.placement.homes(hosts, count)
+        homes = program.hosts.homes(hosts, count)
         spawner = self._spawner_of_this_process()
         allow_descriptors()
         name = name or f"procs-{len(self._records.meshes)}"

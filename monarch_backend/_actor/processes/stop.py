@@ -43,7 +43,7 @@ class ProcessStop:
         program, timeout = self._program, check_timeout(timeout)
         meshes = list(self._records.meshes) if core is None else [m for m in self._records.meshes if m.core is core]
         if hosts is not None:
-            meshes = [owned for owned in meshes if program.placement.is_on(owned.core.tokens, hosts)]
+            meshes = [owned for owned in meshes if program.hosts.is_on(owned.core.tokens, hosts)]
         if core is not None and core.owned is None:
             raise RuntimeError(f"only the program or actor that has spawned mesh {core.name!r} can stop it")
         future: Future[None] = Future(program.wait)
