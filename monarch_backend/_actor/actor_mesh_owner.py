@@ -156,17 +156,10 @@ class ActorMeshOwner:
                 "an actor can stop itself: context().actor_instance"
             )
         if core.stopped is None:
-            death = [
-                Death(
-                    rank,
-                    core.where(rank),
-                    self._runtime.hosts.name_of(core.peer(rank).token),
-                    core.peer(rank).pid,
-                    f"it was stopped: {reason}",
-                )
-                for rank in range(len(core.bases))
-            ]
-            core.stopped = MeshFailure(core.name, death[:1])
+            peer = core.peer(0)
+            host = self._runtime.hosts.name_of(peer.token)
+            death = Death(0, core.where(0), host, peer.pid, f"it was stopped: {reason}")
+            core.stopped = MeshFailure(core.name, [death])
             core.owned.built._fail(core.stopped)
             for rank in range(len(core.bases)):
                 if core.dead.get(rank) is not None or core.peer(rank).gone is not None:
@@ -311,7 +304,6 @@ def living_owner(what: str) -> Any:
 
 
 def _check_constructor(cls: type, args: Any, kwargs: Any) -> None:
-
     if cls.__init__ is object.__init__ and (args or kwargs):  # type: ignore[misc]
         raise TypeError(f"{cls.__name__} has no __init__, so it takes no arguments")
     try:

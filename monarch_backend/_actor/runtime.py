@@ -21,6 +21,7 @@ from monarch_backend import _native
 from monarch_backend._actor import current_runtime, process_groups, program_exit
 from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
 from monarch_backend._actor.calls.future import Future
+from monarch_backend._actor.calls.pending_calls import STREAM_WINDOW
 from monarch_backend._actor.calls.port import PortReceiver
 from monarch_backend._actor.calls.waiting import Waiting, log_wait
 from monarch_backend._actor.current_runtime import is_of_parent, program
@@ -100,7 +101,7 @@ class Runtime:
         self.waiting = Waiting(self)
         self.wait: Callable[..., bool] = self.waiting.wait
         self.shutdown = Shutdown(self)
-        self.start_runner: Callable[[ActorRunner], None] = self._start_runner_thread
+        self.start_runner: Callable[[ActorRunner], None] = self.start_runner_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
         self.router = Router(links, self.waiting.wait_for_room)
@@ -149,7 +150,7 @@ class Runtime:
         else:
             call()
 
-    def _start_runner_thread(self, runner: ActorRunner) -> None:
+    def start_runner_thread(self, runner: ActorRunner) -> None:
         start_thread(threading.Thread(target=runner.run, name=f"actor {runner.name}", daemon=True))
 
     # ---- spawning
@@ -170,13 +171,6 @@ class Runtime:
         """Set the level of ``logging`` in the processes. The log collector filters what is shown."""
         for peer in core.peers:
             self.router.tell(peer, Setting("log_level", level))
-
-    def built(self, core: ActorMeshState) -> Future[None]:
-        """Return a Future that is done when all actors are constructed. Raises RuntimeError if others own the mesh."""
-        if core.owned is None:
-            raise RuntimeError("only the program or actor that has spawned a mesh can wait for its construction")
-        future: Future[None] = core.owned.built
-        return future
 
     # ---- stopping
 
@@ -247,7 +241,7 @@ class Runtime:
     def _gone(self, peer: Peer) -> None:
         for part in self.extensions:
             part.on_disconnected(peer)
-        owned = self.owner.records.find(peer)
+        owned = self.owner.records.by_token.get(peer.token)
         if owned is not None:
             self.owner.exits.ended(peer)  # calls on_process_lost when the exit status is known
         else:
@@ -264,7 +258,9 @@ class Runtime:
         for part in self.extensions:
             part.on_process_lost(peer)
         for runner in list(self.runners.values()):
-            runner.streams.reader_gone(peer)
+            for (token, _), credit in list(runner.streams.items()):
+                if token == peer.token:
+                    credit.more(STREAM_WINDOW)  # its generators run to their end
             if runner.owner is peer and runner.failure is None:
                 runner.end("abort", f"its owner, {peer}, is gone")
         for core in alive(self.actors):
@@ -301,7 +297,7 @@ def start(token: str = "", oversubscribed: bool = False) -> Runtime:
     return made
 
 
-def _start_main() -> None:
+def start_main() -> None:
     """Start the runtime of the main program, at its first use."""
     env.check()
     start().shutdown.register()
@@ -320,6 +316,5 @@ def _in_forked_child() -> None:
 
 
 fork.register(fork.Step.RUNTIME, after_in_child=_in_forked_child)
-current_runtime.install(_start_main)
 
 __all__ = ["Runtime", "is_of_parent", "program", "start"]

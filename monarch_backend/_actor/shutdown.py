@@ -37,7 +37,7 @@ class Shutdown:
             return
         try:
             if self._runtime.closing or not (
-                self._runtime.owner.records.any() or any(part.has_work for part in self._runtime.extensions)
+                self._runtime.owner.records.meshes or any(part.has_work for part in self._runtime.extensions)
             ):
                 return
             stopping = self._runtime.stop_procs(None, "stop", "the program ends")

@@ -104,7 +104,7 @@ class Extent:
 
         Raises KeyError for a missing or unknown label, IndexError for a coordinate outside its dimension.
         """
-        return dot(self._indices(coords), self._strides)
+        return sum(map(operator.mul, self._indices(coords), self._strides))
 
     def keys(self) -> tuple[str, ...]:
         """Return the labels. With this method ``dict(extent)`` works."""
@@ -275,7 +275,3 @@ def checked_index(label: str, index: object, size: int) -> int:
     if not -size <= checked < size:
         raise IndexError(f"{label}={checked} is out of range: {label} has size {size}, so 0 to {size - 1}")
     return checked % size
-
-
-def dot(indices: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(index * stride for index, stride in zip(indices, strides, strict=True))

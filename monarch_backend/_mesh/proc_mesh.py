@@ -90,10 +90,6 @@ class ProcMeshState:
         with self._lock:
             return self.tokens.index(token) if token in self.tokens else self.former.get(token)
 
-    def who(self, rank: int) -> str:
-        """Return text for messages: "gpus 3 of trainers"."""
-        return f"{self.where(rank)} of {self.name}"
-
     def where(self, rank: int) -> str:
         """Return text for messages: "gpus 3"."""
         return ranks_in_words(self.extent, [rank])
@@ -117,7 +113,7 @@ def label_of(core: ProcMeshState, rank: int) -> Callable[[], str]:
 
     def who() -> str:
         core = known()
-        return "" if core is None else core.who(rank)
+        return "" if core is None else f"{core.where(rank)} of {core.name}"
 
     return who
 

@@ -109,8 +109,8 @@ class Endpoint(Generic[R]):
         rank = self._one
         if rank < 0:
             raise ValueError(
-                f"call_one is for a mesh of one rank, and {self._described()} has {len(self._ranks)}: "
-                "slice it, or use call, choose or broadcast"
+                f"call_one is for a mesh of one rank, and {self._core.name!r} ({self._mesh.extent}) has "
+                f"{len(self._ranks)}: slice it, or use call, choose or broadcast"
             )
         return self._send_one(rank, args, kwargs)
 
@@ -136,7 +136,8 @@ class Endpoint(Generic[R]):
         The future raises the first error as soon as it arrives.
         """
         if self._spec.is_generator:
-            return self._collect(args, kwargs)
+            collector: StreamCollector[Any] = self._stream(tuple(self._ranks), args, kwargs, True, StreamCollector)
+            return collector.whole
         body, buffers = self._arguments(args, kwargs)
         program, core = self._program, self._core
         ref = next(program.ids)
@@ -295,10 +296,6 @@ class Endpoint(Generic[R]):
             self._limit(stream)
         return stream
 
-    def _collect(self, args: Any, kwargs: Any) -> Future[ValueMesh[Any]]:
-        whole: Future[ValueMesh[Any]] = self._stream(tuple(self._ranks), args, kwargs, True, StreamCollector).whole
-        return whole
-
     def _broadcast(self, prefix: bytes, args: Any, kwargs: Any, only: int | None = None) -> None:
         body, buffers = self._arguments(args, kwargs)
         program, core = self._program, self._core
@@ -332,9 +329,6 @@ class Endpoint(Generic[R]):
 
     def _label(self) -> str:
         return f"{self._core.name}.{self.name}"
-
-    def _described(self) -> str:
-        return f"{self._core.name!r} ({self._mesh.extent})"
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise TypeError(

@@ -94,14 +94,10 @@ class UnaryCall(_Call[T]):
         self.wait_lock = None
         self._wait = program.wait
         self._error = self._raw = self._callbacks = self._lock = self._cancel = None
-        self.program, self.core, self.base_rank, self.peer, self.endpoint, self.ref = (
-            program,
-            core,
-            base_rank,
-            peer,
-            endpoint,
-            ref,
-        )
+        self.program, self.core = program, core
+        self.base_rank, self.peer = base_rank, peer
+        self.endpoint = endpoint
+        self.ref = ref
         self.load: list[int] | None = None
         self.site = site
 
@@ -111,10 +107,7 @@ class UnaryCall(_Call[T]):
         if status == Status.VALUE:
             self.set_lazy_result(partial(loads, frame.body, frame.buffers))
         else:
-            self.set_lazy_exception(
-                lambda: self.core.error_of(frame, self.endpoint, self.base_rank),
-                self.core.unread_error(frame, self.endpoint, self.base_rank, self.site),
-            )
+            self.core.set_error(self, frame, self.endpoint, self.base_rank, self.site)
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
         if peer is self.peer and self.program.pending.pop(self.ref, None) is not None:
@@ -168,10 +161,7 @@ class BroadcastCall(_Call[ValueMesh[T]]):
                 self.set_lazy_result(self._values)
         else:
             self.program.pending.pop(self.ref, None)
-            self.set_lazy_exception(
-                lambda: self.core.error_of(frame, self.endpoint, self.bases[rank]),
-                self.core.unread_error(frame, self.endpoint, self.bases[rank], self.site),
-            )
+            self.core.set_error(self, frame, self.endpoint, self.bases[rank], self.site)
 
     def _values(self) -> ValueMesh[T]:
         bodies, self._bodies = self._bodies, []
@@ -227,14 +217,8 @@ class Stream(Generic[T]):
         self.site = site
         self.ready = False
         self.wait_lock: threading.Lock | None = None
-        self.program, self.core, self.bases, self.peers, self.endpoint, self.ref = (
-            program,
-            core,
-            bases,
-            peers,
-            endpoint,
-            ref,
-        )
+        self.program, self.core, self.bases, self.peers = program, core, bases, peers
+        self.endpoint, self.ref = endpoint, ref
         self._futures, self._generator = futures, generator
         self._first = first  # the rank in the mesh or slice of bases[0]
         self._queue: deque[tuple[int, Any]] = deque()
@@ -265,10 +249,7 @@ class Stream(Generic[T]):
             self._put(-1, partial(loads, frame.body, frame.buffers), None)
         elif status != Status.END:
             item: Future[T] = Future(self.program.wait)
-            item.set_lazy_exception(
-                partial(self.core.error_of, frame, self.endpoint, self.bases[rank]),
-                self.core.unread_error(frame, self.endpoint, self.bases[rank], self.site),
-            )
+            self.core.set_error(item, frame, self.endpoint, self.bases[rank], self.site)
             self._append(-1, item)
         self._open.discard(rank)
         self._settle()

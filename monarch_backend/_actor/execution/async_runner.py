@@ -15,8 +15,7 @@ from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.async_interruption import RunningTasks, call_soon
 from monarch_backend._actor.execution.message_queue import Job
 from monarch_backend._actor.execution.reply_handle import Message, ReplyHandle
-from monarch_backend._actor.execution.runner import ActorRunner
-from monarch_backend._actor.execution.stream_credit import StreamCredit
+from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit
 from monarch_backend._serialization.pickling import dumps, loads
 from monarch_backend._transport.local.frames import Frame, Status
 from monarch_backend._transport.local.peer import Peer
@@ -178,7 +177,7 @@ class AsyncActorRunner(ActorRunner):
 
     async def _drain_async(self, generator: Any, frame: Frame, peer: Peer, answer: ReplyHandle) -> None:
         flow = AsyncFlow(asyncio.get_running_loop())
-        self.streams.open(peer, frame.ref, flow)
+        self.streams[peer.token, frame.ref] = flow
         try:
             async for value in generator:
                 if not answer.wanted:
@@ -195,7 +194,7 @@ class AsyncActorRunner(ActorRunner):
             if answer.port is None:
                 answer(Status.END, b"")
         finally:
-            self.streams.close(peer, frame.ref)
+            self.streams.pop((peer.token, frame.ref), None)
             await generator.aclose()
 
     async def _ask_async(self, failure: MeshFailure) -> None:

@@ -157,7 +157,7 @@ class RunningCode:
             release(waiting)
             self._progress.wake()
         elif by_signal:
-            blocking_calls.interrupt(self)
+            blocking_calls.interrupt(self.thread_id, self.raise_in)
         self._progress.later(pause, lambda: self._interrupt(running, min(2 * pause, MAX_RETRY_S)))
 
     def _is_users(self, frame: FrameType | None) -> bool:

@@ -77,8 +77,9 @@ class LocalActors:
 
     def add_credit(self, peer: Peer, message: MoreCredit, _: Frame) -> None:
         runner = self.runners.get(message.actor)
-        if runner is not None:
-            runner.streams.more(peer, message)
+        credit = None if runner is None else runner.streams.get((peer.token, message.ref))
+        if credit is not None:
+            credit.more(message.count)
 
     def construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
         """Construct an actor, or the successor of an actor that is restarted."""

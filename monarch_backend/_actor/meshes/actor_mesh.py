@@ -11,7 +11,7 @@ from monarch_backend._actor.calls.endpoint import Endpoint, NonEndpointMethod
 from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
 from monarch_backend._mesh.mesh_base import MeshBase
-from monarch_backend._mesh.proc_mesh import ProcMesh, ProcReference, whole
+from monarch_backend._mesh.proc_mesh import ProcMesh, whole
 from monarch_backend._mesh.shape import Shape
 
 if TYPE_CHECKING:
@@ -20,18 +20,8 @@ if TYPE_CHECKING:
     from monarch_backend._actor.calls.future import Future
 
 
-def _from_reference(
-    actor: int,
-    name: str,
-    cls: type,
-    procs: ProcReference,
-    labels: Any,
-    sizes: Any,
-    bases: Any,
-    owner: str,
-    shape: Shape,
-) -> ActorMesh:
-    return ActorMesh(program().actor_core(actor, name, cls, procs, labels, sizes, bases, owner), shape)
+def _from_reference(arguments: tuple[Any, ...], shape: Shape) -> ActorMesh:
+    return ActorMesh(program().actor_core(*arguments), shape)
 
 
 class ActorMesh(MeshBase):
@@ -61,11 +51,9 @@ class ActorMesh(MeshBase):
 
     def __reduce__(self) -> Any:
         core = self._core
-        extent = tuple(core.extent.labels), tuple(core.extent.sizes)
-        reference = core.procs.reference()
-        return _from_reference, (
-            core.actor, core.name, core.blueprint.cls, reference, *extent, core.bases, core.owner.token, self._shape
-        )  # fmt: skip
+        extent, procs = core.extent, core.procs.reference()
+        arguments = (core.actor, core.name, core.blueprint.cls, procs, extent.labels, extent.sizes, core.bases)
+        return _from_reference, ((*arguments, core.owner.token), self._shape)
 
     def __getattr__(self, name: str) -> Endpoint[Any]:
         if name.startswith("__") or name in ("_core", "_shape"):
@@ -95,7 +83,10 @@ class ActorMesh(MeshBase):
         It raises `MeshFailure` if a constructor has raised. Raises RuntimeError for a mesh that another process has
         spawned.
         """
-        return program().built(self._core)
+        if self._core.owned is None:
+            raise RuntimeError("only the program or actor that has spawned a mesh can wait for its construction")
+        built: Future[None] = self._core.owned.built
+        return built
 
     @property
     def failed_ranks(self) -> tuple[int, ...]:

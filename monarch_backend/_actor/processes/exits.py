@@ -134,21 +134,9 @@ class ProcessExits:
         if self._starter.logs is not None and (code is None or code != 0):
             self._starter.logs.flush(owned.logs, 0.01)
             last_words = _last_words(self._starter.logs.tail(owned.logs, rank))
-        failure = MeshFailure(
-            core.name,
-            [
-                Death(
-                    rank,
-                    core.where(rank),
-                    program.hosts.name_of(member.peer.token),
-                    member.peer.pid,
-                    what,
-                    code,
-                    last_words=last_words,
-                )
-            ],
-            ProcMesh(core),
-        )
+        host, pid = program.hosts.name_of(member.peer.token), member.peer.pid
+        death = Death(rank, core.where(rank), host, pid, what, code, last_words=last_words)
+        failure = MeshFailure(core.name, [death], ProcMesh(core))
         if member.replaced:
             program.on_process_lost(member.peer, failure)
             self._abort_groups(owned, failure)

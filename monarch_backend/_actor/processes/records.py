@@ -78,9 +78,6 @@ class ProcessRecords:
         if member.number >= 0:
             self.by_number[member.number] = member
 
-    def find(self, peer: Peer) -> OwnedProcess | None:
-        return self.by_token.get(peer.token)
-
     def how_it_ended(self, peer: Peer) -> tuple[str, int | None]:
         """Return the end of a process as text, and its return code if that is known."""
         member = self.by_token.get(peer.token)
@@ -107,9 +104,6 @@ class ProcessRecords:
 
     def at_work(self) -> str:
         return listed([str(m.peer) for owned in self.meshes for m in owned.members.values() if not m.gone])
-
-    def any(self) -> bool:
-        return bool(self.meshes)
 
     def remove(self, owned: OwnedProcs) -> None:
         for number, member in list(self.by_number.items()):

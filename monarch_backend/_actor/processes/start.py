@@ -91,7 +91,8 @@ class ProcessStarter:
         self._program, self._records, self._stuck = program, records, stuck
         self._on_event, self._on_early_event = on_event, on_early_event
         # A simulator replaces these: its processes write no output.
-        self.make_spawner: Callable[[Callable[[Any], None], str | None], Any] = _spawner
+        self.make_spawner: Callable[[Callable[[Any], None], str | None], Any]
+        self.make_spawner = functools.partial(Spawner, preload=PRELOAD)
         self.collect_output = True
         self._making = threading.RLock()  # of spawner and logs
         self.spawner: Any = None
@@ -174,7 +175,8 @@ class ProcessStarter:
         processors = platform.usable_cpus()
         environment = {**settings.without_secrets(os.environ), **(env or {})}
         path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
-        imports, main_of_program = _with_dtensors(), main_module()
+        imports = [PRELOAD_WITH_DTENSORS] if "torch.distributed.tensor" in sys.modules else []
+        main_of_program = main_module()
         local_processes = count // max(1, len({host_of(token) for token in core.tokens}))  # number on each host
 
         def make(rank: int, peer: Peer) -> ProcessSpec:
@@ -274,14 +276,6 @@ class ProcessStarter:
             self.spawner.close()
         if self.logs is not None:
             self.logs.close(timeout=2.0)
-
-
-def _with_dtensors() -> list[str]:
-    return [PRELOAD_WITH_DTENSORS] if "torch.distributed.tensor" in sys.modules else []
-
-
-def _spawner(on_event: Callable[[Any], None], server: str | None) -> Spawner:
-    return Spawner(on_event, server, preload=PRELOAD)
 
 
 def new_token(epoch: int, home: str) -> str:
