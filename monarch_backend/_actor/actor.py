@@ -49,9 +49,6 @@ class EndpointMethod(Generic[P, R]):
                 f"@concurrent_endpoint needs an `async def` method: {method.__qualname__} is a plain function"
             )
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
     @overload
     def __get__(self, instance: None, owner: type) -> EndpointMethod[P, R]: ...
     @overload

@@ -86,9 +86,6 @@ class ActorError(MonarchError, RuntimeError):
     def __reduce__(self) -> Any:
         return (ActorError, (self.args[0], self.actor, self.endpoint, self.rank), {"__cause__": self.__cause__})
 
-    def __setstate__(self, state: dict[str, Any] | None) -> None:
-        self.__cause__ = (state or {}).get("__cause__")
-
 
 @public("monarch_backend.actor")
 class SupervisionError(MonarchError, RuntimeError):
@@ -186,9 +183,6 @@ class MeshFailure(MonarchError):
 
     def __reduce__(self) -> Any:
         return (MeshFailure, (self.mesh_name, self.deaths), {"__cause__": self.__cause__})
-
-    def __setstate__(self, state: dict[str, Any] | None) -> None:
-        self.__cause__ = (state or {}).get("__cause__")
 
 
 def _told(failure: BaseException) -> str:

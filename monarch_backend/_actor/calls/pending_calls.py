@@ -384,10 +384,7 @@ class Stream(Generic[T]):
             if self._generator:
                 self.program.call_soon(partial(self._close, "the stream was dropped by its reader"))
             else:  # its calls run all the same, and errors in their replies are reported
-                left = {rank + self._first: self.bases[rank] for rank in list(self._open)}
-                self.program.pending[self.ref] = _Unread(
-                    self.program, self.core, self.endpoint, self.ref, left, self.site
-                )
+                self.program.pending[self.ref] = _Unread(self)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Stream cannot leave its process: send its values")
@@ -402,17 +399,11 @@ class _Unread:
 
     __slots__ = ("_left", "core", "endpoint", "program", "ref", "site")
 
-    def __init__(
-        self,
-        program: Runtime,
-        core: ActorMeshState,
-        endpoint: str,
-        ref: int,
-        left: dict[int, int],
-        site: CallSite | None,
-    ) -> None:
-        self.program, self.core, self.endpoint, self.ref, self.site = program, core, endpoint, ref, site
-        self._left = left  # reply's rank -> rank in the whole mesh, of missing replies
+    def __init__(self, stream: Stream[Any]) -> None:
+        self.program, self.core, self.endpoint = stream.program, stream.core, stream.endpoint
+        self.ref, self.site = stream.ref, stream.site
+        # Reply's rank -> rank in the whole mesh, of missing replies.
+        self._left = {rank + stream._first: stream.bases[rank] for rank in list(stream._open)}
 
     def on_reply(self, frame: Frame) -> None:
         base_rank = self._left.pop(frame.rank, None)

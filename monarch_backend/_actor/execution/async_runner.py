@@ -13,8 +13,7 @@ from monarch_backend._actor.calls.codec import pack_failure, read_prefix
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.async_interruption import RunningTasks, call_soon
-from monarch_backend._actor.execution.message_queue import Job
-from monarch_backend._actor.execution.reply_handle import Message, ReplyHandle
+from monarch_backend._actor.execution.message_queue import Job, Message, ReplyHandle
 from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit
 from monarch_backend._serialization.pickling import dumps, loads
 from monarch_backend._transport.local.frames import Frame, Status

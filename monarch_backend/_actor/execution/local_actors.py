@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from monarch_backend._actor.calls.codec import HOST, pack_failure
 from monarch_backend._actor.errors import Death, MeshFailure
 from monarch_backend._actor.execution.async_runner import AsyncActorRunner
-from monarch_backend._actor.execution.reply_handle import Message
+from monarch_backend._actor.execution.message_queue import Message
 from monarch_backend._actor.execution.runner import ActorRunner
 from monarch_backend._actor.meshes import named_actors
 from monarch_backend._serialization.pickling import dumps

@@ -27,8 +27,7 @@ from monarch_backend._actor.calls.port import ReplyPort
 from monarch_backend._actor.errors import CancelledError, Death, MeshFailure
 from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.interruption import CONSTRUCTOR, AbortLimits, RunningCode
-from monarch_backend._actor.execution.message_queue import Job, MessageQueue
-from monarch_backend._actor.execution.reply_handle import Message, ReplyHandle
+from monarch_backend._actor.execution.message_queue import Job, Message, MessageQueue, ReplyHandle
 from monarch_backend._actor.meshes.actor_mesh import blueprint
 from monarch_backend._mesh.extent import Extent, Point
 from monarch_backend._serialization.exceptions import remote_traceback

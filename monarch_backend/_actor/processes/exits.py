@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor.errors import Death, MeshFailure
-from monarch_backend._actor.processes.readiness import ProcessReadiness
 from monarch_backend._actor.processes.records import (
     OwnedProcess,
     OwnedProcs,
@@ -20,7 +19,7 @@ from monarch_backend._actor.processes.records import (
     was_to_end,
 )
 from monarch_backend._actor.processes.restarts import ProcessRestarts
-from monarch_backend._actor.processes.start import ProcessStarter
+from monarch_backend._actor.processes.start import ProcessReadiness, ProcessStarter
 from monarch_backend._actor.processes.stop import ProcessStop
 from monarch_backend._actor.processes.stuck_readers import StuckReaders
 from monarch_backend._mesh.proc_mesh import ProcMesh

@@ -1,7 +1,11 @@
-"""Start of processes: on this host by its fork server, on other hosts by their agents."""
+"""Start of processes, on this host by its fork server and on others by their agents, until they are ready.
+
+A process is ready when it has connected and its bootstrap has returned.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -13,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from monarch_backend._actor.calls.future import Future
+from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.processes.records import OwnedProcess, OwnedProcs, ProcessRecords
 from monarch_backend._actor.processes.stuck_readers import StuckReaders
 from monarch_backend._actor.restart_policy import Restart, RestartLimiter, check_policy
@@ -203,18 +209,12 @@ class ProcessStarter:
         """Start these ranks of a mesh. Raises SpawnLimitError if the system has no room for them."""
         if self.collect_output:
             check_spawn(len(ranks), plain=False, descriptors_each=DESCRIPTORS_PER_PROCESS)
-        for spawner, those in self._by_spawner(owned, ranks):
-            self._start_with(spawner, owned, those)
-
-    def _by_spawner(self, owned: OwnedProcs, ranks: Any) -> list[tuple[Any, list[int]]]:
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(host_of(owned.core.tokens[rank]), []).append(rank)
-        found = []
         for those in by_host.values():
             host = self._program.hosts.of(owned.core.tokens[those[0]])
-            found.append((self._spawner_of_this_process() if host is None else host.spawner, those))
-        return found
+            self._start_with(self._spawner_of_this_process() if host is None else host.spawner, owned, those)
 
     def _start_with(self, spawner: Any, owned: OwnedProcs, ranks: list[int]) -> None:
         specs, pipes = [], []
@@ -276,6 +276,73 @@ class ProcessStarter:
             self.spawner.close()
         if self.logs is not None:
             self.logs.close(timeout=2.0)
+
+
+class ProcessReadiness:
+    def __init__(self, program: Runtime, records: ProcessRecords) -> None:
+        self._program, self._records = program, records
+
+    def ready(self, core: ProcMeshState) -> Future[None]:
+        """Return a Future that is done when all processes have started. Raises RuntimeError if others own the mesh."""
+        future: Future[None] = Future(self._program.wait)
+        owned = core.owned
+        if owned is None:
+            raise RuntimeError("only the program or actor that has spawned processes can wait for their start")
+        owned.ready.append(future)  # before the check, so that it gets events in between
+        dead = [m for m in owned.members.values() if m.gone and not m.replaced]
+        if dead:
+            future._fail(self._program.death_of(core, dead[0].rank, dead[0].peer))
+        elif self._is_up(owned):
+            future._set(None)
+        if future.ready:
+            with contextlib.suppress(ValueError):
+                owned.ready.remove(future)
+        return future
+
+    def met(self, peer: Peer) -> None:
+        member = self._records.by_token.get(peer.token)
+        if member is not None:
+            owned = member.core.owned
+            if self._is_up(owned):
+                for future in owned.ready:
+                    future._set(None)
+                owned.ready.clear()
+
+    def _is_up(self, owned: OwnedProcs) -> bool:
+        if all(peer.link >= 0 for peer in owned.core.peers) and (
+            not owned.has_bootstrap or all(member.is_bootstrapped for member in owned.members.values())
+        ):
+            owned.was_up = True
+            return True
+        return False
+
+    def bootstrapped(self, peer: Peer) -> None:
+        member = self._records.by_token.get(peer.token)
+        if member is not None:
+            member.is_bootstrapped = True
+            self.met(peer)
+
+    def bootstrap_failed(self, peer: Peer, failure: BaseException) -> None:
+        """Note that the bootstrap of a process has raised. The process ends."""
+        member = self._records.by_token.get(peer.token)
+        if member is not None and isinstance(failure, MeshFailure):
+            member.bootstrap_failure = failure
+
+    def failed_to_start(self, peer: Peer) -> bool:
+        """Return whether the process ended before its bootstrap returned, in a mesh that was never ready.
+
+        Such a failure is raised where the program waits. It is reported to a supervisor only if the program has one.
+        """
+        member = self._records.by_token.get(peer.token)
+        if member is None:
+            return False
+        owned = member.core.owned
+        return owned.has_bootstrap and not owned.was_up and not member.is_bootstrapped and peer.gone is not None
+
+    def bootstrap_error(self, peer: Peer) -> tuple[BaseException | None, str]:
+        member = self._records.by_token.get(peer.token)
+        failure = None if member is None else member.bootstrap_failure
+        return (None, "") if failure is None else (failure.__cause__, failure.deaths[0].trace)
 
 
 def new_token(epoch: int, home: str) -> str:
