@@ -20,7 +20,6 @@ from monarch_backend._actor.calls.pending_calls import (
 )
 from monarch_backend._actor.calls.unread_errors import CallSite
 from monarch_backend._actor.current_runtime import program
-from monarch_backend._actor.errors import SupervisionError, UnknownEndpointError
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._serialization.pickling import dumps
@@ -362,8 +361,7 @@ class NonEndpointMethod:
         self._mesh, self._name = mesh, name
 
     def __getattr__(self, verb: str) -> Any:
-        self._mesh._core.blueprint.spec(self._name)  # raises, with advice in its text
-        raise UnknownEndpointError(f"{self._name} is not an endpoint")
+        return self._mesh._core.blueprint.spec(self._name)  # raises, with advice in its text
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         self._mesh._core.blueprint.spec(self._name)
@@ -457,6 +455,3 @@ class Accumulator(Generic[A]):
 
         replies.add_done_callback(settle)
         return future
-
-
-__all__ = ["Accumulator", "Endpoint", "SupervisionError", "as_endpoint", "send"]
