@@ -90,11 +90,7 @@ class ActorMeshOwner:
     def spawn(
         self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
     ) -> ActorMesh:
-        """Construct an actor in each process. Return its `ActorMesh` at once.
-
-        Raises SupervisionError if the mesh was stopped or the calling actor has ended, ValueError for an empty name,
-        and TypeError for arguments that the constructor does not take.
-        """
+        """Construct an actor in each process. Return its `ActorMesh` at once. Raises as `ProcMesh.spawn` does."""
         plan = blueprint(cls)
         if procs._core.stopped is not None:
             raise SupervisionError(

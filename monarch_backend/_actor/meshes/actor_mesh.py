@@ -134,11 +134,6 @@ def _reserved() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def blueprint(cls: type) -> ActorClassInfo:
-    """Return the description of an actor class.
-
-    Raises TypeError for a class that is not an `Actor`. Raises ValueError for an endpoint whose name every mesh has,
-    and for a class that mixes `def` and `async def` endpoints.
-    """
     if not (isinstance(cls, type) and issubclass(cls, Actor)):
         raise TypeError(
             f"{getattr(cls, '__name__', cls)!r} is not an Actor: derive the class from monarch_backend.actor.Actor"

@@ -143,7 +143,11 @@ class ProcessExits:
         at_start = self._readiness.failed_to_start(member.peer)
         is_failure = not (code == -signal.SIGKILL and was_to_end(owned, rank))
         if at_start:
-            failure = self._start_failure(failure, member)
+            error, trace = self._readiness.bootstrap_error(member.peer)
+            # The last words are the end of the traceback.
+            death = replace(death, error=error, trace=trace, at_start=True, last_words=() if trace else last_words)
+            failure = MeshFailure(core.name, [death], ProcMesh(core))
+            failure.__cause__ = error
             is_failure = program.supervision.is_asked(owned.owner_runner)
             if not is_failure and not owned.says_start_failed:
                 owned.says_start_failed = True
@@ -167,15 +171,6 @@ class ProcessExits:
         self._stops.settle(owned)
         if is_failure and not program.supervision.is_final(owned.owner_runner):
             program.supervision.failed(owned.owner_runner, failure)
-
-    def _start_failure(self, failure: MeshFailure, member: OwnedProcess) -> MeshFailure:
-        error, trace = self._readiness.bootstrap_error(member.peer)
-        death = replace(failure.deaths[0], error=error, trace=trace, at_start=True)
-        if trace:
-            death = replace(death, last_words=())  # they are the end of the traceback
-        found = MeshFailure(failure.mesh_name, [death], failure.mesh)
-        found.__cause__ = error
-        return found
 
     def _abort_groups(self, owned: OwnedProcs, failure: MeshFailure) -> None:
         if owned.core.groups:

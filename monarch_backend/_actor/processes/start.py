@@ -117,12 +117,7 @@ class ProcessStarter:
         env: Mapping[str, str] | None,
         hosts: tuple[str, ...] | None = None,
     ) -> ProcMesh:
-        """Start a process for each rank of the extent, consecutive ranks on each of ``hosts``. Return its `ProcMesh` at
-        once.
-
-        Raises TypeError and ValueError for invalid arguments, SpawnLimitError if the system has no room for the
-        processes, and RuntimeError for a host that is lost.
-        """
+        """Start a process for each rank, consecutive ranks on each of ``hosts``. See `HostMesh.spawn_procs`."""
         program = self._program
         check_policy(restart)
         _check_start(bootstrap, env)
