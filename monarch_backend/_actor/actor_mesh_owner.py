@@ -125,7 +125,6 @@ class ActorMeshOwner:
         return ActorMesh(core)
 
     def construct(self, core: ActorMeshState, rank: int) -> None:
-        """Construct one rank of an actor mesh, for the first time or at a restart."""
         owned = core.owned
         owned.left.add(rank)
         owned.constructing.add(rank)
@@ -238,7 +237,6 @@ class ActorMeshOwner:
             self.lost_rank(core, message.rank, failure)
 
     def lost_rank(self, core: ActorMeshState, rank: int, failure: MeshFailure) -> None:
-        """Restart a dead actor of an owned mesh, or report its failure."""
         owned = core.owned
         if owned.homes[rank].gone is not None:
             owned.is_gone(rank)

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 
 class ProcReference(NamedTuple):
-    """A pickled mesh of processes."""
-
     id: str
     name: str
     labels: tuple[str, ...]

@@ -139,8 +139,6 @@ def port_at(address: Address, rank: int) -> Port[Any]:
 
 
 class _Arrival:
-    """A value that has arrived, and its place in the order."""
-
     __slots__ = ("frame", "peer", "place", "processed")
 
     def __init__(self, place: int, peer: Peer, frame: Frame) -> None:

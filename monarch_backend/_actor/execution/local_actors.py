@@ -82,7 +82,6 @@ class LocalActors:
             credit.more(message.count)
 
     def construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
-        """Construct an actor, or the successor of an actor that is restarted."""
         former = self.runners.get(plan.actor)
         runner = (AsyncActorRunner if plan.is_async else ActorRunner)(
             self._runtime, plan, peer, frame.body, frame.buffers

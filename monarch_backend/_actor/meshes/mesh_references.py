@@ -61,7 +61,6 @@ class MeshReferences:
         return peer
 
     def on_replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
-        """Store the new tokens of restarted processes, which the owner of their mesh has sent."""
         core = self.procs.get(message.mesh)
         if core is None or core.owned is not None or core.owner is not peer:
             return
@@ -81,7 +80,6 @@ class MeshReferences:
     def actor_core(
         self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str
     ) -> ActorMeshState:
-        """Return the state of an actor mesh, the only one in this process."""
         proc_core, owner_peer = self.proc_core(procs), self._runtime.router.peer(owner)
         with self.naming:
             core = self.actors.get(actor)

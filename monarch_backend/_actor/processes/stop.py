@@ -27,8 +27,6 @@ SHUTDOWN_GRACE_S = 10.0
 
 
 class ProcessStop:
-    """Stops meshes of processes, and removes their records when all processes have ended."""
-
     def __init__(self, program: Runtime, records: ProcessRecords, starter: ProcessStarter, stuck: StuckReaders) -> None:
         self._program, self._records, self._starter, self._stuck = program, records, starter, stuck
         self.stands_still = linux.stands_still  # a simulator replaces it
