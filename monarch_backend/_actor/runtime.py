@@ -29,10 +29,12 @@ from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.execution.local_actors import LocalActors
 from monarch_backend._actor.execution.runner import ActorRunner
 from monarch_backend._actor.meshes import named_actors
+from monarch_backend._actor.meshes.actor_mesh import ActorMesh
 from monarch_backend._actor.meshes.known_hosts import KnownHosts
 from monarch_backend._actor.meshes.mesh_references import MeshReferences, alive
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
 from monarch_backend._actor.processes.exits import ProcessOwner
+from monarch_backend._actor.restart_policy import Restart
 from monarch_backend._actor.runtime_extension import Extensions
 from monarch_backend._actor.shutdown import Shutdown
 from monarch_backend._actor.sigint import Interrupts
@@ -76,7 +78,6 @@ class Runtime:
         self.expecting: set[PortReceiver[Any]] = set()
         self.ports: weakref.WeakValueDictionary[int, PortReceiver[Any]] = weakref.WeakValueDictionary()
         self.local_actors, self.actor_owner = LocalActors(self), ActorMeshOwner(self)
-        self.spawn_actors = self.actor_owner.spawn
         self.runners = self.local_actors.runners
         self.references = references = MeshReferences(self)
         self.procs, self.actors, self.naming = references.procs, references.actors, references.naming
@@ -162,6 +163,12 @@ class Runtime:
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
         program_exit.prepare()
         return self.owner.starter.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
+
+    def spawn_actors(
+        self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
+    ) -> ActorMesh:
+        """Construct an actor in each process. A simulator refuses some classes."""
+        return self.actor_owner.spawn(procs, name, cls, args, kwargs, restart)
 
     def process_group(self, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
         """Make the processes the ranks of a torch process group. Return a Future."""
