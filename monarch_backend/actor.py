@@ -21,7 +21,14 @@ from monarch_backend._actor.calls.endpoint import Accumulator, Endpoint, as_endp
 from monarch_backend._actor.calls.future import Future, gather
 from monarch_backend._actor.calls.pending_calls import Stream
 from monarch_backend._actor.calls.port import Channel, Port, PortClosedError, PortReceiver
-from monarch_backend._actor.context import Context, context, current_actor_name, current_rank, current_size
+from monarch_backend._actor.context import (
+    Context,
+    context,
+    current_actor_name,
+    current_rank,
+    current_size,
+    this_proc,
+)
 from monarch_backend._actor.errors import (
     ActorError,
     CancelledError,
@@ -31,9 +38,9 @@ from monarch_backend._actor.errors import (
     UnknownEndpointError,
 )
 from monarch_backend._actor.meshes.actor_mesh import ActorMesh
+from monarch_backend._actor.meshes.named_actors import get_or_spawn_controller
 from monarch_backend._actor.restart_policy import Restart
 from monarch_backend._actor.supervision import end_program as unhandled_fault_hook
-from monarch_backend._actor.this_proc import get_or_spawn_controller, this_proc
 from monarch_backend._hosts.attach import attach, attach_to_workers
 from monarch_backend._hosts.daemon import run_worker_loop_forever
 from monarch_backend._mesh.extent import Extent, Point

@@ -49,9 +49,6 @@ class EndpointMethod(Generic[P, R]):
                 f"@concurrent_endpoint needs an `async def` method: {method.__qualname__} is a plain function"
             )
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
     @overload
     def __get__(self, instance: None, owner: type) -> EndpointMethod[P, R]: ...
     @overload
@@ -195,7 +192,6 @@ class ActorClassInfo:
 def specify(
     name: str, method: Callable[..., Any], concurrent: bool = False, explicit_port: bool = False
 ) -> EndpointSpec:
-    """Return the description of one method."""
     generator = inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
     is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
     return EndpointSpec(

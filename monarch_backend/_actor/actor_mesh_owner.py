@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import secrets
@@ -13,10 +14,8 @@ from monarch_backend._actor import context
 from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.errors import Death, MeshFailure, SupervisionError
 from monarch_backend._actor.execution.interruption import KILL_AFTER_S
-from monarch_backend._actor.meshes.actor_mesh import ActorMesh
-from monarch_backend._actor.meshes.blueprint import blueprint
+from monarch_backend._actor.meshes.actor_mesh import ActorMesh, blueprint
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
-from monarch_backend._actor.owned_actors import OwnedActors
 from monarch_backend._actor.processes import stop as process_stop
 from monarch_backend._actor.processes import stuck_readers
 from monarch_backend._actor.restart_policy import Restart, RestartLimiter, check_policy
@@ -33,20 +32,65 @@ if TYPE_CHECKING:
 log = logging.getLogger("monarch_backend")
 
 
-class ActorMeshOwner:
-    """Owner of actor meshes. `ProcessOwner` is the same for processes."""
+class OwnedActors:
+    """The owner's record of an actor mesh."""
 
+    def __init__(
+        self,
+        core: ActorMeshState,
+        owner_runner: Any,
+        siblings: list[Any],
+        body: bytes,
+        buffers: Any,
+        limiter: RestartLimiter | None,
+        built: Future[None],
+    ) -> None:
+        self.core, self.owner_runner, self._siblings = core, owner_runner, siblings
+        self.body, self.buffers = body, buffers  # the constructor's arguments
+        self.limiter, self.built = limiter, built
+        self.generations = [0] * len(core.bases)
+        self.left = set(range(len(core.bases)))  # ranks that have not ended
+        self._unbuilt = set(range(len(core.bases)))
+        self.constructing: set[int] = set()
+        self.homes: dict[int, Peer] = {}  # process that constructs each rank; it may be replaced meanwhile
+        self.ended: Future[None] = Future(built._wait)
+
+    def is_built(self, rank: int) -> None:
+        self._unbuilt.discard(rank)
+        self.constructing.discard(rank)
+        if not self._unbuilt:
+            self.built._set(None)
+            below = self.core.procs.owned
+            if self.limiter is None and (below is None or below.limiter is None):
+                self.body, self.buffers = b"", None  # it is never constructed again
+
+    def is_gone(self, rank: int) -> None:
+        self.left.discard(rank)
+        self.settle()
+
+    def settle(self) -> None:
+        """Finish the future of `stop` when all ranks have ended."""
+        if not self.left and self.core.stopped is not None:
+            self.ended._set(None)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Drop the records of an ended mesh, so that only its references keep it alive."""
+        self.body, self.buffers = b"", None
+        below = self.core.procs.owned
+        for holder in (self._siblings, below.actors if below is not None else []):
+            with contextlib.suppress(ValueError):
+                holder.remove(self.core)
+
+
+class ActorMeshOwner:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
     def spawn(
         self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
     ) -> ActorMesh:
-        """Construct an actor in each process. Return its `ActorMesh` at once.
-
-        Raises SupervisionError if the mesh was stopped or the calling actor has ended, ValueError for an empty name,
-        and TypeError for arguments that the constructor does not take.
-        """
+        """Construct an actor in each process. Return its `ActorMesh` at once. Raises as `ProcMesh.spawn` does."""
         plan = blueprint(cls)
         if procs._core.stopped is not None:
             raise SupervisionError(
@@ -81,7 +125,6 @@ class ActorMeshOwner:
         return ActorMesh(core)
 
     def construct(self, core: ActorMeshState, rank: int) -> None:
-        """Construct one rank of an actor mesh, for the first time or at a restart."""
         owned = core.owned
         owned.left.add(rank)
         owned.constructing.add(rank)
@@ -108,17 +151,10 @@ class ActorMeshOwner:
                 "an actor can stop itself: context().actor_instance"
             )
         if core.stopped is None:
-            death = [
-                Death(
-                    rank,
-                    core.where(rank),
-                    self._runtime.hosts.name_of(core.peer(rank).token),
-                    core.peer(rank).pid,
-                    f"it was stopped: {reason}",
-                )
-                for rank in range(len(core.bases))
-            ]
-            core.stopped = MeshFailure(core.name, death[:1])
+            peer = core.peer(0)
+            host = self._runtime.hosts.name_of(peer.token)
+            death = Death(0, core.where(0), host, peer.pid, f"it was stopped: {reason}")
+            core.stopped = MeshFailure(core.name, [death])
             core.owned.built._fail(core.stopped)
             for rank in range(len(core.bases)):
                 if core.dead.get(rank) is not None or core.peer(rank).gone is not None:
@@ -184,7 +220,6 @@ class ActorMeshOwner:
             core.owned.is_built(message.rank)
 
     def on_stopped(self, _peer: Peer, message: Stopped, _: Frame) -> None:
-        """Note that an actor has ended."""
         core = self._runtime.actors.get(message.actor)
         if core is not None and core.owned is not None and message.generation == core.owned.generations[message.rank]:
             core.owned.is_gone(message.rank)
@@ -202,7 +237,6 @@ class ActorMeshOwner:
             self.lost_rank(core, message.rank, failure)
 
     def lost_rank(self, core: ActorMeshState, rank: int, failure: MeshFailure) -> None:
-        """Restart a dead actor of an owned mesh, or report its failure."""
         owned = core.owned
         if owned.homes[rank].gone is not None:
             owned.is_gone(rank)
@@ -264,7 +298,6 @@ def living_owner(what: str) -> Any:
 
 
 def _check_constructor(cls: type, args: Any, kwargs: Any) -> None:
-
     if cls.__init__ is object.__init__ and (args or kwargs):  # type: ignore[misc]
         raise TypeError(f"{cls.__name__} has no __init__, so it takes no arguments")
     try:

@@ -1,12 +1,13 @@
-"""The running actor and its message: `context()`, `current_rank()` and related functions."""
+"""The running actor and its message, and this process as a mesh: `context()`, `current_rank()`, `this_proc()`."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from monarch_backend._actor.this_proc import this_proc
+from monarch_backend._actor.current_runtime import program
 from monarch_backend._mesh.extent import Extent, Point
+from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
 
 if TYPE_CHECKING:
     from monarch_backend._actor.execution.runner import ActorRunner
@@ -143,3 +144,26 @@ def current_actor_name() -> str:
     """
     running = runner.get()
     return "main" if running is None else str(running.name)
+
+
+def this_proc() -> ProcMesh:
+    """Return this process as a mesh of one process, without dimensions. Actors can be spawned in it.
+
+    >>> from monarch_backend.actor import this_proc
+    >>> len(this_proc())
+    1
+    """
+    here = program()
+    with here.naming:
+        core = here.this_proc
+        if core is None:
+            core = here.this_proc = ProcMeshState(
+                f"self-{here.router.token}",
+                "this process",
+                _ALONE,
+                here.router.me,
+                [here.router.token],
+                lambda *_: here.router.me,
+            )
+            here.procs[core.id] = core
+    return ProcMesh(core)

@@ -6,7 +6,6 @@ runtime.py starts it. Other modules of this package find it here, so that they n
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from monarch_backend._core.extension_points import extension
@@ -15,15 +14,8 @@ if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
 
 _program: Runtime | None = None
-_start: Callable[[], object] | None = None
 _forked_from: frozenset[str] = frozenset()
 _guard = threading.Lock()
-
-
-def install(start: Callable[[], object]) -> None:
-    """Set the function that starts the runtime and calls `set_program`."""
-    global _start
-    _start = start
 
 
 def program() -> Runtime:
@@ -31,16 +23,12 @@ def program() -> Runtime:
     if _program is None:
         with _guard:
             if _program is None:
-                if _start is None:
-                    extension("runtime")  # which calls `install`
-                assert _start is not None
-                _start()
+                extension("runtime").start_main()
     assert _program is not None
     return _program
 
 
 def set_program(runtime: Runtime) -> None:
-    """Make this the runtime of the process."""
     global _program
     _program = runtime
 

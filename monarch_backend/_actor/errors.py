@@ -86,9 +86,6 @@ class ActorError(MonarchError, RuntimeError):
     def __reduce__(self) -> Any:
         return (ActorError, (self.args[0], self.actor, self.endpoint, self.rank), {"__cause__": self.__cause__})
 
-    def __setstate__(self, state: dict[str, Any] | None) -> None:
-        self.__cause__ = (state or {}).get("__cause__")
-
 
 @public("monarch_backend.actor")
 class SupervisionError(MonarchError, RuntimeError):
@@ -118,32 +115,29 @@ class SupervisionError(MonarchError, RuntimeError):
         super().__init__(text)
         self.endpoint, self.failure, self.delivery = endpoint, failure, delivery
 
-    def _first(self, name: str) -> Any:
-        return getattr(self.failure.deaths[0], name) if self.failure is not None and self.failure.deaths else None
+    @property
+    def _death(self) -> Death | None:
+        return self.failure.deaths[0] if self.failure is not None and self.failure.deaths else None
 
     @property
     def rank(self) -> int | None:
         """Rank of the first death, in the whole mesh; None if it is unknown."""
-        rank: int | None = self._first("rank")
-        return rank
+        return None if self._death is None else self._death.rank
 
     @property
     def host(self) -> str | None:
         """Host name of the first death; None if it is unknown."""
-        host: str | None = self._first("host")
-        return host
+        return None if self._death is None else self._death.host
 
     @property
     def pid(self) -> int | None:
         """Process id of the first death; None if it is unknown."""
-        pid: int | None = self._first("pid")
-        return pid
+        return None if self._death is None else self._death.pid
 
     @property
     def signal(self) -> int | None:
         """Number of the signal that ended that process; None if it ended otherwise."""
-        number: int | None = self._first("signal")
-        return number
+        return None if self._death is None else self._death.signal
 
     def __reduce__(self) -> Any:
         return (SupervisionError, (self.args[0], self.endpoint, self.failure, self.delivery))
@@ -189,9 +183,6 @@ class MeshFailure(MonarchError):
 
     def __reduce__(self) -> Any:
         return (MeshFailure, (self.mesh_name, self.deaths), {"__cause__": self.__cause__})
-
-    def __setstate__(self, state: dict[str, Any] | None) -> None:
-        self.__cause__ = (state or {}).get("__cause__")
 
 
 def _told(failure: BaseException) -> str:

@@ -107,13 +107,6 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
     others = sorted({each.address[0] for each in known if each is not None})
     first = world if len(world) == 1 else world.flatten("rank").slice(rank=0)
 
-    def joined(future: Future[Any]) -> None:
-        error = future.exception()
-        if error is None:
-            done._set(None)
-        else:
-            done._fail(error)
-
     def join() -> None:
         try:
             # A call fails with its first rank. Another rank may still connect to the store that `listen` replaces, and
@@ -121,7 +114,8 @@ def meet(program: Any, procs: ProcMesh, backend: str, timeout: float) -> Future[
             world.comes.call().get()
             master = _master_address(host, others)
             port = first.listen.call_one(master, timeout).get()
-            world.join.call(backend, master, port, timeout, homes).add_done_callback(joined)
+            world.join.call(backend, master, port, timeout, homes).get()
+            done._set(None)
         except BaseException as error:
             done._fail(error)
 

@@ -55,7 +55,6 @@ _since = 0.0
 
 
 def is_ending() -> bool:
-    """Return whether this program ends because of an unhandled failure."""
     return _ending is not None
 
 

@@ -44,7 +44,6 @@ class Restart:
 
 
 def check_policy(restart: Any) -> None:
-    """Raise TypeError for a value that is neither a Restart nor None."""
     if restart is not None and not isinstance(restart, Restart):
         raise TypeError(f"restart={restart!r}: give a policy, such as Restart(max_restarts=3), or nothing")
 

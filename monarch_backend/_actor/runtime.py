@@ -1,7 +1,7 @@
 """Runtime of one process: its meshes, pending calls and actors.
 
 Each process, of the controller or of a mesh, has one `Runtime`, made at its first use. It connects frames
-(_transport/), processes (_mesh/) and actors (this package). processes/ownership.py has the parts that own processes,
+(_transport/), processes (_mesh/) and actors (this package). processes/exits.py has the owner of processes,
 supervision.py the policy.
 """
 
@@ -21,6 +21,7 @@ from monarch_backend import _native
 from monarch_backend._actor import current_runtime, process_groups, program_exit
 from monarch_backend._actor.actor_mesh_owner import ActorMeshOwner, living_owner
 from monarch_backend._actor.calls.future import Future
+from monarch_backend._actor.calls.pending_calls import STREAM_WINDOW
 from monarch_backend._actor.calls.port import PortReceiver
 from monarch_backend._actor.calls.waiting import Waiting, log_wait
 from monarch_backend._actor.current_runtime import is_of_parent, program
@@ -32,8 +33,7 @@ from monarch_backend._actor.meshes.actor_mesh import ActorMesh
 from monarch_backend._actor.meshes.known_hosts import KnownHosts
 from monarch_backend._actor.meshes.mesh_references import MeshReferences, alive
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
-from monarch_backend._actor.processes.ownership import ProcessOwner
-from monarch_backend._actor.processes.placement import Placement
+from monarch_backend._actor.processes.exits import ProcessOwner
 from monarch_backend._actor.restart_policy import Restart
 from monarch_backend._actor.runtime_extension import Extensions
 from monarch_backend._actor.shutdown import Shutdown
@@ -43,7 +43,6 @@ from monarch_backend._core import env, fork
 from monarch_backend._core.extension_points import extension, has_extension
 from monarch_backend._core.limits import start_thread
 from monarch_backend._logs.worker_logging import install_worker_logging
-from monarch_backend._mesh import runtime_protocol as seam
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMesh, ProcMeshState
 from monarch_backend._transport.local.event_loop import ProgressLoop
@@ -70,8 +69,6 @@ log = logging.getLogger("monarch_backend")
 
 
 class Runtime:
-    """Runtime of this process."""
-
     def __init__(self, links: Links, progress: Any, clock: Clock, _epoch: int = 0) -> None:
         self.links, self.progress, self.clock = links, progress, clock
         self.pid = os.getpid()
@@ -81,7 +78,6 @@ class Runtime:
         self.expecting: set[PortReceiver[Any]] = set()
         self.ports: weakref.WeakValueDictionary[int, PortReceiver[Any]] = weakref.WeakValueDictionary()
         self.local_actors, self.actor_owner = LocalActors(self), ActorMeshOwner(self)
-        self.placement = Placement(self)
         self.runners = self.local_actors.runners
         self.references = references = MeshReferences(self)
         self.procs, self.actors, self.naming = references.procs, references.actors, references.naming
@@ -106,7 +102,7 @@ class Runtime:
         self.waiting = Waiting(self)
         self.wait: Callable[..., bool] = self.waiting.wait
         self.shutdown = Shutdown(self)
-        self.start_runner: Callable[[ActorRunner], None] = self._start_runner_thread
+        self.start_runner: Callable[[ActorRunner], None] = self.start_runner_thread
         self.on_exit: Callable[[str, str], None] = self._leave
         self.supervision = Supervision(self)
         self.router = Router(links, self.waiting.wait_for_room)
@@ -134,6 +130,8 @@ class Runtime:
             }
         )
         self.owner = ProcessOwner(self)
+        self.ready, self.flush_logs = self.owner.readiness.ready, self.owner.starter.flush_logs
+        self.stop_procs, self.stop_actors = self.owner.stops.stop, self.actor_owner.stop
         self.router.on_asked = self.owner.restarts.tell_successor
 
     # ---- threads
@@ -153,16 +151,8 @@ class Runtime:
         else:
             call()
 
-    def _start_runner_thread(self, runner: ActorRunner) -> None:
+    def start_runner_thread(self, runner: ActorRunner) -> None:
         start_thread(threading.Thread(target=runner.run, name=f"actor {runner.name}", daemon=True))
-
-    # ---- references
-
-    def named_actor(self, name: str, cls: type, args: Any, kwargs: Any) -> Future[ActorMesh]:
-        """Return the only actor of this name in the whole program, as a Future."""
-        if self.root is None:
-            return self.registry.get(name, cls, args, kwargs)
-        return named_actors.ask(self, name, cls, args, kwargs)
 
     # ---- spawning
 
@@ -171,14 +161,13 @@ class Runtime:
         return self.main_children if owner_runner is None else owner_runner.children
 
     def spawn_procs(self, hosts: Any, extent: Extent, **options: Any) -> ProcMesh:
-        """Start a process for each rank of the extent. Return a ProcMesh at once."""
         program_exit.prepare()
         return self.owner.starter.spawn(extent, living_owner("processes"), hosts=hosts.hosts, **options)
 
     def spawn_actors(
         self, procs: ProcMesh, name: str, cls: type, args: Any, kwargs: Any, restart: Restart | None
     ) -> ActorMesh:
-        """Construct an actor in each process. Return an ActorMesh at once."""
+        """Construct an actor in each process. A simulator refuses some classes."""
         return self.actor_owner.spawn(procs, name, cls, args, kwargs, restart)
 
     def process_group(self, procs: ProcMesh, backend: str, timeout: float) -> Future[None]:
@@ -190,28 +179,7 @@ class Runtime:
         for peer in core.peers:
             self.router.tell(peer, Setting("log_level", level))
 
-    def ready(self, core: ProcMeshState) -> Future[None]:
-        """Return a Future that is done when all processes have started."""
-        return self.owner.readiness.ready(core)
-
-    def built(self, core: ActorMeshState) -> Future[None]:
-        """Return a Future that is done when all actors are constructed. Raises RuntimeError if others own the mesh."""
-        if core.owned is None:
-            raise RuntimeError("only the program or actor that has spawned a mesh can wait for its construction")
-        future: Future[None] = core.owned.built
-        return future
-
     # ---- stopping
-
-    def stop_procs(
-        self, core: ProcMeshState | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None
-    ) -> Future[None]:
-        """End processes. Return a Future that is done when they have exited."""
-        return self.owner.stops.stop(core, how, reason, timeout, hosts)
-
-    def stop_actors(self, core: ActorMeshState, how: str, reason: str, timeout: float | None = None) -> Future[None]:
-        """End actors, interrupted after ``timeout`` seconds. Return a Future that is done when they have ended."""
-        return self.actor_owner.stop(core, how, reason, timeout)
 
     def end_child(self, child: Any, failure: MeshFailure | None, how: str) -> None:
         """End a mesh whose owner has ended. Waits at most 10 s for it, unless on the reading thread."""
@@ -236,7 +204,6 @@ class Runtime:
             self.router.processed(peer, frame)
 
     def withdraw(self, core: ActorMeshState, ref: int, peers: Sequence[Peer], reason: str) -> None:
-        """Cancel a call at these processes."""
         for peer in peers:
             if peer.gone is None:
                 self.router.tell(peer, Cancel(core.actor, ref, reason))
@@ -281,7 +248,7 @@ class Runtime:
     def _gone(self, peer: Peer) -> None:
         for part in self.extensions:
             part.on_disconnected(peer)
-        owned = self.owner.records.find(peer)
+        owned = self.owner.records.by_token.get(peer.token)
         if owned is not None:
             self.owner.exits.ended(peer)  # calls on_process_lost when the exit status is known
         else:
@@ -298,7 +265,9 @@ class Runtime:
         for part in self.extensions:
             part.on_process_lost(peer)
         for runner in list(self.runners.values()):
-            runner.streams.reader_gone(peer)
+            for (token, _), credit in list(runner.streams.items()):
+                if token == peer.token:
+                    credit.more(STREAM_WINDOW)  # its generators run to their end
             if runner.owner is peer and runner.failure is None:
                 runner.end("abort", f"its owner, {peer}, is gone")
         for core in alive(self.actors):
@@ -307,10 +276,6 @@ class Runtime:
                     self.actor_owner.lost_rank(core, rank, failure)
 
     # ---- the end
-
-    def flush_logs(self) -> None:
-        """Write the output of the processes to the terminal."""
-        self.owner.starter.flush_logs()
 
     def detach_after_fork(self) -> None:
         """Make this runtime unusable in a fork of its process."""
@@ -323,7 +288,7 @@ class Runtime:
 
         router: Any = self.router
         router.send = router.multicast = router.tell = router.reply = refuse
-        self.wait = self.call_soon = self.owner.stops.stop = self.progress.wait = refuse  # type: ignore[method-assign]
+        self.wait = self.call_soon = self.stop_procs = self.progress.wait = refuse  # type: ignore[method-assign]
 
 
 def start(token: str = "", oversubscribed: bool = False) -> Runtime:
@@ -339,7 +304,7 @@ def start(token: str = "", oversubscribed: bool = False) -> Runtime:
     return made
 
 
-def _start_main() -> None:
+def start_main() -> None:
     """Start the runtime of the main program, at its first use."""
     env.check()
     start().shutdown.register()
@@ -358,7 +323,5 @@ def _in_forked_child() -> None:
 
 
 fork.register(fork.Step.RUNTIME, after_in_child=_in_forked_child)
-current_runtime.install(_start_main)
-seam.install(program)
 
 __all__ = ["Runtime", "is_of_parent", "program", "start"]

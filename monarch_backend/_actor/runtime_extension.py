@@ -63,5 +63,4 @@ class Extensions:
         return cast("E", found)
 
     def get(self, kind: type[E]) -> E | None:
-        """Return the extension of this class, if it was made."""
         return cast("E | None", self._parts.get(kind))

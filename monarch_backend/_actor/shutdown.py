@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from monarch_backend._actor import program_exit
-from monarch_backend._actor.meshes.blueprint import blueprint
+from monarch_backend._actor.meshes.actor_mesh import blueprint
 
 if TYPE_CHECKING:
     from monarch_backend._actor.runtime import Runtime
@@ -17,14 +17,11 @@ SHUTDOWN_NOTICE_S, SHUTDOWN_KILL_S = 1.0, 5.0
 
 
 class Shutdown:
-    """Ends the processes of a runtime."""
-
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._is_registered = False
 
     def register(self) -> None:
-        """Call `run` at exit."""
         self._is_registered = True
         self.end_first()
 
@@ -40,7 +37,7 @@ class Shutdown:
             return
         try:
             if self._runtime.closing or not (
-                self._runtime.owner.records.any() or any(part.has_work for part in self._runtime.extensions)
+                self._runtime.owner.records.meshes or any(part.has_work for part in self._runtime.extensions)
             ):
                 return
             stopping = self._runtime.stop_procs(None, "stop", "the program ends")

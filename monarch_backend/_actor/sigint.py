@@ -80,8 +80,9 @@ class Interrupts:
 
     def release_main(self) -> None:
         """Wake the main thread if it waits, so that it checks for a request."""
-        if self.waiting_for is not None:
-            release(self.waiting_for)
+        waiting = self.waiting_for  # the main thread may reset it meanwhile
+        if waiting is not None:
+            release(waiting)
         self._program.progress.wake()  # the main thread may be the reader, about to sleep
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
@@ -94,19 +95,14 @@ class Interrupts:
         if self._program.disowned or not _is_ours(frame) or now - self._since > MAX_DELAY_S:
             self.noted = False
             signal.default_int_handler(number, frame)
-        if self.waiting_for is not None:
-            release(self.waiting_for)
         self._program.progress.later(RETRY_S, self._try_again)
-        self._program.progress.wake()  # the main thread may be the reader, about to sleep
+        self.release_main()
 
     def _try_again(self) -> None:
         """Send the signal again, from the reading thread."""
         if not self.noted:
             return
-        waiting = self.waiting_for
-        if waiting is not None:
-            release(waiting)
-            self._program.progress.wake()
+        self.release_main()
         handler = _signal.getsignal(signal.SIGINT)
         if not callable(handler):
             return  # the signal would end the process, or be ignored

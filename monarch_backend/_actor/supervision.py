@@ -55,7 +55,6 @@ def end_program(failure: MeshFailure) -> None:
 
 
 def _hook() -> Callable[[MeshFailure], object]:
-    """Return the value of ``monarch_backend.actor.unhandled_fault_hook``."""
     hook: Callable[[MeshFailure], object] = extension("actor module").unhandled_fault_hook
     return hook
 

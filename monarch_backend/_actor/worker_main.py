@@ -15,9 +15,8 @@ from monarch_backend._actor.calls.codec import HOST, pack_failure, text_of
 from monarch_backend._actor.errors import Death, MeshFailure
 from monarch_backend._actor.execution import blocking_calls
 from monarch_backend._actor.execution.runner import ActorRunner
-from monarch_backend._actor.processes.worker_plan import Plan
+from monarch_backend._actor.processes.start import Plan
 from monarch_backend._core.extension_points import extension
-from monarch_backend._core.limits import start_thread
 from monarch_backend._logs import worker_logging
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._processes import finalization
@@ -60,7 +59,7 @@ class _MainThread:
     def start_runner(self, runner: ActorRunner) -> None:
         """Run an actor, on a thread of its own if the main thread is taken. Called on the reading thread."""
         if self._busy:
-            start_thread(threading.Thread(target=runner.run, name=f"actor {runner.name}", daemon=True))
+            self._program.start_runner_thread(runner)
             return
         self._busy = True
         self._runners.append(runner)

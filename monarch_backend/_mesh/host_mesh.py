@@ -68,7 +68,7 @@ class HostMesh(MeshBase):
         system has room for, and RuntimeError for a host that is lost.
         """
         extent = Extent.of({} if per_host is None else per_host)
-        clash = set(extent.labels) & set(self._labels)
+        clash = set(extent.labels) & set(self._shape.labels)
         if clash:
             raise ValueError(f"the hosts have a dimension {sorted(clash)[0]!r} already: give per_host another name")
         whole = Extent((*self.extent.labels, *extent.labels), (*self.extent.sizes, *extent.sizes))

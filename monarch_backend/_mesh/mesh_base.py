@@ -108,9 +108,5 @@ class MeshBase(ABC):
         """Dimensions and their sizes."""
         return self._shape.extent
 
-    @property
-    def _labels(self) -> tuple[str, ...]:
-        return self._shape.labels
-
     def __len__(self) -> int:
         return len(self._shape)

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 
 class ProcReference(NamedTuple):
-    """A pickled mesh of processes."""
-
     id: str
     name: str
     labels: tuple[str, ...]
@@ -64,7 +62,6 @@ class ProcMeshState:
         self.known = [None] * len(self.tokens)
 
     def peer(self, rank: int) -> Peer:
-        """Return the current process of this rank."""
         while True:
             peer = self.known[rank]
             if peer is not None:
@@ -91,16 +88,11 @@ class ProcMeshState:
         with self._lock:
             return self.tokens.index(token) if token in self.tokens else self.former.get(token)
 
-    def who(self, rank: int) -> str:
-        """Return text for messages: "gpus 3 of trainers"."""
-        return f"{self.where(rank)} of {self.name}"
-
     def where(self, rank: int) -> str:
         """Return text for messages: "gpus 3"."""
         return ranks_in_words(self.extent, [rank])
 
     def reference(self) -> ProcReference:
-        """Return the reference that is pickled."""
         return ProcReference(
             self.id,
             self.name,
@@ -119,7 +111,7 @@ def label_of(core: ProcMeshState, rank: int) -> Callable[[], str]:
 
     def who() -> str:
         core = known()
-        return "" if core is None else core.who(rank)
+        return "" if core is None else f"{core.where(rank)} of {core.name}"
 
     return who
 

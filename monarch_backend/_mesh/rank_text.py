@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from monarch_backend._mesh.checks import checked_rank
-from monarch_backend._mesh.extent import Extent
+from monarch_backend._mesh.extent import Extent, checked_rank
 
 _WORDS = 120  # characters that a set of ranks may take in a message
 _MORE = len(" ... and 100000 more")

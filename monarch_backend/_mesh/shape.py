@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from monarch_backend._mesh.checks import checked_index, checked_int, checked_rank, checked_size, dot, no_dimension
-from monarch_backend._mesh.extent import Extent, Point
+from monarch_backend._mesh.extent import (
+    Extent,
+    Point,
+    checked_index,
+    checked_int,
+    checked_rank,
+    checked_size,
+    no_dimension,
+)
 from monarch_backend._mesh.rank_text import ranks_in_words
 
 Index: TypeAlias = "int | slice[Any, Any, Any]"  # defined here, before methods hide Python's `slice`
@@ -129,7 +137,8 @@ class Shape:
         """Return the base rank at these coordinates. Raises as `Extent.rank_of` does."""
         if self._strides is None:
             return self.ranks[self._extent.rank_of(**coords)]
-        return self._offset + dot(self._extent._indices(coords), self._strides)
+        rank: int = self._offset + sum(map(operator.mul, self._extent._indices(coords), self._strides))
+        return rank
 
     def at(self, /, **coords: int) -> Shape:
         """Return the part at these coordinates, without the named dimensions. Raises as `MeshBase.slice` does."""

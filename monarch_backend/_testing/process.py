@@ -17,7 +17,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from monarch_backend._actor import context, current_runtime
 from monarch_backend._actor.errors import CancelledError, in_words
 from monarch_backend._actor.execution.runner import ActorRunner
-from monarch_backend._actor.meshes.blueprint import blueprint
+from monarch_backend._actor.meshes.actor_mesh import blueprint
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._hosts.attach import go_through
 from monarch_backend._mesh.extent import Extent
@@ -28,7 +28,7 @@ from monarch_backend._transport.local.frames import Constructed
 from monarch_backend._wiring import run_worker
 
 if TYPE_CHECKING:
-    from monarch_backend._actor.processes.worker_plan import Plan
+    from monarch_backend._actor.processes.start import Plan
     from monarch_backend._testing.simulator import Simulation
     from monarch_backend._transport.local.peer import Peer
 

@@ -254,7 +254,7 @@ class Walk:
         mesh, shape, array = self.mesh, self.mesh._shape, self.array
         assert mesh.ranks() == list(array.reshape(-1)), "the ranks in row-major order"
         assert tuple(mesh.sizes.values()) == shape.sizes == array.shape
-        assert mesh._labels == shape.labels == mesh.extent.labels == tuple(mesh.sizes)
+        assert shape.labels == mesh.extent.labels == tuple(mesh.sizes)
         assert len(mesh) == mesh.size() == len(shape) == array.size
         assert mesh.size(list(mesh.sizes)) == array.size
         assert mesh.name.startswith("walk")

@@ -38,7 +38,6 @@ _known: dict[bytes, tuple[CallHeader, Extent]] = {}
 
 
 def prefix_of(method: str, extent: Extent, port: Address | None = None, plain: int = 0) -> bytes:
-    """Encode the prefix of a call."""
     return _encoder.encode(CallHeader(method, tuple(extent.labels), tuple(extent.sizes), port, plain))
 
 
@@ -58,12 +57,10 @@ def read_prefix(prefix: bytes) -> tuple[CallHeader, Extent]:
 
 
 def pack_error(error: BaseException) -> Any:
-    """Encode an exception as the body of a reply."""
     return dumps((pack_exception(error), remote_traceback(error), HOST, getpid()))[0]
 
 
 def pack_failure(failure: MeshFailure) -> bytes:
-    """Encode the failure of a dead actor as the body of a reply."""
     return pack_exception(failure)
 
 
@@ -98,7 +95,6 @@ def describe_error(body: Any, actor: str, endpoint: str, where: str) -> str:
 
 
 def supervision_error(failure: MeshFailure, endpoint: str, delivery: str) -> SupervisionError:
-    """Return the error of a call on a dead rank."""
     became = "it was not sent" if delivery == "not sent" else "it may have run"
     text = f"{endpoint} was called on a rank that is dead ({became}): {failure}"
     error = SupervisionError(text, endpoint, failure, delivery)

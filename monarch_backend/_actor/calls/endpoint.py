@@ -20,7 +20,6 @@ from monarch_backend._actor.calls.pending_calls import (
 )
 from monarch_backend._actor.calls.unread_errors import CallSite
 from monarch_backend._actor.current_runtime import program
-from monarch_backend._actor.errors import SupervisionError, UnknownEndpointError
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.value_mesh import ValueMesh
 from monarch_backend._serialization.pickling import dumps
@@ -109,8 +108,8 @@ class Endpoint(Generic[R]):
         rank = self._one
         if rank < 0:
             raise ValueError(
-                f"call_one is for a mesh of one rank, and {self._described()} has {len(self._ranks)}: "
-                "slice it, or use call, choose or broadcast"
+                f"call_one is for a mesh of one rank, and {self._core.name!r} ({self._mesh.extent}) has "
+                f"{len(self._ranks)}: slice it, or use call, choose or broadcast"
             )
         return self._send_one(rank, args, kwargs)
 
@@ -136,7 +135,8 @@ class Endpoint(Generic[R]):
         The future raises the first error as soon as it arrives.
         """
         if self._spec.is_generator:
-            return self._collect(args, kwargs)
+            collector: StreamCollector[Any] = self._stream(tuple(self._ranks), args, kwargs, True, StreamCollector)
+            return collector.whole
         body, buffers = self._arguments(args, kwargs)
         program, core = self._program, self._core
         ref = next(program.ids)
@@ -295,10 +295,6 @@ class Endpoint(Generic[R]):
             self._limit(stream)
         return stream
 
-    def _collect(self, args: Any, kwargs: Any) -> Future[ValueMesh[Any]]:
-        whole: Future[ValueMesh[Any]] = self._stream(tuple(self._ranks), args, kwargs, True, StreamCollector).whole
-        return whole
-
     def _broadcast(self, prefix: bytes, args: Any, kwargs: Any, only: int | None = None) -> None:
         body, buffers = self._arguments(args, kwargs)
         program, core = self._program, self._core
@@ -333,9 +329,6 @@ class Endpoint(Generic[R]):
     def _label(self) -> str:
         return f"{self._core.name}.{self.name}"
 
-    def _described(self) -> str:
-        return f"{self._core.name!r} ({self._mesh.extent})"
-
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise TypeError(
             f"{self._label()} is an endpoint of a mesh: choose a way to send, mesh.{self.name}.call(...), "
@@ -368,8 +361,7 @@ class NonEndpointMethod:
         self._mesh, self._name = mesh, name
 
     def __getattr__(self, verb: str) -> Any:
-        self._mesh._core.blueprint.spec(self._name)  # raises, with advice in its text
-        raise UnknownEndpointError(f"{self._name} is not an endpoint")
+        return self._mesh._core.blueprint.spec(self._name)  # raises, with advice in its text
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         self._mesh._core.blueprint.spec(self._name)
@@ -463,6 +455,3 @@ class Accumulator(Generic[A]):
 
         replies.add_done_callback(settle)
         return future
-
-
-__all__ = ["Accumulator", "Endpoint", "SupervisionError", "as_endpoint", "send"]

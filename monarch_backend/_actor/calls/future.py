@@ -264,7 +264,6 @@ class Future(Generic[T]):
             self._finish()
 
     def _label(self) -> str:
-        """Return the name of the failed operation, for reports."""
         return "an operation"
 
     def _finish(self) -> None:
@@ -333,11 +332,9 @@ class DoneFuture(Future[None]):
         """Set nothing: an instance has no state."""
 
     def get(self, timeout: float | None = None) -> None:
-        """Return None."""
         check_timeout(timeout)
 
     def add_done_callback(self, call: Callable[[Future[None]], None]) -> None:
-        """Call ``call(self)`` at once."""
         Future.of(None).add_done_callback(lambda _: call(self))
 
 

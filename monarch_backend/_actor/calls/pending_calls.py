@@ -78,8 +78,6 @@ class _Call(Future[T]):
 
 
 class UnaryCall(_Call[T]):
-    """A call of one rank."""
-
     __slots__ = ("base_rank", "load", "peer")
 
     def __init__(
@@ -96,14 +94,10 @@ class UnaryCall(_Call[T]):
         self.wait_lock = None
         self._wait = program.wait
         self._error = self._raw = self._callbacks = self._lock = self._cancel = None
-        self.program, self.core, self.base_rank, self.peer, self.endpoint, self.ref = (
-            program,
-            core,
-            base_rank,
-            peer,
-            endpoint,
-            ref,
-        )
+        self.program, self.core = program, core
+        self.base_rank, self.peer = base_rank, peer
+        self.endpoint = endpoint
+        self.ref = ref
         self.load: list[int] | None = None
         self.site = site
 
@@ -113,17 +107,13 @@ class UnaryCall(_Call[T]):
         if status == Status.VALUE:
             self.set_lazy_result(partial(loads, frame.body, frame.buffers))
         else:
-            self.set_lazy_exception(
-                lambda: self.core.error_of(frame, self.endpoint, self.base_rank),
-                self.core.unread_error(frame, self.endpoint, self.base_rank, self.site),
-            )
+            self.core.set_error(self, frame, self.endpoint, self.base_rank, self.site)
 
     def on_gone(self, peer: Peer, failure: MeshFailure) -> None:
         if peer is self.peer and self.program.pending.pop(self.ref, None) is not None:
             self._fail(supervision_error(failure, self._label(), _delivery(peer, failure)))
 
     def expire(self, error: BaseException) -> None:
-        """Fail with this error, and cancel the call at the actor."""
         self._fail(error)
         self.program.withdraw(self.core, self.ref, [self.peer], str(error))
 
@@ -171,10 +161,7 @@ class BroadcastCall(_Call[ValueMesh[T]]):
                 self.set_lazy_result(self._values)
         else:
             self.program.pending.pop(self.ref, None)
-            self.set_lazy_exception(
-                lambda: self.core.error_of(frame, self.endpoint, self.bases[rank]),
-                self.core.unread_error(frame, self.endpoint, self.bases[rank], self.site),
-            )
+            self.core.set_error(self, frame, self.endpoint, self.bases[rank], self.site)
 
     def _values(self) -> ValueMesh[T]:
         bodies, self._bodies = self._bodies, []
@@ -187,7 +174,6 @@ class BroadcastCall(_Call[ValueMesh[T]]):
                 self._fail(supervision_error(failure, self._label(), _delivery(peer, failure)))
 
     def expire(self, error: BaseException) -> None:
-        """Fail with this error, and cancel the call at the actors that have not replied."""
         waiting = [peer for peer, body in zip(self.peers, self._bodies, strict=True) if body is None]
         self._fail(error)
         self.program.withdraw(self.core, self.ref, waiting, str(error))
@@ -231,14 +217,8 @@ class Stream(Generic[T]):
         self.site = site
         self.ready = False
         self.wait_lock: threading.Lock | None = None
-        self.program, self.core, self.bases, self.peers, self.endpoint, self.ref = (
-            program,
-            core,
-            bases,
-            peers,
-            endpoint,
-            ref,
-        )
+        self.program, self.core, self.bases, self.peers = program, core, bases, peers
+        self.endpoint, self.ref = endpoint, ref
         self._futures, self._generator = futures, generator
         self._first = first  # the rank in the mesh or slice of bases[0]
         self._queue: deque[tuple[int, Any]] = deque()
@@ -269,10 +249,7 @@ class Stream(Generic[T]):
             self._put(-1, partial(loads, frame.body, frame.buffers), None)
         elif status != Status.END:
             item: Future[T] = Future(self.program.wait)
-            item.set_lazy_exception(
-                partial(self.core.error_of, frame, self.endpoint, self.bases[rank]),
-                self.core.unread_error(frame, self.endpoint, self.bases[rank], self.site),
-            )
+            self.core.set_error(item, frame, self.endpoint, self.bases[rank], self.site)
             self._append(-1, item)
         self._open.discard(rank)
         self._settle()
@@ -407,10 +384,7 @@ class Stream(Generic[T]):
             if self._generator:
                 self.program.call_soon(partial(self._close, "the stream was dropped by its reader"))
             else:  # its calls run all the same, and errors in their replies are reported
-                left = {rank + self._first: self.bases[rank] for rank in list(self._open)}
-                self.program.pending[self.ref] = _Unread(
-                    self.program, self.core, self.endpoint, self.ref, left, self.site
-                )
+                self.program.pending[self.ref] = _Unread(self)
 
     def __reduce__(self) -> Any:
         raise TypeError("a Stream cannot leave its process: send its values")
@@ -425,17 +399,11 @@ class _Unread:
 
     __slots__ = ("_left", "core", "endpoint", "program", "ref", "site")
 
-    def __init__(
-        self,
-        program: Runtime,
-        core: ActorMeshState,
-        endpoint: str,
-        ref: int,
-        left: dict[int, int],
-        site: CallSite | None,
-    ) -> None:
-        self.program, self.core, self.endpoint, self.ref, self.site = program, core, endpoint, ref, site
-        self._left = left  # reply's rank -> rank in the whole mesh, of missing replies
+    def __init__(self, stream: Stream[Any]) -> None:
+        self.program, self.core, self.endpoint = stream.program, stream.core, stream.endpoint
+        self.ref, self.site = stream.ref, stream.site
+        # Reply's rank -> rank in the whole mesh, of missing replies.
+        self._left = {rank + stream._first: stream.bases[rank] for rank in list(stream._open)}
 
     def on_reply(self, frame: Frame) -> None:
         base_rank = self._left.pop(frame.rank, None)
@@ -450,7 +418,6 @@ class _Unread:
         self._settle()
 
     def expire(self, error: BaseException) -> None:
-        """Cancel the calls at their actors."""
         self.program.withdraw(self.core, self.ref, [self.core.peer(rank) for rank in self._left.values()], str(error))
 
     def _settle(self) -> None:

@@ -134,14 +134,11 @@ class HandedPort(Port[T]):
 
 
 def port_at(address: Address, rank: int) -> Port[Any]:
-    """Return the port with this address, for the replies of this rank."""
     token, number, answers = address
     return Port(token, number, rank) if answers < 0 else HandedPort(token, number, answers)
 
 
 class _Arrival:
-    """A value that has arrived, and its place in the order."""
-
     __slots__ = ("frame", "peer", "place", "processed")
 
     def __init__(self, place: int, peer: Peer, frame: Frame) -> None:
@@ -297,7 +294,6 @@ class PortReceiver(Generic[T]):
         return future
 
     def _next(self) -> _Next[Any] | None:
-        """Return the first future that still waits."""
         while self._waiting:
             future = self._waiting.popleft()()
             if future is not None and not future.ready:

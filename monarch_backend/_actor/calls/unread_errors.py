@@ -46,7 +46,6 @@ class UnreadError:
         _live[id(self)] = self
 
     def forget(self) -> None:
-        """Drop the report."""
         self._describe = None
 
     def report(self) -> None:
@@ -89,7 +88,6 @@ def _line_of(site: CallSite) -> str:
 
 
 def describe_local(name: str, error: BaseException) -> str:
-    """Return the text of an error that was raised in this process."""
     return f"{name} [pid {os.getpid()}]\n" + "".join(traceback.format_exception(error)).rstrip()
 
 

@@ -23,7 +23,6 @@ class Waiting:
         self._progress, self._interrupts = runtime.progress, runtime.interrupts
 
     def wait(self, what: Any, seconds: float | None = None) -> bool:
-        """Wait for ``what``, and read messages meanwhile. An actor's thread can be interrupted in it."""
         runner = context.runner.get()
         if runner is None:
             if threading.get_ident() == self._interrupts.main:
@@ -79,5 +78,4 @@ class Waiting:
 
 
 def log_wait(why: str) -> None:
-    """Write to the debug log why a message must wait."""
     debug_log.write(f"monarch: {why}")

@@ -49,13 +49,11 @@ class RunningTasks(RunningCode):
     # ---- on the loop's thread
 
     def forget(self, key: MessageKey) -> None:
-        """Note that the task of a message has ended."""
         self.tasks.pop(key, None)
         self._to_cancel.pop(key, None)
         self._withdrawn.discard(key)
 
     def is_withdrawn(self, key: MessageKey) -> bool:
-        """Return whether the caller of this message has cancelled it."""
         return key in self._withdrawn
 
     def cancel_all(self) -> None:
@@ -132,14 +130,14 @@ class RunningTasks(RunningCode):
     def _unblock(self, key: MessageKey) -> None:
         """Interrupt a coroutine that blocks the loop, which has not run for a while."""
         if key in self._to_cancel and blocking_calls.can_interrupt(self.thread_id):
-            blocking_calls.interrupt(self)
+            blocking_calls.interrupt(self.thread_id, self.raise_in)
             self._progress.later(MAX_RETRY_S, lambda: self._unblock(key))
 
     def abort(self, reason: str) -> bool:
         if self.loop is None:
             return super().abort(reason)
         if not self.is_over and blocking_calls.can_interrupt(self.thread_id):
-            blocking_calls.interrupt(self)
+            blocking_calls.interrupt(self.thread_id, self.raise_in)
         return self.is_over
 
     def report_busy(self) -> None:

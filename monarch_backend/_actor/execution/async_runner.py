@@ -13,10 +13,8 @@ from monarch_backend._actor.calls.codec import pack_failure, read_prefix
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.async_interruption import RunningTasks, call_soon
-from monarch_backend._actor.execution.message_queue import Job
-from monarch_backend._actor.execution.reply_handle import Message, ReplyHandle
-from monarch_backend._actor.execution.runner import ActorRunner
-from monarch_backend._actor.execution.stream_credit import StreamCredit
+from monarch_backend._actor.execution.message_queue import Job, Message, ReplyHandle
+from monarch_backend._actor.execution.runner import ActorRunner, StreamCredit
 from monarch_backend._serialization.pickling import dumps, loads
 from monarch_backend._transport.local.frames import Frame, Status
 from monarch_backend._transport.local.peer import Peer
@@ -25,7 +23,6 @@ log = logging.getLogger("monarch_backend")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop, of uvloop if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -179,7 +176,7 @@ class AsyncActorRunner(ActorRunner):
 
     async def _drain_async(self, generator: Any, frame: Frame, peer: Peer, answer: ReplyHandle) -> None:
         flow = AsyncFlow(asyncio.get_running_loop())
-        self.streams.open(peer, frame.ref, flow)
+        self.streams[peer.token, frame.ref] = flow
         try:
             async for value in generator:
                 if not answer.wanted:
@@ -196,7 +193,7 @@ class AsyncActorRunner(ActorRunner):
             if answer.port is None:
                 answer(Status.END, b"")
         finally:
-            self.streams.close(peer, frame.ref)
+            self.streams.pop((peer.token, frame.ref), None)
             await generator.aclose()
 
     async def _ask_async(self, failure: MeshFailure) -> None:
@@ -268,7 +265,6 @@ class AsyncFlow(StreamCredit):
         self._event.set()
 
     async def wait(self) -> None:
-        """Wait until the reader has taken values."""
         self._event.clear()
         if self.credit <= 0:
             await self._event.wait()

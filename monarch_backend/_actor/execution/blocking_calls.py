@@ -13,8 +13,9 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from monarch_backend._actor import context
 from monarch_backend._actor.errors import CancelledError
@@ -34,16 +35,7 @@ MAX_MOVING_S = 0.5
 """Seconds after which standard library code that makes progress is interrupted."""
 
 
-class Interruptible(Protocol):
-    """Code of one thread that a signal can interrupt."""
-
-    thread_id: int
-
-    def raise_in(self, frame: FrameType | None) -> None:
-        """Raise an exception in this frame of the thread, if it may be raised there."""
-
-
-_target: Interruptible | None = None
+_raise_in: Callable[[FrameType | None], None] | None = None
 
 
 def install() -> None:
@@ -68,12 +60,10 @@ def _uninstall() -> None:
 
 
 def can_interrupt(thread_id: int) -> bool:
-    """Return whether blocking code of this thread can be interrupted."""
     return thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is _on_signal
 
 
 def why_not(thread_id: int) -> str | None:
-    """Return the reason why `can_interrupt` is false, or None."""
     if can_interrupt(thread_id):
         return None
     if thread_id == threading.main_thread().ident and signal.getsignal(CANCEL_SIGNAL) is not signal.SIG_DFL:
@@ -84,11 +74,11 @@ def why_not(thread_id: int) -> str | None:
     )
 
 
-def interrupt(code: Interruptible) -> None:
-    """Call ``code.raise_in(frame)`` on the main thread."""
-    global _target
-    _target = code
-    signal.pthread_kill(code.thread_id, CANCEL_SIGNAL)
+def interrupt(thread_id: int, raise_in: Callable[[FrameType | None], None]) -> None:
+    """Call ``raise_in(frame)`` on the main thread, which has this id."""
+    global _raise_in
+    _raise_in = raise_in
+    signal.pthread_kill(thread_id, CANCEL_SIGNAL)
 
 
 def raise_soon(thread_id: int) -> None:
@@ -112,9 +102,8 @@ def discard_exception() -> None:
 
 
 def _on_signal(_number: int, frame: FrameType | None) -> None:
-    code = _target
-    if code is not None:
-        code.raise_in(frame)
+    if _raise_in is not None:
+        _raise_in(frame)
 
 
 class Standstill:

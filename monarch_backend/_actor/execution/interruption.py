@@ -114,7 +114,6 @@ class RunningCode:
     # ---- from any thread
 
     def cancel(self, peer: Peer, ref: int, reason: str) -> None:
-        """Interrupt the message of this call, if it runs."""
         running = (peer, ref)
         with self.lock:
             if self.running != running or self.is_cancelled:
@@ -124,7 +123,6 @@ class RunningCode:
         self._interrupt(running)
 
     def begin_abort(self, reason: str) -> None:
-        """Note that running code is to be interrupted because its actor is to end."""
         self.aborted = reason
         self._standstill = blocking_calls.Standstill()
 
@@ -159,7 +157,7 @@ class RunningCode:
             release(waiting)
             self._progress.wake()
         elif by_signal:
-            blocking_calls.interrupt(self)
+            blocking_calls.interrupt(self.thread_id, self.raise_in)
         self._progress.later(pause, lambda: self._interrupt(running, min(2 * pause, MAX_RETRY_S)))
 
     def _is_users(self, frame: FrameType | None) -> bool:
@@ -215,11 +213,9 @@ class AbortLimits:
         self._timers: list[Timer] = []
 
     def start(self, seconds: float, reason: str) -> None:
-        """Interrupt the code that runs after ``seconds``."""
         self._later(seconds, lambda: self._interrupt(reason))
 
     def cancel(self) -> None:
-        """Set no limits any more, because the actor has ended."""
         for timer in self._timers:
             timer.cancel()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from monarch_backend._actor.calls.codec import HOST, pack_failure
 from monarch_backend._actor.errors import Death, MeshFailure
 from monarch_backend._actor.execution.async_runner import AsyncActorRunner
-from monarch_backend._actor.execution.reply_handle import Message
+from monarch_backend._actor.execution.message_queue import Message
 from monarch_backend._actor.execution.runner import ActorRunner
 from monarch_backend._actor.meshes import named_actors
 from monarch_backend._serialization.pickling import dumps
@@ -71,19 +71,17 @@ class LocalActors:
         return runner
 
     def cancel(self, peer: Peer, message: Cancel, _: Frame) -> None:
-        """Cancel a call, queued or running."""
         runner = self.runners.get(message.actor)
         if runner is not None:
             runner.cancel(peer, message)
 
     def add_credit(self, peer: Peer, message: MoreCredit, _: Frame) -> None:
-        """Let a generator send more values."""
         runner = self.runners.get(message.actor)
-        if runner is not None:
-            runner.streams.more(peer, message)
+        credit = None if runner is None else runner.streams.get((peer.token, message.ref))
+        if credit is not None:
+            credit.more(message.count)
 
     def construct(self, peer: Peer, plan: Construct, frame: Frame) -> None:
-        """Construct an actor, or the successor of an actor that is restarted."""
         former = self.runners.get(plan.actor)
         runner = (AsyncActorRunner if plan.is_async else ActorRunner)(
             self._runtime, plan, peer, frame.body, frame.buffers

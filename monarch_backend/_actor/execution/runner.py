@@ -22,14 +22,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from monarch_backend._actor import context
 from monarch_backend._actor.actor import ActorClassInfo, build, specify
 from monarch_backend._actor.calls.codec import HOST, pack_error, pack_failure, read_prefix, text_of
+from monarch_backend._actor.calls.pending_calls import STREAM_WINDOW
 from monarch_backend._actor.calls.port import ReplyPort
 from monarch_backend._actor.errors import CancelledError, Death, MeshFailure
 from monarch_backend._actor.execution import interruption
 from monarch_backend._actor.execution.interruption import CONSTRUCTOR, AbortLimits, RunningCode
-from monarch_backend._actor.execution.message_queue import Job, MessageQueue
-from monarch_backend._actor.execution.reply_handle import Message, ReplyHandle
-from monarch_backend._actor.execution.stream_credit import OpenStreams, StreamCredit
-from monarch_backend._actor.meshes.blueprint import blueprint
+from monarch_backend._actor.execution.message_queue import Job, Message, MessageQueue, ReplyHandle
+from monarch_backend._actor.meshes.actor_mesh import blueprint
 from monarch_backend._mesh.extent import Extent, Point
 from monarch_backend._serialization.exceptions import remote_traceback
 from monarch_backend._serialization.pickling import DeserializationError, dumps, loads
@@ -62,6 +61,22 @@ def _leave_fork(error: BaseException) -> NoReturn:
     os._exit(code)
 
 
+class StreamCredit:
+    """Number of values that a generator may still send to its reader."""
+
+    __slots__ = ("credit", "ready", "wait_lock")
+
+    def __init__(self) -> None:
+        self.credit = STREAM_WINDOW
+        self.ready = False
+        self.wait_lock: threading.Lock | None = None
+
+    def more(self, count: int) -> None:
+        self.credit += count
+        self.ready = True
+        release(self)
+
+
 class ActorRunner:
     """Runner of one actor. Any thread may call `put`. Other methods run on the actor's thread unless stated."""
 
@@ -70,7 +85,7 @@ class ActorRunner:
     def __init__(self, program: Runtime, plan: Construct, owner: Peer, body: Any, buffers: Any) -> None:
         self.program, self.owner = program, owner
         self.actor, self.name, self.creator = plan.actor, plan.name, plan.creator
-        self.owner_actor, self.generation, self.restarts = plan.owner, plan.generation, plan.restarts
+        self.generation, self.restarts = plan.generation, plan.restarts
         self.extent = Extent(plan.labels, plan.sizes)
         self.rank = plan.rank
         self.point = Point(plan.rank, self.extent)
@@ -84,7 +99,8 @@ class ActorRunner:
         self.blueprint: ActorClassInfo | None = None
         self._plan_body, self._plan_buffers = body, buffers
         self.inbox = MessageQueue(program)
-        self.streams = OpenStreams()
+        # Credit of each stream that the actor sends, by the reader's token and its call. The reading thread adds it.
+        self.streams: dict[tuple[str, int], StreamCredit] = {}
         self.code = self.code_class(
             program.progress, f"actor {self.name} ({self.point}, host {HOST}, pid {program.pid})"
         )
@@ -98,7 +114,6 @@ class ActorRunner:
     # ---- from any thread
 
     def put(self, item: Message | Job) -> None:
-        """Queue a message, or a function to call."""
         self.inbox.append(item)
         if self.failure is not None and isinstance(item, tuple):
             # Checked after the append: if the actor ends meanwhile, one of the two threads finds the message.
@@ -168,9 +183,12 @@ class ActorRunner:
             self.program.exit_now(f"{why}: the process is killed. It was at {code.place()}")
             return
         log.warning("%s: it goes on in this program, which is not killed. It is at %s", why, code.place())
-        death = Death(self.rank, str(self.point), HOST, self.program.pid, f"aborted: {reason}")
-        if self._end(MeshFailure(self.name, [death])):
+        if self._end(self._failure(f"aborted: {reason}")):
             self._ended()
+
+    def _failure(self, what: str, error: BaseException | None = None, trace: str = "") -> MeshFailure:
+        death = Death(self.rank, str(self.point), HOST, self.program.pid, what, error=error, trace=trace)
+        return MeshFailure(self.name, [death])
 
     def cancel(self, peer: Peer, message: Cancel) -> None:
         """Cancel a call, queued or running. Called on the reading thread."""
@@ -246,7 +264,6 @@ class ActorRunner:
                     self._die_aborted(self._current)
 
     def step(self) -> None:
-        """Handle the next item of the queue."""
         self.ready = True
         try:
             item = self.inbox.popleft()
@@ -258,7 +275,6 @@ class ActorRunner:
             item()
 
     def _find(self, name: str, plain: int) -> Any:
-        """Return a method and its description. Raises AttributeError."""
         assert self.blueprint is not None
         if plain:
             method = getattr(self.instance, name)
@@ -320,7 +336,7 @@ class ActorRunner:
 
     def _drain(self, generator: Any, frame: Frame, peer: Peer, answer: ReplyHandle) -> None:
         code, flow = self.code, StreamCredit()
-        self.streams.open(peer, frame.ref, flow)
+        self.streams[peer.token, frame.ref] = flow
         try:
             for value in generator:
                 if code.is_cancelled:
@@ -340,7 +356,7 @@ class ActorRunner:
             if answer.port is None:
                 answer(Status.END, b"")
         finally:
-            self.streams.close(peer, frame.ref)
+            self.streams.pop((peer.token, frame.ref), None)
             generator.close()
 
     def _raised(self, error: BaseException, answer: ReplyHandle, cause: BaseException | None = None) -> None:
@@ -387,10 +403,7 @@ class ActorRunner:
             what = f"its actor did not handle the failure of mesh {error.mesh_name!r}"
         cause = error.__cause__ if told else error
         trace = "" if told or isinstance(error, MeshFailure) else remote_traceback(error)
-        death = Death(
-            self.rank, str(self.point), HOST, self.program.pid, what, error=None if told else error, trace=trace
-        )
-        failure = MeshFailure(self.name, [death])
+        failure = self._failure(what, None if told else error, trace)
         failure.__cause__ = cause
         message = Failed(self.actor, self.rank, self.generation)
         # The owner first: an unhandled failure ends the program before callers continue with their errors.
@@ -401,11 +414,7 @@ class ActorRunner:
         return failure
 
     def stop(self, reason: str) -> None:
-        """End the actor as its owner has requested."""
-        failure = MeshFailure(
-            self.name, [Death(self.rank, str(self.point), HOST, self.program.pid, f"it was stopped: {reason}")]
-        )
-        if self._end(failure, final=True):
+        if self._end(self._failure(f"it was stopped: {reason}"), final=True):
             self._finish(None)
 
     def _end(self, failure: MeshFailure, final: bool = False, tell: Callable[[], None] = lambda: None) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
+from monarch_backend._actor.actor import Actor, ActorClassInfo, EndpointMethod, EndpointSpec, specify
 from monarch_backend._actor.calls.endpoint import Endpoint, NonEndpointMethod
 from monarch_backend._actor.current_runtime import program
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
 from monarch_backend._mesh.mesh_base import MeshBase
-from monarch_backend._mesh.proc_mesh import ProcMesh, ProcReference, whole
+from monarch_backend._mesh.proc_mesh import ProcMesh, whole
 from monarch_backend._mesh.shape import Shape
 
 if TYPE_CHECKING:
@@ -17,18 +20,8 @@ if TYPE_CHECKING:
     from monarch_backend._actor.calls.future import Future
 
 
-def _from_reference(
-    actor: int,
-    name: str,
-    cls: type,
-    procs: ProcReference,
-    labels: Any,
-    sizes: Any,
-    bases: Any,
-    owner: str,
-    shape: Shape,
-) -> ActorMesh:
-    return ActorMesh(program().actor_core(actor, name, cls, procs, labels, sizes, bases, owner), shape)
+def _from_reference(arguments: tuple[Any, ...], shape: Shape) -> ActorMesh:
+    return ActorMesh(program().actor_core(*arguments), shape)
 
 
 class ActorMesh(MeshBase):
@@ -58,11 +51,9 @@ class ActorMesh(MeshBase):
 
     def __reduce__(self) -> Any:
         core = self._core
-        extent = tuple(core.extent.labels), tuple(core.extent.sizes)
-        reference = core.procs.reference()
-        return _from_reference, (
-            core.actor, core.name, core.blueprint.cls, reference, *extent, core.bases, core.owner.token, self._shape
-        )  # fmt: skip
+        extent, procs = core.extent, core.procs.reference()
+        arguments = (core.actor, core.name, core.blueprint.cls, procs, extent.labels, extent.sizes, core.bases)
+        return _from_reference, ((*arguments, core.owner.token), self._shape)
 
     def __getattr__(self, name: str) -> Endpoint[Any]:
         if name.startswith("__") or name in ("_core", "_shape"):
@@ -92,7 +83,10 @@ class ActorMesh(MeshBase):
         It raises `MeshFailure` if a constructor has raised. Raises RuntimeError for a mesh that another process has
         spawned.
         """
-        return program().built(self._core)
+        if self._core.owned is None:
+            raise RuntimeError("only the program or actor that has spawned a mesh can wait for its construction")
+        built: Future[None] = self._core.owned.built
+        return built
 
     @property
     def failed_ranks(self) -> tuple[int, ...]:
@@ -131,3 +125,34 @@ class ActorMesh(MeshBase):
 
     def __repr__(self) -> str:
         return f"ActorMesh({self._core.name!r}, {self._core.blueprint.cls.__name__}, {self.extent})"
+
+
+def _reserved() -> frozenset[str]:
+    names = {*dir(MeshBase), *dir(ActorMesh), "_core", "_shape"}
+    return frozenset(name for name in names if not name.startswith("__"))
+
+
+@functools.lru_cache(maxsize=1024)
+def blueprint(cls: type) -> ActorClassInfo:
+    if not (isinstance(cls, type) and issubclass(cls, Actor)):
+        raise TypeError(
+            f"{getattr(cls, '__name__', cls)!r} is not an Actor: derive the class from monarch_backend.actor.Actor"
+        )
+    found: dict[str, EndpointSpec] = {}
+    reserved = _reserved()
+    for name in dir(cls):
+        method = inspect.getattr_static(cls, name)
+        if isinstance(method, EndpointMethod):
+            if name in reserved:
+                raise ValueError(
+                    f"{cls.__name__}.{name}: every mesh has an attribute {name!r}; give the endpoint another name"
+                )
+            found[name] = specify(name, method.method, method.concurrent, method.explicit_port)
+    kinds = {spec.is_async for spec in found.values()}
+    if len(kinds) == 2:
+        plain = ", ".join(sorted(name for name, spec in found.items() if not spec.is_async))
+        raise ValueError(
+            f"{cls.__name__} mixes `def` and `async def` endpoints: an actor has one kind. "
+            f"Make these async, too: {plain}"
+        )
+    return ActorClassInfo(cls, found, kinds == {True})

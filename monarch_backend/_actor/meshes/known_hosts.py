@@ -35,7 +35,6 @@ class KnownHosts:
         return None
 
     def add_names(self, names: Sequence[tuple[str, str]]) -> None:
-        """Note the numbers and names of hosts, received with a mesh."""
         self._names.update(names)
 
     def name_of(self, token: str) -> str:
@@ -46,8 +45,37 @@ class KnownHosts:
         return self._names.get(host_of(token), host_of(token)) if host is None else str(host.name)
 
     def names_of(self, tokens: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Return host numbers and names, see `MeshProgram.host_names`."""
+        """Return numbers and names of the hosts of these processes, as far as they are known here."""
         if not self._runtime.gateway:  # all receivers are on this host
             return ()
         numbers = sorted({host_of(token) for token in tokens})
         return tuple((number, name) for number in numbers if (name := self.name_of(number)) != number)
+
+    # ---- placement of processes
+
+    def homes(self, hosts: tuple[str, ...] | None, count: int) -> list[str]:
+        """Return the host of each rank. Raises RuntimeError for a lost host, or if another process has attached it."""
+        if hosts is None:
+            return [host_of(self._runtime.router.token)] * count
+        for each in hosts:
+            known = self.find(each)
+            if known is None:
+                raise RuntimeError(
+                    f"host {each} was attached by another process: only that process can start processes there"
+                )
+            if known.lost is not None:
+                raise RuntimeError(f"{known.lost}: take a slice of the hosts without it, or attach it again")
+        return [hosts[rank * len(hosts) // count] for rank in range(count)]
+
+    def home_again(self, token: str, others: Sequence[str]) -> str:
+        """Return the host of a restarted process: its former host or, if that is lost, another one of its mesh."""
+        host = self.of(token)
+        if host is None or host.lost is None:
+            return host_of(token)
+        alive = [host_of(other) for other in others if (known := self.of(other)) is not None and known.lost is None]
+        return min(sorted(set(alive)), key=alive.count, default=host_of(token))
+
+    def is_on(self, tokens: Sequence[str], hosts: Sequence[str]) -> bool:
+        """Return whether one of the processes is on one of these hosts. Without hosts: on this host."""
+        wanted = set(hosts) or {host_of(self._runtime.router.token)}
+        return any(host_of(token) in wanted for token in tokens)

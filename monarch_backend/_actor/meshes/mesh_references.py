@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch_backend._actor.errors import Death, MeshFailure
-from monarch_backend._actor.meshes.blueprint import blueprint
+from monarch_backend._actor.meshes.actor_mesh import blueprint
 from monarch_backend._actor.meshes.mesh_state import ActorMeshState
 from monarch_backend._mesh.extent import Extent
 from monarch_backend._mesh.proc_mesh import ProcMeshState, ProcReference, label_of
@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 
 class MeshReferences:
-    """Looks up the state of meshes and of their processes."""
-
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         # Weak: references and, until its end, the owner keep the state of a mesh.
@@ -63,7 +61,6 @@ class MeshReferences:
         return peer
 
     def on_replaced(self, peer: Peer, message: Replaced, _: Frame) -> None:
-        """Store the new tokens of restarted processes, which the owner of their mesh has sent."""
         core = self.procs.get(message.mesh)
         if core is None or core.owned is not None or core.owner is not peer:
             return
@@ -83,7 +80,6 @@ class MeshReferences:
     def actor_core(
         self, actor: int, name: str, cls: type, procs: ProcReference, labels: Any, sizes: Any, bases: Any, owner: str
     ) -> ActorMeshState:
-        """Return the state of an actor mesh, the only one in this process."""
         proc_core, owner_peer = self.proc_core(procs), self._runtime.router.peer(owner)
         with self.naming:
             core = self.actors.get(actor)
@@ -94,7 +90,6 @@ class MeshReferences:
             return core
 
     def failure_of(self, core: ActorMeshState, rank: int) -> MeshFailure:
-        """Return the failure of a rank that cannot be called."""
         known = core.failure_of(rank)
         if known is not None:
             return known

@@ -8,6 +8,7 @@ from typing import Any
 
 from monarch_backend._actor.actor import ActorClassInfo
 from monarch_backend._actor.calls.codec import describe_error, read_error
+from monarch_backend._actor.calls.future import Future
 from monarch_backend._actor.calls.unread_errors import CallSite, UnreadError
 from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._mesh.extent import Extent
@@ -37,16 +38,21 @@ class ActorMeshState:
         self.load = [0] * len(self.bases)
 
     def peer(self, rank: int) -> Peer:
-        """Return the current process of this rank."""
         return self.procs.peer(self.bases[rank])
 
     def where(self, rank: int) -> str:
         """Return text for messages: "gpus 3"."""
         return ranks_in_words(self.extent, [rank])
 
-    def error_of(self, frame: Frame, endpoint: str, base_rank: int) -> BaseException:
-        """Return the exception in a reply that is not a value."""
-        return read_error(frame.prefix, frame.body, self.name, endpoint, self.where(base_rank), frame.rank)
+    def set_error(
+        self, future: Future[Any], frame: Frame, endpoint: str, base_rank: int, site: CallSite | None
+    ) -> None:
+        """Finish a future with the exception in a reply that is not a value."""
+
+        def read() -> BaseException:
+            return read_error(frame.prefix, frame.body, self.name, endpoint, self.where(base_rank), frame.rank)
+
+        future.set_lazy_exception(read, self.unread_error(frame, endpoint, base_rank, site))
 
     def unread_error(self, frame: Frame, endpoint: str, base_rank: int, site: CallSite | None) -> UnreadError | None:
         """Return the report of the exception in a reply; None for a mesh's failure, which supervision reports."""
@@ -55,5 +61,4 @@ class ActorMeshState:
         return UnreadError(partial(describe_error, frame.body, self.name, endpoint, self.where(base_rank)), site)
 
     def failure_of(self, rank: int) -> MeshFailure | None:
-        """Return the failure of this rank, or None if it can be called."""
         return self.stopped or self.dead.get(rank)

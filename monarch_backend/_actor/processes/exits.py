@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from monarch_backend._actor.errors import Death, MeshFailure
-from monarch_backend._actor.processes.readiness import ProcessReadiness
 from monarch_backend._actor.processes.records import (
     OwnedProcess,
     OwnedProcs,
@@ -20,8 +19,9 @@ from monarch_backend._actor.processes.records import (
     was_to_end,
 )
 from monarch_backend._actor.processes.restarts import ProcessRestarts
-from monarch_backend._actor.processes.start import ProcessStarter
+from monarch_backend._actor.processes.start import ProcessReadiness, ProcessStarter
 from monarch_backend._actor.processes.stop import ProcessStop
+from monarch_backend._actor.processes.stuck_readers import StuckReaders
 from monarch_backend._mesh.proc_mesh import ProcMesh
 from monarch_backend._processes.spawner import Exited, LostWithHost, SpawnFailed, Started
 from monarch_backend._transport.local.frames import Setting
@@ -40,8 +40,6 @@ SIGKILL_STATUS_TIMEOUT_S = 2.0
 
 
 class ProcessExits:
-    """Handles the events of spawners and the ends of links to owned processes."""
-
     def __init__(
         self,
         program: Runtime,
@@ -133,21 +131,9 @@ class ProcessExits:
         if self._starter.logs is not None and (code is None or code != 0):
             self._starter.logs.flush(owned.logs, 0.01)
             last_words = _last_words(self._starter.logs.tail(owned.logs, rank))
-        failure = MeshFailure(
-            core.name,
-            [
-                Death(
-                    rank,
-                    core.where(rank),
-                    program.hosts.name_of(member.peer.token),
-                    member.peer.pid,
-                    what,
-                    code,
-                    last_words=last_words,
-                )
-            ],
-            ProcMesh(core),
-        )
+        host, pid = program.hosts.name_of(member.peer.token), member.peer.pid
+        death = Death(rank, core.where(rank), host, pid, what, code, last_words=last_words)
+        failure = MeshFailure(core.name, [death], ProcMesh(core))
         if member.replaced:
             program.on_process_lost(member.peer, failure)
             self._abort_groups(owned, failure)
@@ -155,7 +141,11 @@ class ProcessExits:
         at_start = self._readiness.failed_to_start(member.peer)
         is_failure = not (code == -signal.SIGKILL and was_to_end(owned, rank))
         if at_start:
-            failure = self._start_failure(failure, member)
+            error, trace = self._readiness.bootstrap_error(member.peer)
+            # The last words are the end of the traceback.
+            death = replace(death, error=error, trace=trace, at_start=True, last_words=() if trace else last_words)
+            failure = MeshFailure(core.name, [death], ProcMesh(core))
+            failure.__cause__ = error
             is_failure = program.supervision.is_asked(owned.owner_runner)
             if not is_failure and not owned.says_start_failed:
                 owned.says_start_failed = True
@@ -180,20 +170,27 @@ class ProcessExits:
         if is_failure and not program.supervision.is_final(owned.owner_runner):
             program.supervision.failed(owned.owner_runner, failure)
 
-    def _start_failure(self, failure: MeshFailure, member: OwnedProcess) -> MeshFailure:
-        error, trace = self._readiness.bootstrap_error(member.peer)
-        death = replace(failure.deaths[0], error=error, trace=trace, at_start=True)
-        if trace:
-            death = replace(death, last_words=())  # they are the end of the traceback
-        found = MeshFailure(failure.mesh_name, [death], failure.mesh)
-        found.__cause__ = error
-        return found
-
     def _abort_groups(self, owned: OwnedProcs, failure: MeshFailure) -> None:
         if owned.core.groups:
             for other in owned.members.values():
                 if not other.gone and other.peer.link >= 0:
                     self._program.router.tell(other.peer, Setting("abort_groups", str(failure)))
+
+
+class ProcessOwner:
+    """Owner of the processes that this process has spawned, by its parts."""
+
+    def __init__(self, program: Runtime) -> None:
+        self.records = records = ProcessRecords()
+        self.stuck = StuckReaders(program, records)
+        # The starter and the restarts are made before the exits that handle their events.
+        self.starter = ProcessStarter(
+            program, records, self.stuck, lambda e: self.exits.on_event(e), lambda e: self.exits.handle_event(e)
+        )
+        self.readiness = ProcessReadiness(program, records)
+        self.stops = ProcessStop(program, records, self.starter, self.stuck)
+        self.restarts = ProcessRestarts(program, records, self.starter, lambda peer: self.exits.ended(peer))
+        self.exits = ProcessExits(program, records, self.starter, self.readiness, self.restarts, self.stops)
 
 
 def _last_words(tail: list[str]) -> tuple[str, ...]:

@@ -23,8 +23,6 @@ from monarch_backend._transport.local.peer import Peer
 
 @dataclass
 class OwnedProcess:
-    """Record of one process."""
-
     core: ProcMeshState
     rank: int
     peer: Peer
@@ -50,8 +48,6 @@ class OwnedProcess:
 
 @dataclass
 class OwnedProcs:
-    """The owner's record of a mesh of processes."""
-
     core: ProcMeshState
     owner_runner: Any
     siblings: list[Any]
@@ -78,14 +74,9 @@ class ProcessRecords:
         self.meshes: list[OwnedProcs] = []
 
     def add(self, owned: OwnedProcs, member: OwnedProcess) -> None:
-        """Add the record of a new process."""
         owned.members[member.rank] = self.by_token[member.peer.token] = member
         if member.number >= 0:
             self.by_number[member.number] = member
-
-    def find(self, peer: Peer) -> OwnedProcess | None:
-        """Return the record of a process that this one has spawned, or None."""
-        return self.by_token.get(peer.token)
 
     def how_it_ended(self, peer: Peer) -> tuple[str, int | None]:
         """Return the end of a process as text, and its return code if that is known."""
@@ -108,20 +99,13 @@ class ProcessRecords:
         return in_words(code), code
 
     def kill(self, member: OwnedProcess) -> None:
-        """Kill a process that has not ended."""
         if member.spawner is not None and not member.is_over:
             member.spawner.kill(member.number, signal.SIGKILL)
 
     def at_work(self) -> str:
-        """Return text that lists the processes which still run."""
         return listed([str(m.peer) for owned in self.meshes for m in owned.members.values() if not m.gone])
 
-    def any(self) -> bool:
-        """Return True while there are processes."""
-        return bool(self.meshes)
-
     def remove(self, owned: OwnedProcs) -> None:
-        """Remove the records of an ended mesh."""
         for number, member in list(self.by_number.items()):
             if member.core is owned.core and member.is_over:
                 self.by_number.pop(number, None)

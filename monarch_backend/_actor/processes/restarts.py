@@ -49,7 +49,7 @@ class ProcessRestarts:
             if old is not member and not old.gone:
                 self._records.kill(old)
                 killed.add(old.peer.token)
-            token = new_token(former.epoch + 1, program.placement.home_again(old.peer.token, core.tokens))
+            token = new_token(former.epoch + 1, program.hosts.home_again(old.peer.token, core.tokens))
             program.router.expect(token, old.peer.label)  # before the first message to it
             core.replace(rank, token)
         self._tell_successors(core, ranks, killed)

@@ -1,7 +1,11 @@
-"""Start of processes: on this host by its fork server, on other hosts by their agents."""
+"""Start of processes, on this host by its fork server and on others by their agents, until they are ready.
+
+A process is ready when it has connected and its bootstrap has returned.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -9,13 +13,14 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from monarch_backend._actor.calls.future import Future
+from monarch_backend._actor.errors import MeshFailure
 from monarch_backend._actor.processes.records import OwnedProcess, OwnedProcs, ProcessRecords
 from monarch_backend._actor.processes.stuck_readers import StuckReaders
-from monarch_backend._actor.processes.worker_plan import Plan
 from monarch_backend._actor.restart_policy import Restart, RestartLimiter, check_policy
 from monarch_backend._core import env as settings
 from monarch_backend._core import platform
@@ -55,6 +60,25 @@ DESCRIPTORS_PER_PROCESS = 8
 """Open files of this process for each process: two pipes at its start; then two of its output, a link, a pidfd."""
 
 
+class Plan(NamedTuple):
+    """Arguments of a new process of a mesh, which _actor/worker_main.py reads."""
+
+    token: str
+    owner: str
+    rank: int
+    mesh: str
+    name: str
+    server: str
+    root: str
+    labels: tuple[str, ...]
+    sizes: tuple[int, ...]
+    oversubscribed: bool
+    gateway: str = ""  # token of its host's gateway, if there are other hosts
+    die_with: str = ""  # token of the process on this host with which it ends
+    local_processes: int = 0  # on a remote host: processes of the mesh there
+    has_bootstrap: bool = False  # the owner waits until it has succeeded
+
+
 class ProcessStarter:
     """Starts processes, for the first time and again, and collects their output.
 
@@ -73,7 +97,8 @@ class ProcessStarter:
         self._program, self._records, self._stuck = program, records, stuck
         self._on_event, self._on_early_event = on_event, on_early_event
         # A simulator replaces these: its processes write no output.
-        self.make_spawner: Callable[[Callable[[Any], None], str | None], Any] = _spawner
+        self.make_spawner: Callable[[Callable[[Any], None], str | None], Any]
+        self.make_spawner = functools.partial(Spawner, preload=PRELOAD)
         self.collect_output = True
         self._making = threading.RLock()  # of spawner and logs
         self.spawner: Any = None
@@ -92,12 +117,7 @@ class ProcessStarter:
         env: Mapping[str, str] | None,
         hosts: tuple[str, ...] | None = None,
     ) -> ProcMesh:
-        """Start a process for each rank of the extent, consecutive ranks on each of ``hosts``. Return its `ProcMesh` at
-        once.
-
-        Raises TypeError and ValueError for invalid arguments, SpawnLimitError if the system has no room for the
-        processes, and RuntimeError for a host that is lost.
-        """
+        """Start a process for each rank, consecutive ranks on each of ``hosts``. See `HostMesh.spawn_procs`."""
         program = self._program
         check_policy(restart)
         _check_start(bootstrap, env)
@@ -105,7 +125,7 @@ class ProcessStarter:
             raise ValueError("proc_bind works for processes of this host only; on others, bind them in bootstrap=")
         count = extent.nelements
         check_count(count // len(hosts or (0,)), here=hosts is None and self.collect_output)
-        homes = program.placement.homes(hosts, count)
+        homes = program.hosts.homes(hosts, count)
         spawner = self._spawner_of_this_process()
         allow_descriptors()
         name = name or f"procs-{len(self._records.meshes)}"
@@ -156,7 +176,8 @@ class ProcessStarter:
         processors = platform.usable_cpus()
         environment = {**settings.without_secrets(os.environ), **(env or {})}
         path, argv, cwd = list(sys.path), list(sys.argv), os.getcwd()
-        imports, main_of_program = _with_dtensors(), main_module()
+        imports = [PRELOAD_WITH_DTENSORS] if "torch.distributed.tensor" in sys.modules else []
+        main_of_program = main_module()
         local_processes = count // max(1, len({host_of(token) for token in core.tokens}))  # number on each host
 
         def make(rank: int, peer: Peer) -> ProcessSpec:
@@ -183,19 +204,12 @@ class ProcessStarter:
         """Start these ranks of a mesh. Raises SpawnLimitError if the system has no room for them."""
         if self.collect_output:
             check_spawn(len(ranks), plain=False, descriptors_each=DESCRIPTORS_PER_PROCESS)
-        for spawner, those in self._by_spawner(owned, ranks):
-            self._start_with(spawner, owned, those)
-
-    def _by_spawner(self, owned: OwnedProcs, ranks: Any) -> list[tuple[Any, list[int]]]:
-        """Return the spawner of each host and its ranks."""
         by_host: dict[str, list[int]] = {}
         for rank in ranks:
             by_host.setdefault(host_of(owned.core.tokens[rank]), []).append(rank)
-        found = []
         for those in by_host.values():
             host = self._program.hosts.of(owned.core.tokens[those[0]])
-            found.append((self._spawner_of_this_process() if host is None else host.spawner, those))
-        return found
+            self._start_with(self._spawner_of_this_process() if host is None else host.spawner, owned, those)
 
     def _start_with(self, spawner: Any, owned: OwnedProcs, ranks: list[int]) -> None:
         specs, pipes = [], []
@@ -259,12 +273,71 @@ class ProcessStarter:
             self.logs.close(timeout=2.0)
 
 
-def _with_dtensors() -> list[str]:
-    return [PRELOAD_WITH_DTENSORS] if "torch.distributed.tensor" in sys.modules else []
+class ProcessReadiness:
+    def __init__(self, program: Runtime, records: ProcessRecords) -> None:
+        self._program, self._records = program, records
 
+    def ready(self, core: ProcMeshState) -> Future[None]:
+        """Return a Future that is done when all processes have started. Raises RuntimeError if others own the mesh."""
+        future: Future[None] = Future(self._program.wait)
+        owned = core.owned
+        if owned is None:
+            raise RuntimeError("only the program or actor that has spawned processes can wait for their start")
+        owned.ready.append(future)  # before the check, so that it gets events in between
+        dead = [m for m in owned.members.values() if m.gone and not m.replaced]
+        if dead:
+            future._fail(self._program.death_of(core, dead[0].rank, dead[0].peer))
+        elif self._is_up(owned):
+            future._set(None)
+        if future.ready:
+            with contextlib.suppress(ValueError):
+                owned.ready.remove(future)
+        return future
 
-def _spawner(on_event: Callable[[Any], None], server: str | None) -> Spawner:
-    return Spawner(on_event, server, preload=PRELOAD)
+    def met(self, peer: Peer) -> None:
+        member = self._records.by_token.get(peer.token)
+        if member is not None:
+            owned = member.core.owned
+            if self._is_up(owned):
+                for future in owned.ready:
+                    future._set(None)
+                owned.ready.clear()
+
+    def _is_up(self, owned: OwnedProcs) -> bool:
+        if all(peer.link >= 0 for peer in owned.core.peers) and (
+            not owned.has_bootstrap or all(member.is_bootstrapped for member in owned.members.values())
+        ):
+            owned.was_up = True
+            return True
+        return False
+
+    def bootstrapped(self, peer: Peer) -> None:
+        member = self._records.by_token.get(peer.token)
+        if member is not None:
+            member.is_bootstrapped = True
+            self.met(peer)
+
+    def bootstrap_failed(self, peer: Peer, failure: BaseException) -> None:
+        """Note that the bootstrap of a process has raised. The process ends."""
+        member = self._records.by_token.get(peer.token)
+        if member is not None and isinstance(failure, MeshFailure):
+            member.bootstrap_failure = failure
+
+    def failed_to_start(self, peer: Peer) -> bool:
+        """Return whether the process ended before its bootstrap returned, in a mesh that was never ready.
+
+        Such a failure is raised where the program waits. It is reported to a supervisor only if the program has one.
+        """
+        member = self._records.by_token.get(peer.token)
+        if member is None:
+            return False
+        owned = member.core.owned
+        return owned.has_bootstrap and not owned.was_up and not member.is_bootstrapped and peer.gone is not None
+
+    def bootstrap_error(self, peer: Peer) -> tuple[BaseException | None, str]:
+        member = self._records.by_token.get(peer.token)
+        failure = None if member is None else member.bootstrap_failure
+        return (None, "") if failure is None else (failure.__cause__, failure.deaths[0].trace)
 
 
 def new_token(epoch: int, home: str) -> str:

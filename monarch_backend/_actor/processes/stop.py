@@ -27,8 +27,6 @@ SHUTDOWN_GRACE_S = 10.0
 
 
 class ProcessStop:
-    """Stops meshes of processes, and removes their records when all processes have ended."""
-
     def __init__(self, program: Runtime, records: ProcessRecords, starter: ProcessStarter, stuck: StuckReaders) -> None:
         self._program, self._records, self._starter, self._stuck = program, records, starter, stuck
         self.stands_still = linux.stands_still  # a simulator replaces it
@@ -43,7 +41,7 @@ class ProcessStop:
         program, timeout = self._program, check_timeout(timeout)
         meshes = list(self._records.meshes) if core is None else [m for m in self._records.meshes if m.core is core]
         if hosts is not None:
-            meshes = [owned for owned in meshes if program.placement.is_on(owned.core.tokens, hosts)]
+            meshes = [owned for owned in meshes if program.hosts.is_on(owned.core.tokens, hosts)]
         if core is not None and core.owned is None:
             raise RuntimeError(f"only the program or actor that has spawned mesh {core.name!r} can stop it")
         future: Future[None] = Future(program.wait)

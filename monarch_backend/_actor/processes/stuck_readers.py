@@ -24,8 +24,6 @@ STUCK_READER_TIMEOUT_S = 5.0
 
 
 class StuckReaders:
-    """Checks at intervals which owned processes do not read their messages."""
-
     def __init__(self, program: Runtime, records: ProcessRecords) -> None:
         self._program, self._records = program, records
         self._watching = False
