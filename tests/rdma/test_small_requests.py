@@ -211,8 +211,8 @@ def far(it: Owner) -> Iterator[tuple[RDMABuffer, Tcp]]:
 def by_threads(route: Tcp, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that collects the transfers that worker threads run or wait for."""
     found: list[Any] = []
-    move, submit = route.move, route._small_requests.submit
-    monkeypatch.setattr(route, "move", lambda *args: (found.append(args), move(*args))[1])
+    run, submit = route.run, route._small_requests.submit
+    monkeypatch.setattr(route, "run", lambda *args: (found.append(args), run(*args))[1])
     monkeypatch.setattr(route._small_requests, "submit", lambda job: (found.append(job), submit(job)))
     return found
 

@@ -29,6 +29,7 @@ from monarch_backend._rdma.routes.protocol import (
     NO_STAGING,
     REFUSED,
     UNREACHABLE,
+    AtomicOp,
     ReadWriteOp,
     Result,
     Route,
@@ -289,24 +290,24 @@ class Staged(Route):
         self.why_here = ""
         """The reason why this process's NICs do not reach its own GPU memory, if they do not."""
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route. Retries once after a broken connection, but not a write whose data connection broke."""
-        part = ReadWriteOp(handle, write, segments)
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
+        """See Route. Retries once after a broken connection, but not a write whose data connection broke.
+
+        The owner refuses an atomic with a reason: neither a NIC nor a CPU can do it.
+        """
+        if isinstance(part, AtomicOp):
+            return self._tcp.run(part, scope, keep)
         try:
             return self._move(part, scope)
         except _Ended as ended:
             if not ended.again:
                 return ended.result
             if ended.result.refusal == NO_STAGING:
-                self.forget(handle.token)
+                self.forget(part.handle.token)
         try:
             return self._move(part, scope)
         except _Ended as ended:
             return ended.result
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route. The owner refuses with a reason: neither a NIC nor a CPU can do it."""
-        return self._tcp.change(handle, access, offset, operand, expected, scope)
 
     def _move(self, part: ReadWriteOp, scope: Any) -> Result:
         """Move the bytes once. Raises _Ended."""
@@ -358,7 +359,6 @@ class Staged(Route):
             return token in self._leases
 
     def prepare(self, handle: Handle) -> None:
-        """See NicRoute."""
         with contextlib.suppress(_Ended):
             self._borrow(handle, cancel_scope(None))
 

@@ -16,7 +16,6 @@ from monarch_backend._rdma.routes.protocol import (
     Result,
     Route,
     Segment,
-    moved,
     of_nics,
 )
 from monarch_backend._rdma.routes.verbs import Verbs
@@ -37,50 +36,34 @@ class GpuNics(Route):
         return self._verbs.begin(part, scope, keep, done) if part.handle.verbs else None
 
     def is_ready(self, handle: Handle) -> bool:
-        """See NicRoute."""
         return self._verbs.is_ready(handle) and (bool(handle.verbs) or self._staged.has_lease(handle.token))
 
     def prepare(self, handle: Handle) -> None:
-        """See NicRoute."""
         self._verbs.prepare(handle)
         if not handle.verbs:
             self._staged.prepare(handle)
 
     def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
-        """See NicRoute."""
         return self._verbs.planned(part, keep) if part.handle.verbs else None
-
-    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
-        """See NicRoute."""
-        return self._verbs.rebind_request(plan, memory)
 
     def begin_planned(
         self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
     ) -> VerbsInFlight | None:
-        """See NicRoute."""
         return self._verbs.begin_planned(part, plan, done)
 
     def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
-        """See AsyncRoute."""
         return self._verbs.recover(part, result, scope, keep)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route."""
-        part = ReadWriteOp(handle, write, segments)
-        if handle.verbs:
-            result = moved(part, self._verbs, scope, keep)
-            if result.outcome != UNREACHABLE or self._verbs.has_no_way(handle.token):
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
+        if part.handle.verbs:
+            result = self._verbs.run(part, scope, keep)
+            if isinstance(part, AtomicOp) or result.outcome != UNREACHABLE or self._verbs.has_no_way(part.handle.token):
                 return result
             self._staged.why_here = result.text  # this process's own memory is the unreachable one
-        result = moved(part, self._staged, scope, keep)
-        if result.outcome == UNREACHABLE:
-            self._staged.give_back(handle, scope)
+        result = self._staged.run(part, scope, keep)
+        if result.outcome == UNREACHABLE and isinstance(part, ReadWriteOp):
+            self._staged.give_back(part.handle, scope)
         return result
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route."""
-        route = self._verbs if handle.verbs else self._staged
-        return route.change(handle, access, offset, operand, expected, scope)
 
 
 def gathered(routed: Sequence[tuple[ReadWriteOp | AtomicOp, Route]]) -> list[tuple[ReadWriteOp | AtomicOp, Route]]:

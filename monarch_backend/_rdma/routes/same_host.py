@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from monarch_backend._actor.runtime import Runtime
@@ -12,7 +12,7 @@ from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
 from monarch_backend._rdma.registrations import Registry
 from monarch_backend._rdma.routes.cuda_ipc import TorchMappings
-from monarch_backend._rdma.routes.protocol import DONE, LOST, Result, Segment
+from monarch_backend._rdma.routes.protocol import DONE, LOST, AtomicOp, ReadWriteOp, Result
 
 INLINE_MAX_BYTES = 1 << 20
 """Bytes up to which a copy runs on the caller's thread at once."""
@@ -33,25 +33,13 @@ class LocalRoute:
         """See Route."""
         return nbytes <= INLINE_MAX_BYTES
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route."""
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
         if over := scope.outcome():
             return Result(over, 0, 0, 0)
-        return Result(*self._native.move_local(handle.ticket, write, segments))
-
-    def change(
-        self,
-        handle: Handle,
-        access: int,
-        offset: int,
-        operand: int,
-        expected: int,
-        scope: Any,
-    ) -> Result:
-        """See Route."""
-        if over := scope.outcome():
-            return Result(over, 0, 0, 0)
-        return Result(*self._native.change_local(handle.ticket, access, offset, operand, expected))
+        ticket = part.handle.ticket
+        if isinstance(part, ReadWriteOp):
+            return Result(*self._native.move_local(ticket, part.write, part.segments))
+        return Result(*self._native.change_local(ticket, part.access, part.offset, part.operand, part.expected))
 
 
 class SameHost:
@@ -78,20 +66,19 @@ class SameHost:
         method = self._native.copy_method(handle.token, handle.ticket)
         return method in (MAPPED, GPU, EXTERNAL) or (method == KERNEL and not atomic)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route."""
-        result = Result(*self._native.move(handle.token, handle.ticket, write, segments, scope))
-        if handle.device != CPU:
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
+        handle = part.handle
+        token, ticket = handle.token, handle.ticket
+        if isinstance(part, ReadWriteOp):
+            result = Result(*self._native.move(token, ticket, part.write, part.segments, scope))
+        else:
+            numbers = part.access, part.offset, part.operand, part.expected
+            result = Result(*self._native.change(token, ticket, *numbers, scope))
+        if handle.device == CPU:
+            if token not in self.reached:
+                self._log_copy_method(handle, result)
+        elif isinstance(part, ReadWriteOp):
             self._log_gpu_method(handle, result)
-        elif handle.token not in self.reached:
-            self._log_copy_method(handle, result)
-        return result
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route."""
-        result = Result(*self._native.change(handle.token, handle.ticket, access, offset, operand, expected, scope))
-        if handle.device == CPU and handle.token not in self.reached:
-            self._log_copy_method(handle, result)
         return result
 
     def forget(self, token: str) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from monarch_backend._actor.runtime import Runtime, is_of_parent
@@ -26,12 +26,9 @@ from monarch_backend._rdma.routes.protocol import (
     UNREACHABLE,
     AtomicOp,
     InFlightTransfer,
-    NicRoute,
     ReadWriteOp,
     Result,
     Route,
-    Segment,
-    moved,
 )
 from monarch_backend._rdma.routes.same_host import LocalRoute, SameHost
 from monarch_backend._rdma.routes.tcp import Endpoints, Tcp
@@ -159,7 +156,7 @@ class Routes:
         if why is None and _for_nics(handle):
             if handle.verbs:
                 _say(handle, "verbs")  # otherwise the first transfer logs the way
-            nics: NicRoute = self.verbs if handle.device == CPU else self._gpu_nics
+            nics: Verbs | GpuNics = self.verbs if handle.device == CPU else self._gpu_nics
             return (
                 nics
                 if self._forced == "verbs"
@@ -197,7 +194,7 @@ class VerbsWithTcpFallback(Route):
 
     def __init__(
         self,
-        verbs: NicRoute,
+        verbs: Verbs | GpuNics,
         tcp: Tcp,
         warn: Callable[[Handle, str], None],
         run_in_thread: Callable[[Callable[[], None]], object],
@@ -245,51 +242,26 @@ class VerbsWithTcpFallback(Route):
         """See AsyncRoute. TCP needs a thread, because `recover` would not know which route has started the part."""
         return None if self._takes_tcp(part.handle) else self._verbs.begin(part, scope, keep, done)
 
-    def is_ready(self, handle: Handle) -> bool:
-        """See NicRoute."""
-        return self._verbs.is_ready(handle)
-
-    def prepare(self, handle: Handle) -> None:
-        """See NicRoute."""
-        self._verbs.prepare(handle)
-
     def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
-        """See NicRoute."""
         return self._verbs.planned(part, keep)
-
-    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
-        """See NicRoute."""
-        return self._verbs.rebind_request(plan, memory)
 
     def begin_planned(
         self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
     ) -> InFlightTransfer | None:
-        """See NicRoute."""
         return None if self._takes_tcp(part.handle) else self._verbs.begin_planned(part, plan, done)
 
     def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
-        """See AsyncRoute."""
         return self._or_tcp(part, self._verbs.recover(part, result, scope, keep), scope, keep)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route."""
-        part = ReadWriteOp(handle, write, segments)
-        return self._moved(part, scope, keep)
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route."""
-        part = AtomicOp(handle, access, offset, operand, expected, lambda _: None)
-        return self._moved(part, scope, None)
-
-    def _moved(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
-        tried = None if self._takes_tcp(part.handle) else moved(part, self._verbs, scope, keep)
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
+        tried = None if self._takes_tcp(part.handle) else self._verbs.run(part, scope, keep)
         return self._or_tcp(part, tried, scope, keep)
 
     def _or_tcp(self, part: ReadWriteOp | AtomicOp, result: Result | None, scope: Any, keep: Any) -> Result:
         """Return ``result``, that of verbs, or run the part over TCP if verbs was not tried or can't start."""
         if result is not None and not self._falls_back(part.handle, result):
             return result
-        return moved(part, self._tcp, scope, keep)
+        return self._tcp.run(part, scope, keep)
 
 
 def _for_nics(handle: Handle) -> bool:

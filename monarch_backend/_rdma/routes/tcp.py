@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -31,7 +31,6 @@ from monarch_backend._rdma.routes.protocol import (
     ReadWriteOp,
     Result,
     Route,
-    Segment,
 )
 from monarch_backend._rdma.routes.server_address import ServerInfo, place
 from monarch_backend._rdma.routes.small_requests import SmallRequest, SmallRequestClient
@@ -112,16 +111,20 @@ class Tcp(Route):
 
     # ---- connecting
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
         """See Route. A read is retried once after a broken connection.
 
-        A write is not: it may still take effect after a later write, so the caller decides about a retry.
+        A write is not: it may still take effect after a later write, so the caller decides about a retry. Nor is an
+        atomic, because it may have taken effect.
         """
-        result = self._move(handle, write, segments, scope)
-        return self._move(handle, write, segments, scope) if result.outcome == LOST and not write else result
+        return self.recover(part, self._run(part, scope), scope, keep)
 
-    def _move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any) -> Result:
-        return self._try(handle, scope, lambda client: client.move(handle.ticket, write, segments, scope))
+    def _run(self, part: ReadWriteOp | AtomicOp, scope: Any) -> Result:
+        ticket = part.handle.ticket
+        if isinstance(part, ReadWriteOp):
+            return self._try(part.handle, scope, lambda client: client.move(ticket, part.write, part.segments, scope))
+        numbers = part.access, part.offset, part.operand, part.expected
+        return self._try(part.handle, scope, lambda client: client.change(ticket, *numbers, scope))
 
     def begin(
         self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
@@ -136,7 +139,7 @@ class Tcp(Route):
             access, segments, numbers = WRITE if part.write else READ, part.segments, (0, 0)  # type: ignore[assignment]
         try:
             sent = clients[0].begin(part.handle.ticket, access, segments, *numbers, scope)
-        except RuntimeError:  # for example, descriptors are exhausted: `move` gets the same error and reports it
+        except RuntimeError:  # for example, descriptors are exhausted: `run` gets the same error and reports it
             return None
         if sent is None:
             return None
@@ -145,16 +148,9 @@ class Tcp(Route):
         return request
 
     def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
-        """See AsyncRoute and `move`."""
-        if result.outcome == LOST and isinstance(part, ReadWriteOp) and not part.write:
-            return self._move(part.handle, False, part.segments, scope)
-        return result
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route. Never retried after a broken connection, because the atomic may have taken effect."""
-        return self._try(
-            handle, scope, lambda client: client.change(handle.ticket, access, offset, operand, expected, scope)
-        )
+        """See AsyncRoute and `run`."""
+        again = result.outcome == LOST and isinstance(part, ReadWriteOp) and not part.write
+        return self._run(part, scope) if again else result
 
     def staging_connection(self, handle: Handle, scope: Any) -> tuple[Any, Result]:
         """Return a connection for the caller alone, until the caller closes it.

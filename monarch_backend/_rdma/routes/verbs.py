@@ -211,11 +211,11 @@ class Verbs(Route):
         return Awaited(self._started(), token, plan_transfer(kind, region, [segment], memory))
 
     def is_ready(self, handle: Handle) -> bool:
-        """See NicRoute."""
+        """Return whether a transfer with this memory could start without a request to the owner, as far as is known."""
         return self._engine is not None and self._engine.connected(handle.token)
 
     def prepare(self, handle: Handle) -> None:
-        """See NicRoute."""
+        """Prepare that, on a thread that may block. Moves no data, and never raises if the owner refuses."""
         if not self.is_ready(handle):
             with contextlib.suppress(VerbsError):  # no port is active here
                 self._meet(handle.token)
@@ -227,26 +227,19 @@ class Verbs(Route):
     def begin(
         self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
     ) -> VerbsInFlight | None:
-        """See AsyncRoute."""
         plan = self.planned(part, keep)
         return None if plan is None else self.begin_planned(part, plan, done)
 
     def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Plan | None:
-        """See NicRoute."""
         try:
             region = _region(part.handle.verbs)
             return None if _refusal(part, region) else _plan(part, region, keep)
-        except (VerbsError, ValueError, TypeError):  # `move` gets the same error and reports it
+        except (VerbsError, ValueError, TypeError):  # `run` gets the same error and reports it
             return None
-
-    def rebind_request(self, plan: Plan, memory: tuple[int, int, Any] | tuple[()]) -> Plan:
-        """See NicRoute."""
-        return plan.over((Allocation(*memory),) if memory else ())
 
     def begin_planned(
         self, part: ReadWriteOp | AtomicOp, plan: Plan, done: Callable[[Result], None]
     ) -> VerbsInFlight | None:
-        """See NicRoute."""
         token, engine = part.handle.token, self._engine
         if engine is None:
             return None
@@ -257,20 +250,12 @@ class Verbs(Route):
             return None
 
     def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
-        """See AsyncRoute."""
         if result.outcome == LOST and isinstance(part, ReadWriteOp):  # repeating a read or write is safe
             result = self._wait(part, keep, scope)
         return self._explained(part, result, scope)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route."""
-        part = ReadWriteOp(handle, write, segments)
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
         return self.recover(part, self._wait(part, keep, scope), scope, keep)
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route."""
-        part = AtomicOp(handle, access, offset, operand, expected, lambda _: None)
-        return self.recover(part, self._wait(part, None, scope), scope, None)
 
     def _wait(self, part: ReadWriteOp | AtomicOp, keep: Any, scope: Any) -> Result:
         """Run the part and wait for it, as Awaited.wait does."""

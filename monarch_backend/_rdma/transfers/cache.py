@@ -16,6 +16,7 @@ from monarch_backend._actor.calls.future import Future
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
 from monarch_backend._rdma.routes.protocol import ReadWriteOp, of_nics
 from monarch_backend._rdma.transfers.engine import Engine, nothing
+from monarch_backend._verbs import Allocation
 
 
 def after(
@@ -48,7 +49,7 @@ class TransferPlanCache:
         plan = None if route is None else route.planned(part, (memory,))
         if route is not None and plan is not None:
             storage = weakref.ref(memory.keep)
-            self._known = mover, route, part, route.rebind_request(plan, ()), storage, memory.address, memory.nbytes
+            self._known = mover, route, part, plan.over(()), storage, memory.address, memory.nbytes
 
     def start(self, mover: Engine, local: Any) -> Future[None] | None:
         """Start the transfer. Return None if a full check is necessary, which also reports errors."""
@@ -65,6 +66,6 @@ class TransferPlanCache:
         start, size = storage.data_ptr(), storage.nbytes()
         if address + nbytes > start + size or not local.is_contiguous() or local.is_conj() or local.is_neg():
             return None
-        plan = route.rebind_request(plan, (start, size, storage))
+        plan = plan.over((Allocation(start, size, storage),))
         begun: Future[None] | None = mover.single(part, route, (storage,), nothing, plan)
         return begun

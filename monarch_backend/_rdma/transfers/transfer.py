@@ -30,7 +30,6 @@ from monarch_backend._rdma.routes.protocol import (
     Result,
     Route,
     cancel_scope,
-    moved,
 )
 from monarch_backend._rdma.transfers.future import TransferFuture, look_and_sleep, refuse_to_wait
 
@@ -55,7 +54,7 @@ PEER_LOSS_TIMEOUT_S = 1.0
 
 def run_part(part: ReadWriteOp | AtomicOp, route: Route, until: Any, keep: Any) -> Result:
     """Run a part on a route of a thread; an atomic's old value goes to its ``take``."""
-    result = moved(part, route, until, keep)
+    result = route.run(part, until, keep)
     if result.outcome == DONE and isinstance(part, AtomicOp):
         part.take(result.found)
     return result

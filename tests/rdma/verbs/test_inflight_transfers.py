@@ -108,8 +108,8 @@ def disarm_completion_events(owner: FarOwner) -> None:
 
 def moved_by_threads(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    move = owner.route.move
-    monkeypatch.setattr(owner.route, "move", lambda *args: (found.append(args), move(*args))[1])
+    run = owner.route.run
+    monkeypatch.setattr(owner.route, "run", lambda *args: (found.append(args), run(*args))[1])
     return found
 
 
@@ -1209,11 +1209,9 @@ class OtherWay:
         self.handle = owner.buffer._handle._replace(ways=(("there", 1),))
         self.route = VerbsWithTcpFallback(owner.route, self, lambda *of: self.warned.append(of), self.aside.append)  # type: ignore[arg-type]
 
-    def move(self, *args: Any) -> Result:
+    def run(self, *args: Any) -> Result:
         self.tried.append(args)
         return Result(DONE, 0, 0, 0)
-
-    change = move
 
 
 NO_WAY = Result(UNREACHABLE, 0, 0, 0, "no way")
@@ -1241,7 +1239,7 @@ def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytes
     part, answers = ReadWriteOp(other.handle, False, ((0, memory.data_ptr(), 8),)), [False, True]
 
     def move() -> Result:
-        return route.move(other.handle, False, part.segments, cancel_scope(10), (memory,))
+        return route.run(part, cancel_scope(10), (memory,))
 
     def meet(_: str) -> None:
         if answers.pop(0):
@@ -1273,18 +1271,17 @@ def test_switch_to_tcp_does_not_repeat_an_atomic(far: Make, monkeypatch: pytest.
     other = OtherWay(owner)
     ended = Result(outcome, 0, 0, 7, "it is said why")
 
-    def change(*_: Any) -> Result:
+    atomic = AtomicOp(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None)
+
+    def run(*_: Any) -> Result:
         other.route.recover(
             ReadWriteOp(other.handle, False, ((0, 0, 8),)), NO_WAY, cancel_scope(None), None
         )  # as from another thread
         return ended
 
-    monkeypatch.setattr(owner.route, "change", change)
-    assert other.route.change(other.handle, FETCH_ADD, 0, 1, 0, cancel_scope(None)) == ended
-    assert (
-        other.route.recover(AtomicOp(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None), ended, cancel_scope(None), None)
-        == ended
-    )
+    monkeypatch.setattr(owner.route, "run", run)
+    assert other.route.run(atomic, cancel_scope(None), None) == ended
+    assert other.route.recover(atomic, ended, cancel_scope(None), None) == ended
     assert len(other.tried) == 1
 
 
@@ -1306,8 +1303,10 @@ def test_unstarted_transfer_may_use_tcp(far: Make, monkeypatch: pytest.MonkeyPat
     memory = torch.zeros(8, dtype=torch.uint8)
     other = OtherWay(owner)
     with Worker(owner.fabric):
-        moved = other.route.move(other.handle, False, ((0, memory.data_ptr(), 8),), cancel_scope(10), (memory,))
-        added = other.route.change(other.handle, FETCH_ADD, 0, 1, 0, cancel_scope(10))
+        read = ReadWriteOp(other.handle, False, ((0, memory.data_ptr(), 8),))
+        moved = other.route.run(read, cancel_scope(10), (memory,))
+        atomic = AtomicOp(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None)
+        added = other.route.run(atomic, cancel_scope(10), None)
     assert (moved.outcome, added.outcome) == (DONE, DONE)
     assert len(other.tried) == 2
     assert len(other.warned) == 1
