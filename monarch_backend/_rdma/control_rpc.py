@@ -41,7 +41,6 @@ class _Question:
         self.error = ""
 
     def on_gone(self, peer: Peer, failure: Any) -> None:
-        """Fail the request: the peer that was asked has ended."""
         if peer is self.peer:
             self.error = str(failure)
             self.ended.set()

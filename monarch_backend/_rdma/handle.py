@@ -28,9 +28,7 @@ class Handle(NamedTuple):
     staged: bool = False  # the owner has NICs that do not reach the memory, so transfers use staging memory
 
     def __str__(self) -> str:
-        """Return a description for messages."""
         return f"{self.nbytes} bytes of process {self.pid} on host {self.host}"
 
     def part(self, start: int, stop: int) -> Handle:
-        """Return a handle to bytes ``start`` to ``stop``."""
         return self._replace(offset=self.offset + start, nbytes=stop - start)

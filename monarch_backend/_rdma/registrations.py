@@ -25,8 +25,6 @@ _WAS_NOT_THERE, _STILL_USED = 1, 2
 
 
 class Registry(RuntimeExtension):
-    """The registrations of one process."""
-
     def __init__(self, owner: Runtime) -> None:
         host = getattr(owner.links, "host", None)
         if host is None:
@@ -72,7 +70,6 @@ class Registry(RuntimeExtension):
         return self._held.pop(ticket, None) is not None and found != _WAS_NOT_THERE
 
     def memory(self, ticket: Ticket) -> LocalMemory | None:
-        """Return the registered memory, or None if it is not registered any more."""
         return self._held.get(ticket)
 
     def told_to_drop(self, ticket: Ticket) -> None:
@@ -83,7 +80,6 @@ class Registry(RuntimeExtension):
             log.warning("another process has dropped registered memory: %s", error)
 
     def count(self) -> int:
-        """Return the number of registrations."""
         return int(self.native.count())
 
 

@@ -80,7 +80,6 @@ def pieces(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> tuple[Overl
 
 @functools.lru_cache(maxsize=65536)
 def local_shape(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> tuple[int, ...]:
-    """Return the shape of a rank's local tensor. Raises UnevenError."""
     return tuple(sum(stop - start for start, stop in spans) for spans in _spans_by_dim(shape, splits))
 
 
@@ -180,7 +179,6 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def shared(one: Region, other: Region) -> Region | None:
-    """Return the intersection of two boxes, or None."""
     offset = tuple(map(max, one.offset, other.offset))
     sizes = tuple(
         min(a + m, b + n) - start

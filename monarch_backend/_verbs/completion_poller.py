@@ -90,7 +90,6 @@ class Completions:
             self._announced += 1
 
     def ends(self, request: Request, done: Done, outcome: Any) -> None:
-        """Record the end of a request; ``done(outcome)`` is to be called."""
         if request.quiet:
             self._quiet.discard(request)
         else:
@@ -119,7 +118,6 @@ class Completions:
     # ---- the engine's thread
 
     def heard(self, device: Device) -> None:
-        """Handle an event of the device's completion channel."""
         with self._lock:
             device.nic.take_event()
             device.armed = False
@@ -129,7 +127,6 @@ class Completions:
         self.look(device, prompt=True)
 
     def deadline(self) -> float | None:
-        """Return the time of the next sweep."""
         return self._next_sweep
 
     def sweep(self) -> None:
@@ -150,13 +147,11 @@ class Completions:
 
     @property
     def has_calls(self) -> bool:
-        """True if `tell` has callbacks to call."""
         return bool(self._over)
 
     # ---- polling
 
     def look(self, device: Device, prompt: bool = False) -> None:
-        """Poll until there are no more completions."""
         while True:
             with self._lock:
                 found = self._look(device, prompt)
@@ -215,7 +210,6 @@ class Completions:
                 self._spinning.release()
 
     def _spin(self, request: Request, until: float) -> bool:
-        """Poll until the given time; True if the request has finished."""
         while time.perf_counter() < until:
             os.sched_yield()  # also releases the GIL
             for _ in range(1 if self.yields else _LOOKS_WITH_GIL):

@@ -13,8 +13,6 @@ log = logging.getLogger("monarch_backend")
 
 
 class Closable(Protocol):
-    """A resource of a device."""
-
     def close(self) -> None:
         """Raises OSError."""
 

@@ -33,8 +33,6 @@ _NODE_OF_ADDRESS = 1 | 2  # MPOL_F_NODE | MPOL_F_ADDR
 
 @dataclass(frozen=True)
 class PortFacts:
-    """State of a port, from /sys."""
-
     device: str
     port: int
     state: str  # ACTIVE, DOWN, ...
@@ -44,7 +42,6 @@ class PortFacts:
 
     @property
     def active(self) -> bool:
-        """True if the port can send."""
         return self.state == "ACTIVE"
 
 
@@ -65,7 +62,6 @@ def _read(path: Path) -> str:
 
 
 def survey(root: Path = SYSFS) -> list[PortFacts]:
-    """Return all ports of all devices."""
     found = []
     for device in sorted(root.glob("*")):
         node = _read(device / "device" / "numa_node")
@@ -84,7 +80,6 @@ def survey(root: Path = SYSFS) -> list[PortFacts]:
 
 
 def gids(device: str, port: int, root: Path = SYSFS) -> list[Gid]:
-    """Return a port's addresses."""
     table = root / device / "ports" / str(port)
     ethernet = _read(table / "link_layer") == "Ethernet"
     found: list[Gid] = []
@@ -102,7 +97,6 @@ def gids(device: str, port: int, root: Path = SYSFS) -> list[Gid]:
 
 
 def usable(settings: Settings, root: Path = SYSFS) -> list[PortFacts]:
-    """Return the ports that may be used and can send."""
     return [facts for facts in survey(root) if facts.active and settings.permits(facts.device, facts.port)]
 
 

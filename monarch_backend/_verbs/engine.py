@@ -356,7 +356,6 @@ class Engine:
 
     @property
     def is_here(self) -> bool:
-        """True on the engine's thread."""
         return self._thread.is_here
 
     def listen(self, request: Request) -> None:

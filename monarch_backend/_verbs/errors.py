@@ -87,7 +87,6 @@ class NoConnectionError(VerbsError):
 
 
 def status_text(status: int) -> str:
-    """Return the text of a status."""
     return _STATUS[status] if 0 <= status < len(_STATUS) else f"status {status}"
 
 
@@ -97,7 +96,6 @@ def is_of_the_link(status: int) -> bool:
 
 
 def completion_error(what: str, status: int, vendor: int, device: str, peer: object) -> VerbsError:
-    """Return the error for a failed work completion."""
     text = status_text(status)
     vendor_part = f", vendor code {vendor:#x}" if vendor else ""
     advice = _NEXT.get(status, _SEE_LOG)

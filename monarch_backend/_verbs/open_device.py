@@ -52,7 +52,6 @@ class Slot:
 
     @property
     def value(self) -> int:
-        """Return the number, in this machine's byte order."""
         return int(_VALUE.unpack_from(self._page, self._offset)[0])
 
 
@@ -118,7 +117,6 @@ class Device:
         return self._slots.pop()
 
     def give_slot(self, slot: Slot) -> None:
-        """Return a slot whose value is not needed any more."""
         if slot.address in self._lost:
             _native.keep_for_ever(slot)
         else:
@@ -129,7 +127,6 @@ class Device:
         self._lost.add(address)
 
     def close(self) -> None:
-        """Close the device, after the queue pairs and exposed memory."""
         self.cache.close()
         for page in self._pages:
             destroy(page, "a registration", self.name)

@@ -23,7 +23,6 @@ class Region:
         return f"<Region of {self.nbytes} bytes, {'writable' if self.writable else 'read-only'}>"
 
     def to_bytes(self) -> bytes:
-        """Return the region as bytes for other processes."""
         return messages.pack(self.record)
 
     @classmethod
@@ -40,7 +39,6 @@ class ExposedMemory:
         self.registrations: list[tuple[Registration, Device]] = []
 
     def close(self) -> None:
-        """Deregister the memory."""
         for registration, device in self.registrations:
             device.retired.add(registration.rkey, self.address, self.nbytes)
         ended = [destroy(registration, "a region", device.name) for registration, device in self.registrations]

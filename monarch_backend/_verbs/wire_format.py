@@ -33,8 +33,6 @@ _Reads = Annotated[int, Meta(ge=1, le=0xFF)]
 
 
 class Gid(msgspec.Struct, frozen=True, array_like=True):
-    """Address of a port on the fabric."""
-
     index: _U16
     kind: Annotated[int, Meta(ge=1, le=3)]
     raw: _Raw
@@ -109,7 +107,6 @@ _M = TypeVar("_M", ConnectRequest, ConnectReply, RegionRecord)
 
 
 def pack(message: _M) -> bytes:
-    """Return a message as bytes."""
     return _MAGIC[type(message)] + bytes([WIRE_VERSION]) + _encode(message)
 
 

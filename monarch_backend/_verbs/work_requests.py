@@ -193,15 +193,12 @@ class Request:
         self._entries, self._devices = {}, {}
 
     def is_for(self, device: Device) -> bool:
-        """True if the request is registered for this device."""
         return device.index in self._devices
 
     def anywhere(self) -> set[int]:
-        """Return the indices of the devices that it is registered for."""
         return set(self._devices)
 
     def begin(self, lanes: Sequence[SendQueuePair]) -> None:
-        """Start handing out pieces to these queue pairs."""
         self._lanes = set()  # it may have begun on others, which are gone
         if not self._began:
             self._began = True
@@ -249,14 +246,12 @@ class Request:
         return piece
 
     def put_back(self, piece: Piece) -> None:
-        """Return a piece that must be posted again."""
         self.under_way -= 1
         if self._again is None:
             self._again = deque()
         self._again.append(piece)
 
     def where(self, piece: Piece, device: Device) -> tuple[int, int]:
-        """Return the piece's local address and key."""
         if self._slot is not None:
             return self._slot[1].address, self._slot[1].lkey
         return piece.local, self._entries[device.index][piece.part].lkey

@@ -130,7 +130,6 @@ class TorchMappings:
         del mapped  # its destructor may wait for the driver, so not under the lock
 
     def forget(self, token: str) -> None:
-        """Forget a process that has ended."""
         self.unmap_unused()
         with self._lock:
             self._refused = {name: why for name, why in self._refused.items() if name[0] != token}

@@ -354,7 +354,6 @@ class Staged(Route):
         return made
 
     def has_lease(self, token: str) -> bool:
-        """Return whether that process has lent staging memory."""
         with self._lock:
             return token in self._leases
 
@@ -375,12 +374,10 @@ class Staged(Route):
             return self._leases.pop(token, None) is not None
 
     def close(self) -> None:
-        """Free the pinned memory. Called when the program ends."""
         self._pins.close()
 
 
 def _number(part: ReadWriteOp) -> int:
-    """Return the number of the GPU with the local side of the transfer."""
     return _native.gpu_device_of(part.segments[0][1])
 
 

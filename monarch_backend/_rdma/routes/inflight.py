@@ -39,22 +39,18 @@ class VerbsInFlight:
         return self if request is not None else None
 
     def landed(self, what: Any) -> None:
-        """Report the result. The engine calls this when the transfer has ended."""
         done, self._done = self._done, None  # else the timer would keep the callback and its objects alive
         done(result_of(what, self._over))
         if self._late is not None:
             self._late.cancel()
 
     def help(self, spins: float, waits: float) -> None:
-        """See InFlightTransfer."""
         self._engine.help(self._request, spins)
 
     def listen(self) -> None:
-        """See InFlightTransfer."""
         self._engine.listen(self._request)
 
     def end(self, outcome: int) -> None:
-        """See InFlightTransfer."""
         if self._over or self._request.finished:
             return
         self._over = outcome
@@ -70,7 +66,6 @@ class VerbsInFlight:
             self._engine.give_up_soon(self._token, _WHY)
 
     def end_now(self) -> None:
-        """See InFlightTransfer."""
         if not self._request.finished:
             self._engine.give_up(self._token, _WHY)
 

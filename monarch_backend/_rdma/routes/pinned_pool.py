@@ -32,8 +32,6 @@ MAX_IDLE_BUFFERS = 8
 
 
 class _LeaseDescription(msgspec.Struct, frozen=True, array_like=True):
-    """Description of a lease, as it is sent to the reader."""
-
     region: bytes
     key: int
     slot_bytes: int
@@ -42,8 +40,6 @@ class _LeaseDescription(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _LentMemory:
-    """The owner's side of a lease."""
-
     def __init__(self, memory: Any, region: Region, server: Any) -> None:
         self.memory, self.region, self.server = memory, region, server
         self.key = secrets.randbits(64)
@@ -86,7 +82,6 @@ class PinnedPool:
             self._verbs.take_back(lent.region)  # before the memory is freed and allocated again
 
     def close(self) -> None:
-        """Take back all memory."""
         for token in list(self._lent):
             self.forget(token)
 
@@ -124,7 +119,6 @@ class PinnedLease:
         return self._waiting > 0
 
     def give(self, slot: int) -> None:
-        """Return a slot that is free again."""
         with self._changed:
             self._free.append(slot)
             self._changed.notify()
@@ -134,7 +128,6 @@ class PinnedLease:
         return slot in self._unsure
 
     def doubt(self, slot: int) -> None:
-        """Mark a slot as unsure: see `is_unsure`."""
         self._unsure.add(slot)
 
     def trust(self, slot: int) -> None:
@@ -164,6 +157,5 @@ class PinnedPoolClient:
                 self._idle.append(memory)
 
     def close(self) -> None:
-        """Free the idle buffers."""
         with self._lock:
             self._idle.clear()

@@ -144,12 +144,10 @@ class NicRoute(AsyncRoute, Protocol):
 
 
 def as_async_route(route: Route) -> AsyncRoute | None:
-    """Return the route if it is an AsyncRoute."""
     return route if hasattr(route, "begin") else None  # type: ignore[return-value]
 
 
 def of_nics(route: Route) -> NicRoute | None:
-    """Return the route if it is a NicRoute."""
     return route if hasattr(route, "begin_planned") else None  # type: ignore[return-value]
 
 

@@ -30,7 +30,6 @@ class LocalRoute:
         self._native = registry.native
 
     def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """See Route."""
         return nbytes <= INLINE_MAX_BYTES
 
     def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
@@ -60,7 +59,6 @@ class SameHost:
         self._logged: set[tuple[str, str]] = set()  # process and logged text, for GPU memory
 
     def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """See Route."""
         if nbytes > INLINE_MAX_BYTES:
             return False
         method = self._native.copy_method(handle.token, handle.ticket)
@@ -82,7 +80,6 @@ class SameHost:
         return result
 
     def forget(self, token: str) -> None:
-        """Forget a process that has ended, and unmap its memory."""
         self._native.sweep()
         if self._torch_mappings is not None:
             self._torch_mappings.forget(token)
@@ -111,7 +108,6 @@ class SameHost:
             self._say(handle, f"{self.name}, {logged[1]}")
 
     def copy_method(self, handle: Handle) -> str:
-        """Return the copy method as text for messages."""
         found = self._native.copy_method(handle.token, handle.ticket)
         why = "the kernel forbids process_vm_readv" if self._asks_kernel else "MONARCH_CMA=0"
         if handle.device != CPU:

@@ -49,7 +49,6 @@ _KINDS = tuple(itertools.product((False, True), (False, True)))
 
 
 def forced() -> str:
-    """Return MONARCH_RDMA_TRANSPORT. Raises ValueError if it is invalid."""
     return str(env.get("MONARCH_RDMA_TRANSPORT"))
 
 
@@ -64,8 +63,6 @@ def refuse_the_parents(handle: Handle) -> None:
 
 
 class Routes:
-    """The routes of one process."""
-
     def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
         """``submit`` runs a job on a thread that may block."""
         self._program, self._registry = owner, registry
@@ -115,15 +112,12 @@ class Routes:
             return b""
 
     def ways(self) -> tuple[Endpoints, bool]:
-        """Serve this process's memory. Return the server's addresses, and whether connections are encrypted."""
         return self._tcp.ways()
 
     def knows(self, token: str) -> bool:
-        """Return whether state is kept for that process."""
         return any((token, *kind) in self._chosen for kind in _KINDS) or self.verbs.started
 
     def forget(self, token: str) -> None:
-        """Forget a process that has ended."""
         for kind in _KINDS:
             self._chosen.pop((token, *kind), None)
         self._same_host.forget(token)
@@ -133,7 +127,6 @@ class Routes:
         self.lender.forget(token)  # its NIC reaches nothing of this process any more
 
     def close(self) -> None:
-        """Close all routes, in both directions."""
         self._tcp.close()
         self._staged.close()
         self.lender.close()

@@ -43,11 +43,9 @@ class SmallRequest:
             self._done(Result(*told))
 
     def help(self, spins: float, waits: float) -> None:
-        """See InFlightTransfer."""
         self._fetch(0.0 if self._handed_over else min(SOCKET_WAIT_S, waits))
 
     def listen(self) -> None:
-        """See InFlightTransfer."""
         if not self._handed_over and not self._native.is_over:
             self._handed_over = True
             self._client.submit(self._see_to_it)
@@ -57,7 +55,6 @@ class SmallRequest:
             self._fetch(None)
 
     def end(self, outcome: int) -> None:
-        """See InFlightTransfer."""
         if outcome != LATE:  # the native part detects a timeout by itself
             self._scope.cancel()
         self._fetch(0.0)
@@ -86,7 +83,6 @@ class SmallRequestClient:
             self._progress.later(SWEEP_INTERVAL_S, self._sweep)
 
     def forget(self, request: SmallRequest) -> None:
-        """Remove a finished request."""
         with self._lock:
             self._out.discard(request)
             self._old.discard(request)
@@ -101,7 +97,6 @@ class SmallRequestClient:
             self._progress.later(SWEEP_INTERVAL_S, self._sweep)
 
     def end(self, token: str | None = None) -> None:
-        """Cancel the requests to one process, or all."""
         with self._lock:
             ended = [request for request in self._out if token in (None, request.token)]
         for request in ended:

@@ -75,7 +75,6 @@ class Tcp(Route):
             return tuple((address, self._ports[address]) for address in where.addresses), where.encrypted
 
     def server(self) -> Any:
-        """Return the running server."""
         self.ways()
         return self._server
 
@@ -207,7 +206,6 @@ class Tcp(Route):
             return self._clients.setdefault(handle.token, fresh)
 
     def close(self) -> None:
-        """Close all connections and the server."""
         self._small_requests.end()
         with self._lock:
             gone, self._clients = [client for clients in self._clients.values() for client in clients], {}
@@ -225,7 +223,6 @@ class Tcp(Route):
                 each.abandon()
 
     def forget(self, token: str) -> None:
-        """Forget a process that has ended."""
         with self._lock:
             gone = self._clients.pop(token, ())
         self._small_requests.end(token)

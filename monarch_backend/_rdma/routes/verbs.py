@@ -121,7 +121,6 @@ class Verbs(Route):
 
     @property
     def started(self) -> bool:
-        """Whether a NIC is, or was, in use."""
         return self._engine is not None
 
     def _started(self) -> Engine:
@@ -221,7 +220,6 @@ class Verbs(Route):
                 self._meet(handle.token)
 
     def has_no_way(self, token: str) -> bool:
-        """Return whether the last attempt to connect the NICs of both processes failed."""
         return token in self._no_way
 
     def begin(
@@ -290,7 +288,6 @@ class Verbs(Route):
         return Result(REFUSED, refusal, 0, 0) if refusal else result
 
     def forget(self, token: str, why: str) -> None:
-        """Forget a process that has ended."""
         self._met.discard(token)
         self._no_way.discard(token)
         if self._engine is not None:

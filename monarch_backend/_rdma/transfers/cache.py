@@ -40,11 +40,9 @@ class TransferPlanCache:
         self._known: tuple[Any, ...] | None = None  # one object, because several threads may read into one tensor
 
     def is_of(self, local: Any) -> bool:
-        """Return whether this is the plan's tensor."""
         return self._local() is local
 
     def learn(self, mover: Engine, part: ReadWriteOp, memory: LocalMemory) -> None:
-        """Store the plan, if the transfer has one."""
         route = of_nics(mover.routes.to(part.handle))
         plan = None if route is None else route.planned(part, (memory,))
         if route is not None and plan is not None:

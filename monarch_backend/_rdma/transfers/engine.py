@@ -56,8 +56,6 @@ def nothing() -> None:
 
 
 class Engine(RuntimeExtension):
-    """The transfers of one program."""
-
     def __init__(self, owner: Runtime, registered: Registry) -> None:
         self.program, self.registry = owner, registered
         self.movers, self.menders = Workers(MAX_THREADS), Workers(MAX_THREADS)
@@ -127,7 +125,6 @@ class Engine(RuntimeExtension):
         keep: Any,
         result: Any,
     ) -> Transfer:
-        """Return a transfer that takes over a SingleFuture."""
         made = Transfer(self, 1, keep, None, result, future)
         made.watch()
         made.adopt(part, in_flight)
@@ -198,7 +195,6 @@ class Engine(RuntimeExtension):
         return transfer.future
 
     def change(self, change: AtomicOp, timeout: float | None) -> Future[int]:
-        """Start an atomic operation. Return a Future of the old value."""
         found: list[int] = []
         return self.start((change._replace(take=found.append),), None, timeout, lambda: found[0])
 
@@ -208,7 +204,6 @@ class Engine(RuntimeExtension):
             self.program.run_in_thread(lambda: self.routes.forget(peer.token))
 
     def close(self) -> None:
-        """Close all routes. Called when the program ends."""
         self.routes.close()
 
     def abandon(self) -> None:
@@ -216,11 +211,9 @@ class Engine(RuntimeExtension):
         self.routes.abandon()
 
     def outgoing(self, handle: Handle) -> Handle:
-        """Return the handle as it is sent to other processes: with the routes to this process."""
         return self.routes.outgoing(handle)
 
     def drop(self, handle: Handle) -> None:
-        """End a registration of this process, or ask its owner to end it."""
         if handle.token == self.program.router.token:
             self.registry.drop(handle.ticket)
         else:
@@ -261,7 +254,6 @@ TOPICS.update({cuda_ipc.TOPIC: _torch_shares, gpu_staged.TOPIC: _stage})
 
 
 def engine() -> Engine:
-    """Return this process's engine."""
     runtime: Any = program()
     found: Engine = runtime.extensions.extend(Engine, lambda: Engine(runtime, registry()))
     return found

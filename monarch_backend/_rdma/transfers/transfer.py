@@ -61,8 +61,6 @@ def run_part(part: ReadWriteOp | AtomicOp, route: Route, until: Any, keep: Any) 
 
 
 class Transfer:
-    """Some parts and their common future."""
-
     def __init__(
         self,
         engine: Engine,
@@ -195,7 +193,6 @@ class Transfer:
     # ---- waiting
 
     def wait(self, what: Any, seconds: float | None) -> bool:
-        """Wait for the future."""
         look, program = functools.partial(self._look, MAX_POLL_S), self._engine.program
         return look_and_sleep(program, what, seconds, look, self._listen_awaited)
 
@@ -217,7 +214,6 @@ class Transfer:
                 return
 
     def glance(self) -> None:
-        """Poll once, without waiting."""
         self._look(0.0, 0.0)
 
     def listen(self) -> None:
@@ -238,7 +234,6 @@ class Transfer:
         return False
 
     def _begins(self, number: int) -> bool:
-        """Remove a part that gets a thread. Return False if the part does not wait any more."""
         with self._lock:
             waits = number in self._queued
             self._queued.discard(number)
@@ -291,7 +286,6 @@ class Transfer:
             self._end_flights(CANCELLED)
 
     def end_with(self, handle: Handle, result: Result) -> None:
-        """Fail the transfer with the result of an attempt."""
         self._error = self._failure(handle, result)
         self._finish()
 
@@ -391,7 +385,6 @@ def _release(lock: threading.Lock) -> None:
 
 
 def _lost(owner: Runtime, handle: Handle, failure: MeshFailure | None) -> OwnerLostError:
-    """Return the error of a transfer whose owner has ended."""
     peer = owner.router.peers.get(handle.token)
     if failure is None and peer is not None and peer.gone is not None:
         failure = owner.references.exit_of(peer)

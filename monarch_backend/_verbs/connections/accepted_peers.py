@@ -100,22 +100,18 @@ class AcceptedPeers:
         )
 
     def replace(self, peer: Hashable, made: list[tuple[QueuePair, str]]) -> None:
-        """Store a peer's queue pairs, and destroy those that it had."""
         self.hang_up(peer)
         self._pairs[peer] = made
 
     def hang_up(self, peer: Hashable) -> None:
-        """Destroy a peer's queue pairs."""
         for pair, device in self._pairs.pop(peer, []):
             destroy(pair, f"queue pair {pair.number}", device)
 
     def close(self) -> None:
-        """Destroy all queue pairs."""
         for peer in list(self._pairs):
             self.hang_up(peer)
 
     def detach_after_fork(self) -> None:
-        """Keep the parent's queue pairs alive and unreachable."""
         _native.keep_for_ever(self._pairs)
         self._pairs = {}
 

@@ -50,8 +50,6 @@ _SILENT, _GENERAL = 20, 21
 
 
 class State(enum.Enum):
-    """State of a connection."""
-
     IDLE = "idle"
     DIALING = "dialing"
     PROVING = "proving"
@@ -95,7 +93,6 @@ class PeerConnection:
     # ---- requests
 
     def submit(self, request: Request) -> None:
-        """Run a request once the connection is up."""
         if self.state is State.UP and not self._waiting and self._straight(request):
             return
         self._waiting[request] = None
@@ -119,11 +116,9 @@ class PeerConnection:
         return True
 
     def _refused(self, lane: SendQueuePair, error: OSError) -> None:
-        """Handle a queue pair that accepts no work request."""
         self.broke(lane, lane.posted[0].id if lane.posted else 0, _GENERAL, error.errno or 0)
 
     def progress(self) -> None:
-        """Post as many pieces as the queue pairs have room for."""
         posted = True
         while posted and self.state is State.UP and self._waiting:
             posted = False
@@ -227,7 +222,6 @@ class PeerConnection:
         raise error_of_all
 
     def no_connection(self, offer: bytes, error: NoConnectionError) -> bool:
-        """See Engine."""
         if self.state not in (State.IDLE, State.DIALING):
             return False
         if offer and self._nonce not in (b"", messages.unpack(ConnectRequest, offer).nonce):
@@ -241,7 +235,6 @@ class PeerConnection:
         self._offered, self._nonce = [], b""
 
     def tick(self, now: float) -> None:
-        """Check the deadlines of dialing and draining."""
         if self.lanes and now >= self._next_look:
             self._look_for_silence(now)
         if self._deadline is None or now < self._deadline:
@@ -277,7 +270,6 @@ class PeerConnection:
 
     @property
     def deadline(self) -> float | None:
-        """Return the time of the next `tick`."""
         if not self.lanes:
             return self._deadline
         return self._next_look if self._deadline is None else min(self._deadline, self._next_look)
@@ -396,5 +388,4 @@ class PeerConnection:
 
     @property
     def has_waiting(self) -> bool:
-        """True if requests have pieces that are not posted."""
         return bool(self._waiting)

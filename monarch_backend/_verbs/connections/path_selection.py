@@ -13,8 +13,6 @@ NO_GID = Gid(0, INFINIBAND, bytes(16))
 
 @dataclass(frozen=True)
 class PathCandidate:
-    """Path from a local port to a port of the peer."""
-
     cost: tuple[int, int]  # class of addresses, then less for more leading bytes in common, as in one subnet
     common: int  # leading bits
     ours: Gid

@@ -36,34 +36,28 @@ class PeerConnections:
         """See Completions.ends. Set by the engine."""
 
     def progress(self) -> None:
-        """Post what waits for room in a queue."""
         for link in self.by_peer.values():
             link.progress()
 
     def tick(self) -> None:
-        """Let connections whose time has come do what is due."""
         with self._lock:
             for link in self.by_peer.values():
                 link.tick(self.now())
 
     def is_restless(self) -> bool:
-        """True if a connection needs events of completions other than requests'."""
         return any(link.is_restless for link in self.by_peer.values())
 
     def detach_after_fork(self, lock: Any) -> None:
-        """Keep the parent's connections alive and unreachable."""
         _native.keep_for_ever(self.by_peer)
         self.by_peer, self._lock = {}, lock
 
     # ---- as the connections' Host
 
     def finish(self, request: Request) -> None:
-        """See Host."""
         done, outcome = request.done, request.close()
         self.ends(request, done, outcome)
 
     def dial(self, peer: Hashable) -> bool:
-        """See Host."""
         if self._dial is None:
             return False
         self._thread.call_soon(lambda: self._dial_now(peer))
@@ -82,5 +76,4 @@ class PeerConnections:
                     link.fail(failed)
 
     def now(self) -> float:
-        """See Host."""
         return time.monotonic()

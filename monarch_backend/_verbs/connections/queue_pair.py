@@ -75,7 +75,6 @@ class SendQueuePair:
         device.lanes[self.number] = self
 
     def end(self, endpoint: int) -> QpEndpoint:
-        """Return the queue pair's part of a connect request."""
         return QpEndpoint(endpoint, self.number, self.psn)
 
     def connect(self, pairing: Pairing, settings: Settings) -> None:
@@ -106,7 +105,6 @@ class SendQueuePair:
 
     @property
     def room(self) -> int:
-        """Return the number of work requests that may be posted now."""
         if self.nbytes >= LANE_BYTES or not self.proved:
             return 0
         if self.device.credit < 1:

@@ -17,7 +17,6 @@ _ETHERNET, _ACTIVE = 2, 4
 
 
 def open_nic(device: str, completions: int) -> _Nic:
-    """Open a device, as in Binding."""
     for found in ibverbs.get_device_list():
         if found.name == device:
             return _Nic(found, completions)

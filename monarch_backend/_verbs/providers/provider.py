@@ -42,8 +42,6 @@ INIT, RTR, RTS = 1, 2, 3
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a device."""
-
     depth: int  # work requests of a queue pair
     completions: int  # of a completion queue
     reads_in: int  # READs and atomics that a queue pair serves at a time
@@ -52,8 +50,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Port:
-    """Present state of a port."""
-
     active: bool
     ethernet: bool
     lid: int
@@ -63,8 +59,6 @@ class Port:
 
 @dataclass(frozen=True)
 class Path:
-    """Attributes that connect one queue pair to another."""
-
     port: int
     number: int  # of the other queue pair
     psn_out: int
@@ -83,8 +77,6 @@ class Path:
 
 
 class Work(NamedTuple):
-    """A work request."""
-
     id: int
     opcode: int
     signaled: bool
@@ -98,8 +90,6 @@ class Work(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A work completion."""
-
     id: int
     status: int
     number: int  # of the queue pair

@@ -72,7 +72,6 @@ def _channel_with_fd(context: Any) -> tuple[Any, int]:
 
 
 def open_nic(device: str, completions: int) -> _Nic:
-    """Open a device, as in Binding."""
     with _os_errors():
         return _Nic(device, completions)
 

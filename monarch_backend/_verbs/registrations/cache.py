@@ -32,8 +32,6 @@ class Allocation(NamedTuple):
 
 
 class _Buffer(ctypes.Structure):
-    """CPython's Py_buffer."""
-
     _fields_ = (
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.py_object),
@@ -178,12 +176,10 @@ class MemoryCache:
         return None
 
     def has(self, allocation: Allocation) -> bool:
-        """True if the allocation is registered already."""
         entry = self._entries.get(id(allocation.anchor))
         return entry is not None and entry.covers(allocation, writable=False)
 
     def give(self, entry: Entry) -> None:
-        """Remove one user."""
         entry.users.pop()
         if entry.kept and not self._is_full:
             return
@@ -202,7 +198,6 @@ class MemoryCache:
                     self._drop(key)
 
     def close(self) -> None:
-        """Close all registrations."""
         with self._lock:
             for key in list(self._entries):
                 self._drop(key)

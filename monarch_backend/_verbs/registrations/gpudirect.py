@@ -18,7 +18,6 @@ _PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def is_of_gpu(address: int) -> bool:
-    """True if an address is in GPU memory."""
     return _native.gpu_device_of(address) >= 0
 
 

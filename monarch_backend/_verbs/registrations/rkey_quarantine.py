@@ -34,7 +34,6 @@ class RkeyQuarantine:
         return len(self._ranges)
 
     def add(self, rkey: int, address: int, nbytes: int) -> None:
-        """Add a key that is about to be withdrawn."""
         start, end = address, address + nbytes
         with self._lock:
             if known := self._ranges.pop(rkey, None):

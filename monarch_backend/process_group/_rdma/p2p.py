@@ -86,7 +86,6 @@ class _Clock:
             self.begun.set()
 
     def left(self) -> float:
-        """Return the seconds left."""
         if self._rdma_p2p.closed:
             return 0.0
         return max(0.0, self._end - time.monotonic()) if self.begun.is_set() else _NO_TIMEOUT_S
@@ -172,7 +171,6 @@ class RdmaP2P:
     def recv(
         self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None, seconds: float | None = None
     ) -> ShmWork:
-        """Receive a tensor of the same size from a rank."""
         return self._receive(tensors, rank, tag, owner, seconds)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
@@ -196,7 +194,6 @@ class RdmaP2P:
         return operation.wait(_CLOSE_TIMEOUT_S)
 
     def error(self, failure: Any) -> Exception:
-        """Return the exception for the failure of a message."""
         if isinstance(failure, _Failure):
             cause = ("closed", -1, "") if self.closed else failure.args[0]
             error: Any = explained(cause, self._members, self._rank, self.closed_why)
@@ -384,7 +381,6 @@ class RdmaP2P:
     # Both sides -------------------------------------------------------------------------------------------------
 
     def _is_plain(self, rank: int) -> bool:
-        """Whether Gloo carries all messages to and from this rank."""
         return (rank, True) in self._said
 
     def _stay_plain(self, rank: int, why: str) -> None:
@@ -434,14 +430,12 @@ class _PeerExchange:
         self.rank, self._tag, self.clock = rank, tag, clock
 
     def begin(self, call: Callable[..., Any], tensor: Tensor) -> Any:
-        """Start one of Gloo's operations."""
         try:
             return call([tensor], self.rank, self._tag)
         except RuntimeError as error:
             raise self._lost(error) from None
 
     def post(self, data: bytearray, tag: int) -> Any:
-        """Start to send bytes."""
         try:
             return self._gloo.send([_bytes(data)], self.rank, tag)
         except RuntimeError as error:
@@ -474,7 +468,6 @@ class _PeerExchange:
             self.wait(work)
 
     def receive_control(self, first: tuple[Any, bytearray] | None = None) -> tuple[ControlMessage, bytes]:
-        """Receive a control message."""
         work, buffer = first or self.listen()
         self.wait(work)
         control = self.read(ControlMessage.unpack, buffer)
@@ -485,7 +478,6 @@ class _PeerExchange:
         return control, bytes(rest)
 
     def introduce(self, offer: bytes) -> bytes:
-        """Send an offer and return the reply."""
         self.send_control(OFFER, 0, offer)
         return self.receive_control()[1]
 
@@ -497,7 +489,6 @@ class _PeerExchange:
             raise _Failure(("dead", self.rank, f"sent {error}: install the same release on all hosts")) from None
 
     def late(self) -> _Failure:
-        """Return the failure of a message whose time is over."""
         least, seconds = self._rdma_p2p.least, self.clock.seconds
         what = f"did not do its part of a message within {seconds:g} s (is its tensor smaller than {least} bytes?)"
         return _Failure(("late", self.rank, what if self.rank >= 0 else f"no rank sent a message within {seconds:g} s"))

@@ -66,7 +66,6 @@ class SendHeader(NamedTuple):
 
 
 def fits(region: bytes) -> bool:
-    """Whether a region fits into an announcement."""
     return _HEAD.size + len(region) <= SEND_HEADER_BYTES
 
 
@@ -78,7 +77,6 @@ class ControlMessage(NamedTuple):
     size: int
 
     def pack(self) -> bytearray:
-        """Return the control message as bytes."""
         return bytearray(_WORD.pack(_MAGIC, *self))
 
     @classmethod
@@ -91,7 +89,6 @@ class ControlMessage(NamedTuple):
 
 
 def announced(tag: int) -> int:
-    """Return Gloo's tag for announcements of messages with this tag."""
     return tag if tag >= FIRST_STAGE_TAG else _ANNOUNCED + tag
 
 

@@ -64,8 +64,6 @@ class ReadableRegion:
 
 
 class ReadTarget(NamedTuple):
-    """Memory to read into, with its owner."""
-
     address: int
     nbytes: int
     owner: Tensor
@@ -119,7 +117,6 @@ class Nics:
         return lent, lent.region.to_bytes(), tensor.data_ptr() - address
 
     def give_back(self, lent: ReadableRegion) -> None:
-        """End one message's use of the region."""
         with self._lock:
             lent.users -= 1
             over = not lent.users and not lent.kept
@@ -128,7 +125,6 @@ class Nics:
         self._make_room()
 
     def sweep(self) -> None:
-        """Deregister storages that were freed."""
         with self._lock:
             while self._gone:
                 key = self._gone.popleft()
@@ -279,7 +275,6 @@ class Nics:
     # Groups -----------------------------------------------------------------------------------------------------
 
     def add(self, others: Iterable[Rank]) -> None:
-        """Count these processes as ranks of one more group."""
         for peer in others:
             self._others.setdefault(peer.token, _Other(peer)).groups += 1
 
@@ -294,7 +289,6 @@ class Nics:
         return not self._others
 
     def close(self) -> None:
-        """Close the connections and deregister all memory."""
         from monarch_backend._verbs import shared_engine
 
         with self._lock:
@@ -318,7 +312,6 @@ def join(others: Iterable[Rank]) -> Nics:
 
 
 def leave(nics: Nics, others: Iterable[Rank]) -> None:
-    """Remove a group that is closed."""
     global _process
     with _joining:
         if nics is not _process:  # it is of a fork's parent
