@@ -22,8 +22,7 @@ from monarch_backend._verbs import wire_format as messages
 from monarch_backend._verbs.completion_poller import MAX_UNSIGNALED_BYTES, Completions
 from monarch_backend._verbs.config import Settings, from_environment
 from monarch_backend._verbs.connections.accepted_peers import AcceptedPeers
-from monarch_backend._verbs.connections.connection import PeerConnection, State
-from monarch_backend._verbs.connections.peer_connections import PeerConnections
+from monarch_backend._verbs.connections.connection import PeerConnection, PeerConnections, State
 from monarch_backend._verbs.discovery import available, distance, node_of_memory
 from monarch_backend._verbs.engine_thread import UNREADABLE, EngineThread
 from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
@@ -38,9 +37,8 @@ from monarch_backend._verbs.providers.provider import (
 )
 from monarch_backend._verbs.region import ExposedMemory, Region
 from monarch_backend._verbs.registrations.cache import register
-from monarch_backend._verbs.transfer_plan import Segment, plan_atomic, plan_transfer
 from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest, RegionRecord
-from monarch_backend._verbs.work_requests import Done, Plan, Request
+from monarch_backend._verbs.work_requests import Done, Plan, Request, Segment, plan_atomic, plan_transfer
 
 log = logging.getLogger("monarch_backend")
 

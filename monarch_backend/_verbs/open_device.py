@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from monarch_backend import _native
 from monarch_backend._verbs import discovery
 from monarch_backend._verbs.config import Settings
-from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.providers.provider import LOCAL_WRITE, Binding, Registration
+from monarch_backend._verbs.providers.provider import LOCAL_WRITE, Binding, Registration, destroy
 from monarch_backend._verbs.registrations.cache import MemoryCache, register
 from monarch_backend._verbs.registrations.rkey_quarantine import RkeyQuarantine
 from monarch_backend._verbs.wire_format import Endpoint

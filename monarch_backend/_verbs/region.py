@@ -6,9 +6,8 @@ from typing import Any
 
 from monarch_backend import _native
 from monarch_backend._verbs import wire_format as messages
-from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.open_device import Device
-from monarch_backend._verbs.providers.provider import Registration
+from monarch_backend._verbs.providers.provider import Registration, destroy
 from monarch_backend._verbs.wire_format import RegionRecord
 
 

@@ -13,9 +13,11 @@ import enum
 import itertools
 import os
 import secrets
-from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Protocol
+import time
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any
 
+from monarch_backend import _native
 from monarch_backend._verbs import wire_format as messages
 from monarch_backend._verbs.connections.queue_pair import Posted, SendQueuePair
 from monarch_backend._verbs.errors import (
@@ -31,7 +33,8 @@ from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest
 
 if TYPE_CHECKING:
     from monarch_backend._verbs.config import Settings
-    from monarch_backend._verbs.work_requests import Request
+    from monarch_backend._verbs.engine_thread import EngineThread
+    from monarch_backend._verbs.work_requests import Done, Request
 
 CONNECT_TIMEOUT_S = 10.0
 """Seconds for the control plane to return the reply."""
@@ -57,28 +60,10 @@ class State(enum.Enum):
     DRAINING = "draining"
 
 
-class Host(Protocol):
-    """Methods of the engine that a connection calls."""
-
-    settings: Settings
-
-    def devices(self) -> list[Device]:
-        """Return all open devices."""
-
-    def finish(self, request: Request) -> None:
-        """Complete a request without posted work requests; callbacks run on the engine's thread."""
-
-    def dial(self, peer: Hashable) -> bool:
-        """Start connecting by the control plane, from the engine's thread; False if there is no control plane."""
-
-    def now(self) -> float:
-        """Return the time in seconds."""
-
-
 class PeerConnection:
     """Connection to one peer. The engine's lock is held in all methods."""
 
-    def __init__(self, peer: Hashable, host: Host) -> None:
+    def __init__(self, peer: Hashable, host: PeerConnections) -> None:
         self.peer, self._host = peer, host
         self.state = State.IDLE
         self.lanes: list[SendQueuePair] = []
@@ -163,7 +148,7 @@ class PeerConnection:
     # ---- connecting
 
     def _want(self) -> None:
-        self.state, self._deadline = State.DIALING, self._host.now() + CONNECT_TIMEOUT_S
+        self.state, self._deadline = State.DIALING, time.monotonic() + CONNECT_TIMEOUT_S
         if not self._host.dial(self.peer):
             reason = f": {self._trouble}" if self._trouble else ", and no control plane to connect it"
             self.fail(VerbsError(f"there is no connection to {self.peer}{reason}", *self._words()))
@@ -191,7 +176,7 @@ class PeerConnection:
             self._offered.append(lane)
         self._nonce = os.urandom(8)
         ends = [lane.end(endpoints.index(lane.endpoint)) for lane in self._offered]
-        self.state, self._deadline = State.DIALING, self._host.now() + CONNECT_TIMEOUT_S
+        self.state, self._deadline = State.DIALING, time.monotonic() + CONNECT_TIMEOUT_S
         return messages.pack(ConnectRequest(self._nonce, endpoints, ends))
 
     def connect(self, answer: ConnectReply) -> None:
@@ -215,7 +200,7 @@ class PeerConnection:
         self._drop_offer()
         self._deadline = None
         if self.lanes:
-            self.state, self._next_look = State.PROVING, self._host.now() + self._silence / 4
+            self.state, self._next_look = State.PROVING, time.monotonic() + self._silence / 4
             return
         error_of_all = NoConnectionError(f"no way from here to {self.peer}: {'; '.join(problems)}", *self._words())
         self.fail(error_of_all)
@@ -312,7 +297,7 @@ class PeerConnection:
             elif posted.request is not None:
                 self._unfinished(posted, posted.id == id_, status, error)
         if self.state is State.UP and lane.proved:
-            self.state, self._deadline = State.DRAINING, self._host.now() + DRAIN_TIMEOUT_S
+            self.state, self._deadline = State.DRAINING, time.monotonic() + DRAIN_TIMEOUT_S
             self._close_lanes([lane for lane in self.lanes if not lane.proved])
         if self.state is State.PROVING and not self.lanes:  # only proofs were posted on them
             self.fail(NoConnectionError(str(error), error.status, error.device, error.peer))
@@ -389,3 +374,66 @@ class PeerConnection:
     @property
     def has_waiting(self) -> bool:
         return bool(self._waiting)
+
+
+class PeerConnections:
+    """Connections of one engine, by peer. The engine's lock is held in all methods but `tick`, which takes it.
+
+    ``devices`` returns all open devices. ``dial``: see Engine.
+    """
+
+    def __init__(
+        self,
+        lock: Any,
+        settings: Settings,
+        dial: Callable[[Any], None] | None,
+        devices: Callable[[], list[Device]],
+        thread: EngineThread,
+    ) -> None:
+        self._lock, self._dial, self._thread = lock, dial, thread
+        self.settings, self.devices = settings, devices
+        self.by_peer: dict[Hashable, PeerConnection] = {}
+        self.ends: Callable[[Request, Done, Any], None]
+        """See Completions.ends. Set by the engine."""
+
+    def progress(self) -> None:
+        for link in self.by_peer.values():
+            link.progress()
+
+    def tick(self) -> None:
+        with self._lock:
+            for link in self.by_peer.values():
+                link.tick(time.monotonic())
+
+    def is_restless(self) -> bool:
+        return any(link.is_restless for link in self.by_peer.values())
+
+    def detach_after_fork(self, lock: Any) -> None:
+        _native.keep_for_ever(self.by_peer)
+        self.by_peer, self._lock = {}, lock
+
+    # ---- called by the connections
+
+    def finish(self, request: Request) -> None:
+        """Complete a request without posted work requests; callbacks run on the engine's thread."""
+        done, outcome = request.done, request.close()
+        self.ends(request, done, outcome)
+
+    def dial(self, peer: Hashable) -> bool:
+        """Start connecting by the control plane, from the engine's thread; False if there is no control plane."""
+        if self._dial is None:
+            return False
+        self._thread.call_soon(lambda: self._dial_now(peer))
+        return True
+
+    def _dial_now(self, peer: Hashable) -> None:
+        assert self._dial is not None
+        try:
+            self._dial(peer)
+        except Exception as error:
+            failed = VerbsError(f"{peer} could not be dialed: {error}", "", "", str(peer))
+            failed.__cause__ = error
+            with self._lock:
+                link = self.by_peer.get(peer)
+                if link is not None:
+                    link.fail(failed)

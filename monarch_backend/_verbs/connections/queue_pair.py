@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from monarch_backend import _native
 from monarch_backend._verbs.config import Settings
-from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.open_device import Device
-from monarch_backend._verbs.providers.provider import WRITE, Path, Work
+from monarch_backend._verbs.providers.provider import WRITE, Path, Work, destroy
 from monarch_backend._verbs.wire_format import Endpoint, Pairing, QpEndpoint
 from monarch_backend._verbs.work_requests import Piece, Request
 

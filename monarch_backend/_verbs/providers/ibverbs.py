@@ -8,8 +8,6 @@ from typing import Any
 
 import ibverbs
 
-from monarch_backend._verbs.deferred_destroy import close_each
-from monarch_backend._verbs.providers import native_queues
 from monarch_backend._verbs.providers import provider as verbs
 from monarch_backend._verbs.providers.provider import Completion, Limits, Path, Port, Work
 
@@ -35,7 +33,7 @@ class _Nic:
         self._channel = self._context.create_comp_channel()
         self.fd: int = self._channel.fd
         self._cq = self._context.create_cq(self.limits.completions, self._channel)
-        self._queue = queue = native_queues.completion_queue(self._cq, self.fd, self._cq.cqe)
+        self._queue = queue = verbs.compiled_queue(self._cq, self.fd, self._cq.cqe)
         self.arm: Callable[[], None] = self._cq.req_notify if queue is None else queue.arm
         self.poll: Callable[[int], Sequence[Completion]] = self._poll if queue is None else queue.poll
 
@@ -72,7 +70,7 @@ class _Nic:
     def close(self) -> None:
         if self._queue is not None:
             self._queue.forget()
-        close_each((self._context, self._pd, self._channel, self._cq), _close)
+        verbs.close_each((self._context, self._pd, self._channel, self._cq), _close)
 
 
 def _close(part: Any) -> None:
@@ -86,7 +84,7 @@ class _QueuePair:
     def __init__(self, qp: Any, queue: Any) -> None:
         self._qp = qp
         self.number: int = qp.qp_num
-        self._pair = pair = native_queues.queue_pair(qp, self.number, queue)
+        self._pair = pair = verbs.compiled_pair(qp, self.number, queue)
         self.post: Callable[[Sequence[Work]], None] = self._post if pair is None else pair.post
 
     def initialize(self, port: int, access: int) -> None:

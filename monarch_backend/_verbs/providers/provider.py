@@ -7,14 +7,19 @@ kernel does not.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
+from monarch_backend import _native
 from monarch_backend._verbs.errors import VerbsError
+
+log = logging.getLogger("monarch_backend")
 
 BINDINGS = ("pyverbs", "ibverbs")
 """The packages, the preferred one first."""
@@ -199,3 +204,46 @@ def load(wanted: str = "") -> Binding:
         f"no package for verbs loads ({'; '.join(reasons)}): install the distribution's python3-pyverbs, or "
         "libibverbs1 and ibverbs-providers with pip install 'monarch_backend[rdma]'"
     )
+
+
+def compiled_queue(queue: Any, fd: int, entries: int) -> _native.VerbsCompletionQueue | None:
+    """Return posting, polling and arming in C++ on the completion queue of a package; None if it is not found.
+
+    Both packages keep libibverbs's pointers in C fields of their objects. The core finds them there
+    (csrc/verbs/queue_pairs.h) and checks them. If the check fails, the package's own functions are used, which are
+    about ten times slower.
+    """
+    found = _native.VerbsCompletionQueue.find(queue, fd, entries)
+    if found is None:
+        log.info(
+            "verbs: %s's queues are not in the expected places; its own Python functions are used, which are slower",
+            type(queue).__module__.partition(".")[0],
+        )
+    return found
+
+
+def compiled_pair(pair: Any, number: int, queue: _native.VerbsCompletionQueue | None) -> _native.VerbsQueuePair | None:
+    """Return the compiled queue pair of a package's object that completes in ``queue``; None if not found."""
+    return None if queue is None else _native.VerbsQueuePair.find(pair, number, queue)
+
+
+def destroy(part: Nic | QueuePair | Registration, what: str, device: str) -> bool:
+    """Close a resource. Return False if its device refuses, as one that was removed or reset.
+
+    Then the resource is kept until the process ends. The device may still use it, and its destructor would try again at
+    any point of other code.
+    """
+    try:
+        part.close()
+    except OSError as error:
+        log.warning("verbs: %s of %s cannot be destroyed, and is left as it is: %s", what, device, error)
+        _native.keep_for_ever(part)
+        return False
+    return True
+
+
+def close_each(parts: Iterable[Any], close: Callable[[Any], None]) -> None:
+    """Close all in reverse order; raises the OSError of one that fails, after the others."""
+    with contextlib.ExitStack() as each:
+        for part in parts:
+            each.callback(close, part)

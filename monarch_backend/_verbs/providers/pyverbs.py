@@ -22,8 +22,6 @@ from pyverbs.pyverbs_error import PyverbsError
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.wr import SGE, SendWR
 
-from monarch_backend._verbs.deferred_destroy import close_each
-from monarch_backend._verbs.providers import native_queues
 from monarch_backend._verbs.providers import provider as verbs
 from monarch_backend._verbs.providers.provider import Completion, Limits, Path, Port, Work
 
@@ -91,7 +89,7 @@ class _Nic:
         except BaseException:
             self._context.close()
             raise
-        self._queue = queue = native_queues.completion_queue(self._cq, self.fd, self._cq.cqe)
+        self._queue = queue = verbs.compiled_queue(self._cq, self.fd, self._cq.cqe)
         self.arm: Callable[[], None] = self._arm if queue is None else queue.arm
         self.poll: Callable[[int], Sequence[Completion]] = self._poll if queue is None else queue.poll
 
@@ -135,7 +133,7 @@ class _Nic:
     def close(self) -> None:
         if self._queue is not None:
             self._queue.forget()
-        close_each((self._context, self._pd, self._channel, self._cq), _close)
+        verbs.close_each((self._context, self._pd, self._channel, self._cq), _close)
 
 
 def _close(part: Any) -> None:
@@ -158,7 +156,7 @@ class _QueuePair:
         self._qp = qp
         self._made: dict[tuple[int, int, int, bool], Any] = {}  # work request objects, by their constant fields
         self.number: int = qp.qp_num
-        self._pair = pair = native_queues.queue_pair(qp, self.number, queue)
+        self._pair = pair = verbs.compiled_pair(qp, self.number, queue)
         self.post: Callable[[Sequence[Work]], None] = self._post if pair is None else pair.post
 
     def initialize(self, port: int, access: int) -> None:

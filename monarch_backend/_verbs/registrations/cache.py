@@ -15,10 +15,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.discovery import locked_memory
 from monarch_backend._verbs.errors import VerbsError, registration_error
-from monarch_backend._verbs.providers.provider import LOCAL_WRITE, Nic, Registration
+from monarch_backend._verbs.providers.provider import LOCAL_WRITE, Nic, Registration, destroy
 from monarch_backend._verbs.registrations import gpudirect
 
 

@@ -12,9 +12,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.errors import VerbsError
-from monarch_backend._verbs.providers.provider import Registration
+from monarch_backend._verbs.providers.provider import Registration, destroy
 
 MAX_KEYS = 4096
 """Keys that are remembered. Drivers repeat keys after 256 of one memory, or after 16 million of all."""

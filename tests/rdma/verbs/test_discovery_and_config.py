@@ -14,7 +14,7 @@ import pytest
 from monarch_backend import _verbs
 from monarch_backend._verbs import Region, VerbsError, available, describe, discovery, errors
 from monarch_backend._verbs.config import from_environment
-from monarch_backend._verbs.connections.path_selection import ways
+from monarch_backend._verbs.connections.accepted_peers import ways
 from monarch_backend._verbs.providers import provider
 from monarch_backend._verbs.wire_format import (
     INFINIBAND,

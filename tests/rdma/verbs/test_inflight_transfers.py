@@ -37,7 +37,7 @@ from monarch_backend._rdma.routes.verbs import _owners
 from monarch_backend._rdma.transfers import engine as transfer_engine
 from monarch_backend._rdma.transfers import transfer
 from monarch_backend._rdma.transfers.thread_pool import Workers
-from monarch_backend._verbs import Settings, VerbsError, completion_poller, open_device, transfer_plan
+from monarch_backend._verbs import Settings, VerbsError, completion_poller, open_device, work_requests
 from monarch_backend._verbs import engine as engine_module
 from monarch_backend._verbs.connections import connection
 from monarch_backend._verbs.connections.queue_pair import SendQueuePair
@@ -1004,7 +1004,7 @@ def test_buffers_that_begin_at_one_address(far: Make) -> None:
 def test_an_action_looks_up_each_memory_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated lookups for each part would take time that grows with the square of the number of parts."""
     owner, count = far(), 2000
-    looked = {module: [] for module in (verbs, transfer_plan)}  # type: dict[Any, list[int]]
+    looked = {module: [] for module in (verbs, work_requests)}  # type: dict[Any, list[int]]
     for module, addresses in looked.items():
         find = module.allocation_of
 
