@@ -14,8 +14,7 @@ from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU, LocalMemory, frozen, memory_of, writable
 from monarch_backend._rdma.registrations import registry
 from monarch_backend._rdma.routes.protocol import COMPARE_AND_SWAP, FETCH_ADD
-from monarch_backend._rdma.transfers.cache import TransferPlanCache, after
-from monarch_backend._rdma.transfers.engine import AtomicOp, ReadWriteOp, engine
+from monarch_backend._rdma.transfers.engine import AtomicOp, ReadWriteOp, TransferPlanCache, after, engine
 from monarch_backend._rdma.transfers.future import SingleFuture
 
 _64_BITS = (1 << 64) - 1

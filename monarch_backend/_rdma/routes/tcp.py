@@ -6,23 +6,28 @@ their memory. csrc/memory/wire.h defines the protocol, handshake.h the authentic
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from monarch_backend import _native
 from monarch_backend._actor.runtime import Runtime
-from monarch_backend._core import platform
-from monarch_backend._rdma.control_rpc import ask
+from monarch_backend._core import env, platform
+from monarch_backend._core.addresses import local_addresses
+from monarch_backend._rdma.control_rpc import TOPICS, ask
 from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.registrations import Registry
 from monarch_backend._rdma.routes.protocol import (
+    CANCELLED,
     DONE,
     FAILED,
+    LATE,
     LOST,
     READ,
     UNREACHABLE,
@@ -32,15 +37,155 @@ from monarch_backend._rdma.routes.protocol import (
     Result,
     Route,
 )
-from monarch_backend._rdma.routes.server_address import ServerInfo, place
-from monarch_backend._rdma.routes.small_requests import SmallRequest, SmallRequestClient
 from monarch_backend._transport.local.frames import PING, Setting
+from monarch_backend._transport.local.peer import Peer
 
 Endpoints = tuple[tuple[str, int], ...]
 """Addresses and ports."""
 
 STREAMS_PER_PEER = 4
 """Connections to one process, for large transfers."""
+
+SOCKET_WAIT_S = 0.002
+"""Seconds that a waiting thread blocks in the socket, where only signals interrupt it."""
+
+SWEEP_INTERVAL_S = 0.02
+
+
+class ServerInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Addresses and secret of a process, as the main program sends them."""
+
+    secret: bytes  # of the program, for memory only; it never leaves the program's processes
+    addresses: tuple[str, ...]  # at which other hosts reach this one
+    encrypted: bool
+
+
+_secrets_lock = threading.Lock()
+_secrets: weakref.WeakKeyDictionary[Runtime, bytes] = weakref.WeakKeyDictionary()
+
+
+def place(owner: Runtime) -> ServerInfo:
+    """Return this process's addresses and secret. Raises RDMAError if the main program does not answer."""
+    if owner.root is None:
+        found = _place_of(owner, owner.router.token)
+    else:
+        found = msgspec.msgpack.decode(ask(owner, owner.root, "place"), type=ServerInfo)
+    if not env.get("MONARCH_TLS"):  # in this process alone
+        found = ServerInfo(found.secret, found.addresses, False)
+    return found
+
+
+def _place_of(root: Runtime, token: str) -> ServerInfo:
+    from monarch_backend._hosts.tls_config import tls_for
+
+    with _secrets_lock:
+        secret = _secrets.setdefault(root, secrets.token_bytes(32))
+    host = root.hosts.of(token)
+    addresses = tuple(dict.fromkeys(_own_addresses(root))) if host is None else (host.address[0],)
+    return ServerInfo(secret, addresses or ("127.0.0.1",), tls_for() is not None)
+
+
+def _own_addresses(root: Runtime) -> Iterator[str]:
+    """Return the addresses of the main program's host from which it connects to other hosts."""
+    for host in root.hosts.attached():
+        if host.lost is not None or host.through is not None:
+            continue
+        yield from local_addresses(host.address[0])
+
+
+def _answer(root: Runtime, peer: Peer, _: bytes) -> bytes:
+    return msgspec.msgpack.encode(_place_of(root, peer.token))
+
+
+TOPICS["place"] = _answer
+
+
+class SmallRequest:
+    """A small request in flight: see InFlightTransfer.
+
+    The caller's thread sends the request, and the waiting thread reads the reply, which saves two thread switches. A
+    pool thread reads the reply instead if a waiter sleeps or a callback is set. It also takes requests that were not
+    polled within SWEEP_INTERVAL_S.
+    """
+
+    __slots__ = ("_client", "_done", "_handed_over", "_native", "_scope", "token")
+
+    def __init__(
+        self,
+        client: SmallRequestClient,
+        token: str,
+        scope: Any,
+        done: Callable[[Result], None],
+        native: _native.SmallRequest,
+    ) -> None:
+        self._client, self.token, self._scope, self._done, self._native = client, token, scope, done, native
+        self._handed_over = False
+
+    def _fetch(self, seconds: float | None) -> None:
+        told = self._native.fetch(seconds)
+        if told is not None:
+            self._client.forget(self)
+            self._done(Result(*told))
+
+    def help(self, spins: float, waits: float) -> None:
+        self._fetch(0.0 if self._handed_over else min(SOCKET_WAIT_S, waits))
+
+    def listen(self) -> None:
+        if not self._handed_over and not self._native.is_over:
+            self._handed_over = True
+            self._client.submit(self._see_to_it)
+
+    def _see_to_it(self) -> None:
+        while not self._native.is_over:
+            self._fetch(None)
+
+    def end(self, outcome: int) -> None:
+        if outcome != LATE:  # the native part detects a timeout by itself
+            self._scope.cancel()
+        self._fetch(0.0)
+        self.listen()  # for the case that another thread reads the reply: it sees the cancellation
+
+    def end_now(self) -> None:
+        """See InFlightTransfer. Nothing to do: `end` lets the thread that reads the reply close its socket."""
+
+
+class SmallRequestClient:
+    """The unfinished small requests of this process. ``submit`` runs a job on a thread that may block."""
+
+    def __init__(self, owner: Runtime, submit: Callable[[Callable[[], None]], None]) -> None:
+        self.submit, self._progress = submit, owner.progress
+        self._lock = threading.Lock()
+        self._out: set[SmallRequest] = set()
+        self._old: set[SmallRequest] = set()  # requests of the last sweep
+        self._sweeps = False
+
+    def add(self, request: SmallRequest) -> None:
+        """Add a request. It may have finished already."""
+        with self._lock:
+            self._out.add(request)
+            begin, self._sweeps = not self._sweeps, True
+        if begin:
+            self._progress.later(SWEEP_INTERVAL_S, self._sweep)
+
+    def forget(self, request: SmallRequest) -> None:
+        with self._lock:
+            self._out.discard(request)
+            self._old.discard(request)
+
+    def _sweep(self) -> None:
+        with self._lock:
+            late, self._old = self._old, self._out - self._old
+            self._sweeps = bool(self._old)
+        for request in late:
+            request.listen()
+        if self._sweeps:
+            self._progress.later(SWEEP_INTERVAL_S, self._sweep)
+
+    def end(self, token: str | None = None) -> None:
+        with self._lock:
+            ended = [request for request in self._out if token in (None, request.token)]
+        for request in ended:
+            request.end(CANCELLED)
 
 
 class Tcp(Route):

@@ -36,7 +36,7 @@ from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.routes.verbs import _owners
 from monarch_backend._rdma.transfers import engine as transfer_engine
 from monarch_backend._rdma.transfers import transfer
-from monarch_backend._rdma.transfers.thread_pool import Workers
+from monarch_backend._rdma.transfers.engine import Workers
 from monarch_backend._verbs import Settings, VerbsError, completion_poller, open_device, work_requests
 from monarch_backend._verbs import engine as engine_module
 from monarch_backend._verbs.connections import connection
