@@ -97,7 +97,7 @@ class RDMABuffer:
         return f"<RDMABuffer: {self._handle}, {self._handle.device}>"
 
     def __reduce__(self) -> Any:
-        return (_arrived, tuple(engine().outgoing(self._handle)))
+        return (_arrived, tuple(engine().routes.outgoing(self._handle)))
 
     # ---- transfers
 

@@ -125,7 +125,8 @@ def _cut(size: int, splits: Iterable[ShardSpec]) -> list[Span]:
     for split in splits:
         total = sum(stop - start for start, stop in spans)
         # The part at `place` of each of the `factor` parts.
-        chosen = [_chunk(part, split.ways, split.place) for part in _chunks((0, total), split.factor)]
+        parts = [_chunk((0, total), split.factor, index) for index in range(split.factor)]
+        chosen = [_chunk(part, split.ways, split.place) for part in parts]
         spans = _joined(span for start, stop in chosen for span in _slice(spans, start, stop))
     return spans
 
@@ -142,10 +143,6 @@ def _order(splits: list[ShardSpec]) -> list[ShardSpec] | None:
             return None
         order.insert(made.index(split.factor), split._replace(factor=1))
     return order
-
-
-def _chunks(span: Span, ways: int) -> list[Span]:
-    return [_chunk(span, ways, index) for index in range(ways)]
 
 
 def _chunk(span: Span, ways: int, index: int) -> Span:

@@ -176,16 +176,12 @@ def node_of_memory(address: int) -> int:
         return -1
     node = ctypes.c_int(-1)
     try:
-        failed = _libc().syscall(
+        failed = ctypes.CDLL(None, use_errno=True).syscall(
             _GET_MEMPOLICY, ctypes.byref(node), None, 0, ctypes.c_void_p(address), _NODE_OF_ADDRESS
         )
     except OSError:
         return -1
     return -1 if failed else node.value
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def distance(one: int, other: int, root: Path = _NODES) -> int:

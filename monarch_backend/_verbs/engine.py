@@ -134,7 +134,7 @@ class Engine:
 
     def close(self) -> None:
         """Fail requests in progress and deregister all memory."""
-        if self.is_here:
+        if self._thread.is_here:
             raise RuntimeError("a callback cannot close the engine whose thread it runs on")
         with self._lock:
             if self._closed or self._fork != _forks:
@@ -352,10 +352,6 @@ class Engine:
             except Exception:
                 self._fail_all(UNREADABLE)
 
-    @property
-    def is_here(self) -> bool:
-        return self._thread.is_here
-
     def listen(self, request: Request) -> None:
         """Request an event, so that a thread can sleep until the request is over. May run callbacks."""
         if self._fork == _forks:
@@ -383,10 +379,6 @@ class Engine:
             link = self._links.pop(peer, None)
             if link is not None:
                 link.fail(VerbsError(why, "", "", str(peer)))
-
-    def give_up_soon(self, peer: Peer, why: str) -> None:
-        """Do the same on the engine's thread, because closing a connection is slow."""
-        self._thread.call_soon(lambda: self.give_up(peer, why))
 
     def _hand_to(self, link: PeerConnection, request: Request, quiet: bool) -> Request:
         """Submit a request; the lock is held. If a device can't be armed, this raises and nothing was submitted."""
@@ -456,7 +448,7 @@ class Engine:
             return 0
         with self._lock:
             deadlines = [link.deadline for link in self._links.values()]
-            deadlines.append(self._completions.deadline())
+            deadlines.append(self._completions.next_sweep)
         found = [deadline for deadline in deadlines if deadline is not None]
         return max(0.0, min(found) - time.monotonic()) * 1000 + 1 if found else None
 
@@ -487,6 +479,3 @@ def _register(request: Request, near: Sequence[Device]) -> None:
     except BaseException:
         request.close()
         raise
-
-
-__all__ = ["Done", "Engine", "Peer", "Region", "Segment"]

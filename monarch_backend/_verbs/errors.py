@@ -36,7 +36,7 @@ _STATUS = (
 )
 """Texts of ibv_wc_status_str, so that a web search finds them."""
 
-_LINK_STATUS = frozenset({2, FLUSHED, RETRY_EXCEEDED, 13, 16, 19, 20, 21})
+LINK_STATUS = frozenset({2, FLUSHED, RETRY_EXCEEDED, 13, 16, 19, 20, 21})
 """Statuses that are the connection's fault: the request may succeed on another one.
 
 soft-RoCE reports "local QP operation error" when its interface is down.
@@ -88,11 +88,6 @@ class NoConnectionError(VerbsError):
 
 def status_text(status: int) -> str:
     return _STATUS[status] if 0 <= status < len(_STATUS) else f"status {status}"
-
-
-def is_of_the_link(status: int) -> bool:
-    """True if the connection has failed, not the request."""
-    return status in _LINK_STATUS
 
 
 def completion_error(what: str, status: int, vendor: int, device: str, peer: object) -> VerbsError:

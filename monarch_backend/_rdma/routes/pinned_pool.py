@@ -98,7 +98,8 @@ class PinnedLease:
         self.region, self.key, self.why = Region.from_bytes(decoded.region), decoded.key, decoded.why
         self.slot_bytes, self.slots = decoded.slot_bytes, decoded.slots
         self._free = deque(range(decoded.slots))
-        self._unsure: set[int] = set()
+        self.unsure: set[int] = set()
+        """Slots to or from which the owner may still copy, for an abandoned transfer."""
         self._changed = threading.Condition()
         self._waiting = 0
 
@@ -122,17 +123,6 @@ class PinnedLease:
         with self._changed:
             self._free.append(slot)
             self._changed.notify()
-
-    def is_unsure(self, slot: int) -> bool:
-        """Return whether the owner may still copy to or from the slot, for an abandoned transfer."""
-        return slot in self._unsure
-
-    def doubt(self, slot: int) -> None:
-        self._unsure.add(slot)
-
-    def trust(self, slot: int) -> None:
-        """Clear the mark: the owner has confirmed that no earlier request touches the slot."""
-        self._unsure.discard(slot)
 
 
 class PinnedPoolClient:

@@ -19,8 +19,7 @@ from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
 from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.routes.gpu_staged import Staged
-from monarch_backend._rdma.routes.gpu_verbs import GpuNics
+from monarch_backend._rdma.routes.gpu_staged import GpuNics, Staged
 from monarch_backend._rdma.routes.pinned_pool import PinnedPool
 from monarch_backend._rdma.routes.protocol import (
     UNREACHABLE,

@@ -23,8 +23,8 @@ from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.handle import Handle, Ticket
 from monarch_backend._rdma.local_memory import LocalMemory
 from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.routes.inflight import CANCEL_GRACE_S, VerbsInFlight, result_of
 from monarch_backend._rdma.routes.protocol import (
+    DONE,
     FAILED,
     FETCH_ADD,
     LOST,
@@ -45,6 +45,7 @@ from monarch_backend._transport.local.peer import Peer
 from monarch_backend._verbs import (
     Allocation,
     Engine,
+    NoConnectionError,
     Plan,
     Region,
     UnreachableMemoryError,
@@ -59,6 +60,74 @@ from monarch_backend._verbs import (
 _NO_ACCESS = "remote access error"
 PORT_CHECK_INTERVAL_S = 60.0
 """Seconds between two checks for an active port, if there was none."""
+
+CANCEL_GRACE_S = 0.5
+"""Seconds that an abandoned transfer has to end by itself. After that its connection is closed."""
+
+MAX_POLL_S = 5e-3
+"""Seconds for which a thread that waits for several transfers polls before it sleeps."""
+
+_WHY = "another transfer with it was given up"
+
+_DONE = Result(DONE, 0, 0, 0)
+
+
+class VerbsInFlight:
+    """See InFlightTransfer. ``done`` is called with the result, and ``request`` is the engine's."""
+
+    __slots__ = ("_done", "_engine", "_late", "_over", "_program", "_token", "request")
+
+    def __init__(self, program: Runtime, engine: Engine, token: str, done: Callable[[Result], None]) -> None:
+        self._program, self._engine, self._token = program, engine, token
+        self._done: Any = done
+        self._late: Any = None  # a timer
+        self._over = 0  # the outcome of an abandoned transfer, else 0
+        self.request: Any = None
+
+    def landed(self, what: Any) -> None:
+        done, self._done = self._done, None  # else the timer would keep the callback and its objects alive
+        done(result_of(what, self._over))
+        if self._late is not None:
+            self._late.cancel()
+
+    def help(self, spins: float, waits: float) -> None:
+        self._engine.help(self.request, spins)
+
+    def listen(self) -> None:
+        self._engine.listen(self.request)
+
+    def end(self, outcome: int) -> None:
+        if self._over or self.request.finished:
+            return
+        self._over = outcome
+        self._engine.stop(self._token, self.request, "it was given up")
+        self._engine.listen(self.request)
+        if not self.request.finished:
+            self._late = self._program.progress.later(CANCEL_GRACE_S, self._end_all)
+            if self.request.finished:  # finished meanwhile, and `landed` may not have seen the timer
+                self._late.cancel()
+
+    def _end_all(self) -> None:
+        if not self.request.finished:
+            self._engine.call_soon(lambda: self._engine.give_up(self._token, _WHY))  # it is slow
+
+    def end_now(self) -> None:
+        if not self.request.finished:
+            self._engine.give_up(self._token, _WHY)
+
+
+def result_of(what: Any, over: int) -> Result:
+    """Convert the engine's outcome to a Result. ``over``: the outcome of an abandoned transfer, else 0."""
+    if what is None:
+        return _DONE
+    if not isinstance(what, BaseException):
+        return Result(DONE, 0, 0, what)
+    if over:
+        return Result(over, 0, 0, 0)
+    if isinstance(what, (NoConnectionError, UnreachableMemoryError)):
+        return Result(UNREACHABLE, 0, 0, 0, str(what))
+    refused = isinstance(what, VerbsError) and what.status not in ("", "transport retry counter exceeded")
+    return Result(FAILED if refused or not isinstance(what, VerbsError) else LOST, 0, 0, 0, str(what))
 
 
 class Awaited:
@@ -82,7 +151,7 @@ class Awaited:
             over = scope.outcome()
             if over:
                 if not self._ended.wait(CANCEL_GRACE_S):
-                    self._engine.give_up(self._token, "another transfer with it was given up")
+                    self._engine.give_up(self._token, _WHY)
                     self._ended.wait()
                 break
         return result_of(self._outcome, over)
@@ -243,9 +312,10 @@ class Verbs(Route):
             return None
         in_flight = VerbsInFlight(self._program, engine, token, done)
         try:
-            return in_flight.took_off(engine.start(token, plan, in_flight.landed, at_once=True))
+            in_flight.request = engine.start(token, plan, in_flight.landed, at_once=True)
         except VerbsError:
             return None
+        return None if in_flight.request is None else in_flight
 
     def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
         if result.outcome == LOST and isinstance(part, ReadWriteOp):  # repeating a read or write is safe

@@ -27,7 +27,7 @@ from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
 from monarch_backend._rdma.registrations import Registry, registry
 from monarch_backend._rdma.routes import cuda_ipc, gpu_staged
-from monarch_backend._rdma.routes.gpu_verbs import gathered
+from monarch_backend._rdma.routes.gpu_staged import gathered
 from monarch_backend._rdma.routes.protocol import (
     DONE,
     AtomicOp,
@@ -282,9 +282,6 @@ class Engine(RuntimeExtension):
         """Close inherited connections silently. Called in a fork of this process."""
         self.routes.abandon()
 
-    def outgoing(self, handle: Handle) -> Handle:
-        return self.routes.outgoing(handle)
-
     def drop(self, handle: Handle) -> None:
         if handle.token == self.program.router.token:
             self.registry.drop(handle.ticket)
@@ -294,35 +291,20 @@ class Engine(RuntimeExtension):
 
 
 def _is_quick(part: ReadWriteOp | AtomicOp, route: Route) -> bool:
-    return route.completes_inline(part.handle, _nbytes(part), isinstance(part, AtomicOp))
+    if isinstance(part, AtomicOp):
+        return route.completes_inline(part.handle, 8, True)
+    return route.completes_inline(part.handle, sum(segment[2] for segment in part.segments), False)
 
 
-def _nbytes(part: ReadWriteOp | AtomicOp) -> int:
-    return 8 if isinstance(part, AtomicOp) else sum(segment[2] for segment in part.segments)
-
-
-def _ways(_: Runtime, __: Any, ___: bytes) -> bytes:
-    return msgspec.msgpack.encode(engine().routes.ways())
-
-
-def _accept(_: Runtime, peer: Peer, offer: bytes) -> bytes:
-    return engine().routes.verbs.accept(peer, offer)
-
-
-def _stage(_: Runtime, peer: Peer, question: bytes) -> bytes:
-    return gpu_staged.answer(engine().routes.lender, peer.token, question)
-
-
-def _refusal(_: Runtime, __: Peer, question: bytes) -> bytes:
-    return refusal_of(registry(), question)
-
-
-def _torch_shares(_: Runtime, __: Peer, question: bytes) -> bytes:
-    return cuda_ipc.answer(registry(), question)
-
-
-TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal})
-TOPICS.update({cuda_ipc.TOPIC: _torch_shares, gpu_staged.TOPIC: _stage})
+TOPICS.update(
+    {
+        "ways": lambda *_: msgspec.msgpack.encode(engine().routes.ways()),
+        "verbs": lambda _, peer, offer: engine().routes.verbs.accept(peer, offer),
+        "refusal": lambda _, __, question: refusal_of(registry(), question),
+        cuda_ipc.TOPIC: lambda _, __, question: cuda_ipc.answer(registry(), question),
+        gpu_staged.TOPIC: lambda _, peer, question: gpu_staged.answer(engine().routes.lender, peer.token, question),
+    }
+)
 
 
 def engine() -> Engine:

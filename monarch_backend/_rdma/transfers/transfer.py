@@ -14,7 +14,6 @@ from monarch_backend._actor.errors import CancelledError, MeshFailure
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
 from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.routes.inflight import CANCEL_GRACE_S, MAX_POLL_S
 from monarch_backend._rdma.routes.protocol import (
     CANCELLED,
     DONE,
@@ -31,6 +30,7 @@ from monarch_backend._rdma.routes.protocol import (
     Route,
     cancel_scope,
 )
+from monarch_backend._rdma.routes.verbs import CANCEL_GRACE_S, MAX_POLL_S
 from monarch_backend._rdma.transfers.future import TransferFuture, look_and_sleep, refuse_to_wait
 
 if TYPE_CHECKING:
@@ -264,7 +264,10 @@ class Transfer:
         error: BaseException | None = None
         try:
             if self._error is None:
-                error = self._do(part, route)
+                if self._engine.is_gone(part.handle.token):
+                    error = _lost(self._engine.program, part.handle, None)
+                elif (result := run_part(part, route, self._scope, self._keep)).outcome != DONE:
+                    error = self._failure(part.handle, result)
         except BaseException as unexpected:
             error = unexpected
         self._part_over(error)
@@ -288,12 +291,6 @@ class Transfer:
     def end_with(self, handle: Handle, result: Result) -> None:
         self._error = self._failure(handle, result)
         self._finish()
-
-    def _do(self, part: ReadWriteOp | AtomicOp, route: Route) -> BaseException | None:
-        if self._engine.is_gone(part.handle.token):
-            return _lost(self._engine.program, part.handle, None)
-        result = run_part(part, route, self._scope, self._keep)
-        return None if result.outcome == DONE else self._failure(part.handle, result)
 
     def _failure(self, handle: Handle, result: Result) -> BaseException:
         known = self._gone.get(handle.token)

@@ -22,10 +22,10 @@ from monarch_backend._verbs import wire_format as messages
 from monarch_backend._verbs.connections.queue_pair import Posted, SendQueuePair
 from monarch_backend._verbs.errors import (
     FLUSHED,
+    LINK_STATUS,
     NoConnectionError,
     VerbsError,
     completion_error,
-    is_of_the_link,
     stuck_error,
 )
 from monarch_backend._verbs.open_device import Device
@@ -308,7 +308,7 @@ class PeerConnection:
         request, piece = posted.request, posted.piece
         assert request is not None
         assert piece is not None
-        by_link = is_of_the_link(status)
+        by_link = status in LINK_STATUS
         if by_link:
             request.breaks += 1 if not request.breaks or request.broken_in != self.rebuilds else 0
             request.broken_in = self.rebuilds

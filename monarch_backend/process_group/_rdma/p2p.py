@@ -279,7 +279,7 @@ class RdmaP2P:
             except peer_reads.UnregisteredError as error:
                 self._say(rank, str(error), for_good=False)
             except Exception as error:  # such as a verbs package that does not fit
-                self._stay_plain(rank, _why(error))
+                self._say(rank, _why(error), for_good=True)
             else:
                 if p2p_protocol.fits(region):
                     return lent, SendHeader(number, x.nbytes, offset, region)
@@ -298,7 +298,7 @@ class RdmaP2P:
             control, rest = exchange.receive_control()
         if control.kind == PLAIN:
             if rest:
-                self._stay_plain(exchange.rank, rest.decode(errors="replace"))
+                self._say(exchange.rank, rest.decode(errors="replace"), for_good=True)
             exchange.wait(exchange.begin(self._gloo.send, x))
         elif control.kind == REFUSED:
             expected = f"the receive of rank {exchange.rank} is of {control.value}"
@@ -311,7 +311,7 @@ class RdmaP2P:
         try:
             return self._nics.accept(self._tokens[rank], offer)
         except Exception as error:
-            self._stay_plain(rank, _why(error))
+            self._say(rank, _why(error), for_good=True)
         return b""
 
     # The receiver's side ----------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ class RdmaP2P:
             raise
         except Exception as error:
             why = _why(error)
-            self._stay_plain(exchange.rank, why)
+            self._say(exchange.rank, why, for_good=True)
             return why
         return None
 
@@ -382,9 +382,6 @@ class RdmaP2P:
 
     def _is_plain(self, rank: int) -> bool:
         return (rank, True) in self._said
-
-    def _stay_plain(self, rank: int, why: str) -> None:
-        self._say(rank, why, for_good=True)
 
     def _say(self, rank: int, why: str, *, for_good: bool) -> None:
         """Warn once for each rank, and once more if it is permanent."""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
-from monarch_backend._rdma.routes.inflight import result_of
 from monarch_backend._rdma.routes.protocol import UNREACHABLE
+from monarch_backend._rdma.routes.verbs import result_of
 from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError
 from monarch_backend._verbs.providers.provider import REMOTE_READ
 from monarch_backend._verbs.registrations.cache import MemoryCache, allocation_of, register_gpu

@@ -19,7 +19,7 @@ import torch
 from monarch_backend._actor.runtime import program
 from monarch_backend._rdma import action as action_module
 from monarch_backend._rdma.local_memory import memory_of
-from monarch_backend._rdma.routes import inflight, selection, verbs
+from monarch_backend._rdma.routes import selection, verbs
 from monarch_backend._rdma.routes.protocol import (
     DONE,
     FAILED,
@@ -522,7 +522,7 @@ def test_timeout_of_get_includes_polling_and_sleeping(
         assert most <= 5.0
         passed[0] += 2.0
 
-    monkeypatch.setattr(inflight.VerbsInFlight, "help", look)
+    monkeypatch.setattr(verbs.VerbsInFlight, "help", look)
     monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
     monkeypatch.setattr(program(), "wait", lambda what, seconds=None: (slept.append(seconds), wait(what, 0.0))[1])
     with pytest.raises(TimeoutError):
@@ -535,7 +535,7 @@ def test_timeout_of_get_includes_polling_and_sleeping(
 
 def test_cancelled_transfer_holds_no_resources(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory and future are released before CANCEL_GRACE_S, the time for the transfer to end by itself, is over."""
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False))
     gc.collect()
     gc.disable()
@@ -706,7 +706,7 @@ def test_callback_may_start_but_not_await_a_transfer(far: Make, monkeypatch: pyt
 
     second = slow.buffer[:8].read_into(bytearray(8))
     looked: list[Any] = []
-    monkeypatch.setattr(inflight.VerbsInFlight, "help", lambda *args: looked.append(args))
+    monkeypatch.setattr(verbs.VerbsInFlight, "help", lambda *args: looked.append(args))
     raised.clear()
 
     def looking(_: Any) -> None:
@@ -729,7 +729,7 @@ def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.Mo
 
     The same is true if a worker thread runs the transfer.
     """
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     slow = far(Fabric(at_once=False))
     first = slow.buffer[:8].read_into(bytearray(8))
     [pair] = [pair for pair in slow.fabric.pairs.values() if pair.posted]
@@ -759,7 +759,7 @@ def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.Mo
 def test_cancel_needs_no_timer(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cancel` also ends the transfer if the thread that reads messages and runs timers is stopped."""
     monkeypatch.setattr(transfer, "CANCEL_GRACE_S", 0.05)
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False))
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
@@ -834,7 +834,7 @@ def test_slow_registration_uses_a_thread_once(far: Make, monkeypatch: pytest.Mon
 
 
 def test_cancel_returns_after_posted_work_has_ended(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False), nbytes=32 * MI)
     into = torch.zeros(32 * MI, dtype=torch.uint8)
     owner.asking.transfer(owner.token, "read", owner.region, [(0, into.data_ptr(), 8)], into, lambda _: None)
@@ -857,7 +857,7 @@ def test_cancel_returns_after_posted_work_has_ended(far: Make, monkeypatch: pyte
 
 
 def test_stuck_connection_is_closed(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     owner = far(Fabric(at_once=False))
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
@@ -891,7 +891,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 def test_a_timeout(
     far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]], kind: str, timeout: float
 ) -> None:
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     part = far(Fabric(at_once=False)).buffer[:8]
     late = part.read_into(bytearray(8), timeout=timeout) if kind == "read" else part.fetch_add(1, timeout=timeout)
     clocks.pop()()
@@ -914,7 +914,7 @@ def test_a_timeout_while_all_threads_are_taken(
     far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]]
 ) -> None:
     """Stopped owners may occupy all worker threads. This delays no timeout of other transfers."""
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     monkeypatch.setattr("monarch_backend._rdma.routes.verbs.ask", lambda *_: b"\x01")
     slow, bad, go = far(Fabric(at_once=False)), far(), threading.Event()
     bad.owner.release(bad.region)
@@ -950,7 +950,7 @@ def test_a_timeout_while_all_threads_are_taken(
 def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, go = far(Fabric(at_once=False)), threading.Event()
     monkeypatch.setattr(transfer_engine.engine(), "movers", Workers(1))
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     begin, ended = slow.route.begin, threading.Event()
     over = transfer.Transfer._end_flights
     monkeypatch.setattr(transfer.Transfer, "_end_flights", lambda *args: (over(*args), ended.set()))
@@ -1132,7 +1132,7 @@ def test_a_refusal_of_the_device_is_an_error_and_its_owner_is_asked(far: Make, m
 
 
 def test_one_part_s_failure_ends_the_others(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     monkeypatch.setattr("monarch_backend._rdma.routes.verbs.ask", lambda *_: b"\x01")
     good, bad = far(Fabric(at_once=False)), far()
     bad.owner.release(bad.region)
