@@ -218,7 +218,7 @@ def test_polling_time_adapts_to_the_device(far: Make) -> None:
     into = torch.zeros(MI, dtype=torch.uint8)
 
     def worth(future: Any) -> float:
-        return completions._worth_it(future._in_flight._request)
+        return completions._worth_it(future._in_flight.request)
 
     future = owner.buffer[:MI].read_into(into)
     assert worth(future) == pytest.approx(completion_poller.SLEEP_COST_S + 2 * MI * open_device.FIRST_PACE)
