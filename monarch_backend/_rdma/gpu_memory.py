@@ -67,7 +67,6 @@ def of_array(value: Any, what: str) -> DeviceMemory:
 
 
 def api() -> str:
-    """Return "CUDA" or "HIP", after this process's driver."""
     return "HIP" if "hip" in _native.gpu_library() else "CUDA"
 
 

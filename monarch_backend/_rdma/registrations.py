@@ -89,7 +89,6 @@ def _copying_threads() -> int:
 
 
 def registry() -> Registry:
-    """Return this process's registry. The first call makes it, together with the program that owns it."""
     runtime: Any = program()
     found: Registry = runtime.extensions.extend(Registry, lambda: Registry(runtime))
     return found

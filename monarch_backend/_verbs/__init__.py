@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from monarch_backend._verbs.engine import Engine
     from monarch_backend._verbs.engine_thread import hears
     from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
-    from monarch_backend._verbs.region import Region
     from monarch_backend._verbs.registrations.cache import Allocation, allocation_of
+    from monarch_backend._verbs.wire_format import Region
     from monarch_backend._verbs.work_requests import Plan, plan_atomic, plan_transfer
 
 _MODULES = {
@@ -27,7 +27,7 @@ _MODULES = {
     "available": "discovery",
     "describe": "discovery",
     "Engine": "engine",
-    "Region": "region",
+    "Region": "wire_format",
     "hears": "engine_thread",
     "plan_atomic": "work_requests",
     "plan_transfer": "work_requests",

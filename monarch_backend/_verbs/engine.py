@@ -26,7 +26,7 @@ from monarch_backend._verbs.connections.connection import PeerConnection, PeerCo
 from monarch_backend._verbs.discovery import available, distance, node_of_memory
 from monarch_backend._verbs.engine_thread import UNREADABLE, EngineThread
 from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
-from monarch_backend._verbs.open_device import Device, open_devices
+from monarch_backend._verbs.open_device import Device, ExposedMemory, open_devices
 from monarch_backend._verbs.providers.provider import (
     LOCAL_WRITE,
     REMOTE_ATOMIC,
@@ -35,9 +35,8 @@ from monarch_backend._verbs.providers.provider import (
     Binding,
     load,
 )
-from monarch_backend._verbs.region import ExposedMemory, Region
 from monarch_backend._verbs.registrations.cache import register
-from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest, RegionRecord
+from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest, Region
 from monarch_backend._verbs.work_requests import Done, Plan, Request, Segment, plan_atomic, plan_transfer
 
 log = logging.getLogger("monarch_backend")
@@ -220,7 +219,7 @@ class Engine:
                 with self._lock:
                     self.devices()  # raises if the engine was closed meanwhile
                     keys = [registration.rkey for registration, _ in exposed.registrations]
-                    region = Region(RegionRecord(next(self._regions), address, nbytes, writable, keys))
+                    region = Region(next(self._regions), address, nbytes, writable, keys)
                     self._exposed[region.id] = exposed
             except BaseException:
                 exposed.close()
@@ -271,7 +270,6 @@ class Engine:
             return link is None or link.no_connection(offer, NoConnectionError(why, "", "", str(peer)))
 
     def connected(self, peer: Peer) -> bool:
-        """True if there is a connection that works, as far as is known."""
         with self._lock:
             link = self._links.get(peer)
             return link is not None and link.state is State.UP
@@ -415,7 +413,6 @@ class Engine:
         return near if what.nbytes >= STRIPING_MIN_BYTES else [near[(pieces[0].local >> 21) % len(near)]]
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Call a function on the engine's thread, once it exists. Takes no lock, so that weak references may use it."""
         self._thread.call_soon(call)
 
     # ---- on the engine's thread
@@ -429,7 +426,6 @@ class Engine:
             self._completions.look(device)
 
     def _turn(self) -> bool:
-        """Do what is due; True if the thread is to end."""
         self._carefully(self._completions.sweep)  # before connections report that a device is silent
         self._carefully(self._connections.tick, why="a connection can't be maintained")
         self._completions.tell()
@@ -437,7 +433,6 @@ class Engine:
             return self._closed and not self._completions.has_calls
 
     def _carefully(self, look: Callable[..., None], *of: Any, why: str = UNREADABLE) -> None:
-        """Call a function; if it fails, all requests in progress fail."""
         try:
             look(*of)
         except Exception:
@@ -453,7 +448,6 @@ class Engine:
         return max(0.0, min(found) - time.monotonic()) * 1000 + 1 if found else None
 
     def _fail_all(self, why: str) -> None:
-        """Fail all requests, in an except clause."""
         log.exception("verbs: %s", why)
         with self._lock:
             for link in self._links.values():

@@ -57,7 +57,6 @@ class EngineThread:
         self._wake: _Wake | None = None
 
     def open(self) -> None:
-        """Make the event by which other threads wake this one."""
         self._wake = _Wake()
 
     def start(self, devices: Sequence[Device], completions: Completions) -> None:
@@ -73,7 +72,6 @@ class EngineThread:
         return thread
 
     def close(self) -> None:
-        """Drop the event. It stays open until the last thread that may set it has released it."""
         self._wake = None
 
     def detach_after_fork(self) -> None:

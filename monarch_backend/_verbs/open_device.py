@@ -9,7 +9,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch_backend import _native
 from monarch_backend._verbs import discovery
@@ -185,6 +185,22 @@ class Device:
         for page in self._pages:
             destroy(page, "a registration", self.name)
         destroy(self.nic, "what was opened", self.name)
+
+
+class ExposedMemory:
+    """Local state of a region; keeps the owner of the memory alive."""
+
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self.owner, self.address, self.nbytes = owner, address, nbytes
+        self.registrations: list[tuple[Registration, Device]] = []
+
+    def close(self) -> None:
+        for registration, device in self.registrations:
+            device.retired.add(registration.rkey, self.address, self.nbytes)
+        ended = [destroy(registration, "a region", device.name) for registration, device in self.registrations]
+        if not all(ended):
+            _native.keep_for_ever(self.owner)  # other processes may still access its memory, so it must not be reused
+        self.registrations, self.owner = [], None
 
 
 def open_devices(binding: Binding, settings: Settings, on_gone: Callable[[], None]) -> list[Device]:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from monarch_backend._verbs.open_device import Device, Slot
 from monarch_backend._verbs.providers.provider import COMPARE_SWAP, FETCH_ADD, READ, WRITE
-from monarch_backend._verbs.region import Region
 from monarch_backend._verbs.registrations.cache import Allocation, Entry, allocation_of
-from monarch_backend._verbs.wire_format import RegionRecord
+from monarch_backend._verbs.wire_format import Region
 
 if TYPE_CHECKING:
     from monarch_backend._verbs.connections.queue_pair import SendQueuePair
@@ -38,8 +37,6 @@ _ALL = (1 << 64) - 1
 
 
 class Piece(NamedTuple):
-    """A future work request: contiguous on both sides."""
-
     remote: int
     local: int
     nbytes: int
@@ -96,7 +93,7 @@ class Plan:
     def __init__(
         self,
         kind: str,
-        record: RegionRecord,
+        record: Region,
         pieces: Sequence[Piece],
         allocations: Sequence[Allocation],
         operands: tuple[int, int] = (0, 0),
@@ -232,7 +229,6 @@ class Request:
 
     @property
     def has_more(self) -> bool:
-        """True if it has pieces that are not posted."""
         if self.error is not None:
             return False
         if self._again:
@@ -264,7 +260,6 @@ class Request:
 
     @property
     def is_over(self) -> bool:
-        """True if no piece is posted or will be."""
         return not self.under_way and not self.has_more
 
     def close(self) -> Any:
@@ -294,7 +289,7 @@ def plan_transfer(kind: Literal["read", "write"], remote: Region, segments: Sequ
     if len(each) != len(segments):
         raise ValueError(f"{len(each)} owners for {len(segments)} segments")
     allocations, pieces = _pieces(remote, segments, each)
-    return Plan(kind, remote.record, pieces, allocations)
+    return Plan(kind, remote, pieces, allocations)
 
 
 def plan_atomic(
@@ -308,7 +303,7 @@ def plan_atomic(
     if not 0 <= offset <= remote.nbytes - 8 or (remote.address + offset) % 8:
         raise ValueError(f"offset {offset} of a region of {remote.nbytes} bytes: eight aligned bytes are needed")
     operands = (operand & _ALL, 0) if kind == "fetch_add" else (expected & _ALL, operand & _ALL)
-    return Plan(kind, remote.record, [Piece(remote.address + offset, 0, 8, 0)], (), operands)
+    return Plan(kind, remote, [Piece(remote.address + offset, 0, 8, 0)], (), operands)
 
 
 def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) -> tuple[list[Allocation], list[Piece]]:

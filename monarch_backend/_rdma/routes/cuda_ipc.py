@@ -115,11 +115,9 @@ class TorchMappings:
         self._program.run_in_thread(lambda: self._request(handle, name))
 
     def why_not(self, handle: Handle) -> str:
-        """Return the error of torch or of the owner; empty if there is none yet."""
         return self._refused.get((handle.token, handle.ticket[0], handle.ticket[1]), "")
 
     def unmap_unused(self) -> None:
-        """Unmap memory that is not registered any more and that no transfer uses."""
         for name in self._native.take_unused_mappings() if self._mapped else ():
             self._unmap(name)
 

@@ -58,8 +58,6 @@ _sequence_numbers = itertools.count(1)
 
 
 class Piece(NamedTuple):
-    """At most one slot's bytes, from one or several segments."""
-
     segments: Sequence[Segment]
     nbytes: int
 
@@ -184,7 +182,6 @@ class _Pipeline:
         return int(self._memory.address) + slot.position * self._lease.slot_bytes
 
     def _send_request(self, slot: _Slot, piece: Piece) -> None:
-        """Ask the owner to copy a piece into the slot, or out of it."""
         self._check_scope()
         self._requested.append((slot, piece))
         write = (
@@ -202,7 +199,6 @@ class _Pipeline:
             raise _Ended(result, again=again)
 
     def _receive_reply(self) -> tuple[_Slot, Piece, Result]:
-        """Receive the next reply, whether positive or not."""
         reply = Result(*self._connection.receive_reply())
         if reply.outcome != REFUSED:
             self._sent(reply)
@@ -371,7 +367,6 @@ class Staged(Route):
                 ask(self._program, peer, TOPIC, _question(handle, wanted=False), scope.outcome)
 
     def forget(self, token: str) -> bool:
-        """Forget the lease of a process. Return False if there is none."""
         with self._lock:
             return self._leases.pop(token, None) is not None
 
@@ -393,8 +388,6 @@ def answer(lender: PinnedPool, token: str, question: bytes) -> bytes:
 
 
 class GpuNics(Route):
-    """Route to GPU memory of processes that a NIC of this process reaches."""
-
     name = "verbs"
 
     def __init__(self, verbs: Verbs, staged: Staged) -> None:

@@ -132,7 +132,6 @@ class Routes:
         self.verbs.close()
 
     def abandon(self) -> None:
-        """Close inherited connections silently. Called in a fork."""
         self._tcp.abandon()
 
     def _choose(self, handle: Handle) -> Route:
@@ -200,7 +199,6 @@ class VerbsWithTcpFallback(Route):
 
     @property
     def name(self) -> str:
-        """The name of the route that is in use."""
         return self._tcp.name if self._why else self._verbs.name
 
     def _takes_tcp(self, handle: Handle) -> bool:

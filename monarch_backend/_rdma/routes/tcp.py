@@ -189,8 +189,6 @@ class SmallRequestClient:
 
 
 class Tcp(Route):
-    """Route to memory of a process on any host."""
-
     name = "tcp"
 
     def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
@@ -312,7 +310,6 @@ class Tcp(Route):
         return (connections[-1] if result.outcome == DONE else None), result
 
     def _try(self, handle: Handle, scope: Any, act: Any) -> Result:
-        """Try the addresses of the host until one is reachable."""
         try:
             clients = self._clients_of(handle, scope)
         except (RDMAError, RuntimeError) as error:
@@ -381,7 +378,6 @@ def _streams(encrypted: bool) -> int:
 
 
 def _numeric(name: str) -> list[str]:
-    """Return the distinct numeric addresses of a name."""
     try:
         return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)))
     except OSError as error:

@@ -201,7 +201,6 @@ class Verbs(Route):
     # ---- serving
 
     def is_staged(self, handle: Handle) -> bool:
-        """Return whether no NIC reaches the memory, as `exposed` has found."""
         return handle.ticket in self._unreachable
 
     def exposed(self, handle: Handle) -> bytes:
@@ -234,7 +233,6 @@ class Verbs(Route):
         return region.to_bytes()
 
     def lend(self, memory: Any) -> Region:
-        """Expose staging memory to other processes' NICs. Raises VerbsError."""
         return self._started().expose(memory.address, memory.nbytes, memory)
 
     def take_back(self, region: Region) -> None:
@@ -326,7 +324,6 @@ class Verbs(Route):
         return self.recover(part, self._wait(part, keep, scope), scope, keep)
 
     def _wait(self, part: ReadWriteOp | AtomicOp, keep: Any, scope: Any) -> Result:
-        """Run the part and wait for it, as Awaited.wait does."""
         engine = self._started()
         try:
             region = _region(part.handle.verbs)
@@ -389,7 +386,6 @@ class Kept(list[Any]):
 
 @functools.lru_cache(4096)
 def _region(packed: bytes) -> Region:
-    """Return the Region of a handle. Raises VerbsError."""
     return Region.from_bytes(packed)
 
 
@@ -408,7 +404,6 @@ def _refusal(part: ReadWriteOp | AtomicOp, region: Region) -> int:
 
 
 def _plan(part: ReadWriteOp | AtomicOp, region: Region, keep: Any) -> Plan:
-    """Return _verbs's plan of a part. Raises ValueError and TypeError."""
     if isinstance(part, ReadWriteOp):
         return plan_transfer("write" if part.write else "read", region, part.segments, _owners(part.segments, keep))
     kind: Literal["fetch_add", "compare_swap"] = "fetch_add" if part.access == FETCH_ADD else "compare_swap"

@@ -279,7 +279,6 @@ class Engine(RuntimeExtension):
         self.routes.close()
 
     def abandon(self) -> None:
-        """Close inherited connections silently. Called in a fork of this process."""
         self.routes.abandon()
 
     def drop(self, handle: Handle) -> None:

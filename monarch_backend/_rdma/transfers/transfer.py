@@ -93,14 +93,12 @@ class Transfer:
             self._finish()
 
     def watch(self) -> None:
-        """Subscribe to reports of ended processes, and start the timer."""
         self._number = next(self._engine.program.ids)
         self._engine.program.pending[self._number] = self
         if self._timeout is not None:
             self._late = self._engine.program.progress.later(self._timeout, self._time_is_over)
 
     def unwatch(self) -> None:
-        """Unsubscribe: the transfer has ended, or will never start."""
         self._engine.program.pending.pop(self._number, None)
 
     def adopt(self, part: ReadWriteOp | AtomicOp, in_flight: InFlightTransfer | None) -> None:
@@ -119,7 +117,6 @@ class Transfer:
         self._end_flights(LATE)
 
     def on_gone(self, peer: Any, failure: MeshFailure) -> None:
-        """Abandon the parts of a process that has ended."""
         if peer.token in self._tokens:
             self._gone[peer.token] = failure
             self._scope.cancel()
@@ -245,7 +242,6 @@ class Transfer:
             self.run(part, route)
 
     def _end_queued(self, error: BaseException) -> None:
-        """Drop the parts that no thread has started."""
         with self._lock:
             self._closed = self._closed or error
             if not self._queued:

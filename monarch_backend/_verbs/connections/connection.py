@@ -128,7 +128,6 @@ class PeerConnection:
         return [r for r in first if r.may_use(lane) and lane.their_nic < len(r.record.keys)]
 
     def _prepare(self, requests: Iterable[Request]) -> None:
-        """Register the requests' memory for the present queue pairs."""
         for request in requests:
             fit = [lane for lane in self.lanes if lane.their_nic < len(request.record.keys)]
             mine = [lane for lane in fit if request.is_for(lane.device)]
@@ -281,7 +280,6 @@ class PeerConnection:
             self._prepare(list(self._waiting))
 
     def broke(self, lane: SendQueuePair, id_: int, status: int, vendor: int) -> None:
-        """Handle the failure of a work request, and of its queue pair."""
         for posted in lane.retire(id_ - 1):
             if posted.request is not None:
                 posted.request.under_way -= 1

@@ -184,7 +184,6 @@ class Binding(Protocol):
 
 
 def installed() -> list[str]:
-    """Return the installed packages; imports none of them."""
     return [name for name in BINDINGS if importlib.util.find_spec(name) is not None]
 
 

@@ -190,7 +190,6 @@ class MemoryCache:
             self._shrink()
 
     def sweep(self) -> None:
-        """Close registrations of allocations that are freed."""
         with self._lock:
             while self._gone:
                 key = self._gone.popleft()

@@ -178,7 +178,6 @@ class RdmaP2P:
         return self._receive(tensors, -1, tag, None)
 
     def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:
-        """Run the operation that torch's dispatcher calls ``name``, with its arguments."""
         with _c10d_internals.profiled(f"verbs:{name.rstrip('_')}", list(args[0])):
             work: ShmWork = call_by_operator(self, opts, name, args)
             return work
@@ -359,11 +358,15 @@ class RdmaP2P:
         if not it.region or self._nics is None or not self._tokens[exchange.rank] or self._is_plain(exchange.rank):
             return ""
         try:
-            token, into = (
+            self._nics.read(
                 self._tokens[exchange.rank],
-                peer_reads.ReadTarget(x.data_ptr(), x.nbytes, x if owner is None else owner),
+                it.region,
+                it.offset,
+                x,
+                x if owner is None else owner,
+                exchange.introduce,
+                exchange.clock.left,
             )
-            self._nics.read(token, it.region, it.offset, into, exchange.introduce, exchange.clock.left)
         except peer_reads.UnregisteredError as error:
             self._say(exchange.rank, str(error), for_good=False)
             return ""
@@ -439,7 +442,6 @@ class _PeerExchange:
             raise self._rdma_p2p.error(self._lost(error)) from None
 
     def listen(self, nbytes: int = p2p_protocol.WORD) -> tuple[Any, bytearray]:
-        """Start to receive bytes; return the work and the buffer."""
         buffer = bytearray(nbytes)
         try:
             if self.rank < 0:
@@ -449,7 +451,6 @@ class _PeerExchange:
             raise self._rdma_p2p.error(self._lost(error)) from None
 
     def wait(self, work: Any) -> None:
-        """Wait for one of Gloo's operations while there is time."""
         try:
             # Gloo cuts off parts of a millisecond. Then a late message would have time left, and be reported as lost.
             work.wait(timedelta(milliseconds=max(1, math.ceil(1000 * self.clock.left()))))

@@ -52,7 +52,6 @@ class SendHeader(NamedTuple):
     region: bytes = b""
 
     def pack(self) -> bytearray:
-        """Return the announcement as bytes of a fixed length."""
         head = _HEAD.pack(_MAGIC, self.number, self.nbytes, self.offset, len(self.region))
         return bytearray((head + self.region).ljust(SEND_HEADER_BYTES, b"\0"))
 

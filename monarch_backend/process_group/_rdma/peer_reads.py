@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -45,8 +45,6 @@ class Rank:
 
 @dataclass
 class _Other:
-    """State of a process while groups here have it as a rank."""
-
     peer: Rank
     groups: int = 0
     connected: bool = False
@@ -61,12 +59,6 @@ class ReadableRegion:
     anchor: weakref.ref[Any]
     users: int = 0
     kept: bool = True
-
-
-class ReadTarget(NamedTuple):
-    address: int
-    nbytes: int
-    owner: Tensor
 
 
 class Nics:
@@ -192,7 +184,8 @@ class Nics:
         token: str,
         region: bytes,
         offset: int,
-        into: ReadTarget,
+        into: Tensor,
+        owner: Tensor,
         introduce: Callable[[bytes], bytes],
         left: Callable[[], float],
     ) -> None:
@@ -206,7 +199,7 @@ class Nics:
         for _ in range(_MAX_TRIES):
             try:
                 self._connect(other, introduce, left)
-                self._transfer(other, Region.from_bytes(region), offset, into, left)
+                self._transfer(other, Region.from_bytes(region), offset, into, owner, left)
                 return
             except VerbsError as error:
                 why = str(error)
@@ -235,7 +228,7 @@ class Nics:
             other.connecting.release()
 
     def _transfer(
-        self, other: _Other, region: Region, offset: int, into: ReadTarget, left: Callable[[], float]
+        self, other: _Other, region: Region, offset: int, into: Tensor, owner: Tensor, left: Callable[[], float]
     ) -> None:
         from monarch_backend._verbs import VerbsError
 
@@ -245,9 +238,9 @@ class Nics:
             outcome.append(error)
             ended.set()
 
-        segments = [(offset, into.address, into.nbytes)]
+        segments = [(offset, into.data_ptr(), into.nbytes)]
         try:
-            self._engine.transfer(other.peer, "read", region, segments, into.owner, done)
+            self._engine.transfer(other.peer, "read", region, segments, owner, done)
         except (TypeError, ValueError) as error:  # the region is smaller than the message
             raise UnusableError(str(error)) from None
         except VerbsError as error:

@@ -141,7 +141,7 @@ def test_atomics_want_eight_aligned_bytes(two: Callable[..., Two]) -> None:
 
 
 def keys_of(region: Region) -> set[int]:
-    return set(region.record.keys)
+    return set(region.keys)
 
 
 def test_reused_key_does_not_reach_dropped_memory(two: Callable[..., Two]) -> None:

@@ -1150,7 +1150,7 @@ def test_no_reconnect_for_cancelled_transfers(far: Make, monkeypatch: pytest.Mon
     cancelling = threading.Thread(target=future.cancel)
     cancelling.start()
     assert until(lambda: future._transfer is not None)
-    [request] = [flight._request for flight in future._transfer._under_way()]
+    [request] = [flight.request for flight in future._transfer._under_way()]
     assert until(lambda: request.unwanted is not None, 10)
     owner.fabric.dead = True
     owner.fabric.run()
