@@ -20,24 +20,17 @@ if TYPE_CHECKING:
     from monarch_backend._verbs.wire_format import Region
     from monarch_backend._verbs.work_requests import Plan, plan_atomic, plan_transfer
 
-_MODULES = {
-    "Settings": "config",
-    "from_environment": "config",
-    "Diagnostic": "discovery",
-    "available": "discovery",
-    "describe": "discovery",
-    "Engine": "engine",
-    "Region": "wire_format",
-    "hears": "engine_thread",
-    "plan_atomic": "work_requests",
-    "plan_transfer": "work_requests",
-    "NoConnectionError": "errors",
-    "UnreachableMemoryError": "errors",
-    "VerbsError": "errors",
-    "Allocation": "registrations.cache",
-    "allocation_of": "registrations.cache",
-    "Plan": "work_requests",
+_NAMES = {
+    "config": ("Settings", "from_environment"),
+    "discovery": ("Diagnostic", "available", "describe"),
+    "engine": ("Engine",),
+    "engine_thread": ("hears",),
+    "errors": ("NoConnectionError", "UnreachableMemoryError", "VerbsError"),
+    "registrations.cache": ("Allocation", "allocation_of"),
+    "wire_format": ("Region",),
+    "work_requests": ("Plan", "plan_atomic", "plan_transfer"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Allocation",

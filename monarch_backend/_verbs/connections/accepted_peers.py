@@ -72,7 +72,7 @@ class AcceptedPeers:
     ) -> tuple[QueuePair, Pairing]:
         mtu = min(endpoint.mtu, theirs.mtu)
         reads = min(theirs.reads_out, endpoint.reads_in)
-        psn, settings = secrets.randbits(24), self._settings
+        psn = secrets.randbits(24)
         pair = device.nic.queue_pair(1)
         try:
             pair.initialize(endpoint.port, REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC)
@@ -89,10 +89,7 @@ class AcceptedPeers:
                     way.is_global,
                     reads,
                     1,
-                    settings.timeout,
-                    settings.retries,
-                    settings.traffic_class,
-                    settings.service_level,
+                    self._settings,
                 )
             )
         except BaseException:

@@ -92,10 +92,7 @@ class SendQueuePair:
                 pairing.is_global,
                 1,
                 min(pairing.reads, self.endpoint.reads_out),
-                settings.timeout,
-                settings.retries,
-                settings.traffic_class,
-                settings.service_level,
+                settings,
             )
         )
         # A WRITE of no bytes needs no key, and the peer's device acknowledges it.

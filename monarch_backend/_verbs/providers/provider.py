@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 from monarch_backend import _native
+from monarch_backend._verbs.config import Settings
 from monarch_backend._verbs.errors import VerbsError
 
 log = logging.getLogger("monarch_backend")
@@ -75,10 +76,7 @@ class Path:
     is_global: bool
     reads_in: int
     reads_out: int
-    timeout: int  # 4.096 us * 2**timeout for an acknowledgement
-    retries: int
-    traffic_class: int = 0
-    service_level: int = 0
+    settings: Settings
 
 
 class Work(NamedTuple):
@@ -104,13 +102,8 @@ class Completion(NamedTuple):
 class Registration(Protocol):
     """A memory region of a protection domain."""
 
-    @property
-    def lkey(self) -> int:
-        """Key for this process's requests."""
-
-    @property
-    def rkey(self) -> int:
-        """Key for other processes' requests."""
+    lkey: int  # for this process's requests
+    rkey: int  # for other processes' requests
 
     def close(self) -> None:
         """Deregister the memory."""
@@ -119,9 +112,7 @@ class Registration(Protocol):
 class QueuePair(Protocol):
     """One end of a reliable connection."""
 
-    @property
-    def number(self) -> int:
-        """Number that the other end needs."""
+    number: int  # that the other end needs
 
     def initialize(self, port: int, access: int) -> None:
         """Change from RESET to INIT."""
@@ -139,17 +130,9 @@ class QueuePair(Protocol):
 class Nic(Protocol):
     """An open device: one protection domain, one completion queue with its channel."""
 
-    @property
-    def name(self) -> str:
-        """Name in /sys/class/infiniband."""
-
-    @property
-    def limits(self) -> Limits:
-        """Limits of the device."""
-
-    @property
-    def fd(self) -> int:
-        """File descriptor that is readable after an event, if `arm` was called before the completion."""
+    name: str  # in /sys/class/infiniband
+    limits: Limits
+    fd: int  # readable after an event, if `arm` was called before the completion
 
     def port(self, number: int) -> Port:
         """Return the present state of a port."""

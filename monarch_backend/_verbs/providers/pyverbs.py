@@ -170,16 +170,16 @@ class _QueuePair:
             dgid=GID(str(ipaddress.IPv6Address(path.gid).exploded)),
             sgid_index=path.gid_index,
             hop_limit=64,
-            traffic_class=path.traffic_class,
+            traffic_class=path.settings.traffic_class,
         )
         to_rtr = QPAttr(qp_state=verbs.RTR, port_num=path.port)
         to_rtr.path_mtu, to_rtr.dest_qp_num, to_rtr.rq_psn = path.mtu, path.number, path.psn_in
         to_rtr.max_dest_rd_atomic, to_rtr.min_rnr_timer = path.reads_in, 12
         to_rtr.ah_attr = AHAttr(
-            dlid=path.lid, sl=path.service_level, is_global=int(path.is_global), port_num=path.port, gr=route
+            dlid=path.lid, sl=path.settings.service_level, is_global=int(path.is_global), port_num=path.port, gr=route
         )
         to_rts = QPAttr(qp_state=verbs.RTS, port_num=path.port)
-        to_rts.timeout, to_rts.retry_cnt, to_rts.rnr_retry = path.timeout, path.retries, 7
+        to_rts.timeout, to_rts.retry_cnt, to_rts.rnr_retry = path.settings.timeout, path.settings.retries, 7
         to_rts.sq_psn, to_rts.max_rd_atomic = path.psn_out, path.reads_out
         with _os_errors():
             self._qp.modify(to_rtr, verbs.INIT_TO_RTR)
