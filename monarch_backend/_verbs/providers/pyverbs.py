@@ -27,8 +27,6 @@ from monarch_backend._verbs.providers.provider import Completion, Limits, Path, 
 
 _ETHERNET, _ACTIVE = 2, 4
 _EVENT_FILE = "anon_inode:[infinibandevent]"
-_CACHED_WORK_REQUESTS = 64
-"""Work request objects that a queue pair keeps for reuse."""
 
 _opening = threading.Lock()
 
@@ -154,7 +152,6 @@ class _Registration:
 class _QueuePair:
     def __init__(self, qp: Any, queue: Any) -> None:
         self._qp = qp
-        self._made: dict[tuple[int, int, int, bool], Any] = {}  # work request objects, by their constant fields
         self.number: int = qp.qp_num
         self._pair = pair = verbs.compiled_pair(qp, self.number, queue)
         self.post: Callable[[Sequence[Work]], None] = self._post if pair is None else pair.post
@@ -191,9 +188,6 @@ class _QueuePair:
         _close(self._qp)
 
     def _post(self, works: Sequence[Work]) -> None:
-        if len(works) == 1 and works[0].nbytes:
-            self._post_one(works[0])
-            return
         chain: list[Any] = []  # from the last to the first; pyverbs only keeps pointers
         for work in reversed(works):
             chain.append(_request(work))
@@ -201,25 +195,6 @@ class _QueuePair:
                 chain[-1].next_wr = chain[-2]
         with _os_errors():
             self._qp.post_send(chain[-1])
-
-    def _post_one(self, work: Work) -> None:
-        """Post one work request. A kept object for the same memory is reused, and only its changing fields are written.
-
-        Making a request and its SGE takes longer than posting it, because pyverbs looks up a logger for each.
-        """
-        key = work.local, work.nbytes, work.lkey, work.signaled
-        request = self._made.get(key)
-        if request is None:
-            if len(self._made) >= _CACHED_WORK_REQUESTS:
-                self._made.clear()
-            request = self._made[key] = _request(work)
-        else:
-            request.wr_id, request.opcode = work.id, work.opcode
-            _aim(request, work)
-        try:
-            self._qp.post_send(request)
-        except PyverbsError as error:
-            raise _os_error(error) from error
 
 
 def _request(work: Work) -> Any:
@@ -232,12 +207,8 @@ def _request(work: Work) -> Any:
     )
     if not work.nbytes:
         request.num_sge = 0  # the constructor requires one
-    _aim(request, work)
-    return request
-
-
-def _aim(request: Any, work: Work) -> None:
     if work.opcode in (verbs.FETCH_ADD, verbs.COMPARE_SWAP):
         request.set_wr_atomic(work.rkey, work.remote, work.compare_add, work.swap)
     else:
         request.set_wr_rdma(work.rkey, work.remote)
+    return request
