@@ -31,6 +31,7 @@ from monarch_backend._rdma.routes.protocol import (
     REFUSED,
     UNREACHABLE,
     AtomicOp,
+    NicRoute,
     ReadWriteOp,
     Result,
     Route,
@@ -387,17 +388,11 @@ def answer(lender: PinnedPool, token: str, question: bytes) -> bytes:
     return b""
 
 
-class GpuNics(Route):
+class GpuNics(NicRoute):
     name = "verbs"
 
     def __init__(self, verbs: Verbs, staged: Staged) -> None:
         self._verbs, self._staged = verbs, staged
-
-    def begin(
-        self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
-    ) -> VerbsInFlight | None:
-        """See AsyncRoute. Staged transfers need a thread."""
-        return self._verbs.begin(part, scope, keep, done) if part.handle.verbs else None
 
     def is_ready(self, handle: Handle) -> bool:
         return self._verbs.is_ready(handle) and (bool(handle.verbs) or self._staged.has_lease(handle.token))

@@ -132,6 +132,12 @@ class AsyncRoute(Route, Protocol):
 class NicRoute(AsyncRoute, Protocol):
     """An AsyncRoute by NICs. Its transfers need no ``scope``, and end when their owner ends."""
 
+    def begin(
+        self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
+    ) -> InFlightTransfer | None:
+        plan = self.planned(part, keep)
+        return None if plan is None else self.begin_planned(part, plan, done)
+
     def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
         """Return a plan for `begin_planned`, valid while the local memory stays where it is. None if planning fails."""
         ...

@@ -25,6 +25,7 @@ from monarch_backend._rdma.routes.protocol import (
     UNREACHABLE,
     AtomicOp,
     InFlightTransfer,
+    NicRoute,
     ReadWriteOp,
     Result,
     Route,
@@ -176,7 +177,7 @@ class Routes:
         log.warning("memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, why)
 
 
-class VerbsWithTcpFallback(Route):
+class VerbsWithTcpFallback(NicRoute):
     """Verbs, or TCP if the two NICs do not reach each other. NICs are tried again later, outside of transfers.
 
     A transfer uses one of the two. It changes to the other only if it has not started over verbs and never will, so

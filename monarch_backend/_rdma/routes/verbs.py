@@ -36,9 +36,9 @@ from monarch_backend._rdma.routes.protocol import (
     UNREACHABLE,
     WRITE,
     AtomicOp,
+    NicRoute,
     ReadWriteOp,
     Result,
-    Route,
     Segment,
 )
 from monarch_backend._transport.local.peer import Peer
@@ -157,7 +157,7 @@ class Awaited:
         return result_of(self._outcome, over)
 
 
-class Verbs(Route):
+class Verbs(NicRoute):
     """Route to memory of processes that a NIC of this process reaches."""
 
     name = "verbs"
@@ -288,12 +288,6 @@ class Verbs(Route):
 
     def has_no_way(self, token: str) -> bool:
         return token in self._no_way
-
-    def begin(
-        self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
-    ) -> VerbsInFlight | None:
-        plan = self.planned(part, keep)
-        return None if plan is None else self.begin_planned(part, plan, done)
 
     def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Plan | None:
         try:

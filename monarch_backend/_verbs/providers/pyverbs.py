@@ -36,11 +36,7 @@ def _os_errors() -> Iterator[None]:
     try:
         yield
     except PyverbsError as error:
-        raise _os_error(error) from error
-
-
-def _os_error(error: PyverbsError) -> OSError:
-    return OSError(getattr(error, "error_code", 0), str(error))
+        raise OSError(getattr(error, "error_code", 0), str(error)) from error
 
 
 def _event_files() -> set[int]:
@@ -106,10 +102,8 @@ class _Nic:
             self._cq.ack_events(1)
 
     def _poll(self, most: int) -> list[Completion]:
-        try:
+        with _os_errors():
             _, found = self._cq.poll(most)
-        except PyverbsError as error:
-            raise _os_error(error) from error
         return [Completion(wc.wr_id, wc.status, wc.qp_num, wc.vendor_err) for wc in found]
 
     def register(self, address: int, nbytes: int, access: int) -> _Registration:
