@@ -55,8 +55,6 @@ _NEXT = {
     20: "the device has neither done it nor failed for longer than it may take: look at the kernel logs of both sides",
 }
 
-_SEE_LOG = "look at the kernel logs of both sides for this device"
-
 
 @public("monarch_backend.errors")
 class VerbsError(MonarchError, ConnectionError):
@@ -93,7 +91,7 @@ def status_text(status: int) -> str:
 def completion_error(what: str, status: int, vendor: int, device: str, peer: object) -> VerbsError:
     text = status_text(status)
     vendor_part = f", vendor code {vendor:#x}" if vendor else ""
-    advice = _NEXT.get(status, _SEE_LOG)
+    advice = _NEXT.get(status, "look at the kernel logs of both sides for this device")
     return VerbsError(
         f"{what} failed: {text} (peer {peer}, device {device}{vendor_part}); {advice}", text, device, str(peer)
     )
