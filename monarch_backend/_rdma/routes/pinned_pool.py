@@ -69,7 +69,8 @@ class PinnedPool:
         if len(self._lent) >= MAX_BORROWERS:
             raise RDMAError(f"staging memory is lent to {MAX_BORROWERS} processes already, which is the most")
         memory = _native.PinnedMemory(device, SLOTS * SLOT_BYTES)
-        lent = _LentMemory(memory, self._verbs.lend(memory), self._tcp.server())
+        region = self._verbs.opened().expose(memory.address, memory.nbytes, memory)
+        lent = _LentMemory(memory, region, self._tcp.server())
         lent.server.add_staging(lent.key, memory, SLOT_BYTES)
         return lent
 
@@ -79,7 +80,7 @@ class PinnedPool:
             lent = self._lent.pop(token, None)
         if lent is not None:
             lent.server.remove_staging(lent.key)
-            self._verbs.take_back(lent.region)  # before the memory is freed and allocated again
+            self._verbs.opened().release(lent.region)  # before the memory is freed and allocated again
 
     def close(self) -> None:
         for token in list(self._lent):

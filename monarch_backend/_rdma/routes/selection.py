@@ -34,7 +34,7 @@ from monarch_backend._rdma.routes.same_host import LocalRoute, SameHost
 from monarch_backend._rdma.routes.tcp import Endpoints, Tcp
 from monarch_backend._rdma.routes.verbs import Verbs
 from monarch_backend._transport.tokens import host_of
-from monarch_backend._verbs import VerbsError
+from monarch_backend._verbs import VerbsError, available
 
 log = logging.getLogger("monarch_backend")
 
@@ -262,3 +262,31 @@ def _for_nics(handle: Handle) -> bool:
 
 def _say(handle: Handle, how: str) -> None:
     debug_log.write(f"monarch: memory of process {handle.pid} on host {handle.host}: {how}")
+
+
+def is_rdma_available() -> bool:
+    """Return whether this process can use an RDMA NIC: an active and permitted port, its device file, and a package for
+    verbs.
+
+    The check reads /sys and opens no device. `RDMABuffer` works in either case: without a NIC it uses TCP.
+    `monarch-backend doctor` says what is missing. MONARCH_RDMA_TRANSPORT makes no difference here.
+
+    >>> from monarch_backend.rdma import is_rdma_available
+    >>> is_rdma_available() in (True, False)
+    True
+    """
+    return available() is None
+
+
+def get_rdma_backend() -> str:
+    """Return the best route from this process to memory on other hosts: "verbs" or "tcp".
+
+    The route to one buffer also depends on its owner: see `RDMABuffer.backend`. It is "tcp" if the owner has no NIC,
+    and "same host" or "this process" if no network is in between. Raises ValueError for an invalid
+    MONARCH_RDMA_TRANSPORT.
+
+    >>> from monarch_backend.rdma import get_rdma_backend, is_rdma_available
+    >>> get_rdma_backend() == "tcp" or is_rdma_available()
+    True
+    """
+    return "verbs" if forced() != "tcp" and is_rdma_available() else "tcp"

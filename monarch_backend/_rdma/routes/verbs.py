@@ -192,7 +192,7 @@ class Verbs(NicRoute):
     def started(self) -> bool:
         return self._engine is not None
 
-    def _started(self) -> Engine:
+    def opened(self) -> Engine:
         with self._lock:
             if self._engine is None:
                 self._engine = shared_engine.borrow(str, self._dial)
@@ -217,7 +217,7 @@ class Verbs(NicRoute):
             if whole is None:
                 return b""
             try:
-                made = self._started().expose(whole.address, whole.nbytes, whole.keep, writable=whole.writable)
+                made = self.opened().expose(whole.address, whole.nbytes, whole.keep, writable=whole.writable)
             except UnreachableMemoryError as error:
                 self._unreachable.add(handle.ticket)
                 self.why_staged = str(error)
@@ -227,17 +227,10 @@ class Verbs(NicRoute):
             with self._lock:
                 region = self._regions.setdefault(handle.ticket, made)
             if region is not made:
-                self._started().release(made)
+                self.opened().release(made)
             if self._registry.native.check(handle.ticket, 0, 0, READ):  # it was dropped meanwhile
                 self.dropped(handle.ticket)
         return region.to_bytes()
-
-    def lend(self, memory: Any) -> Region:
-        return self._started().expose(memory.address, memory.nbytes, memory)
-
-    def take_back(self, region: Region) -> None:
-        """Release staging memory. No NIC reaches it any more when this returns."""
-        self._started().release(region)
 
     def dropped(self, ticket: Ticket) -> None:
         """Release dropped memory. No NIC reaches it any more when this returns."""
@@ -245,12 +238,12 @@ class Verbs(NicRoute):
         with self._lock:
             region = self._regions.pop(ticket, None)
         if region is not None:
-            self._started().release(region)
+            self.opened().release(region)
 
     def accept(self, peer: Peer, offer: bytes) -> bytes:
         """Accept the connection request of a process. Raises VerbsError."""
         self._met.add(peer.token)
-        return self._started().accept(peer.token, offer)
+        return self.opened().accept(peer.token, offer)
 
     # ---- connecting
 
@@ -258,7 +251,7 @@ class Verbs(NicRoute):
         self._program.run_in_thread(lambda: self._meet(token))
 
     def _meet(self, token: str) -> None:
-        engine, offer = self._started(), b""
+        engine, offer = self.opened(), b""
         self._met.add(token)
         try:
             offer = engine.offer(token)
@@ -274,7 +267,7 @@ class Verbs(NicRoute):
     def carry(self, token: str, write: bool, region: Region, segment: Segment, memory: Any) -> Awaited:
         """Move one piece between the staging memory there and here. Raises VerbsError."""
         kind: Literal["write", "read"] = "write" if write else "read"
-        return Awaited(self._started(), token, plan_transfer(kind, region, [segment], memory))
+        return Awaited(self.opened(), token, plan_transfer(kind, region, [segment], memory))
 
     def is_ready(self, handle: Handle) -> bool:
         """Return whether a transfer with this memory could start without a request to the owner, as far as is known."""
@@ -318,7 +311,7 @@ class Verbs(NicRoute):
         return self.recover(part, self._wait(part, keep, scope), scope, keep)
 
     def _wait(self, part: ReadWriteOp | AtomicOp, keep: Any, scope: Any) -> Result:
-        engine = self._started()
+        engine = self.opened()
         try:
             region = _region(part.handle.verbs)
             if refusal := _refusal(part, region):
