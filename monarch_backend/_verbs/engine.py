@@ -380,9 +380,7 @@ class Engine:
 
     def _hand_to(self, link: PeerConnection, request: Request, quiet: bool) -> Request:
         """Submit a request; the lock is held. If a device can't be armed, this raises and nothing was submitted."""
-        request.quiet = (
-            quiet and request.nbytes <= MAX_UNSIGNALED_BYTES and link.state is State.UP and not link.has_waiting
-        )
+        request.quiet = quiet and request.nbytes <= MAX_UNSIGNALED_BYTES and link.state is State.UP and not link.waiting
         try:
             self._completions.begins(request)
         except BaseException:

@@ -133,7 +133,7 @@ class Device:
         self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
         self._pages: list[Registration] = []
         self._slots: list[Slot] = []
-        self._lost: set[int] = set()  # addresses of slots
+        self.lost_slots: set[int] = set()  # addresses of slots to which the device may still write: never reused
 
     def _endpoint(self, facts: PortFacts, settings: Settings) -> Endpoint:
         port, limits = self.nic.port(facts.port), self.nic.limits
@@ -171,14 +171,10 @@ class Device:
         return self._slots.pop()
 
     def give_slot(self, slot: Slot) -> None:
-        if slot.address in self._lost:
+        if slot.address in self.lost_slots:
             _native.keep_for_ever(slot)
         else:
             self._slots.append(slot)
-
-    def lose_slot(self, address: int) -> None:
-        """Never reuse a slot to which the device may still write."""
-        self._lost.add(address)
 
     def close(self) -> None:
         self.cache.close()

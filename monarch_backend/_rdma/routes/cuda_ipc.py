@@ -137,7 +137,11 @@ class TorchMappings:
         try:
             mapped, address = adopt(ask(self._program, peer, TOPIC, msgspec.msgpack.encode(handle.ticket)))
         except Exception as error:  # torch may raise anything: the bytes take another way
-            self._note_refusal(name, f"{type(error).__name__}: {error}")
+            with self._lock:
+                self._requested.discard(name)
+                self._refused[name] = f"{type(error).__name__}: {error}"
+                if len(self._refused) > MAX_CACHED_REFUSALS:
+                    del self._refused[next(iter(self._refused))]
             return
         with self._lock:
             self._mapped[name] = mapped
@@ -149,13 +153,6 @@ class TorchMappings:
             begin, self._sweeps = not self._sweeps, True
         if begin:
             self._sweep_later()
-
-    def _note_refusal(self, name: Name, why: str) -> None:
-        with self._lock:
-            self._requested.discard(name)
-            self._refused[name] = why
-            if len(self._refused) > MAX_CACHED_REFUSALS:
-                del self._refused[next(iter(self._refused))]
 
     def _sweep_later(self) -> None:
         # Not on the progress's own thread, because drivers are slow to unmap.

@@ -338,9 +338,11 @@ class Tcp(Route):
         if not ways:  # the handle was sent when there were no other hosts yet
             answer = ask(self._program, peer, "ways", over=scope.outcome)
             ways, encrypted = msgspec.msgpack.decode(answer, type=tuple[Endpoints, bool])
-        identity = self._identity(encrypted)
+        identity, streams = self._identity(encrypted), STREAMS_PER_PEER
+        if encrypted:  # with TLS, more streams than half the CPUs would only take turns
+            streams = max(1, min(streams, platform.usable_cpus() // 2))
         fresh = [
-            _native.MemoryClient(address, port, identity, handle.token, _streams(encrypted))
+            _native.MemoryClient(address, port, identity, handle.token, streams)
             for name, port in ways
             for address in _numeric(name)
         ]
@@ -370,11 +372,6 @@ class Tcp(Route):
         self._small_requests.end(token)
         for client in gone:
             client.close()
-
-
-def _streams(encrypted: bool) -> int:
-    """Return the number of connections. With TLS, more streams than half the CPUs would only take turns."""
-    return max(1, min(STREAMS_PER_PEER, platform.usable_cpus() // 2)) if encrypted else STREAMS_PER_PEER
 
 
 def _numeric(name: str) -> list[str]:

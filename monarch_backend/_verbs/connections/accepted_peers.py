@@ -182,7 +182,8 @@ def _roce(ours: Endpoint, theirs: Endpoint) -> list[PathCandidate]:
 
 def _global_way(cost: int, mine: Gid, other: Gid) -> PathCandidate:
     # The netmask is unknown here: /24 or nearer counts as one subnet for IPv4, /64 for IPv6.
-    common = _common_bits(mine.raw, other.raw)
+    difference = int.from_bytes(mine.raw, "big") ^ int.from_bytes(other.raw, "big")
+    common = 8 * len(mine.raw) - difference.bit_length()
     return PathCandidate(
         (cost, -min(common // 8, 15 if mine.raw.startswith(_MAPPED) else 8)), common, mine, other, is_global=True
     )
@@ -195,8 +196,3 @@ def _class(gid: Gid) -> int:
     if gid.raw.startswith(_MAPPED):
         return 0
     return 2 if gid.raw.startswith(_LINK_LOCAL) else 1
-
-
-def _common_bits(one: bytes, other: bytes) -> int:
-    difference = int.from_bytes(one, "big") ^ int.from_bytes(other, "big")
-    return 8 * len(one) - difference.bit_length()

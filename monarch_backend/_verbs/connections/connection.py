@@ -68,7 +68,7 @@ class PeerConnection:
         self.state = State.IDLE
         self.lanes: list[SendQueuePair] = []
         self.rebuilds = 0
-        self._waiting: dict[Request, None] = {}  # requests with pieces that are not posted
+        self.waiting: dict[Request, None] = {}  # requests with pieces that are not posted
         self._offered: list[SendQueuePair] = []
         self._nonce = b""
         self._deadline: float | None = None
@@ -78,9 +78,9 @@ class PeerConnection:
     # ---- requests
 
     def submit(self, request: Request) -> None:
-        if self.state is State.UP and not self._waiting and self._straight(request):
+        if self.state is State.UP and not self.waiting and self._straight(request):
             return
-        self._waiting[request] = None
+        self.waiting[request] = None
         if self.state is State.IDLE:
             self._want()
         elif self.state is State.UP:
@@ -105,7 +105,7 @@ class PeerConnection:
 
     def progress(self) -> None:
         posted = True
-        while posted and self.state is State.UP and self._waiting:
+        while posted and self.state is State.UP and self.waiting:
             posted = False
             self.lanes.append(self.lanes.pop(0))  # small requests alternate
             for lane in list(self.lanes):
@@ -118,13 +118,13 @@ class PeerConnection:
                     return
                 if count:
                     posted = True
-                    for request in [r for r in itertools.islice(self._waiting, _LOOKAHEAD_REQUESTS) if not r.has_more]:
-                        del self._waiting[request]
-                    if not self._waiting:
+                    for request in [r for r in itertools.islice(self.waiting, _LOOKAHEAD_REQUESTS) if not r.has_more]:
+                        del self.waiting[request]
+                    if not self.waiting:
                         return
 
     def _for(self, lane: SendQueuePair) -> list[Request]:
-        first = itertools.islice(self._waiting, _LOOKAHEAD_REQUESTS)
+        first = itertools.islice(self.waiting, _LOOKAHEAD_REQUESTS)
         return [r for r in first if r.may_use(lane) and lane.their_nic < len(r.record.keys)]
 
     def _prepare(self, requests: Iterable[Request]) -> None:
@@ -270,14 +270,14 @@ class PeerConnection:
                 self._settle(posted.request)
         if self.state is not State.UP:
             self._drained()
-        if self._waiting:
+        if self.waiting:
             self.progress()
 
     def _proved(self, lane: SendQueuePair) -> None:
         lane.proved = True
         if self.state is State.PROVING:
             self.state, self._trouble = State.UP, None
-            self._prepare(list(self._waiting))
+            self._prepare(list(self.waiting))
 
     def broke(self, lane: SendQueuePair, id_: int, status: int, vendor: int) -> None:
         for posted in lane.retire(id_ - 1):
@@ -318,7 +318,7 @@ class PeerConnection:
             reason = error if request.breaks > 1 else request.unwanted
         if reason is None and request.error is None:
             request.put_back(piece)
-            self._waiting[request] = None
+            self.waiting[request] = None
         else:
             request.under_way -= 1
             self._fail(request, reason or error)
@@ -329,7 +329,7 @@ class PeerConnection:
         self._close_lanes(list(self.lanes))
         self.state, self._deadline = State.IDLE, None
         self.rebuilds += 1
-        if self._waiting:
+        if self.waiting:
             self._want()
 
     def _close_lanes(self, lanes: list[SendQueuePair]) -> None:
@@ -348,30 +348,26 @@ class PeerConnection:
 
     def _fail(self, request: Request, error: BaseException) -> None:
         request.error = request.error or error
-        self._waiting.pop(request, None)
+        self.waiting.pop(request, None)
         self._settle(request)
 
     def _settle(self, request: Request) -> None:
         if not request.finished and request.is_over:
-            self._waiting.pop(request, None)
+            self.waiting.pop(request, None)
             self._host.finish(request)
 
     def fail(self, error: BaseException) -> None:
         """Fail all requests at once; the next request connects anew."""
         self._drop_offer()
-        requests = dict(self._waiting)
+        requests = dict(self.waiting)
         for lane in self.lanes:
             for posted in lane.close():
                 if posted.request is not None:
                     posted.request.under_way -= 1
                     requests[posted.request] = None
-        self.lanes, self._waiting, self._deadline, self.state = [], {}, None, State.IDLE
+        self.lanes, self.waiting, self._deadline, self.state = [], {}, None, State.IDLE
         for request in requests:
             self._fail(request, error)
-
-    @property
-    def has_waiting(self) -> bool:
-        return bool(self._waiting)
 
 
 class PeerConnections:

@@ -199,5 +199,5 @@ class SendQueuePair:
                 continue
             _native.keep_for_ever(posted.request.plan)
             if posted.request.is_atomic:
-                self.device.lose_slot(posted.request.where(posted.piece, self.device)[0])
+                self.device.lost_slots.add(posted.request.where(posted.piece, self.device)[0])
         return left
