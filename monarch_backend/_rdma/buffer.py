@@ -10,9 +10,8 @@ import msgspec
 from monarch_backend._actor.calls.future import DoneFuture, Future
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU, LocalMemory, frozen, memory_of, writable
-from monarch_backend._rdma.registrations import registry
+from monarch_backend._rdma.registrations import Handle, registry
 from monarch_backend._rdma.routes.protocol import COMPARE_AND_SWAP, FETCH_ADD
 from monarch_backend._rdma.transfers.engine import AtomicOp, ReadWriteOp, TransferPlanCache, after, engine
 from monarch_backend._rdma.transfers.future import SingleFuture

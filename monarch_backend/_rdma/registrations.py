@@ -7,7 +7,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,6 @@ from monarch_backend._actor.runtime import Runtime, program
 from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._core import env, platform
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle, Ticket
 from monarch_backend._rdma.local_memory import LocalMemory
 
 DROP_TIMEOUT_S = 5.0
@@ -25,6 +24,35 @@ DROP_TIMEOUT_S = 5.0
 log = logging.getLogger("monarch_backend")
 
 _WAS_NOT_THERE, _STILL_USED = 1, 2
+
+Ticket = tuple[int, int, int]
+"""Slot, epoch and key of a registration (csrc/memory/registration_table.h).
+
+A process that has the ticket may access the memory.
+"""
+
+
+class Handle(NamedTuple):
+    """A range of registered memory of any process: its owner, its ticket, and the routes to it."""
+
+    token: str  # of the process that registered it
+    pid: int
+    host: str
+    ticket: Ticket
+    offset: int  # of the range in the registration, in bytes
+    nbytes: int
+    device: str
+    writable: bool
+    ways: tuple[tuple[str, int], ...] = ()  # addresses and ports of the owner's server, if there is one
+    encrypted: bool = False  # connections to that server use TLS
+    verbs: bytes = b""  # the packed Region for NICs, if a NIC of the owner reaches the memory
+    staged: bool = False  # the owner has NICs that do not reach the memory, so transfers use staging memory
+
+    def __str__(self) -> str:
+        return f"{self.nbytes} bytes of process {self.pid} on host {self.host}"
+
+    def part(self, start: int, stop: int) -> Handle:
+        return self._replace(offset=self.offset + start, nbytes=stop - start)
 
 
 class Registry(RuntimeExtension):

@@ -17,7 +17,7 @@ import pytest
 
 from monarch_backend import _native
 from monarch_backend._actor.runtime import program
-from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Handle
 from monarch_backend._rdma.routes.protocol import CANCELLED, DONE, DROPPED, FETCH_ADD, LATE, LOST, READ, REFUSED, WRITE
 from monarch_backend._rdma.routes.tcp import Tcp
 from monarch_backend._rdma.transfers.engine import Workers, engine

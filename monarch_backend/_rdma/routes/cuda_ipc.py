@@ -24,8 +24,7 @@ from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._rdma import gpu_memory
 from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle, Ticket
-from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.registrations import Handle, Registry, Ticket
 
 reductions: Any = _reductions  # it has no type hints
 

@@ -21,7 +21,7 @@ from monarch_backend import _native
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Handle
 from monarch_backend._rdma.routes.pinned_pool import PinnedLease, PinnedPool, PinnedPoolClient
 from monarch_backend._rdma.routes.protocol import (
     DONE,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from monarch_backend import _native
 from monarch_backend._core.timeouts import check_timeout
-from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Handle
 
 Segment = tuple[int, int, int]
 """Offset in the registration, address in this process, bytes."""

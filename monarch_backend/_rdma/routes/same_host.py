@@ -8,9 +8,8 @@ from typing import Any
 
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma import gpu_memory
-from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
-from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.registrations import Handle, Registry
 from monarch_backend._rdma.routes.cuda_ipc import TorchMappings
 from monarch_backend._rdma.routes.protocol import DONE, LOST, AtomicOp, ReadWriteOp, Result
 

@@ -16,9 +16,8 @@ from typing import Any
 from monarch_backend._actor.runtime import Runtime, is_of_parent
 from monarch_backend._core import debug_log, env
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
-from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.registrations import Handle, Registry
 from monarch_backend._rdma.routes.gpu_staged import GpuNics, Staged
 from monarch_backend._rdma.routes.pinned_pool import PinnedPool
 from monarch_backend._rdma.routes.protocol import (

@@ -21,8 +21,7 @@ from monarch_backend._core import env, platform
 from monarch_backend._core.addresses import local_addresses
 from monarch_backend._rdma.control_rpc import TOPICS, ask
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.registrations import Handle, Registry
 from monarch_backend._rdma.routes.protocol import (
     CANCELLED,
     DONE,

@@ -20,9 +20,8 @@ import msgspec
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.control_rpc import CHECK_INTERVAL_S, ask
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle, Ticket
 from monarch_backend._rdma.local_memory import LocalMemory
-from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.registrations import Handle, Registry, Ticket
 from monarch_backend._rdma.routes.protocol import (
     DONE,
     FAILED,

@@ -23,9 +23,8 @@ from monarch_backend._actor.runtime import Runtime, program
 from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._rdma.control_rpc import DROP, TOPICS
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
-from monarch_backend._rdma.registrations import Registry, registry
+from monarch_backend._rdma.registrations import Handle, Registry, registry
 from monarch_backend._rdma.routes import cuda_ipc, gpu_staged
 from monarch_backend._rdma.routes.gpu_staged import gathered
 from monarch_backend._rdma.routes.protocol import (

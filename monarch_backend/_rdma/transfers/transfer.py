@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._actor.errors import CancelledError, MeshFailure
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
-from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Handle
 from monarch_backend._rdma.routes.protocol import (
     CANCELLED,
     DONE,
