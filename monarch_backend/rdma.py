@@ -21,11 +21,11 @@
 
 from monarch_backend import _wiring as _wiring
 from monarch_backend._rdma.action import RDMAAction
-from monarch_backend._rdma.availability import get_rdma_backend, is_rdma_available
 from monarch_backend._rdma.buffer import RDMABuffer
 from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
+from monarch_backend._rdma.registrations import empty
+from monarch_backend._rdma.routes.selection import get_rdma_backend, is_rdma_available
 from monarch_backend._rdma.sharded_state import Plan, ShardedState, StatePart
-from monarch_backend._rdma.shared_tensor import empty
 
 __all__ = [
     "DroppedError",

@@ -27,24 +27,7 @@ class _Step(NamedTuple):
     make: Callable[[LocalMemory], ReadWriteOp | AtomicOp]
 
 
-class _Ready:
-    """Plan of an unchanged action, made by one submit and replayed by the next ones. ``again``: see Engine.again."""
-
-    __slots__ = ("_again", "_count", "_mover", "_watches")
-
-    def __init__(
-        self, mover: Engine, watches: list[Callable[[], bool]], again: Callable[[float | None], Future[None] | None]
-    ) -> None:
-        self._mover, self._watches, self._count, self._again = mover, watches, len(watches), again
-
-    def start(self, mover: Engine, steps: list[_Step], timeout: float | None) -> Future[None] | None:
-        """Start the transfers again if nothing has changed. Return None if `RDMAAction.submit` has to check them."""
-        if self._mover is not mover or self._count != len(steps):
-            return None
-        for is_as_it_was in self._watches:
-            if not is_as_it_was():
-                return None
-        return self._again(timeout)
+_Replay = Callable[[Engine, list[_Step], float | None], Future[None] | None]
 
 
 class RDMAAction:
@@ -67,7 +50,7 @@ class RDMAAction:
 
     def __init__(self) -> None:
         self._steps: list[_Step] = []
-        self._ready: _Ready | None = None
+        self._ready: _Replay | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -108,7 +91,7 @@ class RDMAAction:
         """
         timeout = check_timeout(timeout)
         mover, ready = engine(), self._ready
-        if ready is not None and (again := ready.start(mover, self._steps, timeout)) is not None:
+        if ready is not None and (again := ready(mover, self._steps, timeout)) is not None:
             return again
         steps = list(self._steps)  # another thread may add steps meanwhile
         if not steps:
@@ -134,15 +117,27 @@ class RDMAAction:
 
 def _ready(
     mover: Engine, steps: list[_Step], parts: list[ReadWriteOp | AtomicOp], memories: list[LocalMemory]
-) -> _Ready | None:
+) -> _Replay | None:
+    """Return a function that starts the transfers of one submit again, or returns None if something has changed."""
     watches: list[Callable[[], bool]] = []
     for step, memory in zip(steps, memories, strict=True):
         is_as_it_was = watch(step.local, memory)
         if is_as_it_was is None:
             return None
         watches.append(is_as_it_was)
-    again = mover.again(parts, memories)
-    return None if again is None else _Ready(mover, watches, again)
+    again, count = mover.again(parts, memories), len(steps)
+    if again is None:
+        return None
+
+    def start(now: Engine, steps: list[_Step], timeout: float | None) -> Future[None] | None:
+        if now is not mover or len(steps) != count:
+            return None
+        for is_as_it_was in watches:
+            if not is_as_it_was():
+                return None
+        return again(timeout)
+
+    return start
 
 
 def _eight_bytes(dst: Any) -> LocalMemory:

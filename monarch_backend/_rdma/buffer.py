@@ -10,12 +10,10 @@ import msgspec
 from monarch_backend._actor.calls.future import DoneFuture, Future
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU, LocalMemory, frozen, memory_of, writable
-from monarch_backend._rdma.registrations import registry
+from monarch_backend._rdma.registrations import Handle, registry
 from monarch_backend._rdma.routes.protocol import COMPARE_AND_SWAP, FETCH_ADD
-from monarch_backend._rdma.transfers.cache import TransferPlanCache, after
-from monarch_backend._rdma.transfers.engine import AtomicOp, ReadWriteOp, engine
+from monarch_backend._rdma.transfers.engine import AtomicOp, ReadWriteOp, TransferPlanCache, after, engine
 from monarch_backend._rdma.transfers.future import SingleFuture
 
 _64_BITS = (1 << 64) - 1
@@ -98,7 +96,7 @@ class RDMABuffer:
         return f"<RDMABuffer: {self._handle}, {self._handle.device}>"
 
     def __reduce__(self) -> Any:
-        return (_arrived, tuple(engine().outgoing(self._handle)))
+        return (_arrived, tuple(engine().routes.outgoing(self._handle)))
 
     # ---- transfers
 

@@ -41,7 +41,6 @@ class _Question:
         self.error = ""
 
     def on_gone(self, peer: Peer, failure: Any) -> None:
-        """Fail the request: the peer that was asked has ended."""
         if peer is self.peer:
             self.error = str(failure)
             self.ended.set()
@@ -50,7 +49,6 @@ class _Question:
         """Do nothing: answers arrive as Settings."""
 
     def wait(self, seconds: float, over: Callable[[], object]) -> bool:
-        """Wait for the answer. Return False after ``seconds`` or once ``over()`` is true."""
         end = time.monotonic() + seconds
         while not self.ended.wait(CHECK_INTERVAL_S):
             if over() or time.monotonic() > end:

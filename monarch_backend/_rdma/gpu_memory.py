@@ -8,7 +8,7 @@ implementation. The routes bring the bytes to other processes.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,14 +16,8 @@ from monarch_backend import _native
 from monarch_backend._core import gpu_vendor
 from monarch_backend._rdma.errors import RDMAError
 
-
-class DeviceMemory(NamedTuple):
-    """Address and size of memory of one GPU. Earlier GPU work has finished writing to it."""
-
-    address: int
-    nbytes: int
-    writable: bool
-    device: str
+DeviceMemory = tuple[int, int, bool, str]
+"""Address and bytes of memory of one GPU, whether it is writable, and its device. Earlier work has finished there."""
 
 
 def of_tensor(tensor: torch.Tensor, what: str) -> DeviceMemory:
@@ -31,7 +25,7 @@ def of_tensor(tensor: torch.Tensor, what: str) -> DeviceMemory:
     address = tensor.data_ptr()
     number = _number_of(address, what)
     settle(tensor.device)
-    return DeviceMemory(address, tensor.nbytes, True, _name(number))
+    return address, tensor.nbytes, True, _name(number)
 
 
 def settle(device: torch.device) -> None:
@@ -55,7 +49,7 @@ def of_array(value: Any, what: str) -> DeviceMemory:
     if described.get("mask") is not None:
         raise ValueError(f"{what} has a mask: give its data and its mask, each for itself")
     if not nbytes:
-        return DeviceMemory(0, 0, not readonly, _name(0))
+        return 0, 0, not readonly, _name(0)
     number = _number_of(address, what)
     stream = described.get("stream")
     if stream is not None:
@@ -63,11 +57,10 @@ def of_array(value: Any, what: str) -> DeviceMemory:
             _native.gpu_wait_for_stream(number, stream)
         except _native.GpuFailure as error:
             raise RDMAError(f"what fills {what} has failed: {error}") from None
-    return DeviceMemory(address, nbytes, not readonly, _name(number))
+    return address, nbytes, not readonly, _name(number)
 
 
 def api() -> str:
-    """Return "CUDA" or "HIP", after this process's driver."""
     return "HIP" if "hip" in _native.gpu_library() else "CUDA"
 
 

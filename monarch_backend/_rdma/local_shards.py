@@ -29,8 +29,6 @@ class StateEntry(NamedTuple):
 
 
 class LocalShard(NamedTuple):
-    """A rank's part of a tensor, in this process."""
-
     tensor: Tensor  # plain, with the memory of the part
     shape: tuple[int, ...]  # of the whole tensor
     pieces: tuple[Overlap, ...]

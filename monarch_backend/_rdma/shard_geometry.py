@@ -80,7 +80,6 @@ def pieces(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> tuple[Overl
 
 @functools.lru_cache(maxsize=65536)
 def local_shape(shape: tuple[int, ...], splits: tuple[ShardSpec, ...]) -> tuple[int, ...]:
-    """Return the shape of a rank's local tensor. Raises UnevenError."""
     return tuple(sum(stop - start for start, stop in spans) for spans in _spans_by_dim(shape, splits))
 
 
@@ -126,7 +125,8 @@ def _cut(size: int, splits: Iterable[ShardSpec]) -> list[Span]:
     for split in splits:
         total = sum(stop - start for start, stop in spans)
         # The part at `place` of each of the `factor` parts.
-        chosen = [_chunk(part, split.ways, split.place) for part in _chunks((0, total), split.factor)]
+        parts = [_chunk((0, total), split.factor, index) for index in range(split.factor)]
+        chosen = [_chunk(part, split.ways, split.place) for part in parts]
         spans = _joined(span for start, stop in chosen for span in _slice(spans, start, stop))
     return spans
 
@@ -143,10 +143,6 @@ def _order(splits: list[ShardSpec]) -> list[ShardSpec] | None:
             return None
         order.insert(made.index(split.factor), split._replace(factor=1))
     return order
-
-
-def _chunks(span: Span, ways: int) -> list[Span]:
-    return [_chunk(span, ways, index) for index in range(ways)]
 
 
 def _chunk(span: Span, ways: int, index: int) -> Span:
@@ -180,7 +176,6 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def shared(one: Region, other: Region) -> Region | None:
-    """Return the intersection of two boxes, or None."""
     offset = tuple(map(max, one.offset, other.offset))
     sizes = tuple(
         min(a + m, b + n) - start

@@ -43,8 +43,6 @@ _SHOWN = 8  # names, ranks or boxes that a message lists
 
 
 class TensorPart(NamedTuple):
-    """One rank's part of one tensor."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]  # of the whole tensor
     pieces: tuple[Overlap, ...]
@@ -318,7 +316,6 @@ def _tensor_part(dtype: torch.dtype, held: LocalShard) -> TensorPart:
 
 
 def _moved(part: TensorPart, name: str, now: Mapping[str, Any]) -> TensorPart:
-    """Return the description of the same part as it is now."""
     tensor = now[name]
     return _tensor_part(tensor.dtype, local(name, tensor))._replace(buffer=part.buffer, start=part.start)
 

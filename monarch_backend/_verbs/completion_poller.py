@@ -64,7 +64,7 @@ class Completions:
         self._lock, self._wake, self._room, self._is_restless = lock, wake, room, is_restless
         self._quiet: set[Request] = set()
         self._announced = 0  # requests with events
-        self._next_sweep: float | None = None
+        self.next_sweep: float | None = None
         self._recent = False  # there was a quiet request since the last sweep
         self._looking = False
         self._over: deque[tuple[Done, Any]] = deque()  # callbacks with their arguments, to be called without the lock
@@ -82,15 +82,14 @@ class Completions:
         if request.quiet:
             self._quiet.add(request)
             self._recent = True
-            if self._next_sweep is None:
-                self._next_sweep = time.monotonic() + SWEEP_INTERVAL_S
+            if self.next_sweep is None:
+                self.next_sweep = time.monotonic() + SWEEP_INTERVAL_S
                 self._wake()  # the engine's thread may be in a longer sleep
         else:
             self.arm()
             self._announced += 1
 
     def ends(self, request: Request, done: Done, outcome: Any) -> None:
-        """Record the end of a request; ``done(outcome)`` is to be called."""
         if request.quiet:
             self._quiet.discard(request)
         else:
@@ -119,7 +118,6 @@ class Completions:
     # ---- the engine's thread
 
     def heard(self, device: Device) -> None:
-        """Handle an event of the device's completion channel."""
         with self._lock:
             device.nic.take_event()
             device.armed = False
@@ -128,35 +126,29 @@ class Completions:
                 device.armed = True
         self.look(device, prompt=True)
 
-    def deadline(self) -> float | None:
-        """Return the time of the next sweep."""
-        return self._next_sweep
-
     def sweep(self) -> None:
         """Poll for quiet requests, and request events for those that remain."""
-        if self._next_sweep is None or time.monotonic() < self._next_sweep:
+        if self.next_sweep is None or time.monotonic() < self.next_sweep:
             return
         try:
             self._look_at_all()
         except BaseException:
-            self._next_sweep = None  # else the next request would repeat the failure at once, without end
+            self.next_sweep = None  # else the next request would repeat the failure at once, without end
             raise
         with self._lock:
             late = [self.announce(request) for request in list(self._quiet)]
-            self._next_sweep = time.monotonic() + SWEEP_INTERVAL_S if self._recent else None
+            self.next_sweep = time.monotonic() + SWEEP_INTERVAL_S if self._recent else None
             self._recent = False
         if any(late):
             self._look_at_all()
 
     @property
     def has_calls(self) -> bool:
-        """True if `tell` has callbacks to call."""
         return bool(self._over)
 
     # ---- polling
 
     def look(self, device: Device, prompt: bool = False) -> None:
-        """Poll until there are no more completions."""
         while True:
             with self._lock:
                 found = self._look(device, prompt)
@@ -215,7 +207,6 @@ class Completions:
                 self._spinning.release()
 
     def _spin(self, request: Request, until: float) -> bool:
-        """Poll until the given time; True if the request has finished."""
         while time.perf_counter() < until:
             os.sched_yield()  # also releases the GIL
             for _ in range(1 if self.yields else _LOOKS_WITH_GIL):
@@ -253,7 +244,7 @@ class Completions:
             return
         if getattr(self._telling, "now", False):  # no callback within another, without end
             with self._lock:
-                self._next_sweep = 0.0
+                self.next_sweep = 0.0
                 self._wake()
         else:
             self._look_at_all()

@@ -37,7 +37,6 @@ class Settings:
         return 2 * 4 * 4.096e-6 * 2.0**self.timeout * (1 + self.retries)
 
     def permits(self, device: str, port: int) -> bool:
-        """Whether this port may be used."""
         return not self.devices or any(name == device and number in (0, port) for name, number in self.devices)
 
 

@@ -33,8 +33,6 @@ _NODE_OF_ADDRESS = 1 | 2  # MPOL_F_NODE | MPOL_F_ADDR
 
 @dataclass(frozen=True)
 class PortFacts:
-    """State of a port, from /sys."""
-
     device: str
     port: int
     state: str  # ACTIVE, DOWN, ...
@@ -44,7 +42,6 @@ class PortFacts:
 
     @property
     def active(self) -> bool:
-        """True if the port can send."""
         return self.state == "ACTIVE"
 
 
@@ -65,7 +62,6 @@ def _read(path: Path) -> str:
 
 
 def survey(root: Path = SYSFS) -> list[PortFacts]:
-    """Return all ports of all devices."""
     found = []
     for device in sorted(root.glob("*")):
         node = _read(device / "device" / "numa_node")
@@ -84,7 +80,6 @@ def survey(root: Path = SYSFS) -> list[PortFacts]:
 
 
 def gids(device: str, port: int, root: Path = SYSFS) -> list[Gid]:
-    """Return a port's addresses."""
     table = root / device / "ports" / str(port)
     ethernet = _read(table / "link_layer") == "Ethernet"
     found: list[Gid] = []
@@ -102,7 +97,6 @@ def gids(device: str, port: int, root: Path = SYSFS) -> list[Gid]:
 
 
 def usable(settings: Settings, root: Path = SYSFS) -> list[PortFacts]:
-    """Return the ports that may be used and can send."""
     return [facts for facts in survey(root) if facts.active and settings.permits(facts.device, facts.port)]
 
 
@@ -182,16 +176,12 @@ def node_of_memory(address: int) -> int:
         return -1
     node = ctypes.c_int(-1)
     try:
-        failed = _libc().syscall(
+        failed = ctypes.CDLL(None, use_errno=True).syscall(
             _GET_MEMPOLICY, ctypes.byref(node), None, 0, ctypes.c_void_p(address), _NODE_OF_ADDRESS
         )
     except OSError:
         return -1
     return -1 if failed else node.value
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
 
 
 def distance(one: int, other: int, root: Path = _NODES) -> int:

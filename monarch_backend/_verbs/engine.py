@@ -22,12 +22,11 @@ from monarch_backend._verbs import wire_format as messages
 from monarch_backend._verbs.completion_poller import MAX_UNSIGNALED_BYTES, Completions
 from monarch_backend._verbs.config import Settings, from_environment
 from monarch_backend._verbs.connections.accepted_peers import AcceptedPeers
-from monarch_backend._verbs.connections.connection import PeerConnection, State
-from monarch_backend._verbs.connections.peer_connections import PeerConnections
+from monarch_backend._verbs.connections.connection import PeerConnection, PeerConnections, State
 from monarch_backend._verbs.discovery import available, distance, node_of_memory
 from monarch_backend._verbs.engine_thread import UNREADABLE, EngineThread
 from monarch_backend._verbs.errors import NoConnectionError, UnreachableMemoryError, VerbsError
-from monarch_backend._verbs.open_device import Device, open_devices
+from monarch_backend._verbs.open_device import Device, ExposedMemory, open_devices
 from monarch_backend._verbs.providers.provider import (
     LOCAL_WRITE,
     REMOTE_ATOMIC,
@@ -36,11 +35,9 @@ from monarch_backend._verbs.providers.provider import (
     Binding,
     load,
 )
-from monarch_backend._verbs.region import ExposedMemory, Region
 from monarch_backend._verbs.registrations.cache import register
-from monarch_backend._verbs.transfer_plan import Segment, plan_atomic, plan_transfer
-from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest, RegionRecord
-from monarch_backend._verbs.work_requests import Done, Plan, Request
+from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest, Region
+from monarch_backend._verbs.work_requests import Done, Plan, Request, Segment, plan_atomic, plan_transfer
 
 log = logging.getLogger("monarch_backend")
 
@@ -136,7 +133,7 @@ class Engine:
 
     def close(self) -> None:
         """Fail requests in progress and deregister all memory."""
-        if self.is_here:
+        if self._thread.is_here:
             raise RuntimeError("a callback cannot close the engine whose thread it runs on")
         with self._lock:
             if self._closed or self._fork != _forks:
@@ -222,7 +219,7 @@ class Engine:
                 with self._lock:
                     self.devices()  # raises if the engine was closed meanwhile
                     keys = [registration.rkey for registration, _ in exposed.registrations]
-                    region = Region(RegionRecord(next(self._regions), address, nbytes, writable, keys))
+                    region = Region(next(self._regions), address, nbytes, writable, keys)
                     self._exposed[region.id] = exposed
             except BaseException:
                 exposed.close()
@@ -273,7 +270,6 @@ class Engine:
             return link is None or link.no_connection(offer, NoConnectionError(why, "", "", str(peer)))
 
     def connected(self, peer: Peer) -> bool:
-        """True if there is a connection that works, as far as is known."""
         with self._lock:
             link = self._links.get(peer)
             return link is not None and link.state is State.UP
@@ -354,11 +350,6 @@ class Engine:
             except Exception:
                 self._fail_all(UNREADABLE)
 
-    @property
-    def is_here(self) -> bool:
-        """True on the engine's thread."""
-        return self._thread.is_here
-
     def listen(self, request: Request) -> None:
         """Request an event, so that a thread can sleep until the request is over. May run callbacks."""
         if self._fork == _forks:
@@ -387,15 +378,9 @@ class Engine:
             if link is not None:
                 link.fail(VerbsError(why, "", "", str(peer)))
 
-    def give_up_soon(self, peer: Peer, why: str) -> None:
-        """Do the same on the engine's thread, because closing a connection is slow."""
-        self._thread.call_soon(lambda: self.give_up(peer, why))
-
     def _hand_to(self, link: PeerConnection, request: Request, quiet: bool) -> Request:
         """Submit a request; the lock is held. If a device can't be armed, this raises and nothing was submitted."""
-        request.quiet = (
-            quiet and request.nbytes <= MAX_UNSIGNALED_BYTES and link.state is State.UP and not link.has_waiting
-        )
+        request.quiet = quiet and request.nbytes <= MAX_UNSIGNALED_BYTES and link.state is State.UP and not link.waiting
         try:
             self._completions.begins(request)
         except BaseException:
@@ -426,7 +411,6 @@ class Engine:
         return near if what.nbytes >= STRIPING_MIN_BYTES else [near[(pieces[0].local >> 21) % len(near)]]
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Call a function on the engine's thread, once it exists. Takes no lock, so that weak references may use it."""
         self._thread.call_soon(call)
 
     # ---- on the engine's thread
@@ -440,7 +424,6 @@ class Engine:
             self._completions.look(device)
 
     def _turn(self) -> bool:
-        """Do what is due; True if the thread is to end."""
         self._carefully(self._completions.sweep)  # before connections report that a device is silent
         self._carefully(self._connections.tick, why="a connection can't be maintained")
         self._completions.tell()
@@ -448,7 +431,6 @@ class Engine:
             return self._closed and not self._completions.has_calls
 
     def _carefully(self, look: Callable[..., None], *of: Any, why: str = UNREADABLE) -> None:
-        """Call a function; if it fails, all requests in progress fail."""
         try:
             look(*of)
         except Exception:
@@ -459,12 +441,11 @@ class Engine:
             return 0
         with self._lock:
             deadlines = [link.deadline for link in self._links.values()]
-            deadlines.append(self._completions.deadline())
+            deadlines.append(self._completions.next_sweep)
         found = [deadline for deadline in deadlines if deadline is not None]
         return max(0.0, min(found) - time.monotonic()) * 1000 + 1 if found else None
 
     def _fail_all(self, why: str) -> None:
-        """Fail all requests, in an except clause."""
         log.exception("verbs: %s", why)
         with self._lock:
             for link in self._links.values():
@@ -490,6 +471,3 @@ def _register(request: Request, near: Sequence[Device]) -> None:
     except BaseException:
         request.close()
         raise
-
-
-__all__ = ["Done", "Engine", "Peer", "Region", "Segment"]

@@ -57,11 +57,9 @@ class EngineThread:
         self._wake: _Wake | None = None
 
     def open(self) -> None:
-        """Make the event by which other threads wake this one."""
         self._wake = _Wake()
 
     def start(self, devices: Sequence[Device], completions: Completions) -> None:
-        """Start the thread for these open devices."""
         assert self._wake is not None
         of = devices, completions, self._wake.fd
         self._thread = threading.Thread(target=self._run, args=of, name="monarch-verbs", daemon=True)
@@ -74,7 +72,6 @@ class EngineThread:
         return thread
 
     def close(self) -> None:
-        """Drop the event. It stays open until the last thread that may set it has released it."""
         self._wake = None
 
     def detach_after_fork(self) -> None:
@@ -84,11 +81,9 @@ class EngineThread:
 
     @property
     def is_here(self) -> bool:
-        """True on this thread."""
         return threading.current_thread() is self._thread
 
     def is_alive(self) -> bool:
-        """True if the thread was started and neither stopped nor ended."""
         return self._thread is not None and self._thread.is_alive()
 
     def call_soon(self, call: Callable[[], None]) -> None:
@@ -97,7 +92,6 @@ class EngineThread:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the thread."""
         wake = self._wake
         if wake is not None:
             with contextlib.suppress(BlockingIOError):

@@ -36,7 +36,7 @@ _STATUS = (
 )
 """Texts of ibv_wc_status_str, so that a web search finds them."""
 
-_LINK_STATUS = frozenset({2, FLUSHED, RETRY_EXCEEDED, 13, 16, 19, 20, 21})
+LINK_STATUS = frozenset({2, FLUSHED, RETRY_EXCEEDED, 13, 16, 19, 20, 21})
 """Statuses that are the connection's fault: the request may succeed on another one.
 
 soft-RoCE reports "local QP operation error" when its interface is down.
@@ -54,8 +54,6 @@ _NEXT = {
     13: "the peer's queue pair never becomes ready: report this, it is a bug",
     20: "the device has neither done it nor failed for longer than it may take: look at the kernel logs of both sides",
 }
-
-_SEE_LOG = "look at the kernel logs of both sides for this device"
 
 
 @public("monarch_backend.errors")
@@ -87,20 +85,13 @@ class NoConnectionError(VerbsError):
 
 
 def status_text(status: int) -> str:
-    """Return the text of a status."""
     return _STATUS[status] if 0 <= status < len(_STATUS) else f"status {status}"
 
 
-def is_of_the_link(status: int) -> bool:
-    """True if the connection has failed, not the request."""
-    return status in _LINK_STATUS
-
-
 def completion_error(what: str, status: int, vendor: int, device: str, peer: object) -> VerbsError:
-    """Return the error for a failed work completion."""
     text = status_text(status)
     vendor_part = f", vendor code {vendor:#x}" if vendor else ""
-    advice = _NEXT.get(status, _SEE_LOG)
+    advice = _NEXT.get(status, "look at the kernel logs of both sides for this device")
     return VerbsError(
         f"{what} failed: {text} (peer {peer}, device {device}{vendor_part}); {advice}", text, device, str(peer)
     )

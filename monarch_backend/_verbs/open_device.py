@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import struct
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch_backend import _native
 from monarch_backend._verbs import discovery
 from monarch_backend._verbs.config import Settings
-from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.providers.provider import LOCAL_WRITE, Binding, Registration
+from monarch_backend._verbs.errors import VerbsError
+from monarch_backend._verbs.providers.provider import LOCAL_WRITE, Binding, Registration, destroy
 from monarch_backend._verbs.registrations.cache import MemoryCache, register
-from monarch_backend._verbs.registrations.rkey_quarantine import RkeyQuarantine
 from monarch_backend._verbs.wire_format import Endpoint
 
 if TYPE_CHECKING:
@@ -42,6 +44,58 @@ In some guests reading the clock is a system call.
 _SLOTS = 512
 _VALUE = struct.Struct("=Q")
 
+MAX_KEYS = 4096
+"""Keys that are remembered. Drivers repeat keys after 256 of one memory, or after 16 million of all."""
+
+MAX_TRIES = 16
+"""Registrations until any key is accepted, for drivers that have few keys."""
+
+
+class RkeyQuarantine:
+    """Remote keys of a device's last ended registrations: such a key never gives access to the same bytes again.
+
+    A NIC accesses an address by a key of 32 bits, which the driver partly draws at random or counts up. A handle used
+    after its memory was released could match a new registration with the same key by chance. Engine.expose checks new
+    keys here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ranges: OrderedDict[int, tuple[int, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def add(self, rkey: int, address: int, nbytes: int) -> None:
+        start, end = address, address + nbytes
+        with self._lock:
+            if known := self._ranges.pop(rkey, None):
+                start, end = min(start, known[0]), max(end, known[1])
+            self._ranges[rkey] = (start, end)
+            if len(self._ranges) > MAX_KEYS:
+                self._ranges.popitem(last=False)
+
+    def led_to(self, rkey: int, address: int, nbytes: int) -> bool:
+        """True if a process may have a handle with this key for some of these bytes."""
+        known = self._ranges.get(rkey)
+        return known is not None and known[0] < address + nbytes and address < known[1]
+
+    def fresh(self, make: Callable[[], Registration], address: int, nbytes: int, device: str) -> Registration:
+        """Call ``make`` until its registration has a key that no handle may have. Raises what ``make`` raises."""
+        made = make()
+        with contextlib.ExitStack() as unfit:
+            for _ in range(MAX_TRIES):
+                if not self.led_to(made.rkey, address, nbytes):
+                    break
+                try:
+                    another = make()
+                except (VerbsError, OSError):  # twice exceeds a limit, so this one is used
+                    break
+                # Only at the end, else ``make`` would get the same key again.
+                unfit.callback(destroy, made, "a region", device)
+                made = another
+            return made
+
 
 class Slot:
     """Eight registered bytes, to which the NIC writes an atomic's old value."""
@@ -52,7 +106,6 @@ class Slot:
 
     @property
     def value(self) -> int:
-        """Return the number, in this machine's byte order."""
         return int(_VALUE.unpack_from(self._page, self._offset)[0])
 
 
@@ -80,7 +133,7 @@ class Device:
         self.cache = MemoryCache(self.nic, settings.cache_entries, settings.cache_bytes, on_gone)
         self._pages: list[Registration] = []
         self._slots: list[Slot] = []
-        self._lost: set[int] = set()  # addresses of slots
+        self.lost_slots: set[int] = set()  # addresses of slots to which the device may still write: never reused
 
     def _endpoint(self, facts: PortFacts, settings: Settings) -> Endpoint:
         port, limits = self.nic.port(facts.port), self.nic.limits
@@ -118,22 +171,32 @@ class Device:
         return self._slots.pop()
 
     def give_slot(self, slot: Slot) -> None:
-        """Return a slot whose value is not needed any more."""
-        if slot.address in self._lost:
+        if slot.address in self.lost_slots:
             _native.keep_for_ever(slot)
         else:
             self._slots.append(slot)
 
-    def lose_slot(self, address: int) -> None:
-        """Never reuse a slot to which the device may still write."""
-        self._lost.add(address)
-
     def close(self) -> None:
-        """Close the device, after the queue pairs and exposed memory."""
         self.cache.close()
         for page in self._pages:
             destroy(page, "a registration", self.name)
         destroy(self.nic, "what was opened", self.name)
+
+
+class ExposedMemory:
+    """Local state of a region; keeps the owner of the memory alive."""
+
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self.owner, self.address, self.nbytes = owner, address, nbytes
+        self.registrations: list[tuple[Registration, Device]] = []
+
+    def close(self) -> None:
+        for registration, device in self.registrations:
+            device.retired.add(registration.rkey, self.address, self.nbytes)
+        ended = [destroy(registration, "a region", device.name) for registration, device in self.registrations]
+        if not all(ended):
+            _native.keep_for_ever(self.owner)  # other processes may still access its memory, so it must not be reused
+        self.registrations, self.owner = [], None
 
 
 def open_devices(binding: Binding, settings: Settings, on_gone: Callable[[], None]) -> list[Device]:

@@ -33,8 +33,6 @@ _Reads = Annotated[int, Meta(ge=1, le=0xFF)]
 
 
 class Gid(msgspec.Struct, frozen=True, array_like=True):
-    """Address of a port on the fabric."""
-
     index: _U16
     kind: Annotated[int, Meta(ge=1, le=3)]
     raw: _Raw
@@ -63,8 +61,6 @@ class QpEndpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ConnectRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Queue pairs of the requesting side."""
-
     nonce: _Nonce
     endpoints: Annotated[list[Endpoint], Meta(min_length=1, max_length=MOST_ENDPOINTS)]
     ends: Annotated[list[QpEndpoint], Meta(min_length=1, max_length=MOST_LANES)]
@@ -86,14 +82,12 @@ class Pairing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ConnectReply(msgspec.Struct, frozen=True, array_like=True):
-    """Reply to a connect request."""
-
     nonce: _Nonce
     pairings: Annotated[list[Pairing], Meta(min_length=1, max_length=MOST_LANES)]
 
 
-class RegionRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Memory that may be accessed, with its keys by device."""
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """Memory of a process that others may access, with its keys by device. They get it as bytes."""
 
     id: _Address
     address: _Address
@@ -101,21 +95,31 @@ class RegionRecord(msgspec.Struct, frozen=True, array_like=True):
     writable: bool
     keys: Annotated[list[_U32], Meta(min_length=1, max_length=MOST_ENDPOINTS)]
 
+    def __repr__(self) -> str:
+        return f"<Region of {self.nbytes} bytes, {'writable' if self.writable else 'read-only'}>"
 
-_MAGIC = {ConnectRequest: b"mvof", ConnectReply: b"mvan", RegionRecord: b"mvre"}
+    def to_bytes(self) -> bytes:
+        return pack(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Region:
+        """Parse a region of another process. Raises VerbsError."""
+        return unpack(Region, data)
+
+
+_MAGIC = {ConnectRequest: b"mvof", ConnectReply: b"mvan", Region: b"mvre"}
 _DECODERS = {kind: msgspec.msgpack.Decoder(kind) for kind in _MAGIC}
 _encode = msgspec.msgpack.Encoder().encode
-_M = TypeVar("_M", ConnectRequest, ConnectReply, RegionRecord)
+_M = TypeVar("_M", ConnectRequest, ConnectReply, Region)
 
 
 def pack(message: _M) -> bytes:
-    """Return a message as bytes."""
     return _MAGIC[type(message)] + bytes([WIRE_VERSION]) + _encode(message)
 
 
 def unpack(kind: type[_M], data: bytes) -> _M:
     """Parse a message. Raises VerbsError for other bytes, and for another version."""
-    name = {ConnectRequest: "offer", ConnectReply: "answer", RegionRecord: "region"}[kind]
+    name = {ConnectRequest: "offer", ConnectReply: "answer", Region: "region"}[kind]
     if not 5 < len(data) <= MAX_MESSAGE_BYTES:
         raise VerbsError(f"{len(data)} bytes are no {name}: they were cut off, or are something else")
     if data[:4] != _MAGIC[kind]:

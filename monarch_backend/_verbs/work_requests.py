@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from monarch_backend._verbs.open_device import Device, Slot
 from monarch_backend._verbs.providers.provider import COMPARE_SWAP, FETCH_ADD, READ, WRITE
-from monarch_backend._verbs.registrations.cache import Allocation, Entry
-from monarch_backend._verbs.wire_format import RegionRecord
+from monarch_backend._verbs.registrations.cache import Allocation, Entry, allocation_of
+from monarch_backend._verbs.wire_format import Region
 
 if TYPE_CHECKING:
     from monarch_backend._verbs.connections.queue_pair import SendQueuePair
@@ -30,10 +30,13 @@ LANE_SHARE, LANE_PIECES = 16 << 20, 64
 
 Done = Callable[[Any], None]
 
+Segment = tuple[int, int, int]
+"""(offset in the region, local address, bytes)."""
+
+_ALL = (1 << 64) - 1
+
 
 class Piece(NamedTuple):
-    """A future work request: contiguous on both sides."""
-
     remote: int
     local: int
     nbytes: int
@@ -90,7 +93,7 @@ class Plan:
     def __init__(
         self,
         kind: str,
-        record: RegionRecord,
+        record: Region,
         pieces: Sequence[Piece],
         allocations: Sequence[Allocation],
         operands: tuple[int, int] = (0, 0),
@@ -193,15 +196,12 @@ class Request:
         self._entries, self._devices = {}, {}
 
     def is_for(self, device: Device) -> bool:
-        """True if the request is registered for this device."""
         return device.index in self._devices
 
     def anywhere(self) -> set[int]:
-        """Return the indices of the devices that it is registered for."""
         return set(self._devices)
 
     def begin(self, lanes: Sequence[SendQueuePair]) -> None:
-        """Start handing out pieces to these queue pairs."""
         self._lanes = set()  # it may have begun on others, which are gone
         if not self._began:
             self._began = True
@@ -229,7 +229,6 @@ class Request:
 
     @property
     def has_more(self) -> bool:
-        """True if it has pieces that are not posted."""
         if self.error is not None:
             return False
         if self._again:
@@ -249,21 +248,18 @@ class Request:
         return piece
 
     def put_back(self, piece: Piece) -> None:
-        """Return a piece that must be posted again."""
         self.under_way -= 1
         if self._again is None:
             self._again = deque()
         self._again.append(piece)
 
     def where(self, piece: Piece, device: Device) -> tuple[int, int]:
-        """Return the piece's local address and key."""
         if self._slot is not None:
             return self._slot[1].address, self._slot[1].lkey
         return piece.local, self._entries[device.index][piece.part].lkey
 
     @property
     def is_over(self) -> bool:
-        """True if no piece is posted or will be."""
         return not self.under_way and not self.has_more
 
     def close(self) -> Any:
@@ -278,3 +274,52 @@ class Request:
         self._slot, self.plan, self._lanes = None, None, set()
         self.done = _done_already  # else it would be in a cycle with what it calls
         return outcome
+
+
+def plan_transfer(kind: Literal["read", "write"], remote: Region, segments: Sequence[Segment], owners: Any) -> Plan:
+    """Return the plan of a transfer; see Engine.transfer.
+
+    Raises ValueError, and TypeError for owners without memory.
+    """
+    if kind not in ("read", "write"):
+        raise ValueError(f"{kind!r}: a transfer is a read or a write")
+    if kind == "write" and not remote.writable:
+        raise ValueError("the region is read-only: its owner has exposed it without writable=True")
+    each = list(owners) if isinstance(owners, (list, tuple)) else [owners] * len(segments)
+    if len(each) != len(segments):
+        raise ValueError(f"{len(each)} owners for {len(segments)} segments")
+    allocations, pieces = _pieces(remote, segments, each)
+    return Plan(kind, remote, pieces, allocations)
+
+
+def plan_atomic(
+    kind: Literal["fetch_add", "compare_swap"], remote: Region, offset: int, operand: int, expected: int
+) -> Plan:
+    """Return the plan of an atomic; see Engine.atomic. Raises ValueError."""
+    if kind not in ("fetch_add", "compare_swap"):
+        raise ValueError(f"{kind!r}: an atomic is fetch_add or compare_swap")
+    if not remote.writable:
+        raise ValueError("the region is read-only: its owner has exposed it without writable=True")
+    if not 0 <= offset <= remote.nbytes - 8 or (remote.address + offset) % 8:
+        raise ValueError(f"offset {offset} of a region of {remote.nbytes} bytes: eight aligned bytes are needed")
+    operands = (operand & _ALL, 0) if kind == "fetch_add" else (expected & _ALL, operand & _ALL)
+    return Plan(kind, remote, [Piece(remote.address + offset, 0, 8, 0)], (), operands)
+
+
+def _pieces(remote: Region, segments: Sequence[Segment], owners: Sequence[Any]) -> tuple[list[Allocation], list[Piece]]:
+    allocations: list[Allocation] = []
+    places: dict[int, int] = {}  # index of an owner's allocation, by the owner's id
+    pieces = []
+    for (offset, address, nbytes), owner in zip(segments, owners, strict=True):
+        if id(owner) not in places:
+            places[id(owner)] = len(allocations)
+            allocations.append(allocation_of(owner))
+        part = places[id(owner)]
+        whole = allocations[part]
+        if nbytes < 0 or offset < 0 or offset + nbytes > remote.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} of a region of {remote.nbytes}")
+        if not whole.address <= address <= address + nbytes <= whole.address + whole.nbytes:
+            raise ValueError(f"{nbytes} bytes at {address:#x}, outside the memory of their owner")
+        if nbytes:
+            pieces.append(Piece(remote.address + offset, address, nbytes, part))
+    return allocations, pieces

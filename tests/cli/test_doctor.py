@@ -13,7 +13,7 @@ import torch
 
 import monarch_backend
 from monarch_backend import _verbs
-from monarch_backend._rdma import availability
+from monarch_backend._rdma.routes import selection
 from monarch_backend.cli import doctor, main
 from tests.rdma import pretended_gpu as pretended
 
@@ -88,7 +88,7 @@ def verbs_findings() -> dict[str, doctor.Finding]:
 def test_verbs_are_explained_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MONARCH_RDMA_TRANSPORT", raising=False)
     monkeypatch.setattr(_verbs, "describe", lambda: [_verbs.Diagnostic("verbs route", "none", "no verbs device")])
-    monkeypatch.setattr(availability, "available", lambda: "no verbs device")
+    monkeypatch.setattr(selection, "available", lambda: "no verbs device")
     monkeypatch.setattr(doctor, "_library", lambda name: f"does not load: {name}")
     found = verbs_findings()
     assert found["verbs ports"].state == "none" and "NIC" in found["verbs ports"].remedy
@@ -104,7 +104,7 @@ def test_verbs_are_explained_where_there_are_some(monkeypatch: pytest.MonkeyPatc
     ]
     monkeypatch.delenv("MONARCH_RDMA_TRANSPORT", raising=False)
     monkeypatch.setattr(_verbs, "describe", lambda: facts)
-    monkeypatch.setattr(availability, "available", lambda: None)
+    monkeypatch.setattr(selection, "available", lambda: None)
     found = verbs_findings()
     assert "verbs ports" not in found
     assert found["verbs port rxe0:1"].state.startswith("ACTIVE")
@@ -129,7 +129,7 @@ def test_rdma_transport_setting_is_checked(
     monkeypatch: pytest.MonkeyPatch, wanted: str, why_not: str | None, state: str, remedy: str
 ) -> None:
     monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", wanted)
-    monkeypatch.setattr(availability, "available", lambda: why_not)
+    monkeypatch.setattr(selection, "available", lambda: why_not)
     found = verbs_findings()["memory of other hosts"]
     assert found.state == state
     assert found.remedy.startswith(remedy)

@@ -29,7 +29,7 @@ def _server() -> None:
     """Open this process's listeners and devices before the first test. They stay open, so no test must close them."""
     engine().routes.ways()
     if engine().routes.verbs.unusable() is None:
-        engine().routes.verbs._started().devices()
+        engine().routes.verbs.opened().devices()
 
 
 @pytest.fixture(scope="module", params=routes({**NEEDS, "verbs": pytest.mark.verbs}))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from monarch_backend._rdma import availability
+from monarch_backend._rdma.routes import selection
 from monarch_backend._rdma.routes import verbs as verbs_module
 from monarch_backend.rdma import get_rdma_backend, is_rdma_available
 
@@ -27,7 +27,7 @@ def test_best_route_is_reported(
     monkeypatch: pytest.MonkeyPatch, forced: str, why_not: str | None, backend: str
 ) -> None:
     monkeypatch.setenv("MONARCH_RDMA_TRANSPORT", forced)
-    monkeypatch.setattr(availability, "available", lambda: why_not)
+    monkeypatch.setattr(selection, "available", lambda: why_not)
     assert is_rdma_available() == (why_not is None)
     assert get_rdma_backend() == backend
 

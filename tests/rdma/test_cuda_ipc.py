@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Handle
 from monarch_backend._rdma.routes import cuda_ipc
 from monarch_backend.rdma import RDMAError
 

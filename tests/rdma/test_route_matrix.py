@@ -215,7 +215,7 @@ def _forged(buffer: RDMABuffer, by_nic: bool) -> list[tuple[RDMABuffer, str]]:
     handle = buffer._handle
     if by_nic:  # the NIC checks its own keys
         region = Region.from_bytes(handle.verbs)
-        region.record.keys[:] = [key ^ 0x5A00 for key in region.record.keys]
+        region.keys[:] = [key ^ 0x5A00 for key in region.keys]
         return [(RDMABuffer._of(handle._replace(verbs=region.to_bytes())), "remote access error")]
     slot, epoch, key = handle.ticket
     tickets = [

@@ -17,11 +17,10 @@ import pytest
 
 from monarch_backend import _native
 from monarch_backend._actor.runtime import program
-from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Handle
 from monarch_backend._rdma.routes.protocol import CANCELLED, DONE, DROPPED, FETCH_ADD, LATE, LOST, READ, REFUSED, WRITE
 from monarch_backend._rdma.routes.tcp import Tcp
-from monarch_backend._rdma.transfers.engine import engine
-from monarch_backend._rdma.transfers.thread_pool import Workers
+from monarch_backend._rdma.transfers.engine import Workers, engine
 from monarch_backend.actor import CancelledError
 from monarch_backend.rdma import RDMABuffer, RDMAError
 from tests.rdma.tcp_owners import Background, Memory, Narrow, Owner, Ticket, owner
@@ -211,16 +210,16 @@ def far(it: Owner) -> Iterator[tuple[RDMABuffer, Tcp]]:
 def by_threads(route: Tcp, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return a list that collects the transfers that worker threads run or wait for."""
     found: list[Any] = []
-    move, submit = route.move, route._small_requests.submit
-    monkeypatch.setattr(route, "move", lambda *args: (found.append(args), move(*args))[1])
+    run, submit = route.run, route._small_requests.submit
+    monkeypatch.setattr(route, "run", lambda *args: (found.append(args), run(*args))[1])
     monkeypatch.setattr(route._small_requests, "submit", lambda job: (found.append(job), submit(job)))
     return found
 
 
 def test_waiting_thread_reads_the_reply(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
     buffer, route = far
-    monkeypatch.setattr("monarch_backend._rdma.routes.small_requests.SOCKET_WAIT_S", 20.0)
-    monkeypatch.setattr("monarch_backend._rdma.routes.small_requests.SWEEP_INTERVAL_S", 60.0)
+    monkeypatch.setattr("monarch_backend._rdma.routes.tcp.SOCKET_WAIT_S", 20.0)
+    monkeypatch.setattr("monarch_backend._rdma.routes.tcp.SWEEP_INTERVAL_S", 60.0)
     jobs = by_threads(route, monkeypatch)
     for size in (1, 8, 4096, 64 << 10):
         into = bytearray(size)
@@ -265,7 +264,7 @@ def test_route_is_chosen_by_one_thread(far: tuple[RDMABuffer, Tcp], monkeypatch:
 
 
 def test_callbacks_and_await(far: tuple[RDMABuffer, Tcp], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch_backend._rdma.routes.small_requests.SWEEP_INTERVAL_S", 60.0)
+    monkeypatch.setattr("monarch_backend._rdma.routes.tcp.SWEEP_INTERVAL_S", 60.0)
     called = threading.Event()
     far[0][:8].read_into(bytearray(8)).add_done_callback(lambda _: called.set())
     assert called.wait(10)
@@ -301,7 +300,7 @@ def test_read_of_a_stopped_owner_can_be_cancelled_or_time_out(it: Owner, far: tu
 
 @BOTH
 def test_polling_thread_does_not_wait_for_the_rest_of_a_reply(tls: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch_backend._rdma.routes.small_requests.SWEEP_INTERVAL_S", 60.0)
+    monkeypatch.setattr("monarch_backend._rdma.routes.tcp.SWEEP_INTERVAL_S", 60.0)
     size, first = 40_000, 20_000  # more than one TLS record
     with (
         owner(tls) as it,
@@ -339,7 +338,7 @@ def test_all_threads_are_taken_by_others(far: tuple[RDMABuffer, Tcp], monkeypatc
     """The callback runs although all worker threads are busy."""
     movers, go, called = Workers(2), threading.Event(), threading.Event()
     monkeypatch.setattr(far[1]._small_requests, "submit", movers.submit_at_once)
-    monkeypatch.setattr("monarch_backend._rdma.routes.small_requests.SWEEP_INTERVAL_S", 60.0)
+    monkeypatch.setattr("monarch_backend._rdma.routes.tcp.SWEEP_INTERVAL_S", 60.0)
     try:
         for _ in range(4):
             movers.submit(lambda: (go.wait(30), None)[1])

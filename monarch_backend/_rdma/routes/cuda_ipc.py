@@ -24,8 +24,7 @@ from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._rdma import gpu_memory
 from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle, Ticket
-from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.registrations import Handle, Registry, Ticket
 
 reductions: Any = _reductions  # it has no type hints
 
@@ -115,11 +114,9 @@ class TorchMappings:
         self._program.run_in_thread(lambda: self._request(handle, name))
 
     def why_not(self, handle: Handle) -> str:
-        """Return the error of torch or of the owner; empty if there is none yet."""
         return self._refused.get((handle.token, handle.ticket[0], handle.ticket[1]), "")
 
     def unmap_unused(self) -> None:
-        """Unmap memory that is not registered any more and that no transfer uses."""
         for name in self._native.take_unused_mappings() if self._mapped else ():
             self._unmap(name)
 
@@ -130,7 +127,6 @@ class TorchMappings:
         del mapped  # its destructor may wait for the driver, so not under the lock
 
     def forget(self, token: str) -> None:
-        """Forget a process that has ended."""
         self.unmap_unused()
         with self._lock:
             self._refused = {name: why for name, why in self._refused.items() if name[0] != token}
@@ -140,7 +136,11 @@ class TorchMappings:
         try:
             mapped, address = adopt(ask(self._program, peer, TOPIC, msgspec.msgpack.encode(handle.ticket)))
         except Exception as error:  # torch may raise anything: the bytes take another way
-            self._note_refusal(name, f"{type(error).__name__}: {error}")
+            with self._lock:
+                self._requested.discard(name)
+                self._refused[name] = f"{type(error).__name__}: {error}"
+                if len(self._refused) > MAX_CACHED_REFUSALS:
+                    del self._refused[next(iter(self._refused))]
             return
         with self._lock:
             self._mapped[name] = mapped
@@ -152,13 +152,6 @@ class TorchMappings:
             begin, self._sweeps = not self._sweeps, True
         if begin:
             self._sweep_later()
-
-    def _note_refusal(self, name: Name, why: str) -> None:
-        with self._lock:
-            self._requested.discard(name)
-            self._refused[name] = why
-            if len(self._refused) > MAX_CACHED_REFUSALS:
-                del self._refused[next(iter(self._refused))]
 
     def _sweep_later(self) -> None:
         # Not on the progress's own thread, because drivers are slow to unmap.

@@ -1,8 +1,9 @@
-"""Route for GPU memory that NICs do not reach: a pipeline through pinned memory of both hosts.
+"""NIC route to GPU memory: direct if the NICs of both sides reach it, staged otherwise.
 
-A read has three steps. The owner's server copies a piece from its GPU into a slot of staging memory. The NIC of this
-process reads the slot, and this process copies the piece to its own GPU. A write does the reverse. The steps of
-different pieces overlap. Requests to the owner travel over a data connection, bytes by NICs.
+Staged transfers are a pipeline through pinned memory of both hosts. A read has three steps. The owner's server copies a
+piece from its GPU into a slot of staging memory. The NIC of this process reads the slot, and this process copies the
+piece to its own GPU. A write does the reverse. The steps of different pieces overlap. Requests to the owner travel over
+a data connection, bytes by NICs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from monarch_backend import _native
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.control_rpc import ask
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Handle
 from monarch_backend._rdma.routes.pinned_pool import PinnedLease, PinnedPool, PinnedPoolClient
 from monarch_backend._rdma.routes.protocol import (
     DONE,
@@ -29,14 +30,17 @@ from monarch_backend._rdma.routes.protocol import (
     NO_STAGING,
     REFUSED,
     UNREACHABLE,
+    AtomicOp,
+    NicRoute,
     ReadWriteOp,
     Result,
     Route,
     Segment,
     cancel_scope,
+    of_nics,
 )
 from monarch_backend._rdma.routes.tcp import Tcp
-from monarch_backend._rdma.routes.verbs import Awaited, Verbs
+from monarch_backend._rdma.routes.verbs import Awaited, Verbs, VerbsInFlight
 from monarch_backend._verbs import VerbsError
 
 TOPIC = "staging"
@@ -55,8 +59,6 @@ _sequence_numbers = itertools.count(1)
 
 
 class Piece(NamedTuple):
-    """At most one slot's bytes, from one or several segments."""
-
     segments: Sequence[Segment]
     nbytes: int
 
@@ -181,7 +183,6 @@ class _Pipeline:
         return int(self._memory.address) + slot.position * self._lease.slot_bytes
 
     def _send_request(self, slot: _Slot, piece: Piece) -> None:
-        """Ask the owner to copy a piece into the slot, or out of it."""
         self._check_scope()
         self._requested.append((slot, piece))
         write = (
@@ -199,7 +200,6 @@ class _Pipeline:
             raise _Ended(result, again=again)
 
     def _receive_reply(self) -> tuple[_Slot, Piece, Result]:
-        """Receive the next reply, whether positive or not."""
         reply = Result(*self._connection.receive_reply())
         if reply.outcome != REFUSED:
             self._sent(reply)
@@ -249,7 +249,7 @@ class _Pipeline:
 
     def _confirm_slots(self) -> None:
         """Wait for a reply about each unsure slot. A late request of an abandoned transfer has no effect after that."""
-        unsure = [slot for slot in self._free if self._lease.is_unsure(slot.number)]
+        unsure = [slot for slot in self._free if slot.number in self._lease.unsure]
         for slot in unsure:
             self._free.remove(slot)
             self._send_request(slot, _EMPTY_PIECE)
@@ -257,7 +257,7 @@ class _Pipeline:
             slot, _piece, reply = self._receive_reply()
             if reply.refusal == NO_STAGING:
                 raise _Ended(reply, again=True)
-            self._lease.trust(slot.number)  # also after a refusal, as for dropped memory
+            self._lease.unsure.discard(slot.number)  # also after a refusal, as for dropped memory
             self._free.append(slot)
 
     def _finish(self) -> None:
@@ -267,7 +267,7 @@ class _Pipeline:
             while self._requested and not self._broken and not self._scope.outcome():
                 self._receive_reply()
         for slot, _ in self._requested:
-            self._lease.doubt(slot.number)
+            self._lease.unsure.add(slot.number)
         for stream in range(STREAMS):
             with contextlib.suppress(_native.GpuFailure):
                 self._copies.finish(stream)
@@ -289,24 +289,24 @@ class Staged(Route):
         self.why_here = ""
         """The reason why this process's NICs do not reach its own GPU memory, if they do not."""
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route. Retries once after a broken connection, but not a write whose data connection broke."""
-        part = ReadWriteOp(handle, write, segments)
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
+        """See Route. Retries once after a broken connection, but not a write whose data connection broke.
+
+        The owner refuses an atomic with a reason: neither a NIC nor a CPU can do it.
+        """
+        if isinstance(part, AtomicOp):
+            return self._tcp.run(part, scope, keep)
         try:
             return self._move(part, scope)
         except _Ended as ended:
             if not ended.again:
                 return ended.result
             if ended.result.refusal == NO_STAGING:
-                self.forget(handle.token)
+                self.forget(part.handle.token)
         try:
             return self._move(part, scope)
         except _Ended as ended:
             return ended.result
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route. The owner refuses with a reason: neither a NIC nor a CPU can do it."""
-        return self._tcp.change(handle, access, offset, operand, expected, scope)
 
     def _move(self, part: ReadWriteOp, scope: Any) -> Result:
         """Move the bytes once. Raises _Ended."""
@@ -316,7 +316,7 @@ class Staged(Route):
             raise _Ended(result._replace(outcome=LOST) if result.outcome == UNREACHABLE else result)
         memory = pipeline = None
         try:
-            memory = self._pins.take(_number(part), lease.slots * lease.slot_bytes)
+            memory = self._pins.take(_native.gpu_device_of(part.segments[0][1]), lease.slots * lease.slot_bytes)
             pipeline = _Pipeline(part, self._verbs, lease, connection, memory, scope)
             numbers = lease.take(lease.slots, scope)
             if not numbers:
@@ -353,12 +353,10 @@ class Staged(Route):
         return made
 
     def has_lease(self, token: str) -> bool:
-        """Return whether that process has lent staging memory."""
         with self._lock:
             return token in self._leases
 
     def prepare(self, handle: Handle) -> None:
-        """See NicRoute."""
         with contextlib.suppress(_Ended):
             self._borrow(handle, cancel_scope(None))
 
@@ -370,18 +368,11 @@ class Staged(Route):
                 ask(self._program, peer, TOPIC, _question(handle, wanted=False), scope.outcome)
 
     def forget(self, token: str) -> bool:
-        """Forget the lease of a process. Return False if there is none."""
         with self._lock:
             return self._leases.pop(token, None) is not None
 
     def close(self) -> None:
-        """Free the pinned memory. Called when the program ends."""
         self._pins.close()
-
-
-def _number(part: ReadWriteOp) -> int:
-    """Return the number of the GPU with the local side of the transfer."""
-    return _native.gpu_device_of(part.segments[0][1])
 
 
 def _question(handle: Handle, *, wanted: bool) -> bytes:
@@ -395,3 +386,59 @@ def answer(lender: PinnedPool, token: str, question: bytes) -> bytes:
         return lender.lend(token, device)
     lender.forget(token)
     return b""
+
+
+class GpuNics(NicRoute):
+    name = "verbs"
+
+    def __init__(self, verbs: Verbs, staged: Staged) -> None:
+        self._verbs, self._staged = verbs, staged
+
+    def is_ready(self, handle: Handle) -> bool:
+        return self._verbs.is_ready(handle) and (bool(handle.verbs) or self._staged.has_lease(handle.token))
+
+    def prepare(self, handle: Handle) -> None:
+        self._verbs.prepare(handle)
+        if not handle.verbs:
+            self._staged.prepare(handle)
+
+    def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
+        return self._verbs.planned(part, keep) if part.handle.verbs else None
+
+    def begin_planned(
+        self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
+    ) -> VerbsInFlight | None:
+        return self._verbs.begin_planned(part, plan, done)
+
+    def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
+        return self._verbs.recover(part, result, scope, keep)
+
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
+        if part.handle.verbs:
+            result = self._verbs.run(part, scope, keep)
+            if isinstance(part, AtomicOp) or result.outcome != UNREACHABLE or self._verbs.has_no_way(part.handle.token):
+                return result
+            self._staged.why_here = result.text  # this process's own memory is the unreachable one
+        result = self._staged.run(part, scope, keep)
+        if result.outcome == UNREACHABLE and isinstance(part, ReadWriteOp):
+            self._staged.give_back(part.handle, scope)
+        return result
+
+
+def gathered(routed: Sequence[tuple[ReadWriteOp | AtomicOp, Route]]) -> list[tuple[ReadWriteOp | AtomicOp, Route]]:
+    """Join the staged parts of the same registration and local GPU into one part each.
+
+    Each part costs a request to its owner, and many small ones fit into a slot.
+    """
+    made: list[tuple[ReadWriteOp | AtomicOp, Route]] = []
+    segments: dict[tuple[Any, ...], list[Segment]] = {}
+    for part, route in routed:
+        if not isinstance(part, ReadWriteOp) or not part.handle.staged or of_nics(route) is None:
+            made.append((part, route))
+            continue
+        handle, gpu = part.handle, _native.gpu_device_of(part.segments[0][1])
+        known = segments.setdefault((handle.token, handle.ticket, part.write, gpu), [])
+        if not known:
+            made.append((part._replace(segments=known), route))
+        known.extend(part.segments)
+    return made

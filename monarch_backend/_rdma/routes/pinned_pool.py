@@ -32,8 +32,6 @@ MAX_IDLE_BUFFERS = 8
 
 
 class _LeaseDescription(msgspec.Struct, frozen=True, array_like=True):
-    """Description of a lease, as it is sent to the reader."""
-
     region: bytes
     key: int
     slot_bytes: int
@@ -42,8 +40,6 @@ class _LeaseDescription(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _LentMemory:
-    """The owner's side of a lease."""
-
     def __init__(self, memory: Any, region: Region, server: Any) -> None:
         self.memory, self.region, self.server = memory, region, server
         self.key = secrets.randbits(64)
@@ -73,7 +69,8 @@ class PinnedPool:
         if len(self._lent) >= MAX_BORROWERS:
             raise RDMAError(f"staging memory is lent to {MAX_BORROWERS} processes already, which is the most")
         memory = _native.PinnedMemory(device, SLOTS * SLOT_BYTES)
-        lent = _LentMemory(memory, self._verbs.lend(memory), self._tcp.server())
+        region = self._verbs.opened().expose(memory.address, memory.nbytes, memory)
+        lent = _LentMemory(memory, region, self._tcp.server())
         lent.server.add_staging(lent.key, memory, SLOT_BYTES)
         return lent
 
@@ -83,10 +80,9 @@ class PinnedPool:
             lent = self._lent.pop(token, None)
         if lent is not None:
             lent.server.remove_staging(lent.key)
-            self._verbs.take_back(lent.region)  # before the memory is freed and allocated again
+            self._verbs.opened().release(lent.region)  # before the memory is freed and allocated again
 
     def close(self) -> None:
-        """Take back all memory."""
         for token in list(self._lent):
             self.forget(token)
 
@@ -103,7 +99,8 @@ class PinnedLease:
         self.region, self.key, self.why = Region.from_bytes(decoded.region), decoded.key, decoded.why
         self.slot_bytes, self.slots = decoded.slot_bytes, decoded.slots
         self._free = deque(range(decoded.slots))
-        self._unsure: set[int] = set()
+        self.unsure: set[int] = set()
+        """Slots to or from which the owner may still copy, for an abandoned transfer."""
         self._changed = threading.Condition()
         self._waiting = 0
 
@@ -124,22 +121,9 @@ class PinnedLease:
         return self._waiting > 0
 
     def give(self, slot: int) -> None:
-        """Return a slot that is free again."""
         with self._changed:
             self._free.append(slot)
             self._changed.notify()
-
-    def is_unsure(self, slot: int) -> bool:
-        """Return whether the owner may still copy to or from the slot, for an abandoned transfer."""
-        return slot in self._unsure
-
-    def doubt(self, slot: int) -> None:
-        """Mark a slot as unsure: see `is_unsure`."""
-        self._unsure.add(slot)
-
-    def trust(self, slot: int) -> None:
-        """Clear the mark: the owner has confirmed that no earlier request touches the slot."""
-        self._unsure.discard(slot)
 
 
 class PinnedPoolClient:
@@ -164,6 +148,5 @@ class PinnedPoolClient:
                 self._idle.append(memory)
 
     def close(self) -> None:
-        """Free the idle buffers."""
         with self._lock:
             self._idle.clear()

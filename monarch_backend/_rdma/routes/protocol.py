@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from monarch_backend import _native
 from monarch_backend._core.timeouts import check_timeout
-from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Handle
 
 Segment = tuple[int, int, int]
 """Offset in the registration, address in this process, bytes."""
@@ -71,15 +71,11 @@ class Route(Protocol):
         """The value of RDMABuffer.backend."""
         ...
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """Read or write. Offsets count from the beginning of the registration.
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
+        """Run a part and return its result. An atomic's value is not taken yet.
 
         ``keep`` holds the memory of the local addresses, as LocalMemory or as objects with memory.
         """
-        ...
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """Run FETCH_ADD or COMPARE_AND_SWAP on 8 bytes."""
         ...
 
 
@@ -118,8 +114,7 @@ class AsyncRoute(Route, Protocol):
     def begin(
         self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
     ) -> InFlightTransfer | None:
-        """Start a part on the caller's thread, without blocking. Return None if it needs a thread, and `move` or
-        `change`.
+        """Start a part on the caller's thread, without blocking. Return None if it needs a thread, and `run`.
 
         ``done`` is called once, on any thread, when the local memory is not touched any more. That may be before this
         returns. It must not block.
@@ -137,23 +132,14 @@ class AsyncRoute(Route, Protocol):
 class NicRoute(AsyncRoute, Protocol):
     """An AsyncRoute by NICs. Its transfers need no ``scope``, and end when their owner ends."""
 
-    def is_ready(self, handle: Handle) -> bool:
-        """Return whether a transfer with this memory could start without a request to the owner, as far as is known."""
-        ...
-
-    def prepare(self, handle: Handle) -> None:
-        """Prepare that, on a thread that may block. Moves no data, and never raises if the owner refuses."""
-        ...
+    def begin(
+        self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
+    ) -> InFlightTransfer | None:
+        plan = self.planned(part, keep)
+        return None if plan is None else self.begin_planned(part, plan, done)
 
     def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
         """Return a plan for `begin_planned`, valid while the local memory stays where it is. None if planning fails."""
-        ...
-
-    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
-        """Return the plan for local memory in this allocation: address, bytes, owner.
-
-        With () the plan is for keeping: it keeps no memory alive.
-        """
         ...
 
     def begin_planned(
@@ -164,20 +150,11 @@ class NicRoute(AsyncRoute, Protocol):
 
 
 def as_async_route(route: Route) -> AsyncRoute | None:
-    """Return the route if it is an AsyncRoute."""
     return route if hasattr(route, "begin") else None  # type: ignore[return-value]
 
 
 def of_nics(route: Route) -> NicRoute | None:
-    """Return the route if it is a NicRoute."""
     return route if hasattr(route, "begin_planned") else None  # type: ignore[return-value]
-
-
-def moved(part: ReadWriteOp | AtomicOp, route: Route, scope: Any, keep: Any) -> Result:
-    """Run a part on this route and return its result. An atomic's value is not taken yet."""
-    if isinstance(part, ReadWriteOp):
-        return route.move(part.handle, part.write, part.segments, scope, keep)
-    return route.change(part.handle, part.access, part.offset, part.operand, part.expected, scope)
 
 
 def cancel_scope(timeout: float | None) -> Any:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma import gpu_memory
-from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
-from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.registrations import Handle, Registry
 from monarch_backend._rdma.routes.cuda_ipc import TorchMappings
-from monarch_backend._rdma.routes.protocol import DONE, LOST, Result, Segment
+from monarch_backend._rdma.routes.protocol import DONE, LOST, AtomicOp, ReadWriteOp, Result
 
 INLINE_MAX_BYTES = 1 << 20
 """Bytes up to which a copy runs on the caller's thread at once."""
@@ -22,36 +21,21 @@ MAPPED, KERNEL, THREAD, GPU, EXTERNAL, UNKNOWN = range(6)
 
 
 class LocalRoute:
-    """Route to memory of this process."""
-
     name = "this process"
 
     def __init__(self, registry: Registry) -> None:
         self._native = registry.native
 
     def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """See Route."""
         return nbytes <= INLINE_MAX_BYTES
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route."""
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
         if over := scope.outcome():
             return Result(over, 0, 0, 0)
-        return Result(*self._native.move_local(handle.ticket, write, segments))
-
-    def change(
-        self,
-        handle: Handle,
-        access: int,
-        offset: int,
-        operand: int,
-        expected: int,
-        scope: Any,
-    ) -> Result:
-        """See Route."""
-        if over := scope.outcome():
-            return Result(over, 0, 0, 0)
-        return Result(*self._native.change_local(handle.ticket, access, offset, operand, expected))
+        ticket = part.handle.ticket
+        if isinstance(part, ReadWriteOp):
+            return Result(*self._native.move_local(ticket, part.write, part.segments))
+        return Result(*self._native.change_local(ticket, part.access, part.offset, part.operand, part.expected))
 
 
 class SameHost:
@@ -72,30 +56,27 @@ class SameHost:
         self._logged: set[tuple[str, str]] = set()  # process and logged text, for GPU memory
 
     def completes_inline(self, handle: Handle, nbytes: int, atomic: bool) -> bool:
-        """See Route."""
         if nbytes > INLINE_MAX_BYTES:
             return False
         method = self._native.copy_method(handle.token, handle.ticket)
         return method in (MAPPED, GPU, EXTERNAL) or (method == KERNEL and not atomic)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route."""
-        result = Result(*self._native.move(handle.token, handle.ticket, write, segments, scope))
-        if handle.device != CPU:
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
+        handle = part.handle
+        token, ticket = handle.token, handle.ticket
+        if isinstance(part, ReadWriteOp):
+            result = Result(*self._native.move(token, ticket, part.write, part.segments, scope))
+        else:
+            numbers = part.access, part.offset, part.operand, part.expected
+            result = Result(*self._native.change(token, ticket, *numbers, scope))
+        if handle.device == CPU:
+            if token not in self.reached:
+                self._log_copy_method(handle, result)
+        elif isinstance(part, ReadWriteOp):
             self._log_gpu_method(handle, result)
-        elif handle.token not in self.reached:
-            self._log_copy_method(handle, result)
-        return result
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route."""
-        result = Result(*self._native.change(handle.token, handle.ticket, access, offset, operand, expected, scope))
-        if handle.device == CPU and handle.token not in self.reached:
-            self._log_copy_method(handle, result)
         return result
 
     def forget(self, token: str) -> None:
-        """Forget a process that has ended, and unmap its memory."""
         self._native.sweep()
         if self._torch_mappings is not None:
             self._torch_mappings.forget(token)
@@ -124,7 +105,6 @@ class SameHost:
             self._say(handle, f"{self.name}, {logged[1]}")
 
     def copy_method(self, handle: Handle) -> str:
-        """Return the copy method as text for messages."""
         found = self._native.copy_method(handle.token, handle.ticket)
         why = "the kernel forbids process_vm_readv" if self._asks_kernel else "MONARCH_CMA=0"
         if handle.device != CPU:

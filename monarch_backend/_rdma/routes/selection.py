@@ -10,17 +10,15 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from monarch_backend._actor.runtime import Runtime, is_of_parent
 from monarch_backend._core import debug_log, env
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle
 from monarch_backend._rdma.local_memory import CPU
-from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.routes.gpu_staged import Staged
-from monarch_backend._rdma.routes.gpu_verbs import GpuNics
+from monarch_backend._rdma.registrations import Handle, Registry
+from monarch_backend._rdma.routes.gpu_staged import GpuNics, Staged
 from monarch_backend._rdma.routes.pinned_pool import PinnedPool
 from monarch_backend._rdma.routes.protocol import (
     UNREACHABLE,
@@ -30,14 +28,12 @@ from monarch_backend._rdma.routes.protocol import (
     ReadWriteOp,
     Result,
     Route,
-    Segment,
-    moved,
 )
 from monarch_backend._rdma.routes.same_host import LocalRoute, SameHost
 from monarch_backend._rdma.routes.tcp import Endpoints, Tcp
 from monarch_backend._rdma.routes.verbs import Verbs
 from monarch_backend._transport.tokens import host_of
-from monarch_backend._verbs import VerbsError
+from monarch_backend._verbs import VerbsError, available
 
 log = logging.getLogger("monarch_backend")
 
@@ -52,7 +48,6 @@ _KINDS = tuple(itertools.product((False, True), (False, True)))
 
 
 def forced() -> str:
-    """Return MONARCH_RDMA_TRANSPORT. Raises ValueError if it is invalid."""
     return str(env.get("MONARCH_RDMA_TRANSPORT"))
 
 
@@ -67,8 +62,6 @@ def refuse_the_parents(handle: Handle) -> None:
 
 
 class Routes:
-    """The routes of one process."""
-
     def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
         """``submit`` runs a job on a thread that may block."""
         self._program, self._registry = owner, registry
@@ -118,15 +111,12 @@ class Routes:
             return b""
 
     def ways(self) -> tuple[Endpoints, bool]:
-        """Serve this process's memory. Return the server's addresses, and whether connections are encrypted."""
         return self._tcp.ways()
 
     def knows(self, token: str) -> bool:
-        """Return whether state is kept for that process."""
         return any((token, *kind) in self._chosen for kind in _KINDS) or self.verbs.started
 
     def forget(self, token: str) -> None:
-        """Forget a process that has ended."""
         for kind in _KINDS:
             self._chosen.pop((token, *kind), None)
         self._same_host.forget(token)
@@ -136,14 +126,12 @@ class Routes:
         self.lender.forget(token)  # its NIC reaches nothing of this process any more
 
     def close(self) -> None:
-        """Close all routes, in both directions."""
         self._tcp.close()
         self._staged.close()
         self.lender.close()
         self.verbs.close()
 
     def abandon(self) -> None:
-        """Close inherited connections silently. Called in a fork."""
         self._tcp.abandon()
 
     def _choose(self, handle: Handle) -> Route:
@@ -159,7 +147,7 @@ class Routes:
         if why is None and _for_nics(handle):
             if handle.verbs:
                 _say(handle, "verbs")  # otherwise the first transfer logs the way
-            nics: NicRoute = self.verbs if handle.device == CPU else self._gpu_nics
+            nics: Verbs | GpuNics = self.verbs if handle.device == CPU else self._gpu_nics
             return (
                 nics
                 if self._forced == "verbs"
@@ -188,7 +176,7 @@ class Routes:
         log.warning("memory of process %d on host %s is read and written over TCP: %s", handle.pid, handle.host, why)
 
 
-class VerbsWithTcpFallback(Route):
+class VerbsWithTcpFallback(NicRoute):
     """Verbs, or TCP if the two NICs do not reach each other. NICs are tried again later, outside of transfers.
 
     A transfer uses one of the two. It changes to the other only if it has not started over verbs and never will, so
@@ -197,7 +185,7 @@ class VerbsWithTcpFallback(Route):
 
     def __init__(
         self,
-        verbs: NicRoute,
+        verbs: Verbs | GpuNics,
         tcp: Tcp,
         warn: Callable[[Handle, str], None],
         run_in_thread: Callable[[Callable[[], None]], object],
@@ -211,7 +199,6 @@ class VerbsWithTcpFallback(Route):
 
     @property
     def name(self) -> str:
-        """The name of the route that is in use."""
         return self._tcp.name if self._why else self._verbs.name
 
     def _takes_tcp(self, handle: Handle) -> bool:
@@ -245,51 +232,26 @@ class VerbsWithTcpFallback(Route):
         """See AsyncRoute. TCP needs a thread, because `recover` would not know which route has started the part."""
         return None if self._takes_tcp(part.handle) else self._verbs.begin(part, scope, keep, done)
 
-    def is_ready(self, handle: Handle) -> bool:
-        """See NicRoute."""
-        return self._verbs.is_ready(handle)
-
-    def prepare(self, handle: Handle) -> None:
-        """See NicRoute."""
-        self._verbs.prepare(handle)
-
     def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Any:
-        """See NicRoute."""
         return self._verbs.planned(part, keep)
-
-    def rebind_request(self, plan: Any, memory: tuple[int, int, Any] | tuple[()]) -> Any:
-        """See NicRoute."""
-        return self._verbs.rebind_request(plan, memory)
 
     def begin_planned(
         self, part: ReadWriteOp | AtomicOp, plan: Any, done: Callable[[Result], None]
     ) -> InFlightTransfer | None:
-        """See NicRoute."""
         return None if self._takes_tcp(part.handle) else self._verbs.begin_planned(part, plan, done)
 
     def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
-        """See AsyncRoute."""
         return self._or_tcp(part, self._verbs.recover(part, result, scope, keep), scope, keep)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route."""
-        part = ReadWriteOp(handle, write, segments)
-        return self._moved(part, scope, keep)
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route."""
-        part = AtomicOp(handle, access, offset, operand, expected, lambda _: None)
-        return self._moved(part, scope, None)
-
-    def _moved(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
-        tried = None if self._takes_tcp(part.handle) else moved(part, self._verbs, scope, keep)
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
+        tried = None if self._takes_tcp(part.handle) else self._verbs.run(part, scope, keep)
         return self._or_tcp(part, tried, scope, keep)
 
     def _or_tcp(self, part: ReadWriteOp | AtomicOp, result: Result | None, scope: Any, keep: Any) -> Result:
         """Return ``result``, that of verbs, or run the part over TCP if verbs was not tried or can't start."""
         if result is not None and not self._falls_back(part.handle, result):
             return result
-        return moved(part, self._tcp, scope, keep)
+        return self._tcp.run(part, scope, keep)
 
 
 def _for_nics(handle: Handle) -> bool:
@@ -299,3 +261,31 @@ def _for_nics(handle: Handle) -> bool:
 
 def _say(handle: Handle, how: str) -> None:
     debug_log.write(f"monarch: memory of process {handle.pid} on host {handle.host}: {how}")
+
+
+def is_rdma_available() -> bool:
+    """Return whether this process can use an RDMA NIC: an active and permitted port, its device file, and a package for
+    verbs.
+
+    The check reads /sys and opens no device. `RDMABuffer` works in either case: without a NIC it uses TCP.
+    `monarch-backend doctor` says what is missing. MONARCH_RDMA_TRANSPORT makes no difference here.
+
+    >>> from monarch_backend.rdma import is_rdma_available
+    >>> is_rdma_available() in (True, False)
+    True
+    """
+    return available() is None
+
+
+def get_rdma_backend() -> str:
+    """Return the best route from this process to memory on other hosts: "verbs" or "tcp".
+
+    The route to one buffer also depends on its owner: see `RDMABuffer.backend`. It is "tcp" if the owner has no NIC,
+    and "same host" or "this process" if no network is in between. Raises ValueError for an invalid
+    MONARCH_RDMA_TRANSPORT.
+
+    >>> from monarch_backend.rdma import get_rdma_backend, is_rdma_available
+    >>> get_rdma_backend() == "tcp" or is_rdma_available()
+    True
+    """
+    return "verbs" if forced() != "tcp" and is_rdma_available() else "tcp"

@@ -6,23 +6,27 @@ their memory. csrc/memory/wire.h defines the protocol, handshake.h the authentic
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
 from monarch_backend import _native
 from monarch_backend._actor.runtime import Runtime
-from monarch_backend._core import platform
-from monarch_backend._rdma.control_rpc import ask
+from monarch_backend._core import env, platform
+from monarch_backend._core.addresses import local_addresses
+from monarch_backend._rdma.control_rpc import TOPICS, ask
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.registrations import Registry
+from monarch_backend._rdma.registrations import Handle, Registry
 from monarch_backend._rdma.routes.protocol import (
+    CANCELLED,
     DONE,
     FAILED,
+    LATE,
     LOST,
     READ,
     UNREACHABLE,
@@ -31,11 +35,9 @@ from monarch_backend._rdma.routes.protocol import (
     ReadWriteOp,
     Result,
     Route,
-    Segment,
 )
-from monarch_backend._rdma.routes.server_address import ServerInfo, place
-from monarch_backend._rdma.routes.small_requests import SmallRequest, SmallRequestClient
 from monarch_backend._transport.local.frames import PING, Setting
+from monarch_backend._transport.local.peer import Peer
 
 Endpoints = tuple[tuple[str, int], ...]
 """Addresses and ports."""
@@ -43,10 +45,149 @@ Endpoints = tuple[tuple[str, int], ...]
 STREAMS_PER_PEER = 4
 """Connections to one process, for large transfers."""
 
+SOCKET_WAIT_S = 0.002
+"""Seconds that a waiting thread blocks in the socket, where only signals interrupt it."""
+
+SWEEP_INTERVAL_S = 0.02
+
+
+class ServerInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Addresses and secret of a process, as the main program sends them."""
+
+    secret: bytes  # of the program, for memory only; it never leaves the program's processes
+    addresses: tuple[str, ...]  # at which other hosts reach this one
+    encrypted: bool
+
+
+_secrets_lock = threading.Lock()
+_secrets: weakref.WeakKeyDictionary[Runtime, bytes] = weakref.WeakKeyDictionary()
+
+
+def place(owner: Runtime) -> ServerInfo:
+    """Return this process's addresses and secret. Raises RDMAError if the main program does not answer."""
+    if owner.root is None:
+        found = _place_of(owner, owner.router.token)
+    else:
+        found = msgspec.msgpack.decode(ask(owner, owner.root, "place"), type=ServerInfo)
+    if not env.get("MONARCH_TLS"):  # in this process alone
+        found = ServerInfo(found.secret, found.addresses, False)
+    return found
+
+
+def _place_of(root: Runtime, token: str) -> ServerInfo:
+    from monarch_backend._hosts.connection_settings import tls_for
+
+    with _secrets_lock:
+        secret = _secrets.setdefault(root, secrets.token_bytes(32))
+    host = root.hosts.of(token)
+    addresses = tuple(dict.fromkeys(_own_addresses(root))) if host is None else (host.address[0],)
+    return ServerInfo(secret, addresses or ("127.0.0.1",), tls_for() is not None)
+
+
+def _own_addresses(root: Runtime) -> Iterator[str]:
+    """Return the addresses of the main program's host from which it connects to other hosts."""
+    for host in root.hosts.attached():
+        if host.lost is not None or host.through is not None:
+            continue
+        yield from local_addresses(host.address[0])
+
+
+def _answer(root: Runtime, peer: Peer, _: bytes) -> bytes:
+    return msgspec.msgpack.encode(_place_of(root, peer.token))
+
+
+TOPICS["place"] = _answer
+
+
+class SmallRequest:
+    """A small request in flight: see InFlightTransfer.
+
+    The caller's thread sends the request, and the waiting thread reads the reply, which saves two thread switches. A
+    pool thread reads the reply instead if a waiter sleeps or a callback is set. It also takes requests that were not
+    polled within SWEEP_INTERVAL_S.
+    """
+
+    __slots__ = ("_client", "_done", "_handed_over", "_native", "_scope", "token")
+
+    def __init__(
+        self,
+        client: SmallRequestClient,
+        token: str,
+        scope: Any,
+        done: Callable[[Result], None],
+        native: _native.SmallRequest,
+    ) -> None:
+        self._client, self.token, self._scope, self._done, self._native = client, token, scope, done, native
+        self._handed_over = False
+
+    def _fetch(self, seconds: float | None) -> None:
+        told = self._native.fetch(seconds)
+        if told is not None:
+            self._client.forget(self)
+            self._done(Result(*told))
+
+    def help(self, spins: float, waits: float) -> None:
+        self._fetch(0.0 if self._handed_over else min(SOCKET_WAIT_S, waits))
+
+    def listen(self) -> None:
+        if not self._handed_over and not self._native.is_over:
+            self._handed_over = True
+            self._client.submit(self._see_to_it)
+
+    def _see_to_it(self) -> None:
+        while not self._native.is_over:
+            self._fetch(None)
+
+    def end(self, outcome: int) -> None:
+        if outcome != LATE:  # the native part detects a timeout by itself
+            self._scope.cancel()
+        self._fetch(0.0)
+        self.listen()  # for the case that another thread reads the reply: it sees the cancellation
+
+    def end_now(self) -> None:
+        """See InFlightTransfer. Nothing to do: `end` lets the thread that reads the reply close its socket."""
+
+
+class SmallRequestClient:
+    """The unfinished small requests of this process. ``submit`` runs a job on a thread that may block."""
+
+    def __init__(self, owner: Runtime, submit: Callable[[Callable[[], None]], None]) -> None:
+        self.submit, self._progress = submit, owner.progress
+        self._lock = threading.Lock()
+        self._out: set[SmallRequest] = set()
+        self._old: set[SmallRequest] = set()  # requests of the last sweep
+        self._sweeps = False
+
+    def add(self, request: SmallRequest) -> None:
+        """Add a request. It may have finished already."""
+        with self._lock:
+            self._out.add(request)
+            begin, self._sweeps = not self._sweeps, True
+        if begin:
+            self._progress.later(SWEEP_INTERVAL_S, self._sweep)
+
+    def forget(self, request: SmallRequest) -> None:
+        with self._lock:
+            self._out.discard(request)
+            self._old.discard(request)
+
+    def _sweep(self) -> None:
+        with self._lock:
+            late, self._old = self._old, self._out - self._old
+            self._sweeps = bool(self._old)
+        for request in late:
+            request.listen()
+        if self._sweeps:
+            self._progress.later(SWEEP_INTERVAL_S, self._sweep)
+
+    def end(self, token: str | None = None) -> None:
+        with self._lock:
+            ended = [request for request in self._out if token in (None, request.token)]
+        for request in ended:
+            request.end(CANCELLED)
+
 
 class Tcp(Route):
-    """Route to memory of a process on any host."""
-
     name = "tcp"
 
     def __init__(self, owner: Runtime, registry: Registry, submit: Callable[[Callable[[], None]], None]) -> None:
@@ -76,7 +217,6 @@ class Tcp(Route):
             return tuple((address, self._ports[address]) for address in where.addresses), where.encrypted
 
     def server(self) -> Any:
-        """Return the running server."""
         self.ways()
         return self._server
 
@@ -112,16 +252,20 @@ class Tcp(Route):
 
     # ---- connecting
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
         """See Route. A read is retried once after a broken connection.
 
-        A write is not: it may still take effect after a later write, so the caller decides about a retry.
+        A write is not: it may still take effect after a later write, so the caller decides about a retry. Nor is an
+        atomic, because it may have taken effect.
         """
-        result = self._move(handle, write, segments, scope)
-        return self._move(handle, write, segments, scope) if result.outcome == LOST and not write else result
+        return self.recover(part, self._run(part, scope), scope, keep)
 
-    def _move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any) -> Result:
-        return self._try(handle, scope, lambda client: client.move(handle.ticket, write, segments, scope))
+    def _run(self, part: ReadWriteOp | AtomicOp, scope: Any) -> Result:
+        ticket = part.handle.ticket
+        if isinstance(part, ReadWriteOp):
+            return self._try(part.handle, scope, lambda client: client.move(ticket, part.write, part.segments, scope))
+        numbers = part.access, part.offset, part.operand, part.expected
+        return self._try(part.handle, scope, lambda client: client.change(ticket, *numbers, scope))
 
     def begin(
         self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
@@ -136,7 +280,7 @@ class Tcp(Route):
             access, segments, numbers = WRITE if part.write else READ, part.segments, (0, 0)  # type: ignore[assignment]
         try:
             sent = clients[0].begin(part.handle.ticket, access, segments, *numbers, scope)
-        except RuntimeError:  # for example, descriptors are exhausted: `move` gets the same error and reports it
+        except RuntimeError:  # for example, descriptors are exhausted: `run` gets the same error and reports it
             return None
         if sent is None:
             return None
@@ -145,16 +289,9 @@ class Tcp(Route):
         return request
 
     def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
-        """See AsyncRoute and `move`."""
-        if result.outcome == LOST and isinstance(part, ReadWriteOp) and not part.write:
-            return self._move(part.handle, False, part.segments, scope)
-        return result
-
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route. Never retried after a broken connection, because the atomic may have taken effect."""
-        return self._try(
-            handle, scope, lambda client: client.change(handle.ticket, access, offset, operand, expected, scope)
-        )
+        """See AsyncRoute and `run`."""
+        again = result.outcome == LOST and isinstance(part, ReadWriteOp) and not part.write
+        return self._run(part, scope) if again else result
 
     def staging_connection(self, handle: Handle, scope: Any) -> tuple[Any, Result]:
         """Return a connection for the caller alone, until the caller closes it.
@@ -172,7 +309,6 @@ class Tcp(Route):
         return (connections[-1] if result.outcome == DONE else None), result
 
     def _try(self, handle: Handle, scope: Any, act: Any) -> Result:
-        """Try the addresses of the host until one is reachable."""
         try:
             clients = self._clients_of(handle, scope)
         except (RDMAError, RuntimeError) as error:
@@ -201,9 +337,11 @@ class Tcp(Route):
         if not ways:  # the handle was sent when there were no other hosts yet
             answer = ask(self._program, peer, "ways", over=scope.outcome)
             ways, encrypted = msgspec.msgpack.decode(answer, type=tuple[Endpoints, bool])
-        identity = self._identity(encrypted)
+        identity, streams = self._identity(encrypted), STREAMS_PER_PEER
+        if encrypted:  # with TLS, more streams than half the CPUs would only take turns
+            streams = max(1, min(streams, platform.usable_cpus() // 2))
         fresh = [
-            _native.MemoryClient(address, port, identity, handle.token, _streams(encrypted))
+            _native.MemoryClient(address, port, identity, handle.token, streams)
             for name, port in ways
             for address in _numeric(name)
         ]
@@ -211,7 +349,6 @@ class Tcp(Route):
             return self._clients.setdefault(handle.token, fresh)
 
     def close(self) -> None:
-        """Close all connections and the server."""
         self._small_requests.end()
         with self._lock:
             gone, self._clients = [client for clients in self._clients.values() for client in clients], {}
@@ -229,7 +366,6 @@ class Tcp(Route):
                 each.abandon()
 
     def forget(self, token: str) -> None:
-        """Forget a process that has ended."""
         with self._lock:
             gone = self._clients.pop(token, ())
         self._small_requests.end(token)
@@ -237,13 +373,7 @@ class Tcp(Route):
             client.close()
 
 
-def _streams(encrypted: bool) -> int:
-    """Return the number of connections. With TLS, more streams than half the CPUs would only take turns."""
-    return max(1, min(STREAMS_PER_PEER, platform.usable_cpus() // 2)) if encrypted else STREAMS_PER_PEER
-
-
 def _numeric(name: str) -> list[str]:
-    """Return the distinct numeric addresses of a name."""
     try:
         return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)))
     except OSError as error:

@@ -20,11 +20,10 @@ import msgspec
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.control_rpc import CHECK_INTERVAL_S, ask
 from monarch_backend._rdma.errors import RDMAError
-from monarch_backend._rdma.handle import Handle, Ticket
 from monarch_backend._rdma.local_memory import LocalMemory
-from monarch_backend._rdma.registrations import Registry
-from monarch_backend._rdma.routes.inflight import CANCEL_GRACE_S, VerbsInFlight, result_of
+from monarch_backend._rdma.registrations import Handle, Registry, Ticket
 from monarch_backend._rdma.routes.protocol import (
+    DONE,
     FAILED,
     FETCH_ADD,
     LOST,
@@ -36,15 +35,16 @@ from monarch_backend._rdma.routes.protocol import (
     UNREACHABLE,
     WRITE,
     AtomicOp,
+    NicRoute,
     ReadWriteOp,
     Result,
-    Route,
     Segment,
 )
 from monarch_backend._transport.local.peer import Peer
 from monarch_backend._verbs import (
     Allocation,
     Engine,
+    NoConnectionError,
     Plan,
     Region,
     UnreachableMemoryError,
@@ -59,6 +59,74 @@ from monarch_backend._verbs import (
 _NO_ACCESS = "remote access error"
 PORT_CHECK_INTERVAL_S = 60.0
 """Seconds between two checks for an active port, if there was none."""
+
+CANCEL_GRACE_S = 0.5
+"""Seconds that an abandoned transfer has to end by itself. After that its connection is closed."""
+
+MAX_POLL_S = 5e-3
+"""Seconds for which a thread that waits for several transfers polls before it sleeps."""
+
+_WHY = "another transfer with it was given up"
+
+_DONE = Result(DONE, 0, 0, 0)
+
+
+class VerbsInFlight:
+    """See InFlightTransfer. ``done`` is called with the result, and ``request`` is the engine's."""
+
+    __slots__ = ("_done", "_engine", "_late", "_over", "_program", "_token", "request")
+
+    def __init__(self, program: Runtime, engine: Engine, token: str, done: Callable[[Result], None]) -> None:
+        self._program, self._engine, self._token = program, engine, token
+        self._done: Any = done
+        self._late: Any = None  # a timer
+        self._over = 0  # the outcome of an abandoned transfer, else 0
+        self.request: Any = None
+
+    def landed(self, what: Any) -> None:
+        done, self._done = self._done, None  # else the timer would keep the callback and its objects alive
+        done(result_of(what, self._over))
+        if self._late is not None:
+            self._late.cancel()
+
+    def help(self, spins: float, waits: float) -> None:
+        self._engine.help(self.request, spins)
+
+    def listen(self) -> None:
+        self._engine.listen(self.request)
+
+    def end(self, outcome: int) -> None:
+        if self._over or self.request.finished:
+            return
+        self._over = outcome
+        self._engine.stop(self._token, self.request, "it was given up")
+        self._engine.listen(self.request)
+        if not self.request.finished:
+            self._late = self._program.progress.later(CANCEL_GRACE_S, self._end_all)
+            if self.request.finished:  # finished meanwhile, and `landed` may not have seen the timer
+                self._late.cancel()
+
+    def _end_all(self) -> None:
+        if not self.request.finished:
+            self._engine.call_soon(lambda: self._engine.give_up(self._token, _WHY))  # it is slow
+
+    def end_now(self) -> None:
+        if not self.request.finished:
+            self._engine.give_up(self._token, _WHY)
+
+
+def result_of(what: Any, over: int) -> Result:
+    """Convert the engine's outcome to a Result. ``over``: the outcome of an abandoned transfer, else 0."""
+    if what is None:
+        return _DONE
+    if not isinstance(what, BaseException):
+        return Result(DONE, 0, 0, what)
+    if over:
+        return Result(over, 0, 0, 0)
+    if isinstance(what, (NoConnectionError, UnreachableMemoryError)):
+        return Result(UNREACHABLE, 0, 0, 0, str(what))
+    refused = isinstance(what, VerbsError) and what.status not in ("", "transport retry counter exceeded")
+    return Result(FAILED if refused or not isinstance(what, VerbsError) else LOST, 0, 0, 0, str(what))
 
 
 class Awaited:
@@ -82,13 +150,13 @@ class Awaited:
             over = scope.outcome()
             if over:
                 if not self._ended.wait(CANCEL_GRACE_S):
-                    self._engine.give_up(self._token, "another transfer with it was given up")
+                    self._engine.give_up(self._token, _WHY)
                     self._ended.wait()
                 break
         return result_of(self._outcome, over)
 
 
-class Verbs(Route):
+class Verbs(NicRoute):
     """Route to memory of processes that a NIC of this process reaches."""
 
     name = "verbs"
@@ -121,10 +189,9 @@ class Verbs(Route):
 
     @property
     def started(self) -> bool:
-        """Whether a NIC is, or was, in use."""
         return self._engine is not None
 
-    def _started(self) -> Engine:
+    def opened(self) -> Engine:
         with self._lock:
             if self._engine is None:
                 self._engine = shared_engine.borrow(str, self._dial)
@@ -133,7 +200,6 @@ class Verbs(Route):
     # ---- serving
 
     def is_staged(self, handle: Handle) -> bool:
-        """Return whether no NIC reaches the memory, as `exposed` has found."""
         return handle.ticket in self._unreachable
 
     def exposed(self, handle: Handle) -> bytes:
@@ -150,7 +216,7 @@ class Verbs(Route):
             if whole is None:
                 return b""
             try:
-                made = self._started().expose(whole.address, whole.nbytes, whole.keep, writable=whole.writable)
+                made = self.opened().expose(whole.address, whole.nbytes, whole.keep, writable=whole.writable)
             except UnreachableMemoryError as error:
                 self._unreachable.add(handle.ticket)
                 self.why_staged = str(error)
@@ -160,18 +226,10 @@ class Verbs(Route):
             with self._lock:
                 region = self._regions.setdefault(handle.ticket, made)
             if region is not made:
-                self._started().release(made)
+                self.opened().release(made)
             if self._registry.native.check(handle.ticket, 0, 0, READ):  # it was dropped meanwhile
                 self.dropped(handle.ticket)
         return region.to_bytes()
-
-    def lend(self, memory: Any) -> Region:
-        """Expose staging memory to other processes' NICs. Raises VerbsError."""
-        return self._started().expose(memory.address, memory.nbytes, memory)
-
-    def take_back(self, region: Region) -> None:
-        """Release staging memory. No NIC reaches it any more when this returns."""
-        self._started().release(region)
 
     def dropped(self, ticket: Ticket) -> None:
         """Release dropped memory. No NIC reaches it any more when this returns."""
@@ -179,12 +237,12 @@ class Verbs(Route):
         with self._lock:
             region = self._regions.pop(ticket, None)
         if region is not None:
-            self._started().release(region)
+            self.opened().release(region)
 
     def accept(self, peer: Peer, offer: bytes) -> bytes:
         """Accept the connection request of a process. Raises VerbsError."""
         self._met.add(peer.token)
-        return self._started().accept(peer.token, offer)
+        return self.opened().accept(peer.token, offer)
 
     # ---- connecting
 
@@ -192,7 +250,7 @@ class Verbs(Route):
         self._program.run_in_thread(lambda: self._meet(token))
 
     def _meet(self, token: str) -> None:
-        engine, offer = self._started(), b""
+        engine, offer = self.opened(), b""
         self._met.add(token)
         try:
             offer = engine.offer(token)
@@ -208,73 +266,51 @@ class Verbs(Route):
     def carry(self, token: str, write: bool, region: Region, segment: Segment, memory: Any) -> Awaited:
         """Move one piece between the staging memory there and here. Raises VerbsError."""
         kind: Literal["write", "read"] = "write" if write else "read"
-        return Awaited(self._started(), token, plan_transfer(kind, region, [segment], memory))
+        return Awaited(self.opened(), token, plan_transfer(kind, region, [segment], memory))
 
     def is_ready(self, handle: Handle) -> bool:
-        """See NicRoute."""
+        """Return whether a transfer with this memory could start without a request to the owner, as far as is known."""
         return self._engine is not None and self._engine.connected(handle.token)
 
     def prepare(self, handle: Handle) -> None:
-        """See NicRoute."""
+        """Prepare that, on a thread that may block. Moves no data, and never raises if the owner refuses."""
         if not self.is_ready(handle):
             with contextlib.suppress(VerbsError):  # no port is active here
                 self._meet(handle.token)
 
     def has_no_way(self, token: str) -> bool:
-        """Return whether the last attempt to connect the NICs of both processes failed."""
         return token in self._no_way
 
-    def begin(
-        self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any, done: Callable[[Result], None]
-    ) -> VerbsInFlight | None:
-        """See AsyncRoute."""
-        plan = self.planned(part, keep)
-        return None if plan is None else self.begin_planned(part, plan, done)
-
     def planned(self, part: ReadWriteOp | AtomicOp, keep: Any) -> Plan | None:
-        """See NicRoute."""
         try:
             region = _region(part.handle.verbs)
             return None if _refusal(part, region) else _plan(part, region, keep)
-        except (VerbsError, ValueError, TypeError):  # `move` gets the same error and reports it
+        except (VerbsError, ValueError, TypeError):  # `run` gets the same error and reports it
             return None
-
-    def rebind_request(self, plan: Plan, memory: tuple[int, int, Any] | tuple[()]) -> Plan:
-        """See NicRoute."""
-        return plan.over((Allocation(*memory),) if memory else ())
 
     def begin_planned(
         self, part: ReadWriteOp | AtomicOp, plan: Plan, done: Callable[[Result], None]
     ) -> VerbsInFlight | None:
-        """See NicRoute."""
         token, engine = part.handle.token, self._engine
         if engine is None:
             return None
         in_flight = VerbsInFlight(self._program, engine, token, done)
         try:
-            return in_flight.took_off(engine.start(token, plan, in_flight.landed, at_once=True))
+            in_flight.request = engine.start(token, plan, in_flight.landed, at_once=True)
         except VerbsError:
             return None
+        return None if in_flight.request is None else in_flight
 
     def recover(self, part: ReadWriteOp | AtomicOp, result: Result, scope: Any, keep: Any) -> Result:
-        """See AsyncRoute."""
         if result.outcome == LOST and isinstance(part, ReadWriteOp):  # repeating a read or write is safe
             result = self._wait(part, keep, scope)
         return self._explained(part, result, scope)
 
-    def move(self, handle: Handle, write: bool, segments: Sequence[Segment], scope: Any, keep: Any) -> Result:
-        """See Route."""
-        part = ReadWriteOp(handle, write, segments)
+    def run(self, part: ReadWriteOp | AtomicOp, scope: Any, keep: Any) -> Result:
         return self.recover(part, self._wait(part, keep, scope), scope, keep)
 
-    def change(self, handle: Handle, access: int, offset: int, operand: int, expected: int, scope: Any) -> Result:
-        """See Route."""
-        part = AtomicOp(handle, access, offset, operand, expected, lambda _: None)
-        return self.recover(part, self._wait(part, None, scope), scope, None)
-
     def _wait(self, part: ReadWriteOp | AtomicOp, keep: Any, scope: Any) -> Result:
-        """Run the part and wait for it, as Awaited.wait does."""
-        engine = self._started()
+        engine = self.opened()
         try:
             region = _region(part.handle.verbs)
             if refusal := _refusal(part, region):
@@ -305,7 +341,6 @@ class Verbs(Route):
         return Result(REFUSED, refusal, 0, 0) if refusal else result
 
     def forget(self, token: str, why: str) -> None:
-        """Forget a process that has ended."""
         self._met.discard(token)
         self._no_way.discard(token)
         if self._engine is not None:
@@ -337,7 +372,6 @@ class Kept(list[Any]):
 
 @functools.lru_cache(4096)
 def _region(packed: bytes) -> Region:
-    """Return the Region of a handle. Raises VerbsError."""
     return Region.from_bytes(packed)
 
 
@@ -356,7 +390,6 @@ def _refusal(part: ReadWriteOp | AtomicOp, region: Region) -> int:
 
 
 def _plan(part: ReadWriteOp | AtomicOp, region: Region, keep: Any) -> Plan:
-    """Return _verbs's plan of a part. Raises ValueError and TypeError."""
     if isinstance(part, ReadWriteOp):
         return plan_transfer("write" if part.write else "read", region, part.segments, _owners(part.segments, keep))
     kind: Literal["fetch_add", "compare_swap"] = "fetch_add" if part.access == FETCH_ADD else "compare_swap"

@@ -7,22 +7,26 @@ more, whether it succeeded or not. The caller may then use the buffers again.
 
 from __future__ import annotations
 
+import queue
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from monarch_backend import _native
 from monarch_backend._actor.calls.future import DoneFuture, Future
 from monarch_backend._actor.runtime import Runtime, program
 from monarch_backend._actor.runtime_extension import RuntimeExtension
 from monarch_backend._rdma.control_rpc import DROP, TOPICS
-from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.errors import RDMAError
 from monarch_backend._rdma.local_memory import CPU, LocalMemory
-from monarch_backend._rdma.registrations import Registry, registry
+from monarch_backend._rdma.registrations import Handle, Registry, registry
 from monarch_backend._rdma.routes import cuda_ipc, gpu_staged
-from monarch_backend._rdma.routes.gpu_verbs import gathered
+from monarch_backend._rdma.routes.gpu_staged import gathered
 from monarch_backend._rdma.routes.protocol import (
     DONE,
     AtomicOp,
@@ -38,10 +42,10 @@ from monarch_backend._rdma.routes.same_host import INLINE_MAX_BYTES
 from monarch_backend._rdma.routes.selection import Routes, refuse_the_parents
 from monarch_backend._rdma.routes.verbs import Kept, refusal_of
 from monarch_backend._rdma.transfers.future import SingleFuture, TransferFuture
-from monarch_backend._rdma.transfers.thread_pool import Workers
 from monarch_backend._rdma.transfers.transfer import Transfer, run_part
 from monarch_backend._transport.local.frames import Setting
 from monarch_backend._transport.local.peer import Peer
+from monarch_backend._verbs import Allocation
 
 MAX_THREADS = 64
 """Threads for transfers and for peers that do not answer. A second pool of the same size repeats or explains failed
@@ -55,9 +59,59 @@ def nothing() -> None:
     """Return None, the result of a read or write."""
 
 
-class Engine(RuntimeExtension):
-    """The transfers of one program."""
+Job = Callable[[], None]
 
+
+class Workers:
+    """Pool of up to ``most`` threads. Threads never end; idle ones sleep."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads = self._idle = 0
+
+    def submit(self, job: Job, *, at_once: bool = False) -> None:
+        """Queue a job for the next free thread. Long jobs may delay it, unless it runs ``at_once``, as below.
+
+        Raises RDMAError during interpreter shutdown, when threads do not run any more.
+        """
+        # During shutdown threads stop anywhere, perhaps with our lock, and starting a thread would block without end.
+        if sys.is_finalizing():
+            raise RDMAError(
+                "Python is ending, and runs no threads any more: nothing can be transferred now. Do it before, in an "
+                "atexit function for example, and not in a __del__ that runs last"
+            )
+        with self._lock:
+            free = self._idle > self._jobs.qsize()
+            more = not free and self._threads < self._most
+            self._threads += more
+            if free or more or not at_once:
+                self._jobs.put(job)
+        if more:
+            threading.Thread(target=self._work, name="monarch-memory", daemon=True).start()
+        elif at_once and not free:
+            threading.Thread(target=job, name="monarch-memory-extra", daemon=True).start()
+
+    def submit_at_once(self, job: Job) -> None:
+        """Run a job without a delay by other jobs, if necessary on an extra thread. Raises as `submit`.
+
+        Connections use this, because a waiting caller does not depend on the jobs that occupy the pool.
+        """
+        self.submit(job, at_once=True)
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            job = self._jobs.get()
+            with self._lock:
+                self._idle -= 1
+            job()
+            del job
+
+
+class Engine(RuntimeExtension):
     def __init__(self, owner: Runtime, registered: Registry) -> None:
         self.program, self.registry = owner, registered
         self.movers, self.menders = Workers(MAX_THREADS), Workers(MAX_THREADS)
@@ -127,7 +181,6 @@ class Engine(RuntimeExtension):
         keep: Any,
         result: Any,
     ) -> Transfer:
-        """Return a transfer that takes over a SingleFuture."""
         made = Transfer(self, 1, keep, None, result, future)
         made.watch()
         made.adopt(part, in_flight)
@@ -198,7 +251,6 @@ class Engine(RuntimeExtension):
         return transfer.future
 
     def change(self, change: AtomicOp, timeout: float | None) -> Future[int]:
-        """Start an atomic operation. Return a Future of the old value."""
         found: list[int] = []
         return self.start((change._replace(take=found.append),), None, timeout, lambda: found[0])
 
@@ -208,19 +260,12 @@ class Engine(RuntimeExtension):
             self.program.run_in_thread(lambda: self.routes.forget(peer.token))
 
     def close(self) -> None:
-        """Close all routes. Called when the program ends."""
         self.routes.close()
 
     def abandon(self) -> None:
-        """Close inherited connections silently. Called in a fork of this process."""
         self.routes.abandon()
 
-    def outgoing(self, handle: Handle) -> Handle:
-        """Return the handle as it is sent to other processes: with the routes to this process."""
-        return self.routes.outgoing(handle)
-
     def drop(self, handle: Handle) -> None:
-        """End a registration of this process, or ask its owner to end it."""
         if handle.token == self.program.router.token:
             self.registry.drop(handle.ticket)
         else:
@@ -229,42 +274,81 @@ class Engine(RuntimeExtension):
 
 
 def _is_quick(part: ReadWriteOp | AtomicOp, route: Route) -> bool:
-    return route.completes_inline(part.handle, _nbytes(part), isinstance(part, AtomicOp))
+    if isinstance(part, AtomicOp):
+        return route.completes_inline(part.handle, 8, True)
+    return route.completes_inline(part.handle, sum(segment[2] for segment in part.segments), False)
 
 
-def _nbytes(part: ReadWriteOp | AtomicOp) -> int:
-    return 8 if isinstance(part, AtomicOp) else sum(segment[2] for segment in part.segments)
-
-
-def _ways(_: Runtime, __: Any, ___: bytes) -> bytes:
-    return msgspec.msgpack.encode(engine().routes.ways())
-
-
-def _accept(_: Runtime, peer: Peer, offer: bytes) -> bytes:
-    return engine().routes.verbs.accept(peer, offer)
-
-
-def _stage(_: Runtime, peer: Peer, question: bytes) -> bytes:
-    return gpu_staged.answer(engine().routes.lender, peer.token, question)
-
-
-def _refusal(_: Runtime, __: Peer, question: bytes) -> bytes:
-    return refusal_of(registry(), question)
-
-
-def _torch_shares(_: Runtime, __: Peer, question: bytes) -> bytes:
-    return cuda_ipc.answer(registry(), question)
-
-
-TOPICS.update({"ways": _ways, "verbs": _accept, "refusal": _refusal})
-TOPICS.update({cuda_ipc.TOPIC: _torch_shares, gpu_staged.TOPIC: _stage})
+TOPICS.update(
+    {
+        "ways": lambda *_: msgspec.msgpack.encode(engine().routes.ways()),
+        "verbs": lambda _, peer, offer: engine().routes.verbs.accept(peer, offer),
+        "refusal": lambda _, __, question: refusal_of(registry(), question),
+        cuda_ipc.TOPIC: lambda _, __, question: cuda_ipc.answer(registry(), question),
+        gpu_staged.TOPIC: lambda _, peer, question: gpu_staged.answer(engine().routes.lender, peer.token, question),
+    }
+)
 
 
 def engine() -> Engine:
-    """Return this process's engine."""
     runtime: Any = program()
     found: Engine = runtime.extensions.extend(Engine, lambda: Engine(runtime, registry()))
     return found
+
+
+def after(
+    last: TransferPlanCache | None, mover: Engine, part: ReadWriteOp, local: Any, memory: LocalMemory
+) -> TransferPlanCache | None:
+    """Return the cache to keep after NICs have started a transfer that ``last`` did not start."""
+    if last is not None and last.is_of(local):
+        last.learn(mover, part, memory)
+        return last
+    # GPU memory needs more checks in each transfer.
+    return TransferPlanCache(local) if isinstance(local, torch.Tensor) and memory.device == CPU else None
+
+
+class TransferPlanCache:
+    """Plan of the reads, or of the writes, of a buffer and one tensor, on a NIC route.
+
+    Planning takes longer than many transfers. The second transfer stores the plan, and the third one uses it. It holds
+    the address of the tensor's memory, the result of its checks, and the work requests. It keeps neither the tensor nor
+    its memory alive.
+    """
+
+    __slots__ = ("_known", "_local")
+
+    def __init__(self, local: torch.Tensor) -> None:
+        self._local = weakref.ref(local)
+        self._known: tuple[Any, ...] | None = None  # one object, because several threads may read into one tensor
+
+    def is_of(self, local: Any) -> bool:
+        return self._local() is local
+
+    def learn(self, mover: Engine, part: ReadWriteOp, memory: LocalMemory) -> None:
+        route = of_nics(mover.routes.to(part.handle))
+        plan = None if route is None else route.planned(part, (memory,))
+        if route is not None and plan is not None:
+            storage = weakref.ref(memory.keep)
+            self._known = mover, route, part, plan.over(()), storage, memory.address, memory.nbytes
+
+    def start(self, mover: Engine, local: Any) -> Future[None] | None:
+        """Start the transfer. Return None if a full check is necessary, which also reports errors."""
+        known = self._known
+        if known is None or not self.is_of(local):
+            return None
+        learnt_from, route, part, plan, storage_of, address, nbytes = known
+        storage = storage_of()
+        if storage is None or learnt_from is not mover:
+            return None
+        # The tensor may have other memory since then (`data`, `set_`), less (`resize_`), or be a lazy view now.
+        if local.untyped_storage() is not storage or local.data_ptr() != address or local.nbytes != nbytes:
+            return None
+        start, size = storage.data_ptr(), storage.nbytes()
+        if address + nbytes > start + size or not local.is_contiguous() or local.is_conj() or local.is_neg():
+            return None
+        plan = plan.over((Allocation(start, size, storage),))
+        begun: Future[None] | None = mover.single(part, route, (storage,), nothing, plan)
+        return begun
 
 
 __all__ = ["AtomicOp", "Engine", "ReadWriteOp", "TransferFuture", "engine"]

@@ -34,7 +34,6 @@ class TransferFuture(Future[T]):
         self._transfer: Transfer | None = transfer
 
     def taken_over(self, transfer: Transfer) -> None:
-        """Delegate waiting and cancelling to this transfer."""
         self._wait, self._cancel, self._transfer = transfer.wait, transfer.cancel, transfer
         if self.ready:  # it may have become ready, and been let go, before the assignment above
             self.let_go()
@@ -135,13 +134,11 @@ class SingleFuture(TransferFuture[T]):
         return seen_to_by
 
     def let_go(self) -> None:
-        """See TransferFuture."""
         super().let_go()
         self._ends = _OVER
         self._drop()
 
     def done(self) -> bool:
-        """See TransferFuture."""
         self._look(0.0)
         return self.ready
 
@@ -157,13 +154,11 @@ class SingleFuture(TransferFuture[T]):
             in_flight.listen()
 
     def add_done_callback(self, call: Callable[[Future[T]], None]) -> None:
-        """See TransferFuture."""
         Future.add_done_callback(self, call)
         if not self.ready and (in_flight := self._in_flight) is not None:
             in_flight.listen()
 
     def cancel(self, reason: str = "cancelled by the caller") -> bool:
-        """See TransferFuture."""
         mover = self._mover
         if self.ready:
             return False

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_backend._actor.errors import CancelledError, MeshFailure
 from monarch_backend._actor.runtime import Runtime
 from monarch_backend._rdma.errors import DroppedError, OwnerLostError, RDMAError
-from monarch_backend._rdma.handle import Handle
-from monarch_backend._rdma.routes.inflight import CANCEL_GRACE_S, MAX_POLL_S
+from monarch_backend._rdma.registrations import Handle
 from monarch_backend._rdma.routes.protocol import (
     CANCELLED,
     DONE,
@@ -30,8 +29,8 @@ from monarch_backend._rdma.routes.protocol import (
     Result,
     Route,
     cancel_scope,
-    moved,
 )
+from monarch_backend._rdma.routes.verbs import CANCEL_GRACE_S, MAX_POLL_S
 from monarch_backend._rdma.transfers.future import TransferFuture, look_and_sleep, refuse_to_wait
 
 if TYPE_CHECKING:
@@ -55,15 +54,13 @@ PEER_LOSS_TIMEOUT_S = 1.0
 
 def run_part(part: ReadWriteOp | AtomicOp, route: Route, until: Any, keep: Any) -> Result:
     """Run a part on a route of a thread; an atomic's old value goes to its ``take``."""
-    result = moved(part, route, until, keep)
+    result = route.run(part, until, keep)
     if result.outcome == DONE and isinstance(part, AtomicOp):
         part.take(result.found)
     return result
 
 
 class Transfer:
-    """Some parts and their common future."""
-
     def __init__(
         self,
         engine: Engine,
@@ -96,14 +93,12 @@ class Transfer:
             self._finish()
 
     def watch(self) -> None:
-        """Subscribe to reports of ended processes, and start the timer."""
         self._number = next(self._engine.program.ids)
         self._engine.program.pending[self._number] = self
         if self._timeout is not None:
             self._late = self._engine.program.progress.later(self._timeout, self._time_is_over)
 
     def unwatch(self) -> None:
-        """Unsubscribe: the transfer has ended, or will never start."""
         self._engine.program.pending.pop(self._number, None)
 
     def adopt(self, part: ReadWriteOp | AtomicOp, in_flight: InFlightTransfer | None) -> None:
@@ -122,7 +117,6 @@ class Transfer:
         self._end_flights(LATE)
 
     def on_gone(self, peer: Any, failure: MeshFailure) -> None:
-        """Abandon the parts of a process that has ended."""
         if peer.token in self._tokens:
             self._gone[peer.token] = failure
             self._scope.cancel()
@@ -196,7 +190,6 @@ class Transfer:
     # ---- waiting
 
     def wait(self, what: Any, seconds: float | None) -> bool:
-        """Wait for the future."""
         look, program = functools.partial(self._look, MAX_POLL_S), self._engine.program
         return look_and_sleep(program, what, seconds, look, self._listen_awaited)
 
@@ -218,7 +211,6 @@ class Transfer:
                 return
 
     def glance(self) -> None:
-        """Poll once, without waiting."""
         self._look(0.0, 0.0)
 
     def listen(self) -> None:
@@ -239,7 +231,6 @@ class Transfer:
         return False
 
     def _begins(self, number: int) -> bool:
-        """Remove a part that gets a thread. Return False if the part does not wait any more."""
         with self._lock:
             waits = number in self._queued
             self._queued.discard(number)
@@ -251,7 +242,6 @@ class Transfer:
             self.run(part, route)
 
     def _end_queued(self, error: BaseException) -> None:
-        """Drop the parts that no thread has started."""
         with self._lock:
             self._closed = self._closed or error
             if not self._queued:
@@ -270,7 +260,10 @@ class Transfer:
         error: BaseException | None = None
         try:
             if self._error is None:
-                error = self._do(part, route)
+                if self._engine.is_gone(part.handle.token):
+                    error = _lost(self._engine.program, part.handle, None)
+                elif (result := run_part(part, route, self._scope, self._keep)).outcome != DONE:
+                    error = self._failure(part.handle, result)
         except BaseException as unexpected:
             error = unexpected
         self._part_over(error)
@@ -292,15 +285,8 @@ class Transfer:
             self._end_flights(CANCELLED)
 
     def end_with(self, handle: Handle, result: Result) -> None:
-        """Fail the transfer with the result of an attempt."""
         self._error = self._failure(handle, result)
         self._finish()
-
-    def _do(self, part: ReadWriteOp | AtomicOp, route: Route) -> BaseException | None:
-        if self._engine.is_gone(part.handle.token):
-            return _lost(self._engine.program, part.handle, None)
-        result = run_part(part, route, self._scope, self._keep)
-        return None if result.outcome == DONE else self._failure(part.handle, result)
 
     def _failure(self, handle: Handle, result: Result) -> BaseException:
         known = self._gone.get(handle.token)
@@ -392,7 +378,6 @@ def _release(lock: threading.Lock) -> None:
 
 
 def _lost(owner: Runtime, handle: Handle, failure: MeshFailure | None) -> OwnerLostError:
-    """Return the error of a transfer whose owner has ended."""
     peer = owner.router.peers.get(handle.token)
     if failure is None and peer is not None and peer.gone is not None:
         failure = owner.references.exit_of(peer)

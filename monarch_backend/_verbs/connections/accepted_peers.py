@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 from monarch_backend import _native
 from monarch_backend._verbs import wire_format
 from monarch_backend._verbs.config import Settings
-from monarch_backend._verbs.connections.path_selection import PathCandidate, ways
-from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.errors import VerbsError
 from monarch_backend._verbs.open_device import Device
-from monarch_backend._verbs.providers.provider import REMOTE_ATOMIC, REMOTE_READ, REMOTE_WRITE, Path, QueuePair
-from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest, Endpoint, Pairing
+from monarch_backend._verbs.providers.provider import REMOTE_ATOMIC, REMOTE_READ, REMOTE_WRITE, Path, QueuePair, destroy
+from monarch_backend._verbs.wire_format import (
+    INFINIBAND,
+    ROCE_V1,
+    ROCE_V2,
+    ConnectReply,
+    ConnectRequest,
+    Endpoint,
+    Gid,
+    Pairing,
+)
+
+_MAPPED = bytes(10) + b"\xff\xff"  # before the IPv4 address of a GID
+_LINK_LOCAL = b"\xfe\x80"
+NO_GID = Gid(0, INFINIBAND, bytes(16))
 
 
 class AcceptedPeers:
@@ -60,7 +72,7 @@ class AcceptedPeers:
     ) -> tuple[QueuePair, Pairing]:
         mtu = min(endpoint.mtu, theirs.mtu)
         reads = min(theirs.reads_out, endpoint.reads_in)
-        psn, settings = secrets.randbits(24), self._settings
+        psn = secrets.randbits(24)
         pair = device.nic.queue_pair(1)
         try:
             pair.initialize(endpoint.port, REMOTE_READ | REMOTE_WRITE | REMOTE_ATOMIC)
@@ -77,10 +89,7 @@ class AcceptedPeers:
                     way.is_global,
                     reads,
                     1,
-                    settings.timeout,
-                    settings.retries,
-                    settings.traffic_class,
-                    settings.service_level,
+                    self._settings,
                 )
             )
         except BaseException:
@@ -100,22 +109,18 @@ class AcceptedPeers:
         )
 
     def replace(self, peer: Hashable, made: list[tuple[QueuePair, str]]) -> None:
-        """Store a peer's queue pairs, and destroy those that it had."""
         self.hang_up(peer)
         self._pairs[peer] = made
 
     def hang_up(self, peer: Hashable) -> None:
-        """Destroy a peer's queue pairs."""
         for pair, device in self._pairs.pop(peer, []):
             destroy(pair, f"queue pair {pair.number}", device)
 
     def close(self) -> None:
-        """Destroy all queue pairs."""
         for peer in list(self._pairs):
             self.hang_up(peer)
 
     def detach_after_fork(self) -> None:
-        """Keep the parent's queue pairs alive and unreachable."""
         _native.keep_for_ever(self._pairs)
         self._pairs = {}
 
@@ -138,3 +143,56 @@ def _no_way(peer: Hashable, theirs: Sequence[Endpoint], devices: Sequence[Device
         f"no way between the ports of {peer} ({there}) and those here ({here}){tried}; name the ones to be used in "
         "MONARCH_RDMA_DEVICES, and compare `monarch-backend doctor` on both hosts"
     )
+
+
+@dataclass(frozen=True)
+class PathCandidate:
+    cost: tuple[int, int]  # class of addresses, then less for more leading bytes in common, as in one subnet
+    common: int  # leading bits
+    ours: Gid
+    theirs: Gid
+    is_global: bool
+
+
+def ways(ours: Endpoint, theirs: Endpoint) -> list[PathCandidate]:
+    """Return the paths, best first; empty if there is none."""
+    if ours.ethernet != theirs.ethernet:
+        return []
+    found = _roce(ours, theirs) if ours.ethernet else _infiniband(ours, theirs)
+    return sorted(found, key=lambda way: (way.cost, -way.common))
+
+
+def _infiniband(ours: Endpoint, theirs: Endpoint) -> list[PathCandidate]:
+    if not (ours.lid and theirs.lid):
+        return []
+    mine, other = (next(iter(e.gids), NO_GID) for e in (ours, theirs))
+    if mine.raw[:8] == other.raw[:8]:  # one subnet, whose manager has assigned both LIDs
+        return [PathCandidate((0, 0), 0, mine, other, is_global=False)]
+    return [_global_way(1, mine, other)]
+
+
+def _roce(ours: Endpoint, theirs: Endpoint) -> list[PathCandidate]:
+    return [
+        _global_way(_class(mine), mine, other)
+        for mine in ours.gids
+        for other in theirs.gids
+        if _class(mine) == _class(other)
+    ]
+
+
+def _global_way(cost: int, mine: Gid, other: Gid) -> PathCandidate:
+    # The netmask is unknown here: /24 or nearer counts as one subnet for IPv4, /64 for IPv6.
+    difference = int.from_bytes(mine.raw, "big") ^ int.from_bytes(other.raw, "big")
+    common = 8 * len(mine.raw) - difference.bit_length()
+    return PathCandidate(
+        (cost, -min(common // 8, 15 if mine.raw.startswith(_MAPPED) else 8)), common, mine, other, is_global=True
+    )
+
+
+def _class(gid: Gid) -> int:
+    """Rank a GID: RoCEv2 over IPv4, over IPv6, over link-local addresses; RoCEv1, which is not routed, is last."""
+    if gid.kind != ROCE_V2:
+        return 3 if gid.kind == ROCE_V1 else 4
+    if gid.raw.startswith(_MAPPED):
+        return 0
+    return 2 if gid.raw.startswith(_LINK_LOCAL) else 1

@@ -13,17 +13,19 @@ import enum
 import itertools
 import os
 import secrets
-from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Protocol
+import time
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any
 
+from monarch_backend import _native
 from monarch_backend._verbs import wire_format as messages
 from monarch_backend._verbs.connections.queue_pair import Posted, SendQueuePair
 from monarch_backend._verbs.errors import (
     FLUSHED,
+    LINK_STATUS,
     NoConnectionError,
     VerbsError,
     completion_error,
-    is_of_the_link,
     stuck_error,
 )
 from monarch_backend._verbs.open_device import Device
@@ -31,7 +33,8 @@ from monarch_backend._verbs.wire_format import ConnectReply, ConnectRequest
 
 if TYPE_CHECKING:
     from monarch_backend._verbs.config import Settings
-    from monarch_backend._verbs.work_requests import Request
+    from monarch_backend._verbs.engine_thread import EngineThread
+    from monarch_backend._verbs.work_requests import Done, Request
 
 CONNECT_TIMEOUT_S = 10.0
 """Seconds for the control plane to return the reply."""
@@ -50,8 +53,6 @@ _SILENT, _GENERAL = 20, 21
 
 
 class State(enum.Enum):
-    """State of a connection."""
-
     IDLE = "idle"
     DIALING = "dialing"
     PROVING = "proving"
@@ -59,33 +60,15 @@ class State(enum.Enum):
     DRAINING = "draining"
 
 
-class Host(Protocol):
-    """Methods of the engine that a connection calls."""
-
-    settings: Settings
-
-    def devices(self) -> list[Device]:
-        """Return all open devices."""
-
-    def finish(self, request: Request) -> None:
-        """Complete a request without posted work requests; callbacks run on the engine's thread."""
-
-    def dial(self, peer: Hashable) -> bool:
-        """Start connecting by the control plane, from the engine's thread; False if there is no control plane."""
-
-    def now(self) -> float:
-        """Return the time in seconds."""
-
-
 class PeerConnection:
     """Connection to one peer. The engine's lock is held in all methods."""
 
-    def __init__(self, peer: Hashable, host: Host) -> None:
+    def __init__(self, peer: Hashable, host: PeerConnections) -> None:
         self.peer, self._host = peer, host
         self.state = State.IDLE
         self.lanes: list[SendQueuePair] = []
         self.rebuilds = 0
-        self._waiting: dict[Request, None] = {}  # requests with pieces that are not posted
+        self.waiting: dict[Request, None] = {}  # requests with pieces that are not posted
         self._offered: list[SendQueuePair] = []
         self._nonce = b""
         self._deadline: float | None = None
@@ -95,10 +78,9 @@ class PeerConnection:
     # ---- requests
 
     def submit(self, request: Request) -> None:
-        """Run a request once the connection is up."""
-        if self.state is State.UP and not self._waiting and self._straight(request):
+        if self.state is State.UP and not self.waiting and self._straight(request):
             return
-        self._waiting[request] = None
+        self.waiting[request] = None
         if self.state is State.IDLE:
             self._want()
         elif self.state is State.UP:
@@ -119,13 +101,11 @@ class PeerConnection:
         return True
 
     def _refused(self, lane: SendQueuePair, error: OSError) -> None:
-        """Handle a queue pair that accepts no work request."""
         self.broke(lane, lane.posted[0].id if lane.posted else 0, _GENERAL, error.errno or 0)
 
     def progress(self) -> None:
-        """Post as many pieces as the queue pairs have room for."""
         posted = True
-        while posted and self.state is State.UP and self._waiting:
+        while posted and self.state is State.UP and self.waiting:
             posted = False
             self.lanes.append(self.lanes.pop(0))  # small requests alternate
             for lane in list(self.lanes):
@@ -138,17 +118,16 @@ class PeerConnection:
                     return
                 if count:
                     posted = True
-                    for request in [r for r in itertools.islice(self._waiting, _LOOKAHEAD_REQUESTS) if not r.has_more]:
-                        del self._waiting[request]
-                    if not self._waiting:
+                    for request in [r for r in itertools.islice(self.waiting, _LOOKAHEAD_REQUESTS) if not r.has_more]:
+                        del self.waiting[request]
+                    if not self.waiting:
                         return
 
     def _for(self, lane: SendQueuePair) -> list[Request]:
-        first = itertools.islice(self._waiting, _LOOKAHEAD_REQUESTS)
+        first = itertools.islice(self.waiting, _LOOKAHEAD_REQUESTS)
         return [r for r in first if r.may_use(lane) and lane.their_nic < len(r.record.keys)]
 
     def _prepare(self, requests: Iterable[Request]) -> None:
-        """Register the requests' memory for the present queue pairs."""
         for request in requests:
             fit = [lane for lane in self.lanes if lane.their_nic < len(request.record.keys)]
             mine = [lane for lane in fit if request.is_for(lane.device)]
@@ -168,7 +147,7 @@ class PeerConnection:
     # ---- connecting
 
     def _want(self) -> None:
-        self.state, self._deadline = State.DIALING, self._host.now() + CONNECT_TIMEOUT_S
+        self.state, self._deadline = State.DIALING, time.monotonic() + CONNECT_TIMEOUT_S
         if not self._host.dial(self.peer):
             reason = f": {self._trouble}" if self._trouble else ", and no control plane to connect it"
             self.fail(VerbsError(f"there is no connection to {self.peer}{reason}", *self._words()))
@@ -196,7 +175,7 @@ class PeerConnection:
             self._offered.append(lane)
         self._nonce = os.urandom(8)
         ends = [lane.end(endpoints.index(lane.endpoint)) for lane in self._offered]
-        self.state, self._deadline = State.DIALING, self._host.now() + CONNECT_TIMEOUT_S
+        self.state, self._deadline = State.DIALING, time.monotonic() + CONNECT_TIMEOUT_S
         return messages.pack(ConnectRequest(self._nonce, endpoints, ends))
 
     def connect(self, answer: ConnectReply) -> None:
@@ -220,14 +199,13 @@ class PeerConnection:
         self._drop_offer()
         self._deadline = None
         if self.lanes:
-            self.state, self._next_look = State.PROVING, self._host.now() + self._silence / 4
+            self.state, self._next_look = State.PROVING, time.monotonic() + self._silence / 4
             return
         error_of_all = NoConnectionError(f"no way from here to {self.peer}: {'; '.join(problems)}", *self._words())
         self.fail(error_of_all)
         raise error_of_all
 
     def no_connection(self, offer: bytes, error: NoConnectionError) -> bool:
-        """See Engine."""
         if self.state not in (State.IDLE, State.DIALING):
             return False
         if offer and self._nonce not in (b"", messages.unpack(ConnectRequest, offer).nonce):
@@ -241,7 +219,6 @@ class PeerConnection:
         self._offered, self._nonce = [], b""
 
     def tick(self, now: float) -> None:
-        """Check the deadlines of dialing and draining."""
         if self.lanes and now >= self._next_look:
             self._look_for_silence(now)
         if self._deadline is None or now < self._deadline:
@@ -277,7 +254,6 @@ class PeerConnection:
 
     @property
     def deadline(self) -> float | None:
-        """Return the time of the next `tick`."""
         if not self.lanes:
             return self._deadline
         return self._next_look if self._deadline is None else min(self._deadline, self._next_look)
@@ -294,17 +270,16 @@ class PeerConnection:
                 self._settle(posted.request)
         if self.state is not State.UP:
             self._drained()
-        if self._waiting:
+        if self.waiting:
             self.progress()
 
     def _proved(self, lane: SendQueuePair) -> None:
         lane.proved = True
         if self.state is State.PROVING:
             self.state, self._trouble = State.UP, None
-            self._prepare(list(self._waiting))
+            self._prepare(list(self.waiting))
 
     def broke(self, lane: SendQueuePair, id_: int, status: int, vendor: int) -> None:
-        """Handle the failure of a work request, and of its queue pair."""
         for posted in lane.retire(id_ - 1):
             if posted.request is not None:
                 posted.request.under_way -= 1
@@ -320,7 +295,7 @@ class PeerConnection:
             elif posted.request is not None:
                 self._unfinished(posted, posted.id == id_, status, error)
         if self.state is State.UP and lane.proved:
-            self.state, self._deadline = State.DRAINING, self._host.now() + DRAIN_TIMEOUT_S
+            self.state, self._deadline = State.DRAINING, time.monotonic() + DRAIN_TIMEOUT_S
             self._close_lanes([lane for lane in self.lanes if not lane.proved])
         if self.state is State.PROVING and not self.lanes:  # only proofs were posted on them
             self.fail(NoConnectionError(str(error), error.status, error.device, error.peer))
@@ -331,7 +306,7 @@ class PeerConnection:
         request, piece = posted.request, posted.piece
         assert request is not None
         assert piece is not None
-        by_link = is_of_the_link(status)
+        by_link = status in LINK_STATUS
         if by_link:
             request.breaks += 1 if not request.breaks or request.broken_in != self.rebuilds else 0
             request.broken_in = self.rebuilds
@@ -343,7 +318,7 @@ class PeerConnection:
             reason = error if request.breaks > 1 else request.unwanted
         if reason is None and request.error is None:
             request.put_back(piece)
-            self._waiting[request] = None
+            self.waiting[request] = None
         else:
             request.under_way -= 1
             self._fail(request, reason or error)
@@ -354,7 +329,7 @@ class PeerConnection:
         self._close_lanes(list(self.lanes))
         self.state, self._deadline = State.IDLE, None
         self.rebuilds += 1
-        if self._waiting:
+        if self.waiting:
             self._want()
 
     def _close_lanes(self, lanes: list[SendQueuePair]) -> None:
@@ -373,28 +348,86 @@ class PeerConnection:
 
     def _fail(self, request: Request, error: BaseException) -> None:
         request.error = request.error or error
-        self._waiting.pop(request, None)
+        self.waiting.pop(request, None)
         self._settle(request)
 
     def _settle(self, request: Request) -> None:
         if not request.finished and request.is_over:
-            self._waiting.pop(request, None)
+            self.waiting.pop(request, None)
             self._host.finish(request)
 
     def fail(self, error: BaseException) -> None:
         """Fail all requests at once; the next request connects anew."""
         self._drop_offer()
-        requests = dict(self._waiting)
+        requests = dict(self.waiting)
         for lane in self.lanes:
             for posted in lane.close():
                 if posted.request is not None:
                     posted.request.under_way -= 1
                     requests[posted.request] = None
-        self.lanes, self._waiting, self._deadline, self.state = [], {}, None, State.IDLE
+        self.lanes, self.waiting, self._deadline, self.state = [], {}, None, State.IDLE
         for request in requests:
             self._fail(request, error)
 
-    @property
-    def has_waiting(self) -> bool:
-        """True if requests have pieces that are not posted."""
-        return bool(self._waiting)
+
+class PeerConnections:
+    """Connections of one engine, by peer. The engine's lock is held in all methods but `tick`, which takes it.
+
+    ``devices`` returns all open devices. ``dial``: see Engine.
+    """
+
+    def __init__(
+        self,
+        lock: Any,
+        settings: Settings,
+        dial: Callable[[Any], None] | None,
+        devices: Callable[[], list[Device]],
+        thread: EngineThread,
+    ) -> None:
+        self._lock, self._dial, self._thread = lock, dial, thread
+        self.settings, self.devices = settings, devices
+        self.by_peer: dict[Hashable, PeerConnection] = {}
+        self.ends: Callable[[Request, Done, Any], None]
+        """See Completions.ends. Set by the engine."""
+
+    def progress(self) -> None:
+        for link in self.by_peer.values():
+            link.progress()
+
+    def tick(self) -> None:
+        with self._lock:
+            for link in self.by_peer.values():
+                link.tick(time.monotonic())
+
+    def is_restless(self) -> bool:
+        return any(link.is_restless for link in self.by_peer.values())
+
+    def detach_after_fork(self, lock: Any) -> None:
+        _native.keep_for_ever(self.by_peer)
+        self.by_peer, self._lock = {}, lock
+
+    # ---- called by the connections
+
+    def finish(self, request: Request) -> None:
+        """Complete a request without posted work requests; callbacks run on the engine's thread."""
+        done, outcome = request.done, request.close()
+        self.ends(request, done, outcome)
+
+    def dial(self, peer: Hashable) -> bool:
+        """Start connecting by the control plane, from the engine's thread; False if there is no control plane."""
+        if self._dial is None:
+            return False
+        self._thread.call_soon(lambda: self._dial_now(peer))
+        return True
+
+    def _dial_now(self, peer: Hashable) -> None:
+        assert self._dial is not None
+        try:
+            self._dial(peer)
+        except Exception as error:
+            failed = VerbsError(f"{peer} could not be dialed: {error}", "", "", str(peer))
+            failed.__cause__ = error
+            with self._lock:
+                link = self.by_peer.get(peer)
+                if link is not None:
+                    link.fail(failed)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from monarch_backend import _native
 from monarch_backend._verbs.config import Settings
-from monarch_backend._verbs.deferred_destroy import destroy
 from monarch_backend._verbs.open_device import Device
-from monarch_backend._verbs.providers.provider import WRITE, Path, Work
+from monarch_backend._verbs.providers.provider import WRITE, Path, Work, destroy
 from monarch_backend._verbs.wire_format import Endpoint, Pairing, QpEndpoint
 from monarch_backend._verbs.work_requests import Piece, Request
 
@@ -75,7 +74,6 @@ class SendQueuePair:
         device.lanes[self.number] = self
 
     def end(self, endpoint: int) -> QpEndpoint:
-        """Return the queue pair's part of a connect request."""
         return QpEndpoint(endpoint, self.number, self.psn)
 
     def connect(self, pairing: Pairing, settings: Settings) -> None:
@@ -94,10 +92,7 @@ class SendQueuePair:
                 pairing.is_global,
                 1,
                 min(pairing.reads, self.endpoint.reads_out),
-                settings.timeout,
-                settings.retries,
-                settings.traffic_class,
-                settings.service_level,
+                settings,
             )
         )
         # A WRITE of no bytes needs no key, and the peer's device acknowledges it.
@@ -106,7 +101,6 @@ class SendQueuePair:
 
     @property
     def room(self) -> int:
-        """Return the number of work requests that may be posted now."""
         if self.nbytes >= LANE_BYTES or not self.proved:
             return 0
         if self.device.credit < 1:
@@ -205,5 +199,5 @@ class SendQueuePair:
                 continue
             _native.keep_for_ever(posted.request.plan)
             if posted.request.is_atomic:
-                self.device.lose_slot(posted.request.where(posted.piece, self.device)[0])
+                self.device.lost_slots.add(posted.request.where(posted.piece, self.device)[0])
         return left

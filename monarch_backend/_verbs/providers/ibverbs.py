@@ -8,8 +8,6 @@ from typing import Any
 
 import ibverbs
 
-from monarch_backend._verbs.deferred_destroy import close_each
-from monarch_backend._verbs.providers import native_queues
 from monarch_backend._verbs.providers import provider as verbs
 from monarch_backend._verbs.providers.provider import Completion, Limits, Path, Port, Work
 
@@ -17,7 +15,6 @@ _ETHERNET, _ACTIVE = 2, 4
 
 
 def open_nic(device: str, completions: int) -> _Nic:
-    """Open a device, as in Binding."""
     for found in ibverbs.get_device_list():
         if found.name == device:
             return _Nic(found, completions)
@@ -36,7 +33,7 @@ class _Nic:
         self._channel = self._context.create_comp_channel()
         self.fd: int = self._channel.fd
         self._cq = self._context.create_cq(self.limits.completions, self._channel)
-        self._queue = queue = native_queues.completion_queue(self._cq, self.fd, self._cq.cqe)
+        self._queue = queue = verbs.compiled_queue(self._cq, self.fd, self._cq.cqe)
         self.arm: Callable[[], None] = self._cq.req_notify if queue is None else queue.arm
         self.poll: Callable[[int], Sequence[Completion]] = self._poll if queue is None else queue.poll
 
@@ -73,7 +70,7 @@ class _Nic:
     def close(self) -> None:
         if self._queue is not None:
             self._queue.forget()
-        close_each((self._context, self._pd, self._channel, self._cq), _close)
+        verbs.close_each((self._context, self._pd, self._channel, self._cq), _close)
 
 
 def _close(part: Any) -> None:
@@ -87,7 +84,7 @@ class _QueuePair:
     def __init__(self, qp: Any, queue: Any) -> None:
         self._qp = qp
         self.number: int = qp.qp_num
-        self._pair = pair = native_queues.queue_pair(qp, self.number, queue)
+        self._pair = pair = verbs.compiled_pair(qp, self.number, queue)
         self.post: Callable[[Sequence[Work]], None] = self._post if pair is None else pair.post
 
     def initialize(self, port: int, access: int) -> None:
@@ -103,8 +100,8 @@ class _QueuePair:
                 is_global=int(path.is_global),
                 port_num=path.port,
                 hop_limit=64,
-                traffic_class=path.traffic_class,
-                sl=path.service_level,
+                traffic_class=path.settings.traffic_class,
+                sl=path.settings.service_level,
             ),
             qp_state=verbs.RTR,
             path_mtu=path.mtu,
@@ -116,8 +113,8 @@ class _QueuePair:
         self._qp.modify(
             verbs.RTR_TO_RTS,
             qp_state=verbs.RTS,
-            timeout=path.timeout,
-            retry_cnt=path.retries,
+            timeout=path.settings.timeout,
+            retry_cnt=path.settings.retries,
             rnr_retry=7,
             sq_psn=path.psn_out,
             max_rd_atomic=path.reads_out,

@@ -7,14 +7,20 @@ kernel does not.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
+from monarch_backend import _native
+from monarch_backend._verbs.config import Settings
 from monarch_backend._verbs.errors import VerbsError
+
+log = logging.getLogger("monarch_backend")
 
 BINDINGS = ("pyverbs", "ibverbs")
 """The packages, the preferred one first."""
@@ -42,8 +48,6 @@ INIT, RTR, RTS = 1, 2, 3
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a device."""
-
     depth: int  # work requests of a queue pair
     completions: int  # of a completion queue
     reads_in: int  # READs and atomics that a queue pair serves at a time
@@ -52,8 +56,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Port:
-    """Present state of a port."""
-
     active: bool
     ethernet: bool
     lid: int
@@ -63,8 +65,6 @@ class Port:
 
 @dataclass(frozen=True)
 class Path:
-    """Attributes that connect one queue pair to another."""
-
     port: int
     number: int  # of the other queue pair
     psn_out: int
@@ -76,15 +76,10 @@ class Path:
     is_global: bool
     reads_in: int
     reads_out: int
-    timeout: int  # 4.096 us * 2**timeout for an acknowledgement
-    retries: int
-    traffic_class: int = 0
-    service_level: int = 0
+    settings: Settings
 
 
 class Work(NamedTuple):
-    """A work request."""
-
     id: int
     opcode: int
     signaled: bool
@@ -98,8 +93,6 @@ class Work(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A work completion."""
-
     id: int
     status: int
     number: int  # of the queue pair
@@ -109,13 +102,8 @@ class Completion(NamedTuple):
 class Registration(Protocol):
     """A memory region of a protection domain."""
 
-    @property
-    def lkey(self) -> int:
-        """Key for this process's requests."""
-
-    @property
-    def rkey(self) -> int:
-        """Key for other processes' requests."""
+    lkey: int  # for this process's requests
+    rkey: int  # for other processes' requests
 
     def close(self) -> None:
         """Deregister the memory."""
@@ -124,9 +112,7 @@ class Registration(Protocol):
 class QueuePair(Protocol):
     """One end of a reliable connection."""
 
-    @property
-    def number(self) -> int:
-        """Number that the other end needs."""
+    number: int  # that the other end needs
 
     def initialize(self, port: int, access: int) -> None:
         """Change from RESET to INIT."""
@@ -144,17 +130,9 @@ class QueuePair(Protocol):
 class Nic(Protocol):
     """An open device: one protection domain, one completion queue with its channel."""
 
-    @property
-    def name(self) -> str:
-        """Name in /sys/class/infiniband."""
-
-    @property
-    def limits(self) -> Limits:
-        """Limits of the device."""
-
-    @property
-    def fd(self) -> int:
-        """File descriptor that is readable after an event, if `arm` was called before the completion."""
+    name: str  # in /sys/class/infiniband
+    limits: Limits
+    fd: int  # readable after an event, if `arm` was called before the completion
 
     def port(self, number: int) -> Port:
         """Return the present state of a port."""
@@ -189,7 +167,6 @@ class Binding(Protocol):
 
 
 def installed() -> list[str]:
-    """Return the installed packages; imports none of them."""
     return [name for name in BINDINGS if importlib.util.find_spec(name) is not None]
 
 
@@ -209,3 +186,46 @@ def load(wanted: str = "") -> Binding:
         f"no package for verbs loads ({'; '.join(reasons)}): install the distribution's python3-pyverbs, or "
         "libibverbs1 and ibverbs-providers with pip install 'monarch_backend[rdma]'"
     )
+
+
+def compiled_queue(queue: Any, fd: int, entries: int) -> _native.VerbsCompletionQueue | None:
+    """Return posting, polling and arming in C++ on the completion queue of a package; None if it is not found.
+
+    Both packages keep libibverbs's pointers in C fields of their objects. The core finds them there
+    (csrc/verbs/queue_pairs.h) and checks them. If the check fails, the package's own functions are used, which are
+    about ten times slower.
+    """
+    found = _native.VerbsCompletionQueue.find(queue, fd, entries)
+    if found is None:
+        log.info(
+            "verbs: %s's queues are not in the expected places; its own Python functions are used, which are slower",
+            type(queue).__module__.partition(".")[0],
+        )
+    return found
+
+
+def compiled_pair(pair: Any, number: int, queue: _native.VerbsCompletionQueue | None) -> _native.VerbsQueuePair | None:
+    """Return the compiled queue pair of a package's object that completes in ``queue``; None if not found."""
+    return None if queue is None else _native.VerbsQueuePair.find(pair, number, queue)
+
+
+def destroy(part: Nic | QueuePair | Registration, what: str, device: str) -> bool:
+    """Close a resource. Return False if its device refuses, as one that was removed or reset.
+
+    Then the resource is kept until the process ends. The device may still use it, and its destructor would try again at
+    any point of other code.
+    """
+    try:
+        part.close()
+    except OSError as error:
+        log.warning("verbs: %s of %s cannot be destroyed, and is left as it is: %s", what, device, error)
+        _native.keep_for_ever(part)
+        return False
+    return True
+
+
+def close_each(parts: Iterable[Any], close: Callable[[Any], None]) -> None:
+    """Close all in reverse order; raises the OSError of one that fails, after the others."""
+    with contextlib.ExitStack() as each:
+        for part in parts:
+            each.callback(close, part)

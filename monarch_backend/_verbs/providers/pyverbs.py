@@ -22,15 +22,11 @@ from pyverbs.pyverbs_error import PyverbsError
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
 from pyverbs.wr import SGE, SendWR
 
-from monarch_backend._verbs.deferred_destroy import close_each
-from monarch_backend._verbs.providers import native_queues
 from monarch_backend._verbs.providers import provider as verbs
 from monarch_backend._verbs.providers.provider import Completion, Limits, Path, Port, Work
 
 _ETHERNET, _ACTIVE = 2, 4
 _EVENT_FILE = "anon_inode:[infinibandevent]"
-_CACHED_WORK_REQUESTS = 64
-"""Work request objects that a queue pair keeps for reuse."""
 
 _opening = threading.Lock()
 
@@ -40,11 +36,7 @@ def _os_errors() -> Iterator[None]:
     try:
         yield
     except PyverbsError as error:
-        raise _os_error(error) from error
-
-
-def _os_error(error: PyverbsError) -> OSError:
-    return OSError(getattr(error, "error_code", 0), str(error))
+        raise OSError(getattr(error, "error_code", 0), str(error)) from error
 
 
 def _event_files() -> set[int]:
@@ -72,7 +64,6 @@ def _channel_with_fd(context: Any) -> tuple[Any, int]:
 
 
 def open_nic(device: str, completions: int) -> _Nic:
-    """Open a device, as in Binding."""
     with _os_errors():
         return _Nic(device, completions)
 
@@ -92,7 +83,7 @@ class _Nic:
         except BaseException:
             self._context.close()
             raise
-        self._queue = queue = native_queues.completion_queue(self._cq, self.fd, self._cq.cqe)
+        self._queue = queue = verbs.compiled_queue(self._cq, self.fd, self._cq.cqe)
         self.arm: Callable[[], None] = self._arm if queue is None else queue.arm
         self.poll: Callable[[int], Sequence[Completion]] = self._poll if queue is None else queue.poll
 
@@ -111,10 +102,8 @@ class _Nic:
             self._cq.ack_events(1)
 
     def _poll(self, most: int) -> list[Completion]:
-        try:
+        with _os_errors():
             _, found = self._cq.poll(most)
-        except PyverbsError as error:
-            raise _os_error(error) from error
         return [Completion(wc.wr_id, wc.status, wc.qp_num, wc.vendor_err) for wc in found]
 
     def register(self, address: int, nbytes: int, access: int) -> _Registration:
@@ -136,7 +125,7 @@ class _Nic:
     def close(self) -> None:
         if self._queue is not None:
             self._queue.forget()
-        close_each((self._context, self._pd, self._channel, self._cq), _close)
+        verbs.close_each((self._context, self._pd, self._channel, self._cq), _close)
 
 
 def _close(part: Any) -> None:
@@ -157,9 +146,8 @@ class _Registration:
 class _QueuePair:
     def __init__(self, qp: Any, queue: Any) -> None:
         self._qp = qp
-        self._made: dict[tuple[int, int, int, bool], Any] = {}  # work request objects, by their constant fields
         self.number: int = qp.qp_num
-        self._pair = pair = native_queues.queue_pair(qp, self.number, queue)
+        self._pair = pair = verbs.compiled_pair(qp, self.number, queue)
         self.post: Callable[[Sequence[Work]], None] = self._post if pair is None else pair.post
 
     def initialize(self, port: int, access: int) -> None:
@@ -173,16 +161,16 @@ class _QueuePair:
             dgid=GID(str(ipaddress.IPv6Address(path.gid).exploded)),
             sgid_index=path.gid_index,
             hop_limit=64,
-            traffic_class=path.traffic_class,
+            traffic_class=path.settings.traffic_class,
         )
         to_rtr = QPAttr(qp_state=verbs.RTR, port_num=path.port)
         to_rtr.path_mtu, to_rtr.dest_qp_num, to_rtr.rq_psn = path.mtu, path.number, path.psn_in
         to_rtr.max_dest_rd_atomic, to_rtr.min_rnr_timer = path.reads_in, 12
         to_rtr.ah_attr = AHAttr(
-            dlid=path.lid, sl=path.service_level, is_global=int(path.is_global), port_num=path.port, gr=route
+            dlid=path.lid, sl=path.settings.service_level, is_global=int(path.is_global), port_num=path.port, gr=route
         )
         to_rts = QPAttr(qp_state=verbs.RTS, port_num=path.port)
-        to_rts.timeout, to_rts.retry_cnt, to_rts.rnr_retry = path.timeout, path.retries, 7
+        to_rts.timeout, to_rts.retry_cnt, to_rts.rnr_retry = path.settings.timeout, path.settings.retries, 7
         to_rts.sq_psn, to_rts.max_rd_atomic = path.psn_out, path.reads_out
         with _os_errors():
             self._qp.modify(to_rtr, verbs.INIT_TO_RTR)
@@ -194,9 +182,6 @@ class _QueuePair:
         _close(self._qp)
 
     def _post(self, works: Sequence[Work]) -> None:
-        if len(works) == 1 and works[0].nbytes:
-            self._post_one(works[0])
-            return
         chain: list[Any] = []  # from the last to the first; pyverbs only keeps pointers
         for work in reversed(works):
             chain.append(_request(work))
@@ -204,25 +189,6 @@ class _QueuePair:
                 chain[-1].next_wr = chain[-2]
         with _os_errors():
             self._qp.post_send(chain[-1])
-
-    def _post_one(self, work: Work) -> None:
-        """Post one work request. A kept object for the same memory is reused, and only its changing fields are written.
-
-        Making a request and its SGE takes longer than posting it, because pyverbs looks up a logger for each.
-        """
-        key = work.local, work.nbytes, work.lkey, work.signaled
-        request = self._made.get(key)
-        if request is None:
-            if len(self._made) >= _CACHED_WORK_REQUESTS:
-                self._made.clear()
-            request = self._made[key] = _request(work)
-        else:
-            request.wr_id, request.opcode = work.id, work.opcode
-            _aim(request, work)
-        try:
-            self._qp.post_send(request)
-        except PyverbsError as error:
-            raise _os_error(error) from error
 
 
 def _request(work: Work) -> Any:
@@ -235,12 +201,8 @@ def _request(work: Work) -> Any:
     )
     if not work.nbytes:
         request.num_sge = 0  # the constructor requires one
-    _aim(request, work)
-    return request
-
-
-def _aim(request: Any, work: Work) -> None:
     if work.opcode in (verbs.FETCH_ADD, verbs.COMPARE_SWAP):
         request.set_wr_atomic(work.rkey, work.remote, work.compare_add, work.swap)
     else:
         request.set_wr_rdma(work.rkey, work.remote)
+    return request

@@ -9,17 +9,18 @@ from __future__ import annotations
 import ctypes
 import errno
 import math
+import os
 import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from monarch_backend._verbs.deferred_destroy import destroy
+from monarch_backend import _native
+from monarch_backend._core import debug_log
 from monarch_backend._verbs.discovery import locked_memory
-from monarch_backend._verbs.errors import VerbsError, registration_error
-from monarch_backend._verbs.providers.provider import LOCAL_WRITE, Nic, Registration
-from monarch_backend._verbs.registrations import gpudirect
+from monarch_backend._verbs.errors import UnreachableMemoryError, VerbsError, registration_error
+from monarch_backend._verbs.providers.provider import LOCAL_WRITE, Nic, Registration, destroy
 
 
 class Allocation(NamedTuple):
@@ -32,8 +33,6 @@ class Allocation(NamedTuple):
 
 
 class _Buffer(ctypes.Structure):
-    """CPython's Py_buffer."""
-
     _fields_ = (
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.py_object),
@@ -178,12 +177,10 @@ class MemoryCache:
         return None
 
     def has(self, allocation: Allocation) -> bool:
-        """True if the allocation is registered already."""
         entry = self._entries.get(id(allocation.anchor))
         return entry is not None and entry.covers(allocation, writable=False)
 
     def give(self, entry: Entry) -> None:
-        """Remove one user."""
         entry.users.pop()
         if entry.kept and not self._is_full:
             return
@@ -193,7 +190,6 @@ class MemoryCache:
             self._shrink()
 
     def sweep(self) -> None:
-        """Close registrations of allocations that are freed."""
         with self._lock:
             while self._gone:
                 key = self._gone.popleft()
@@ -202,7 +198,6 @@ class MemoryCache:
                     self._drop(key)
 
     def close(self) -> None:
-        """Close all registrations."""
         with self._lock:
             for key in list(self._entries):
                 self._drop(key)
@@ -264,8 +259,8 @@ class MemoryCache:
 
 def register(nic: Nic, address: int, nbytes: int, access: int, caches: list[MemoryCache]) -> Registration:
     """Register with the device. If there is no room, unused entries of ``caches`` are closed. Raises VerbsError."""
-    if gpudirect.is_of_gpu(address):
-        return gpudirect.register(nic, address, nbytes, access)
+    if _native.gpu_device_of(address) >= 0:
+        return register_gpu(nic, address, nbytes, access)
     while True:
         try:
             return nic.register(address, nbytes, access)
@@ -273,3 +268,45 @@ def register(nic: Nic, address: int, nbytes: int, access: int, caches: list[Memo
             short = error.errno in (errno.ENOMEM, errno.EAGAIN, errno.EPERM)
             if not (short and sum(cache.make_room() for cache in caches)):
                 raise registration_error(error, nbytes, nic.name, locked_memory()) from error
+
+
+def register_gpu(nic: Nic, address: int, nbytes: int, access: int) -> Registration:
+    """Register GPU memory, which the device then accesses without a copy in host memory.
+
+    Drivers offer two ways. With peer memory the NIC's driver asks the GPU's driver about an address (nvidia_peermem,
+    amdgpu). With dma-buf the GPU's driver exports the range as a file. Raises UnreachableMemoryError with the reasons
+    if both ways fail. Then the data are staged (_rdma/routes/gpu_staged.py).
+    """
+    try:
+        made = nic.register(address, nbytes, access)
+        _say(nic, nbytes, "by peer memory")
+        return made
+    except OSError as error:
+        peer_memory = os.strerror(error.errno) if error.errno else str(error)
+    try:
+        made = _by_dma_buf(nic, address, nbytes, access)
+        _say(nic, nbytes, f"by dma-buf (by peer memory: {peer_memory})")
+        return made
+    except (OSError, _native.GpuFailure) as failure:
+        dma_buf = str(failure)
+    raise UnreachableMemoryError(
+        f"cannot register {nbytes} bytes of a GPU with {nic.name}, so they go through pinned memory of the hosts: by "
+        f"peer memory: {peer_memory} (is nvidia_peermem loaded?); by dma-buf: {dma_buf}",
+        "",
+        nic.name,
+    ) from None
+
+
+def _by_dma_buf(nic: Nic, address: int, nbytes: int, access: int) -> Registration:
+    page = os.sysconf("SC_PAGESIZE")
+    first = address // page * page
+    last = -(-(address + nbytes) // page) * page
+    descriptor = _native.gpu_dma_buf(first, last - first)
+    try:
+        return nic.register_dmabuf(descriptor, address - first, nbytes, address, access)
+    finally:
+        os.close(descriptor)  # the registration has its own reference
+
+
+def _say(nic: Nic, nbytes: int, how: str) -> None:
+    debug_log.write(f"monarch: {nbytes} bytes of a GPU are registered with {nic.name} {how}")

@@ -86,7 +86,6 @@ class _Clock:
             self.begun.set()
 
     def left(self) -> float:
-        """Return the seconds left."""
         if self._rdma_p2p.closed:
             return 0.0
         return max(0.0, self._end - time.monotonic()) if self.begun.is_set() else _NO_TIMEOUT_S
@@ -172,7 +171,6 @@ class RdmaP2P:
     def recv(
         self, tensors: list[Tensor], rank: int, tag: int, owner: Tensor | None = None, seconds: float | None = None
     ) -> ShmWork:
-        """Receive a tensor of the same size from a rank."""
         return self._receive(tensors, rank, tag, owner, seconds)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> ShmWork:
@@ -180,7 +178,6 @@ class RdmaP2P:
         return self._receive(tensors, -1, tag, None)
 
     def dispatched(self, opts: Any, name: str, args: tuple[Any, ...]) -> ShmWork:
-        """Run the operation that torch's dispatcher calls ``name``, with its arguments."""
         with _c10d_internals.profiled(f"verbs:{name.rstrip('_')}", list(args[0])):
             work: ShmWork = call_by_operator(self, opts, name, args)
             return work
@@ -196,7 +193,6 @@ class RdmaP2P:
         return operation.wait(_CLOSE_TIMEOUT_S)
 
     def error(self, failure: Any) -> Exception:
-        """Return the exception for the failure of a message."""
         if isinstance(failure, _Failure):
             cause = ("closed", -1, "") if self.closed else failure.args[0]
             error: Any = explained(cause, self._members, self._rank, self.closed_why)
@@ -282,7 +278,7 @@ class RdmaP2P:
             except peer_reads.UnregisteredError as error:
                 self._say(rank, str(error), for_good=False)
             except Exception as error:  # such as a verbs package that does not fit
-                self._stay_plain(rank, _why(error))
+                self._say(rank, _why(error), for_good=True)
             else:
                 if p2p_protocol.fits(region):
                     return lent, SendHeader(number, x.nbytes, offset, region)
@@ -301,7 +297,7 @@ class RdmaP2P:
             control, rest = exchange.receive_control()
         if control.kind == PLAIN:
             if rest:
-                self._stay_plain(exchange.rank, rest.decode(errors="replace"))
+                self._say(exchange.rank, rest.decode(errors="replace"), for_good=True)
             exchange.wait(exchange.begin(self._gloo.send, x))
         elif control.kind == REFUSED:
             expected = f"the receive of rank {exchange.rank} is of {control.value}"
@@ -314,7 +310,7 @@ class RdmaP2P:
         try:
             return self._nics.accept(self._tokens[rank], offer)
         except Exception as error:
-            self._stay_plain(rank, _why(error))
+            self._say(rank, _why(error), for_good=True)
         return b""
 
     # The receiver's side ----------------------------------------------------------------------------------------
@@ -362,11 +358,15 @@ class RdmaP2P:
         if not it.region or self._nics is None or not self._tokens[exchange.rank] or self._is_plain(exchange.rank):
             return ""
         try:
-            token, into = (
+            self._nics.read(
                 self._tokens[exchange.rank],
-                peer_reads.ReadTarget(x.data_ptr(), x.nbytes, x if owner is None else owner),
+                it.region,
+                it.offset,
+                x,
+                x if owner is None else owner,
+                exchange.introduce,
+                exchange.clock.left,
             )
-            self._nics.read(token, it.region, it.offset, into, exchange.introduce, exchange.clock.left)
         except peer_reads.UnregisteredError as error:
             self._say(exchange.rank, str(error), for_good=False)
             return ""
@@ -377,18 +377,14 @@ class RdmaP2P:
             raise
         except Exception as error:
             why = _why(error)
-            self._stay_plain(exchange.rank, why)
+            self._say(exchange.rank, why, for_good=True)
             return why
         return None
 
     # Both sides -------------------------------------------------------------------------------------------------
 
     def _is_plain(self, rank: int) -> bool:
-        """Whether Gloo carries all messages to and from this rank."""
         return (rank, True) in self._said
-
-    def _stay_plain(self, rank: int, why: str) -> None:
-        self._say(rank, why, for_good=True)
 
     def _say(self, rank: int, why: str, *, for_good: bool) -> None:
         """Warn once for each rank, and once more if it is permanent."""
@@ -434,21 +430,18 @@ class _PeerExchange:
         self.rank, self._tag, self.clock = rank, tag, clock
 
     def begin(self, call: Callable[..., Any], tensor: Tensor) -> Any:
-        """Start one of Gloo's operations."""
         try:
             return call([tensor], self.rank, self._tag)
         except RuntimeError as error:
             raise self._lost(error) from None
 
     def post(self, data: bytearray, tag: int) -> Any:
-        """Start to send bytes."""
         try:
             return self._gloo.send([_bytes(data)], self.rank, tag)
         except RuntimeError as error:
             raise self._rdma_p2p.error(self._lost(error)) from None
 
     def listen(self, nbytes: int = p2p_protocol.WORD) -> tuple[Any, bytearray]:
-        """Start to receive bytes; return the work and the buffer."""
         buffer = bytearray(nbytes)
         try:
             if self.rank < 0:
@@ -458,7 +451,6 @@ class _PeerExchange:
             raise self._rdma_p2p.error(self._lost(error)) from None
 
     def wait(self, work: Any) -> None:
-        """Wait for one of Gloo's operations while there is time."""
         try:
             # Gloo cuts off parts of a millisecond. Then a late message would have time left, and be reported as lost.
             work.wait(timedelta(milliseconds=max(1, math.ceil(1000 * self.clock.left()))))
@@ -474,7 +466,6 @@ class _PeerExchange:
             self.wait(work)
 
     def receive_control(self, first: tuple[Any, bytearray] | None = None) -> tuple[ControlMessage, bytes]:
-        """Receive a control message."""
         work, buffer = first or self.listen()
         self.wait(work)
         control = self.read(ControlMessage.unpack, buffer)
@@ -485,7 +476,6 @@ class _PeerExchange:
         return control, bytes(rest)
 
     def introduce(self, offer: bytes) -> bytes:
-        """Send an offer and return the reply."""
         self.send_control(OFFER, 0, offer)
         return self.receive_control()[1]
 
@@ -497,7 +487,6 @@ class _PeerExchange:
             raise _Failure(("dead", self.rank, f"sent {error}: install the same release on all hosts")) from None
 
     def late(self) -> _Failure:
-        """Return the failure of a message whose time is over."""
         least, seconds = self._rdma_p2p.least, self.clock.seconds
         what = f"did not do its part of a message within {seconds:g} s (is its tensor smaller than {least} bytes?)"
         return _Failure(("late", self.rank, what if self.rank >= 0 else f"no rank sent a message within {seconds:g} s"))

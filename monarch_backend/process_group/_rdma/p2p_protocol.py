@@ -52,7 +52,6 @@ class SendHeader(NamedTuple):
     region: bytes = b""
 
     def pack(self) -> bytearray:
-        """Return the announcement as bytes of a fixed length."""
         head = _HEAD.pack(_MAGIC, self.number, self.nbytes, self.offset, len(self.region))
         return bytearray((head + self.region).ljust(SEND_HEADER_BYTES, b"\0"))
 
@@ -66,7 +65,6 @@ class SendHeader(NamedTuple):
 
 
 def fits(region: bytes) -> bool:
-    """Whether a region fits into an announcement."""
     return _HEAD.size + len(region) <= SEND_HEADER_BYTES
 
 
@@ -78,7 +76,6 @@ class ControlMessage(NamedTuple):
     size: int
 
     def pack(self) -> bytearray:
-        """Return the control message as bytes."""
         return bytearray(_WORD.pack(_MAGIC, *self))
 
     @classmethod
@@ -91,7 +88,6 @@ class ControlMessage(NamedTuple):
 
 
 def announced(tag: int) -> int:
-    """Return Gloo's tag for announcements of messages with this tag."""
     return tag if tag >= FIRST_STAGE_TAG else _ANNOUNCED + tag
 
 

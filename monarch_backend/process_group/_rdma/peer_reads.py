@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -45,8 +45,6 @@ class Rank:
 
 @dataclass
 class _Other:
-    """State of a process while groups here have it as a rank."""
-
     peer: Rank
     groups: int = 0
     connected: bool = False
@@ -61,14 +59,6 @@ class ReadableRegion:
     anchor: weakref.ref[Any]
     users: int = 0
     kept: bool = True
-
-
-class ReadTarget(NamedTuple):
-    """Memory to read into, with its owner."""
-
-    address: int
-    nbytes: int
-    owner: Tensor
 
 
 class Nics:
@@ -119,7 +109,6 @@ class Nics:
         return lent, lent.region.to_bytes(), tensor.data_ptr() - address
 
     def give_back(self, lent: ReadableRegion) -> None:
-        """End one message's use of the region."""
         with self._lock:
             lent.users -= 1
             over = not lent.users and not lent.kept
@@ -128,7 +117,6 @@ class Nics:
         self._make_room()
 
     def sweep(self) -> None:
-        """Deregister storages that were freed."""
         with self._lock:
             while self._gone:
                 key = self._gone.popleft()
@@ -196,7 +184,8 @@ class Nics:
         token: str,
         region: bytes,
         offset: int,
-        into: ReadTarget,
+        into: Tensor,
+        owner: Tensor,
         introduce: Callable[[bytes], bytes],
         left: Callable[[], float],
     ) -> None:
@@ -210,7 +199,7 @@ class Nics:
         for _ in range(_MAX_TRIES):
             try:
                 self._connect(other, introduce, left)
-                self._transfer(other, Region.from_bytes(region), offset, into, left)
+                self._transfer(other, Region.from_bytes(region), offset, into, owner, left)
                 return
             except VerbsError as error:
                 why = str(error)
@@ -239,7 +228,7 @@ class Nics:
             other.connecting.release()
 
     def _transfer(
-        self, other: _Other, region: Region, offset: int, into: ReadTarget, left: Callable[[], float]
+        self, other: _Other, region: Region, offset: int, into: Tensor, owner: Tensor, left: Callable[[], float]
     ) -> None:
         from monarch_backend._verbs import VerbsError
 
@@ -249,9 +238,9 @@ class Nics:
             outcome.append(error)
             ended.set()
 
-        segments = [(offset, into.address, into.nbytes)]
+        segments = [(offset, into.data_ptr(), into.nbytes)]
         try:
-            self._engine.transfer(other.peer, "read", region, segments, into.owner, done)
+            self._engine.transfer(other.peer, "read", region, segments, owner, done)
         except (TypeError, ValueError) as error:  # the region is smaller than the message
             raise UnusableError(str(error)) from None
         except VerbsError as error:
@@ -279,7 +268,6 @@ class Nics:
     # Groups -----------------------------------------------------------------------------------------------------
 
     def add(self, others: Iterable[Rank]) -> None:
-        """Count these processes as ranks of one more group."""
         for peer in others:
             self._others.setdefault(peer.token, _Other(peer)).groups += 1
 
@@ -294,7 +282,6 @@ class Nics:
         return not self._others
 
     def close(self) -> None:
-        """Close the connections and deregister all memory."""
         from monarch_backend._verbs import shared_engine
 
         with self._lock:
@@ -318,7 +305,6 @@ def join(others: Iterable[Rank]) -> Nics:
 
 
 def leave(nics: Nics, others: Iterable[Rank]) -> None:
-    """Remove a group that is closed."""
     global _process
     with _joining:
         if nics is not _process:  # it is of a fork's parent

@@ -27,7 +27,7 @@ import pytest
 
 from monarch_backend._verbs import Engine, Region, Settings, available
 from monarch_backend._verbs.discovery import survey
-from monarch_backend._verbs.engine import Segment
+from monarch_backend._verbs.work_requests import Segment
 
 PATIENCE = 60.0
 """Limit in seconds for any operation. The guest has one processor."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch_backend._actor.runtime import program
-from monarch_backend._rdma.handle import Handle
+from monarch_backend._rdma.registrations import Handle
 from monarch_backend._rdma.routes.verbs import Verbs
 from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend._verbs import Engine, Settings

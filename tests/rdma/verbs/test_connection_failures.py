@@ -26,12 +26,12 @@ MI = 1 << 20
 
 
 def _wrong(region: bytes) -> bytes:
-    record = Region.from_bytes(region).record
-    return Region(msgspec.structs.replace(record, keys=[key ^ 0x5A5A00 for key in record.keys])).to_bytes()
+    record = Region.from_bytes(region)
+    return msgspec.structs.replace(record, keys=[key ^ 0x5A5A00 for key in record.keys]).to_bytes()
 
 
 def _writable(region: bytes) -> bytes:
-    return Region(msgspec.structs.replace(Region.from_bytes(region).record, writable=True)).to_bytes()
+    return msgspec.structs.replace(Region.from_bytes(region), writable=True).to_bytes()
 
 
 def _start(host: Host, name: str, kind: Any, region: bytes, nbytes: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 from monarch_backend import _verbs
 from monarch_backend._verbs import Region, VerbsError, available, describe, discovery, errors
 from monarch_backend._verbs.config import from_environment
-from monarch_backend._verbs.connections.path_selection import ways
+from monarch_backend._verbs.connections.accepted_peers import ways
 from monarch_backend._verbs.providers import provider
 from monarch_backend._verbs.wire_format import (
     INFINIBAND,
@@ -26,7 +26,6 @@ from monarch_backend._verbs.wire_format import (
     Gid,
     Pairing,
     QpEndpoint,
-    RegionRecord,
     pack,
     unpack,
 )
@@ -42,7 +41,7 @@ def endpoint(*gids: tuple[int, bytes], ethernet: bool = True, lid: int = 0) -> E
 
 OFFER = ConnectRequest(bytes(8), [endpoint((ROCE_V2, v4("10.0.0.1")))], [QpEndpoint(0, 17, 5)])
 ANSWER = ConnectReply(bytes(8), [Pairing(0, 0, 17, 5, 5, 16, 1, bytes(16), 0, True)])
-REGION = RegionRecord(1, 4096, 8192, True, [77])
+REGION = Region(1, 4096, 8192, True, [77])
 
 
 # ---- layouts

@@ -16,7 +16,7 @@ import pytest
 from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError, open_device
 from monarch_backend._verbs.connections import connection
 from monarch_backend._verbs.discovery import PortFacts
-from monarch_backend._verbs.registrations.rkey_quarantine import MAX_KEYS, MAX_TRIES, RkeyQuarantine
+from monarch_backend._verbs.open_device import MAX_KEYS, MAX_TRIES, RkeyQuarantine
 from monarch_backend._verbs.wire_format import ROCE_V2, Gid
 from tests.rdma.verbs.fabric import Fabric, FakeNic, FakePair
 from tests.rdma.verbs.peers import Memory, Outcome, until
@@ -141,7 +141,7 @@ def test_atomics_want_eight_aligned_bytes(two: Callable[..., Two]) -> None:
 
 
 def keys_of(region: Region) -> set[int]:
-    return set(region.record.keys)
+    return set(region.keys)
 
 
 def test_reused_key_does_not_reach_dropped_memory(two: Callable[..., Two]) -> None:

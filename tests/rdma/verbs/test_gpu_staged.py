@@ -34,7 +34,6 @@ from monarch_backend._rdma.routes.protocol import (
 from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.transfers.engine import engine
 from monarch_backend._verbs import Region, VerbsError
-from monarch_backend._verbs.wire_format import RegionRecord
 from monarch_backend.actor import ActorError, ActorMesh, endpoint
 from monarch_backend.rdma import RDMABuffer
 from tests.actor.actors import pid_of, stopped_processes
@@ -287,7 +286,7 @@ def test_pieces() -> None:
 
 
 def _borrowed() -> PinnedLease:
-    region = Region(RegionRecord(1, 4096, 4 * SLOT, True, [7]))
+    region = Region(1, 4096, 4 * SLOT, True, [7])
     return PinnedLease(msgspec.msgpack.encode(pinned_pool._LeaseDescription(region.to_bytes(), 5, SLOT, 4, "because")))
 
 

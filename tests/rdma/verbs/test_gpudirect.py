@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
-from monarch_backend._rdma.routes.inflight import result_of
 from monarch_backend._rdma.routes.protocol import UNREACHABLE
+from monarch_backend._rdma.routes.verbs import result_of
 from monarch_backend._verbs import Engine, Region, Settings, UnreachableMemoryError, VerbsError
 from monarch_backend._verbs.providers.provider import REMOTE_READ
-from monarch_backend._verbs.registrations import gpudirect
-from monarch_backend._verbs.registrations.cache import MemoryCache, allocation_of
+from monarch_backend._verbs.registrations.cache import MemoryCache, allocation_of, register_gpu
 from tests.rdma.verbs.fabric import Fabric
 from tests.rdma.verbs.peers import Outcome
 from tests.rdma.verbs.test_engine import ports  # noqa: F401
@@ -85,8 +84,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Gpu]]:
         found.exported.append((address, nbytes))
         return os.dup(found.fd)
 
-    monkeypatch.setattr(gpudirect._native, "gpu_device_of", lambda address: -1 if at(address) is None else 0)
-    monkeypatch.setattr(gpudirect._native, "gpu_dma_buf", dma_buf)
+    monkeypatch.setattr(_native, "gpu_device_of", lambda address: -1 if at(address) is None else 0)
+    monkeypatch.setattr(_native, "gpu_dma_buf", dma_buf)
     yield make
     for each in made:
         each.close()
@@ -129,7 +128,7 @@ def test_registration_method_is_chosen(
     monkeypatch.setenv("MONARCH_DEBUG", "1")
     array = gpu(3, offset=100, nbytes=5000)
     nic = fabric(array, **options).open_nic("fake0", 16)
-    made: Any = gpudirect.register(nic, array.address, array.nbytes, REMOTE_READ)
+    made: Any = register_gpu(nic, array.address, array.nbytes, REMOTE_READ)
     assert capsys.readouterr().err == f"monarch: 5000 bytes of a GPU are registered with fake0 {said}\n"
     assert (made.address, made.nbytes) == (array.address, array.nbytes)
     assert array.exported == ([(array.base, 2 * PAGE)] if exported else []), "whole pages"
@@ -142,7 +141,7 @@ def test_gpu_memory_without_a_method_is_refused(gpu: Callable[..., Gpu]) -> None
     nic = fabric(array).open_nic("fake0", 16)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(UnreachableMemoryError) as raised:
-        gpudirect.register(nic, array.address, array.nbytes, REMOTE_READ)
+        register_gpu(nic, array.address, array.nbytes, REMOTE_READ)
     for words in ("8192 bytes of a GPU with fake0", "pinned memory", "Bad address", "nvidia_peermem", "not supported"):
         assert words in str(raised.value)
     assert isinstance(raised.value, VerbsError)
@@ -158,7 +157,7 @@ def test_gpu_memory_without_dma_buf_export_is_refused(gpu: Callable[..., Gpu]) -
     array = gpu(3, offset=PAGE)
     nic = fabric(array, dma_buf=True).open_nic("fake0", 16)
     with pytest.raises(UnreachableMemoryError, match="by dma-buf: only whole allocations here"):
-        gpudirect.register(nic, array.address, array.nbytes, REMOTE_READ)
+        register_gpu(nic, array.address, array.nbytes, REMOTE_READ)
     nic.close()
 
 

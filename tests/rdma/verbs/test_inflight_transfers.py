@@ -19,7 +19,7 @@ import torch
 from monarch_backend._actor.runtime import program
 from monarch_backend._rdma import action as action_module
 from monarch_backend._rdma.local_memory import memory_of
-from monarch_backend._rdma.routes import inflight, selection, verbs
+from monarch_backend._rdma.routes import selection, verbs
 from monarch_backend._rdma.routes.protocol import (
     DONE,
     FAILED,
@@ -36,8 +36,8 @@ from monarch_backend._rdma.routes.selection import VerbsWithTcpFallback
 from monarch_backend._rdma.routes.verbs import _owners
 from monarch_backend._rdma.transfers import engine as transfer_engine
 from monarch_backend._rdma.transfers import transfer
-from monarch_backend._rdma.transfers.thread_pool import Workers
-from monarch_backend._verbs import Settings, VerbsError, completion_poller, open_device, transfer_plan
+from monarch_backend._rdma.transfers.engine import Workers
+from monarch_backend._verbs import Settings, VerbsError, completion_poller, open_device, work_requests
 from monarch_backend._verbs import engine as engine_module
 from monarch_backend._verbs.connections import connection
 from monarch_backend._verbs.connections.queue_pair import SendQueuePair
@@ -108,8 +108,8 @@ def disarm_completion_events(owner: FarOwner) -> None:
 
 def moved_by_threads(owner: FarOwner, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    move = owner.route.move
-    monkeypatch.setattr(owner.route, "move", lambda *args: (found.append(args), move(*args))[1])
+    run = owner.route.run
+    monkeypatch.setattr(owner.route, "run", lambda *args: (found.append(args), run(*args))[1])
     return found
 
 
@@ -218,7 +218,7 @@ def test_polling_time_adapts_to_the_device(far: Make) -> None:
     into = torch.zeros(MI, dtype=torch.uint8)
 
     def worth(future: Any) -> float:
-        return completions._worth_it(future._in_flight._request)
+        return completions._worth_it(future._in_flight.request)
 
     future = owner.buffer[:MI].read_into(into)
     assert worth(future) == pytest.approx(completion_poller.SLEEP_COST_S + 2 * MI * open_device.FIRST_PACE)
@@ -522,7 +522,7 @@ def test_timeout_of_get_includes_polling_and_sleeping(
         assert most <= 5.0
         passed[0] += 2.0
 
-    monkeypatch.setattr(inflight.VerbsInFlight, "help", look)
+    monkeypatch.setattr(verbs.VerbsInFlight, "help", look)
     monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
     monkeypatch.setattr(program(), "wait", lambda what, seconds=None: (slept.append(seconds), wait(what, 0.0))[1])
     with pytest.raises(TimeoutError):
@@ -535,7 +535,7 @@ def test_timeout_of_get_includes_polling_and_sleeping(
 
 def test_cancelled_transfer_holds_no_resources(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory and future are released before CANCEL_GRACE_S, the time for the transfer to end by itself, is over."""
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False))
     gc.collect()
     gc.disable()
@@ -706,7 +706,7 @@ def test_callback_may_start_but_not_await_a_transfer(far: Make, monkeypatch: pyt
 
     second = slow.buffer[:8].read_into(bytearray(8))
     looked: list[Any] = []
-    monkeypatch.setattr(inflight.VerbsInFlight, "help", lambda *args: looked.append(args))
+    monkeypatch.setattr(verbs.VerbsInFlight, "help", lambda *args: looked.append(args))
     raised.clear()
 
     def looking(_: Any) -> None:
@@ -729,7 +729,7 @@ def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.Mo
 
     The same is true if a worker thread runs the transfer.
     """
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     slow = far(Fabric(at_once=False))
     first = slow.buffer[:8].read_into(bytearray(8))
     [pair] = [pair for pair in slow.fabric.pairs.values() if pair.posted]
@@ -759,7 +759,7 @@ def test_a_callback_may_not_cancel_another_one(far: Make, monkeypatch: pytest.Mo
 def test_cancel_needs_no_timer(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cancel` also ends the transfer if the thread that reads messages and runs timers is stopped."""
     monkeypatch.setattr(transfer, "CANCEL_GRACE_S", 0.05)
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False))
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
@@ -834,7 +834,7 @@ def test_slow_registration_uses_a_thread_once(far: Make, monkeypatch: pytest.Mon
 
 
 def test_cancel_returns_after_posted_work_has_ended(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 60.0)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 60.0)
     owner = far(Fabric(at_once=False), nbytes=32 * MI)
     into = torch.zeros(32 * MI, dtype=torch.uint8)
     owner.asking.transfer(owner.token, "read", owner.region, [(0, into.data_ptr(), 8)], into, lambda _: None)
@@ -857,7 +857,7 @@ def test_cancel_returns_after_posted_work_has_ended(far: Make, monkeypatch: pyte
 
 
 def test_stuck_connection_is_closed(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     owner = far(Fabric(at_once=False))
     into = bytearray(8)
     future = owner.buffer[:8].read_into(into)
@@ -891,7 +891,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 def test_a_timeout(
     far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]], kind: str, timeout: float
 ) -> None:
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     part = far(Fabric(at_once=False)).buffer[:8]
     late = part.read_into(bytearray(8), timeout=timeout) if kind == "read" else part.fetch_add(1, timeout=timeout)
     clocks.pop()()
@@ -914,7 +914,7 @@ def test_a_timeout_while_all_threads_are_taken(
     far: Make, monkeypatch: pytest.MonkeyPatch, clocks: list[Callable[[], None]]
 ) -> None:
     """Stopped owners may occupy all worker threads. This delays no timeout of other transfers."""
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     monkeypatch.setattr("monarch_backend._rdma.routes.verbs.ask", lambda *_: b"\x01")
     slow, bad, go = far(Fabric(at_once=False)), far(), threading.Event()
     bad.owner.release(bad.region)
@@ -950,7 +950,7 @@ def test_a_timeout_while_all_threads_are_taken(
 def test_a_part_that_comes_too_late_waits_for_no_thread(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, go = far(Fabric(at_once=False)), threading.Event()
     monkeypatch.setattr(transfer_engine.engine(), "movers", Workers(1))
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     begin, ended = slow.route.begin, threading.Event()
     over = transfer.Transfer._end_flights
     monkeypatch.setattr(transfer.Transfer, "_end_flights", lambda *args: (over(*args), ended.set()))
@@ -1004,7 +1004,7 @@ def test_buffers_that_begin_at_one_address(far: Make) -> None:
 def test_an_action_looks_up_each_memory_once(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated lookups for each part would take time that grows with the square of the number of parts."""
     owner, count = far(), 2000
-    looked = {module: [] for module in (verbs, transfer_plan)}  # type: dict[Any, list[int]]
+    looked = {module: [] for module in (verbs, work_requests)}  # type: dict[Any, list[int]]
     for module, addresses in looked.items():
         find = module.allocation_of
 
@@ -1132,7 +1132,7 @@ def test_a_refusal_of_the_device_is_an_error_and_its_owner_is_asked(far: Make, m
 
 
 def test_one_part_s_failure_ends_the_others(far: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflight, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(verbs, "CANCEL_GRACE_S", 0.05)
     monkeypatch.setattr("monarch_backend._rdma.routes.verbs.ask", lambda *_: b"\x01")
     good, bad = far(Fabric(at_once=False)), far()
     bad.owner.release(bad.region)
@@ -1150,7 +1150,7 @@ def test_no_reconnect_for_cancelled_transfers(far: Make, monkeypatch: pytest.Mon
     cancelling = threading.Thread(target=future.cancel)
     cancelling.start()
     assert until(lambda: future._transfer is not None)
-    [request] = [flight._request for flight in future._transfer._under_way()]
+    [request] = [flight.request for flight in future._transfer._under_way()]
     assert until(lambda: request.unwanted is not None, 10)
     owner.fabric.dead = True
     owner.fabric.run()
@@ -1209,11 +1209,9 @@ class OtherWay:
         self.handle = owner.buffer._handle._replace(ways=(("there", 1),))
         self.route = VerbsWithTcpFallback(owner.route, self, lambda *of: self.warned.append(of), self.aside.append)  # type: ignore[arg-type]
 
-    def move(self, *args: Any) -> Result:
+    def run(self, *args: Any) -> Result:
         self.tried.append(args)
         return Result(DONE, 0, 0, 0)
-
-    change = move
 
 
 NO_WAY = Result(UNREACHABLE, 0, 0, 0, "no way")
@@ -1241,7 +1239,7 @@ def test_nics_are_tried_again_beside_the_transfers(far: Make, monkeypatch: pytes
     part, answers = ReadWriteOp(other.handle, False, ((0, memory.data_ptr(), 8),)), [False, True]
 
     def move() -> Result:
-        return route.move(other.handle, False, part.segments, cancel_scope(10), (memory,))
+        return route.run(part, cancel_scope(10), (memory,))
 
     def meet(_: str) -> None:
         if answers.pop(0):
@@ -1273,18 +1271,17 @@ def test_switch_to_tcp_does_not_repeat_an_atomic(far: Make, monkeypatch: pytest.
     other = OtherWay(owner)
     ended = Result(outcome, 0, 0, 7, "it is said why")
 
-    def change(*_: Any) -> Result:
+    atomic = AtomicOp(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None)
+
+    def run(*_: Any) -> Result:
         other.route.recover(
             ReadWriteOp(other.handle, False, ((0, 0, 8),)), NO_WAY, cancel_scope(None), None
         )  # as from another thread
         return ended
 
-    monkeypatch.setattr(owner.route, "change", change)
-    assert other.route.change(other.handle, FETCH_ADD, 0, 1, 0, cancel_scope(None)) == ended
-    assert (
-        other.route.recover(AtomicOp(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None), ended, cancel_scope(None), None)
-        == ended
-    )
+    monkeypatch.setattr(owner.route, "run", run)
+    assert other.route.run(atomic, cancel_scope(None), None) == ended
+    assert other.route.recover(atomic, ended, cancel_scope(None), None) == ended
     assert len(other.tried) == 1
 
 
@@ -1306,8 +1303,10 @@ def test_unstarted_transfer_may_use_tcp(far: Make, monkeypatch: pytest.MonkeyPat
     memory = torch.zeros(8, dtype=torch.uint8)
     other = OtherWay(owner)
     with Worker(owner.fabric):
-        moved = other.route.move(other.handle, False, ((0, memory.data_ptr(), 8),), cancel_scope(10), (memory,))
-        added = other.route.change(other.handle, FETCH_ADD, 0, 1, 0, cancel_scope(10))
+        read = ReadWriteOp(other.handle, False, ((0, memory.data_ptr(), 8),))
+        moved = other.route.run(read, cancel_scope(10), (memory,))
+        atomic = AtomicOp(other.handle, FETCH_ADD, 0, 1, 0, lambda _: None)
+        added = other.route.run(atomic, cancel_scope(10), None)
     assert (moved.outcome, added.outcome) == (DONE, DONE)
     assert len(other.tried) == 2
     assert len(other.warned) == 1

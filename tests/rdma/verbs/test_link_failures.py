@@ -144,7 +144,7 @@ def test_a_cable_is_cut_during_a_stream_of_reads(pair: Pair, cable: Callable[[st
 def with_other_keys(buffer: RDMABuffer) -> RDMABuffer:
     """Change the keys of a handle, as a forger would."""
     region = Region.from_bytes(buffer._handle.verbs)
-    region.record.keys[:] = [key ^ 0x5A00 for key in region.record.keys]
+    region.keys[:] = [key ^ 0x5A00 for key in region.keys]
     return RDMABuffer._of(buffer._handle._replace(verbs=region.to_bytes()))
 
 

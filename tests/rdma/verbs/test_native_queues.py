@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
-from monarch_backend._verbs.providers import native_queues
+from monarch_backend._verbs.providers import provider
 from monarch_backend._verbs.providers.provider import COMPARE_SWAP, FETCH_ADD, READ, WRITE, Work
 from tests.rdma.verbs import peers
 from tests.rdma.verbs.conftest import Start
@@ -173,12 +173,12 @@ class Driver:
         return self.result
 
     def queue(self) -> _native.VerbsCompletionQueue:
-        found = native_queues.completion_queue(holder(self.cq), FD, ENTRIES)
+        found = provider.compiled_queue(holder(self.cq), FD, ENTRIES)
         assert found is not None
         return found
 
     def pair(self) -> _native.VerbsQueuePair:
-        found = native_queues.queue_pair(holder(self.qp), NUMBER, self.queue())
+        found = provider.compiled_pair(holder(self.qp), NUMBER, self.queue())
         assert found is not None
         return found
 
@@ -267,12 +267,12 @@ def test_forgotten_queues_are_not_accessed() -> None:
 def test_a_pair_ends_with_its_queue() -> None:
     driver = Driver()
     queue = driver.queue()
-    pair = native_queues.queue_pair(holder(driver.qp), NUMBER, queue)
+    pair = provider.compiled_pair(holder(driver.qp), NUMBER, queue)
     assert pair is not None
     queue.forget()
     for call in (
         lambda: pair.post([Work(1, READ, True, 1, 1, 1, 1, 1)]),
-        lambda: native_queues.queue_pair(holder(driver.qp), NUMBER, queue),
+        lambda: provider.compiled_pair(holder(driver.qp), NUMBER, queue),
     ):
         with pytest.raises(OSError, match="the completion queue is closed"):
             call()
@@ -348,7 +348,7 @@ def test_other_objects_are_not_found() -> None:
     assert pair(holder(driver.qp), NUMBER, queue) is None
     driver.channel.context = _at(other.context)
     assert find(holder(driver.cq), FD, ENTRIES) is None
-    assert native_queues.queue_pair(holder(driver.qp), NUMBER, None) is None
+    assert provider.compiled_pair(holder(driver.qp), NUMBER, None) is None
 
 
 def test_invalid_addresses_find_no_queue() -> None:
@@ -454,7 +454,7 @@ def test_both_packages_queues_are_found(start: Start, devices: list[str]) -> Non
 
 @pytest.mark.verbs
 def test_package_functions_are_the_fallback(start: Start, devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_queues, "completion_queue", lambda *_: None)  # before the processes fork
+    monkeypatch.setattr(provider, "compiled_queue", lambda *_: None)  # before the processes fork
     owner, asking = start("owner", devices[1]), start("asking", devices[0])
     _there_and_back(owner, asking)
     assert asking(_are_compiled) == (False, False)
