@@ -94,7 +94,7 @@ def counts(simulation: Simulation) -> tuple[int, ...]:
 def measure(hosts: int) -> Point:
     began = time.perf_counter()
     gc.disable()  # each collection would traverse the objects of all hosts
-    conditions = Conditions(gateway=GATEWAY, far=FAR, **QUIET)
+    conditions = Conditions(gateway=GATEWAY, remote_latency=FAR, **QUIET)
     with OneMemory(), Simulation(1, conditions, steps=0) as simulation:
         Times.now = simulation.event_queue.now
         mesh = simulation.attach(hosts)
