@@ -46,7 +46,7 @@ from monarch_backend._hosts.protocol import (
     Versions,
     Welcome,
 )
-from monarch_backend._processes import linux, local_sockets
+from monarch_backend._processes import local_sockets, system_calls
 from monarch_backend._processes.resource_limits import allow_descriptors
 from monarch_backend._processes.spawner import RANKS_HERE, Event, ProcessSpec, Spawner
 from monarch_backend._transport.local.event_loop import ProgressLoop, release
@@ -412,7 +412,7 @@ class AgentProcess:
         if number is None or pid is None or self._spawner is None:
             return
         unread = self._gateway.unread(pid)
-        if unread and (not message.stop_read or linux.stands_still(pid)):
+        if unread and (not message.stop_read or system_calls.stands_still(pid)):
             self._spawner.kill(number)
 
     def _spawn(self, message: Spawn) -> None:

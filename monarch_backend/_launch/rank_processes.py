@@ -28,7 +28,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from monarch_backend._core import platform
 from monarch_backend._launch import run_script
-from monarch_backend._processes import child_bootstrap, fork_server, linux
+from monarch_backend._processes import child_bootstrap, fork_server, system_calls
 from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S
 from monarch_backend._processes.spawner import Event, Exited, ProcessSpec, Spawner, Started
 
@@ -94,7 +94,7 @@ def fork() -> tuple[ForkedServer | None, str]:
 def _kill_children() -> None:
     """Kill the children, and their descendants, which become children meanwhile."""
     give_up = time.monotonic() + REPLY_TIMEOUT_S
-    while (pids := linux.children()) and time.monotonic() < give_up:
+    while (pids := system_calls.children()) and time.monotonic() < give_up:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -106,9 +106,9 @@ def _kill_children() -> None:
 
 def _serve(connection: socket.socket, launcher: int) -> NoReturn:
     try:
-        linux.die_with_parent(launcher)
+        system_calls.die_with_parent(launcher)
         os.setsid()  # the launcher handles Ctrl-C and ends its ranks
-        linux.set_title("monarch fork server")
+        system_calls.set_title("monarch fork server")
         stdout, stderr = _duplicate(1), _duplicate(2)
         configuration = fork_server.Configuration(connection.detach(), None, stdout, stderr, [], lasting=False)
         child_bootstrap.run(fork_server.serve(configuration))
@@ -182,7 +182,7 @@ class Ranks:
         own. Raises RuntimeError, with none of them running, when one cannot be started.
         """
         handled = [int(number) for number in signal.valid_signals() if callable(signal.getsignal(number))]
-        linux.adopt_orphans()  # should the server die: `ForkedServer.wait` ends them then
+        system_calls.adopt_orphans()  # should the server die: `ForkedServer.wait` ends them then
         with contextlib.ExitStack() as files:
             specs = [
                 ProcessSpec(

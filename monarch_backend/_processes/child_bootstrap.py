@@ -26,7 +26,7 @@ import cloudpickle  # type: ignore[import-untyped]
 import msgspec
 
 from monarch_backend._core import platform
-from monarch_backend._processes import cpu_affinity, finalization, linux
+from monarch_backend._processes import cpu_affinity, finalization, system_calls
 from monarch_backend._processes.main_module import empty_main_module
 from monarch_backend._processes.spawn_protocol import Spawn
 
@@ -76,8 +76,8 @@ def run(spec: Spawn) -> NoReturn:
 def _become(spec: Spawn) -> None:
     with contextlib.suppress(OSError):  # forked or spawned with setsid it leads its session already
         os.setsid()
-    linux.adopt_orphans()  # if this process dies, the fork server adopts and kills its descendants
-    linux.set_title(f"monarch {spec.label}")
+    system_calls.adopt_orphans()  # if this process dies, the fork server adopts and kills its descendants
+    system_calls.set_title(f"monarch {spec.label}")
     set_environment(spec.environment)
     os.chdir(spec.cwd)
     sys.path[:] = map(os.fsdecode, spec.path)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from monarch_backend._core import platform
-from monarch_backend._processes import cgroup, interpreter_args, linux
+from monarch_backend._processes import cgroup, interpreter_args, system_calls
 from monarch_backend._processes.spawn_protocol import Exited, Spawn, Started
 
 # Variables that a running process cannot apply. A child whose value differs from the server's is spawned plainly.
@@ -62,11 +62,11 @@ class Processes:
         self._alive: dict[int, int] = {}  # ids by pid
         self._killed: set[int] = set()
         self._untidy = False  # processes were reaped since the last `tidy`
-        self._helpers = linux.children()  # made by an imported library
+        self._helpers = system_calls.children()  # made by an imported library
         self._oom_kills = cgroup.OomKills()
         self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._allow_open_files()
-        linux.adopt_orphans()
+        system_calls.adopt_orphans()
 
     def _allow_open_files(self) -> None:
         """Raise the limit as far as possible, for connections and waiting requests. A child gets the inherited
@@ -122,7 +122,7 @@ class Processes:
         if number is None:
             return None
         if not platform.HAS_PRCTL:  # this process does not adopt its descendants, for `tidy`
-            linux.kill_sessions([pid])
+            system_calls.kill_sessions([pid])
         returncode = os.waitstatus_to_exitcode(status)
         unexplained = returncode == -signal.SIGKILL and pid not in self._killed
         self._killed.discard(pid)
@@ -137,7 +137,7 @@ class Processes:
         if not self._untidy:
             return
         self._untidy = False
-        for pid in linux.children() - self._alive.keys() - self._helpers:
+        for pid in system_calls.children() - self._alive.keys() - self._helpers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -145,7 +145,7 @@ class Processes:
         for pid in self._alive:
             os.kill(pid, signal.SIGKILL)
         if not platform.HAS_PRCTL:
-            linux.kill_sessions(self._alive)
+            system_calls.kill_sessions(self._alive)
         self._helpers.clear()
         self._alive.clear()
         with contextlib.suppress(ChildProcessError):
@@ -161,7 +161,7 @@ def _fork() -> int:
     try:
         pid = os.fork()
         if pid == 0:
-            linux.die_with_parent(parent)
+            system_calls.die_with_parent(parent)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)

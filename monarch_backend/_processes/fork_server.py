@@ -28,7 +28,7 @@ from typing import NoReturn
 import msgspec
 
 from monarch_backend._core import platform
-from monarch_backend._processes import child_bootstrap, finalization, linux, local_sockets
+from monarch_backend._processes import child_bootstrap, finalization, local_sockets, system_calls
 from monarch_backend._processes.child_table import Processes, StartError
 from monarch_backend._processes.spawn_protocol import (
     BadMessageError,
@@ -75,7 +75,7 @@ class Configuration(msgspec.Struct, frozen=True):
 
 def main(argument: str) -> NoReturn:
     """Run the server. ``argument`` is a Configuration in JSON. In a child it continues with the child's bootstrap."""
-    linux.set_title("monarch fork server")
+    system_calls.set_title("monarch fork server")
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread that started this process may have blocked some
     configuration = msgspec.json.decode(argument, type=Configuration)
     preload(configuration.preload)
@@ -88,7 +88,7 @@ def serve(configuration: Configuration) -> Spawn:
     Returns in children only, with the spec of each.
     """
     server = Server(configuration)
-    linux.outlive_parent()  # from now on the end of the connection ends the server, with its children
+    system_calls.outlive_parent()  # from now on the end of the connection ends the server, with its children
     spec = server.serve()
     if spec is None:
         os._exit(0)
@@ -185,7 +185,7 @@ class Server:
         finalization.remember_preloaded()  # here: a child would copy 800 shared pages
         if self._lasting:
             gc.collect()
-            linux.use_huge_pages()
+            system_calls.use_huge_pages()
         gc.freeze()  # a child's collector skips objects of the server, so their memory stays shared
 
     def _import(self, names: Sequence[str]) -> None:

@@ -30,8 +30,8 @@ def command(module: str, argument: str, path: Sequence[str]) -> list[str]:
     """Return the command line of an interpreter that calls ``module.main(argument)`` with ``path`` as its sys.path.
 
     It dies with the thread of this process that starts it (without prctl: with this process), unless it calls
-    linux.outlive_parent. It has to inherit the descriptors of `inherited`. Raises RuntimeError in a program that does
-    not know its interpreter.
+    system_calls.outlive_parent. It has to inherit the descriptors of `inherited`. Raises RuntimeError in a program
+    that does not know its interpreter.
     """
     if not sys.executable:
         raise RuntimeError("sys.executable is empty: set it to the Python interpreter that processes are to run")

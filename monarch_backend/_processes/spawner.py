@@ -24,7 +24,7 @@ from typing import cast
 from monarch_backend._core import env, fork
 from monarch_backend._core.errors import MonarchError, public
 from monarch_backend._core.limits import start_thread
-from monarch_backend._processes import linux, local_sockets, resource_limits
+from monarch_backend._processes import local_sockets, resource_limits, system_calls
 from monarch_backend._processes.fork_server_client import REPLY_TIMEOUT_S, ForkServer, connect, start_server
 from monarch_backend._processes.resource_limits import SpawnLimitError
 from monarch_backend._processes.spawn_protocol import (
@@ -424,7 +424,7 @@ class Spawner:
 def _kill_what_is_left(pids: Collection[int]) -> None:
     """Kill descendants of a dead server's processes. The processes died with it, their orphans did not."""
     give_up = time.monotonic() + REPLY_TIMEOUT_S
-    while pids and linux.kill_sessions(pids) and time.monotonic() < give_up:
+    while pids and system_calls.kill_sessions(pids) and time.monotonic() < give_up:
         time.sleep(0.005)
 
 

@@ -167,7 +167,7 @@ class SimulatedHosts:
             (agent_module, "LocalLinks", lambda *_, **__: SimulatedLocalLinks(simulation.running.links)),
             (agent_module, "ProgressLoop", lambda *_: simulation.running.progress),
             (agent_module, "OutputReader", lambda _: SimpleNamespace(add=lambda *_: None, end=lambda _: None)),
-            (agent_module, "linux", SimpleNamespace(stands_still=lambda _: False)),
+            (agent_module, "system_calls", SimpleNamespace(stands_still=lambda _: False)),
             (agent_module, "time", SimpleNamespace(monotonic=simulation.event_queue.now)),
             (protocol, "host_name", host_name),
             (remote_spawner, "spawn_message", _bare_message),

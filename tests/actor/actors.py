@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from monarch_backend._processes.linux import stands_still
+from monarch_backend._processes.system_calls import stands_still
 from monarch_backend.actor import (
     Actor,
     ActorMesh,

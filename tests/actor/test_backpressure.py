@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from monarch_backend._actor import sigint
-from monarch_backend._processes.linux import stands_still
+from monarch_backend._processes.system_calls import stands_still
 from monarch_backend._transport.local import tuning
 from monarch_backend._transport.local.links import MAX_UNREAD_BYTES
 from monarch_backend._transport.local.tuning import CREDIT_WINDOW

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import monarch_backend
-from monarch_backend._processes.linux import stands_still
+from monarch_backend._processes.system_calls import stands_still
 from monarch_backend.process_group._errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
 from monarch_backend.process_group._shm import segment
 from tests.process_group import reference

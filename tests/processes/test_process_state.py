@@ -14,7 +14,7 @@ import pytest
 
 from monarch_backend._core import platform
 from monarch_backend._hosts.process_identity import Identity
-from monarch_backend._processes import linux
+from monarch_backend._processes import system_calls
 from monarch_backend._processes.process_state import state_and_start
 from tests.actor.actors import until
 
@@ -54,15 +54,15 @@ def process() -> Iterator[subprocess.Popen[str]]:
 
 
 def test_state_follows_signals(source: str, process: subprocess.Popen[str]) -> None:
-    assert state_and_start(process.pid)[0] in "RS" and not linux.stands_still(process.pid)
+    assert state_and_start(process.pid)[0] in "RS" and not system_calls.stands_still(process.pid)
     process.send_signal(signal.SIGSTOP)
-    until(lambda: linux.stands_still(process.pid), "it stands still")
+    until(lambda: system_calls.stands_still(process.pid), "it stands still")
     process.kill()
     until(lambda: state_and_start(process.pid)[0] == "Z", "it is a zombie")
     process.wait()
     with pytest.raises(ProcessLookupError, match=f"there is no process {process.pid}"):
         state_and_start(process.pid)
-    assert not linux.stands_still(process.pid)
+    assert not system_calls.stands_still(process.pid)
 
 
 def test_start_from_ps_is_in_seconds_since_1970(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +106,10 @@ def test_sessions_are_killed_with_their_descendants(source: str) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
-    assert linux.kill_sessions([process.pid]) > 0
+    assert system_calls.kill_sessions([process.pid]) > 0
     assert process.stdout.read() == ""  # both have ended
     process.wait()
-    until(lambda: linux.kill_sessions([process.pid]) == 0, "nothing is left of the session")
+    until(lambda: system_calls.kill_sessions([process.pid]) == 0, "nothing is left of the session")
     process.stdout.close()
 
 

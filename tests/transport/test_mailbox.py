@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from monarch_backend import _native
-from monarch_backend._processes.linux import stands_still
+from monarch_backend._processes.system_calls import stands_still
 from tests.transport.mailbox_processes import (
     GONE,
     LINK_PENDING,

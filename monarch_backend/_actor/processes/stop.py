@@ -14,7 +14,7 @@ from monarch_backend._actor.processes.start import ProcessStarter
 from monarch_backend._actor.processes.stuck_readers import StuckReaders
 from monarch_backend._core.timeouts import check_timeout
 from monarch_backend._mesh.proc_mesh import ProcMeshState
-from monarch_backend._processes import linux
+from monarch_backend._processes import system_calls
 from monarch_backend._transport.local.frames import REPORT_BUSY, Setting, Stop
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ SHUTDOWN_GRACE_S = 10.0
 class ProcessStop:
     def __init__(self, program: Runtime, records: ProcessRecords, starter: ProcessStarter, stuck: StuckReaders) -> None:
         self._program, self._records, self._starter, self._stuck = program, records, starter, stuck
-        self.stands_still = linux.stands_still  # a simulator replaces it
+        self.stands_still = system_calls.stands_still  # a simulator replaces it
 
     def stop(
         self, core: ProcMeshState | None, how: str, reason: str, timeout: float | None = None, hosts: Any = None

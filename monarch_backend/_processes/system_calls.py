@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import os
 import signal
@@ -50,8 +51,15 @@ def outlive_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process, instead of init, the parent of its descendants that lose theirs."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    """Make this process, instead of init, the parent of its descendants that lose theirs.
+
+    Emulators of another processor refuse it: there, as on macOS, a program in a session of its own can survive.
+    """
+    try:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
 
 
 def stands_still(pid: int) -> bool:
